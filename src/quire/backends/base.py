@@ -1,0 +1,104 @@
+"""THE UPPER DOOR: what can answer requests. The native engine, an upstream server, a router: all are this."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from quire.values import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One prompt to answer `sampling.n` times. `prompt` are token ids; `text` is what they were made of, if text.
+
+    timeout: seconds from arrival, inf for none. `id` is unique and chosen by the server.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    text: str | None = None
+    sampling: SamplingParams
+    priority: int = 0
+    salt: str = ""
+    timeout: float = math.inf
+
+
+class Delta(NamedTuple):
+    """What one choice got since the last delta.
+
+    text: new text, final (never half a character, never part of a stop string). tokens: the token ids behind it,
+    counted in usage. finish_reason: stop | length | abort | timeout | error, with the last delta of a choice.
+    stop_reason: the stop string or stop token id that ended it. logprobs: per token in `tokens` when asked for.
+    prompt_logprobs and cached: with the first delta of choice 0.
+    """
+
+    index: int
+    text: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    cached: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What /v1/models says of the model served. `defaults` are generation_config.json's sampling fields."""
+
+    id: str
+    created: int
+    max_model_len: int
+    vocab_size: int = 0
+    root: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Backend(Protocol):
+    """Answers calls. All methods may be used from one event loop only."""
+
+    async def start(self) -> None:
+        """Return when ready to serve. Raises InvalidModel, InvalidConfig or Unavailable."""
+
+    async def close(self) -> None: ...
+
+    def model(self) -> ModelCard: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]: ...
+
+    def decode(self, tokens: tuple[int, ...], *, skip_special_tokens: bool = False) -> str: ...
+
+    def render(self, messages: list[dict[str, Any]], **options: Any) -> tuple[str, tuple[int, ...]]:
+        """Chat messages to (text, token ids) by the model's chat template.
+
+        options: tools, add_generation_prompt, continue_final_message, chat_template_kwargs.
+        Raises InvalidRequest when the template refuses the messages.
+        """
+
+    def token_text(self, token: int) -> tuple[str, bytes]:
+        """How one token is shown in log-probabilities: as text, and as its exact bytes."""
+
+    def stream(self, call: Call) -> AsyncIterator[list[Delta]]:
+        """Deltas as they come, those that are ready together in one list; ends when every choice has finished.
+
+        Closing the iterator aborts the call. Raises Overloaded, InvalidRequest, Unavailable before the first delta.
+        """
+
+    def stats(self) -> dict[str, Any]:
+        """`/stats`: the fields of docs/server.md, plain JSON."""
+
+    def metrics(self) -> bytes:
+        """`/metrics`: Prometheus text."""
+
+    def alive(self) -> bool:
+        """Liveness means progress: nothing outstanding, or the step counter advances."""
+
+    def ready(self) -> bool:
+        """Whether calls are accepted now."""
+
+    async def drain(self, timeout: float) -> None:
+        """Refuse new calls, wait up to `timeout` seconds for those running, abort the rest."""

@@ -1,0 +1,59 @@
+"""THE LOWER DOOR: what can run steps. Local torch, tensor-parallel, gRPC, ONNX Runtime, synthetic: all are this.
+
+An executor folds plans, in the order launched. `launch` returns at once where it can; `Handle.result` waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.core.plan import Mask, Plan, Result
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What an executor can do. Read once, by the composition root.
+
+    pages: pages it has, page 0 (which is nobody's) not counted. page_size: tokens a page. rows: sequences at once.
+    max_model_len: longest sequence, in tokens. depth: steps to launch ahead of results (0 on a CPU, 1 on a GPU).
+    drafts: tokens drafted a step. masks: whether spans may be masked. kv_bytes: of one page, all layers.
+    """
+
+    pages: int
+    page_size: int
+    rows: int
+    max_model_len: int
+    vocab_size: int
+    depth: int = 0
+    drafts: int = 0
+    masks: bool = True
+    kv_bytes: int = 0
+    device: str = "cpu"
+    dtype: str = ""
+
+
+class Handle(Protocol):
+    """One launched step."""
+
+    def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
+        """Hand in the masks of `plan.masked`, in order: one mask per sampled row. Called once, before `result`."""
+
+    def result(self) -> Result:
+        """Wait for the step. Raises StepFailed if it could not be run; then only `Executor.reset` helps."""
+
+
+class Executor(Protocol):
+    """Runs plans. Results are read in the order launched."""
+
+    def describe(self) -> Description: ...
+
+    def launch(self, plan: Plan) -> Handle:
+        """Start one step. Its forward may run before its masks are there, its sampling may not."""
+
+    def reset(self) -> None:
+        """Forget every row and every step in flight; K/V contents are lost."""
+
+    def close(self) -> None:
+        """Give everything back. Called once."""

@@ -1,0 +1,104 @@
+"""Every error a user can meet, and the HTTP status it becomes.
+
+    QuireError
+    ├── InvalidRequest      400  the request names something impossible; `param` says which field
+    │   ├── UnknownModel    404
+    │   └── TooLarge        413
+    ├── Unauthorized        401
+    ├── Overloaded          429  the bounded queue is full; `retry_after` seconds from the backlog
+    ├── Unavailable         503  draining, starting, or the engine process died
+    ├── DeadlineExceeded    504
+    ├── InvalidConfig            an option is unknown or cannot work (exit code 2 on the command line)
+    ├── InvalidModel             a checkpoint is broken or not supported (exit code 2)
+    └── StepFailed          500  the executor could not run a step; the engine finds whose fault it was
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class QuireError(Exception):
+    """Base of all errors raised on purpose. `str(error)` is one line, fit to be shown to a user."""
+
+    status = 500
+    kind = "server_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class InvalidRequest(QuireError):
+    """A request that can never be served as it stands."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+
+class UnknownModel(InvalidRequest):
+    """The request names a model this server does not serve."""
+
+    status = 404
+
+
+class TooLarge(InvalidRequest):
+    """The request is larger than the server accepts."""
+
+    status = 413
+
+
+class Unauthorized(QuireError):
+    """No API key, or a wrong one."""
+
+    status = 401
+    kind = "authentication_error"
+
+
+class Overloaded(QuireError):
+    """The waiting queue is full. `retry_after` is in seconds."""
+
+    status = 429
+    kind = "rate_limit_error"
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message, code="queue_full")
+        self.retry_after = retry_after
+
+
+class Unavailable(QuireError):
+    """The server cannot answer now, but may soon."""
+
+    status = 503
+    kind = "service_unavailable_error"
+
+
+class DeadlineExceeded(QuireError):
+    """The request's deadline passed before anything was made."""
+
+    status = 504
+    kind = "timeout_error"
+
+
+class InvalidConfig(QuireError):
+    """An option is unknown, misspelled, or impossible together with another."""
+
+    kind = "invalid_config"
+
+
+class InvalidModel(QuireError):
+    """A checkpoint cannot be loaded, and why."""
+
+    kind = "invalid_model"
+
+
+class StepFailed(QuireError):
+    """A step could not be run at all: which request is at fault is for the engine to find out."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint for an unknown `name`: ' Did you mean 'x'?' or the empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,44 @@
+"""RaggedBatch: the one attention metadata type. One call serves prefill, chunk, decode and verify.
+
+Shape letters used everywhere: T tokens fed this step, S spans (sequences), R logits rows, P pages a table row holds,
+H query heads, G key/value heads, D head dim, N pages in the pool, B tokens a page (block size), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedBatch:
+    """One step's tokens, back to back, and where their K/V lives.
+
+    tokens [T] int64: ids to feed. positions [T] int64: of each, from 0. slots [T] int64: page * B + offset, where
+    each token's K/V is written. query_start [S+1] int32: span s owns tokens query_start[s]:query_start[s+1].
+    kv_len [S] int32: tokens span s attends to, this step's included; its queries are the last of them (causal).
+    page_table [S, P] int32: page of positions p*B:(p+1)*B; past the end, page 0 (SPARE).
+    max_query, max_kv: bounds known to the host, for launch shapes only: kernels loop to kv_len.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    query_start: torch.Tensor
+    kv_len: torch.Tensor
+    page_table: torch.Tensor
+    page_size: int
+    max_query: int
+    max_kv: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """One layer's pages: k and v, each [N, G, B, D]. One page id indexes every layer's tensors.
+
+    The layout keeps a (page, head) tile contiguous, so that a kernel reads it in one run.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
