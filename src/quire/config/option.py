@@ -1,0 +1,219 @@
+"""One option: read off a dataclass field, and how words from a flag, a variable or a file become it."""
+
+from __future__ import annotations
+
+import math
+import re
+import typing
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields
+from types import UnionType
+from typing import Any, Literal
+
+from quire.errors import InvalidConfig, nearest
+from quire.values import MANY
+
+PREFIX = "QUIRE_"
+
+Kind = Literal["text", "texts", "whole", "number", "switch"]
+
+_WORDS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+_UNITS = {
+    "": 1,
+    **{letter: 1000**power for power, letter in enumerate("kmgt", 1)},
+    **{letter: 1024**power for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)},
+}
+_WHOLE = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*([A-Za-z]{0,3})")
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    secret: bool = False,
+    unset: str = "auto",
+    metavar: str = "",
+) -> Any:
+    """A dataclass field that is an option. `unset` is the word for None; `low` and `high` are included.
+
+    A `secret` is never printed, not even in a repr.
+    """
+    notes = {"help": help, "low": low, "high": high, "secret": secret, "unset": unset, "metavar": metavar}
+    return field(default=default, repr=not secret, metadata=notes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """What a field says of itself. `choices` come from a Literal type, `optional` from `| None`."""
+
+    name: str
+    section: str
+    kind: Kind
+    default: Any
+    help: str
+    low: float
+    high: float
+    optional: bool
+    choices: tuple[str, ...]
+    secret: bool
+    unset: str
+    metavar: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.name.upper()
+
+    def show(self, value: Any) -> str:
+        """The value as a user would write it; a secret's never."""
+        if value is None:
+            return self.unset
+        if self.kind == "texts":
+            return ("(set)" if self.secret else ", ".join(value)) if value else "none"
+        if self.secret:
+            return "(set)"
+        return str(value).lower() if self.kind == "switch" else str(value)
+
+    def read(self, value: object, where: str) -> Any:
+        """What `value` stands for, checked.
+
+        Raises InvalidConfig; its message begins with `where` (the flag, the variable, the file).
+        """
+        if self.optional and (
+            value is None or value == self.unset or (value in (-1, "-1") and self.low >= 0)
+        ):
+            return None
+        parsed = _READERS[self.kind](value)
+        if parsed is None:
+            raise InvalidConfig(f"{where}: {self.wants()}, not {self._quote(value)}", param=self.name)
+        self.check(parsed, where)
+        return parsed
+
+    def check(self, value: Any, where: str) -> None:
+        """Raises InvalidConfig if the value is of the wrong type, not one of the choices, or out of range."""
+        if value is None and self.optional:
+            return
+        right = _TYPES[self.kind]
+        if not isinstance(value, right) or (isinstance(value, bool) and self.kind != "switch"):
+            raise InvalidConfig(f"{where}: {self.wants()}, not {self._quote(value)}", param=self.name)
+        if self.choices and value not in self.choices:
+            hint = nearest(value, self.choices)
+            raise InvalidConfig(f"{where}: {self.wants()}, not {value!r}.{hint}", param=self.name)
+        if self.kind in ("whole", "number") and not self.low <= value <= self.high:
+            raise InvalidConfig(f"{where}: {self.wants()}, not {value}", param=self.name)
+
+    def wants(self) -> str:
+        """What a value must be, as the middle of a sentence."""
+        if self.choices:
+            return "must be one of " + ", ".join(self.choices)
+        words = {
+            "text": "must be text",
+            "texts": "must be text, or a list of texts",
+            "whole": "must be a whole number",
+            "number": "must be a number",
+            "switch": "must be true or false",
+        }[self.kind]
+        low, high = (f"{bound:g}" if abs(bound) < 1e6 else str(bound) for bound in (self.low, self.high))
+        if math.isfinite(self.low) and self.high < MANY:
+            words += f" from {low} to {high}"
+        elif math.isfinite(self.low):
+            words += f" of at least {low}"
+        return words + (f", or {self.unset!r}" if self.optional and self.kind != "text" else "")
+
+    def _quote(self, value: object) -> str:
+        return "that" if self.secret else repr(value)
+
+
+def options(section: str, config: type) -> Iterator[Option]:
+    """The options of one dataclass, in the order written."""
+    types = typing.get_type_hints(config)
+    for entry in fields(config):
+        yield _describe(section, entry, types[entry.name])
+
+
+def _describe(section: str, entry: Field[Any], annotation: Any) -> Option:
+    optional = isinstance(annotation, UnionType) or typing.get_origin(annotation) is typing.Union
+    inner = (
+        next((a for a in typing.get_args(annotation) if a is not type(None)), str) if optional else annotation
+    )
+    choices = typing.get_args(inner) if typing.get_origin(inner) is Literal else ()
+    kinds: dict[Any, Kind] = {
+        str: "text",
+        tuple[str, ...]: "texts",
+        int: "whole",
+        float: "number",
+        bool: "switch",
+    }
+    if entry.default is MISSING:
+        raise TypeError(f"option {entry.name} has no default")
+    return Option(
+        name=entry.name,
+        section=section,
+        kind="text" if choices else kinds[inner],
+        default=entry.default,
+        optional=optional,
+        choices=choices,
+        **entry.metadata,
+    )
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _texts(value: object) -> tuple[str, ...] | None:
+    if isinstance(value, str):
+        return tuple(part for part in (piece.strip() for piece in value.split(",")) if part)
+    if isinstance(value, list | tuple) and all(isinstance(piece, str) for piece in value):
+        return tuple(value)
+    return None
+
+
+def _whole(value: object) -> int | None:
+    """`32k` is 32,000 and `32K` 32,768, as in vLLM; `4GB` is decimal and `4GiB` binary."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return value
+    match = _WHOLE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None or match[2] not in _UNITS:
+        return None
+    digits, _, decimals = match[1].partition(".")
+    scaled = int(digits + decimals) * _UNITS[match[2]]
+    return scaled // 10 ** len(decimals) if scaled % 10 ** len(decimals) == 0 else None
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        parsed = float(value)
+    except ValueError:
+        return None
+    return parsed if math.isfinite(parsed) else None
+
+
+def _switch(value: object) -> bool | None:
+    if isinstance(value, bool):
+        return value
+    return _WORDS.get(value.strip().lower()) if isinstance(value, str) else None
+
+
+_READERS = {"text": _text, "texts": _texts, "whole": _whole, "number": _number, "switch": _switch}
+_TYPES: dict[Kind, Any] = {"text": str, "texts": tuple, "whole": int, "number": int | float, "switch": bool}

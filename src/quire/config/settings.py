@@ -1,0 +1,256 @@
+"""The options themselves: five frozen sections, and what must hold between their fields.
+
+Names are vLLM's where users know them. None means 'auto' (or, where `unset` says so, 'none'): the composition
+root resolves it when it knows the device and the checkpoint, and nobody else does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from quire.config.option import Option, option, options
+from quire.config.unknown import refuse
+from quire.errors import InvalidConfig
+from quire.values import MANY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how it is read."""
+
+    model: str = option(
+        "embedded",
+        "The model: 'embedded' (shipped with Quire), a folder, or a Hugging Face repository.",
+        metavar="MODEL",
+    )
+    served_model_name: str | None = option(
+        None, "The name clients use for the model. Unset: as given by --model.", unset="none"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "Type of weights and activations; auto: what suits the device and the checkpoint."
+    )
+    load_format: Literal["auto", "dummy"] = option(
+        "auto", "auto: read the weights; dummy: random weights of the model's shape (for benchmarks)."
+    )
+    max_model_len: int | None = option(
+        None,
+        "Longest sequence, prompt and answer, in tokens (32k and 32K work); auto: the model's own.",
+        low=1,
+        high=MANY,
+    )
+    seed: int = option(0, "Seed of everything random whose request brings none.", low=0, high=2**64 - 1)
+    tokenizer: str | None = option(
+        None, "Folder or repository of the tokenizer. Unset: the model's own.", unset="none"
+    )
+    chat_template: str | None = option(
+        None, "File with a jinja chat template. Unset: the model's own.", unset="none"
+    )
+    revision: str | None = option(
+        None, "Branch, tag or commit of the Hugging Face repository. Unset: its main branch.", unset="none"
+    )
+    download_dir: str | None = option(
+        None, "Where downloaded models are kept. Unset: Hugging Face's own cache.", unset="none"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache. A block is a page."""
+
+    block_size: int | None = option(
+        None, "Tokens in one KV block; auto: 16 on a CPU, 64 on a GPU.", low=1, high=1 << 20
+    )
+    num_gpu_blocks_override: int | None = option(
+        None, "Number of KV blocks, on whatever device; auto: from the memory there is.", low=1, high=MANY
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None,
+        "Memory for KV blocks (4GiB works); auto: what is left, and no more than the limits can use.",
+        low=1,
+    )
+    gpu_memory_utilization: float = option(
+        0.92, "Share of the GPU's memory to use in all; no meaning on a CPU.", low=0.01, high=1
+    )
+    enable_prefix_caching: bool = option(
+        True, "Keep the K/V of finished requests for prompts that begin the same."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Who runs in the next step, and with how many tokens."""
+
+    max_num_seqs: int | None = option(
+        None, "Sequences that run at once; auto: 64 on a CPU, 256 on a GPU.", low=1, high=1 << 20
+    )
+    max_num_batched_tokens: int | None = option(
+        None,
+        "Tokens fed in one step, over all sequences; auto: 512 on a CPU, 8192 on a GPU.",
+        low=1,
+        high=MANY,
+    )
+    enable_chunked_prefill: bool = option(True, "Feed long prompts over several steps, so that others go on.")
+    long_prefill_token_threshold: int = option(
+        0, "Most prompt tokens one sequence gets in a step; 0: no limit but the step's own.", low=0, high=MANY
+    )
+    scheduling_policy: Literal["fcfs", "priority"] = option(
+        "fcfs", "Who goes first: fcfs, by arrival; priority, by the request's own priority (lower is sooner)."
+    )
+    batching: Literal["continuous", "static"] = option(
+        "continuous", "continuous: sequences join and leave between steps; static: a batch runs to its end."
+    )
+    lookahead: int | None = option(
+        None, "Steps launched ahead of results; auto: 0 on a CPU, 1 on a GPU.", low=0, high=8
+    )
+    max_num_queued_reqs: int = option(
+        2048, "Requests that may wait; one more is refused with 429 and a Retry-After.", low=1, high=MANY
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutionConfig:
+    """Where and how steps run."""
+
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: the GPU if there is one, else the CPU.")
+    threads: int | None = option(
+        None, "CPU threads for the model; auto: the cores there are.", low=1, high=4096
+    )
+    enforce_eager: bool = option(False, "Never use CUDA graphs.")
+    debug: bool = option(False, "Show the traceback of an error.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP side."""
+
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 opens the server to the network.")
+    port: int = option(8000, "Port to listen on; 0 lets the system choose.", low=0, high=65535)
+    api_key: tuple[str, ...] = option(
+        (),
+        "A key that clients must send; several are allowed (repeat the flag, or use commas).",
+        secret=True,
+        unset="none",
+    )
+    root_path: str = option("", "Path prefix that a proxy in front removes.")
+    max_body_bytes: int = option(
+        4 << 20, "Largest request body accepted (4MiB works).", low=1024, high=1 << 40
+    )
+    shutdown_timeout: float = option(
+        30.0, "Seconds that running requests may still take after SIGTERM.", low=0, high=86400
+    )
+    uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(
+        "info", "How much the HTTP server logs."
+    )
+    disable_log_stats: bool = option(False, "Do not log throughput and queue lengths now and then.")
+    enable_log_requests: bool = option(
+        False, "Log each request's id, parameters and outcome; never its text."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """All sections, checked one by one and together. `sources` tells where each value came from, by name.
+
+    Raises InvalidConfig on construction, naming the field, or both fields of two that cannot go together.
+    """
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    execution: ExecutionConfig = ExecutionConfig()
+    server: ServerConfig = ServerConfig()
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for known in OPTIONS.values():
+            known.check(self.get(known.name), known.name)
+        _check_together(self)
+
+    @classmethod
+    def of(cls, **values: object) -> Settings:
+        """Settings from plain values by name, as a Python call gives them: `Settings.of(max_num_seqs=8)`.
+
+        Raises InvalidConfig for an unknown name, with the nearest known one.
+        """
+        return cls.build({name: (value, "call") for name, value in values.items()})
+
+    @classmethod
+    def build(cls, given: Mapping[str, tuple[object, str]]) -> Settings:
+        """Settings from (value, source) by name; values may still be text; the rest is default."""
+        sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+        for name, (value, source) in given.items():
+            if name not in OPTIONS:
+                raise refuse(name, source, OPTIONS.values())
+            known = OPTIONS[name]
+            where = name if source in ("call", "default") else f"{name} ({source})"
+            sections[known.section][name] = known.read(value, where)
+        made: dict[str, Any] = {section: kind(**sections[section]) for section, kind in SECTIONS.items()}
+        return cls(**made, sources={name: source for name, (_, source) in given.items()})
+
+    def get(self, name: str) -> Any:
+        """The value of the option called `name`, whatever its section."""
+        return getattr(getattr(self, OPTIONS[name].section), name)
+
+    def source(self, name: str) -> str:
+        return self.sources.get(name, "default")
+
+    def flat(self) -> dict[str, Any]:
+        """Every option by name, as plain values: `Settings.of(**settings.flat())` equals `settings`."""
+        return {name: self.get(name) for name in OPTIONS}
+
+
+SECTIONS: Mapping[str, type] = MappingProxyType(
+    {
+        "model": ModelConfig,
+        "cache": CacheConfig,
+        "scheduler": SchedulerConfig,
+        "execution": ExecutionConfig,
+        "server": ServerConfig,
+    }
+)
+
+OPTIONS: Mapping[str, Option] = MappingProxyType(
+    {known.name: known for section, kind in SECTIONS.items() for known in options(section, kind)}
+)
+
+
+def _check_together(settings: Settings) -> None:
+    """What must hold between options that were both set; what is auto, the composition root makes fit."""
+    model, cache, scheduler = settings.model, settings.cache, settings.scheduler
+    budget, rows, longest = scheduler.max_num_batched_tokens, scheduler.max_num_seqs, model.max_model_len
+    if budget and rows and budget < rows:
+        raise InvalidConfig(
+            f"max_num_batched_tokens ({budget}) is below max_num_seqs ({rows}), but every running sequence"
+            " needs one token a step: raise the first or lower the second",
+            param="max_num_batched_tokens",
+        )
+    if not scheduler.enable_chunked_prefill and budget and longest and budget < longest:
+        raise InvalidConfig(
+            f"enable_chunked_prefill is false, so a prompt must fit one step, but max_num_batched_tokens"
+            f" ({budget}) is below max_model_len ({longest}): raise the first or lower the second",
+            param="max_num_batched_tokens",
+        )
+    if not scheduler.enable_chunked_prefill and scheduler.long_prefill_token_threshold:
+        raise InvalidConfig(
+            "long_prefill_token_threshold sets the size of chunks, but enable_chunked_prefill is false:"
+            " set only one of them",
+            param="long_prefill_token_threshold",
+        )
+    if cache.num_gpu_blocks_override and cache.kv_cache_memory_bytes:
+        raise InvalidConfig(
+            "num_gpu_blocks_override and kv_cache_memory_bytes both set the size of the KV cache:"
+            " set one of them",
+            param="kv_cache_memory_bytes",
+        )
+    if cache.num_gpu_blocks_override and cache.block_size and longest:
+        room = cache.num_gpu_blocks_override * cache.block_size
+        if room < longest:
+            raise InvalidConfig(
+                f"num_gpu_blocks_override ({cache.num_gpu_blocks_override}) blocks of block_size"
+                f" ({cache.block_size}) hold {room} tokens, but max_model_len is {longest}:"
+                " no sequence of that length could ever run",
+                param="num_gpu_blocks_override",
+            )

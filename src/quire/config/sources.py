@@ -1,0 +1,76 @@
+"""Where settings come from: defaults < file < environment < flags. What is not known is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from quire.config.option import PREFIX
+from quire.config.settings import OPTIONS, Settings
+from quire.config.unknown import refuse
+from quire.errors import InvalidConfig
+
+FILE_VARIABLE = "QUIRE_CONFIG"
+"""Names the file, as `--config` does. The one variable that is not an option's."""
+
+
+def load(
+    flags: Mapping[str, object] | None = None,
+    *,
+    file: str | Path | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Settings:
+    """Settings from `flags` (by option name, only those given), `environ` and `file`, the first winning.
+
+    `environ` is handed in, never read here; without `file` its QUIRE_CONFIG names one.
+    Raises InvalidConfig: an unknown or impossible option, or a file that cannot be read.
+    """
+    environ = environ or {}
+    file = file or environ.get(FILE_VARIABLE)
+    given = _from_file(Path(file)) if file else {}
+    given.update(_from_environment(environ))
+    for name, value in (flags or {}).items():
+        known = OPTIONS.get(name)
+        given[name] = (value, f"flag {known.flag}" if known else "flag")
+    return Settings.build(given)
+
+
+def _from_file(path: Path) -> dict[str, tuple[object, str]]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidConfig(
+            f"cannot read the settings file {path}: {error.strerror}", param="config"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise InvalidConfig(
+            f"the settings file {path} is not valid YAML: {reason}", param="config"
+        ) from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise InvalidConfig(f"the settings file {path} must hold 'option: value' lines", param="config")
+    given: dict[str, tuple[object, str]] = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in OPTIONS:
+            raise refuse(str(key), f"file {path}", OPTIONS.values())
+        if name in given:
+            raise InvalidConfig(f"file {path}: {name} is given twice", param=name)
+        given[name] = (value, f"file {path}")
+    return given
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]]:
+    variables = {known.variable: known.name for known in OPTIONS.values()}
+    given: dict[str, tuple[object, str]] = {}
+    for variable, value in sorted(environ.items()):
+        if not variable.startswith(PREFIX) or variable == FILE_VARIABLE:
+            continue
+        if variable not in variables:
+            raise refuse(variable, "environment", OPTIONS.values())
+        given[variables[variable]] = (value, f"environment {variable}")
+    return given
