@@ -1,16 +1,16 @@
 """Every error a user can meet, and the HTTP status it becomes.
 
-    QuireError
-    ├── InvalidRequest      400  the request names something impossible; `param` says which field
-    │   ├── UnknownModel    404
-    │   └── TooLarge        413
-    ├── Unauthorized        401
-    ├── Overloaded          429  the bounded queue is full; `retry_after` seconds from the backlog
-    ├── Unavailable         503  draining, starting, or the engine process died
-    ├── DeadlineExceeded    504
-    ├── InvalidConfig            an option is unknown or cannot work (exit code 2 on the command line)
-    ├── InvalidModel             a checkpoint is broken or not supported (exit code 2)
-    └── StepFailed          500  the executor could not run a step; the engine finds whose fault it was
+QuireError
+├── InvalidRequest      400  the request names something impossible; `param` says which field
+│   ├── UnknownModel    404
+│   └── TooLarge        413
+├── Unauthorized        401
+├── Overloaded          429  the bounded queue is full; `retry_after` seconds from the backlog
+├── Unavailable         503  draining, starting, or the engine process died
+├── DeadlineExceeded    504
+├── InvalidConfig            an option is unknown or cannot work (exit code 2 on the command line)
+├── InvalidModel             a checkpoint is broken or not supported (exit code 2)
+└── StepFailed          500  the executor could not run a step; the engine finds whose fault it was
 """
 
 from __future__ import annotations

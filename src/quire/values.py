@@ -120,9 +120,7 @@ def _within(name: str, value: float | None, low: float, high: float, *, param: s
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequest(f"{name} must be a number, not {type(value).__name__}", param=param or name)
     if not (low <= value <= high):
-        raise InvalidRequest(
-            f"{name} must be between {low} and {high}, not {value}", param=param or name
-        )
+        raise InvalidRequest(f"{name} must be between {low} and {high}, not {value}", param=param or name)
 
 
 GREEDY = SamplingParams(temperature=0.0)

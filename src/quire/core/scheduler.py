@@ -1,0 +1,372 @@
+"""The scheduler: who feeds how many tokens this step. No clock, no I/O, no torch; plain ints in and out.
+
+Six rules, each one line of code, carry look-ahead (steps launched before the ones ahead of them came home):
+shapes from the host, values from the device; whoever leaves is buried with the last plan launched; sure to end is
+not planned; published means committed; reserve the furthest reach; page 0 belongs to nobody. tests/test_lattice.py
+proves them, tests/mutants.py that the proof would notice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from quire.core.constraint import FREE, Constraint
+from quire.core.kv import KV
+from quire.core.plan import Mask, Open, Plan, Result, Span
+from quire.core.policy import Admission, Order, continuous, fcfs
+from quire.core.queue import Waiting
+from quire.core.sequence import Sequence
+from quire.errors import InvalidRequest
+from quire.values import MANY, FinishReason, Request, TokenLogprobs, Tokens
+
+
+class Decision(NamedTuple):
+    """Why something happened to a request. what: opened (n = prefix tokens hit), waits, preempted, sat-out, chunked.
+
+    by: the request it happened for (who needed the pages), or a word for what is missing (pages, rows, budget).
+    """
+
+    what: str
+    id: str
+    by: str = ""
+    n: int = 0
+
+
+class Step(NamedTuple):
+    """The host's half of a plan in flight: whose spans, which wait for masks, who goes home with it, and why."""
+
+    plan: Plan
+    seqs: list[Sequence]
+    late: list[Sequence]
+    graves: list[Sequence]
+    decisions: list[Decision]
+
+
+class Scheduler:
+    """Plans steps and commits their results.
+
+    kv: the pages. rows: places on the device. cap: sequences running at once. budget: tokens a step.
+    chunk: prompt tokens a span (MANY: whole prompts). drafts: tokens drafted a step, 0 for none.
+    """
+
+    def __init__(
+        self,
+        kv: KV,
+        *,
+        rows: int = 64,
+        cap: int = MANY,
+        budget: int = MANY,
+        chunk: int = MANY,
+        admit: Admission = continuous,
+        order: Order = fcfs,
+        drafts: int = 0,
+    ) -> None:
+        self.kv, self.cap, self.budget, self.chunk, self.drafts = kv, min(cap, rows), budget, chunk, drafts
+        self.admit, self.order = admit, order
+        self.rows = list(range(rows - 1, -1, -1))
+        self.waiting = Waiting()
+        self.running: list[Sequence] = []
+        self.flight: deque[Step] = deque()
+        self.seqs: dict[str, Sequence] = {}
+        self.arrived = 0
+        self.preempted = 0
+        self.wasted: dict[str, int] = {}
+        self._same: tuple[Span, ...] = ()
+        self._short = False
+        self._decisions: list[Decision] = []
+
+    # ---------------------------------------------------------------- requests come and go
+
+    def add(self, request: Request, constraint: Constraint = FREE) -> Sequence:
+        """Queue a request. Raises InvalidRequest if it could never run, or its id is taken."""
+        limit = len(request.prompt) + request.max_new
+        need = self.kv.pages_for(limit)
+        if not request.prompt:
+            raise InvalidRequest("the prompt is empty: give at least one token", param="prompt")
+        if request.max_new < 1:
+            raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
+        if need > self.kv.pool.pages:
+            raise InvalidRequest(
+                f"prompt ({len(request.prompt)} tokens) and max_tokens ({request.max_new}) need {need} KV blocks, "
+                f"and there are {self.kv.pool.pages}: shorten either, or give the server more KV memory",
+                param="prompt",
+            )
+        if request.id in self.seqs:
+            raise InvalidRequest(f"a request with id {request.id!r} is already running", param="id")
+        seq = Sequence(request, self.arrived, list(request.prompt), limit, constraint, self.order(request))
+        self.arrived += 1
+        self.seqs[request.id] = seq
+        leader = self.seqs.get(request.leader) if request.leader is not None else None
+        if leader is not None and leader is not seq and len(leader.tokens) == leader.prompt_length:
+            leader.followers.append(seq)
+            self.waiting.held += 1
+        else:
+            self.waiting.push(seq)
+        return seq
+
+    def abort(self, id: str, why: FinishReason = "abort") -> Sequence | None:
+        """End a request wherever it is: waiting, running, or on its way out. Returns it unless it had ended."""
+        seq = self.seqs.get(id)
+        if seq is None or seq.finish is not None:
+            return None
+        self._end(seq, why)
+        return seq
+
+    def _end(self, seq: Sequence, why: FinishReason) -> None:
+        seq.finish = why
+        del self.seqs[seq.request.id]
+        self._release(seq)
+        if seq.row is None:
+            self.waiting.discard(seq)
+        elif seq in self.running:
+            self.running.remove(seq)
+            self._leave(seq)
+        else:  # its row is on the way home already; it may have been preempted into the queue
+            self.waiting.discard(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        for other in seq.followers:
+            self.waiting.held -= 1
+            if other.finish is None:
+                self.waiting.push(other)
+        seq.followers = []
+
+    def _leave(self, seq: Sequence) -> None:
+        """Row and pages go home with the last plan launched, for no later one can touch them."""
+        if self.flight:
+            self.flight[-1].graves.append(seq)
+        else:
+            self._bury(seq)
+
+    def _bury(self, seq: Sequence) -> None:
+        assert seq.row is not None
+        self.kv.close(seq)
+        self.rows.append(seq.row)
+        seq.row = None
+
+    # ---------------------------------------------------------------- plan
+
+    def plan(self, budget: int = MANY) -> Plan | None:
+        """The next step, or None when nobody can be fed. budget: tokens, below the scheduler's own if smaller.
+
+        Planned head first, preempted tail first: a victim never has a span in the plan being made.
+        """
+        left, wide = min(self.budget, budget), 1 + self.drafts
+        spans: list[Span] = []
+        seqs: list[Sequence] = []
+        late: list[int] = []
+        opened: list[Open] = []
+        grown: list[tuple[int, tuple[int, ...]]] = []
+        running, slots, i = self.running, MANY, 0
+        self._short, self._decisions = False, []
+        while left > 0:
+            if i >= len(running):
+                if slots == MANY:
+                    slots = self.admit(len(running), self.cap)
+                if slots <= 0 or not self._open(left, bool(spans), opened):
+                    break
+                slots -= 1
+            seq = running[i]
+            known = len(seq.tokens)
+            if known + seq.pending >= seq.limit:  # sure to end with what is in flight
+                del running[i]
+                self._leave(seq)
+                continue
+            n = seq.unfed + seq.drafting
+            if n > self.chunk or n > left:
+                n = min(self.chunk, left)
+            upto = known + seq.pending * wide - seq.unfed + n  # its furthest reach, whatever is accepted before it
+            i += 1
+            if upto > seq.room and not self._grow(seq, upto, i, grown):
+                i = min(i, len(running))
+                continue
+            rows = n - seq.unfed + 1
+            if rows > 0:
+                seq.pending += 1
+                seq.unfed, seq.drafting = 1, self.drafts
+                if seq.constraint is not FREE:
+                    late.append(len(spans))
+            else:
+                rows = 0
+                seq.unfed -= n
+            logits = n if seq.asks else rows
+            span = seq.span
+            if span.n != n or span.rows != rows or span.row != seq.row or span.logits != logits:
+                assert seq.row is not None
+                span = seq.span = Span(seq.row, n, rows, logits)
+            spans.append(span)
+            seqs.append(seq)
+            left -= n
+        if not spans:
+            return None
+        same = tuple(spans)
+        if same == self._same:
+            same = self._same  # steady decoding is not a mode, it is an equality
+        self._same = same
+        plan = Plan(tuple(opened), tuple(grown), same, tuple(late))
+        self.flight.append(Step(plan, seqs, [seqs[j] for j in late], [], self._decisions))
+        return plan
+
+    def _open(self, left: int, others: bool, opened: list[Open]) -> bool:
+        seq = self.waiting.first()
+        if seq is None or self._short:
+            return False
+        if not self.rows or seq.row is not None:  # a preempted one's last step is still in flight
+            return self._wait(seq, "rows")
+        kv = self.kv
+        kv.open(seq)
+        n = min(seq.unfed, self.chunk, left)
+        whole = others and n < seq.unfed and self.chunk == MANY  # whole prompts wait for a step of their own
+        if whole or kv.need(seq, seq.computed + n) > kv.pool.free:
+            kv.close(seq)
+            return self._wait(seq, "budget" if whole else "pages")
+        kv.count(seq)
+        self.waiting.pop()
+        seq.row = self.rows.pop()
+        self.running.append(seq)
+        request = seq.request
+        opened.append(
+            Open(
+                row=seq.row,
+                tokens=tuple(seq.tokens),
+                start=seq.computed,
+                prompt=len(request.prompt),
+                sampling=request.sampling,
+                seed=request.seed,
+                choice=request.choice,
+                stop=request.stop,
+                limit=seq.limit,
+            )
+        )
+        self._decisions.append(Decision("opened", request.id, n=seq.hits))
+        return True
+
+    def _wait(self, seq: Sequence, missing: str) -> bool:
+        self._decisions.append(Decision("waits", seq.request.id, missing))
+        return False
+
+    def _grow(self, seq: Sequence, upto: int, i: int, grown: list[tuple[int, tuple[int, ...]]]) -> bool:
+        """Pages for `upto` positions; `i` is where the rows not yet planned begin. False: it sits this step out."""
+        need, pool = self.kv.need(seq, upto), self.kv.pool
+        while need > pool.free:
+            self._short = True
+            coming = sum(len(g.blocks) for step in self.flight for g in step.graves)
+            if need <= pool.free + coming:
+                self._decisions.append(Decision("sat-out", seq.request.id, "pages"))
+                return False
+            victim = self._victim(seq, i)
+            self.running.remove(victim)
+            self._leave(victim)
+            self.waiting.push(victim)
+            victim.preemptions += 1
+            self.preempted += 1
+            self._decisions.append(Decision("preempted", victim.request.id, seq.request.id, victim.computed))
+            if victim is seq:
+                return False
+        assert seq.row is not None
+        grown.append((seq.row, self.kv.extend(seq, need)))
+        return True
+
+    def _victim(self, seq: Sequence, i: int) -> Sequence:
+        """The least urgent, then the one that loses least work, among rows without a span; `seq` itself if none."""
+        rest = self.running[i:]
+        return max(rest, key=lambda s: (s.priority, -s.computed, s.order)) if rest else seq
+
+    # ---------------------------------------------------------------- masks and results
+
+    def masks(self) -> list[list[Mask]]:
+        """For the oldest step in flight, by masked span: every token before its samples is known."""
+        step = self.flight[0]
+        return [self._walk(s, step.plan.spans[j].rows) for s, j in zip(step.late, step.plan.masked, strict=True)]
+
+    def _walk(self, seq: Sequence, rows: int) -> list[Mask]:
+        if seq.finish:
+            return [None] * rows
+        masks = seq.constraint.masks(seq.tokens[seq.prompt_length :], seq.drafts[: rows - 1])
+        return masks + [None] * (rows - len(masks))
+
+    def commit(self, result: Result) -> list[Tokens]:
+        """The oldest step came home. What each live request got; discarded spans are counted in `wasted`."""
+        step = self.flight.popleft()
+        out: list[Tokens] = []
+        for j, (seq, span, got) in enumerate(zip(step.seqs, step.plan.spans, result.tokens, strict=True)):
+            if span.rows:
+                seq.pending -= 1
+            if seq.finish is not None:  # it ended while this was in flight
+                self.wasted[seq.finish] = self.wasted.get(seq.finish, 0) + 1
+            elif j in result.errors:
+                self._end(seq, "error")
+                out.append(Tokens(seq.request.id, (), "error", error=result.errors[j]))
+            else:
+                self._advance(seq, span, got, j, result, out)
+        for seq, drafts in zip(step.late, result.drafts, strict=True):
+            seq.drafts = drafts
+        for seq in step.graves:
+            self._bury(seq)
+        return out
+
+    def _advance(self, seq: Sequence, span: Span, got: list[int], j: int, result: Result, out: list[Tokens]) -> None:
+        """Decode, last chunk, verify (any acceptance), running or preempted since: the same lines."""
+        told = self._prompt_logprobs(seq, result.prompt_logprobs.get(j, ())) if seq.asks else ()
+        finish: FinishReason | None = None
+        if not span.rows:
+            seq.computed += span.n
+            if told:
+                out.append(Tokens(seq.request.id, (), prompt_logprobs=told))
+        else:
+            tokens, request, stop = seq.tokens, seq.request, None
+            first = len(tokens) == len(request.prompt)
+            tokens += got
+            if len(tokens) >= seq.limit or not request.stop.isdisjoint(got):
+                finish, stop = self._cut(seq, got)
+            seq.computed = len(tokens) - 1
+            logprobs = tuple(result.logprobs[j][: len(got)]) if j in result.logprobs else ()
+            out.append(Tokens(request.id, tuple(got), finish, stop, logprobs, told, seq.hits if first else 0))
+        if seq.computed >= seq.mark:
+            self.kv.publish(seq)
+        if seq.followers and len(seq.tokens) > seq.prompt_length:
+            self._release(seq)
+        if finish:
+            self._end(seq, finish)
+
+    def _prompt_logprobs(self, seq: Sequence, rows: Seq[TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+        """Those of `rows` (of prompt positions from computed + 1) that were not told before a preemption."""
+        fresh = tuple(rows[max(0, seq.told - seq.computed) : seq.prompt_length - 1 - seq.computed])
+        seq.told = max(seq.told, min(seq.computed + len(rows), seq.prompt_length - 1))
+        seq.asks = seq.told < seq.prompt_length - 1
+        return fresh
+
+    def _cut(self, seq: Sequence, got: list[int]) -> tuple[FinishReason, int | None]:
+        """End at the first stop token, or at the limit; what a verify brought past it goes."""
+        base = len(seq.tokens) - len(got)
+        stop = seq.request.stop
+        end = next(j for j, t in enumerate(got, 1) if t in stop or base + j == seq.limit)
+        last = got[end - 1]
+        del got[end:], seq.tokens[base + end :]
+        return ("stop", last) if last in stop else ("length", None)
+
+    # ---------------------------------------------------------------- after a failed step
+
+    def recover(self) -> list[Sequence]:
+        """The device lost everything: take all rows home and queue them again from committed tokens.
+
+        Returns the sequences that were on the device, oldest first: the suspects.
+        """
+        lost = {id(s): s for step in self.flight for s in (*step.seqs, *step.graves) if s.row is not None}
+        lost |= {id(s): s for s in self.running}
+        self.flight.clear()
+        self.running.clear()
+        self._same = ()
+        for seq in lost.values():
+            seq.pending = 0
+            self._bury(seq)
+            if seq.finish is None:
+                self.waiting.push(seq)
+        self.kv.pool.clear()
+        return sorted((s for s in lost.values() if s.finish is None), key=lambda s: s.order)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running or self.flight)

@@ -1,0 +1,69 @@
+"""The only mutable record of a request. Owned by the scheduler alone; everything else sees frozen values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire.core.constraint import FREE, Constraint
+from quire.core.plan import Span
+from quire.core.reuse import Node
+from quire.values import MANY, FinishReason, Request
+
+NOWHERE = Span(-1, 0, 0, 0)
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """Tokens known and tokens computed; a step lets the second catch up with the first.
+
+    There is no prefill phase and no decode phase. `pending` is all that look-ahead costs the host: how many
+    sampling spans are in flight, each of which will bring 1 to 1 + drafts tokens.
+    """
+
+    request: Request
+    order: int
+    """Arrival number: the tie-break of every queue, and the place a preempted sequence returns to."""
+    tokens: list[int]
+    limit: int
+    """Length at which it ends: prompt + max_new."""
+    constraint: Constraint = FREE
+    priority: int = 0
+    """As the policy sees it: the request's under 'priority', 0 under 'fcfs'."""
+
+    row: int | None = None
+    """Its place on the device; None: it has none."""
+    blocks: list[int] = field(default_factory=list)
+    room: int = 0
+    """Positions its pages can take; MANY once it can never need another."""
+    unfed: int = 0
+    """Tokens the device knows and no plan has fed: the prompt's rest, then always 1, the feedback."""
+    drafting: int = 0
+    """Drafts the device holds for it: 0 until it has sampled once."""
+    pending: int = 0
+    computed: int = 0
+    """Committed: K/V written, and of the right tokens."""
+    drafts: list[int] = field(default_factory=list)
+    """Told to the host for masked rows only."""
+    span: Span = NOWHERE
+    """The last one planned. A decoding row's span never changes, so it is made once."""
+    node: Node | None = None
+    """Where its next full page goes in the prefix index..."""
+    mark: int = MANY
+    """...and the length at which it does."""
+    hits: int = 0
+    """Tokens found in the prefix cache when its row was last opened."""
+    told: int = 0
+    """Prompt positions whose log-probabilities have been reported."""
+    asks: bool = False
+    """Still wants logits of prompt tokens."""
+    preemptions: int = 0
+    followers: list[Sequence] = field(default_factory=list)
+    """The other choices of `n`: they open once this one's prompt is committed, and hit its pages."""
+    finish: FinishReason | None = None
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt)
+
+    def __post_init__(self) -> None:
+        self.asks = self.request.sampling.prompt_logprobs is not None and self.prompt_length > 1
