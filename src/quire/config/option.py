@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Any, Literal
 
 from quire.errors import InvalidConfig, nearest
@@ -17,23 +17,18 @@ PREFIX = "QUIRE_"
 
 Kind = Literal["text", "texts", "whole", "number", "switch"]
 
-_WORDS = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
-}
-_UNITS = {
-    "": 1,
-    **{letter: 1000**power for power, letter in enumerate("kmgt", 1)},
-    **{letter: 1024**power for power, letter in enumerate("KMGT", 1)},
-    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
-    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)},
-}
+_WORDS = MappingProxyType(
+    {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+)
+_UNITS = MappingProxyType(
+    {
+        "": 1,
+        **{letter: 1000**power for power, letter in enumerate("kmgt", 1)},
+        **{letter: 1024**power for power, letter in enumerate("KMGT", 1)},
+        **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
+        **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)},
+    }
+)
 _WHOLE = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*([A-Za-z]{0,3})")
 
 
@@ -95,9 +90,7 @@ class Option:
 
         Raises InvalidConfig; its message begins with `where` (the flag, the variable, the file).
         """
-        if self.optional and (
-            value is None or value == self.unset or (value in (-1, "-1") and self.low >= 0)
-        ):
+        if self.optional and (value is None or value == self.unset or (value in (-1, "-1") and self.low >= 0)):
             return None
         parsed = _READERS[self.kind](value)
         if parsed is None:
@@ -149,9 +142,7 @@ def options(section: str, config: type) -> Iterator[Option]:
 
 def _describe(section: str, entry: Field[Any], annotation: Any) -> Option:
     optional = isinstance(annotation, UnionType) or typing.get_origin(annotation) is typing.Union
-    inner = (
-        next((a for a in typing.get_args(annotation) if a is not type(None)), str) if optional else annotation
-    )
+    inner = next((a for a in typing.get_args(annotation) if a is not type(None)), str) if optional else annotation
     choices = typing.get_args(inner) if typing.get_origin(inner) is Literal else ()
     kinds: dict[Any, Kind] = {
         str: "text",
@@ -215,5 +206,7 @@ def _switch(value: object) -> bool | None:
     return _WORDS.get(value.strip().lower()) if isinstance(value, str) else None
 
 
-_READERS = {"text": _text, "texts": _texts, "whole": _whole, "number": _number, "switch": _switch}
-_TYPES: dict[Kind, Any] = {"text": str, "texts": tuple, "whole": int, "number": int | float, "switch": bool}
+_READERS = MappingProxyType({"text": _text, "texts": _texts, "whole": _whole, "number": _number, "switch": _switch})
+_TYPES: Mapping[Kind, Any] = MappingProxyType(
+    {"text": str, "texts": tuple, "whole": int, "number": int | float, "switch": bool}
+)

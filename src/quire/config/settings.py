@@ -42,12 +42,8 @@ class ModelConfig:
         high=MANY,
     )
     seed: int = option(0, "Seed of everything random whose request brings none.", low=0, high=2**64 - 1)
-    tokenizer: str | None = option(
-        None, "Folder or repository of the tokenizer. Unset: the model's own.", unset="none"
-    )
-    chat_template: str | None = option(
-        None, "File with a jinja chat template. Unset: the model's own.", unset="none"
-    )
+    tokenizer: str | None = option(None, "Folder or repository of the tokenizer. Unset: the model's own.", unset="none")
+    chat_template: str | None = option(None, "File with a jinja chat template. Unset: the model's own.", unset="none")
     revision: str | None = option(
         None, "Branch, tag or commit of the Hugging Face repository. Unset: its main branch.", unset="none"
     )
@@ -74,9 +70,7 @@ class CacheConfig:
     gpu_memory_utilization: float = option(
         0.92, "Share of the GPU's memory to use in all; no meaning on a CPU.", low=0.01, high=1
     )
-    enable_prefix_caching: bool = option(
-        True, "Keep the K/V of finished requests for prompts that begin the same."
-    )
+    enable_prefix_caching: bool = option(True, "Keep the K/V of finished requests for prompts that begin the same.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +109,7 @@ class ExecutionConfig:
     """Where and how steps run."""
 
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: the GPU if there is one, else the CPU.")
-    threads: int | None = option(
-        None, "CPU threads for the model; auto: the cores there are.", low=1, high=4096
-    )
+    threads: int | None = option(None, "CPU threads for the model; auto: the cores there are.", low=1, high=4096)
     enforce_eager: bool = option(False, "Never use CUDA graphs.")
     debug: bool = option(False, "Show the traceback of an error.")
 
@@ -135,9 +127,7 @@ class ServerConfig:
         unset="none",
     )
     root_path: str = option("", "Path prefix that a proxy in front removes.")
-    max_body_bytes: int = option(
-        4 << 20, "Largest request body accepted (4MiB works).", low=1024, high=1 << 40
-    )
+    max_body_bytes: int = option(4 << 20, "Largest request body accepted (4MiB works).", low=1024, high=1 << 40)
     shutdown_timeout: float = option(
         30.0, "Seconds that running requests may still take after SIGTERM.", low=0, high=86400
     )
@@ -145,9 +135,7 @@ class ServerConfig:
         "info", "How much the HTTP server logs."
     )
     disable_log_stats: bool = option(False, "Do not log throughput and queue lengths now and then.")
-    enable_log_requests: bool = option(
-        False, "Log each request's id, parameters and outcome; never its text."
-    )
+    enable_log_requests: bool = option(False, "Log each request's id, parameters and outcome; never its text.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,8 +229,7 @@ def _check_together(settings: Settings) -> None:
         )
     if cache.num_gpu_blocks_override and cache.kv_cache_memory_bytes:
         raise InvalidConfig(
-            "num_gpu_blocks_override and kv_cache_memory_bytes both set the size of the KV cache:"
-            " set one of them",
+            "num_gpu_blocks_override and kv_cache_memory_bytes both set the size of the KV cache: set one of them",
             param="kv_cache_memory_bytes",
         )
     if cache.num_gpu_blocks_override and cache.block_size and longest:

@@ -41,14 +41,10 @@ def _from_file(path: Path) -> dict[str, tuple[object, str]]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InvalidConfig(
-            f"cannot read the settings file {path}: {error.strerror}", param="config"
-        ) from error
+        raise InvalidConfig(f"cannot read the settings file {path}: {error.strerror}", param="config") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
-        raise InvalidConfig(
-            f"the settings file {path} is not valid YAML: {reason}", param="config"
-        ) from error
+        raise InvalidConfig(f"the settings file {path} is not valid YAML: {reason}", param="config") from error
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -1,0 +1,186 @@
+"""The floors of the house, held by reading the source: who may import whom, and what no module may do."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src"
+
+FLOORS = (
+    ("errors",),
+    ("values",),
+    ("ops", "text"),
+    ("core", "layers", "config"),
+    ("engine", "runner", "models", "grammar"),
+    ("backends", "executors", "observe", "weights"),
+    ("build",),
+    ("bench", "server", "sim", "llm"),
+    ("cli",),
+)
+"""Bottom up. A room sees itself and the floors below it, never its neighbours."""
+
+FORBIDDEN = {
+    "runner": {"config"},
+    "layers": {"config"},
+    "models": {"config"},
+    "ops": {"config"},
+    "core": {"config", "ops", "text"},
+    "server": {"engine", "runner", "torch"},
+}
+"""What the order of the floors alone would still allow."""
+
+TORCH_FREE = ("values", "errors", "config", "core", "engine", "sim", "server", "cli")
+TORCH_FREE_MODULES = ("quire.executors.synthetic", "quire.executors.costs", "quire.bench.engine")
+
+LONGEST_FILE = 350
+LONGEST_FUNCTION = 60
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in sorted((SOURCE / "quire").rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+INSIDE = sorted(name for name in MODULES if "." in name and not name.endswith("__main__"))
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Every module named in an import, TYPE_CHECKING ones included, as far down as it is a module of ours."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative imports hide the floor they cross"
+            base = node.module or ""
+            for alias in node.names:
+                yield f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def test_every_room_stands_on_a_floor() -> None:
+    known = {name for floor in FLOORS for name in floor}
+    assert {room(module) for module in INSIDE} <= known
+
+
+@pytest.mark.parametrize("module", INSIDE)
+def test_a_room_imports_only_itself_and_lower_floors(module: str) -> None:
+    level = {name: index for index, floor in enumerate(FLOORS) for name in floor}
+    own = room(module)
+    for target in imports(TREES[module]):
+        if target == "quire" or target.split(".")[0] != "quire":
+            top = target.split(".")[0]
+            assert top not in FORBIDDEN.get(own, ()), f"{module} imports {target}"
+            continue
+        other = room(target)
+        assert other == own or level[other] < level[own], f"{module} imports {target}: not a lower floor"
+        assert other not in FORBIDDEN.get(own, ()), f"{module} imports {target}"
+
+
+def test_core_needs_the_standard_library_only_and_reads_no_clock_and_no_environment() -> None:
+    for module in (name for name in INSIDE if room(name) == "core"):
+        for target in imports(TREES[module]):
+            top = target.split(".")[0]
+            assert top == "quire" or top in sys.stdlib_module_names, f"{module} imports {target}"
+            assert top not in ("time", "datetime", "os"), f"{module} imports {target}"
+
+
+def test_there_are_no_import_cycles() -> None:
+    graph = {name: {t for t in imports(tree) if t in MODULES and t != name} for name, tree in TREES.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_imports_stand_at_the_top_but_for_optional_packages() -> None:
+    """A package of an extra may be imported where it is needed; nothing else may."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    optional = {
+        requirement.replace("-", "_").split(">")[0].split("=")[0].split("<")[0].split("[")[0]
+        for extra, requirements in extras.items()
+        if extra != "dev"
+        for requirement in requirements
+    }
+    for module, tree in TREES.items():
+        for function in functions(tree):
+            for target in imports(function):
+                assert target.split(".")[0] in optional, f"{module}.{function.name} imports {target}"
+
+
+def test_modules_are_loaded_by_name_only_on_the_top_floor() -> None:
+    for module in INSIDE:
+        loads = {"importlib", "importlib.util"} & set(imports(TREES[module]))
+        assert not loads or room(module) == "cli", f"{module} imports {loads}"
+
+
+def is_mutable(value: ast.expr | None) -> bool:
+    if isinstance(value, ast.Call):
+        called = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
+        return called in ("list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict")
+    return isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp)
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_modules_hold_no_mutable_state(module: str) -> None:
+    for node in TREES[module].body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and is_mutable(node.value):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            assert ast.unparse(target) == "__all__", f"{module}: line {node.lineno}"
+    for node in ast.walk(TREES[module]):
+        assert not isinstance(node, ast.Global), f"{module}: line {node.lineno}"
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(str(path.relative_to(ROOT)) for path in (*MODULES.values(), *(ROOT / "training").glob("*.py"))),
+)
+def test_files_and_functions_stay_short(path: str) -> None:
+    text = (ROOT / path).read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= LONGEST_FILE, "is it two rooms?"
+    for function in functions(ast.parse(text)):
+        assert function.end_lineno is not None
+        length = function.end_lineno - function.lineno + 1
+        assert length <= LONGEST_FUNCTION, f"{function.name} is {length} lines long"
+
+
+BLOCKED = """
+import importlib, sys
+sys.modules["torch"] = None
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+"""
+
+
+def test_the_waist_and_the_front_import_with_torch_absent() -> None:
+    heavy = {"quire.build", "quire.llm"}
+    free = ["quire"]
+    for name in INSIDE:
+        runs_models = room(name) == "cli" and heavy & set(imports(TREES[name]))
+        if (room(name) in TORCH_FREE or name in TORCH_FREE_MODULES) and not runs_models:
+            free.append(name)
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED, *free], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_required_dependencies_are_few() -> None:
+    assert len(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]) <= 16
