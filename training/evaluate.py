@@ -1,0 +1,175 @@
+"""Measure a model: bits a byte on held-out text, how it follows unseen requests, and unselected samples.
+
+`python -m training.evaluate MODEL --stories ... ` prints the figures and, with --out, writes them as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from training import data
+from training.batches import IGNORE, Row, pad
+from training.model import Llama, load_model
+from training.requests import Lexicon, Noun, build_lexicon, draw_pairs, mentions
+from training.tokenizer import Codec, load_tokenizer
+
+REQUEST = "Tell me a story about {} and {}."
+NEW_TOKENS = 300
+OPENINGS = ("Once upon a time", "One day,", "Tom and Sue", "The little rabbit", "There was once a king who")
+
+
+def scored_rows(codec: Codec, texts: list[str], context: int) -> list[Row]:
+    """Every token of every text, and its end, to be predicted; longer texts in pieces of the context."""
+    end = codec.end_of_text
+    rows = []
+    for tokens in codec.encode_all(texts):
+        whole = [end, *tokens, end]
+        for at in range(0, len(whole) - 1, context - 1):
+            piece = whole[at : at + context]
+            rows.append(Row(piece, [True] * len(piece)))
+    return rows
+
+
+@torch.no_grad()
+def bits_per_byte(model: Llama, codec: Codec, texts: list[str], batch_tokens: int = 32768) -> float:
+    """Bits to predict the texts and their ends, over their bytes."""
+    model.eval()
+    device = model.cos.device
+    rows = sorted(
+        scored_rows(codec, texts, model.config.max_position_embeddings), key=lambda r: len(r.tokens)
+    )
+    nats = torch.zeros((), dtype=torch.float64, device=device)
+    while rows:
+        count = max(1, batch_tokens // (len(rows[-1].tokens) + 32))
+        batch = pad(rows[-count:], codec.end_of_text)
+        del rows[-count:]
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type != "cpu"):
+            logits = model(torch.from_numpy(batch.inputs).to(device)).float()
+        targets = torch.from_numpy(batch.targets).to(device)
+        nats += F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+        ).double()
+    return float(nats) / math.log(2) / max(1, sum(len(text.encode()) for text in texts))
+
+
+@dataclass
+class Following:
+    """How many of the requests were followed."""
+
+    requests: int = 0
+    both: int = 0
+    at_least_one: int = 0
+    ended: int = 0
+    stories: list[tuple[str, str]] = field(default_factory=list)
+
+
+def ask(
+    model: Llama, codec: Codec, requests: list[str], temperature: float, seed: int
+) -> list[tuple[str, bool]]:
+    """The story for each request, and whether it came to its end within NEW_TOKENS."""
+    prompts = [codec.prompt([data.Message(role="user", content=request)]) for request in requests]
+    replies = model.sample(prompts, codec.end, NEW_TOKENS, temperature, seed)
+    return [(codec.decode(t for t in reply if t != codec.end), reply[-1] == codec.end) for reply in replies]
+
+
+def follow_requests(
+    model: Llama, codec: Codec, pairs: list[tuple[Noun, Noun]], temperature: float = 0.7, seed: int = 0
+) -> Following:
+    """Ask for every pair of nouns and look for both in the story."""
+    requests = [REQUEST.format(first.phrase, second.phrase) for first, second in pairs]
+    result = Following(requests=len(pairs))
+    answers = ask(model, codec, requests, temperature, seed)
+    for request, (first, second), (story, ended) in zip(requests, pairs, answers, strict=True):
+        found = mentions(story, first.word) + mentions(story, second.word)
+        result.both += found == 2
+        result.at_least_one += found >= 1
+        result.ended += ended
+        result.stories.append((request, story))
+    return result
+
+
+@torch.no_grad()
+def acceptance(draft: Llama, target: Llama, codec: Codec, requests: list[str], temperature: float) -> float:
+    """The share of the target's own tokens that speculation would accept from the draft.
+
+    Greedy: both pick the same token. Otherwise the overlap of the two distributions, which is the chance
+    that rejection sampling keeps a drafted token.
+    """
+    prompts = [codec.prompt([data.Message(role="user", content=request)]) for request in requests]
+    kept = total = 0.0
+    for prompt, reply in zip(
+        prompts, target.sample(prompts, codec.end, NEW_TOKENS, temperature), strict=True
+    ):
+        tokens = torch.tensor([[*prompt, *reply]], device=target.cos.device)
+        p, q = (model(tokens)[0, len(prompt) - 1 : -1].float() for model in (target, draft))
+        if temperature == 0:
+            kept += float((p.argmax(-1) == q.argmax(-1)).sum())
+        else:
+            overlap = torch.minimum((p / temperature).softmax(-1), (q / temperature).softmax(-1))
+            kept += float(overlap.sum())
+        total += len(reply)
+    return kept / max(1.0, total)
+
+
+def samples(model: Llama, codec: Codec, lexicon: Lexicon, seed: int = 0) -> list[tuple[str, str]]:
+    """Twenty prompts with what came of them: fifteen requests for unseen pairs, five plain openings."""
+    pairs = draw_pairs(lexicon, 15, random.Random(seed + 1), reserved=True)
+    found = follow_requests(model, codec, pairs, seed=seed).stories
+    prompts = [codec.encode(opening) for opening in OPENINGS]
+    texts = model.sample(prompts, codec.end_of_text, NEW_TOKENS, 0.7, seed)
+    plain = [codec.decode(t for t in text if t != codec.end_of_text) for text in texts]
+    return [*found, *((opening, opening + text) for opening, text in zip(OPENINGS, plain, strict=True))]
+
+
+def report(
+    model: Llama, codec: Codec, parts: dict[data.Part, data.Corpus], draft: Llama | None
+) -> dict[str, object]:
+    """All figures of the model card."""
+    held_out, lexicon = parts["held_out"], build_lexicon(parts["train"].stories)
+    pairs = draw_pairs(lexicon, 100, random.Random(0), reserved=True)
+    runs = [follow_requests(model, codec, pairs, seed=seed) for seed in range(5)]
+    figures: dict[str, object] = {
+        "parameters": model.parameter_count(),
+        "held_out_stories": len(held_out.stories),
+        "bits_per_byte_stories": bits_per_byte(model, codec, held_out.stories),
+        "bits_per_byte_tales": bits_per_byte(model, codec, held_out.tales),
+        "following": [{k: v for k, v in asdict(run).items() if k != "stories"} for run in runs],
+        "samples": samples(model, codec, lexicon),
+    }
+    if draft is not None:
+        requests = [REQUEST.format(first.phrase, second.phrase) for first, second in pairs]
+        figures["draft_parameters"] = draft.parameter_count()
+        figures["draft_bits_per_byte_stories"] = bits_per_byte(draft, codec, held_out.stories)
+        figures["acceptance"] = {
+            str(t): acceptance(draft, model, codec, requests, t) for t in (0.0, 0.7, 1.0)
+        }
+    return figures
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--draft", type=Path, help="a draft model, measured against the model")
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    data.add_arguments(parser)
+    options = parser.parse_args(arguments)
+    parts = data.load_from(options)
+    codec, model = load_tokenizer(options.model), load_model(options.model, options.device)
+    draft = load_model(options.draft, options.device) if options.draft else None
+    figures = report(model, codec, parts, draft)
+    print(json.dumps({name: value for name, value in figures.items() if name != "samples"}, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
