@@ -41,6 +41,9 @@ FORBIDDEN = {
 TORCH_FREE = ("values", "errors", "config", "core", "engine", "sim", "server", "cli")
 TORCH_FREE_MODULES = ("quire.executors.synthetic", "quire.executors.costs", "quire.bench.engine")
 
+READ_ONLY = ("Mapping[", "Sequence[", "Collection[")
+"""Annotations under which mypy lets nobody write."""
+
 LONGEST_FILE = 350
 LONGEST_FUNCTION = 60
 
@@ -103,7 +106,10 @@ def test_core_needs_the_standard_library_only_and_reads_no_clock_and_no_environm
 
 
 def test_there_are_no_import_cycles() -> None:
-    graph = {name: {t for t in imports(tree) if t in MODULES and t != name} for name, tree in TREES.items()}
+    """`quire` itself is left out: it names the offline door for type checkers and opens it on demand."""
+    graph = {name: {t for t in imports(TREES[name]) if t in MODULES and t != name} for name in INSIDE}
+    for targets in graph.values():
+        targets.discard("quire")
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -141,7 +147,8 @@ def is_mutable(value: ast.expr | None) -> bool:
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_modules_hold_no_mutable_state(module: str) -> None:
     for node in TREES[module].body:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and is_mutable(node.value):
+        frozen = isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).startswith(READ_ONLY)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and is_mutable(node.value) and not frozen:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             assert ast.unparse(target) == "__all__", f"{module}: line {node.lineno}"
     for node in ast.walk(TREES[module]):

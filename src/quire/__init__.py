@@ -1,0 +1,25 @@
+"""Quire: an LLM inference engine and OpenAI-compatible server that is small enough to be read.
+
+`import quire` is light and needs no torch; `quire.LLM` loads what it takes to run a model when first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from quire.errors import QuireError
+from quire.values import CompletionOutput, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from quire.llm import LLM
+
+__version__ = "0.1.0"
+
+__all__ = ["LLM", "CompletionOutput", "QuireError", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        return importlib.import_module("quire.llm").LLM
+    raise AttributeError(f"module 'quire' has no attribute {name!r}")

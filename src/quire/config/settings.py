@@ -171,7 +171,7 @@ class Settings:
         sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
         for name, (value, source) in given.items():
             if name not in OPTIONS:
-                raise refuse(name, source, OPTIONS.values())
+                raise refuse(name, source, OPTIONS)
             known = OPTIONS[name]
             where = name if source in ("call", "default") else f"{name} ({source})"
             sections[known.section][name] = known.read(value, where)

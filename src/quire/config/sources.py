@@ -53,11 +53,15 @@ def _from_file(path: Path) -> dict[str, tuple[object, str]]:
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in OPTIONS:
-            raise refuse(str(key), f"file {path}", OPTIONS.values())
+            raise refuse(str(key), f"file {path}", _keys("-" if "-" in str(key) else "_"))
         if name in given:
             raise InvalidConfig(f"file {path}: {name} is given twice", param=name)
         given[name] = (value, f"file {path}")
     return given
+
+
+def _keys(joint: str) -> list[str]:
+    return [name.replace("_", joint) for name in OPTIONS]
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]]:
@@ -67,6 +71,6 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str
         if not variable.startswith(PREFIX) or variable == FILE_VARIABLE:
             continue
         if variable not in variables:
-            raise refuse(variable, "environment", OPTIONS.values())
+            raise refuse(variable, "environment", variables)
         given[variables[variable]] = (value, f"environment {variable}")
     return given

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from quire.config.option import PREFIX, Option
+from quire.config.option import PREFIX
 from quire.errors import InvalidConfig, nearest
 
 _ONE_DEVICE = "a server runs its model on one device; start one server for each device"
@@ -105,18 +105,9 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
 )
 
 
-def refuse(name: str, source: str, known: Iterable[Option]) -> InvalidConfig:
-    """The error for an option we do not have; `name`, and the hint, are flags, variables or file keys."""
+def refuse(name: str, source: str, known: Iterable[str]) -> InvalidConfig:
+    """The error for an option we do not have; `name` and `known` are spelled alike: flags, variables or keys."""
     plain = name.removeprefix(PREFIX).lstrip("-").replace("-", "_").lower()
     if plain in UNSUPPORTED:
         return InvalidConfig(f"{source}: {name} is not supported: {UNSUPPORTED[plain]}", param=plain)
-    hint = nearest(name, [_spell(one, name) for one in known])
-    return InvalidConfig(f"{source}: there is no option {name}.{hint}", param=plain)
-
-
-def _spell(known: Option, like: str) -> str:
-    if like.startswith("-"):
-        return known.flag
-    if like.startswith(PREFIX):
-        return known.variable
-    return known.name.replace("_", "-") if "-" in like else known.name
+    return InvalidConfig(f"{source}: there is no option {name}.{nearest(name, known)}", param=plain)

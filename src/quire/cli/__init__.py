@@ -1,0 +1,24 @@
+"""The `quire` command. Each subcommand's module is imported when it is called, so that the rest starts at once."""
+
+from __future__ import annotations
+
+from quire.cli.lazy import LazyGroup, Root
+
+main = Root(
+    name="quire",
+    help="Quire: an LLM inference engine and OpenAI-compatible server that is small enough to be read.",
+    members={
+        "serve": ("quire.cli.serve", "Serve a model over HTTP, in OpenAI's API."),
+        "generate": ("quire.cli.generate", "Print one completion."),
+        "chat": ("quire.cli.chat", "Talk to a model, here or behind a server's address."),
+        "bench": LazyGroup(
+            name="bench",
+            help="Measure.",
+            short_help="Measure.",
+            members={"engine": ("quire.bench.engine", "Measure the engine alone, on a synthetic executor.")},
+        ),
+        "demo": ("quire.sim.demo", "Show the engine's loop, step by step."),
+        "config": ("quire.cli.show", "Print the effective settings and where each came from."),
+        "version": ("quire.cli.version", "Print versions."),
+    },
+)

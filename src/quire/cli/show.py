@@ -1,0 +1,30 @@
+"""`quire config`: the effective settings, and where each came from."""
+
+from __future__ import annotations
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from quire.cli.options import SettingsCommand
+from quire.config import OPTIONS, Settings
+
+
+ENDLESS = 1000
+"""Columns where nobody looks: a program that reads the table must not meet folded lines."""
+
+
+@click.command("config", cls=SettingsCommand, positional=True)
+def command(settings: Settings) -> None:
+    """Print the effective settings and where each came from: defaults < file < environment < flags."""
+    table = Table("option", "value", "from", box=None, pad_edge=False, header_style="bold")
+    for section in dict.fromkeys(known.section for known in OPTIONS.values()):
+        table.add_section()
+        for known in (known for known in OPTIONS.values() if known.section == section):
+            source = settings.source(known.name)
+            style = "dim" if source == "default" else "bold"
+            table.add_row(known.flag.removeprefix("--"), known.show(settings.get(known.name)), source, style=style)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = ENDLESS
+    console.print(table)

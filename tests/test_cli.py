@@ -1,0 +1,152 @@
+"""The command line: options made from the settings, errors that fit one line, and a quick start."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from quire import __version__
+from quire.cli import main
+from quire.cli.lazy import Root
+from quire.cli.options import SettingsCommand
+from quire.config import OPTIONS, Settings
+from quire.errors import InvalidConfig, InvalidModel, InvalidRequest, QuireError, Unavailable
+
+SOURCE = Path(__file__).parents[1] / "src"
+
+
+def quire(*args: str, environ: dict[str, str] | None = None) -> Result:
+    return CliRunner(env=environ or {}).invoke(main, args)
+
+
+def shown(result: Result) -> dict[str, list[str]]:
+    """`quire config`'s table: option -> [value, from]."""
+    rows = [re.split(r"\s{2,}", line.strip()) for line in result.stdout.splitlines()[1:]]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_config_shows_values_and_where_they_came_from(tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text("dtype: float32\nport: 1")
+    result = quire("config", "some/model", "--config", str(file), "--max-model-len", "32k", environ={"QUIRE_PORT": "2"})
+    assert result.exit_code == 0, result.output
+    table = shown(result)
+    assert len(table) == len(OPTIONS)
+    assert table["model"] == ["some/model", "flag --model"]
+    assert table["max-model-len"] == ["32000", "flag --max-model-len"]
+    assert table["dtype"] == ["float32", f"file {file}"]
+    assert table["port"] == ["2", "environment QUIRE_PORT"]
+    assert table["seed"] == ["0", "default"]
+
+
+def test_switches_have_a_no_form_and_underscores_are_dashes() -> None:
+    table = shown(quire("config", "--no-enable-prefix-caching", "--enforce_eager", "--max_num_seqs=3"))
+    assert table["enable-prefix-caching"][0] == "false"
+    assert table["enforce-eager"][0] == "true"
+    assert table["max-num-seqs"][0] == "3"
+
+
+def test_keys_are_repeatable_and_never_printed() -> None:
+    result = quire("config", "--api-key", "sesame", "--api-key", "open")
+    assert shown(result)["api-key"][0] == "(set)"
+    assert "sesame" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--max-num-sqs", "3"], "'--max-num-seqs'"),
+        (["--max-num-sqs=3"], "'--max-num-seqs'"),
+        (["--tensor-parallel-size", "2"], "one device"),
+        (["-tp", "2"], "-tp is not supported"),
+        (["--port", "http"], "port (flag --port): must be a whole number"),
+        (["a", "--model", "b"], "named twice"),
+        (["--config", "nowhere.yaml"], "cannot read the settings file nowhere.yaml"),
+        (["--max-num-seqs", "8", "--max-num-batched-tokens", "4"], "max_num_seqs (8)"),
+    ],
+)
+def test_a_wrong_option_is_one_line_and_exit_code_2(args: list[str], words: str) -> None:
+    result = quire("config", *args)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_a_wrong_variable_is_refused_by_name() -> None:
+    result = quire("config", environ={"QUIRE_PROT": "1"})
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "'QUIRE_PORT'" in result.stderr
+
+
+def test_an_unknown_command_hints_at_the_nearest() -> None:
+    result = quire("sreve")
+    assert result.exit_code == 2
+    assert "'serve'" in result.stderr
+
+
+def failing(error: Exception) -> Root:
+    @click.command("fail", cls=SettingsCommand)
+    def fail(settings: Settings) -> None:
+        raise error
+
+    return Root(name="quire", members={"fail": fail})
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(InvalidConfig("a\nb"), 2), (InvalidModel("x"), 2), (InvalidRequest("x"), 2), (Unavailable("x"), 1)],
+)
+def test_an_error_becomes_one_line_and_an_exit_code(error: QuireError, code: int) -> None:
+    result = CliRunner().invoke(failing(error), ["fail"])
+    assert result.exit_code == code
+    assert result.stderr == "Error: " + " ".join(str(error).split()) + "\n"
+
+
+def test_debug_shows_the_traceback_too() -> None:
+    result = CliRunner().invoke(failing(Unavailable("gone")), ["fail", "--debug"])
+    assert result.exit_code == 1
+    assert "Traceback" in result.stderr
+
+
+def test_help_names_every_option_once_with_its_default() -> None:
+    help = CliRunner(env={"COLUMNS": "200"}).invoke(main, ["config", "--help"], terminal_width=200).stdout
+    for known in OPTIONS.values():
+        assert len(re.findall(rf"^\s+{known.flag}\b(?!-)", help, re.MULTILINE)) == 1, known.flag
+    assert "[127.0.0.1]" in help
+
+
+def test_version_names_quire_and_what_it_runs_on() -> None:
+    assert quire("version").stdout.startswith(f"quire {__version__} (torch ")
+
+
+def test_help_and_config_import_neither_torch_nor_a_server() -> None:
+    """Torch and the HTTP side cost seconds: only the commands that use them may pay."""
+    code = textwrap.dedent(
+        """
+        import sys
+        from quire.cli import main
+        for args in (["--help"], ["config"], ["bench", "--help"]):
+            main.main(args, standalone_mode=False)
+        heavy = {"torch", "numpy", "starlette", "uvicorn", "tokenizers", "jinja2"} & set(sys.modules)
+        assert not heavy, heavy
+        """
+    )
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("QUIRE_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**environ, "PYTHONPATH": str(SOURCE)},
+    )
+    assert done.returncode == 0, done.stderr
