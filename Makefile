@@ -1,0 +1,33 @@
+# Everything a contributor runs. Tools come from the `dev` extra: pip install -e ".[dev]"
+PYTHON ?= python
+CODE = src tests training
+
+.PHONY: check format lint types test bench nightly docs wheel
+
+check: lint types test
+
+format:
+	$(PYTHON) -m ruff format $(CODE)
+	$(PYTHON) -m ruff check --fix $(CODE)
+
+lint:
+	$(PYTHON) -m ruff format --check $(CODE)
+	$(PYTHON) -m ruff check $(CODE)
+
+types:
+	$(PYTHON) -m mypy
+
+test:
+	$(PYTHON) -m pytest -n 2
+
+bench:
+	$(PYTHON) -m quire bench engine --requests 1000
+
+nightly:
+	$(PYTHON) -m pytest -n 2 -m nightly
+
+docs:
+	$(PYTHON) -m quire.config.document > docs/configuration.md
+
+wheel:
+	$(PYTHON) -m pip wheel --no-deps --wheel-dir dist .

@@ -1,0 +1,68 @@
+"""docs/configuration.md, written from the fields: `python -m quire.config.document > docs/configuration.md`."""
+
+from __future__ import annotations
+
+from quire.config.option import Option
+from quire.config.settings import OPTIONS, SECTIONS
+from quire.config.unknown import UNSUPPORTED
+
+HEAD = """# Configuration
+
+Written from the fields of `src/quire/config/settings.py` by `make docs`; do not edit.
+
+Every option has one name. `max_num_seqs` is `--max-num-seqs` on the command line, `QUIRE_MAX_NUM_SEQS` in the
+environment, `max-num-seqs` or `max_num_seqs` in a YAML file, and `max_num_seqs` as an argument of `LLM(...)`. Names are
+vLLM's where vLLM has the option. Later wins:
+
+    defaults < file (--config FILE.yaml, or QUIRE_CONFIG) < QUIRE_* environment < flags
+
+`quire config` prints the values that result and where each came from. What is unknown is refused, by the nearest
+known name, with exit code 2: no option is ignored in silence.
+
+A file is a flat list:
+
+```yaml
+model: embedded
+max-model-len: 1k
+max-num-seqs: 32
+enable-prefix-caching: true
+```
+
+Whole numbers take units: `32k` is 32,000 and `32K` 32,768; `4GB` is 4,000,000,000 and `4GiB` 4,294,967,296. Switches
+take `true` and `false` (also `yes`, `on`, `1` and so on); as flags they are `--enforce-eager` and `--no-enforce-eager`.
+`auto` is a value: what it becomes is decided when the device and the model are known.
+"""
+
+FOOT = """## Options of vLLM's that Quire does not have
+
+Each is refused with its line.
+
+| option | instead |
+|---|---|
+"""
+
+
+def markdown() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for section, config in SECTIONS.items():
+        rows = [_row(known) for known in OPTIONS.values() if known.section == section]
+        about = (config.__doc__ or "").strip()
+        parts.append(f"## {section.capitalize()}\n\n{about}\n\n| option | value | default | |\n|---|---|---|---|\n")
+        parts[-1] += "\n".join(rows) + "\n"
+    parts.append(FOOT + "\n".join(f"| `{_flag(name)}` | {why} |" for name, why in UNSUPPORTED.items()) + "\n")
+    return "\n".join(parts)
+
+
+def _row(known: Option) -> str:
+    default = known.show(known.default)
+    cells = (f"`{known.flag}`", known.wants().removeprefix("must be "), f"`{default}`" if default else "", known.help)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _flag(name: str) -> str:
+    return ("--" if len(name) > 2 else "-") + name.replace("_", "-")
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
