@@ -1,0 +1,201 @@
+"""Chat messages to prompt text, by the model's own template in a sandbox."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+from jinja2 import TemplateError, nodes
+from jinja2.exceptions import SecurityError, TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from quire.errors import InvalidModel, InvalidRequest
+from quire.text.tokenizer import read_json
+
+_HERE = "\N{OBJECT REPLACEMENT CHARACTER}quire-continues-here\N{OBJECT REPLACEMENT CHARACTER}"
+_ROOM = 1 << 20
+"""Characters a template may add of its own, and turns its ranges may take, in one rendering."""
+
+
+class _Refused(TemplateError):
+    """The template itself said no (`raise_exception`)."""
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's words for training; in serving it is only its contents."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja's own spelling of the interface
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Templates come with checkpoints, so they are not trusted: no attribute tricks, no giant values."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        longest = max((len(x) for x in (left, right) if isinstance(x, str | list | tuple)), default=0)
+        times = max((abs(x) for x in (left, right) if isinstance(x, int)), default=1)
+        if longest * times > _ROOM or (operator == "**" and times > 1 << 16):
+            raise SecurityError(f"{operator!r} would make too large a value")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Budget:
+    """What one rendering may still write and count: templates can nest loops, and must come to an end."""
+
+    def __init__(self, room: int) -> None:
+        self._left = room
+
+    def spend(self, amount: int) -> None:
+        self._left -= amount
+        if self._left < 0:
+            raise SecurityError("it goes on without end")
+
+    def range(self, *bounds: int) -> range:
+        numbers = range(*bounds)
+        self.spend(len(numbers))
+        return numbers
+
+
+class ChatTemplate:
+    """One template, compiled. `tokens` are the special tokens it may name (`bos_token` and so on)."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str] | None = None) -> None:
+        """Raises InvalidModel if `source` is not a template."""
+        sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
+        sandbox.filters["tojson"] = _tojson
+        sandbox.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
+        try:
+            self._template = sandbox.from_string(source)
+        except (TemplateSyntaxError, RecursionError) as error:
+            raise InvalidModel(f"the chat template does not compile: {_line(error)}") from error
+        self._tokens = dict(tokens or {})
+        self._knows_developer = "developer" in source
+
+    @classmethod
+    def from_folder(
+        cls, folder: str | Path, tokens: Mapping[str, str] | None = None, *, override: str | Path | None = None
+    ) -> Self | None:
+        """`override` (a path, or a template), else chat_template.jinja, else what tokenizer_config says, if any."""
+        folder = Path(folder)
+        if override is not None:
+            return cls(_given(override), tokens)
+        path = folder / "chat_template.jinja"
+        if path.is_file():
+            return cls(path.read_text("utf-8"), tokens)
+        source = read_json(folder / "tokenizer_config.json").get("chat_template")
+        if isinstance(source, list):  # several, by name
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        return None if source is None else cls(source, tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt. `continue_final_message` leaves the last message open, for the model to go on with.
+
+        Raises InvalidRequest when the template refuses the messages or breaks on them.
+        """
+        shown = [self._shown(message) for message in messages]
+        if continue_final_message:
+            shown[-1]["content"] = str(shown[-1].get("content") or "") + _HERE
+        budget = _Budget(_ROOM + 8 * sum(len(str(message)) for message in shown))
+        names = {
+            **self._tokens,
+            **(chat_template_kwargs or {}),
+            "messages": shown,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            "range": budget.range,
+        }
+        text = self._run(names, budget)
+        if not continue_final_message:
+            return text
+        before, found, _ = text.rpartition(_HERE)
+        if not found:
+            raise InvalidRequest(
+                "the chat template does not show the final message, so it cannot be continued",
+                param="continue_final_message",
+            )
+        return before
+
+    def _run(self, names: Mapping[str, Any], budget: _Budget) -> str:
+        told: list[str] = []
+        try:
+            for piece in self._template.generate(names):
+                budget.spend(len(piece))
+                told.append(piece)
+        except _Refused as error:
+            raise InvalidRequest(f"the chat template refuses the messages: {_line(error)}", param="messages") from error
+        except RecursionError as error:
+            raise InvalidRequest("the chat template calls itself without end", param="messages") from error
+        except Exception as error:  # whatever Python the template ran into; it is not ours
+            raise InvalidRequest(f"the chat template fails: {_line(error)}", param="messages") from error
+        return "".join(told)
+
+    def _shown(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message as templates of text models expect it: `developer` is the newer name of `system`."""
+        shown = dict(message)
+        if shown.get("role") == "developer" and not self._knows_developer:
+            shown["role"] = "system"
+        return shown
+
+
+def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    """Message content as one string: the text parts, a line each. Raises InvalidRequest for anything but text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequest(
+                f"message content of type {part.get('type')!r} is not supported: this server reads text only",
+                param="messages",
+            )
+    return "\n".join(part["text"] for part in content)
+
+
+def _given(override: str | Path) -> str:
+    """A template given as such (it has a tag in it), or as the path of one."""
+    if "{" in str(override):
+        return str(override)
+    try:
+        return Path(override).read_text("utf-8")
+    except OSError as error:
+        raise InvalidModel(f"chat template {override}: {error.strerror}") from error
+
+
+def _raise(message: str) -> NoReturn:
+    raise _Refused(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON: jinja's own filter escapes for HTML, which would reach the model."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
