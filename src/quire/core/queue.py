@@ -39,6 +39,9 @@ class Waiting:
         """Take it out if it is there; its place in the heap is cleaned up when it comes to the top."""
         self._members.discard(seq.order)
 
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq.order in self._members
+
     def drain(self) -> list[Sequence]:
         """Take everyone out, in order."""
         out = [seq for _, order, seq in sorted(self._heap, key=lambda e: e[:2]) if order in self._members]

@@ -1,0 +1,248 @@
+"""The engine: one loop around a scheduler and an executor. Token ids only; runs in any process."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from quire.core.constraint import FREE, Constraint
+from quire.core.scheduler import Scheduler
+from quire.core.sequence import Sequence
+from quire.engine.clock import Clock, WallClock
+from quire.engine.events import Completed, Gauges, Observer, StepRecord
+from quire.engine.executor import Executor, Handle
+from quire.engine.recovery import Recovery
+from quire.errors import InvalidRequest, StepFailed
+from quire.values import GREEDY, MANY, FinishReason, Request, SamplingParams, Tokens
+
+_Flying = tuple[float, float, Handle]
+
+
+class Engine:
+    """Continuous batching over any executor.
+
+    depth: steps launched ahead of results; a number, not a mode. keep: completed requests remembered for
+    `completed_requests` (a server keeps none).
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        depth: int = 0,
+        clock: Clock | None = None,
+        observers: Iterable[Observer] = (),
+        keep: int = MANY,
+    ) -> None:
+        self.scheduler, self.executor, self.depth = scheduler, executor, depth
+        self.clock: Clock = WallClock() if clock is None else clock
+        self.observers = tuple(observers)
+        self.about = executor.describe()
+        self.flight: deque[_Flying] = deque()
+        self.recovery = Recovery(scheduler)
+        self.completed_requests: deque[Completed] = deque(maxlen=keep)
+        self.completed = self.generated = self.steps = self.spans = self.widest = 0
+        self._out: list[Tokens] = []
+        self._times: dict[str, list[float]] = {}
+        self._deadlines: list[tuple[float, str]] = []
+        self._ids = itertools.count()
+
+    # ---------------------------------------------------------------- the loop
+
+    def step(self) -> list[Tokens]:
+        """Plan, launch, and commit what is due. What each request got; empty when idle. Never blocks when idle."""
+        self._expire()
+        try:
+            self._step()
+        except StepFailed as failure:
+            self._recover(failure)
+        out, self._out = self._out, []
+        return out
+
+    def _step(self) -> None:
+        scheduler, flight = self.scheduler, self.flight
+        planned = self.clock.now()
+        plan = scheduler.plan()
+        if plan:
+            flight.append((planned, self.clock.now(), self.executor.launch(plan)))  # its forward starts now
+        elif flight:
+            self._commit()  # nothing to add: let one come home
+        if plan and plan.masked:  # masks need every token before them
+            while len(flight) > 1:
+                self._commit()
+            flight[0][2].sample(scheduler.masks())
+        while len(flight) > self.depth:
+            self._commit()
+
+    def _commit(self) -> None:
+        planned, launched, handle = self.flight.popleft()
+        result = handle.result()
+        step = self.scheduler.flight[0]
+        events = self.scheduler.commit(result)
+        now = self.clock.now()
+        self.steps += 1
+        self.spans += len(step.seqs)
+        self.widest = max(self.widest, len(step.seqs))
+        for event in events:
+            if event.tokens:
+                self.generated += len(event.tokens)
+                if len(times := self._times[event.id]) == 1:
+                    times.append(now)
+        for seq in step.seqs:
+            if seq.finish is not None and seq.request.id in self._times:
+                self._complete(seq, seq.finish, now)
+        if self.recovery.active:
+            self.recovery.passed(step.seqs)
+        self._out += events
+        record = StepRecord(
+            self.steps, planned, launched, now, step.plan, step.seqs, step.decisions, events, self.gauges()
+        )
+        for observer in self.observers:
+            observer.on_step(record)
+
+    def _complete(self, seq: Sequence, finish: FinishReason, now: float) -> None:
+        id = seq.request.id
+        times = self._times.pop(id)
+        self.completed += 1
+        made = tuple(seq.tokens[seq.prompt_length :])
+        first = times[1] if len(times) > 1 else None
+        self.completed_requests.append(Completed(id, seq.prompt_length, made, finish, times[0], first, now))
+
+    # ---------------------------------------------------------------- requests
+
+    def submit(
+        self,
+        tokens: Seq[int],
+        max_new_tokens: int = 16,
+        *,
+        id: str | None = None,
+        sampling: SamplingParams = GREEDY,
+        stop: Iterable[int] = (),
+        priority: int = 0,
+        timeout: float = math.inf,
+    ) -> str:
+        """Queue a prompt of token ids; returns its id. Raises InvalidRequest if it can never run."""
+        id = f"req-{next(self._ids)}" if id is None else id
+        deadline = self.clock.now() + timeout
+        self.add(
+            Request(
+                id=id,
+                prompt=tuple(tokens),
+                max_new=max_new_tokens,
+                sampling=sampling,
+                stop=frozenset(stop),
+                seed=sampling.seed or 0,
+                priority=priority,
+                deadline=deadline,
+            )
+        )
+        return id
+
+    def add(self, request: Request, constraint: Constraint = FREE) -> None:
+        """Queue a request as the rim makes them. Raises InvalidRequest naming the field that cannot work."""
+        about = self.about
+        length = len(request.prompt) + request.max_new
+        if length > about.max_model_len:
+            raise InvalidRequest(
+                f"prompt ({len(request.prompt)} tokens) plus max_tokens ({request.max_new}) is {length}, "
+                f"and this model's context holds {about.max_model_len}",
+                param="prompt",
+            )
+        if request.prompt and not 0 <= min(request.prompt) <= max(request.prompt) < about.vocab_size:
+            raise InvalidRequest(f"prompt token ids must be from 0 to {about.vocab_size - 1}", param="prompt")
+        self.recovery.admit(self.scheduler.add(request, constraint))
+        now = self.clock.now()
+        self._times[request.id] = [now]
+        if request.deadline < math.inf:
+            heapq.heappush(self._deadlines, (request.deadline, request.id))
+        for observer in self.observers:
+            observer.on_submit(request, now)
+
+    def abort(self, id: str, why: FinishReason = "abort", error: str | None = None) -> None:
+        """End a request now; its pages are free within a step. Unknown and ended ids are fine."""
+        seq = self.scheduler.abort(id, why)
+        if seq is not None:
+            now = self.clock.now()
+            self._complete(seq, why, now)
+            if self.recovery.active:
+                self.recovery.passed(())
+            self._out.append(Tokens(id, (), why, error=error))
+            for observer in self.observers:
+                observer.on_end(seq.request, why, now)
+
+    def _expire(self) -> None:
+        while self._deadlines and (self._deadlines[0][1] not in self._times or self._overdue()):
+            self.abort(heapq.heappop(self._deadlines)[1], "timeout")
+
+    def _overdue(self) -> bool:
+        return self._deadlines[0][0] <= self.clock.now()
+
+    # ---------------------------------------------------------------- failure
+
+    def _recover(self, failure: StepFailed) -> None:
+        """Start again from committed tokens; the culprit is found by halving and failed alone."""
+        self.flight.clear()
+        self.executor.reset()
+        suspects, guilty = self.recovery.failed()
+        now = self.clock.now()
+        for observer in self.observers:
+            observer.on_failure(str(failure), [s.request.id for s in suspects], now)
+        if guilty is not None:
+            self.abort(guilty.request.id, "error", f"the engine could not run this request: {failure}")
+
+    # ---------------------------------------------------------------- what can be read
+
+    @property
+    def has_pending_work(self) -> bool:
+        return self.scheduler.busy or bool(self._out)
+
+    def gauges(self) -> Gauges:
+        scheduler = self.scheduler
+        kv = scheduler.kv
+        pool = kv.pool
+        free = pool.free
+        return Gauges(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            used_pages=pool.pages - free,
+            free_pages=free,
+            evictions=pool.evictions,
+            preemptions=scheduler.preempted,
+            prefix_queried=kv.queried,
+            prefix_hit=kv.hit,
+            discarded_spans=sum(scheduler.wasted.values()),
+        )
+
+    def metrics_snapshot(self) -> dict[str, Any]:
+        """The counters of `/stats`, plain JSON."""
+        gauges = self.gauges()
+        pages = self.scheduler.kv.pool.pages
+        return {
+            "waiting_requests": gauges.waiting,
+            "active_requests": gauges.running,
+            "completed_requests": self.completed,
+            "generated_tokens": self.generated,
+            "decode_steps": self.steps,
+            "average_batch_size": self.spans / self.steps if self.steps else 0.0,
+            "max_batch_observed": self.widest,
+            "cache": {
+                "page_size": self.scheduler.kv.page_size,
+                "max_pages": pages,
+                "used_pages": gauges.used_pages,
+                "free_pages": gauges.free_pages,
+                "active_sequences": gauges.running,
+                "pressure_events": gauges.preemptions,
+                "evictions": gauges.evictions,
+                "utilization": gauges.used_pages / pages if pages else 0.0,
+                "policy": type(self.scheduler.kv.pool.shelf).__name__.lower(),
+            },
+        }
+
+    def close(self) -> None:
+        self.executor.close()

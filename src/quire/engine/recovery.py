@@ -1,0 +1,75 @@
+"""Whose fault was it? After a failed step, halve the suspects until one fails alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quire.core.scheduler import Scheduler
+from quire.core.sequence import Sequence
+
+
+class Recovery:
+    """Runs suspects in ever smaller groups, everybody else held back, until the culprit stands alone.
+
+    A group that gets one committed step each past the failure is innocent. A failure that needs many rows at once
+    (memory, say) disappears by halving and costs nobody.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.groups: list[list[Sequence]] = []
+        self.held: list[Sequence] = []
+        self.untried: set[int] = set()
+        self.strike: tuple[int, int] = (-1, -1)
+
+    @property
+    def active(self) -> bool:
+        return bool(self.groups)
+
+    def admit(self, seq: Sequence) -> None:
+        """A newcomer waits while suspects are tried."""
+        if self.active and seq in self.scheduler.waiting:
+            self.scheduler.waiting.discard(seq)
+            self.held.append(seq)
+
+    def failed(self) -> tuple[list[Sequence], Sequence | None]:
+        """A step failed: all rows go back to the queue. The suspects, and the culprit if it is found.
+
+        Those that ran beside the group on trial had passed; still nobody is blamed for a failure in company, nor
+        for a single one: guilty is who fails twice, alone on the device, at the same place.
+        """
+        lost = self.scheduler.recover()
+        trial = {s.order for s in (self.groups.pop(0) if self.groups else lost)}
+        suspects = [s for s in lost if s.order in trial]
+        culprit = None
+        if len(lost) == 1:
+            strike = (lost[0].order, lost[0].computed)
+            culprit = lost[0] if strike == self.strike else None
+            self.strike = strike
+        if culprit is None:
+            half = (len(suspects) + 1) // 2
+            self.groups[:0] = [group for group in (suspects[:half], suspects[half:]) if group]
+        self._next()
+        return suspects, culprit
+
+    def passed(self, seqs: Iterable[Sequence]) -> None:
+        """These got through a step. When the whole group has, the next one is tried."""
+        for seq in seqs:
+            if seq.computed >= len(seq.tokens) - 1:  # past its prompt again, where it stood when the step failed
+                self.untried.discard(seq.order)
+        if not any(s.order in self.untried and s.finish is None for s in self.groups[0]):
+            self.groups.pop(0)
+            self._next()
+
+    def _next(self) -> None:
+        """Let only the next group run; with none left, everybody."""
+        waiting = self.scheduler.waiting
+        while self.groups and all(s.finish is not None for s in self.groups[0]):
+            self.groups.pop(0)
+        everyone = [*waiting.drain(), *self.held]
+        chosen = {s.order for s in self.groups[0]} if self.groups else {s.order for s in everyone}
+        self.untried = set(chosen)
+        self.held = [s for s in everyone if s.order not in chosen and s.finish is None]
+        for seq in everyone:
+            if seq.order in chosen and seq.finish is None:
+                waiting.push(seq)

@@ -1,0 +1,263 @@
+"""An executor whose "K/V" is the token in the slot and whose next token hashes everything read through the page table.
+
+Any misplaced page, stale slot, wrong position, bad rollback or early reuse changes the output or trips a stamp. It
+really holds results back, as a GPU does: steps run when somebody waits for them (or at once, when eager). No torch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.core.plan import Mask, Open, Plan, Result, Span
+from quire.engine.executor import Description
+from quire.errors import StepFailed
+from quire.values import TokenLogprobs
+
+VOCAB = 97
+POISON = 96
+"""A prompt with this token makes every step it is fed in fail."""
+SICK = 95
+"""A row whose newest fed token is this one answers with an error of its own."""
+NO_PAGE = -7
+
+
+def next_token(seen: Sequence[int | None], key: tuple[int, int] = (0, 0), mask: Mask = None) -> int:
+    """The model: a hash of everything seen and of (seed, choice), walked on to the next allowed token."""
+    token = hash((key, *seen)) % 94
+    while mask is not None and not mask[token >> 3] >> (token & 7) & 1:
+        token = (token + 1) % 94
+    return token
+
+
+def logprob(seen: Sequence[int | None], token: int) -> TokenLogprobs:
+    """A made-up log-probability that depends on everything seen."""
+    return TokenLogprobs(token, -(hash((*seen, token)) % 1000) / 100, 1)
+
+
+@dataclass
+class Row:
+    """What a device keeps of a row: a fold over plans."""
+
+    opened: Open
+    uid: int
+    history: list[int]
+    length: int
+    table: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+
+
+class HashHandle:
+    def __init__(self, device: HashDevice, plan: Plan) -> None:
+        self.device, self.plan = device, plan
+        self.given: dict[int, Sequence[Mask]] | None = None
+        self.fed = False
+        self.got: Result | None = None
+        self.failure: StepFailed | None = None
+        self.uids: list[tuple[int, list[int]]] = []
+        self.views: list[tuple[Row, int, list[int]]] = []
+
+    def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
+        if self.device.eager and self.failure is None:
+            assert self.fed, "the forward did not run ahead of its masks"
+        self.given = dict(zip(self.plan.masked, masks, strict=True))
+        if self.device.eager:
+            self.device.run()
+
+    def result(self) -> Result:
+        return self.device.read(self)
+
+
+class HashDevice:
+    """`hot` pages are those that launched, unread steps may still write: nobody else may be given them."""
+
+    def __init__(
+        self, pages: int, page_size: int, *, drafts: int = 0, eager: bool = False, rows: int = 64, seed: str = ""
+    ) -> None:
+        self.size, self.drafts, self.eager, self.pages, self.places = page_size, drafts, eager, pages, rows
+        self.rng = random.Random(seed)
+        self.hiccup: Callable[[], bool] = lambda: False
+        self.generation = 0
+        self.steps = self.fed_tokens = self.stray_writes = self.deepest = self.resets = 0
+        self.uid = 0
+        self._empty()
+
+    def _empty(self) -> None:
+        self.mem: dict[tuple[int, int], int] = {}
+        self.rows: dict[int, Row] = {}
+        self.owner: dict[int, int] = {}
+        self.queue: deque[HashHandle] = deque()
+        self.unread: deque[HashHandle] = deque()
+        self.known: dict[int, int] = {}
+        self.tables: dict[int, tuple[int, list[int]]] = {}
+
+    # ---------------------------------------------------------------- the door
+
+    def describe(self) -> Description:
+        return Description(
+            pages=self.pages, page_size=self.size, rows=self.places, max_model_len=1 << 20, vocab_size=VOCAB
+        )
+
+    def close(self) -> None:
+        pass
+
+    def reset(self) -> None:
+        self.resets += 1
+        self._empty()
+
+    def launch(self, plan: Plan) -> HashHandle:
+        if self.hiccup():
+            raise StepFailed("a hiccup at launch")
+        handle, hot = HashHandle(self, plan), self.hot()
+        for o in plan.opened:
+            self.uid += 1
+            self.tables[o.row] = (self.uid, [])
+            self.known[self.uid] = o.start
+        for row, pages in plan.grown:
+            assert not hot & set(pages), "a page was given out while a step in flight may write it"
+            assert 0 not in pages, "the spare page was given out"
+            self.tables[row][1].extend(pages)
+        assert len({s.row for s in plan.spans}) == len(plan.spans), "one row, two spans"
+        handle.uids = [self.tables[s.row] for s in plan.spans]
+        self.queue.append(handle)
+        self.unread.append(handle)
+        self.steps += 1
+        self.deepest = max(self.deepest, len(self.unread))
+        self.fed_tokens += sum(s.n for s in plan.spans)
+        if self.eager:
+            self.run()
+        return handle
+
+    def read(self, handle: HashHandle) -> Result:
+        assert handle is self.unread[0], "results are read in order"
+        self.run()
+        if handle.failure is not None:
+            raise handle.failure
+        assert handle.got is not None, "deadlock: sampling waits for masks that can not come"
+        self.unread.popleft()
+        for (uid, _), s, got in zip(handle.uids, handle.plan.spans, handle.got.tokens, strict=True):
+            self.known[uid] += s.n - max(s.rows, 1) + 1 + max(len(got) - 1, 0)
+        return handle.got
+
+    def hot(self) -> set[int]:
+        out: set[int] = set()
+        low = dict(self.known)
+        for handle in self.unread:
+            for (uid, table), s in zip(handle.uids, handle.plan.spans, strict=True):
+                out.update(table[low[uid] // self.size :])
+                low[uid] += s.n - max(s.rows, 1) + 1
+        return out
+
+    # ---------------------------------------------------------------- the stream, in order, as far as it can
+
+    def run(self) -> None:
+        while self.queue:
+            handle = self.queue[0]
+            if not handle.fed:
+                self._forward(handle)
+                handle.fed = True
+            if handle.failure is not None or (handle.plan.masked and handle.given is None):
+                return  # a failed step stops the stream: only a reset helps
+            self._sample(handle)
+            self.queue.popleft()
+
+    def _forward(self, handle: HashHandle) -> None:
+        plan = handle.plan
+        for o in plan.opened:
+            self.rows[o.row] = Row(o, 0, list(o.tokens), o.start)
+        for row, pages in plan.grown:
+            self.rows[row].table += pages
+        for s, (uid, _) in zip(plan.spans, handle.uids, strict=True):
+            r = self.rows[s.row]
+            r.uid = r.uid or uid
+            assert r.uid == uid, "a span for a row that was opened again"
+        for row, pages in plan.grown:
+            for page in pages:
+                self.owner[page] = self.rows[row].uid
+        for s in plan.spans:  # all writes first, as one ragged forward does
+            r = self.rows[s.row]
+            feed = (r.history + r.drafts)[r.length : r.length + s.n]
+            assert s.n >= max(1, s.rows), "logits come only from fed tokens"
+            assert s.logits in (s.rows, s.n), "logits are of the sampled rows, or of all"
+            unfed = len(r.history) - r.length
+            assert s.rows == max(0, s.n - unfed + 1) and len(feed) == s.n, "host and device disagree on a shape"
+            for i, token in enumerate(feed):
+                self._write(r, r.length + i, token)
+            handle.views.append((r, r.length, feed))
+            if POISON in feed:
+                handle.failure = StepFailed("a kernel failed")
+
+    def _write(self, r: Row, position: int, token: int) -> None:
+        page, offset = divmod(position, self.size)
+        if page < len(r.table):
+            assert self.owner[r.table[page]] == r.uid, "a write into a page that belongs to another"
+            self.mem[r.table[page], offset] = token
+        else:
+            self.stray_writes += 1  # past the table: the spare page takes it
+
+    def seen(self, r: Row, upto: int) -> list[int | None]:
+        """K/V of positions below `upto`, through the page table."""
+        places = (divmod(p, self.size) for p in range(upto))
+        return [self.mem.get((r.table[p], o)) if p < len(r.table) else NO_PAGE for p, o in places]
+
+    def _sample(self, handle: HashHandle) -> None:
+        result = Result([], [], {}, {}, {})
+        for j, (s, (r, start, feed)) in enumerate(zip(handle.plan.spans, handle.views, strict=True)):
+            got: list[int] = []
+            end = start + s.n
+            if s.logits > s.rows:
+                known = (*r.history, None)
+                result.prompt_logprobs[j] = [
+                    logprob(self.seen(r, p + 1), known[p + 1] or 0) for p in range(start, end - s.rows)
+                ]
+            if s.rows == 0:
+                r.length = end
+                result.tokens.append(got)
+                continue
+            if SICK in feed:
+                result.errors[j] = "the model produced NaN logits"
+            masks = handle.given[j] if handle.given and j in handle.given else [None] * s.rows
+            assert len(masks) == s.rows, "one mask a sampled row"
+            told: list[TokenLogprobs] = []
+            for i in range(s.rows):  # verify; with zero drafts this is plain decode
+                seen = self.seen(r, end - s.rows + i + 1)
+                got.append(next_token(seen, (r.opened.seed, r.opened.choice), masks[i]))
+                told.append(logprob(seen, got[-1]))
+                if i < s.rows - 1 and feed[len(feed) - s.rows + 1 + i] != got[-1]:
+                    break
+            if r.opened.sampling.logprobs is not None:
+                result.logprobs[j] = told
+            r.history += got
+            r.length = len(r.history) - 1
+            result.tokens.append([] if j in result.errors else got)
+            r.drafts = self._propose(r)
+            if j in handle.plan.masked:
+                result.drafts.append(list(r.drafts))
+        handle.got = result
+
+    def _propose(self, r: Row) -> list[int]:
+        drafts: list[int] = []
+        key = (r.opened.seed, r.opened.choice)
+        for _ in range(self.drafts):
+            good = self.rng.random() < 0.6
+            drafts.append(next_token(r.history + drafts, key) if good else 0)
+        return drafts
+
+
+def naive(
+    prompt: Sequence[int], max_new: int, stop: frozenset[int], key: tuple[int, int], mask_after: Any
+) -> list[int]:
+    """What the answer must be: no pages, no batch, no cache."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_new:
+        mask = mask_after(tokens[len(prompt) :]) if mask_after else None
+        tokens.append(next_token(tokens, key, mask))
+        if tokens[-1] in stop:
+            break
+    return tokens
+
+
+__all__ = ["POISON", "SICK", "VOCAB", "HashDevice", "Span", "logprob", "naive", "next_token"]

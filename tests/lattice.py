@@ -1,0 +1,258 @@
+"""The lattice: every combination of settings must give the naive loop's tokens, with invariants after every commit."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.core import kv as kv_room
+from quire.core import policy, reuse, scheduler
+from quire.core.constraint import FREE
+from quire.engine import engine
+from quire.values import MANY, Request, SamplingParams
+from tests.hash_model import POISON, SICK, VOCAB, HashDevice, logprob, naive
+
+
+@dataclass
+class House:
+    """The classes under test; the planted bugs swap in broken ones."""
+
+    KV: Any = kv_room.KV
+    Scheduler: Any = scheduler.Scheduler
+    Engine: Any = engine.Engine
+    NoReuse: Any = reuse.NoReuse
+    RadixReuse: Any = reuse.RadixReuse
+
+
+STOP = frozenset(t for t in range(VOCAB) if t % 17 == 0)
+_ALLOWED = [sum(1 << t for t in range(VOCAB) if (t + r) % 3).to_bytes(13, "little") for r in range(3)]
+
+
+def mask_after(output: Sequence[int]) -> bytes:
+    return _ALLOWED[(output[-1] if output else 0) % 3]
+
+
+class Grammar:
+    """A constraint whose mask depends on the token before: one late or stale mask changes the answer."""
+
+    def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[bytes | None]:
+        out = list(output)
+        return [mask_after(out + list(drafts[:i])) for i in range(len(drafts) + 1)]
+
+
+def _workload() -> list[Request]:
+    """Duplicates and shared prefixes on purpose: together with a tight pool they catch the subtle bugs."""
+    rng = random.Random(0)
+    draw = lambda n: tuple(rng.randrange(94) for _ in range(n))  # noqa: E731
+    shared = draw(23)
+    shapes = [((shared if i % 2 else ()) + draw(rng.randrange(1, 20)), rng.randrange(1, 25)) for i in range(12)]
+    shapes += [(shapes[1][0], 9), (shapes[1][0], 12), (shared[:20], 6), (shared[:20], 6)]
+    logprobs = {3: SamplingParams(logprobs=0, prompt_logprobs=0), 13: SamplingParams(prompt_logprobs=0)}
+    requests = [
+        Request(
+            id=str(i),
+            prompt=prompt,
+            max_new=new,
+            stop=STOP if i % 3 else frozenset(),
+            sampling=logprobs.get(i, SamplingParams()),
+            priority=i % 3,
+        )
+        for i, (prompt, new) in enumerate(shapes)
+    ]
+    fork = shared + draw(9)
+    return requests + [
+        Request(id=f"fork-{c}", prompt=fork, max_new=8, seed=7, choice=c, leader="fork-0") for c in range(3)
+    ]
+
+
+REQUESTS = _workload()
+CONSTRAINED = {r.id for i, r in enumerate(REQUESTS) if i % 4 == 2}
+LONGEST = max(len(r.prompt) + r.max_new for r in REQUESTS)
+WANT = {
+    r.id: naive(r.prompt, r.max_new, r.stop, (r.seed, r.choice), mask_after if r.id in CONSTRAINED else None)
+    for r in REQUESTS
+}
+BAD = [
+    Request(id="poison", prompt=(5, 6, 7, POISON, 8), max_new=5),
+    Request(id="sick", prompt=(9, 9, SICK), max_new=5),
+]
+
+AXES: dict[str, Sequence[Any]] = {
+    "depth": (0, 1, 2, -1),  # -1: drawn anew each step
+    "size": (1, 4, LONGEST + 8),
+    "tight": (1, 2, 16),
+    "reuse": (False, True),
+    "cap": (1, 4, MANY),
+    "feed": ((MANY, MANY), (16, 5), (64, 7), (9, MANY)),  # budget, chunk
+    "admit": ("continuous", "static"),
+    "drafts": (0, 3),
+    "eager": (False, True),
+    "late": (False, True),  # arrivals one a step, or all at once
+    "order": ("fcfs", "priority"),
+    "shelf": ("lru", "fifo"),
+    "fails": (False, True),  # hiccups, a poison request and a sick one
+}
+
+
+def combinations(axes: dict[str, Sequence[Any]] = AXES) -> Iterator[dict[str, Any]]:
+    for values in itertools.product(*axes.values()):
+        yield dict(zip(axes, values, strict=True))
+
+
+def check(sch: Any, dev: HashDevice) -> None:
+    """KV invariants and page ownership, after every commit."""
+    pool = sch.kv.pool
+    held = {id(s): s for s in sch.running}
+    held |= {id(s): s for step in sch.flight for s in (*step.seqs, *step.graves) if s.row is not None}
+    want = [0] * len(pool.refs)
+    for s in held.values():
+        for page in s.blocks:
+            want[page] += 1
+    assert want == pool.refs, "reference counts"
+    rest = [*pool.blank, *getattr(pool.shelf, "_pages", getattr(pool.shelf, "_born", ()))]
+    assert len(rest) == len(set(rest)) and set(rest) == {b for b, n in enumerate(want) if n == 0} - {0}, "free pages"
+    rows = [s.row for s in held.values()]
+    assert len(set(rows)) == len(rows) and not set(rows) & set(sch.rows), "rows"
+    assert all(s.blocks == [] for s in sch.seqs.values() if s.row is None), "pages without a row"
+    flying = dict.fromkeys(held, 0)
+    for step in sch.flight:
+        for s, span in zip(step.seqs, step.plan.spans, strict=True):
+            flying[id(s)] += span.rows > 0
+    assert all(s.pending == flying[id(s)] for s in held.values()), "pending"
+    hot = dev.hot()
+    assert all(pool.refs[b] == 1 for b in hot), "a page that a step in flight may write is free or shared"
+    assert not hot & set(getattr(sch.kv.reuse, "where", {})), "a published page may still be written"
+
+
+def keys_hold(sch: Any, dev: HashDevice) -> None:
+    """A published page holds what its key says."""
+    for page, (_, key) in getattr(sch.kv.reuse, "where", {}).items():
+        assert tuple(dev.mem.get((page, i)) for i in range(dev.size)) == key, "published page, other contents"
+
+
+class Run:
+    """One combination, driven to its end."""
+
+    def __init__(self, house: House, combo: dict[str, Any]) -> None:
+        self.combo = combo
+        c = combo
+        self.pages = -(-LONGEST // c["size"]) * c["tight"]
+        index = house.RadixReuse(c["size"]) if c["reuse"] else house.NoReuse()
+        kv = house.KV(self.pages, c["size"], index, policy.SHELVES[c["shelf"]]())
+        budget, chunk = c["feed"]
+        self.sch = house.Scheduler(
+            kv,
+            rows=64,
+            cap=c["cap"],
+            budget=budget,
+            chunk=chunk,
+            admit=policy.ADMISSIONS[c["admit"]],
+            order=policy.ORDERS[c["order"]],
+            drafts=c["drafts"],
+        )
+        self.rng = random.Random(repr(sorted(combo.items())))
+        self.dev = HashDevice(self.pages, c["size"], drafts=c["drafts"], eager=c["eager"], seed=str(self.rng.random()))
+        if c["fails"]:
+            self.dev.hiccup = self._hiccup
+        self.eng = house.Engine(self.sch, self.dev, depth=max(c["depth"], 0))
+        self.said: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[Any]] = {}
+        self.prompt_logprobs: dict[str, list[Any]] = {}
+        self.finish: dict[str, str] = {}
+        self.last_hiccup = -40
+        self._stamp()
+
+    def _hiccup(self) -> bool:
+        """Some steps fail for no reason at all, but never the same one twice."""
+        apart = self.dev.steps - self.last_hiccup > 40
+        if apart and self.rng.random() < 0.05:
+            self.last_hiccup = self.dev.steps
+            return True
+        return False
+
+    def _stamp(self) -> None:
+        pool, dev, commit = self.sch.kv.pool, self.dev, self.sch.commit
+        drop = pool.drop
+
+        def stamped(page: int) -> None:
+            assert pool.refs[page] > 1 or page not in dev.hot(), "a page was freed while a step may write it"
+            drop(page)
+
+        def checked(result: Any) -> Any:
+            out = commit(result)
+            check(self.sch, dev)
+            return out
+
+        pool.drop, self.sch.commit = stamped, checked
+
+    def drive(self) -> None:
+        todo = [*REQUESTS, *BAD] if self.combo["fails"] else list(REQUESTS)
+        doomed = {i: self.rng.randrange(3, 40) for i in ("5", "9", "13", "fork-0")}
+        n = 0
+        while todo or self.eng.has_pending_work:
+            if self.combo["depth"] < 0:
+                self.eng.depth = self.rng.randrange(3)  # the depth is only a number: change it while running
+            for _ in range(1 if self.combo["late"] else len(todo)):
+                if todo:
+                    request = todo.pop(0)
+                    self.eng.add(request, Grammar() if request.id in CONSTRAINED else FREE)
+            for i, when in doomed.items():
+                if when == n:
+                    self.eng.abort(i)
+            for event in self.eng.step():
+                self._hear(event)
+            check(self.sch, self.dev)
+            n += 1
+            if n % 16 == 0:
+                keys_hold(self.sch, self.dev)
+            assert n < 6000, "stuck"
+        keys_hold(self.sch, self.dev)
+        self._settle(doomed)
+
+    def _hear(self, event: Any) -> None:
+        assert event.id not in self.finish, "an event after the end"
+        self.said.setdefault(event.id, []).extend(event.tokens)
+        self.logprobs.setdefault(event.id, []).extend(event.logprobs)
+        self.prompt_logprobs.setdefault(event.id, []).extend(event.prompt_logprobs)
+        if event.finish:
+            self.finish[event.id] = event.finish
+
+    def _settle(self, doomed: dict[str, int]) -> None:
+        c, sch, dev = self.combo, self.sch, self.dev
+        assert sch.kv.pool.free == self.pages and not dev.unread and len(sch.rows) == 64, "leak"
+        assert not sch.seqs and not len(sch.waiting), "somebody was forgotten"
+        for r in REQUESTS:
+            made, want = self.said.get(r.id, []), WANT[r.id][len(r.prompt) :]
+            if self.finish[r.id] == "abort":
+                assert r.id in doomed and made == want[: len(made)], "aborted: not a prefix"
+            else:
+                assert made == want, f"tokens of {r.id}: {made} want {want}"
+                assert self.finish[r.id] == ("stop" if made[-1] in r.stop else "length"), "finish reason"
+                self._logprobs(r)
+        if c["fails"]:
+            assert self.finish["poison"] == "error" and self.finish["sick"] == "error", "errors are told"
+        else:
+            assert c["depth"] < 0 or min(c["depth"], 1) + 1 <= dev.deepest <= c["depth"] + 1, "no look-ahead happened"
+            if c["depth"] == 0:
+                assert not sch.wasted, "depth 0 wastes nothing"
+        if c["drafts"] == 0:
+            assert not sch.wasted.get("length"), "a span was planned past a known end"
+
+    def _logprobs(self, r: Request) -> None:
+        tokens = WANT[r.id]
+        if r.sampling.prompt_logprobs is not None:
+            want = [logprob(tokens[:p], tokens[p]) for p in range(1, len(r.prompt))]
+            assert self.prompt_logprobs[r.id] == want, "prompt log-probabilities"
+        if r.sampling.logprobs is not None:
+            want = [logprob(tokens[:p], tokens[p]) for p in range(len(r.prompt), len(tokens))]
+            assert self.logprobs[r.id] == want, "log-probabilities"
+
+
+def run(combo: dict[str, Any], house: House | None = None) -> Run:
+    """Drive one combination; AssertionError says what broke."""
+    it = Run(house or House(), combo)
+    it.drive()
+    return it

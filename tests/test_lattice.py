@@ -1,0 +1,62 @@
+"""Tokens equal the naive loop's in every combination; and planted bugs do not survive it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests import lattice
+from tests.mutants import BUGS, HARMLESS, Bug, plant
+
+SHARES = 8
+PER_SHARE = 90
+
+
+def _sample(seed: str, count: int, **fixed: object) -> list[dict[str, object]]:
+    """`count` combinations drawn over all axes; an axis may be fixed."""
+    rng = random.Random(seed)
+    return [{axis: fixed.get(axis, rng.choice(values)) for axis, values in lattice.AXES.items()} for _ in range(count)]
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+def test_every_combination_gives_the_naive_loops_tokens(share: int) -> None:
+    for combo in _sample(f"share {share}", PER_SHARE):
+        lattice.run(combo)
+
+
+def test_pressure_preempts_and_reuse_hits_somewhere_in_the_sample() -> None:
+    runs = [lattice.run(c) for c in _sample("pressure", 40, tight=1, reuse=True, size=4)]
+    assert sum(r.sch.preempted for r in runs) > 100
+    assert sum(r.sch.kv.hit for r in runs) > 1000
+    assert sum(r.dev.stray_writes for r in runs) > 0
+    assert sum(sum(r.sch.wasted.values()) for r in runs) > 50
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda b: b.name)
+def test_planted_bug_is_caught(bug: Bug) -> None:
+    house = plant(bug)
+    tight = _sample(bug.name, 300, tight=1, size=1)
+    for pair in zip(_sample("catch " + bug.name, 300), tight, strict=True):
+        for combo in pair:
+            try:
+                lattice.run(combo, house)
+            except Exception:
+                return
+    pytest.fail("the lattice did not notice")
+
+
+@pytest.mark.parametrize("change", HARMLESS, ids=lambda b: b.name)
+def test_a_harmless_change_is_not_called_a_bug(change: Bug) -> None:
+    house = plant(change)
+    for combo in _sample("harmless", 60):
+        lattice.run(combo, house)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("depth", lattice.AXES["depth"])
+@pytest.mark.parametrize("size", lattice.AXES["size"])
+@pytest.mark.parametrize("feed", lattice.AXES["feed"])
+def test_the_whole_lattice(depth: int, size: int, feed: tuple[int, int]) -> None:
+    for combo in lattice.combinations(lattice.AXES | {"depth": (depth,), "size": (size,), "feed": (feed,)}):
+        lattice.run(combo)
