@@ -1,0 +1,50 @@
+"""Attention over pages: project, norm where the model does, turn, write K/V, attend, project back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.layers.basic import RMSNorm
+from quire.layers.linear import Columns, Rows
+from quire.ops.base import Ops
+from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.values import MANY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """A layer's heads on this rank: `count` of queries, `kv` of keys and values, `dim` numbers each.
+
+    window: how many positions a query sees, its own included. soft_cap: of the scores, 0 for none.
+    """
+
+    count: int
+    kv: int
+    dim: int
+    scale: float
+    window: int = MANY
+    soft_cap: float = 0.0
+
+
+class Attention:
+    """One layer's. `norms` are those of q and of k (Qwen 3), or nothing."""
+
+    def __init__(
+        self, qkv: Columns, out: Rows, heads: Heads, ops: Ops, norms: tuple[RMSNorm, RMSNorm] | None = None
+    ) -> None:
+        self.qkv, self.out, self.heads, self.ops, self.norms = qkv, out, heads, ops, norms
+        self.widths = [heads.count * heads.dim, heads.kv * heads.dim, heads.kv * heads.dim]
+
+    def __call__(self, x: Tensor, turn: tuple[Tensor, Tensor], batch: RaggedBatch, kv: LayerKV) -> Tensor:
+        """x [T, hidden], turn as `Rotary` makes it -> [T, hidden]."""
+        h = self.heads
+        q, k, v = torch.split(self.qkv(x), self.widths, -1)
+        q, k, v = q.view(-1, h.count, h.dim), k.view(-1, h.kv, h.dim), v.view(-1, h.kv, h.dim)
+        if self.norms:
+            q, k = self.norms[0](q), self.norms[1](k)
+        q, k = self.ops.rope(q, k, *turn)
+        self.ops.write_kv(kv, k, v, batch)
+        return self.out(self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap).flatten(1))

@@ -1,0 +1,111 @@
+"""The small layers: norms, embedding, rotary angles, MLPs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from quire.errors import InvalidModel, nearest
+from quire.layers.linear import Columns, Rows
+from quire.layers.rope import Rope
+from quire.ops.base import Ops
+
+
+class RMSNorm:
+    """See `Ops.rms_norm`; `add` takes the residual stream along."""
+
+    def __init__(self, weight: Tensor, eps: float, ops: Ops) -> None:
+        self.weight, self.eps, self.ops = weight, eps, ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.ops.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of x + residual, x + residual)."""
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class LayerNorm:
+    """See `Ops.layer_norm`."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float, ops: Ops) -> None:
+        self.weight, self.bias, self.eps, self.ops = weight, bias, eps, ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class Embedding:
+    """Token ids [T] -> [T, hidden]. Whole on every rank."""
+
+    def __init__(self, weight: Tensor, ops: Ops) -> None:
+        self.weight, self.ops = weight, ops
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        return self.ops.embedding(tokens, self.weight)
+
+
+class GatedMLP:
+    """down(act(gate(x)) * up(x)), gate and up fused."""
+
+    def __init__(self, gate_up: Columns, down: Rows, activation: Callable[[Tensor], Tensor]) -> None:
+        self.gate_up, self.down, self.activation = gate_up, down, activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.gate_up(x)))
+
+
+class MLP:
+    """down(act(up(x)))."""
+
+    def __init__(self, up: Columns, down: Rows, activation: Callable[[Tensor], Tensor]) -> None:
+        self.up, self.down, self.activation = up, down, activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))
+
+
+class Rotary:
+    """Positions [T] -> (cos, sin), float32 [T, dim / 2] each: made once a forward, used by every layer."""
+
+    def __init__(self, rope: Rope, device: torch.device) -> None:
+        self.frequencies = frequencies(rope).to(device)
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions.float()[:, None] * self.frequencies
+        return angles.cos(), angles.sin()
+
+
+def frequencies(rope: Rope) -> Tensor:
+    """Radians a position, [dim / 2] float32. Raises InvalidModel for a scaling that is not known."""
+    if rope.kind not in SCALINGS:
+        raise InvalidModel(
+            f"rope scaling {rope.kind!r} is not supported (known: {', '.join(SCALINGS)}).{nearest(rope.kind, SCALINGS)}"
+        )
+    steps = torch.arange(0, rope.dim, 2, dtype=torch.float32) / max(1, rope.dim)
+    return SCALINGS[rope.kind](1.0 / rope.theta**steps, rope)
+
+
+def unscaled(plain: Tensor, rope: Rope) -> Tensor:
+    return plain
+
+
+def linear(plain: Tensor, rope: Rope) -> Tensor:
+    """Position interpolation (Chen et al. 2023)."""
+    return plain / rope.factor
+
+
+def llama3(plain: Tensor, rope: Rope) -> Tensor:
+    """Llama 3.1: short waves kept, long ones stretched, those between blended by how often they fit `original`."""
+    fits = rope.original * plain / (2 * math.pi)
+    kept = ((fits - rope.low) / (rope.high - rope.low)).clamp(0.0, 1.0)
+    return plain * (kept + (1 - kept) / rope.factor)
+
+
+SCALINGS: Mapping[str, Callable[[Tensor, Rope], Tensor]] = MappingProxyType(
+    {"default": unscaled, "linear": linear, "llama3": llama3}
+)

@@ -1,0 +1,198 @@
+"""Build: the one object against which an architecture declares itself.
+
+It hands out layers and notes, for every checkpoint tensor, where its data goes: which fused matrix, which rows, cut
+for this rank, in which format. The loader then only has to match names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.errors import InvalidModel, nearest
+from quire.layers.attention import Attention, Heads
+from quire.layers.basic import Embedding, GatedMLP, LayerNorm, RMSNorm, Rotary
+from quire.layers.formats import Format, Matrix, Part, Place, Plain, Stored
+from quire.layers.linear import Columns, Head, Rows
+from quire.layers.parallel import Parallel, share
+from quire.layers.rope import Rope
+from quire.ops.base import Ops
+
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+class Build:
+    """Hands out layers. Names given to a method are relative to `prefix`; `at` goes deeper.
+
+    places: by checkpoint name, where each tensor goes, to several places where a rank keeps several pieces of it.
+    ignored: patterns (fnmatch) of checkpoint names that carry nothing the model needs.
+    """
+
+    def __init__(
+        self,
+        *,
+        ops: Ops,
+        parallel: Parallel,
+        dtype: torch.dtype,
+        device: torch.device,
+        format: Format = Plain,
+        prefix: str = "",
+        parent: Build | None = None,
+    ) -> None:
+        self.ops, self.parallel, self.dtype, self.device, self.format = ops, parallel, dtype, device, format
+        self.prefix = prefix
+        self.places: dict[str, list[Place]] = {} if parent is None else parent.places
+        self.stored: list[Stored] = [] if parent is None else parent.stored
+        self.ignored: list[str] = [] if parent is None else parent.ignored
+
+    def at(self, name: str) -> Build:
+        """The same build, one level down: `build.at("layers.0")`."""
+        return Build(
+            ops=self.ops,
+            parallel=self.parallel,
+            dtype=self.dtype,
+            device=self.device,
+            format=self.format,
+            prefix=f"{self.prefix}{name}.",
+            parent=self,
+        )
+
+    def ignore(self, *patterns: str) -> None:
+        """Checkpoint names that need no place."""
+        self.ignored += (self.prefix + pattern for pattern in patterns)
+
+    def seal(self) -> None:
+        """Every place is filled: let each format take its final form, one matrix at a time."""
+        for stored in self.stored:
+            stored.seal()
+
+    def vector(self, name: str, size: int, *, mean: float = 0.0, std: float = 0.1) -> Tensor:
+        """A small tensor that every rank holds whole."""
+        data = torch.empty(size, dtype=self.dtype, device=self.device)
+        self._place(Place(self.prefix + name, (size,), (slice(0, size),), data, mean=mean, std=std))
+        return data
+
+    def rms_norm(self, name: str, size: int, eps: float) -> RMSNorm:
+        return RMSNorm(self.vector(f"{name}.weight", size, mean=1.0), eps, self.ops)
+
+    def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
+        weight, bias = self.vector(f"{name}.weight", size, mean=1.0), self.vector(f"{name}.bias", size)
+        return LayerNorm(weight, bias, eps, self.ops)
+
+    def embedding(self, name: str, count: int, hidden: int) -> Embedding:
+        """A table [count, hidden]; its random stand-in makes logits of deviation 1 when it is the head, too."""
+        data = torch.empty(count, hidden, dtype=self.dtype, device=self.device)
+        cut = (slice(0, count), slice(0, hidden))
+        self._place(Place(f"{self.prefix}{name}.weight", (count, hidden), cut, data, std=hidden**-0.5))
+        return Embedding(data, self.ops)
+
+    def rotary(self, rope: Rope) -> Rotary:
+        return Rotary(rope, self.device)
+
+    def columns(
+        self,
+        names: Sequence[str],
+        inputs: int,
+        outputs: Sequence[tuple[int, int]],
+        *,
+        bias: bool = False,
+        transposed: bool = False,
+    ) -> Columns:
+        """One matrix of several checkpoint ones. outputs: of each, (things, rows a thing): heads stay whole."""
+        whole = slice(0, inputs)
+        parts = [
+            Part(self.prefix + name, count * unit, share(count, self.parallel, name, unit))
+            for name, (count, unit) in zip(names, outputs, strict=True)
+        ]
+        return Columns(self._store(parts, inputs, whole, bias=bias, transposed=transposed))
+
+    def rows(
+        self, name: str, inputs: tuple[int, int], outputs: int, *, bias: bool = False, transposed: bool = False
+    ) -> Rows:
+        """inputs: (things, columns a thing)."""
+        count, unit = inputs
+        part = Part(self.prefix + name, outputs, slice(0, outputs))
+        cut = share(count, self.parallel, name, unit)
+        first = self.parallel.rank == 0
+        stored = self._store([part], count * unit, cut, bias=bias, own_bias=first, transposed=transposed)
+        return Rows(stored, self.parallel)
+
+    def head(self, name: str, hidden: int, vocab: int, tied: Embedding | None) -> Head:
+        """Hidden states to logits; `tied` is the embedding whose table it shares."""
+        cut = share(vocab, self.parallel, "logits")
+        part = Part(self.prefix + name, vocab, cut)
+        if tied is None:
+            return Head(self._store([part], hidden, slice(0, hidden)), self.parallel)
+        self.ignore(f"{name}.weight")
+        shared = tied.weight[cut]
+        return Head(self._store([part], hidden, slice(0, hidden), shared=shared), self.parallel)
+
+    def attention(
+        self,
+        hidden: int,
+        heads: Heads,
+        *,
+        names: Sequence[str] = QKV,
+        out: str = "o_proj",
+        bias: bool = False,
+        out_bias: bool = False,
+        norm_eps: float | None = None,
+    ) -> Attention:
+        """heads: of the whole model; this rank's share is taken here. norm_eps: of q_norm and k_norm, if any."""
+        size = self.parallel.size
+        own = Heads(
+            count=heads.count // size,
+            kv=max(1, heads.kv // size),
+            dim=heads.dim,
+            scale=heads.scale,
+            window=heads.window,
+            soft_cap=heads.soft_cap,
+        )
+        outputs = ((heads.count, heads.dim), (heads.kv, heads.dim), (heads.kv, heads.dim))
+        qkv = self.columns(names, hidden, outputs, bias=bias)
+        norms = None
+        if norm_eps is not None:
+            norms = self.rms_norm("q_norm", heads.dim, norm_eps), self.rms_norm("k_norm", heads.dim, norm_eps)
+        back = self.rows(out, (heads.count, heads.dim), hidden, bias=out_bias)
+        return Attention(qkv, back, own, self.ops, norms)
+
+    def gated_mlp(self, hidden: int, width: int, activation: str, *, bias: bool = False) -> GatedMLP:
+        """gate_proj, up_proj, down_proj."""
+        act = activation_of(activation, {"silu": self.ops.silu_mul, **dict.fromkeys(GELUS, self.ops.gelu_mul)})
+        gate_up = self.columns(("gate_proj", "up_proj"), hidden, ((width, 1), (width, 1)), bias=bias)
+        return GatedMLP(gate_up, self.rows("down_proj", (width, 1), hidden, bias=bias), act)
+
+    def _store(
+        self,
+        parts: Sequence[Part],
+        columns: int,
+        cut: slice,
+        *,
+        bias: bool = False,
+        own_bias: bool = True,
+        transposed: bool = False,
+        shared: Tensor | None = None,
+    ) -> Stored:
+        matrix = Matrix(
+            tuple(parts), columns, cut, self.dtype, self.device, bias, own_bias=own_bias, transposed=transposed
+        )
+        stored = self.format(matrix, self.ops, shared)
+        for place in stored.places():
+            self._place(place)
+        self.stored.append(stored)
+        return stored
+
+    def _place(self, place: Place) -> None:
+        self.places.setdefault(place.name, []).append(place)
+
+
+GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+"""The names under which configs mean gelu by its tanh approximation."""
+
+
+def activation_of(name: str, known: Mapping[str, Callable[[Tensor], Tensor]]) -> Callable[[Tensor], Tensor]:
+    if name not in known:
+        raise InvalidModel(f"activation {name!r} is not supported (known: {', '.join(known)}).{nearest(name, known)}")
+    return known[name]

@@ -1,0 +1,41 @@
+"""How a matrix is cut among ranks: by columns of the model (its outputs) or by rows (its inputs)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quire.layers.formats import Stored
+from quire.layers.parallel import Parallel
+
+
+class Columns:
+    """Outputs cut: every rank makes its own part of them from the whole input. Fused parts stay side by side."""
+
+    def __init__(self, stored: Stored) -> None:
+        self.apply = stored.apply
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in] -> [T, this rank's outputs]."""
+        return self.apply(x)
+
+
+class Rows:
+    """Inputs cut: every rank adds its part of the sum."""
+
+    def __init__(self, stored: Stored, parallel: Parallel) -> None:
+        self.apply, self.all_reduce = stored.apply, parallel.all_reduce
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, this rank's inputs] -> [T, out], whole on every rank."""
+        return self.all_reduce(self.apply(x))
+
+
+class Head:
+    """The vocabulary's matrix, outputs cut: hidden states to logits, float32 and whole on every rank."""
+
+    def __init__(self, stored: Stored, parallel: Parallel) -> None:
+        self.apply, self.all_gather = stored.apply, parallel.all_gather
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden [R, hidden] -> [R, V] float32."""
+        return self.all_gather(self.apply(hidden)).float()

@@ -1,0 +1,72 @@
+"""Llama 2, 3, 3.1, 3.2 and models made like them (Touvron et al. 2023; Dubey et al. 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from quire.layers.attention import Heads
+from quire.layers.build import Build
+from quire.models.spec import Config, ModelSpec, read_decoder
+from quire.ops.ragged import LayerKV, RaggedBatch
+
+
+class Block:
+    """One layer: attention and a gated MLP, each behind a norm of the residual stream."""
+
+    def __init__(self, spec: ModelSpec, build: Build, index: int) -> None:
+        self.before_attention = build.rms_norm("input_layernorm", spec.hidden, spec.norm_eps)
+        self.attention = build.at("self_attn").attention(
+            spec.hidden,
+            Heads(
+                count=spec.heads,
+                kv=spec.kv_heads,
+                dim=spec.head_dim,
+                scale=spec.head_dim**-0.5,
+                window=spec.windows[index],
+            ),
+            bias=spec.qkv_bias,
+            out_bias=spec.out_bias,
+        )
+        self.before_mlp = build.rms_norm("post_attention_layernorm", spec.hidden, spec.norm_eps)
+        self.mlp = build.at("mlp").gated_mlp(spec.hidden, spec.mlp, spec.activation, bias=spec.mlp_bias)
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, turn: tuple[Tensor, Tensor], batch: RaggedBatch, kv: LayerKV
+    ) -> tuple[Tensor, Tensor]:
+        """What the layer before added, and the stream without it -> the same after this layer. All [T, hidden]."""
+        x, residual = self.before_attention.add(x, residual)
+        x = self.attention(x, turn, batch, kv)
+        x, residual = self.before_mlp.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Llama:
+    """See `base.Model`."""
+
+    def __init__(self, spec: ModelSpec, build: Build) -> None:
+        self.spec, self.ops = spec, build.ops
+        body = build.at("model")
+        body.ignore("layers.*.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq")
+        self.embedding = body.embedding("embed_tokens", spec.vocab, spec.hidden)
+        self.rotary = body.rotary(spec.rope)
+        self.blocks = [Block(spec, body.at(f"layers.{i}"), i) for i in range(spec.layers)]
+        self.norm = body.rms_norm("norm", spec.hidden, spec.norm_eps)
+        self.head = build.head("lm_head", spec.hidden, spec.vocab, self.embedding if spec.tie else None)
+
+    @staticmethod
+    def read(config: Config, architecture: str) -> ModelSpec:
+        return read_decoder(config, architecture)
+
+    def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
+        batch = self.ops.prepare(batch)
+        turn = self.rotary(batch.positions)
+        residual = self.embedding(batch.tokens)
+        x = residual.new_zeros(residual.shape)
+        for block, cache in zip(self.blocks, kv, strict=True):
+            x, residual = block(x, residual, turn, batch, cache)
+        return self.norm.add(x, residual)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden)

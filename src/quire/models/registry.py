@@ -1,0 +1,59 @@
+"""Which module implements which architecture, by the names checkpoints use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+
+from quire.errors import InvalidModel, nearest
+from quire.layers.build import Build
+from quire.layers.parallel import Solo
+from quire.models.base import Model
+from quire.models.llama import Llama
+from quire.models.spec import Config, ModelSpec
+from quire.ops.reference import ReferenceOps
+
+
+class Architecture(Protocol):
+    """A class that reads its own spec and builds itself."""
+
+    def __call__(self, spec: ModelSpec, build: Build) -> Model: ...
+
+    def read(self, config: Config, architecture: str) -> ModelSpec:
+        """config.json -> spec. Raises InvalidModel naming the field."""
+
+
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({"LlamaForCausalLM": Llama})
+MODEL_TYPES: Mapping[str, str] = MappingProxyType({"llama": "LlamaForCausalLM"})
+"""For a config.json that names no architecture."""
+
+
+def read_spec(fields: Mapping[str, Any]) -> ModelSpec:
+    """The spec a config.json describes. Raises InvalidModel for an architecture or a field we cannot use."""
+    names = fields.get("architectures") or [MODEL_TYPES.get(str(fields.get("model_type")), "")]
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise InvalidModel("config.json: architectures must be a list of names")
+    name = names[0] or str(fields.get("model_type", "of no name"))
+    return find(name).read(Config(fields), name)
+
+
+def build_model(spec: ModelSpec, build: Build) -> Model:
+    """The spec's layers, unfilled: `build.places` says where checkpoint tensors go, `build.seal` ends the filling."""
+    return find(spec.architecture)(spec, build)
+
+
+def parameters(spec: ModelSpec) -> int:
+    """How many numbers the checkpoint holds, a tied head counted once."""
+    build = Build(ops=ReferenceOps(), parallel=Solo(), dtype=torch.bfloat16, device=torch.device("meta"))
+    build_model(spec, build)
+    return sum(place.into.numel() for places in build.places.values() for place in places)
+
+
+def find(name: str) -> Architecture:
+    known = ARCHITECTURES
+    if name not in known:
+        raise InvalidModel(f"architecture {name!r} is not supported (known: {', '.join(known)}).{nearest(name, known)}")
+    return known[name]

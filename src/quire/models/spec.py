@@ -1,0 +1,159 @@
+"""ModelSpec: what a config.json says of a model, read once, in the words of this project. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from quire.errors import InvalidModel
+from quire.layers.rope import Rope
+from quire.values import MANY
+
+T = TypeVar("T", int, float, str, bool)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A decoder's shape.
+
+    hidden: width of the residual stream. mlp: inner width of an MLP. context: longest sequence it was made for, in
+    tokens. windows: per layer, how many positions a query sees (MANY: all). tie: the head is the embedding's table.
+    dtype: the checkpoint's, as config.json names it, or empty. stop: its end-of-text ids.
+    """
+
+    architecture: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    context: int
+    norm_eps: float
+    rope: Rope
+    windows: tuple[int, ...]
+    activation: str = "silu"
+    tie: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    dtype: str = ""
+    stop: tuple[int, ...] = ()
+
+    @property
+    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Per layer: (K/V heads, head dim), of the whole model."""
+        return ((self.kv_heads, self.head_dim),) * self.layers
+
+    def kv_bytes(self, itemsize: int) -> int:
+        """Bytes of K/V a token takes, all layers, at `itemsize` bytes a number."""
+        return sum(2 * heads * dim * itemsize for heads, dim in self.kv_shapes)
+
+
+class Config:
+    """A config.json being read: every look names the field when it is missing or of the wrong kind."""
+
+    def __init__(self, fields: Mapping[str, Any], where: str = "config.json") -> None:
+        self.fields, self.where = fields, where
+
+    def get(self, kind: type[T], *names: str, default: T | None = None) -> T:
+        """The first of `names` that is there and not null. Raises InvalidModel."""
+        for name in names:
+            value = self.fields.get(name)
+            if value is None:
+                continue
+            if kind is float and isinstance(value, int) and not isinstance(value, bool):
+                value = float(value)
+            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+                raise InvalidModel(
+                    f"{self.where}: {name} must be {kind.__name__}, not {type(value).__name__} ({value!r})"
+                )
+            if kind is int and int(value) < 0:
+                raise InvalidModel(f"{self.where}: {name} must not be negative ({value})")
+            return value
+        if default is None:
+            raise InvalidModel(f"{self.where}: {names[0]} is missing")
+        return default
+
+    def section(self, *names: str) -> Config:
+        """A nested object, empty where there is none."""
+        for name in names:
+            value = self.fields.get(name)
+            if value is not None:
+                if not isinstance(value, Mapping):
+                    raise InvalidModel(f"{self.where}: {name} must be an object")
+                return Config(value, f"{self.where}: {name}")
+        return Config({}, f"{self.where}: {names[0]}")
+
+
+def read_decoder(config: Config, architecture: str) -> ModelSpec:
+    """What Llama and those after it have in common; an architecture replaces what it does otherwise."""
+    hidden = config.get(int, "hidden_size")
+    layers = config.get(int, "num_hidden_layers")
+    heads = config.get(int, "num_attention_heads")
+    if min(hidden, layers, heads) < 1:
+        raise InvalidModel("config.json: hidden_size, num_hidden_layers and num_attention_heads must be above 0")
+    head_dim = config.get(int, "head_dim", default=hidden // heads)
+    kv_heads = config.get(int, "num_key_value_heads", default=heads)
+    if not kv_heads or heads % kv_heads:
+        raise InvalidModel(f"config.json: {heads} attention heads cannot share {kv_heads} key/value heads evenly")
+    bias = config.get(bool, "attention_bias", default=False)
+    return ModelSpec(
+        architecture=architecture,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp=config.get(int, "intermediate_size"),
+        vocab=config.get(int, "vocab_size"),
+        context=config.get(int, "max_position_embeddings", default=2048),
+        norm_eps=config.get(float, "rms_norm_eps", default=1e-6),
+        rope=read_rope(config, head_dim),
+        windows=(MANY,) * layers,
+        activation=config.get(str, "hidden_act", default="silu"),
+        tie=config.get(bool, "tie_word_embeddings", default=False),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=config.get(bool, "mlp_bias", default=False),
+        dtype=config.get(str, "dtype", "torch_dtype", default=""),
+        stop=read_stop(config),
+    )
+
+
+def read_rope(config: Config, head_dim: int) -> Rope:
+    """Both spellings: `rope_parameters`, and the older `rope_theta` beside `rope_scaling`."""
+    scaling = config.section("rope_parameters", "rope_scaling")
+    share = scaling.get(float, "partial_rotary_factor", default=0.0)
+    share = share or config.get(float, "partial_rotary_factor", default=1.0)
+    theta = scaling.get(float, "rope_theta", default=0.0) or config.get(float, "rope_theta", default=10_000.0)
+    kind = scaling.get(str, "rope_type", "type", default="default")
+    plain = kind == "default"
+    rope = Rope(
+        dim=int(head_dim * share),
+        theta=theta,
+        kind=kind,
+        factor=1.0 if plain else scaling.get(float, "factor"),
+        low=scaling.get(float, "low_freq_factor", default=1.0),
+        high=scaling.get(float, "high_freq_factor", default=4.0),
+        original=scaling.get(int, "original_max_position_embeddings", default=0),
+    )
+    if rope.dim % 2 or theta <= 0 or rope.factor <= 0:
+        raise InvalidModel(f"{scaling.where}: impossible numbers ({rope})")
+    if kind == "llama3" and (rope.original < 1 or rope.high <= rope.low):
+        raise InvalidModel(
+            f"{scaling.where}: llama3 scaling needs original_max_position_embeddings and "
+            "low_freq_factor < high_freq_factor"
+        )
+    return rope
+
+
+def read_stop(config: Config) -> tuple[int, ...]:
+    """`eos_token_id`: one id, a list of them, or nothing."""
+    value = config.fields.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise InvalidModel(f"{config.where}: eos_token_id must be an integer or a list of integers")
+    return tuple(ids)

@@ -1,0 +1,73 @@
+"""The operations a model is made of, as one object a device provides. Layers call these and nothing below them.
+
+Shape letters are those of `ragged`: T tokens fed, S spans, H query heads, G key/value heads, D head dim; F is the
+width of an MLP. Results have the dtype of the first argument; sums are made in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.values import MANY
+
+
+class Ops(Protocol):
+    """What a device can do. `reference` is the plain answer, every other implementation is tested against it."""
+
+    def prepare(self, batch: RaggedBatch) -> RaggedBatch:
+        """The same batch with whatever every layer would otherwise work out again. Called once a forward.
+
+        Need not be called: `write_kv` and `attention` take any RaggedBatch. Its tensors must not change afterwards.
+        """
+
+    def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        """tokens [T], weight [V, hidden] -> [T, hidden]."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, in], weight [out, in], bias [out] -> [T, out]."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019)."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm of the sum, the sum). `residual` may be overwritten by the sum."""
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension."""
+
+    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn pair (i, i + r) of each head by its angle (Su et al. 2021, in the halves layout of Llama).
+
+        q [T, H, D], k [T, G, D], cos and sin float32 [T, r]; the head's dimensions from 2 r on pass through.
+        """
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2F], gate first -> silu(gate) * up, [T, F] (SwiGLU, Shazeer 2020)."""
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2F], gate first -> gelu(gate) * up, [T, F], gelu by its tanh approximation (GeGLU)."""
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """gelu by its tanh approximation, as GPT-2's."""
+
+    def write_kv(self, kv: LayerKV, k: Tensor, v: Tensor, batch: RaggedBatch) -> None:
+        """Put k and v [T, G, D] into the batch's slots."""
+
+    def attention(
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        scale: float,
+        window: int = MANY,
+        soft_cap: float = 0.0,
+    ) -> Tensor:
+        """Causal attention of q [T, H, D] over each span's own pages, this step's K/V written already -> [T, H, D].
+
+        Query head h reads K/V head h // (H / G). A query at position p sees positions p - window + 1 to p.
+        soft_cap c above 0 makes scores c * tanh(score / c) (Gemma 2). What no query may see is never read into a
+        result, whatever it holds.
+        """

@@ -1,0 +1,144 @@
+"""How plain torch reads and writes pages: index tensors worked out once a forward, shared by all layers.
+
+A pool [N, G, B, D] is seen as N * G tiles of B * D numbers to read and as N * G * B rows of D numbers to write, so
+that each layer's gather is one `index_select` whose result already stands head by head, position by position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from quire.ops.ragged import LayerKV, RaggedBatch
+
+FEW = 32
+"""Spans of up to this many queries are attended together with others of their length, one by one above."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Spans of `n` queries each, attended in one call.
+
+    rows: where their queries are in the batch (a slice when they are neighbours). kv_len [S]. pages [S, P] int64,
+    P the pages of the longest; past a span's own end its first page again, so that nothing foreign is read.
+    """
+
+    n: int
+    rows: slice | Tensor
+    kv_len: Tensor
+    longest: int
+    pages: Tensor
+    even: bool
+    """Every span has `longest` tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paged(RaggedBatch):
+    """A batch sorted into groups, with the indices its layers share. `begun` [.] int64: pages begun and not filled.
+
+    The dictionaries hold what layers of one shape have in common: filled at the first, found by the rest.
+    """
+
+    groups: tuple[Group, ...]
+    begun: Tensor
+    tiles: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    targets: dict[int, Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, int, int], Tensor | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, batch: RaggedBatch) -> Paged:
+        starts = batch.query_start.tolist()
+        lengths = batch.kv_len.tolist()
+        counts = [stop - start for start, stop in pairwise(starts)]
+        together: dict[int, list[int]] = {}
+        for span, n in enumerate(counts):
+            if n:
+                together.setdefault(n if n <= FEW else -span - 1, []).append(span)
+        table = batch.page_table
+        size = batch.page_size
+        begun = [
+            (span, last // size)
+            for span, (n, last) in enumerate(zip(counts, lengths, strict=True))
+            if n and last % size and last // size * size >= last - n
+        ]
+        at = torch.tensor(begun, dtype=torch.int64, device=table.device).view(-1, 2)
+        return cls(
+            tokens=batch.tokens,
+            positions=batch.positions,
+            slots=batch.slots,
+            query_start=batch.query_start,
+            kv_len=batch.kv_len,
+            page_table=table,
+            page_size=size,
+            max_query=batch.max_query,
+            max_kv=batch.max_kv,
+            groups=tuple(group(batch, spans, counts[spans[0]], starts, lengths) for spans in together.values()),
+            begun=table[at[:, 0], at[:, 1]].long(),
+        )
+
+    def read(self, pool: Tensor, index: int) -> Tensor:
+        """Group `index`'s part of pool [N, G, B, D] -> [S, G, P * B, D]."""
+        pages, heads, size, dim = pool.shape
+        picked = self.groups[index].pages
+        tiles = self.tiles.get((index, heads))
+        if tiles is None:
+            tiles = (picked[:, None, :] * heads + torch.arange(heads, device=pool.device)[:, None]).flatten()
+            self.tiles[index, heads] = tiles
+        found = pool.view(pages * heads, size * dim).index_select(0, tiles)
+        return found.view(picked.shape[0], heads, -1, dim)
+
+    def write(self, kv: LayerKV, k: Tensor, v: Tensor) -> None:
+        """k and v [T, G, D] into the batch's slots.
+
+        A page begun and not filled is cleared first: what its last owner left there, were it NaN, would reach a
+        result through a weight of zero.
+        """
+        pages, heads, size, dim = kv.k.shape
+        rows = self.targets.get(heads)
+        if rows is None:
+            page, offset = self.slots // size, self.slots % size
+            head = torch.arange(0, heads * size, size, device=k.device)
+            rows = ((page * heads * size + offset)[:, None] + head).flatten()
+            self.targets[heads] = rows
+        for pool, new in ((kv.k, k), (kv.v, v)):
+            if len(self.begun):
+                pool.index_fill_(0, self.begun, 0.0)
+            pool.view(pages * heads * size, dim).index_copy_(0, rows, new.reshape(-1, dim))
+
+    def mask(self, index: int, window: int, repeat: int) -> Tensor | None:
+        """[S, 1, repeat * n, L] bool, which of L positions each query may see; None where all may see all."""
+        key = (index, window, repeat)
+        if key not in self.masks:
+            self.masks[key] = visible(self.groups[index], window, repeat)
+        return self.masks[key]
+
+
+def group(batch: RaggedBatch, spans: list[int], n: int, starts: list[int], lengths: list[int]) -> Group:
+    table = batch.page_table
+    chosen = torch.tensor(spans, dtype=torch.int64, device=table.device)
+    adjacent = spans[-1] - spans[0] + 1 == len(spans)
+    first = starts[spans[0]]
+    rows: slice | Tensor = slice(first, first + n * len(spans))
+    if not adjacent:
+        offsets = batch.query_start.long()[chosen][:, None]
+        rows = (offsets + torch.arange(n, device=table.device)).flatten()
+    longest = max(lengths[span] for span in spans)
+    count = -(-longest // batch.page_size)
+    kv_len = batch.kv_len.long()[chosen]
+    pages = table[chosen, :count].long()
+    held = torch.arange(0, count * batch.page_size, batch.page_size, device=table.device) < kv_len[:, None]
+    even = all(lengths[span] == longest for span in spans)
+    return Group(n, rows, kv_len, longest, torch.where(held, pages, pages[:, :1]), even)
+
+
+def visible(group: Group, window: int, repeat: int) -> Tensor | None:
+    if group.n == 1 and group.even and window >= group.longest:
+        return None
+    device = group.kv_len.device
+    key = torch.arange(group.longest, device=device)
+    query = group.kv_len[:, None] - group.n + torch.arange(group.n, device=device)
+    seen = (key <= query[..., None]) & (key > query[..., None] - window)
+    return (seen if group.n == 1 else seen.repeat(1, repeat, 1))[:, None]

@@ -1,0 +1,136 @@
+"""The operations in plain torch: the CPU path, and the oracle every kernel is tested against."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.ops.paging import FEW, Group, Paged
+from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.values import MANY
+
+TILE = 256
+"""Queries of one long span attended at once: bounds the mask, and skips the keys after the tile."""
+
+
+class ReferenceOps:
+    """See `base.Ops`. Any device, any floating dtype, any head count and head dim."""
+
+    def prepare(self, batch: RaggedBatch) -> Paged:
+        return batch if isinstance(batch, Paged) else Paged.of(batch)
+
+    def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        return F.embedding(tokens, weight)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return torch.rms_norm(x, weight.shape, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = residual.add_(x)
+        return self.rms_norm(total, weight, eps), total
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        heads, half = q.shape[1], cos.shape[-1]
+        if not half:
+            return q, k
+        x = torch.cat((q, k), 1)
+        cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+        return turned[:, :heads], turned[:, heads:]
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
+
+    def write_kv(self, kv: LayerKV, k: Tensor, v: Tensor, batch: RaggedBatch) -> None:
+        self.prepare(batch).write(kv, k, v)
+
+    def attention(
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        scale: float,
+        window: int = MANY,
+        soft_cap: float = 0.0,
+    ) -> Tensor:
+        paged = self.prepare(batch)
+        parts = [attend(q, kv, paged, index, scale, window, soft_cap) for index in range(len(paged.groups))]
+        if len(parts) == 1:
+            return parts[0]
+        out = torch.zeros_like(q)
+        for group, part in zip(paged.groups, parts, strict=True):
+            out[group.rows] = part
+        return out
+
+
+def attend(q: Tensor, kv: LayerKV, paged: Paged, index: int, scale: float, window: int, soft_cap: float) -> Tensor:
+    """One group's queries over its pages -> [S * n, H, D]."""
+    group = paged.groups[index]
+    q = q[group.rows]
+    k = paged.read(kv.k, index)[:, :, : group.longest]
+    v = paged.read(kv.v, index)[:, :, : group.longest]
+    if group.n > FEW:
+        return long(q, k[0], v[0], group, scale, window, soft_cap)
+    mask = paged.mask(index, window, q.shape[1] // k.shape[1])
+    return short(q, k, v, mask, scale, soft_cap, group.n)
+
+
+def short(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float, n: int) -> Tensor:
+    """S spans of n queries together: q [S * n, H, D], k and v [S, G, L, D], mask [S, 1, 1 or R * n, L].
+
+    The R = H / G query heads of a K/V head are taken as R times as many queries, so that K/V is not repeated.
+    """
+    spans, groups, _, dim = k.shape
+    heads = q.shape[1]
+    if n == 1:
+        folded = q.view(spans, groups, heads // groups, dim)
+        return weigh(folded, k, v, mask, scale, soft_cap).reshape(spans, heads, dim)
+    folded = q.view(spans, n, groups, heads // groups, dim).permute(0, 2, 3, 1, 4).reshape(spans, groups, -1, dim)
+    out = weigh(folded, k, v, mask, scale, soft_cap)
+    return out.view(spans, groups, -1, n, dim).permute(0, 3, 1, 2, 4).reshape(spans * n, heads, dim)
+
+
+def long(q: Tensor, k: Tensor, v: Tensor, group: Group, scale: float, window: int, soft_cap: float) -> Tensor:
+    """One span of many queries, tile by tile: q [n, H, D], k and v [G, L, D]."""
+    n, heads, dim = q.shape
+    groups = k.shape[0]
+    folded = q.view(n, groups, heads // groups, dim).permute(1, 2, 0, 3)
+    past = group.longest - n
+    tiles = []
+    for start in range(0, n, TILE):
+        stop = min(start + TILE, n)
+        low, high = max(0, past + start + 1 - window), past + stop
+        key = torch.arange(low, high, device=q.device)
+        query = torch.arange(past + start, high, device=q.device)[:, None]
+        mask = (key <= query) & (key > query - window)
+        shape = (groups, heads // groups, high - low, dim)
+        keys, values = k[:, None, low:high].expand(shape), v[:, None, low:high].expand(shape)
+        tiles.append(weigh(folded[:, :, start:stop], keys, values, mask, scale, soft_cap))
+    return torch.cat(tiles, 2).permute(2, 0, 1, 3).reshape(n, heads, dim)
+
+
+def weigh(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float) -> Tensor:
+    """softmax(q k^T scale) v; torch has no soft cap, so with one it is spelled out in float32."""
+    if not soft_cap:
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
+    scores = torch.tanh(scores / soft_cap) * soft_cap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return torch.matmul(scores.softmax(-1), v.float()).to(q.dtype)

@@ -1,0 +1,178 @@
+"""A model folder as it lies on disk: config.json and safetensors, single or sharded. Reads headers only until asked.
+
+Tensors are read straight from the file into the memory they shall live in: no map of the file stays resident.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.errors import InvalidModel
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+LARGEST_HEADER = 100 << 20
+"""Bytes: the format's own limit."""
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a checkpoint: its file, where its bytes begin there, and what they are."""
+
+    file: Path
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def read(self, cut: tuple[slice, ...]) -> Tensor:
+        """The cut of the tensor, on the CPU. Leading rows that are not wanted are not read."""
+        rows = cut[0] if cut else slice(None)
+        first, last, _ = rows.indices(self.shape[0]) if self.shape else (0, 1, 1)
+        inner = math.prod(self.shape[1:])
+        whole = torch.empty((max(0, last - first), *self.shape[1:]), dtype=self.dtype)
+        if whole.numel():
+            with self.file.open("rb", buffering=0) as file:
+                file.seek(self.start + first * inner * self.dtype.itemsize)
+                fill(whole.view(-1).view(torch.uint8).numpy().data, file, self.file)
+        return whole.view(self.shape) if not self.shape else whole[(slice(None), *cut[1:])]
+
+
+def fill(into: memoryview, file: Any, name: Path) -> None:
+    done = 0
+    while done < len(into):
+        count = file.readinto(into[done:])
+        if not count:
+            raise InvalidModel(f"{name.name} ends before its tensors do: it is truncated, download it again")
+        done += count
+
+
+class Checkpoint:
+    """A folder's tensors by name, found through their headers. Raises InvalidModel, in one line, for what is broken."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if not folder.is_dir():
+            raise InvalidModel(f"{folder} is not a model folder")
+        self.entries: Mapping[str, Entry] = MappingProxyType(self._entries())
+
+    def _entries(self) -> dict[str, Entry]:
+        if (self.folder / INDEX).is_file():
+            return self._sharded(read_json(self.folder / INDEX))
+        if (self.folder / SINGLE).is_file():
+            return read_header(self.folder / SINGLE)
+        found = sorted(
+            p.name for p in self.folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf", ".safetensors")
+        )
+        only = f" (it has {', '.join(found[:3])})" if found else ""
+        raise InvalidModel(f"{self.folder.name} has neither {SINGLE} nor {INDEX}{only}")
+
+    def _sharded(self, index: dict[str, Any]) -> dict[str, Entry]:
+        weights = index.get("weight_map")
+        if not isinstance(weights, dict) or not all(isinstance(f, str) for f in weights.values()):
+            raise InvalidModel(f"{INDEX} has no weight_map of tensor names to files")
+        shards: dict[str, dict[str, Entry]] = {}
+        for file in sorted(set(weights.values())):
+            path = self.folder / file
+            if Path(file).name != file:
+                raise InvalidModel(f"{INDEX} names {file!r}, which is outside the model folder")
+            if not path.is_file():
+                raise InvalidModel(f"{INDEX} names {file}, which is not in the folder: download it again")
+            shards[file] = read_header(path)
+        absent = sorted(name for name, file in weights.items() if name not in shards[file])
+        if absent:
+            raise InvalidModel(f"{INDEX} places {listed(absent)} in {weights[absent[0]]}, which does not hold it")
+        return {name: entry for shard in shards.values() for name, entry in shard.items()}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json as it stands. Raises InvalidModel."""
+    return read_json(folder / "config.json")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InvalidModel(f"{path.parent} has no {path.name}: is it a model folder?") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidModel(f"{path.name} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidModel(f"{path.name} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """Every tensor of a safetensors file: 8 bytes of header length, the header as JSON, the data.
+
+    Raises InvalidModel for a file that is cut short or whose header contradicts it.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > LARGEST_HEADER:
+            raise InvalidModel(f"{path.name} is not a safetensors file")
+        if 8 + length > size:
+            raise InvalidModel(f"{path.name} ends within its header: it is truncated, download it again")
+        try:
+            header = json.loads(file.read(length))
+        except (ValueError, RecursionError):
+            raise InvalidModel(f"{path.name} is not a safetensors file: its header is not JSON") from None
+    if not isinstance(header, dict):
+        raise InvalidModel(f"{path.name} is not a safetensors file: its header is not an object")
+    return {
+        name: entry(path, name, facts, 8 + length, size) for name, facts in header.items() if name != "__metadata__"
+    }
+
+
+def entry(path: Path, name: str, facts: Any, data: int, size: int) -> Entry:
+    try:
+        kind, shape, (start, stop) = facts["dtype"], tuple(facts["shape"]), facts["data_offsets"]
+        sound = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+    except (TypeError, KeyError, ValueError):
+        sound, kind, shape, start, stop = False, "", (), 0, 0
+    if not sound:
+        raise InvalidModel(f"{path.name}: the header's entry for {name} is malformed")
+    if kind not in DTYPES:
+        raise InvalidModel(
+            f"{path.name}: {name} has dtype {kind!r}, which is not supported (known: {', '.join(DTYPES)})"
+        )
+    dtype = DTYPES[kind]
+    if stop - start != math.prod(shape) * dtype.itemsize:
+        raise InvalidModel(f"{path.name}: {name} has {stop - start} bytes, which is not {kind} of shape {list(shape)}")
+    if data + stop > size:
+        raise InvalidModel(
+            f"{path.name} is truncated: {name} ends at byte {data + stop:,} of {size:,}; download it again"
+        )
+    return Entry(path, data + start, dtype, shape)
+
+
+def listed(names: list[str], most: int = 3) -> str:
+    """'a, b, c and 5 more'."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,156 @@
+"""From a model folder to a model: tensors stream one by one into the fused, formatted places they shall live in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from quire.errors import InvalidModel
+from quire.layers.build import Build
+from quire.layers.formats import Format, Packed, Place, Plain
+from quire.layers.parallel import Parallel, Solo
+from quire.models.base import Model
+from quire.models.registry import build_model, read_spec
+from quire.models.spec import ModelSpec
+from quire.ops.base import Ops
+from quire.ops.packed import packable
+from quire.ops.reference import ReferenceOps
+from quire.weights.files import Checkpoint, Entry, listed, read_config
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "dummy"]
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all), the first time with 0 done."""
+
+POOL = 1_048_573
+"""Random numbers made for dummy weights, a prime: tiled over a matrix, no two of its rows begin alike."""
+
+
+def quiet(done: int, total: int) -> None:
+    """Tells nobody."""
+
+
+def load_model(
+    folder: Path | str,
+    *,
+    dtype: DType = "auto",
+    device: str | torch.device = "cpu",
+    ops: Ops | None = None,
+    parallel: Parallel | None = None,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    progress: Progress = quiet,
+) -> Model:
+    """The model in `folder`, ready to run.
+
+    dtype "auto" is the checkpoint's own, but float32 for float16 on a CPU, which has no arithmetic for it.
+    load_format "dummy" needs config.json only and draws weights from `seed`, at such scales that activations stay
+    finite and logits have a standard deviation near 1. Raises InvalidModel, in one line, for what cannot be loaded.
+    """
+    folder, device = Path(folder), torch.device(device)
+    spec = read_spec(read_config(folder))
+    checkpoint = None if load_format == "dummy" else Checkpoint(folder)
+    number = choose_dtype(dtype, spec, checkpoint, device)
+    build = Build(
+        ops=ops or ReferenceOps(),
+        parallel=parallel or Solo(),
+        dtype=number,
+        device=device,
+        format=choose_format(number, device),
+    )
+    with torch.inference_mode():
+        model = build_model(spec, build)
+        if checkpoint is None:
+            draw(build, seed, progress)
+        else:
+            stream(build, checkpoint, progress)
+        build.seal()
+    return model
+
+
+def choose_dtype(asked: DType, spec: ModelSpec, checkpoint: Checkpoint | None, device: torch.device) -> torch.dtype:
+    """What numbers the model computes in."""
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if asked != "auto":
+        return known[asked]
+    found = known.get(spec.dtype.removeprefix("torch."))
+    if found is None and checkpoint is not None:
+        floating = (e.dtype for e in checkpoint.entries.values() if e.dtype in known.values())
+        found = next(floating, None)
+    if found is torch.float16 and device.type == "cpu":
+        return torch.float32
+    return found or torch.float32
+
+
+def choose_format(dtype: torch.dtype, device: torch.device) -> Format:
+    return Packed if packable(dtype, device) else Plain
+
+
+def stream(build: Build, checkpoint: Checkpoint, progress: Progress) -> None:
+    """Fill every place from the checkpoint, in the order of the files."""
+    match(build, checkpoint)
+    wanted = [(entry, build.places[name]) for name, entry in checkpoint.entries.items() if name in build.places]
+    wanted.sort(key=lambda pair: (pair[0].file.name, pair[0].start))
+    total = sum(size_of(place, entry) for entry, places in wanted for place in places)
+    done = 0
+    progress(done, total)
+    for entry, places in wanted:
+        for place in places:
+            place.put(entry.read(place.cut))
+            done += size_of(place, entry)
+            progress(done, total)
+
+
+def size_of(place: Place, entry: Entry) -> int:
+    return place.into.numel() * entry.dtype.itemsize
+
+
+def match(build: Build, checkpoint: Checkpoint) -> None:
+    """Every tensor has a place, every place its tensor, and their shapes agree. Raises InvalidModel naming those."""
+    entries = checkpoint.entries
+    missing = [name for name in build.places if name not in entries]
+    if missing:
+        raise InvalidModel(f"{checkpoint.folder.name} lacks {len(missing)} tensors of the model: {listed(missing)}")
+    strange = [
+        name
+        for name in entries
+        if name not in build.places and not any(fnmatchcase(name, pattern) for pattern in build.ignored)
+    ]
+    if strange:
+        raise InvalidModel(
+            f"{checkpoint.folder.name} holds {len(strange)} tensors the model has no place for: {listed(strange)}"
+        )
+    for name, places in build.places.items():
+        entry, shape = entries[name], places[0].shape
+        if entry.shape != shape:
+            raise InvalidModel(f"{name} has shape {list(entry.shape)}, but config.json makes it {list(shape)}")
+        if not entry.dtype.is_floating_point or entry.dtype.itemsize == 1:
+            raise InvalidModel(f"{name} is stored as {str(entry.dtype).removeprefix('torch.')}: not supported")
+
+
+def draw(build: Build, seed: int, progress: Progress) -> None:
+    """Random numbers in every place: one pool of them, tiled from a different start each time, at memory speed."""
+    places = [place for places in build.places.values() for place in places]
+    total = sum(place.into.nbytes for place in places)
+    generator = torch.Generator().manual_seed(seed)
+    pool = torch.randn(POOL, generator=generator).to(build.device)
+    starts = torch.randint(POOL, (len(places),), generator=generator).tolist()
+    done = 0
+    progress(done, total)
+    for place, start in zip(places, starts, strict=True):
+        tile(place, pool, start)
+        done += place.into.nbytes
+        progress(done, total)
+
+
+def tile(place: Place, pool: torch.Tensor, start: int) -> None:
+    scaled = (pool.roll(start) * place.std + place.mean).to(place.into.dtype)
+    flat = place.into.view(-1)
+    whole = flat.numel() // POOL * POOL
+    if whole:
+        flat[:whole].view(-1, POOL).copy_(scaled.expand(whole // POOL, POOL))
+    flat[whole:].copy_(scaled[: flat.numel() - whole])

@@ -1,0 +1,41 @@
+"""From what a user calls a model to a folder on this disk: the embedded one, a path, or a hub id."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from importlib.resources import files
+from pathlib import Path
+
+from quire.errors import InvalidModel
+
+EMBEDDED = "embedded"
+"""The name of the model that comes with the package."""
+
+
+def locate(model: str, *, revision: str | None = None) -> Path:
+    """The folder of `model`: "embedded", a folder, or a hub id such as "owner/name", fetched when it is not cached.
+
+    HF_HUB_OFFLINE and the hub's other variables mean what they always do. Raises InvalidModel when there is no such
+    model, Unavailable when the hub cannot be reached.
+    """
+    if model == EMBEDDED:
+        return embedded()
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise InvalidModel(f"{model} is a file: name the folder that holds config.json")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith((".", "/", "~")):
+        raise InvalidModel(
+            f"model {model!r} is neither {EMBEDDED!r}, nor a folder here, nor a hub id such as 'owner/name'"
+        )
+    hub = importlib.import_module("quire.weights.hub")  # loaded for hub ids only, so that others start sooner
+    return Path(hub.fetch(model, revision))
+
+
+def embedded() -> Path:
+    folder = Path(str(files("quire.weights").joinpath(EMBEDDED)))
+    if not (folder / "config.json").is_file():
+        raise InvalidModel("this installation has no embedded model: install the package again")
+    return folder
