@@ -1,0 +1,89 @@
+"""An executor without weights: deterministic tokens, time by a cost model. Scheduling, batching and paging in isolation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.core.plan import Mask, Plan, Result, Span
+from quire.engine.clock import Clock, WallClock
+from quire.engine.executor import Description
+from quire.executors.costs import FREE, StepCost
+
+
+class SyntheticHandle:
+    """A step that is over at `done`, on the executor's clock."""
+
+    __slots__ = ("clock", "done", "tokens")
+
+    def __init__(self, clock: Clock, done: float, tokens: list[list[int]]) -> None:
+        self.clock, self.done, self.tokens = clock, done, tokens
+
+    def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
+        """Synthetic tokens obey no grammar: `describe` says so, and no masked span is ever planned."""
+
+    def result(self) -> Result:
+        if self.done:
+            self.clock.sleep_until(self.done)
+        return Result(self.tokens, [])
+
+
+class SyntheticExecutor:
+    """The next token of a row is a function of its prompt, its seed and its position, whatever the batch.
+
+    Steps run one after another, as on a device: the next begins when the one before is over.
+    """
+
+    def __init__(
+        self,
+        *,
+        pages: int = 4096,
+        page_size: int = 16,
+        rows: int = 64,
+        max_model_len: int = 1 << 20,
+        vocab_size: int = 32000,
+        depth: int = 0,
+        cost: StepCost = FREE,
+        clock: Clock | None = None,
+    ) -> None:
+        self.about = Description(
+            pages=pages,
+            page_size=page_size,
+            rows=rows,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            depth=depth,
+            masks=False,
+            device="synthetic",
+        )
+        self.cost, self.clock = cost, WallClock() if clock is None else clock
+        self.reset()
+
+    def describe(self) -> Description:
+        return self.about
+
+    def launch(self, plan: Plan) -> SyntheticHandle:
+        state, lengths, vocab = self.state, self.lengths, self.about.vocab_size
+        for opened in plan.opened:
+            prompt = opened.tokens[: opened.prompt]
+            state[opened.row] = hash((opened.seed, opened.choice, prompt)) & 0x7FFFFFFF
+            lengths[opened.row] = opened.start
+        tokens: list[list[int]] = []
+        for row, n, rows, _ in plan.spans:
+            lengths[row] = length = lengths[row] + n
+            tokens.append([((state[row] + length * 2654435761) >> 7) % vocab] if rows else [])
+        return SyntheticHandle(self.clock, self._finish(plan.spans), tokens)
+
+    def _finish(self, spans: tuple[Span, ...]) -> float:
+        if self.cost is FREE:
+            return 0.0
+        fed, kv = sum(s.n for s in spans), sum(self.lengths[s.row] for s in spans)
+        self.busy_until = max(self.busy_until, self.clock.now()) + self.cost.seconds(fed, kv)
+        return self.busy_until
+
+    def reset(self) -> None:
+        self.state: dict[int, int] = {}
+        self.lengths: dict[int, int] = {}
+        self.busy_until = 0.0
+
+    def close(self) -> None:
+        self.reset()

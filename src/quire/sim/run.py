@@ -1,0 +1,125 @@
+"""A whole workload through the real engine with a synthetic executor, on the wall clock or a virtual one."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.core.kv import KV, prefix_index
+from quire.core.policy import ADMISSIONS, ORDERS, SHELVES
+from quire.core.scheduler import Scheduler
+from quire.engine.clock import Clock, WallClock
+from quire.engine.engine import Engine
+from quire.engine.events import Observer
+from quire.executors.costs import FREE, StepCost
+from quire.executors.synthetic import SyntheticExecutor
+from quire.sim.workload import Load
+
+_SAMPLE = 16
+"""Fragmentation is looked at every so many steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class House:
+    """The settings of a simulated engine; names and defaults as the server's."""
+
+    pages: int = 4096
+    page_size: int = 16
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    chunk: int = 512
+    depth: int = 0
+    prefix_caching: bool = True
+    batching: str = "continuous"
+    scheduling_policy: str = "fcfs"
+    eviction_policy: str = "lru"
+    cost: StepCost = FREE
+
+    def build(self, clock: Clock | None = None, observers: Iterable[Observer] = ()) -> Engine:
+        """The engine these settings describe."""
+        clock = WallClock() if clock is None else clock
+        rows = self.max_num_seqs * (1 + self.depth)
+        index = prefix_index(self.page_size, self.prefix_caching)
+        scheduler = Scheduler(
+            KV(self.pages, self.page_size, index, SHELVES[self.eviction_policy]()),
+            rows=rows,
+            cap=self.max_num_seqs,
+            budget=self.max_num_batched_tokens,
+            chunk=self.chunk,
+            admit=ADMISSIONS[self.batching],
+            order=ORDERS[self.scheduling_policy],
+        )
+        executor = SyntheticExecutor(
+            pages=self.pages, page_size=self.page_size, rows=rows, depth=self.depth, cost=self.cost, clock=clock
+        )
+        return Engine(scheduler, executor, depth=self.depth, clock=clock, observers=observers)
+
+
+@dataclass
+class Outcome:
+    """What a run measured. Durations in seconds; fragmentation from 0 to 1, sampled; memory in bytes."""
+
+    requests: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    steps: list[float] = field(default_factory=list)
+    latency: list[float] = field(default_factory=list)
+    queue_wait: list[float] = field(default_factory=list)
+    internal: list[float] = field(default_factory=list)
+    external: list[float] = field(default_factory=list)
+    snapshot: dict[str, Any] = field(default_factory=dict)
+    peak_bytes: int = 0
+
+
+def drive(engine: Engine, loads: Sequence[Load], tick: Callable[[int], None] = lambda done: None) -> Outcome:
+    """Submit each load at its arrival time and step until all is done. `tick` hears how many have finished."""
+    out, clock = Outcome(requests=len(loads)), engine.clock
+    started, wall, todo = clock.now(), time.perf_counter, 0
+    begun = wall()
+    while todo < len(loads) or engine.has_pending_work:
+        elapsed = clock.now() - started
+        while todo < len(loads) and loads[todo].arrival <= elapsed:
+            engine.submit(loads[todo].prompt, loads[todo].new)
+            todo += 1
+        if not engine.has_pending_work:
+            clock.sleep_until(started + loads[todo].arrival)
+            continue
+        before = wall()
+        engine.step()
+        out.steps.append(wall() - before)
+        if engine.steps % _SAMPLE == 0:
+            _fragmentation(engine, out)
+            tick(engine.completed)
+    out.seconds = clock.now() - started or wall() - begun
+    out.tokens = engine.generated
+    out.snapshot = engine.metrics_snapshot()
+    out.latency = [c.finished - c.submitted for c in engine.completed_requests]
+    return out
+
+
+def _fragmentation(engine: Engine, out: Outcome) -> None:
+    """Internal: slots in held pages that hold no token. External: what a contiguous allocator could not use of the
+    free pages (1 - longest free run / free); paging makes it harmless, which is why it is shown."""
+    scheduler = engine.scheduler
+    held = sum(len(s.blocks) for s in scheduler.running) * scheduler.kv.page_size
+    if held:
+        out.internal.append(1 - sum(s.computed for s in scheduler.running) / held)
+    refs, run, best, free = scheduler.kv.pool.refs, 0, 0, 0
+    for count in refs[1:]:
+        run = 0 if count else run + 1
+        best = max(best, run)
+        free += not count
+    out.external.append(1 - best / free if free else 0.0)
+
+
+def peak_memory(work: Callable[[], Outcome]) -> int:
+    """Bytes of Python memory at the peak of `work`, by tracemalloc: run apart from timing, which it would spoil."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
