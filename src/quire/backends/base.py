@@ -31,11 +31,13 @@ class Delta(NamedTuple):
 
     text: new text, final (never half a character, never part of a stop string). tokens: the token ids behind it,
     counted in usage. finish_reason: stop | length | abort | timeout | error, with the last delta of a choice.
-    stop_reason: the stop string or stop token id that ended it. logprobs: per token in `tokens` when asked for.
-    prompt_logprobs and cached: with the first delta of choice 0.
+    stop_reason: the stop string or stop token id that ended it; None for the model's own end tokens.
+    logprobs: per token in `tokens` when asked for. prompt_logprobs: with the first delta of choice 0, None for the
+    first token. cached: prompt tokens whose K/V came from the prefix cache, with every delta. error: says what went
+    wrong when finish_reason is 'error'; `Backend.stream` raises instead.
     """
 
-    index: int
+    index: int  # type: ignore[assignment] # nobody searches a delta, as tuple.index would
     text: str
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -59,7 +61,7 @@ class ModelCard:
 
 
 class Backend(Protocol):
-    """Answers calls. All methods may be used from one event loop only."""
+    """Answers calls. Used from one event loop only, but `encode`, `decode`, `render` and `token_text`: any thread."""
 
     async def start(self) -> None:
         """Return when ready to serve. Raises InvalidModel, InvalidConfig or Unavailable."""
@@ -75,7 +77,8 @@ class Backend(Protocol):
     def render(self, messages: list[dict[str, Any]], **options: Any) -> tuple[str, tuple[int, ...]]:
         """Chat messages to (text, token ids) by the model's chat template.
 
-        options: tools, add_generation_prompt, continue_final_message, chat_template_kwargs.
+        options: tools, add_generation_prompt, continue_final_message, chat_template_kwargs, and add_special_tokens
+        (False: most templates write the begin token themselves).
         Raises InvalidRequest when the template refuses the messages.
         """
 
@@ -85,7 +88,8 @@ class Backend(Protocol):
     def stream(self, call: Call) -> AsyncIterator[list[Delta]]:
         """Deltas as they come, those that are ready together in one list; ends when every choice has finished.
 
-        Closing the iterator aborts the call. Raises Overloaded, InvalidRequest, Unavailable before the first delta.
+        Closing the iterator aborts the call. Raises Overloaded, InvalidRequest and DeadlineExceeded before the first
+        delta, Unavailable and StepFailed at any time.
         """
 
     def stats(self) -> dict[str, Any]:

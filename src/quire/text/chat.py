@@ -148,8 +148,8 @@ class ChatTemplate:
         return "".join(told)
 
     def _shown(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message as templates of text models expect it: `developer` is the newer name of `system`."""
-        shown = dict(message)
+        """A message as templates of text models expect it: content is one string; `developer` is the new `system`."""
+        shown = {**message, "content": text_of(message.get("content"))}
         if shown.get("role") == "developer" and not self._knows_developer:
             shown["role"] = "system"
         return shown

@@ -1,0 +1,132 @@
+"""One answer in the making: the engine's token ids in, final text out. No I/O and no event loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from quire.backends.base import Delta
+from quire.text.detokenizer import Detokenizer
+from quire.text.stop import StopFinder
+from quire.values import SamplingParams, TokenLogprobs, Tokens
+
+
+class _Read(NamedTuple):
+    text: str
+    used: int
+    stop: str | None = None
+
+
+class Answer:
+    """Detokenises, finds stop strings, and so owns finish_reason and what usage counts.
+
+    `id` is the engine's name for it. `count` are the tokens whose text was told or held back for a stop string;
+    `surplus` those the engine made after one. `eos` are the ids that end a text by themselves, unnamed.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_eos",
+        "_finder",
+        "_include",
+        "_logprobs",
+        "_min",
+        "_prompt",
+        "_searching",
+        "_tokens",
+        "cached",
+        "count",
+        "first",
+        "id",
+        "index",
+        "last",
+        "surplus",
+    )
+
+    def __init__(
+        self,
+        id: str,
+        index: int,
+        sampling: SamplingParams,
+        *,
+        detokenizer: Detokenizer,
+        finder: StopFinder,
+        eos: frozenset[int],
+    ) -> None:
+        self.id, self.index = id, index
+        self.count = self.surplus = self.cached = 0
+        self.first: float | None = None
+        self.last: float | None = None
+        self._detokenizer, self._finder = detokenizer, finder
+        self._include, self._min = sampling.include_stop_str_in_output, sampling.min_tokens
+        self._searching = bool(sampling.stop)
+        self._eos = frozenset() if sampling.ignore_eos else eos
+        self._tokens: tuple[int, ...] = ()
+        self._logprobs: tuple[TokenLogprobs, ...] = ()
+        self._prompt: tuple[TokenLogprobs | None, ...] | None = None if sampling.prompt_logprobs is None else (None,)
+
+    def take(self, event: Tokens) -> Delta | None:
+        """What can be told after one engine step; None while everything is held back."""
+        if event.prompt_logprobs and self._prompt is not None:
+            self._prompt += event.prompt_logprobs
+        if event.cached:
+            self.cached = event.cached
+        if event.finish == "error":
+            return self._delta("", finish="error", error=event.error)
+        hidden = event.finish == "stop" and event.stop_token is not None and not self._include
+        read = self._read(event.tokens[:-1] if hidden else event.tokens)
+        if read.stop is not None:
+            self._count(event, read.used)
+            return self._delta(read.text, finish="stop", reason=read.stop)
+        self._count(event, len(event.tokens))
+        if event.finish is None:
+            return self._delta(read.text) if read.text else None
+        named = event.finish == "stop" and event.stop_token not in self._eos
+        return self.end(event.finish, read.text, reason=event.stop_token if named else None)
+
+    def end(self, finish: str, text: str = "", *, reason: int | str | None = None) -> Delta:
+        """The last delta: nothing is held back any more, unless the last text completes a stop string."""
+        rest = self._detokenizer.flush()
+        if self._searching and rest:
+            found = self._finder.feed(rest)
+            if found.stop is not None:
+                return self._delta(text + found.text, finish="stop", reason=found.stop)
+            rest = found.text
+        return self._delta(text + rest + self._finder.flush(), finish=finish, reason=reason)
+
+    def _read(self, tokens: tuple[int, ...]) -> _Read:
+        feed = self._detokenizer.feed
+        if not self._searching:
+            return _Read(feed(tokens), len(tokens))
+        texts = []
+        for used, token in enumerate(tokens, 1):
+            text = feed((token,))
+            if self.count + used > self._min:
+                text, stop = self._finder.feed(text)
+                if stop is not None:
+                    texts.append(text)
+                    return _Read("".join(texts), used, stop)
+            texts.append(text)
+        return _Read("".join(texts), len(tokens))
+
+    def _count(self, event: Tokens, used: int) -> None:
+        self.count += used
+        self.surplus += len(event.tokens) - used
+        self._tokens += event.tokens[:used]
+        if event.logprobs:
+            self._logprobs += event.logprobs[:used]
+
+    def _delta(
+        self, text: str, *, finish: str | None = None, reason: int | str | None = None, error: str | None = None
+    ) -> Delta:
+        """Hand over the tokens held back; log-probabilities of the prompt go with the first."""
+        delta = Delta(self.index, text, self._tokens, self._logprobs, finish, reason, self._prompt, self.cached, error)
+        self._tokens, self._logprobs, self._prompt = (), (), None
+        return delta
+
+
+def sibling(sampling: SamplingParams, choice: int) -> SamplingParams:
+    """The sampling of answer `choice`: log-probabilities of the prompt are computed once, for the first."""
+    if choice == 0 or sampling.prompt_logprobs is None:
+        return sampling
+    return replace(sampling, prompt_logprobs=None)

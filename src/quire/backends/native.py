@@ -1,0 +1,324 @@
+"""The rim of our own engine: text in, text out; the engine behind its port knows token ids only."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from quire.backends.answer import Answer
+from quire.backends.base import Call, Delta, ModelCard
+from quire.backends.load import Departures
+from quire.backends.observer import RimObserver, Unobserved
+from quire.backends.spell import answer_to, requests
+from quire.engine.executor import Description
+from quire.engine.port import Port
+from quire.errors import DeadlineExceeded, InvalidRequest, Overloaded, QuireError, StepFailed, Unavailable
+from quire.text.chat import ChatTemplate
+from quire.text.stop import StopStrings
+from quire.text.tokenizer import Tokenizer
+from quire.values import Tokens
+
+
+def _draw() -> int:
+    return secrets.randbits(63)
+
+
+def _nothing_yet(about: Description) -> dict[str, Any]:
+    """`/stats` before the engine's first step."""
+    counts = ("waiting_requests", "active_requests", "completed_requests", "generated_tokens", "decode_steps")
+    cache = {"page_size": about.page_size, "max_pages": about.pages, "used_pages": 0, "free_pages": about.pages}
+    cache |= dict.fromkeys(("active_sequences", "pressure_events", "evictions"), 0)
+    return {
+        **dict.fromkeys(counts, 0),
+        "average_batch_size": 0.0,
+        "max_batch_observed": 0,
+        "cache": {**cache, "utilization": 0.0, "policy": "lru"},
+    }
+
+
+class _Live:
+    """A call being answered. `answers` go on; `deltas` are ready to be told; `made` are tokens of answers that ended.
+
+    `error` ends the call for all its answers, after what is ready.
+    """
+
+    __slots__ = ("_waiter", "answers", "arrived", "call", "deltas", "error", "made", "max_new", "timer")
+
+    def __init__(self, call: Call, arrived: float, max_new: int) -> None:
+        self.call, self.arrived, self.max_new = call, arrived, max_new
+        self.answers: dict[str, Answer] = {}
+        self.deltas: list[Delta] = []
+        self.error: QuireError | None = None
+        self.made = 0
+        self.timer: asyncio.TimerHandle | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def news(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+
+class NativeBackend:
+    """Answers calls from one engine (the upper door; see base.Backend).
+
+    card: its max_model_len and vocab_size are what the checkpoint says until `start`, then what the engine can hold.
+    max_queued: answers that may wait beyond those running. clock: seconds, the engine's clock too.
+    """
+
+    def __init__(
+        self,
+        *,
+        port: Port,
+        tokenizer: Tokenizer,
+        card: ModelCard,
+        chat: ChatTemplate | None = None,
+        observer: RimObserver | None = None,
+        max_queued: int = 2048,
+        clock: Callable[[], float] = time.monotonic,
+        seeds: Callable[[], int] = _draw,
+    ) -> None:
+        self._port, self._tokenizer, self._card, self._chat = port, tokenizer, card, chat
+        self._observer: RimObserver = Unobserved() if observer is None else observer
+        self._max_queued, self._clock, self._seeds = max_queued, clock, seeds
+        self._seats: dict[str, tuple[_Live, Answer]] = {}
+        self._lives: set[_Live] = set()
+        self._left = Departures()
+        self._stats: dict[str, Any] = {}
+        self._draining = False
+        self._empty = asyncio.Event()
+
+    # ---------------------------------------------------------------- life
+
+    async def start(self) -> None:
+        self._port.subscribe(self._on_tokens, self._on_death)
+        about = await self._port.start()
+        limit = min(self._card.max_model_len, about.max_model_len, about.pages * about.page_size)
+        self._card = replace(self._card, max_model_len=limit, vocab_size=about.vocab_size)
+        self._stats = _nothing_yet(about)
+
+    async def close(self) -> None:
+        self._draining = True
+        self._end_all("abort")
+        await self._port.close()
+
+    async def drain(self, timeout: float) -> None:
+        self._draining = True
+        if self._lives:
+            self._empty.clear()
+            try:
+                await asyncio.wait_for(self._empty.wait(), timeout)
+            except TimeoutError:
+                self._end_all("abort")
+
+    def alive(self) -> bool:
+        return self._port.alive()
+
+    def ready(self) -> bool:
+        return self._port.ready() and not self._draining
+
+    # ---------------------------------------------------------------- text
+
+    def model(self) -> ModelCard:
+        return self._card
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, tokens: tuple[int, ...], *, skip_special_tokens: bool = False) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token: int) -> tuple[str, bytes]:
+        return self._tokenizer.token_text(token)
+
+    def render(self, messages: list[dict[str, Any]], **options: Any) -> tuple[str, tuple[int, ...]]:
+        if self._chat is None:
+            raise InvalidRequest(
+                f"{self._card.id} has no chat template: use /v1/completions, or start the server with --chat-template",
+                param="messages",
+                code="no_chat_template",
+            )
+        special = options.pop("add_special_tokens", False)  # most templates write the begin token themselves
+        text = self._chat.render(messages, **options)
+        return text, self._tokenizer.encode(text, add_special_tokens=special)
+
+    # ---------------------------------------------------------------- calls
+
+    async def stream(self, call: Call) -> AsyncIterator[list[Delta]]:
+        live = self._admit(call)
+        try:
+            while True:
+                if live.deltas:
+                    ready, live.deltas = live.deltas, []
+                    yield ready
+                elif live.error is not None:
+                    raise live.error
+                elif not live.answers:
+                    return
+                else:
+                    await live.news()
+        finally:
+            self._abandon(live)
+
+    def _admit(self, call: Call) -> _Live:
+        """Into the engine's queue, or a reason why not."""
+        now = self._clock()
+        if not self.ready():
+            self._observer.on_refused("draining" if self._draining else "unavailable")
+            raise Unavailable("the server is shutting down" if self._draining else "the engine is not ready")
+        asked = requests(
+            call,
+            tokenizer=self._tokenizer,
+            limit=self._card.max_model_len,
+            seed=self._seeds(),
+            deadline=now + call.timeout,
+        )
+        self._queue(len(asked), now)
+        self._port.submit(asked)
+        live = _Live(call, now, asked[0].max_new)
+        stops = StopStrings(call.sampling.stop)
+        for request in asked:
+            live.answers[request.id] = made = answer_to(request, self._tokenizer, stops)
+            self._seats[request.id] = live, made
+        self._lives.add(live)
+        if call.timeout < math.inf:
+            live.timer = asyncio.get_running_loop().call_later(call.timeout, self._end, live, "timeout")
+        return live
+
+    def _queue(self, more: int, now: float) -> None:
+        """Raises Overloaded when `more` answers would make the queue longer than it may be."""
+        if more > self._max_queued:
+            raise InvalidRequest(
+                f"n ({more}) is more than may wait in this server's queue ({self._max_queued})", param="n"
+            )
+        waiting = len(self._seats) - self._port.snapshot().get("active_requests", 0)
+        if waiting + more > self._max_queued:
+            self._observer.on_refused("max_num_queued_reqs")
+            raise Overloaded(
+                f"{waiting} requests are waiting, and at most {self._max_queued} may",
+                retry_after=self._left.wait(waiting, now),
+            )
+
+    # ---------------------------------------------------------------- what the engine says
+
+    def _on_tokens(self, batch: Sequence[Tokens]) -> None:
+        """One engine step: each answer gets what it can tell, and each reader is woken once."""
+        now, seats, observer = self._clock(), self._seats, self._observer
+        over: list[str] = []
+        for event in batch:
+            seat = seats.get(event.id)
+            if seat is None:  # it ended here before the engine knew
+                if event.tokens:
+                    observer.on_surplus(len(event.tokens))
+                continue
+            live, one = seat
+            if event.tokens:
+                if one.last is None:
+                    one.first = now
+                    observer.on_first(now - live.arrived)
+                else:
+                    observer.on_gap(now - one.last, len(event.tokens))
+                one.last = now
+            delta = one.take(event)
+            if delta is None:
+                continue
+            if delta.finish_reason is not None:
+                if event.finish is None:
+                    over.append(event.id)
+                self._finish(live, one, delta, now)
+            else:
+                live.deltas.append(delta)
+            live.wake()
+        if over:
+            self._port.abort(over)
+
+    def _finish(self, live: _Live, answer: Answer, delta: Delta, now: float) -> None:
+        """An answer is complete. An error ends the whole call, and so does a deadline before any token."""
+        reason = delta.finish_reason or ""
+        del self._seats[answer.id], live.answers[answer.id]
+        live.made += answer.count
+        self._left.note(now)
+        if answer.surplus:
+            self._observer.on_surplus(answer.surplus)
+        self._tell_end(live, answer, reason, now)
+        if reason == "error":
+            live.error = StepFailed(delta.error or "the engine could not run this request")
+            return
+        live.deltas.append(delta)
+        if reason == "timeout" and not live.answers and not live.made:
+            live.deltas.clear()
+            live.error = DeadlineExceeded(f"nothing was made within {live.call.timeout:g} s", param="timeout")
+
+    def _tell_end(self, live: _Live, answer: Answer, reason: str, now: float) -> None:
+        self._observer.on_end(
+            reason,
+            choice=answer.index,
+            n=live.call.sampling.n,
+            prompt=len(live.call.prompt),
+            cached=answer.cached,
+            tokens=answer.count,
+            max_tokens=live.max_new,
+            first=None if answer.first is None else answer.first - live.arrived,
+            seconds=now - live.arrived,
+        )
+
+    def _on_death(self, reason: str) -> None:
+        """The engine is gone, and so is everything it held."""
+        now = self._clock()
+        for live in self._lives:
+            if not live.answers:
+                continue
+            for answer in live.answers.values():
+                del self._seats[answer.id]
+                self._tell_end(live, answer, "error", now)
+            live.answers.clear()
+            live.error = Unavailable(f"the engine stopped while this request was running: {reason}")
+            live.wake()
+
+    # ---------------------------------------------------------------- ends that the rim brings
+
+    def _end(self, live: _Live, reason: str) -> None:
+        """End every answer that goes on, with what there is."""
+        now = self._clock()
+        over = list(live.answers.values())
+        for answer in over:
+            self._finish(live, answer, answer.end(reason), now)
+        live.wake()
+        self._port.abort([answer.id for answer in over])
+
+    def _end_all(self, reason: str) -> None:
+        for live in list(self._lives):
+            if live.answers:
+                self._end(live, reason)
+
+    def _abandon(self, live: _Live) -> None:
+        """Nobody reads on: finished, failed, or the client has gone. Its pages are free within a step."""
+        if live.timer is not None:
+            live.timer.cancel()
+        if live.answers:
+            now = self._clock()
+            ids = list(live.answers)
+            for answer in live.answers.values():
+                del self._seats[answer.id]
+                self._tell_end(live, answer, "abort", now)
+            live.answers.clear()
+            self._port.abort(ids)
+        self._lives.discard(live)
+        if not self._lives:
+            self._empty.set()
+
+    # ---------------------------------------------------------------- what can be read
+
+    def stats(self) -> dict[str, Any]:
+        return {"running": self._port.ready(), "model": self._card.id, **self._stats, **self._port.snapshot()}
+
+    def metrics(self) -> bytes:
+        return self._port.prometheus() + self._observer.text()

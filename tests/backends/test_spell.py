@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import pytest
+
+from quire.backends.base import Call
+from quire.backends.spell import bad_words, requests
+from quire.errors import InvalidRequest
+from quire.text.tokenizer import Tokenizer
+from quire.values import Request, SamplingParams
+from tests.text.vocabulary import byte_level
+
+TOKENIZER = Tokenizer(byte_level(), {"eos_token": "<|end|>"}, eos=[3])
+
+
+def spelled(prompt: int = 10, limit: int = 100, **fields: object) -> list[Request]:
+    sampling = SamplingParams(**{"max_tokens": None, **fields})  # type: ignore[arg-type]
+    call = Call(id="c", prompt=tuple(range(5, 5 + prompt)), sampling=sampling, priority=3, salt="s")
+    return requests(call, tokenizer=TOKENIZER, limit=limit, seed=77)
+
+
+def test_n_answers_are_n_requests_behind_one_leader() -> None:
+    asked = spelled(n=3, prompt_logprobs=1)
+    assert [(r.id, r.choice, r.leader) for r in asked] == [("c-0", 0, "c-0"), ("c-1", 1, "c-0"), ("c-2", 2, "c-0")]
+    assert {r.seed for r in asked} == {77}
+    assert [r.sampling.prompt_logprobs for r in asked] == [1, None, None]
+    assert spelled()[0].leader is None
+
+
+def test_ends_are_the_models_own_and_the_requests() -> None:
+    assert spelled(stop_token_ids=[9])[0].stop == {1, 3, 9}
+    assert spelled(stop_token_ids=[9], ignore_eos=True)[0].stop == {9}
+
+
+def test_the_answer_gets_what_the_context_leaves() -> None:
+    assert spelled()[0].max_new == 90
+    assert spelled(max_tokens=7)[0].max_new == 7
+    assert spelled(prompt=99)[0].max_new == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "param", "words"),
+    [
+        (0, {}, "prompt", "empty"),
+        (100, {}, "prompt", "has 100 tokens.*holds 100"),
+        (90, {"max_tokens": 11}, "max_tokens", "90 tokens.*is 11: together 101.*holds 100.*at most 10"),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_the_counts(
+    prompt: int, fields: dict[str, object], param: str, words: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        spelled(prompt=prompt, **fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(("seed", "kept"), [(5, 5), (-1, (1 << 63) - 1), (1 << 63, 0), ((1 << 64) - 1, (1 << 63) - 1)])
+def test_seeds_fit_signed_64_bit_integers(seed: int, kept: int) -> None:
+    assert spelled(seed=seed)[0].seed == kept
+
+
+def test_bad_words_are_spelled_with_and_without_a_space() -> None:
+    word = spelled(bad_words=["dog"])[0].sampling.bad_words_token_ids
+    assert {TOKENIZER.decode(ids) for ids in word} == {"dog", " dog"}
+
+
+def test_an_empty_bad_word_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="not a word"):
+        bad_words([" "], TOKENIZER)
