@@ -10,7 +10,7 @@ import pytest
 from quire.config.document import markdown
 
 ROOT = Path(__file__).parents[1]
-PAGES = [path for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))]
+PAGES = (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))
 
 
 def test_the_configuration_page_is_current() -> None:

@@ -16,7 +16,7 @@ OFFLINE = tuple(section for section in SECTIONS if section != "server")
 
 
 class SettingsCommand(click.Command):
-    """A command that takes the options of some sections, and whose callback gets them as `settings`.
+    """A command that takes the options of some sections (and `also` some more), and gets them as `settings`.
 
     With `positional`, the model may also be named without a flag.
     """
@@ -25,11 +25,12 @@ class SettingsCommand(click.Command):
         self,
         *,
         sections: Sequence[str] = SECTIONS,
+        also: Sequence[str] = (),
         positional: bool = False,
         params: Iterable[click.Parameter] = (),
         **attributes: Any,
     ) -> None:
-        self.taken = [known for known in OPTIONS.values() if known.section in sections]
+        self.taken = [known for known in OPTIONS.values() if known.section in sections or known.name in also]
         own: list[click.Parameter] = [click.Argument(["model_given"], metavar="[MODEL]", required=False)]
         file = click.Option(["--config", "config_file"], metavar="FILE.yaml", help="Settings: 'option: value' lines.")
         made = [_click_option(known) for known in self.taken]
@@ -42,7 +43,8 @@ class SettingsCommand(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             written = next((arg for arg in given if arg.startswith(error.option_name)), error.option_name)
-            flags = [name for param in self.params for name in (*param.opts, *param.secondary_opts)]
+            options = [param for param in self.params if isinstance(param, click.Option)]
+            flags = [flag for option in options for flag in (*option.opts, *option.secondary_opts)]
             raise refuse(written.partition("=")[0], "command line", flags) from error
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -9,7 +9,6 @@ from rich.table import Table
 from quire.cli.options import SettingsCommand
 from quire.config import OPTIONS, Settings
 
-
 ENDLESS = 1000
 """Columns where nobody looks: a program that reads the table must not meet folded lines."""
 

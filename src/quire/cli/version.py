@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from importlib import metadata
+from importlib.metadata import PackageNotFoundError, version
 
 import click
 
@@ -14,7 +14,7 @@ import quire
 def command() -> None:
     """Print the versions of Quire, torch and Python."""
     try:
-        torch = metadata.version("torch")
-    except metadata.PackageNotFoundError:
+        torch = version("torch")
+    except PackageNotFoundError:
         torch = "not installed"
     click.echo(f"quire {quire.__version__} (torch {torch}, Python {platform.python_version()})")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from quire.core.blocks import Fifo, Lru, Shelf
 from quire.values import Request
@@ -33,6 +33,6 @@ def priority(request: Request) -> int:
     return request.priority
 
 
-ADMISSIONS: dict[str, Admission] = {"continuous": continuous, "static": static}
-ORDERS: dict[str, Order] = {"fcfs": fcfs, "priority": priority}
-SHELVES: dict[str, Callable[[], Shelf]] = {"lru": Lru, "fifo": Fifo}
+ADMISSIONS: Mapping[str, Admission] = {"continuous": continuous, "static": static}
+ORDERS: Mapping[str, Order] = {"fcfs": fcfs, "priority": priority}
+SHELVES: Mapping[str, Callable[[], Shelf]] = {"lru": Lru, "fifo": Fifo}

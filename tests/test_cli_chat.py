@@ -1,0 +1,243 @@
+"""`quire chat` and `quire generate`: what is asked, remembered, forgotten and shown."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from rich.console import Console
+
+import quire
+from quire.cli import main
+from quire.cli.chat import Message, converse
+from quire.cli.remote import Remote
+from quire.config import Settings
+from quire.errors import InvalidConfig, InvalidRequest, QuireError, Unauthorized, Unavailable
+from quire.values import SamplingParams
+
+
+class Server(ThreadingHTTPServer):
+    """OpenAI's chat API as far as it is used here; keeps what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[dict[str, Any]] = []
+        self.status, self.lines = 200, chunks("Good", " day")
+        self.keys: list[str | None] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+def chunks(*texts: str) -> list[bytes]:
+    told = [{"choices": [{"delta": {"role": "assistant", "content": ""}}]}]
+    told += [{"choices": [{"delta": {"content": text}}]} for text in texts]
+    told += [{"choices": [{"delta": {}, "finish_reason": "stop"}]}, {"choices": []}]
+    return [b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in told] + [b": note\n\n", b"data: [DONE]\n\n"]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        assert self.path == "/v1/models"
+        self._answer([json.dumps({"data": [{"id": "served"}]}).encode()])
+
+    def do_POST(self) -> None:
+        assert self.path == "/v1/chat/completions"
+        self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self._answer(self.server.lines)
+
+    def _answer(self, lines: list[bytes]) -> None:
+        self.server.keys.append(self.headers["Authorization"])
+        self.send_response(self.server.status)
+        self.end_headers()
+        for line in lines:
+            self.wfile.write(line)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Tests are quiet."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as opened:
+        thread = threading.Thread(target=opened.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield opened
+        opened.shutdown()
+        thread.join()
+
+
+HELLO: list[Message] = [{"role": "user", "content": "hello"}]
+
+
+def test_a_remote_answer_comes_in_pieces_from_the_model_that_is_served(server: Server) -> None:
+    assert list(Remote(server.url + "/v1/").answer(HELLO, temperature=0)) == ["Good", " day"]
+    assert server.asked == [{"model": "served", "messages": HELLO, "stream": True, "temperature": 0}]
+
+
+def test_a_named_model_and_a_key_are_sent(server: Server) -> None:
+    list(Remote(server.url, key="sesame", model="mine").answer(HELLO))
+    assert server.asked[0]["model"] == "mine"
+    assert server.keys == ["Bearer sesame"]
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(400, InvalidRequest), (401, Unauthorized), (429, Unavailable), (500, Unavailable)]
+)
+def test_a_servers_refusal_keeps_its_words(server: Server, status: int, error: type[QuireError]) -> None:
+    server.status, server.lines = status, [json.dumps({"error": {"message": "because"}}).encode()]
+    with pytest.raises(error, match="because"):
+        list(Remote(server.url, model="m").answer(HELLO))
+
+
+def test_a_refusal_without_words_tells_the_status(server: Server) -> None:
+    server.status, server.lines = 502, [b"<html>"]
+    with pytest.raises(Unavailable, match="502"):
+        list(Remote(server.url, model="m").answer(HELLO))
+
+
+def test_an_error_in_mid_stream_is_told(server: Server) -> None:
+    server.lines = [*chunks("Go")[:2], b'data: {"error": {"message": "engine died"}}\n\n']
+    answer = Remote(server.url, model="m").answer(HELLO)
+    assert next(answer) == "Go"
+    with pytest.raises(Unavailable, match="engine died"):
+        next(answer)
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with pytest.raises(Unavailable, match=r"no server answers at 127\.0\.0\.1:9"):
+        list(Remote("127.0.0.1:9", model="m").answer(HELLO))
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="--url"):
+        Remote("ftp://x")
+
+
+def talk(lines: str, answer: Any, messages: list[Message], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    console = Console(file=io.StringIO(), soft_wrap=True)
+    converse(console, messages, answer)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_conversation_is_remembered_and_empty_lines_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+
+    def answer(messages: list[Message]) -> Iterator[str]:
+        seen.append([m["content"] for m in messages])
+        yield from ("[b]", str(len(seen)))
+
+    shown = talk("one\n\n  \ntwo\n", answer, [{"role": "system", "content": "s"}], monkeypatch)
+    assert seen == [["s", "one"], ["s", "one", "[b]1", "two"]]
+    assert shown == "[b]1\n[b]2\n"
+
+
+def test_what_no_longer_fits_is_forgotten_oldest_first_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(messages: list[Message]) -> Iterator[str]:
+        if len(messages) > 4:
+            raise InvalidRequest("too long")
+        yield messages[1]["content"]
+
+    shown = talk("one\ntwo\nthree\n", answer, [{"role": "system", "content": "s"}], monkeypatch)
+    assert shown.splitlines()[:2] == ["one", "one"]
+    assert "forgotten" in shown
+    assert shown.splitlines()[-1] == "two"
+
+
+def test_a_single_question_that_does_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(messages: list[Message]) -> Iterator[str]:
+        raise InvalidRequest("too long")
+        yield ""
+
+    with pytest.raises(InvalidRequest):
+        talk("one\n", answer, [], monkeypatch)
+
+
+def test_an_interrupted_answer_is_kept_as_far_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(messages: list[Message]) -> Iterator[str]:
+        yield "so fa"
+        if len(messages) == 1:
+            raise KeyboardInterrupt
+
+    messages: list[Message] = []
+    talk("one\ntwo\n", answer, messages, monkeypatch)
+    assert [m["content"] for m in messages] == ["one", "so fa", "two", "so fa"]
+
+
+def run(*args: str, input: str | None = None) -> Result:
+    return CliRunner().invoke(main, args, input=input)
+
+
+def test_chat_with_a_server_needs_no_model(server: Server) -> None:
+    result = run("chat", "--url", server.url, "--system", "be kind", "--max-tokens", "5", input="hello\n")
+    assert (result.exit_code, result.stdout) == (0, "Good day\n"), result.output
+    assert server.asked[0]["max_tokens"] == 5
+    assert server.asked[0]["messages"] == [{"role": "system", "content": "be kind"}, *HELLO]
+
+
+class Echo:
+    """Stands in for the offline door."""
+
+    def __init__(self, *, settings: Settings) -> None:
+        self.settings = settings
+
+    def __enter__(self) -> Echo:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to give back."""
+
+    def default_sampling_params(self, **changed: Any) -> SamplingParams:
+        return SamplingParams(**changed)
+
+    def stream(self, prompt: str, params: SamplingParams) -> Iterator[str]:
+        yield from (f"<{prompt}>", f" {params.max_tokens} {params.stop}", f" {self.settings.model.seed}")
+
+    def stream_chat(self, messages: list[Message], params: SamplingParams) -> Iterator[str]:
+        yield from (message["content"] for message in messages)
+
+
+@pytest.fixture
+def _echo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quire, "LLM", Echo, raising=False)
+
+
+@pytest.mark.usefixtures("_echo")
+def test_generate_prints_the_completion() -> None:
+    assert run("generate", "hi", "--max-tokens", "7", "--stop", "x", "--seed", "3").stdout == "<hi> 7 ('x',) 3\n"
+    assert run("generate", "-", input="from a pipe").stdout == "<from a pipe> None () 0\n"
+
+
+@pytest.mark.usefixtures("_echo")
+def test_generate_without_a_prompt_begins_a_story() -> None:
+    assert run("generate").stdout == "Once upon a time<Once upon a time> None () 0\n"
+
+
+@pytest.mark.usefixtures("_echo")
+def test_chat_in_this_process() -> None:
+    assert run("chat", "--system", "s", input="a\nb\n").stdout == "sa\nsasab\n"
+
+
+@pytest.mark.usefixtures("_echo")
+def test_impossible_sampling_is_one_line() -> None:
+    result = run("generate", "hi", "--temperature", "-1")
+    assert result.exit_code == 2
+    assert result.stderr == "Error: temperature must be between 0.0 and 100.0, not -1.0\n"
+
+
+@pytest.mark.usefixtures("_echo")
+def test_options_of_a_server_are_not_taken_offline() -> None:
+    result = run("generate", "hi", "--port", "3")
+    assert result.exit_code == 2
+    assert "there is no option --port" in result.stderr
