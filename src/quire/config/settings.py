@@ -71,6 +71,9 @@ class CacheConfig:
         0.92, "Share of the GPU's memory to use in all; no meaning on a CPU.", low=0.01, high=1
     )
     enable_prefix_caching: bool = option(True, "Keep the K/V of finished requests for prompts that begin the same.")
+    eviction_policy: Literal["lru", "fifo"] = option(
+        "lru", "Which cached block goes first when blocks run out: lru, least recently used; fifo, the oldest."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
