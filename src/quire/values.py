@@ -37,7 +37,8 @@ class SamplingParams:
 
     `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off; `temperature` 0 is greedy. `seed` None lets the engine
     draw one. `stop` strings are found in text and belong to the rim; everything else reaches the executor.
-    `max_tokens` None means as many as the context allows.
+    `max_tokens` None means as many as the context allows. `bad_words` are text too: the rim spells them as
+    `bad_words_token_ids`, token sequences of which none may be completed in the output.
 
     Raises InvalidRequest naming the field, also for NaN and infinities.
     """
@@ -58,6 +59,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
     logprobs: int | None = None
@@ -70,6 +72,7 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids", "bad_words"):
             object.__setattr__(self, name, tuple(getattr(self, name) or ()))
+        object.__setattr__(self, "bad_words_token_ids", tuple(map(tuple, self.bad_words_token_ids or ())))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         if self.logit_bias is None:
@@ -88,6 +91,8 @@ class SamplingParams:
             raise InvalidRequest("stop strings must not be empty", param="stop")
         for token, bias in self.logit_bias.items():
             _within(f"logit_bias[{token}]", bias, -100.0, 100.0, param="logit_bias")
+        if any(not word for word in self.bad_words_token_ids):
+            raise InvalidRequest("bad words must not be empty", param="bad_words")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids must not be empty", param="allowed_token_ids")
 

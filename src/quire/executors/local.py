@@ -1,0 +1,73 @@
+"""The local executor: plans run in this process, by the one runner, on one device."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.core.plan import Plan
+from quire.engine.executor import Description
+from quire.models.base import Model
+from quire.runner.drafts import Drafter, NoDrafts
+from quire.runner.memory import allocate, layer_shapes, page_bytes
+from quire.runner.rows import Rows
+from quire.runner.runner import Runner, Step
+from quire.runner.sampler import Sampler
+
+
+class LocalExecutor:
+    """The lower door around a model and the KV pool it allocates.
+
+    pages: of the pool, the spare one not counted. page_size: tokens a page. rows: sequences at once. max_model_len:
+    longest sequence, in tokens. dtype: of K/V. depth: steps worth launching ahead of results; 0 where launch runs the
+    forward at once, as on a CPU.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        pages: int,
+        page_size: int,
+        rows: int,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        drafter: Drafter | None = None,
+        depth: int = 0,
+    ) -> None:
+        drafter = NoDrafts() if drafter is None else drafter
+        layers = layer_shapes(model.spec.kv_shapes, dtype)
+        vocab_size = model.spec.vocab
+        self.runner = Runner(
+            model,
+            allocate(layers, pages=pages, page_size=page_size, device=device),
+            Rows(rows, max_model_len, page_size, drafter.depth),
+            Sampler(vocab_size),
+            drafter,
+            torch.device(device),
+        )
+        self._about = Description(
+            pages=pages,
+            page_size=page_size,
+            rows=rows,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            depth=depth,
+            drafts=drafter.depth,
+            kv_bytes=page_bytes(layers, page_size),
+            device=str(device),
+            dtype=str(dtype).removeprefix("torch."),
+        )
+
+    def describe(self) -> Description:
+        return self._about
+
+    def launch(self, plan: Plan) -> Step:
+        return self.runner.launch(plan)
+
+    def reset(self) -> None:
+        self.runner.reset()
+
+    def close(self) -> None:
+        """Let go of the model and the pool: their memory is free once nobody else holds them."""
+        self.runner.close()

@@ -1,0 +1,80 @@
+"""What some rows do to their logits before anything is drawn: masks, bans, bias, penalties, in vLLM's order.
+
+An edit changes the logits of the rows it is given, in place. Its settings come from the row's traits, and what depends
+on the output so far from the row's history, drafts fed before the row included: there is nothing to keep in step, and
+a preempted row that is opened again is penalised as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.core.plan import Mask
+from quire.runner.noise import Floats, Ids
+from quire.runner.rows import Rows, Shape
+from quire.runner.traits import ALLOWED, BANNED, BIASED, PENALISED
+
+Edit = Callable[[Floats, Rows, Shape, Ids], None]
+"""(logits [R, V], rows, shape, which of the R rows)."""
+
+
+def mask(logits: Floats, masks: Iterable[tuple[int, Mask]]) -> None:
+    """Forbid what each (row, bit string) does not allow; a mask shorter than the vocabulary allows nothing past it."""
+    vocab = logits.shape[1]
+    for r, allowed in masks:
+        if allowed is not None:
+            bits = np.unpackbits(np.frombuffer(allowed, np.uint8), count=vocab, bitorder="little")
+            logits[r, bits == 0] = -np.inf
+
+
+def allow(logits: Floats, rows: Rows, shape: Shape, which: Ids) -> None:
+    """allowed_token_ids."""
+    mask(logits, ((r, rows.traits.extras[shape.row_row[r]].allowed) for r in which.tolist()))
+
+
+def ban(logits: Floats, rows: Rows, shape: Shape, which: Ids) -> None:
+    """No stop token before min_tokens; no token that would complete a bad word of the output."""
+    vocab = logits.shape[1]
+    for r, row, output in _outputs(rows, shape, which):
+        extras = rows.traits.extras[row]
+        if len(output) < rows.traits.min_tokens[row]:
+            logits[r, extras.stop[extras.stop < vocab]] = -np.inf
+        for *head, tail in extras.bad_words:
+            if tail < vocab and output[len(output) - len(head) :].tolist() == head:
+                logits[r, tail] = -np.inf
+
+
+def bias(logits: Floats, rows: Rows, shape: Shape, which: Ids) -> None:
+    """logit_bias."""
+    vocab = logits.shape[1]
+    for r in which.tolist():
+        tokens, amounts = rows.traits.extras[shape.row_row[r]].bias
+        logits[r, tokens[tokens < vocab]] += amounts[tokens < vocab]
+
+
+def penalise(logits: Floats, rows: Rows, shape: Shape, which: Ids) -> None:
+    """Repetition (prompt and output: positive logits divided, negative multiplied), frequency, presence (output)."""
+    traits = rows.traits
+    for r, row, output in _outputs(rows, shape, which):
+        line = logits[r]
+        seen = rows.tokens[row, : rows.prompt[row] + len(output)]
+        repeated = line[seen]
+        by = traits.repetition[row]
+        line[seen] = np.where(repeated > 0, repeated / by, repeated * by)
+        said, times = np.unique(output, return_counts=True)
+        line[said] -= traits.frequency[row] * times.astype(np.float32) + traits.presence[row]
+
+
+def _outputs(rows: Rows, shape: Shape, which: Ids) -> Iterator[tuple[int, int, npt.NDArray[np.int32]]]:
+    """(logits row, store row, the output before it: tokens sampled and the drafts that row takes as accepted)."""
+    for r in which.tolist():
+        row = int(shape.row_row[r])
+        end = int(rows.known[row] + shape.depth[r])
+        yield r, row, rows.tokens[row, rows.prompt[row] : end]
+
+
+EDITS: tuple[tuple[int, Edit], ...] = ((ALLOWED, allow), (BANNED, ban), (BIASED, bias), (PENALISED, penalise))
+"""By trait, in the order they are run."""

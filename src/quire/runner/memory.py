@@ -1,0 +1,85 @@
+"""How large the KV pool is: computed from shapes, never found by trial, and never more than the limits can use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from quire.errors import InvalidConfig
+from quire.ops.ragged import LayerKV
+
+GIB = 1 << 30
+
+
+class LayerShape(NamedTuple):
+    """What one layer keeps a token: `heads` keys and values of `dim` numbers, in `dtype`."""
+
+    heads: int
+    dim: int
+    dtype: torch.dtype
+
+
+def layer_shapes(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[LayerShape, ...]:
+    """One dtype for all layers. shapes: (K/V heads, head dim) a layer, as `ModelSpec.kv_shapes`."""
+    return tuple(LayerShape(heads, dim, dtype) for heads, dim in shapes)
+
+
+def page_bytes(layers: Sequence[LayerShape], page_size: int) -> int:
+    """Bytes of one page: keys and values of `page_size` tokens in every layer."""
+    return sum(2 * page_size * each.heads * each.dim * each.dtype.itemsize for each in layers)
+
+
+def usable_pages(rows: int, max_model_len: int, page_size: int) -> int:
+    """The most pages that `rows` sequences of `max_model_len` tokens can hold. A sequence's last token is never fed."""
+    return rows * -(-(max_model_len - 1) // page_size)
+
+
+def plan_pages(layers: Sequence[LayerShape], *, page_size: int, rows: int, max_model_len: int, budget: int) -> int:
+    """Pages for `budget` bytes, capped at what the limits can use; the spare page comes out of the budget too.
+
+    Raises InvalidConfig when not even one sequence of `max_model_len` fits, saying what would.
+    """
+    each = page_bytes(layers, page_size)
+    pages = min(budget // each - 1, usable_pages(rows, max_model_len, page_size))
+    need = usable_pages(1, max_model_len, page_size)
+    if pages < need:
+        fits = max(0, pages) * page_size + 1
+        raise InvalidConfig(
+            f"{_gib(budget)} of KV memory holds {fits} tokens, and max_model_len {max_model_len} needs "
+            f"{_gib((need + 1) * each)}: lower max_model_len to {fits} or give more memory"
+        )
+    return pages
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB // 100 else f"{size / (1 << 20):.2f} MiB"
+
+
+def activation_bytes(*, tokens: int, logits: int, hidden: int, widest: int, vocab_size: int, dtype: torch.dtype) -> int:
+    """The most a step of `tokens` needs beside weights and K/V: an estimate from above.
+
+    Alive at once are the residual, its normed copy and an output [tokens, hidden] each, the widest projection's result
+    [tokens, widest] twice (before and after its activation), then float32 logits [logits, vocab_size] with one copy
+    for sampling.
+    """
+    body = tokens * (3 * hidden + 2 * widest) * dtype.itemsize
+    head = logits * (hidden * dtype.itemsize + 2 * 4 * vocab_size)
+    return max(body, tokens * hidden * dtype.itemsize + head)
+
+
+def cpu_budget(available: int) -> int:
+    """KV bytes to take by default on a CPU with `available` bytes of free memory: a quarter, at most 4 GiB."""
+    return min(4 * GIB, available // 4)
+
+
+def allocate(
+    layers: Sequence[LayerShape], *, pages: int, page_size: int, device: torch.device | str = "cpu"
+) -> list[LayerKV]:
+    """The pool: `pages` and the spare one, zeros. On a CPU large tensors take memory only as pages are written."""
+
+    def zeros(each: LayerShape) -> torch.Tensor:
+        return torch.zeros((pages + 1, each.heads, page_size, each.dim), dtype=each.dtype, device=device)
+
+    return [LayerKV(zeros(each), zeros(each)) for each in layers]

@@ -1,0 +1,130 @@
+"""The host's sampler: logits rows in, tokens out. A pure function of (seed, choice, position) and the row's logits.
+
+Order, as vLLM's: grammar mask, allowed_token_ids, bad words and min_tokens, logit_bias, penalties; then temperature,
+min_p, top_k, top_p; then Gumbel-max with hashed noise (noise.py). What no row asks for is not in the list of things to
+run, so a greedy batch is one argmax. Logits on another device are brought here first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.core.plan import Mask
+from quire.runner.edits import EDITS, Edit, mask
+from quire.runner.logprobs import score
+from quire.runner.noise import Draw, Floats, Ids, keys
+from quire.runner.rows import Rows, Shape
+from quire.runner.traits import CUT, HOT, SCORED
+from quire.runner.truncate import truncate
+from quire.values import TokenLogprobs
+
+BROKEN = "the model produced NaN or infinite logits"
+STUCK = "no token is allowed here: the grammar, allowed_token_ids, bad_words and min_tokens exclude each other"
+
+
+class Sampled(NamedTuple):
+    """tokens [R]; bad [R]: rows without an answer, and why, by row; logprobs by row, where asked for."""
+
+    tokens: Ids
+    bad: npt.NDArray[np.bool_]
+    errors: dict[int, str]
+    logprobs: dict[int, TokenLogprobs]
+
+
+class Recipe(NamedTuple):
+    """What the rows of a batch ask for. The same in every step of steady decode."""
+
+    edits: tuple[tuple[Edit, Ids], ...]
+    scored: Ids
+    hot: Ids
+    cut: Ids
+    """Places in `hot`."""
+    temperature: Floats
+    """[H, 1]"""
+    streams: npt.NDArray[np.uint32]
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
+class Sampler:
+    """Samples rows over a vocabulary of `vocab_size`."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.draw = Draw(vocab_size)
+        self.vocab_size = vocab_size
+        self._recipe: Recipe | None = None
+        self._epoch = -1
+
+    def __call__(self, logits: Tensor, rows: Rows, shape: Shape, masks: Sequence[tuple[int, Mask]] = ()) -> Sampled:
+        """logits [R, V] float32 of the shape's sampled rows, used up; masks: (row, allowed) of rows under a grammar."""
+        x = logits.cpu().numpy()
+        if self._epoch != rows.epoch or self._recipe is None:
+            self._recipe, self._epoch = recipe(rows, shape), rows.epoch
+        edits, scored, hot = self._recipe[:3]
+        raw = torch.from_numpy(x[scored]) if len(scored) else None
+        tokens, peak = _best(x)
+        bad = ~np.isfinite(peak)
+        errors = dict.fromkeys(np.flatnonzero(bad).tolist(), BROKEN)
+        if masks or edits:
+            mask(x, masks)
+            for edit, which in edits:
+                edit(x, rows, shape, which)
+            tokens, peak = _best(x)
+            stuck = np.isneginf(peak) & ~bad
+            errors |= dict.fromkeys(np.flatnonzero(stuck).tolist(), STUCK)
+            bad |= stuck
+        if len(hot):
+            tokens[hot] = self._random(x, rows, shape, self._recipe)
+        logprobs: dict[int, TokenLogprobs] = {}
+        if raw is not None:
+            wanted = rows.traits.logprobs[shape.row_row[scored]]
+            logprobs = dict(zip(scored.tolist(), score(raw, tokens[scored], wanted), strict=True))
+        return Sampled(tokens, bad, errors, logprobs)
+
+    def _random(self, x: Floats, rows: Rows, shape: Shape, recipe: Recipe) -> Ids:
+        hot, cut = recipe.hot, recipe.cut
+        heated = x if len(hot) == len(x) else x[hot]
+        heated /= recipe.temperature
+        if len(cut):
+            all_cut = len(cut) == len(hot)
+            part = torch.from_numpy(heated if all_cut else heated[cut])
+            truncate(part, recipe.top_k, recipe.top_p, recipe.min_p)
+            if not all_cut:
+                heated[cut] = part.numpy()
+        position = rows.known[shape.row_row[hot]] + shape.depth[hot]
+        return self.draw(heated, keys(recipe.streams, position))
+
+
+def recipe(rows: Rows, shape: Shape) -> Recipe:
+    """What the sampled rows of a shape ask for."""
+    traits = rows.traits
+    bits = traits.bits[shape.row_row]
+    hot = np.flatnonzero(bits & HOT)
+    cut = np.flatnonzero(bits[hot] & CUT)
+    hot_row = shape.row_row[hot]
+    cut_row = hot_row[cut]
+    each = ((edit, np.flatnonzero(bits & bit)) for bit, edit in EDITS)
+    return Recipe(
+        edits=tuple((edit, which) for edit, which in each if len(which)),
+        scored=np.flatnonzero(bits & SCORED),
+        hot=hot,
+        cut=cut,
+        temperature=traits.temperature[hot_row][:, None],
+        streams=traits.stream[hot_row],
+        top_k=torch.from_numpy(traits.top_k[cut_row]),
+        top_p=torch.from_numpy(traits.top_p[cut_row]),
+        min_p=torch.from_numpy(traits.min_p[cut_row]),
+    )
+
+
+def _best(x: Floats) -> tuple[Ids, Floats]:
+    """The greatest logit of each row and where: NaN wins, and among equals the first."""
+    best = x.argmax(1)
+    return best, x[np.arange(len(best)), best]
