@@ -1,0 +1,96 @@
+"""Tiny checkpoints written by transformers, every parameter random: what our models are compared with.
+
+Norms and biases are drawn too, so that leaving any of them out changes the logits; matrices are scaled so that logits
+have a standard deviation of at least 1 and greedy answers wander.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+VOCAB = 199
+
+LLAMA3_ROPE = MappingProxyType(
+    {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 24,
+    }
+)
+
+SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "llama-gqa-tied": {
+            "hidden_size": 72,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "tie_word_embeddings": True,
+        },
+        "llama-mqa-biased-odd-dim": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 22,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+        "llama-mha-llama3-rope": {
+            "hidden_size": 56,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 7,
+            "num_hidden_layers": 2,
+            "rope_parameters": dict(LLAMA3_ROPE),
+        },
+        "llama-linear-rope": {
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+        },
+    }
+)
+"""Shapes that differ in every way a Llama can: see `make`."""
+
+
+def make(folder: Path, shape: str, *, seed: int = 0, shard: str = "5GB", **changes: Any) -> PreTrainedModel:
+    """Write the checkpoint `shape` to `folder` and return transformers' model of it, float32, ready to run.
+
+    shard: largest shard, as "20KB". changes: fields of its config.
+    """
+    logging.disable_progress_bar()
+    fields = {"num_hidden_layers": 3, "intermediate_size": 90, "max_position_embeddings": 512, "vocab_size": VOCAB}
+    fields |= {"model_type": shape.split("-")[0], **SHAPES[shape], **changes}
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(draw(name, parameter, generator))
+    model.save_pretrained(folder, max_shard_size=shard)
+    return model
+
+
+def draw(name: str, parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(parameter.shape, generator=generator)
+    if parameter.dim() == 1:
+        return 0.3 * noise + (0.0 if name.endswith("bias") else 1.0)
+    return noise * 1.5 * parameter.shape[-1] ** -0.5
+
+
+def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    """What transformers says next, `count` tokens, each from the whole sequence anew."""
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]

@@ -1,0 +1,54 @@
+"""Feeds a model through pages as an executor would: ragged steps, chunks of prompts beside decodes."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from quire.models.base import Model
+from tests.ops.batches import Pages, poisoned
+
+POOL = 400
+
+
+class Feeder:
+    """Sequences of one model in one pool, whose unwritten slots are NaN."""
+
+    def __init__(self, model: Model, *, page_size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+        self.model = model
+        self.pages = Pages(POOL, page_size, seed)
+        self.kv = [poisoned(POOL, heads, page_size, dim, dtype) for heads, dim in model.spec.kv_shapes]
+        self.fed: dict[int, int] = {}
+
+    def step(self, spans: list[tuple[int, list[int]]]) -> list[Tensor]:
+        """(sequence, its next tokens) -> logits of each token, [n, V] a span."""
+        batch = self.pages.batch([(s, self.fed.get(s, 0), tokens) for s, tokens in spans], spare=1)
+        with torch.inference_mode():
+            logits = self.model.logits(self.model.forward(batch, self.kv))
+        self.fed |= {s: self.fed.get(s, 0) + len(tokens) for s, tokens in spans}
+        return list(logits.split([len(tokens) for _, tokens in spans]))
+
+    def prompts(self, prompts: list[list[int]], chunks: random.Random) -> list[Tensor]:
+        """Feed all prompts in ragged chunks of random lengths, a random part of them a step -> [n, V] each."""
+        outputs: list[list[Tensor]] = [[] for _ in prompts]
+        left = {i: list(prompt) for i, prompt in enumerate(prompts)}
+        while left:
+            chosen = chunks.sample(sorted(left), chunks.randint(1, len(left)))
+            spans = [(i, left[i][: chunks.choice((1, 1, 2, 7, 40))]) for i in chosen]
+            for (i, tokens), logits in zip(spans, self.step(spans), strict=True):
+                outputs[i].append(logits)
+                left[i] = left[i][len(tokens) :]
+            left = {i: tokens for i, tokens in left.items() if tokens}
+        return [torch.cat(parts) for parts in outputs]
+
+    def greedy(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+        """The next `count` tokens of every prompt, all decoded together."""
+        logits = self.step(list(enumerate(prompts)))
+        answers: list[list[int]] = [[int(rows[-1].argmax())] for rows in logits]
+        for _ in range(count - 1):
+            logits = self.step([(i, answer[-1:]) for i, answer in enumerate(answers)])
+            for answer, rows in zip(answers, logits, strict=True):
+                answer.append(int(rows[-1].argmax()))
+        return answers

@@ -1,0 +1,65 @@
+"""Every architecture against transformers, on tiny checkpoints whose every parameter is random."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from quire.models.base import Model
+from quire.weights.load import load_model
+from tests.checkpoints import SHAPES, greedy, make
+from tests.models.feeding import Feeder
+
+LENGTHS = (70, 41, 3, 1, 58)
+"""Some above the original context of the scaled rope, and above every window."""
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return make(folder, request.param), folder
+
+
+def prompts(vocab: int, seed: int = 0) -> list[list[int]]:
+    chance = random.Random(seed)
+    return [[chance.randrange(vocab) for _ in range(n)] for n in LENGTHS]
+
+
+def theirs(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_logits_are_those_of_transformers_in_ragged_chunks(pair: tuple[PreTrainedModel, Path], page_size: int) -> None:
+    reference, folder = pair
+    model: Model = load_model(folder, dtype="float32")
+    asked = prompts(model.spec.vocab)
+    for tokens, ours in zip(
+        asked, Feeder(model, page_size=page_size).prompts(asked, random.Random(page_size)), strict=True
+    ):
+        wanted = theirs(reference, tokens)
+        assert wanted.std() >= 1, "a flat model would hide errors"
+        assert (ours - wanted).abs().max() < 1e-4
+
+
+def test_greedy_answers_are_those_of_transformers(pair: tuple[PreTrainedModel, Path]) -> None:
+    reference, folder = pair
+    asked = prompts(load_model(folder).spec.vocab, seed=1)[:3]
+    ours = Feeder(load_model(folder, dtype="float32"), page_size=4).greedy(asked, 64)
+    assert ours == [greedy(reference, tokens, 64) for tokens in asked]
+    assert all(len(set(answer)) >= 16 for answer in ours), "an answer that repeats itself would hide errors"
+
+
+def test_bfloat16_stays_near_float32(pair: tuple[PreTrainedModel, Path]) -> None:
+    reference, folder = pair
+    asked = prompts(load_model(folder).spec.vocab)
+    feeder = Feeder(load_model(folder, dtype="bfloat16"), page_size=16, dtype=torch.bfloat16)
+    for tokens, ours in zip(asked, feeder.prompts(asked, random.Random(0)), strict=True):
+        wanted = theirs(reference, tokens)
+        assert ours.dtype is torch.float32
+        assert (ours - wanted).std() < 0.05 * wanted.std()

@@ -1,0 +1,131 @@
+"""Paged attention against attention written down naively: one query, one head at a time, in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire.ops import paging, reference
+from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.reference import ReferenceOps
+from quire.values import MANY
+from tests.ops.batches import Pages, poisoned
+
+OPS = ReferenceOps()
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, soft_cap: float) -> Tensor:
+    """The last len(q) positions of one sequence attend: q [n, H, D], k and v [L, G, D] -> [n, H, D] float64."""
+    n, heads, _ = q.shape
+    share = heads // k.shape[1]
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    for i in range(n):
+        position = len(k) - n + i
+        seen = slice(max(0, position - window + 1), position + 1)
+        for h in range(heads):
+            scores = k[seen, h // share].double() @ q[i, h].double() * scale
+            if soft_cap:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            out[i, h] = scores.softmax(0) @ v[seen, h // share].double()
+    return out
+
+
+def feed(
+    history: dict[int, tuple[Tensor, Tensor]], pages: Pages, kv: LayerKV, spans: list[tuple[int, int, int]]
+) -> RaggedBatch:
+    """Write the spans' (sequence, past, n) K/V into the pool and return their batch."""
+    batch = pages.batch([(sequence, past, [0] * n) for sequence, past, n in spans], spare=2)
+    k, v = (torch.cat([history[s][i][past : past + n] for s, past, n in spans]) for i in range(2))
+    OPS.write_kv(kv, k, v, batch)
+    return batch
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> dict[str, object]:
+    share = draw(st.integers(1, 4))
+    groups = draw(st.integers(1, 3))
+    spans = draw(
+        st.lists(st.tuples(st.integers(0, 20), st.sampled_from([1, 1, 1, 2, 3, 5, 9])), min_size=1, max_size=6)
+    )
+    return {
+        "spans": spans,
+        "heads": share * groups,
+        "groups": groups,
+        "dim": draw(st.sampled_from([2, 5, 8, 16])),
+        "size": draw(st.sampled_from([1, 2, 4, 16])),
+        "window": draw(st.sampled_from([MANY, 1, 3, 7])),
+        "soft_cap": draw(st.sampled_from([0.0, 0.7, 5.0])),
+        "few": draw(st.sampled_from([1, 4, 32])),
+        "tile": draw(st.sampled_from([2, 3, 256])),
+        "seed": draw(st.integers(0, 1000)),
+    }
+
+
+def check(s: dict, dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(s["seed"])
+    pages, kv = Pages(200, s["size"], s["seed"]), poisoned(200, s["groups"], s["size"], s["dim"], dtype)
+    history = {
+        i: tuple(torch.randn(past + n, s["groups"], s["dim"], dtype=dtype) for _ in "kv")
+        for i, (past, n) in enumerate(s["spans"])
+    }
+    earlier = [(i, 0, past) for i, (past, _) in enumerate(s["spans"]) if past]
+    if earlier:
+        feed(history, pages, kv, earlier)
+    batch = feed(history, pages, kv, [(i, past, n) for i, (past, n) in enumerate(s["spans"])])
+    q = torch.randn(len(batch.slots), s["heads"], s["dim"], dtype=dtype)
+    scale = s["dim"] ** -0.5
+    got = OPS.attention(q, kv, batch, scale, s["window"], s["soft_cap"])
+    starts = batch.query_start.tolist()
+    for i in history:
+        want = naive(q[starts[i] : starts[i + 1]], *history[i], scale, s["window"], s["soft_cap"])
+        torch.testing.assert_close(got[starts[i] : starts[i + 1]].double(), want, atol=tolerance, rtol=tolerance)
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(situations())
+def test_any_mixture_of_spans_windows_and_caps_attends_as_written_down(s: dict) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paging, "FEW", s["few"])
+        patch.setattr(reference, "FEW", s["few"])
+        patch.setattr(reference, "TILE", s["tile"])
+        check(s, torch.float32, 2e-5)
+
+
+def test_bfloat16_is_rounded_once_and_not_summed_in_bfloat16() -> None:
+    s = {"spans": [(300, 1), (17, 1), (0, 40), (120, 3)], "heads": 6, "groups": 2, "dim": 32, "size": 16}
+    check(s | {"window": MANY, "soft_cap": 0.0, "seed": 1}, torch.bfloat16, 2e-2)
+
+
+def test_a_long_prompt_is_tiled_without_changing_the_answer() -> None:
+    n = 2 * reference.TILE + 37
+    s = {"spans": [(50, n)], "heads": 2, "groups": 1, "dim": 4, "size": 16, "window": 300, "soft_cap": 0.0, "seed": 2}
+    check(s, torch.float32, 2e-5)
+
+
+def test_a_page_begun_is_cleared_of_what_its_last_owner_left() -> None:
+    pages, kv = Pages(4, 4), poisoned(4, 1, 4, 2)
+    feed({0: (torch.ones(2, 1, 2), torch.ones(2, 1, 2))}, pages, kv, [(0, 0, 2)])
+    page = pages.held[0][0]
+    assert kv.k[page].tolist() == [[[1, 1], [1, 1], [0, 0], [0, 0]]]
+    feed({0: (torch.full((3, 1, 2), 2.0),) * 2}, pages, kv, [(0, 2, 1)])
+    assert kv.v[page].tolist() == [[[1, 1], [1, 1], [2, 2], [0, 0]]]
+    assert math.isnan(kv.v[0].sum()), "page 0 is nobody's to clear"
+
+
+def test_a_prepared_batch_is_prepared_once_and_shared_by_layers_of_other_head_counts() -> None:
+    batch = Pages(8, 4).batch([(0, 0, [1, 2, 3]), (1, 0, [4])])
+    prepared = OPS.prepare(batch)
+    assert OPS.prepare(prepared) is prepared
+    for groups in (1, 2):
+        k, q, kv = torch.randn(4, groups, 6), torch.randn(4, 2, 6), poisoned(8, groups, 4, 6)
+        OPS.write_kv(kv, k, k, prepared)
+        shared = OPS.attention(q, kv, prepared, 1.0)
+        torch.testing.assert_close(shared, OPS.attention(q, kv, batch, 1.0))
+        torch.testing.assert_close(
+            shared[3:].double(), naive(q[3:], k[3:], k[3:], 1.0, MANY, 0.0), atol=1e-5, rtol=1e-5
+        )
