@@ -1,0 +1,35 @@
+"""What is shipped: pure Python and the embedded model, small enough for one slow line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIMIT = 20 * 10**6
+COMPILED = {".so", ".pyd", ".dll", ".dylib", ".a", ".o"}
+
+
+def test_the_package_is_pure_and_small() -> None:
+    shipped = [path for path in (ROOT / "src/quire").rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    assert sum(path.stat().st_size for path in shipped) < LIMIT
+    assert not {path.suffix for path in shipped} & COMPILED
+
+
+@pytest.mark.nightly
+def test_the_wheel_holds_the_model_and_fits_every_platform(tmp_path: Path) -> None:
+    """Needs a package index, for the build back end."""
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True, timeout=300)
+    [wheel] = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert wheel.stat().st_size < LIMIT
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert any(name.endswith(".safetensors") for name in names)
+    assert "quire/py.typed" in names
+    assert not {Path(name).suffix for name in names} & COMPILED
