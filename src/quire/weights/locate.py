@@ -22,7 +22,7 @@ def locate(model: str, *, revision: str | None = None) -> Path:
     if model == EMBEDDED:
         return embedded()
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():
         return path
     if path.is_file():
         raise InvalidModel(f"{model} is a file: name the folder that holds config.json")

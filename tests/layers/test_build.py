@@ -1,0 +1,108 @@
+"""Build: what is cut, fused and formatted comes out as the whole would have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.errors import InvalidModel
+from quire.layers.build import Build
+from quire.layers.formats import Format, Packed, Plain
+from quire.layers.parallel import Parallel, Solo, share
+from quire.ops.reference import ReferenceOps
+
+
+class Rank:
+    """One of several ranks, alone in its process: its sums stay partial, its gathers its own."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x
+
+
+def build(parallel: Parallel | None = None, format: Format = Plain) -> Build:
+    return Build(
+        ops=ReferenceOps(),
+        parallel=parallel or Solo(),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        format=format,
+    )
+
+
+def fill(made: Build, tensors: dict[str, Tensor]) -> None:
+    """As the loader does: every place gets its cut."""
+    for name, places in made.places.items():
+        for place in places:
+            assert tuple(tensors[name].shape) == place.shape
+            place.put(tensors[name][place.cut])
+    made.seal()
+
+
+def randoms(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {name.replace("__", "."): torch.randn(shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("format", [Plain, Packed])
+def test_fused_columns_stand_side_by_side(format: Format) -> None:
+    made = build(format=format)
+    fused = made.at("mlp").columns(("a", "b"), 6, ((4, 1), (3, 1)), bias=True)
+    tensors = randoms(mlp__a__weight=(4, 6), mlp__b__weight=(3, 6), mlp__a__bias=(4,), mlp__b__bias=(3,))
+    fill(made, tensors)
+    x = torch.randn(2, 6)
+    parts = [x @ tensors[f"mlp.{n}.weight"].T + tensors[f"mlp.{n}.bias"] for n in "ab"]
+    torch.testing.assert_close(fused(x), torch.cat(parts, -1))
+
+
+@pytest.mark.parametrize("format", [Plain, Packed])
+def test_the_ranks_of_a_cut_add_up_to_the_whole(format: Format) -> None:
+    tensors = randoms(up__weight=(8, 6), up__bias=(8,), down__weight=(5, 8), down__bias=(5,))
+    x = torch.randn(3, 6)
+    whole = (x @ tensors["up.weight"].T + tensors["up.bias"]) @ tensors["down.weight"].T + tensors["down.bias"]
+    partial = []
+    for rank in range(2):
+        made = build(Rank(rank, 2), format)
+        up, down = made.columns(("up",), 6, ((4, 2),), bias=True), made.rows("down", (4, 2), 5, bias=True)
+        fill(made, tensors)
+        assert up(x).shape == (3, 4)
+        partial.append(down(up(x)))
+    torch.testing.assert_close(sum(partial), whole)
+
+
+def test_transposed_matrices_are_turned_about() -> None:
+    tensors = randoms(c__weight=(6, 8), c__bias=(8,))
+    x = torch.randn(3, 6)
+    halves = []
+    for rank in range(2):
+        made = build(Rank(rank, 2))
+        c = made.columns(("c",), 6, ((8, 1),), bias=True, transposed=True)
+        fill(made, tensors)
+        halves.append(c(x))
+    torch.testing.assert_close(torch.cat(halves, -1), x @ tensors["c.weight"] + tensors["c.bias"])
+
+
+@pytest.mark.parametrize("format", [Plain, Packed])
+def test_a_tied_head_is_the_embeddings_table_and_needs_no_tensor(format: Format) -> None:
+    made = build(format=format)
+    embedding = made.embedding("embed", 10, 4)
+    head = made.head("lm_head", 4, 10, embedding)
+    assert list(made.places) == ["embed.weight"]
+    assert made.ignored == ["lm_head.weight"]
+    tensors = randoms(embed__weight=(10, 4))
+    fill(made, tensors)
+    torch.testing.assert_close(head(torch.eye(4)), tensors["embed.weight"].T)
+    torch.testing.assert_close(embedding(torch.tensor([3, 1])), tensors["embed.weight"][[3, 1]])
+
+
+def test_heads_are_shared_out_whole_and_scarce_ones_held_by_several() -> None:
+    assert [share(6, Rank(r, 2), "heads", 4) for r in range(2)] == [slice(0, 12), slice(12, 24)]
+    assert [share(2, Rank(r, 4), "heads", 4) for r in range(4)] == [slice(0, 4)] * 2 + [slice(4, 8)] * 2
+    with pytest.raises(InvalidModel, match="9 heads cannot be divided among 2 devices"):
+        share(9, Rank(0, 2), "heads")

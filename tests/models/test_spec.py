@@ -1,0 +1,90 @@
+"""config.json in, spec out: every spelling, and one clear line for what cannot be."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.errors import InvalidModel
+from quire.layers.rope import Rope
+from quire.models.registry import parameters, read_spec
+from quire.values import MANY
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 100,
+    "vocab_size": 300,
+    "max_position_embeddings": 128,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": [1, 2],
+}
+
+
+def test_a_config_is_read_with_the_defaults_of_its_architecture() -> None:
+    spec = read_spec(CONFIG)
+    assert (spec.head_dim, spec.kv_heads, spec.context, spec.dtype, spec.stop) == (16, 2, 128, "bfloat16", (1, 2))
+    assert spec.rope == Rope(dim=16, theta=10_000.0)
+    assert spec.windows == (MANY, MANY)
+    assert not spec.tie
+    assert read_spec(CONFIG | {"num_key_value_heads": None}).kv_heads == 4
+    assert read_spec(CONFIG | {"architectures": None, "model_type": "llama"}) == spec
+
+
+def test_kv_and_parameters_are_counted() -> None:
+    spec = read_spec(CONFIG)
+    assert spec.kv_shapes == ((2, 16), (2, 16))
+    assert spec.kv_bytes(2) == 2 * 2 * 2 * 16 * 2
+    layer = 64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 100 + 2 * 64
+    assert parameters(spec) == 2 * layer + 64 + 2 * 300 * 64
+    assert parameters(read_spec(CONFIG | {"tie_word_embeddings": True})) == 2 * layer + 64 + 300 * 64
+
+
+def test_old_and_new_spellings_of_rope_are_one() -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    wanted = Rope(dim=16, theta=5e5, kind="llama3", factor=8.0, low=1.0, high=4.0, original=32)
+    for old in ("rope_type", "type"):
+        assert read_spec(CONFIG | {"rope_theta": 500000, "rope_scaling": {old: "llama3", **scaling}}).rope == wanted
+    new = {"rope_type": "llama3", "rope_theta": 5e5, **scaling}
+    assert read_spec(CONFIG | {"rope_parameters": new}).rope == wanted
+    assert read_spec(CONFIG | {"rope_theta": 7.0, "rope_scaling": None}).rope == Rope(dim=16, theta=7.0)
+    assert read_spec(CONFIG | {"partial_rotary_factor": 0.5}).rope.dim == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "64"}, "hidden_size must be int, not str"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be int, not bool"),
+        ({"num_attention_heads": -4}, "num_attention_heads must not be negative"),
+        ({"num_attention_heads": 0}, "must be above 0"),
+        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "impossible numbers"),
+        ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "llama3 scaling needs original_max_position_embeddings"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be an integer"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list"),
+        ({"architectures": ["LlamaForCasualLM"]}, "Did you mean 'LlamaForCausalLM'?"),
+        ({"architectures": ["BertModel"]}, "known: "),
+        ({"architectures": None}, "'of no name' is not supported"),
+    ],
+)
+def test_what_cannot_be_is_named(change: dict, said: str) -> None:
+    with pytest.raises(InvalidModel, match=said.replace("?", r"\?")):
+        read_spec(CONFIG | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rope_scaling": {"type": "lama3", "factor": 8.0}}, "Did you mean 'llama3'"),
+        ({"hidden_act": "relu"}, "activation 'relu' is not supported"),
+    ],
+)
+def test_what_no_layer_can_do_is_named_when_the_model_is_built(change: dict, said: str) -> None:
+    with pytest.raises(InvalidModel, match=said):
+        parameters(read_spec(CONFIG | change))

@@ -1,0 +1,186 @@
+"""Loading: fused and sharded as it may be, every number lands; and what is broken is named in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.errors import InvalidModel
+from quire.models.base import Model
+from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.weights.files import INDEX, SINGLE, Checkpoint
+from quire.weights.load import load_model
+from tests.checkpoints import make
+
+SHAPE = "llama-mqa-biased-odd-dim"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make(tmp_path, SHAPE)
+    return tmp_path
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    make(tmp_path, SHAPE, shard="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    return tmp_path
+
+
+def answer(model: Model, count: int = 12) -> torch.Tensor:
+    """Logits of one prompt of `count` tokens, in one page."""
+    kv = [LayerKV(*(torch.zeros(2, heads, 64, dim) for _ in "kv")) for heads, dim in model.spec.kv_shapes]
+    numbers = torch.arange(count)
+    ends = torch.tensor([0, count], dtype=torch.int32)
+    table = torch.ones(1, 1, dtype=torch.int32)
+    batch = RaggedBatch(numbers * 7 % model.spec.vocab, numbers, 64 + numbers, ends, ends[1:], table, 64, count, count)
+    with torch.inference_mode():
+        return model.logits(model.forward(batch, kv))
+
+
+def edit(folder: Path, **tensors: torch.Tensor | None) -> None:
+    """Replace tensors of the single file ('__' is a dot), or take them out."""
+    held = load_file(folder / SINGLE)
+    for name, value in tensors.items():
+        held.pop(name.replace("__", "."), None)
+        if value is not None:
+            held[name.replace("__", ".")] = value
+    save_file(held, folder / SINGLE)
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(InvalidModel) as error:
+        load_model(folder)
+    assert "\n" not in str(error.value)
+    assert str(folder.parent) not in str(error.value), "paths do not belong in messages that may reach a client"
+    return str(error.value)
+
+
+def test_shards_make_the_same_model_as_one_file(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    pieces = tmp_path_factory.mktemp("pieces")
+    make(pieces, SHAPE, shard="100KB")
+    assert torch.equal(answer(load_model(folder)), answer(load_model(pieces)))
+
+
+def test_progress_ends_with_every_byte_told(sharded: Path) -> None:
+    told: list[tuple[int, int]] = []
+    load_model(sharded, progress=lambda done, total: told.append((done, total)))
+    total = sum(len(t.numpy().tobytes()) for f in sharded.glob("*.safetensors") for t in load_file(f).values())
+    assert told[0] == (0, total)
+    assert told[-1] == (total, total)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+def test_auto_dtype_is_the_checkpoints_and_float32_for_half_precision_on_a_cpu(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    for named, found in (("bfloat16", torch.bfloat16), ("float16", torch.float32), ("float32", torch.float32)):
+        (folder / "config.json").write_text(json.dumps(config | {"dtype": named}))
+        assert load_model(folder).embedding.weight.dtype is found
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "dtype"}))
+    save_file({k: v.bfloat16() for k, v in load_file(folder / SINGLE).items()}, folder / SINGLE)
+    assert load_model(folder).embedding.weight.dtype is torch.bfloat16
+
+
+def test_buffers_and_a_tied_head_stored_twice_are_passed_over(tmp_path: Path) -> None:
+    make(tmp_path, "llama-gqa-tied")
+    before = answer(load_model(tmp_path))
+    edit(tmp_path, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4), lm_head__weight=torch.ones(199, 72))
+    assert torch.equal(answer(load_model(tmp_path)), before)
+
+
+def test_missing_tensors_are_named(folder: Path) -> None:
+    edit(folder, model__layers__1__mlp__up_proj__weight=None, model__norm__weight=None)
+    said = refused(folder)
+    assert "lacks 2 tensors" in said
+    assert "model.layers.1.mlp.up_proj.weight" in said
+    assert "model.norm.weight" in said
+
+
+def test_unexpected_tensors_are_named_and_long_lists_cut(folder: Path) -> None:
+    edit(folder, **{f"model__layers__{i}__extra": torch.ones(1) for i in range(9)})
+    said = refused(folder)
+    assert "9 tensors the model has no place for: model.layers.0.extra" in said
+    assert "and 6 more" in said
+
+
+def test_misshaped_tensors_are_named_with_both_shapes(folder: Path) -> None:
+    edit(folder, model__norm__weight=torch.ones(61))
+    assert refused(folder) == "model.norm.weight has shape [61], but config.json makes it [60]"
+
+
+def test_integers_in_place_of_weights_are_refused(folder: Path) -> None:
+    edit(folder, model__norm__weight=torch.ones(60, dtype=torch.int32))
+    assert refused(folder) == "model.norm.weight is stored as int32: not supported"
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, 0.5, -1])
+def test_truncated_files_say_so(folder: Path, keep: float) -> None:
+    data = (folder / SINGLE).read_bytes()
+    cut = int(len(data) * keep) if isinstance(keep, float) else keep
+    (folder / SINGLE).write_bytes(data[:cut])
+    said = refused(folder)
+    assert said.startswith("model.safetensors")
+    assert "truncated" in said or "not a safetensors file" in said
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        (b"[]", "its header is not an object"),
+        (b"{", "its header is not JSON"),
+        (b"\xff\xfe", "its header is not JSON"),
+        (b'{"a": 3}', "the header's entry for a is malformed"),
+        (b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', "the header's entry for a is malformed"),
+        (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', "not F32 of shape [2]"),
+        (b'{"a": {"dtype": "C64", "shape": [1], "data_offsets": [0, 8]}}', "dtype 'C64', which is not supported"),
+        (b'{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}', "truncated"),
+    ],
+)
+def test_headers_that_lie_are_caught(folder: Path, header: bytes, said: str) -> None:
+    (folder / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    assert said in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model.norm.weight": "gone.safetensors"}, "names gone.safetensors, which is not in the folder"),
+        ({"model.norm.weight": "../gone.safetensors"}, "outside the model folder"),
+        ({"model.extra": "model-00002-of"}, "places model.extra in model-00002-of"),
+        ({"model.norm.weight": 3}, "has no weight_map"),
+    ],
+)
+def test_a_wrong_index_is_named(sharded: Path, change: dict, said: str) -> None:
+    index = json.loads((sharded / INDEX).read_text())
+    files = sorted({*index["weight_map"].values()})
+    second = {k: files[1] if v == "model-00002-of" else v for k, v in change.items()}
+    (sharded / INDEX).write_text(json.dumps({"weight_map": index["weight_map"] | second}))
+    assert said in refused(sharded)
+
+
+def test_folders_that_are_none_say_what_they_lack(tmp_path: Path) -> None:
+    with pytest.raises(InvalidModel, match=r"has no config\.json"):
+        load_model(tmp_path)
+    make(tmp_path, SHAPE)
+    (tmp_path / SINGLE).rename(tmp_path / "pytorch_model.bin")
+    assert "neither model.safetensors nor" in refused(tmp_path)
+    assert "pytorch_model.bin" in refused(tmp_path)
+    (tmp_path / "config.json").write_text('{"architectures": [')
+    assert "config.json cannot be read" in refused(tmp_path)
+    with pytest.raises(InvalidModel, match="is not a model folder"):
+        Checkpoint(tmp_path / "nowhere")
+
+
+def test_dummy_weights_need_no_files_and_make_lively_finite_logits(folder: Path) -> None:
+    (folder / SINGLE).unlink()
+    first = answer(load_model(folder, load_format="dummy", seed=3), 40)
+    assert first.isfinite().all()
+    assert 0.5 < first.std() < 2
+    assert len(set(first.argmax(-1).tolist())) > 10
+    assert torch.equal(first, answer(load_model(folder, load_format="dummy", seed=3), 40))
+    assert not torch.equal(first, answer(load_model(folder, load_format="dummy", seed=4), 40))

@@ -1,0 +1,68 @@
+"""A model argument becomes a folder, or one clear line. No test here reaches the network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from quire.errors import InvalidModel, Unavailable
+from quire.weights import hub, locate
+
+
+def test_a_folder_is_itself(tmp_path: Path) -> None:
+    assert locate.locate(str(tmp_path)) == tmp_path
+
+
+def test_the_embedded_model_lies_in_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(locate, "files", lambda package: tmp_path / package)
+    with pytest.raises(InvalidModel, match="has no embedded model"):
+        locate.locate("embedded")
+    (tmp_path / "quire.weights" / "embedded").mkdir(parents=True)
+    (tmp_path / "quire.weights" / "embedded" / "config.json").write_text("{}")
+    assert locate.locate("embedded") == tmp_path / "quire.weights" / "embedded"
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "no spaces/here", "three/part/name", "lonely", ""])
+def test_what_is_neither_folder_nor_hub_id_is_refused(name: str) -> None:
+    with pytest.raises(InvalidModel, match="neither 'embedded', nor a folder here, nor a hub id"):
+        locate.locate(name)
+
+
+def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InvalidModel, match="is a file: name the folder"):
+        locate.locate(str(tmp_path / "config.json"))
+
+
+def test_a_hub_id_goes_to_the_hub_without_code_or_pickles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[str, str | None, list[str]]] = []
+
+    def snapshot(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    assert locate.locate("owner/name", revision="main") == tmp_path
+    [(name, revision, patterns)] = asked
+    assert (name, revision) == ("owner/name", "main")
+    assert "*.safetensors" in patterns
+    assert not [p for p in patterns if p.endswith((".py", ".bin", ".pt"))]
+
+
+def test_offline_a_model_that_is_not_cached_is_unavailable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(Unavailable, match="owner/name is not in the local hub cache"):
+        locate.locate("owner/name")
+
+
+def test_a_broken_line_is_unavailable_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot(name: str, **options: object) -> str:
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    with pytest.raises(Unavailable, match="offline or cannot be reached"):
+        locate.locate("owner/name")
