@@ -6,7 +6,7 @@ import ipaddress
 
 import click
 
-from quire.build import serve
+from quire.build.front import serve
 from quire.cli.options import SettingsCommand
 from quire.config import Settings
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from quire.core.constraint import FREE, Constraint
 from quire.core.scheduler import Scheduler
-from quire.core.sequence import Sequence
 from quire.engine.clock import Clock, WallClock
 from quire.engine.events import Completed, Gauges, Observer, StepRecord
 from quire.engine.executor import Executor, Handle
+from quire.engine.ledger import Ledger
 from quire.engine.recovery import Recovery
 from quire.errors import InvalidRequest, StepFailed
 from quire.values import GREEDY, MANY, FinishReason, Request, SamplingParams, Tokens
@@ -46,10 +46,8 @@ class Engine:
         self.about = executor.describe()
         self.flight: deque[_Flying] = deque()
         self.recovery = Recovery(scheduler)
-        self.completed_requests: deque[Completed] = deque(maxlen=keep)
-        self.completed = self.generated = self.steps = self.spans = self.widest = 0
+        self.ledger = Ledger(keep)
         self._out: list[Tokens] = []
-        self._times: dict[str, list[float]] = {}
         self._deadlines: list[tuple[float, str]] = []
         self._ids = itertools.count()
 
@@ -86,33 +84,24 @@ class Engine:
         step = self.scheduler.flight[0]
         events = self.scheduler.commit(result)
         now = self.clock.now()
-        self.steps += 1
-        self.spans += len(step.seqs)
-        self.widest = max(self.widest, len(step.seqs))
-        for event in events:
-            if event.tokens:
-                self.generated += len(event.tokens)
-                if len(times := self._times[event.id]) == 1:
-                    times.append(now)
-        for seq in step.seqs:
-            if seq.finish is not None and seq.request.id in self._times:
-                self._complete(seq, seq.finish, now)
+        ended = self.ledger.committed(step, events, planned, now)
         if self.recovery.active:
             self.recovery.passed(step.seqs)
         self._out += events
         record = StepRecord(
-            self.steps, planned, launched, now, step.plan, step.seqs, step.decisions, events, self.gauges()
+            self.ledger.steps,
+            planned,
+            launched,
+            now,
+            step.plan,
+            step.seqs,
+            step.decisions,
+            events,
+            ended,
+            self.gauges(),
         )
         for observer in self.observers:
             observer.on_step(record)
-
-    def _complete(self, seq: Sequence, finish: FinishReason, now: float) -> None:
-        id = seq.request.id
-        times = self._times.pop(id)
-        self.completed += 1
-        made = tuple(seq.tokens[seq.prompt_length :])
-        first = times[1] if len(times) > 1 else None
-        self.completed_requests.append(Completed(id, seq.prompt_length, made, finish, times[0], first, now))
 
     # ---------------------------------------------------------------- requests
 
@@ -156,9 +145,10 @@ class Engine:
             )
         if request.prompt and not 0 <= min(request.prompt) <= max(request.prompt) < about.vocab_size:
             raise InvalidRequest(f"prompt token ids must be from 0 to {about.vocab_size - 1}", param="prompt")
-        self.recovery.admit(self.scheduler.add(request, constraint))
+        seq = self.scheduler.add(request, constraint)
+        self.recovery.admit(seq)
         now = self.clock.now()
-        self._times[request.id] = [now]
+        self.ledger.submitted(seq, now)
         if request.deadline < math.inf:
             heapq.heappush(self._deadlines, (request.deadline, request.id))
         for observer in self.observers:
@@ -166,18 +156,16 @@ class Engine:
 
     def abort(self, id: str, why: FinishReason = "abort", error: str | None = None) -> None:
         """End a request now; its pages are free within a step. Unknown and ended ids are fine."""
-        seq = self.scheduler.abort(id, why)
-        if seq is not None:
-            now = self.clock.now()
-            self._complete(seq, why, now)
+        if self.scheduler.abort(id, why) is not None:
+            ended = self.ledger.ended(id, why, self.clock.now())
             if self.recovery.active:
                 self.recovery.passed(())
             self._out.append(Tokens(id, (), why, error=error))
             for observer in self.observers:
-                observer.on_end(seq.request, why, now)
+                observer.on_end(ended)
 
     def _expire(self) -> None:
-        while self._deadlines and (self._deadlines[0][1] not in self._times or self._overdue()):
+        while self._deadlines and (self._deadlines[0][1] not in self.ledger.lives or self._overdue()):
             self.abort(heapq.heappop(self._deadlines)[1], "timeout")
 
     def _overdue(self) -> bool:
@@ -197,6 +185,11 @@ class Engine:
             self.abort(guilty.request.id, "error", f"the engine could not run this request: {failure}")
 
     # ---------------------------------------------------------------- what can be read
+
+    @property
+    def completed_requests(self) -> deque[Completed]:
+        """Requests that ended, oldest first; as many as `keep`."""
+        return self.ledger.completed
 
     @property
     def has_pending_work(self) -> bool:
@@ -221,16 +214,16 @@ class Engine:
 
     def metrics_snapshot(self) -> dict[str, Any]:
         """The counters of `/stats`, plain JSON."""
-        gauges = self.gauges()
+        gauges, ledger = self.gauges(), self.ledger
         pages = self.scheduler.kv.pool.pages
         return {
             "waiting_requests": gauges.waiting,
             "active_requests": gauges.running,
-            "completed_requests": self.completed,
-            "generated_tokens": self.generated,
-            "decode_steps": self.steps,
-            "average_batch_size": self.spans / self.steps if self.steps else 0.0,
-            "max_batch_observed": self.widest,
+            "completed_requests": ledger.requests,
+            "generated_tokens": ledger.generated,
+            "decode_steps": ledger.steps,
+            "average_batch_size": ledger.spans / ledger.steps if ledger.steps else 0.0,
+            "max_batch_observed": ledger.widest,
             "cache": {
                 "page_size": self.scheduler.kv.page_size,
                 "max_pages": pages,

@@ -25,6 +25,20 @@ class Gauges(NamedTuple):
     discarded_spans: int
 
 
+class Completed(NamedTuple):
+    """A request that ended, as the library surface keeps it. Times are the engine clock's, in seconds."""
+
+    id: str
+    prompt_tokens: int
+    tokens: tuple[int, ...]
+    finish: FinishReason
+    submitted: float
+    opened: float | None
+    first_token: float | None
+    finished: float
+    preemptions: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """One committed step. Times are the engine clock's seconds: planned -> launched -> committed."""
@@ -37,24 +51,13 @@ class StepRecord:
     seqs: list[Sequence]
     decisions: list[Decision]
     events: list[Tokens]
+    ended: list[Completed]
     gauges: Gauges
 
     @property
     def ids(self) -> list[str]:
         """Whose spans the plan's are."""
         return [s.request.id for s in self.seqs]
-
-
-class Completed(NamedTuple):
-    """A request that ended, as the library surface keeps it. Times are the engine clock's, in seconds."""
-
-    id: str
-    prompt_tokens: int
-    tokens: tuple[int, ...]
-    finish: FinishReason
-    submitted: float
-    first_token: float | None
-    finished: float
 
 
 class Observer(Protocol):
@@ -64,7 +67,7 @@ class Observer(Protocol):
 
     def on_step(self, record: StepRecord) -> None: ...
 
-    def on_end(self, request: Request, finish: FinishReason, now: float) -> None:
+    def on_end(self, ended: Completed) -> None:
         """A request ended outside a step: aborted, timed out, or failed."""
 
     def on_failure(self, reason: str, suspects: list[str], now: float) -> None:

@@ -1,4 +1,4 @@
-"""An executor without weights: deterministic tokens, time by a cost model. Scheduling, batching and paging in isolation."""
+"""An executor without weights: deterministic tokens, time by a cost model; scheduling and paging in isolation."""
 
 from __future__ import annotations
 
@@ -55,8 +55,11 @@ class SyntheticExecutor:
             masks=False,
             device="synthetic",
         )
-        self.cost, self.clock = cost, WallClock() if clock is None else clock
-        self.reset()
+        self.cost = cost
+        self.clock: Clock = WallClock() if clock is None else clock
+        self.state: dict[int, int] = {}
+        self.lengths: dict[int, int] = {}
+        self.busy_until = 0.0
 
     def describe(self) -> Description:
         return self.about
@@ -81,9 +84,7 @@ class SyntheticExecutor:
         return self.busy_until
 
     def reset(self) -> None:
-        self.state: dict[int, int] = {}
-        self.lengths: dict[int, int] = {}
-        self.busy_until = 0.0
+        self.state, self.lengths, self.busy_until = {}, {}, 0.0
 
     def close(self) -> None:
         self.reset()

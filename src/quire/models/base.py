@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from quire.models.spec import ModelSpec
@@ -16,6 +17,10 @@ class Model(Protocol):
 
     @property
     def spec(self) -> ModelSpec: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations, and of K/V unless told otherwise."""
 
     def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
         """Feed the batch -> hidden states [T, hidden], final norm on. Writes K/V into its slots, a LayerKV a layer."""

@@ -46,7 +46,7 @@ class Llama:
     """See `base.Model`."""
 
     def __init__(self, spec: ModelSpec, build: Build) -> None:
-        self.spec, self.ops = spec, build.ops
+        self.spec, self.ops, self.dtype = spec, build.ops, build.dtype
         body = build.at("model")
         body.ignore("layers.*.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq")
         self.embedding = body.embedding("embed_tokens", spec.vocab, spec.hidden)

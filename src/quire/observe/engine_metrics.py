@@ -13,17 +13,18 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire.engine.events import Gauges, StepRecord
+from quire.engine.events import Completed, Gauges, StepRecord
+from quire.engine.ledger import Ledger
 from quire.observe.histogram import Histogram
-from quire.values import FinishReason, Request
+from quire.values import Request
 
-_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60)
-_SECONDS += (120, 240, 480, 960, 1920, 7680)
+_SHORT = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5)
+_SECONDS: tuple[float, ...] = (*_SHORT, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _STEP = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _COUNTS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 _ITERATION = tuple(1 << i for i in range(15))
 
-_COUNTER_HELP = {
+_COUNTER_HELP: Mapping[str, str] = {
     "vllm:prompt_tokens": "Prompt tokens of requests whose first token was made.",
     "vllm:prompt_tokens_cached": "Prompt tokens whose K/V came from the prefix cache.",
     "vllm:generation_tokens": "Tokens made.",
@@ -35,7 +36,7 @@ _COUNTER_HELP = {
     "quire:page_evictions": "Cached pages given to somebody else.",
     "quire:step_failures": "Steps that could not be run.",
 }
-_GAUGE_HELP = {
+_GAUGE_HELP: Mapping[str, str] = {
     "vllm:num_requests_running": "Requests with a place on the device.",
     "vllm:num_requests_waiting": "Requests waiting for one.",
     "vllm:kv_cache_usage_perc": "Share of KV blocks in use, 0 to 1.",
@@ -43,7 +44,7 @@ _GAUGE_HELP = {
     "quire:pages_used": "KV blocks that sequences hold.",
     "quire:pages_free": "KV blocks that can be taken, cached ones included.",
 }
-_HISTOGRAM_HELP = {
+_HISTOGRAM_HELP: Mapping[str, str] = {
     "vllm:iteration_tokens_total": "Tokens fed a step.",
     "vllm:request_queue_time_seconds": "From submission to a place on the device.",
     "vllm:request_prefill_time_seconds": "From a place on the device to the first token.",
@@ -51,96 +52,66 @@ _HISTOGRAM_HELP = {
     "vllm:request_inference_time_seconds": "From a place on the device to the last token.",
     "vllm:request_prompt_tokens": "Prompt tokens a request.",
     "vllm:request_generation_tokens": "Tokens made a request.",
+    "vllm:request_num_preemptions": "Preemptions a request.",
     "quire:step_seconds": "From launch to commit of a step.",
 }
 _BUCKETS: Mapping[str, tuple[float, ...]] = {
     "vllm:iteration_tokens_total": _ITERATION,
     "vllm:request_prompt_tokens": _COUNTS,
     "vllm:request_generation_tokens": _COUNTS,
+    "vllm:request_num_preemptions": (0, 1, 2, 5, 10, 20, 50),
     "quire:step_seconds": _STEP,
 }
 
 
-class _Life:
-    """When one request got where, and how many tokens it has."""
-
-    __slots__ = ("first", "made", "opened", "prompt", "submitted")
-
-    def __init__(self, prompt: int, now: float) -> None:
-        self.prompt, self.submitted = prompt, now
-        self.opened = self.first = -1.0
-        self.made = 0
-
-
 class EngineMetrics:
-    """Counts what the engine does. Costs a few microseconds a step."""
+    """Watches what the engine does. Costs a few microseconds a step."""
 
     def __init__(self) -> None:
-        self.counters = dict.fromkeys(_COUNTER_HELP, 0)
         self.histograms = {name: Histogram(_BUCKETS.get(name, _SECONDS)) for name in _HISTOGRAM_HELP}
-        self.gauges = Gauges(0, 0, 0, 0, 0, 0, 0, 0, 0)
-        self.lives: dict[str, _Life] = {}
+        self.failures = 0
 
     def on_submit(self, request: Request, now: float) -> None:
-        self.lives[request.id] = _Life(len(request.prompt), now)
+        """Counted when it ends."""
 
     def on_step(self, record: StepRecord) -> None:
-        counters, lives, histograms = self.counters, self.lives, self.histograms
-        counters["quire:steps"] += 1
-        for what, id, _, _ in record.decisions:
-            if what == "opened" and (life := lives.get(id)) is not None and life.opened < 0:
-                life.opened = record.planned
-                histograms["vllm:request_queue_time_seconds"].observe(record.planned - life.submitted)
-        made = 0
-        for event in record.events:
-            if event.tokens:
-                life = lives[event.id]
-                made += len(event.tokens)
-                life.made += len(event.tokens)
-                if life.first < 0:
-                    self._first(life, record.committed, event.cached)
-            if event.finish is not None:
-                self._finish(event.id, record.committed)
-        counters["vllm:generation_tokens"] += made
-        histograms["vllm:iteration_tokens_total"].observe(sum([span[1] for span in record.plan.spans]))
-        histograms["quire:step_seconds"].observe(record.committed - record.launched)
-        self.gauges = record.gauges
+        self.histograms["vllm:iteration_tokens_total"].observe(sum([span[1] for span in record.plan.spans]))
+        self.histograms["quire:step_seconds"].observe(record.committed - record.launched)
+        for ended in record.ended:
+            self.on_end(ended)
 
-    def _first(self, life: _Life, now: float, cached: int) -> None:
-        life.first = now
-        self.counters["vllm:prompt_tokens"] += life.prompt
-        self.counters["vllm:prompt_tokens_cached"] += cached
-        self.histograms["vllm:request_prefill_time_seconds"].observe(now - life.opened)
-
-    def _finish(self, id: str, now: float) -> None:
-        life = self.lives.pop(id)
-        if life.first >= 0:
-            self.histograms["vllm:request_decode_time_seconds"].observe(now - life.first)
-        if life.opened >= 0:
-            self.histograms["vllm:request_inference_time_seconds"].observe(now - life.opened)
-        self.histograms["vllm:request_prompt_tokens"].observe(life.prompt)
-        self.histograms["vllm:request_generation_tokens"].observe(life.made)
-
-    def on_end(self, request: Request, finish: FinishReason, now: float) -> None:
-        if request.id in self.lives:
-            self._finish(request.id, now)
+    def on_end(self, ended: Completed) -> None:
+        observe, opened, first = self.histograms, ended.opened, ended.first_token
+        if opened is not None:
+            observe["vllm:request_queue_time_seconds"].observe(opened - ended.submitted)
+            observe["vllm:request_inference_time_seconds"].observe(ended.finished - opened)
+            if first is not None:
+                observe["vllm:request_prefill_time_seconds"].observe(first - opened)
+                observe["vllm:request_decode_time_seconds"].observe(ended.finished - first)
+        observe["vllm:request_prompt_tokens"].observe(ended.prompt_tokens)
+        observe["vllm:request_generation_tokens"].observe(len(ended.tokens))
+        observe["vllm:request_num_preemptions"].observe(ended.preemptions)
 
     def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
-        self.counters["quire:step_failures"] += 1
+        self.failures += 1
 
-    def snapshot(self, gauges: Gauges) -> dict[str, Any]:
-        """Plain data: everything /metrics says of the engine, with the gauges as they stand now."""
+    def snapshot(self, ledger: Ledger, gauges: Gauges) -> dict[str, Any]:
+        """Plain data: everything /metrics says of the engine, as things stand now."""
         pages = gauges.used_pages + gauges.free_pages
         usage = gauges.used_pages / pages if pages else 0.0
-        counters = self.counters | {
-            "vllm:num_preemptions": gauges.preemptions,
-            "vllm:prefix_cache_queries": gauges.prefix_queried,
-            "vllm:prefix_cache_hits": gauges.prefix_hit,
-            "quire:discarded_spans": gauges.discarded_spans,
-            "quire:page_evictions": gauges.evictions,
-        }
         return {
-            "counters": counters,
+            "counters": {
+                "vllm:prompt_tokens": ledger.prompted,
+                "vllm:prompt_tokens_cached": ledger.cached,
+                "vllm:generation_tokens": ledger.generated,
+                "vllm:num_preemptions": gauges.preemptions,
+                "vllm:prefix_cache_queries": gauges.prefix_queried,
+                "vllm:prefix_cache_hits": gauges.prefix_hit,
+                "quire:steps": ledger.steps,
+                "quire:discarded_spans": gauges.discarded_spans,
+                "quire:page_evictions": gauges.evictions,
+                "quire:step_failures": self.failures,
+            },
             "gauges": {
                 "vllm:num_requests_running": gauges.running,
                 "vllm:num_requests_waiting": gauges.waiting,

@@ -90,13 +90,14 @@ def drive(engine: Engine, loads: Sequence[Load], tick: Callable[[int], None] = l
         before = wall()
         engine.step()
         out.steps.append(wall() - before)
-        if engine.steps % _SAMPLE == 0:
+        if engine.ledger.steps % _SAMPLE == 0:
             _fragmentation(engine, out)
-            tick(engine.completed)
+            tick(engine.ledger.requests)
     out.seconds = clock.now() - started or wall() - begun
-    out.tokens = engine.generated
+    out.tokens = engine.ledger.generated
     out.snapshot = engine.metrics_snapshot()
     out.latency = [c.finished - c.submitted for c in engine.completed_requests]
+    out.queue_wait = [c.opened - c.submitted for c in engine.completed_requests if c.opened is not None]
     return out
 
 

@@ -1,0 +1,127 @@
+"""`quire bench engine`: the engine loop alone, without weights: what scheduling, batching and paging cost."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from quire.engine.clock import VirtualClock, WallClock
+from quire.executors.costs import StepCost
+from quire.observe.engine_metrics import EngineMetrics
+from quire.observe.histogram import percentile
+from quire.sim.run import House, Outcome, drive, peak_memory
+from quire.sim.workload import Load, uniform
+
+_POINTS = (50, 95, 99)
+
+
+@click.command("engine")
+@click.option("--requests", default=1000, show_default=True, help="How many.")
+@click.option("--prompt", "prompt", type=(int, int), default=(4, 96), show_default=True, help="Prompt tokens, from to.")
+@click.option("--new", "new", type=(int, int), default=(4, 24), show_default=True, help="New tokens, from to.")
+@click.option("--rate", default=0.0, help="Arrivals a second; 0: all at once.")
+@click.option("--max-num-seqs", default=32, show_default=True, help="Sequences at once.")
+@click.option("--max-num-batched-tokens", default=512, show_default=True, help="Tokens a step.")
+@click.option("--blocks", default=4096, show_default=True, help="KV blocks.")
+@click.option("--block-size", default=16, show_default=True, help="Tokens a block.")
+@click.option("--batching", type=click.Choice(["continuous", "static"]), default="continuous", show_default=True)
+@click.option("--lookahead", default=0, show_default=True, help="Steps launched ahead of results.")
+@click.option("--prefix-caching/--no-prefix-caching", default=True, show_default=True)
+@click.option("--step-ms", default=0.0, help="Simulated milliseconds a step takes; 0: only the engine's own time.")
+@click.option("--token-us", default=0.0, help="Simulated microseconds a token fed adds.")
+@click.option("--virtual", is_flag=True, help="Simulated time passes at once (needs --step-ms or --token-us).")
+@click.option("--seed", default=7, show_default=True)
+@click.option("--repeat", default=1, show_default=True, help="Runs; the one with the median tokens/s is shown.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(
+    requests: int,
+    prompt: tuple[int, int],
+    new: tuple[int, int],
+    rate: float,
+    seed: int,
+    repeat: int,
+    step_ms: float,
+    token_us: float,
+    virtual: bool,
+    as_json: bool,
+    **sizes: Any,
+) -> None:
+    """Run synthetic requests through the real engine, with metrics on, and say how fast it was."""
+    house = House(
+        pages=sizes["blocks"],
+        page_size=sizes["block_size"],
+        max_num_seqs=sizes["max_num_seqs"],
+        max_num_batched_tokens=sizes["max_num_batched_tokens"],
+        chunk=sizes["max_num_batched_tokens"],
+        depth=sizes["lookahead"],
+        prefix_caching=sizes["prefix_caching"],
+        batching=sizes["batching"],
+        cost=StepCost(step_ms / 1e3, token_us / 1e6) if step_ms or token_us else House().cost,
+    )
+    if virtual and not house.cost.seconds(1):
+        raise click.UsageError("--virtual needs simulated time: give --step-ms or --token-us")
+    loads = uniform(requests, prompt=prompt, new=new, rate=rate, seed=seed)
+    outcomes = [_run(house, loads, virtual, quiet=as_json) for _ in range(repeat)]
+    outcome = sorted(outcomes, key=lambda o: o.tokens / o.seconds)[repeat // 2]
+    outcome.peak_bytes = peak_memory(lambda: _run(house, loads[:10_000], virtual=True, quiet=True))
+    found = report(outcome)
+    if as_json:
+        click.echo(json.dumps(found))
+    else:
+        _show(found)
+
+
+def _run(house: House, loads: list[Load], virtual: bool, quiet: bool) -> Outcome:
+    engine = house.build(VirtualClock() if virtual else WallClock(), [EngineMetrics()])
+    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as bar:
+        task = bar.add_task("requests", total=len(loads))
+        return drive(engine, loads, lambda done: bar.update(task, completed=done))
+
+
+def report(outcome: Outcome) -> dict[str, Any]:
+    """The figures of a run, plain JSON. Times in milliseconds unless named otherwise."""
+    snapshot = outcome.snapshot
+    return {
+        "requests": outcome.requests,
+        "tokens": outcome.tokens,
+        "seconds": round(outcome.seconds, 4),
+        "requests_per_s": round(outcome.requests / outcome.seconds, 1),
+        "tokens_per_s": round(outcome.tokens / outcome.seconds, 1),
+        "latency_ms": _spread(outcome.latency),
+        "queue_wait_ms": _spread(outcome.queue_wait),
+        "step_ms": _spread(outcome.steps),
+        "steps": len(outcome.steps),
+        "average_batch_size": round(snapshot["average_batch_size"], 2),
+        "max_batch_observed": snapshot["max_batch_observed"],
+        "peak_memory_bytes": outcome.peak_bytes,
+        "internal_fragmentation": round(statistics.fmean(outcome.internal), 4) if outcome.internal else 0.0,
+        "external_fragmentation": round(statistics.fmean(outcome.external), 4) if outcome.external else 0.0,
+        "preemptions": snapshot["cache"]["pressure_events"],
+        "python": platform.python_version(),
+    }
+
+
+def _spread(seconds: list[float]) -> dict[str, float]:
+    return {f"p{q}": round(1e3 * percentile(seconds, q), 4) for q in _POINTS}
+
+
+def _show(found: dict[str, Any]) -> None:
+    table = Table(title="engine loop, no weights", title_justify="left")
+    table.add_column("what")
+    table.add_column("figure", justify="right")
+    for name, value in found.items():
+        table.add_row(name.replace("_", " "), _figure(value))
+    Console().print(table)
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, dict):
+        return "  ".join(f"{k} {v:g}" for k, v in value.items())
+    return value if isinstance(value, str) else f"{value:,}"

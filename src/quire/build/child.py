@@ -1,0 +1,42 @@
+"""The engine's own process: `python -m quire.build.child FD`, a connected socket inherited from the front."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+
+from quire.build.engine import build_engine
+from quire.config import Settings
+from quire.engine.process import EngineLoop
+from quire.engine.wire import Configure, Frames, Ready, Refused, frame
+from quire.errors import QuireError
+from quire.observe.engine_metrics import EngineMetrics
+
+
+def main() -> int:
+    """Build, say so, run until the front goes away. Exit code 2 when the engine cannot be built."""
+    link = socket.socket(fileno=int(sys.argv[1]))
+    metrics = EngineMetrics()
+    try:
+        engine = build_engine(_settings(link), observers=[metrics])
+    except QuireError as error:
+        link.sendall(frame(Refused(type(error).__name__, str(error))))
+        return 2
+    link.sendall(frame(Ready(engine.about)))
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the front died: so do we, quietly
+        EngineLoop(engine, link, lambda: metrics.snapshot(engine.ledger, engine.gauges())).run()
+    engine.close()
+    return 0
+
+
+def _settings(link: socket.socket) -> Settings:
+    frames = Frames(Configure)
+    while data := link.recv(1 << 16):
+        for message in frames.feed(data):
+            return Settings.of(**message.settings)
+    raise QuireError("the front went away before it said what to build")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

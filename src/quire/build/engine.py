@@ -1,0 +1,143 @@
+"""An engine from settings: 'auto' is resolved here, where device and checkpoint are known, and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from quire.build.progress import loading
+from quire.config import Settings
+from quire.core.kv import KV, prefix_index
+from quire.core.policy import ADMISSIONS, ORDERS, SHELVES
+from quire.core.scheduler import Scheduler
+from quire.engine.engine import Engine
+from quire.engine.events import Observer
+from quire.engine.executor import Description, Executor
+from quire.errors import InvalidConfig
+from quire.executors.local import LocalExecutor
+from quire.models.base import Model
+from quire.models.spec import ModelSpec
+from quire.ops.reference import ReferenceOps
+from quire.runner.memory import cpu_budget, layer_shapes, plan_pages
+from quire.values import MANY
+from quire.weights.load import load_model
+from quire.weights.locate import locate
+
+
+class Limits(NamedTuple):
+    """Resolved sizes. cap: sequences at once. rows: places on the device. budget, chunk: tokens a step, a span."""
+
+    max_model_len: int
+    page_size: int
+    cap: int
+    rows: int
+    depth: int
+    budget: int
+    chunk: int
+
+
+def build_engine(settings: Settings, *, observers: Iterable[Observer] = (), keep: int = 0) -> Engine:
+    """Load the model and put an engine around it. Raises InvalidModel or InvalidConfig."""
+    device = choose_device(settings.execution.device)
+    torch.set_num_threads(settings.execution.threads or os.cpu_count() or 1)
+    model = _load(settings, device)
+    limits = resolve(settings, model.spec, device)
+    executor = _local(settings, model, limits, device)
+    about = executor.describe()
+    return Engine(
+        build_scheduler(settings, about, limits), executor, depth=limits.depth, observers=observers, keep=keep
+    )
+
+
+def build_scheduler(settings: Settings, about: Description, limits: Limits) -> Scheduler:
+    """The scheduler for an executor that says this about itself."""
+    index = prefix_index(about.page_size, settings.cache.enable_prefix_caching)
+    return Scheduler(
+        KV(about.pages, about.page_size, index, SHELVES[settings.cache.eviction_policy]()),
+        rows=about.rows,
+        cap=limits.cap,
+        budget=limits.budget,
+        chunk=limits.chunk,
+        admit=ADMISSIONS[settings.scheduler.batching],
+        order=ORDERS[settings.scheduler.scheduling_policy],
+        drafts=about.drafts,
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """The device for 'auto', 'cpu' or 'cuda'. Raises InvalidConfig when there is no such device."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InvalidConfig("--device cuda: torch sees no GPU here; use --device cpu, or install torch with CUDA")
+    return torch.device(name)
+
+
+def resolve(settings: Settings, spec: ModelSpec, device: torch.device) -> Limits:
+    """Every 'auto' that depends on device or model. Raises InvalidConfig for a context the model does not have."""
+    cpu = device.type == "cpu"
+    scheduler, asked = settings.scheduler, settings.model.max_model_len
+    if asked is not None and asked > spec.context:
+        raise InvalidConfig(
+            f"max_model_len {asked} is above the {spec.context} tokens this model was made for: lower it"
+        )
+    length = asked or spec.context
+    cap = scheduler.max_num_seqs or (64 if cpu else 256)
+    depth = scheduler.lookahead if scheduler.lookahead is not None else (0 if cpu else 1)
+    budget = max(cap, scheduler.max_num_batched_tokens or (512 if cpu else 8192))
+    chunk = scheduler.long_prefill_token_threshold or budget
+    return Limits(
+        max_model_len=length,
+        page_size=settings.cache.block_size or (16 if cpu else 64),
+        cap=cap,
+        rows=cap * (1 + depth),
+        depth=depth,
+        budget=budget if scheduler.enable_chunked_prefill else max(budget, length),
+        chunk=chunk if scheduler.enable_chunked_prefill else MANY,
+    )
+
+
+def _load(settings: Settings, device: torch.device) -> Model:
+    model = settings.model
+    with loading(model.model) as progress:
+        return load_model(
+            locate(model.model, revision=model.revision),
+            dtype=model.dtype,
+            device=device,
+            ops=ReferenceOps(),
+            load_format=model.load_format,
+            seed=model.seed,
+            progress=progress,
+        )
+
+
+def _local(settings: Settings, model: Model, limits: Limits, device: torch.device) -> Executor:
+    cache = settings.cache
+    pages = cache.num_gpu_blocks_override or plan_pages(
+        layer_shapes(model.spec.kv_shapes, model.dtype),
+        page_size=limits.page_size,
+        rows=limits.cap,
+        max_model_len=limits.max_model_len,
+        budget=cache.kv_cache_memory_bytes or _budget(device, cache.gpu_memory_utilization),
+    )
+    return LocalExecutor(
+        model,
+        pages=pages,
+        page_size=limits.page_size,
+        rows=limits.rows,
+        max_model_len=limits.max_model_len,
+        dtype=model.dtype,
+        device=device,
+        depth=limits.depth,
+    )
+
+
+def _budget(device: torch.device, share: float) -> int:
+    """Bytes for K/V: on a GPU what the share of its memory leaves beside what is loaded."""
+    if device.type == "cpu":
+        return cpu_budget(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free - (1 - share) * total)

@@ -1,0 +1,32 @@
+"""What the rim needs of a model folder: tokenizer, chat template, sampling defaults. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quire.config import Settings
+from quire.text.chat import ChatTemplate
+from quire.text.generation import sampling_defaults
+from quire.text.tokenizer import Tokenizer
+from quire.weights.locate import locate
+
+
+class Text(NamedTuple):
+    """Text in, text out. template: None when the model has none. defaults: of generation_config.json."""
+
+    folder: Path
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    defaults: Mapping[str, Any]
+
+
+def build_text(settings: Settings) -> Text:
+    """Read the tokenizer's and the model's folder. Raises InvalidModel."""
+    model = settings.model
+    folder = locate(model.model, revision=model.revision)
+    spoken = folder if model.tokenizer is None else locate(model.tokenizer)
+    tokenizer = Tokenizer.from_folder(spoken)
+    template = ChatTemplate.from_folder(spoken, tokenizer.tokens, override=model.chat_template)
+    return Text(folder, tokenizer, template, sampling_defaults(folder))

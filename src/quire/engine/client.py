@@ -1,0 +1,200 @@
+"""The front's side of the engine process: starts it, talks to it, notices its death and starts it again."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from quire import errors
+from quire.engine.executor import Description
+from quire.engine.port import OnDeath, OnTokens
+from quire.engine.wire import Abort, Configure, Frames, Ready, Refused, Submit, ToFront, Update, frame
+from quire.errors import QuireError, Unavailable
+from quire.values import Request
+
+_PATIENCE = 30.0
+"""Seconds without a step, work outstanding, after which the engine counts as stuck; ten longest steps are added."""
+
+
+class EngineProcess:
+    """A `Port` to an engine in a process of its own.
+
+    argv: the command that starts it; the number of an inherited socket is appended. settings: what it is built
+    from. render: /metrics text of a metrics snapshot.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        settings: Mapping[str, Any],
+        render: Callable[[Mapping[str, Any]], bytes],
+        *,
+        backoff: float = 0.5,
+    ) -> None:
+        self.argv, self.settings, self.render, self.backoff = list(argv), dict(settings), render, backoff
+        self.process: subprocess.Popen[bytes] | None = None
+        self.restarts = 0
+        self._on_tokens: OnTokens = lambda events: None
+        self._on_death: OnDeath = lambda reason: None
+        self._link: _Link | None = None
+        self._stats: Mapping[str, Any] = {}
+        self._metrics: Mapping[str, Any] | None = None
+        self._closing = False
+        self._restart: asyncio.Task[None] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._idle, self._progress, self._longest, self._step = True, time.monotonic(), 0.0, 0
+
+    # ---------------------------------------------------------------- life
+
+    async def start(self) -> Description:
+        """Start the process and wait until it is ready. Raises what the engine could not be built for."""
+        here, there = socket.socketpair()
+        try:
+            self.process = subprocess.Popen(
+                [*self.argv, str(there.fileno())],
+                pass_fds=[there.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the front: it drains first
+            )
+        finally:
+            there.close()
+        self._forget()
+        loop = asyncio.get_running_loop()
+        link = _Link(self, loop.create_future())
+        await loop.create_connection(lambda: link, sock=here)
+        link.say(Configure(self.settings))
+        self._link = link
+        return await link.ready
+
+    async def close(self) -> None:
+        """Let the process go; it ends by itself when its socket closes."""
+        self._closing = True
+        if self._restart is not None:
+            self._restart.cancel()
+        if self._link is not None:
+            self._link.close()
+        if self.process is not None:
+            try:
+                await asyncio.to_thread(self.process.wait, 5)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                await asyncio.to_thread(self.process.wait)
+
+    def lost(self, link: _Link) -> None:
+        """The process is gone: say so, and start another."""
+        if self._closing or link is not self._link:
+            return
+        self._link = None
+        reason = "the engine process ended" + self._exit_code()
+        self._on_death(reason)
+        if link.was_ready:
+            self._restart = asyncio.get_running_loop().create_task(self._again())
+
+    def _exit_code(self) -> str:
+        code = self.process.poll() if self.process is not None else None
+        return "" if code is None else f" (exit code {code})"
+
+    async def _again(self) -> None:
+        delay = self.backoff
+        while not self._closing:
+            try:
+                self.restarts += 1
+                await self.start()
+                return
+            except QuireError:
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, 30.0)
+
+    # ---------------------------------------------------------------- the port
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        if self._link is None or not self._link.was_ready:
+            raise Unavailable("the engine is starting: try again in a moment", code="engine_starting")
+        if self._idle:
+            self._idle, self._progress = False, time.monotonic()
+        self._link.say(Submit(list(requests)))
+
+    def abort(self, ids: Sequence[str]) -> None:
+        if self._link is not None:
+            self._link.say(Abort(list(ids)))
+
+    def subscribe(self, on_tokens: OnTokens, on_death: OnDeath) -> None:
+        self._on_tokens, self._on_death = on_tokens, on_death
+
+    def snapshot(self) -> Mapping[str, Any]:
+        return self._stats
+
+    def prometheus(self) -> bytes:
+        return self.render(self._metrics) if self._metrics is not None else b""
+
+    def ready(self) -> bool:
+        return self._link is not None and self._link.was_ready
+
+    def alive(self) -> bool:
+        waited = time.monotonic() - self._progress
+        return self.ready() and (self._idle or waited < _PATIENCE + 10 * self._longest)
+
+    def heard(self, update: Update) -> None:
+        """One step's message."""
+        now = time.monotonic()
+        if update.step != self._step:
+            if not self._idle:
+                self._longest = max(self._longest, now - self._progress)
+            self._step, self._progress = update.step, now
+        self._idle = update.idle
+        if update.stats is not None:
+            self._stats = update.stats
+        if update.metrics is not None:
+            self._metrics = update.metrics
+        if update.events:
+            self._on_tokens(update.events)
+
+
+class _Link(asyncio.Protocol):
+    """The socket to one engine process."""
+
+    def __init__(self, owner: EngineProcess, ready: asyncio.Future[Description]) -> None:
+        self.owner, self.ready = owner, ready
+        self.frames = Frames(ToFront)
+        self.transport: asyncio.Transport | None = None
+
+    @property
+    def was_ready(self) -> bool:
+        return self.ready.done() and not self.ready.cancelled() and self.ready.exception() is None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def say(self, message: Configure | Submit | Abort) -> None:
+        if self.transport is not None:
+            self.transport.write(frame(message))
+
+    def close(self) -> None:
+        if self.transport is not None:
+            self.transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        for message in self.frames.feed(data):
+            if isinstance(message, Update):
+                self.owner.heard(message)
+            elif isinstance(message, Ready):
+                self.ready.set_result(message.about)
+            elif isinstance(message, Refused):
+                self.ready.set_exception(_error(message))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.ready.done():
+            self.ready.set_exception(Unavailable("the engine process ended before it was ready: see its log"))
+        self.owner.lost(self)
+
+
+def _error(refused: Refused) -> QuireError:
+    kind = getattr(errors, refused.kind, QuireError)
+    made = kind(refused.message) if isinstance(kind, type) and issubclass(kind, QuireError) else None
+    return made if made is not None else QuireError(refused.message)

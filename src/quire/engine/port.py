@@ -1,0 +1,41 @@
+"""The engine's surface as the front sees it, wherever the engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from quire.engine.executor import Description
+from quire.values import Request, Tokens
+
+OnTokens = Callable[[Sequence[Tokens]], None]
+OnDeath = Callable[[str], None]
+
+
+class Port(Protocol):
+    """Used from one event loop. Nothing here blocks; answers come through `subscribe`."""
+
+    async def start(self) -> Description:
+        """Return when requests are taken. Raises InvalidModel, InvalidConfig or Unavailable."""
+
+    async def close(self) -> None: ...
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests. One that can never run comes back as Tokens with finish 'error'."""
+
+    def abort(self, ids: Sequence[str]) -> None:
+        """End these; their pages are free within a step. Unknown ids are fine."""
+
+    def subscribe(self, on_tokens: OnTokens, on_death: OnDeath) -> None:
+        """`on_tokens` hears once a step; `on_death` when everything in flight was lost, with the reason."""
+
+    def snapshot(self) -> Mapping[str, Any]:
+        """The engine's latest counters: `Engine.metrics_snapshot`, plain JSON."""
+
+    def prometheus(self) -> bytes:
+        """The engine's share of /metrics."""
+
+    def alive(self) -> bool:
+        """Progress: nothing is outstanding, or steps are being committed."""
+
+    def ready(self) -> bool: ...

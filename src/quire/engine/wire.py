@@ -1,0 +1,84 @@
+"""What the front and the engine process say to each other: msgpack frames, one message a step each way. No pickle."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from quire.engine.executor import Description
+from quire.values import Request, Tokens
+
+
+class Configure(msgspec.Struct, tag=True, frozen=True):
+    """The first word: the settings to build from, by option name."""
+
+    settings: dict[str, Any]
+
+
+class Submit(msgspec.Struct, tag=True, frozen=True):
+    requests: list[Request]
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    ids: list[str]
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The engine is built and takes requests."""
+
+    about: Description
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """The engine cannot be built. kind: name of the error's class."""
+
+    kind: str
+    message: str
+
+
+class Update(msgspec.Struct, tag=True, frozen=True):
+    """After a step. stats and metrics come now and then, and always when the engine falls idle."""
+
+    step: int
+    events: list[Tokens]
+    idle: bool
+    stats: dict[str, Any] | None = None
+    metrics: dict[str, Any] | None = None
+
+
+ToEngine = Configure | Submit | Abort
+ToFront = Ready | Refused | Update
+
+_HEAD = struct.Struct("<I")
+
+
+class Frames:
+    """Cuts a byte stream into messages: each a little-endian length (4 bytes), then msgpack."""
+
+    def __init__(self, kind: Any) -> None:
+        self._decode = msgspec.msgpack.Decoder(kind).decode
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """Messages that `data` completes."""
+        buffer, at = self._buffer, 0
+        buffer += data
+        while len(buffer) - at >= 4:
+            (length,) = _HEAD.unpack_from(buffer, at)
+            if len(buffer) - at - 4 < length:
+                break
+            yield self._decode(memoryview(buffer)[at + 4 : at + 4 + length])
+            at += 4 + length
+        del buffer[:at]
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: ToEngine | ToFront) -> bytes:
+    """One message as bytes."""
+    body = _encoder.encode(message)
+    return _HEAD.pack(len(body)) + body
