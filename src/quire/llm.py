@@ -1,0 +1,254 @@
+"""The offline door: the engine in the caller's process, in vLLM's shapes.
+
+from quire import LLM, SamplingParams
+LLM().generate(["Once upon a time"], SamplingParams(max_tokens=50))
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, Self, cast
+
+from rich.console import Console
+from rich.progress import Progress
+
+from quire.backends.answer import Answer
+from quire.backends.base import Call, Delta
+from quire.backends.spell import requests
+from quire.build.engine import build_engine
+from quire.build.text import build_text
+from quire.config import Settings
+from quire.errors import InvalidRequest
+from quire.text.detokenizer import NoText
+from quire.text.stop import StopFinder, StopStrings
+from quire.text.tokenizer import Tokenizer
+from quire.values import CompletionOutput, RequestOutput, SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model in this process. Arguments are the options of docs/configuration.md, by name; or whole `settings`.
+
+    Not for several threads at once. Raises InvalidConfig or InvalidModel.
+    """
+
+    def __init__(self, model: str = "embedded", *, settings: Settings | None = None, **options: Any) -> None:
+        self.settings = Settings.of(model=model, **options) if settings is None else settings
+        self._text = build_text(self.settings)
+        self._engine = build_engine(self.settings)
+        self._seeds = random.Random(self.settings.model.seed)
+        self._names = itertools.count()
+        self._open: dict[str, tuple[Answer, list[Delta]]] = {}
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """One answer for each prompt, in order. `sampling_params`: for all, one for each, or the model's defaults.
+
+        `use_tqdm` (vLLM's name) shows progress where somebody watches. Raises InvalidRequest naming the field.
+        """
+        alone = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        several = cast("Sequence[Prompt]", [prompts] if alone else prompts)
+        return self._run([self._encoded(prompt) for prompt in several], sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **rendering: Any,
+    ) -> list[RequestOutput]:
+        """One answer for each conversation, or for the only one.
+
+        rendering: add_generation_prompt, continue_final_message, tools, chat_template_kwargs.
+        Raises InvalidRequest also when the model has no chat template, or its template refuses the messages.
+        """
+        alone = len(messages) > 0 and isinstance(messages[0], Mapping)
+        several = cast("Sequence[Sequence[Message]]", [messages] if alone else messages)
+        return self._run([self._rendered(talk, **rendering) for talk in several], sampling_params, use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[str, None, None]:
+        """The pieces of the first answer's text as they come. Closing the iterator ends the request."""
+        return self._stream(*self._encoded(prompt), sampling_params or self.default_sampling_params())
+
+    def stream_chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> Generator[str, None, None]:
+        """As `stream`, for a conversation."""
+        return self._stream(*self._rendered(messages), sampling_params or self.default_sampling_params())
+
+    def default_sampling_params(self, **changed: Any) -> SamplingParams:
+        """What the model's generation_config.json recommends, with some fields `changed`."""
+        return SamplingParams(**{**self._text.defaults, **changed})
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._text.tokenizer
+
+    def close(self) -> None:
+        """Give memory and device back."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- prompts
+
+    def _encoded(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
+        if isinstance(prompt, Mapping):
+            known = {"prompt", "prompt_token_ids"} & set(prompt)
+            if not known or len(prompt) > len(known):
+                raise InvalidRequest(
+                    f"a prompt has 'prompt' or 'prompt_token_ids' and nothing else, not {sorted(prompt)}",
+                    param="prompts",
+                )
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            return text, self._text.tokenizer.encode(text or "") if ids is None else tuple(ids)
+        if isinstance(prompt, str):
+            return prompt, self._text.tokenizer.encode(prompt)
+        return None, tuple(prompt)
+
+    def _rendered(self, messages: Sequence[Message], **rendering: Any) -> tuple[str, tuple[int, ...]]:
+        if self._text.template is None:
+            raise InvalidRequest("this model has no chat template: give one with chat_template=", param="messages")
+        text = self._text.template.render(messages, **rendering)
+        return text, self._text.tokenizer.encode(text, add_special_tokens=False)
+
+    # ---------------------------------------------------------------- running
+
+    def _run(
+        self,
+        prompts: Sequence[tuple[str | None, tuple[int, ...]]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        watch: bool,
+    ) -> list[RequestOutput]:
+        each = _for_each(params or self.default_sampling_params(), len(prompts))
+        jobs: list[_Job] = []
+        try:
+            for (text, ids), one in zip(prompts, each, strict=True):
+                jobs.append(_Job(Call(id=f"llm-{next(self._names)}", prompt=ids, text=text, sampling=one)))
+                self._submit(jobs[-1])
+            console = Console(stderr=True)
+            with Progress(console=console, transient=True, disable=not (watch and console.is_terminal)) as progress:
+                task = progress.add_task("requests", total=len(jobs))
+                while any(job.running for job in jobs):
+                    self._pump()
+                    progress.update(task, completed=sum(not job.running for job in jobs))
+        finally:
+            self._forget(jobs)
+        return [job.output() for job in jobs]
+
+    def _stream(self, text: str | None, ids: tuple[int, ...], params: SamplingParams) -> Generator[str, None, None]:
+        job = _Job(Call(id=f"llm-{next(self._names)}", prompt=ids, text=text, sampling=params))
+        try:
+            self._submit(job)
+            told = 0
+            while job.running or told < len(job.choices[0]):
+                if told == len(job.choices[0]):
+                    self._pump()
+                fresh = job.choices[0][told:]
+                told += len(fresh)
+                yield from (delta.text for delta in fresh if delta.text)
+        finally:
+            self._forget([job])
+
+    def _submit(self, job: _Job) -> None:
+        tokenizer, sampling = self._text.tokenizer, job.call.sampling
+        limit, seed = self._engine.about.max_model_len, self._seeds.getrandbits(63)
+        stops = StopStrings(sampling.stop)
+        for request, deltas in zip(
+            requests(job.call, tokenizer=tokenizer, limit=limit, seed=seed), job.choices, strict=True
+        ):
+            self._engine.add(request)
+            text = tokenizer.detokenizer(skip_special_tokens=sampling.skip_special_tokens, context=request.prompt)
+            answer = Answer(
+                request.id,
+                request.choice,
+                request.sampling,
+                detokenizer=text if sampling.detokenize else NoText(),
+                finder=StopFinder(stops, include=sampling.include_stop_str_in_output),
+                eos=tokenizer.eos,
+            )
+            self._open[request.id] = (answer, deltas)
+            job.names.append(request.id)
+
+    def _pump(self) -> None:
+        """One step of the engine; what it brought goes to whom it belongs."""
+        for event in self._engine.step():
+            if event.id not in self._open:
+                continue
+            answer, deltas = self._open[event.id]
+            delta = answer.take(event)
+            if delta is not None:
+                deltas.append(delta)
+            if delta is not None and delta.finish_reason is not None:
+                del self._open[event.id]
+                if event.finish is None:  # a stop string: only the rim knows
+                    self._engine.abort(event.id)
+
+    def _forget(self, jobs: Sequence[_Job]) -> None:
+        """End what still runs, and let the engine come to rest when nothing else is asked of it."""
+        for name in [name for job in jobs for name in job.names]:
+            if self._open.pop(name, None) is not None:
+                self._engine.abort(name)
+        while self._engine.has_pending_work and not self._open:
+            self._engine.step()
+
+
+class _Job:
+    """One call and what came of it: the deltas of each answer, and the engine's names for those it took."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.choices: list[list[Delta]] = [[] for _ in range(call.sampling.n)]
+        self.names: list[str] = []
+
+    @property
+    def running(self) -> bool:
+        return any(not deltas or deltas[-1].finish_reason is None for deltas in self.choices)
+
+    def output(self) -> RequestOutput:
+        first = self.choices[0]
+        return RequestOutput(
+            request_id=self.call.id,
+            prompt=self.call.text,
+            prompt_token_ids=self.call.prompt,
+            outputs=tuple(self._completion(index, deltas) for index, deltas in enumerate(self.choices)),
+            finished=True,
+            prompt_logprobs=next((told for delta in first if (told := delta.prompt_logprobs)), None),
+            num_cached_tokens=max(delta.cached for delta in first),
+        )
+
+    def _completion(self, index: int, deltas: Sequence[Delta]) -> CompletionOutput:
+        wanted = self.call.sampling.logprobs is not None
+        logprobs = tuple(one for delta in deltas for one in delta.logprobs)
+        return CompletionOutput(
+            index=index,
+            text="".join(delta.text for delta in deltas),
+            token_ids=tuple(token for delta in deltas for token in delta.tokens),
+            cumulative_logprob=sum(one.logprob for one in logprobs) if wanted else None,
+            logprobs=logprobs if wanted else None,
+            finish_reason=deltas[-1].finish_reason,
+            stop_reason=deltas[-1].error or deltas[-1].stop_reason,
+        )
+
+
+def _for_each(params: SamplingParams | Sequence[SamplingParams], prompts: int) -> Sequence[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * prompts
+    if len(params) != prompts:
+        raise InvalidRequest(f"there are {prompts} prompts but {len(params)} sampling_params", param="sampling_params")
+    return params

@@ -1,0 +1,255 @@
+"""The offline door, on a model whose weights are the alphabet: after each letter comes the next, after z the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from quire import LLM, SamplingParams
+from quire.config import Settings
+from quire.core.kv import KV, prefix_index
+from quire.core.plan import Mask, Plan, Result
+from quire.core.scheduler import Scheduler
+from quire.engine.engine import Engine
+from quire.engine.executor import Description
+from quire.errors import InvalidConfig, InvalidRequest
+from quire.text.chat import ChatTemplate
+from quire.text.tokenizer import Tokenizer
+from quire.values import CompletionOutput, TokenLogprobs
+
+CONTEXT = 40
+LETTERS = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+END = len(LETTERS)
+
+
+class Spelled:
+    def __init__(self, result: Result) -> None:
+        self._result = result
+
+    def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
+        raise AssertionError("nobody asked for masks")
+
+    def result(self) -> Result:
+        return self._result
+
+
+class Alphabet:
+    """After each letter the next one; the n-th answer takes n steps at once. Log-probabilities are all -1/2."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, tuple[list[int], int, bool]] = {}
+        self.closed = False
+
+    def describe(self) -> Description:
+        return Description(pages=64, page_size=4, rows=8, max_model_len=CONTEXT, vocab_size=END + 1)
+
+    def launch(self, plan: Plan) -> Spelled:
+        for opened in plan.opened:
+            wanted = opened.sampling.logprobs is not None
+            self.rows[opened.row] = (list(opened.tokens), 1 + opened.choice, wanted)
+        tokens: list[list[int]] = []
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        for index, span in enumerate(plan.spans):
+            history, stride, wanted = self.rows[span.row]
+            last = history[-1] + stride
+            tokens.append([last if last <= LETTERS["z"] else END] if span.rows else [])
+            history += tokens[-1]
+            if wanted:
+                logprobs[index] = [TokenLogprobs(token, -0.5, 1) for token in tokens[-1]]
+        return Spelled(Result(tokens, [], logprobs))
+
+    def reset(self) -> None:
+        self.rows.clear()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def tokenizer() -> Tokenizer:
+    core = tokenizers.Tokenizer(models.BPE(LETTERS, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(["<end>"])
+    return Tokenizer(core, {"eos_token": "<end>"})
+
+
+@pytest.fixture
+def alphabet() -> Alphabet:
+    return Alphabet()
+
+
+@pytest.fixture
+def engine(alphabet: Alphabet) -> Engine:
+    about = alphabet.describe()
+    kv = KV(about.pages, about.page_size, prefix_index(about.page_size, True))
+    return Engine(Scheduler(kv, rows=about.rows), alphabet)
+
+
+@pytest.fixture
+def llm(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
+    text = SimpleNamespace(tokenizer=tokenizer(), template=template, defaults={"temperature": 0.5})
+    monkeypatch.setattr("quire.llm.build_engine", lambda settings: engine)
+    monkeypatch.setattr("quire.llm.build_text", lambda settings: text)
+    with LLM() as opened:
+        yield opened
+    assert engine.scheduler.kv.pool.free == engine.about.pages, "pages were not given back"
+
+
+def only(llm: LLM, prompt: Any, **sampling: Any) -> CompletionOutput:
+    [output] = llm.generate(prompt, SamplingParams(**sampling))
+    [completion] = output.outputs
+    return completion
+
+
+def test_answers_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    outputs = llm.generate(["abc", "x", "mn"], SamplingParams(max_tokens=3))
+    assert [(o.prompt, o.outputs[0].text) for o in outputs] == [("abc", "def"), ("x", "yz"), ("mn", "opq")]
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "stop", "length"]
+    assert all(o.finished for o in outputs)
+    assert len({o.request_id for o in outputs}) == 3
+
+
+@pytest.mark.parametrize("prompt", ["b", {"prompt": "b"}, {"prompt_token_ids": [LETTERS["b"]]}, [LETTERS["b"]]])
+def test_a_prompt_may_be_text_or_token_ids_alone_or_in_a_list(llm: LLM, prompt: Any) -> None:
+    assert only(llm, prompt, max_tokens=2).text == "cd"
+    assert only(llm, [prompt], max_tokens=2).text == "cd"
+
+
+def test_more_prompts_than_fit_at_once_all_come_home(llm: LLM) -> None:
+    outputs = llm.generate(["a" * (1 + n % 5) for n in range(50)], SamplingParams(max_tokens=5))
+    assert {o.outputs[0].text for o in outputs} == {"bcdef"}
+
+
+def test_each_prompt_may_have_params_of_its_own(llm: LLM) -> None:
+    outputs = llm.generate(["a", "a"], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)])
+    assert [o.outputs[0].text for o in outputs] == ["b", "bc"]
+
+
+def test_the_end_token_counts_but_is_not_text(llm: LLM) -> None:
+    answer = only(llm, "x", max_tokens=9)
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == ("yz", "stop", None)
+    assert answer.token_ids == (LETTERS["y"], LETTERS["z"], END)
+
+
+def test_the_end_token_can_be_ignored(llm: LLM) -> None:
+    assert only(llm, "y", max_tokens=3, ignore_eos=True).finish_reason == "length"
+
+
+def test_a_stop_string_ends_the_text_before_it_and_spans_tokens(llm: LLM) -> None:
+    answer = only(llm, "a", max_tokens=20, stop=["no", "ef"])
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == ("bcd", "stop", "ef")
+
+
+def test_a_stop_string_may_be_kept(llm: LLM) -> None:
+    assert only(llm, "a", stop="ef", include_stop_str_in_output=True).text == "bcdef"
+
+
+def test_stop_strings_wait_for_min_tokens(llm: LLM) -> None:
+    assert only(llm, "a", max_tokens=20, min_tokens=4, stop=["c", "h"]).text == "bcdefg"
+
+
+def test_a_stop_token_is_named(llm: LLM) -> None:
+    answer = only(llm, "a", stop_token_ids=[LETTERS["d"]])
+    assert (answer.text, answer.stop_reason) == ("bc", LETTERS["d"])
+
+
+def test_text_that_only_might_have_become_a_stop_string_is_told_at_the_end(llm: LLM) -> None:
+    assert only(llm, "a", max_tokens=3, stop=["cdx"]).text == "bcd"
+
+
+def test_n_answers_to_one_prompt(llm: LLM) -> None:
+    [output] = llm.generate("a", SamplingParams(n=3, max_tokens=3))
+    assert [(c.index, c.text) for c in output.outputs] == [(0, "bcd"), (1, "ceg"), (2, "dgj")]
+
+
+def test_log_probabilities_are_there_when_asked_for(llm: LLM) -> None:
+    answer = only(llm, "a", max_tokens=4, logprobs=0)
+    assert answer.logprobs is not None
+    assert [one.token for one in answer.logprobs] == list(answer.token_ids)
+    assert answer.cumulative_logprob == -2.0
+    assert only(llm, "a").logprobs is None
+
+
+def test_no_limit_means_the_whole_context(llm: LLM) -> None:
+    answer = only(llm, "a" * 30, max_tokens=None, ignore_eos=True)
+    assert (len(answer.token_ids), answer.finish_reason) == (CONTEXT - 30, "length")
+
+
+def test_a_repeated_prompt_is_read_from_the_cache(llm: LLM) -> None:
+    first, second = (llm.generate("abcdefghij", SamplingParams(max_tokens=1))[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 8)
+    assert first.outputs == second.outputs
+
+
+def test_without_params_the_models_own_defaults_hold(llm: LLM) -> None:
+    assert llm.default_sampling_params(top_k=5) == SamplingParams(temperature=0.5, top_k=5)
+    assert llm.generate("a")[0].outputs[0].text == "bcdefghijklmnopq"
+
+
+def test_chat_renders_one_conversation_or_many(llm: LLM) -> None:
+    talk = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    one, two = SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)
+    assert [o.outputs[0].text for o in llm.chat(talk, two)] == ["cd"]
+    assert [o.outputs[0].text for o in llm.chat([talk, talk[:1]], [one, two])] == ["c", "bc"]
+    assert llm.chat(talk, one)[0].prompt == "ab"
+
+
+def test_a_stream_tells_pieces_that_make_up_the_whole(llm: LLM) -> None:
+    pieces = list(llm.stream("a", SamplingParams(max_tokens=5)))
+    assert pieces == ["b", "c", "d", "e", "f"]
+    assert "".join(llm.stream_chat([{"role": "user", "content": "u"}], SamplingParams())) == "vwxyz"
+
+
+def test_two_streams_may_be_read_in_turns(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=3)
+    pairs = zip(llm.stream("a", params), llm.stream("m", params), strict=True)
+    assert list(pairs) == [("b", "n"), ("c", "o"), ("d", "p")]
+
+
+def test_a_stream_that_is_closed_ends_its_request(llm: LLM, engine: Engine) -> None:
+    stream = llm.stream("a", SamplingParams(max_tokens=20))
+    assert next(stream) == "b"
+    stream.close()
+    assert not engine.has_pending_work
+    assert only(llm, "a", max_tokens=1).text == "b"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sampling", "words"),
+    [
+        ("", SamplingParams(), "at least one"),
+        ("a" * CONTEXT, SamplingParams(), f"context holds {CONTEXT}"),
+        ("a" * 30, SamplingParams(max_tokens=11), "41"),
+        ({"text": "a"}, SamplingParams(), "prompt_token_ids"),
+        (["a", "b"], [SamplingParams()], "2 prompts but 1 sampling_params"),
+        ([[END + 1]], SamplingParams(), f"0 to {END}"),
+        (["a", ""], SamplingParams(), "at least one"),
+    ],
+)
+def test_what_cannot_run_is_refused_and_leaves_nothing_behind(
+    llm: LLM, engine: Engine, prompts: Any, sampling: Any, words: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        llm.generate(prompts, sampling)
+    assert not engine.has_pending_work
+
+
+def test_no_prompts_have_no_answers(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+def test_options_are_checked_before_anything_is_loaded(llm: LLM) -> None:
+    with pytest.raises(InvalidConfig, match="max_num_seqs"):
+        LLM(max_num_sqs=3)
+    assert LLM(settings=Settings.of(seed=3)).settings.model.seed == 3
+
+
+def test_closing_gives_the_device_back(llm: LLM, alphabet: Alphabet) -> None:
+    llm.close()
+    assert alphabet.closed
