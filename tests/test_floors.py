@@ -24,7 +24,8 @@ FLOORS = (
     ("backends", "executors", "observe", "weights"),
     ("server",),
     ("build",),
-    ("bench", "sim", "llm"),
+    ("sim", "llm"),
+    ("bench",),
     ("cli",),
 )
 """Bottom up. A room sees itself and the floors below it, never its neighbours."""
