@@ -62,7 +62,7 @@ def name_of(path: Path) -> str:
 
 
 MODULES = {name_of(path): path for path in sorted((SOURCE / "quire").rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8"), str(path)) for name, path in MODULES.items()}
 INSIDE = sorted(name for name in MODULES if "." in name and not name.endswith("__main__"))
 
 
