@@ -27,7 +27,7 @@ nightly:
 	$(PYTHON) -m pytest -n 2 -m nightly
 
 docs:
-	$(PYTHON) -m quire.config.document > docs/configuration.md
+	$(PYTHON) -m quire.config.document > docs/configuration.md.new && mv docs/configuration.md.new docs/configuration.md
 
 wheel:
 	$(PYTHON) -m pip wheel --no-deps --wheel-dir dist .

@@ -38,16 +38,16 @@ def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_hub_id_goes_to_the_hub_without_code_or_pickles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[tuple[str, str | None, list[str]]] = []
+    asked: list[tuple[str, str | None, str | None, list[str]]] = []
 
-    def snapshot(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
-        asked.append((name, revision, allow_patterns))
+    def snapshot(name: str, *, revision: str | None, cache_dir: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision, cache_dir, allow_patterns))
         return str(tmp_path)
 
     monkeypatch.setattr(hub, "snapshot_download", snapshot)
-    assert locate.locate("owner/name", revision="main") == tmp_path
-    [(name, revision, patterns)] = asked
-    assert (name, revision) == ("owner/name", "main")
+    assert locate.locate("owner/name", revision="main", cache="kept") == tmp_path
+    [(name, revision, cache, patterns)] = asked
+    assert (name, revision, cache) == ("owner/name", "main", "kept")
     assert "*.safetensors" in patterns
     assert not [p for p in patterns if p.endswith((".py", ".bin", ".pt"))]
 

@@ -104,7 +104,7 @@ def _load(settings: Settings, device: torch.device) -> Model:
     model = settings.model
     with loading(model.model) as progress:
         return load_model(
-            locate(model.model, revision=model.revision),
+            locate(model.model, revision=model.revision, cache=model.download_dir),
             dtype=model.dtype,
             device=device,
             ops=ReferenceOps(),

@@ -25,8 +25,8 @@ class Text(NamedTuple):
 def build_text(settings: Settings) -> Text:
     """Read the tokenizer's and the model's folder. Raises InvalidModel."""
     model = settings.model
-    folder = locate(model.model, revision=model.revision)
-    spoken = folder if model.tokenizer is None else locate(model.tokenizer)
+    folder = locate(model.model, revision=model.revision, cache=model.download_dir)
+    spoken = folder if model.tokenizer is None else locate(model.tokenizer, cache=model.download_dir)
     tokenizer = Tokenizer.from_folder(spoken)
     template = ChatTemplate.from_folder(spoken, tokenizer.tokens, override=model.chat_template)
     return Text(folder, tokenizer, template, sampling_defaults(folder))

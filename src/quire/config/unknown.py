@@ -15,7 +15,7 @@ _NO_QUANTISATION = "weights are used in --dtype; quantised checkpoints cannot be
 _NO_OFFLOAD = "weights and KV stay on the device; see --max-model-len, --max-num-seqs and --kv-cache-memory-bytes"
 _NO_TLS = "put a proxy that speaks TLS in front, with --root-path"
 _NO_CODE = "code from a repository is never run; only built-in architectures are served"
-_NO_COMPILE = "there is no compile step; CUDA graphs are captured while serving (--enforce-eager turns them off)"
+_NO_COMPILE = "there is no compile step"
 _NO_PARSER = "tool calls and reasoning are not parsed out of the text yet"
 _ALWAYS = "it is always on"
 

@@ -13,10 +13,10 @@ WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 """What a serving engine reads: never code, never pickles."""
 
 
-def fetch(name: str, revision: str | None = None) -> Path:
-    """The cached folder of a hub id, downloaded first where needed. Raises InvalidModel or Unavailable."""
+def fetch(name: str, revision: str | None = None, cache: str | None = None) -> Path:
+    """The cached folder of a hub id, downloaded first where needed; `cache` instead of the hub's own. Raises InvalidModel or Unavailable."""
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(WANTED)))
+        return Path(snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=list(WANTED)))
     except GatedRepoError:
         raise InvalidModel(f"{name} is gated: accept its terms on the hub and log in (`hf auth login`)") from None
     except (RepositoryNotFoundError, HFValidationError):

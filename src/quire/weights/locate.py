@@ -13,9 +13,10 @@ EMBEDDED = "embedded"
 """The name of the model that comes with the package."""
 
 
-def locate(model: str, *, revision: str | None = None) -> Path:
+def locate(model: str, *, revision: str | None = None, cache: str | None = None) -> Path:
     """The folder of `model`: "embedded", a folder, or a hub id such as "owner/name", fetched when it is not cached.
 
+    cache: where fetched models are kept, instead of the hub's own cache.
     HF_HUB_OFFLINE and the hub's other variables mean what they always do. Raises InvalidModel when there is no such
     model, Unavailable when the hub cannot be reached.
     """
@@ -31,7 +32,7 @@ def locate(model: str, *, revision: str | None = None) -> Path:
             f"model {model!r} is neither {EMBEDDED!r}, nor a folder here, nor a hub id such as 'owner/name'"
         )
     hub = importlib.import_module("quire.weights.hub")  # loaded for hub ids only, so that others start sooner
-    return Path(hub.fetch(model, revision))
+    return Path(hub.fetch(model, revision, cache))
 
 
 def embedded() -> Path:
