@@ -16,7 +16,10 @@ _REBUILT = (
     "quire.core.blocks",
     "quire.core.kv",
     "quire.core.queue",
+    "quire.core.step",
     "quire.core.scheduler",
+    "quire.engine.events",
+    "quire.engine.ledger",
     "quire.engine.recovery",
     "quire.engine.engine",
 )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
 
 from quire.core.constraint import FREE, Constraint
 from quire.core.kv import KV
@@ -18,30 +17,9 @@ from quire.core.plan import Mask, Open, Plan, Result, Span
 from quire.core.policy import Admission, Order, continuous, fcfs
 from quire.core.queue import Waiting
 from quire.core.sequence import Sequence
+from quire.core.step import Decision, Step
 from quire.errors import InvalidRequest
 from quire.values import MANY, FinishReason, Request, TokenLogprobs, Tokens
-
-
-class Decision(NamedTuple):
-    """Why something happened to a request. what: opened (n = prefix tokens hit), waits, preempted, sat-out, chunked.
-
-    by: the request it happened for (who needed the pages), or a word for what is missing (pages, rows, budget).
-    """
-
-    what: str
-    id: str
-    by: str = ""
-    n: int = 0
-
-
-class Step(NamedTuple):
-    """The host's half of a plan in flight: whose spans, which wait for masks, who goes home with it, and why."""
-
-    plan: Plan
-    seqs: list[Sequence]
-    late: list[Sequence]
-    graves: list[Sequence]
-    decisions: list[Decision]
 
 
 class Scheduler:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from quire.core.plan import Plan
-from quire.core.scheduler import Decision
 from quire.core.sequence import Sequence
+from quire.core.step import Decision
 from quire.values import FinishReason, Request, Tokens
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from quire.core.scheduler import Step
 from quire.core.sequence import Sequence
+from quire.core.step import Step
 from quire.engine.events import Completed
 from quire.values import FinishReason, Tokens
 

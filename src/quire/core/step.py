@@ -1,0 +1,30 @@
+"""What the host remembers of a plan in flight, and why it was made so."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quire.core.plan import Plan
+from quire.core.sequence import Sequence
+
+
+class Decision(NamedTuple):
+    """Why something happened to a request. what: opened (n = prefix tokens hit), waits, preempted, sat-out, chunked.
+
+    by: the request it happened for (who needed the pages), or a word for what is missing (pages, rows, budget).
+    """
+
+    what: str
+    id: str
+    by: str = ""
+    n: int = 0
+
+
+class Step(NamedTuple):
+    """The host's half of a plan in flight: whose spans, which wait for masks, who goes home with it, and why."""
+
+    plan: Plan
+    seqs: list[Sequence]
+    late: list[Sequence]
+    graves: list[Sequence]
+    decisions: list[Decision]
