@@ -14,7 +14,10 @@ WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 
 
 def fetch(name: str, revision: str | None = None, cache: str | None = None) -> Path:
-    """The cached folder of a hub id, downloaded first where needed; `cache` instead of the hub's own. Raises InvalidModel or Unavailable."""
+    """The folder of a hub id in `cache` (by default the hub's own), downloaded first where needed.
+
+    Raises InvalidModel or Unavailable.
+    """
     try:
         return Path(snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=list(WANTED)))
     except GatedRepoError:
