@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from training.data import Corpus, Message, normalise
-from training.requests import Lexicon, StoryFacts, draw_request, facts_of
+from training.requests import Lexicon, Noun, Request, StoryFacts, draw_request, facts_of, first_mention
 from training.tokenizer import ASSISTANT, ROLE_TOKENS, SYSTEM, USER, Codec
 
 IGNORE = -100
@@ -29,22 +29,23 @@ SYSTEM_MESSAGES = (
 
 @dataclass
 class Row:
-    """Tokens, and for each whether it is to be predicted."""
+    """Tokens, and for each how much its prediction weighs in the loss."""
 
-    tokens: list[int]
-    learned: list[bool]
+    tokens: list[int] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
 
-    def extend(self, tokens: list[int], learned: bool) -> None:
+    def extend(self, tokens: list[int], weight: float) -> None:
         self.tokens += tokens
-        self.learned += [learned] * len(tokens)
+        self.weights += [weight] * len(tokens)
 
 
 @dataclass
 class Batch:
-    """Equally long rows: inputs, and targets with IGNORE where nothing is to be predicted."""
+    """Equally long rows: inputs, targets with IGNORE where nothing is to be predicted, and weights."""
 
     inputs: NDArray[np.int64]
     targets: NDArray[np.int64]
+    weights: NDArray[np.float32]
 
 
 @dataclass
@@ -53,6 +54,8 @@ class Reply:
 
     tokens: list[int]
     facts: StoryFacts
+    mentions: dict[str, list[int]]
+    """For each noun the tokens that mention it first."""
     request: str | None
     """The request that the chat file itself had for this story."""
 
@@ -67,10 +70,18 @@ class RowMaker:
     context: int = 2048
     reply_tokens: int = 260
     """Longer stories are no replies: an answer should end within 300 tokens."""
-    plain_share: float = 1.0
-    """The part of the stories that each epoch also shows as plain text."""
+    plain_share: float = 0.35
+    """The part of the replies that each epoch also shows as plain text."""
+    chat_rounds: int = 2
+    """How often an epoch shows each reply, every time under another request."""
+    noun_weight: float = 10.0
+    """The weight in the loss of the tokens by which a story brings in a noun it was asked for.
+
+    A story mentions a requested noun for the first time once in its two hundred tokens, so plain likelihood
+    hardly pays for it and the model forgets the second noun; this is what makes it follow requests.
+    """
     synthetic: list[list[Message]] = field(default_factory=list)
-    """Further conversations, learned as they are; see follow.py."""
+    """Further conversations, learned as they are; see generate.py."""
 
     def __post_init__(self) -> None:
         self.stories = self.codec.encode_all(self.corpus.stories)
@@ -85,31 +96,38 @@ class RowMaker:
                 requests[key] = chat[0]["content"]
             else:
                 self.conversations.append(chat)
-        encoded = self.codec.encode_all(list(texts.values()))
-        self.replies = [
-            Reply(tokens, facts_of(text, self.lexicon, len(texts)), requests[key])
-            for (key, text), tokens in zip(texts.items(), encoded, strict=True)
-            if len(tokens) <= self.reply_tokens
-        ]
+        encoded = self.codec.tokenizer.encode_batch(list(texts.values()))
+        self.replies: list[Reply] = []
+        for (key, text), encoding in zip(texts.items(), encoded, strict=True):
+            if len(encoding.ids) <= self.reply_tokens:
+                facts = facts_of(text, self.lexicon, len(texts))
+                found = {
+                    n.word: tokens_of(first_mention(text, n.word), encoding.offsets) for n in facts.nouns
+                }
+                self.replies.append(Reply(list(encoding.ids), facts, found, requests[key]))
 
-    def turn(self, request: list[int], reply: list[int]) -> Row:
+    def turn(self, request: list[int], reply: Reply, nouns: list[Noun]) -> Row:
         """One request and its answer; only the answer is to be predicted."""
-        row = Row([], [])
-        row.extend([self.codec.id_of(USER), *request, self.codec.end, self.codec.id_of(ASSISTANT)], False)
-        row.extend([*reply, self.codec.end], True)
+        row = Row()
+        row.extend([self.codec.id_of(USER), *request, self.codec.end, self.codec.id_of(ASSISTANT)], 0.0)
+        start = len(row.tokens)
+        row.extend([*reply.tokens, self.codec.end], 1.0)
+        for noun in nouns:
+            for index in reply.mentions[noun.word]:
+                row.weights[start + index] = self.noun_weight
         return row
 
     def chat_rows(self, rng: random.Random) -> list[Row]:
         """Every reply under a request drawn afresh, or one time in ten under the chat file's own."""
-        asked: list[tuple[str, list[int]]] = []
+        asked: list[tuple[Request, Reply]] = []
         for reply in self.replies:
-            fresh = draw_request(reply.facts, rng)
-            keep = reply.request is not None and (fresh is None or rng.random() < 0.1)
-            request = reply.request if keep else fresh
+            request = draw_request(reply.facts, rng)
+            if reply.request is not None and (request is None or rng.random() < 0.1):
+                request = Request(reply.request, [])
             if request is not None:
-                asked.append((request, reply.tokens))
-        requests = self.codec.encode_all([request for request, _ in asked])
-        turns = [self.turn(r, tokens) for r, (_, tokens) in zip(requests, asked, strict=True)]
+                asked.append((request, reply))
+        texts = self.codec.encode_all([request.text for request, _ in asked])
+        turns = [self.turn(t, reply, r.nouns) for t, (r, reply) in zip(texts, asked, strict=True)]
         return self.join_turns(turns, rng)
 
     def join_turns(self, turns: list[Row], rng: random.Random) -> list[Row]:
@@ -119,13 +137,13 @@ class RowMaker:
         for turn in turns:
             if rows and rng.random() < 0.15 and len(rows[-1].tokens) + len(turn.tokens) < self.context:
                 rows[-1].tokens += turn.tokens
-                rows[-1].learned += turn.learned
+                rows[-1].weights += turn.weights
                 continue
-            row = Row([], [])
+            row = Row()
             if rng.random() < 0.1:
                 words = self.codec.encode(rng.choice(SYSTEM_MESSAGES))
-                row.extend([self.codec.id_of(SYSTEM), *words, self.codec.end], False)
-            rows.append(Row(row.tokens + turn.tokens, row.learned + turn.learned))
+                row.extend([self.codec.id_of(SYSTEM), *words, self.codec.end], 0.0)
+            rows.append(Row(row.tokens + turn.tokens, row.weights + turn.weights))
         return rows
 
     def conversation_rows(self) -> list[Row]:
@@ -133,12 +151,12 @@ class RowMaker:
         contents = self.codec.encode_all([m["content"] for chat in self.conversations for m in chat])
         rows, at = [], 0
         for chat in self.conversations:
-            row = Row([], [])
+            row = Row()
             for message in chat:
-                row.extend([self.codec.id_of(ROLE_TOKENS[message["role"]])], False)
-                row.extend([*contents[at], self.codec.end], message["role"] == "assistant")
+                row.extend([self.codec.id_of(ROLE_TOKENS[message["role"]])], 0.0)
+                row.extend([*contents[at], self.codec.end], float(message["role"] == "assistant"))
                 at += 1
-            rows.append(Row(row.tokens[: self.context], row.learned[: self.context]))
+            rows.append(Row(row.tokens[: self.context], row.weights[: self.context]))
         return rows
 
     def plain_rows(self, documents: list[list[int]], rng: random.Random) -> list[Row]:
@@ -151,26 +169,30 @@ class RowMaker:
         for document in rng.sample(documents, len(documents)):
             tokens = [*document, end]
             if rows and rng.random() < 0.25 and len(rows[-1].tokens) + len(tokens) <= self.context:
-                rows[-1].extend(tokens, True)
+                rows[-1].extend(tokens, 1.0)
                 continue
             lead = [end] if rng.random() < 0.5 else []
             first = self.context - 1 if len(tokens) <= self.context else rng.randrange(64, self.context)
             for piece in (tokens[:first], *cut(tokens[first:], self.context)):
                 tokens_of_row = [*lead, *piece][: self.context]
                 if len(tokens_of_row) > 1:
-                    rows.append(Row(tokens_of_row, [True] * len(tokens_of_row)))
+                    rows.append(Row(tokens_of_row, [1.0] * len(tokens_of_row)))
                 lead = []
         return rows
 
     def epoch(self, rng: random.Random) -> list[Row]:
         """All rows of one epoch."""
-        stories = rng.sample(self.stories, round(self.plain_share * len(self.stories)))
-        return [
-            *self.plain_rows(stories, rng),
-            *self.plain_rows(self.tales, rng),
-            *self.chat_rows(rng),
-            *self.conversation_rows(),
-        ]
+        stories = [s for s in self.stories if len(s) > self.reply_tokens or rng.random() < self.plain_share]
+        chats = [row for _ in range(self.chat_rounds) for row in self.chat_rows(rng)]
+        plain = [*self.plain_rows(stories, rng), *self.plain_rows(self.tales, rng)]
+        return [*plain, *chats, *self.conversation_rows()]
+
+
+def tokens_of(span: tuple[int, int] | None, offsets: list[tuple[int, int]]) -> list[int]:
+    """The tokens that hold the characters of a span."""
+    if span is None:
+        return []
+    return [index for index, (start, end) in enumerate(offsets) if start < span[1] and end > span[0]]
 
 
 def cut(tokens: list[int], length: int) -> list[list[int]]:
@@ -184,11 +206,15 @@ def pad(rows: list[Row], filler: int) -> Batch:
     width += -width % 32
     inputs = np.full((len(rows), width), filler, dtype=np.int64)
     targets = np.full((len(rows), width), IGNORE, dtype=np.int64)
+    weights = np.zeros((len(rows), width), dtype=np.float32)
     for index, row in enumerate(rows):
         tokens = np.array(row.tokens, dtype=np.int64)
         inputs[index, : len(tokens) - 1] = tokens[:-1]
-        targets[index, : len(tokens) - 1] = np.where(row.learned[1:], tokens[1:], IGNORE)
-    return Batch(inputs, targets)
+        weights[index, : len(tokens) - 1] = row.weights[1:]
+        targets[index, : len(tokens) - 1] = np.where(
+            weights[index, : len(tokens) - 1] > 0, tokens[1:], IGNORE
+        )
+    return Batch(inputs, targets, weights)
 
 
 def batched(rows: list[Row], batch_tokens: int, filler: int, rng: random.Random) -> Iterator[Batch]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -34,7 +35,7 @@ def scored_rows(codec: Codec, texts: list[str], context: int) -> list[Row]:
         whole = [end, *tokens, end]
         for at in range(0, len(whole) - 1, context - 1):
             piece = whole[at : at + context]
-            rows.append(Row(piece, [True] * len(piece)))
+            rows.append(Row(piece, [1.0] * len(piece)))
     return rows
 
 
@@ -81,19 +82,27 @@ def ask(
 
 
 def follow_requests(
-    model: Llama, codec: Codec, pairs: list[tuple[Noun, Noun]], temperature: float = 0.7, seed: int = 0
-) -> Following:
-    """Ask for every pair of nouns and look for both in the story."""
+    model: Llama,
+    codec: Codec,
+    pairs: list[tuple[Noun, Noun]],
+    runs: int,
+    temperature: float = 0.7,
+    seed: int = 0,
+) -> list[Following]:
+    """Ask for every pair of nouns and look for both in the story; each run samples anew."""
     requests = [REQUEST.format(first.phrase, second.phrase) for first, second in pairs]
-    result = Following(requests=len(pairs))
-    answers = ask(model, codec, requests, temperature, seed)
-    for request, (first, second), (story, ended) in zip(requests, pairs, answers, strict=True):
-        found = mentions(story, first.word) + mentions(story, second.word)
-        result.both += found == 2
-        result.at_least_one += found >= 1
-        result.ended += ended
-        result.stories.append((request, story))
-    return result
+    answers = ask(model, codec, requests * runs, temperature, seed)
+    results: list[Following] = []
+    for at in range(0, len(answers), len(pairs)):
+        result = Following(requests=len(pairs))
+        for request, (first, second), (story, ended) in zip(requests, pairs, answers[at:], strict=False):
+            found = mentions(story, first.word) + mentions(story, second.word)
+            result.both += found == 2
+            result.at_least_one += found >= 1
+            result.ended += ended
+            result.stories.append((request, story))
+        results.append(result)
+    return results
 
 
 @torch.no_grad()
@@ -119,30 +128,47 @@ def acceptance(draft: Llama, target: Llama, codec: Codec, requests: list[str], t
     return kept / max(1.0, total)
 
 
-def samples(model: Llama, codec: Codec, lexicon: Lexicon, seed: int = 0) -> list[tuple[str, str]]:
+def samples(model: Llama, codec: Codec, lexicon: Lexicon, seed: int) -> list[tuple[str, str]]:
     """Twenty prompts with what came of them: fifteen requests for unseen pairs, five plain openings."""
-    pairs = draw_pairs(lexicon, 15, random.Random(seed + 1), reserved=True)
-    found = follow_requests(model, codec, pairs, seed=seed).stories
+    pairs = draw_pairs(lexicon, 15, random.Random(seed), reserved=True)
+    found = follow_requests(model, codec, pairs, 1, seed=seed)[0].stories
     prompts = [codec.encode(opening) for opening in OPENINGS]
     texts = model.sample(prompts, codec.end_of_text, NEW_TOKENS, 0.7, seed)
     plain = [codec.decode(t for t in text if t != codec.end_of_text) for text in texts]
     return [*found, *((opening, opening + text) for opening, text in zip(OPENINGS, plain, strict=True))]
 
 
+@torch.no_grad()
+def bits_by_position(model: Llama, codec: Codec, texts: list[str]) -> dict[str, float]:
+    """Bits a token at near and far positions of long texts: whether the whole context is of use."""
+    context = model.config.max_position_embeddings
+    edges = [0, context // 4, context // 2, context]
+    sums: list[list[float]] = [[] for _ in edges[1:]]
+    for row in scored_rows(codec, texts, context):
+        if len(row.tokens) == context:
+            tokens = torch.tensor([row.tokens], device=model.cos.device)
+            losses = F.cross_entropy(model(tokens)[0, :-1].float(), tokens[0, 1:], reduction="none")
+            for place, (start, end) in enumerate(itertools.pairwise(edges)):
+                sums[place].append(float(losses[start:end].mean()) / math.log(2))
+    spans = [f"{start}-{end}" for start, end in itertools.pairwise(edges)]
+    return {span: sum(found) / max(1, len(found)) for span, found in zip(spans, sums, strict=True)}
+
+
 def report(
-    model: Llama, codec: Codec, parts: dict[data.Part, data.Corpus], draft: Llama | None
+    model: Llama, codec: Codec, parts: dict[data.Part, data.Corpus], draft: Llama | None, seed: int
 ) -> dict[str, object]:
     """All figures of the model card."""
     held_out, lexicon = parts["held_out"], build_lexicon(parts["train"].stories)
-    pairs = draw_pairs(lexicon, 100, random.Random(0), reserved=True)
-    runs = [follow_requests(model, codec, pairs, seed=seed) for seed in range(5)]
+    pairs = draw_pairs(lexicon, 100, random.Random(seed), reserved=True)
+    runs = follow_requests(model, codec, pairs, runs=5, seed=seed)
     figures: dict[str, object] = {
         "parameters": model.parameter_count(),
         "held_out_stories": len(held_out.stories),
         "bits_per_byte_stories": bits_per_byte(model, codec, held_out.stories),
         "bits_per_byte_tales": bits_per_byte(model, codec, held_out.tales),
+        "bits_per_token_of_tales_by_position": bits_by_position(model, codec, held_out.tales),
         "following": [{k: v for k, v in asdict(run).items() if k != "stories"} for run in runs],
-        "samples": samples(model, codec, lexicon),
+        "samples": samples(model, codec, lexicon, seed),
     }
     if draft is not None:
         requests = [REQUEST.format(first.phrase, second.phrase) for first, second in pairs]
@@ -159,13 +185,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--draft", type=Path, help="a draft model, measured against the model")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    parser.add_argument("--seed", type=int, default=2, help="decides the requests and all sampling")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     data.add_arguments(parser)
     options = parser.parse_args(arguments)
     parts = data.load_from(options)
     codec, model = load_tokenizer(options.model), load_model(options.model, options.device)
     draft = load_model(options.draft, options.device) if options.draft else None
-    figures = report(model, codec, parts, draft)
+    figures = report(model, codec, parts, draft, options.seed)
     print(json.dumps({name: value for name, value in figures.items() if name != "samples"}, indent=1))
     if options.out:
         options.out.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -46,7 +46,7 @@ def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding in the half-split layout of Hugging Face's Llama."""
     first, second = x.chunk(2, dim=-1)
-    return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 class Attention(nn.Module):
@@ -145,7 +145,9 @@ class Llama(nn.Module):
         """The normed state behind every token of `tokens`, which stand at positions `at` and up."""
         x = self.model.dropout(self.model.embed_tokens(tokens))
         span = slice(at, at + tokens.shape[1])
-        cos, sin = self.cos[span], self.sin[span]
+        device = x.device.type
+        inner = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        cos, sin = self.cos[span].to(inner), self.sin[span].to(inner)
         for index, layer in enumerate(self.model.layers):
             x = layer(x, cos, sin, cache[index] if cache is not None else None, at)
         out: Tensor = self.model.norm(x)

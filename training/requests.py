@@ -97,6 +97,13 @@ def mentions(text: str, noun: str) -> bool:
     return any(form in words for form in (noun, *plurals(noun)))
 
 
+def first_mention(text: str, noun: str) -> tuple[int, int] | None:
+    """Where a text first has the noun, singular or regular plural."""
+    forms = "|".join((noun, *plurals(noun)))
+    found = re.search(rf"\b(?:{forms})\b", text, re.IGNORECASE)
+    return found.span() if found else None
+
+
 def build_lexicon(stories: list[str]) -> Lexicon:
     """The nouns of the stories, found by their place behind an article and before no content word."""
     behind: Counter[str] = Counter()
@@ -175,14 +182,23 @@ def join_phrases(phrases: list[str]) -> str:
     return phrases[0] if len(phrases) == 1 else ", ".join(phrases[:-1]) + " and " + phrases[-1]
 
 
-def draw_request(facts: StoryFacts, rng: random.Random) -> str | None:
+@dataclass(frozen=True)
+class Request:
+    """What is asked, and the nouns in it that the answer has to have."""
+
+    text: str
+    nouns: list[Noun]
+
+
+def draw_request(facts: StoryFacts, rng: random.Random) -> Request | None:
     """A request that the story answers, or None if nothing in it can be asked for."""
     count = rng.choices((1, 2, 3), (0.2, 0.65, 0.15))[0]
     named = facts.character is not None and rng.random() < 0.2
-    phrases = [noun.phrase for noun in draw_nouns(facts, count - named, rng)] if count > named else []
+    nouns = draw_nouns(facts, count - named, rng)
+    phrases = [noun.phrase for noun in nouns]
     if named and facts.character is not None:
         phrases.insert(rng.randrange(len(phrases) + 1), facts.character)
-    return rng.choice(PHRASINGS).format(join_phrases(phrases)) if phrases else None
+    return Request(rng.choice(PHRASINGS).format(join_phrases(phrases)), nouns) if phrases else None
 
 
 def draw_pairs(

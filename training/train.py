@@ -8,8 +8,10 @@ import random
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -29,17 +31,17 @@ class Settings:
     model: ModelConfig = field(default_factory=ModelConfig)
     epochs: float = 16.0
     batch_tokens: int = 32768
-    lr: float = 4e-3
-    weight_decay: float = 0.1
+    lr: float = 8e-3
+    weight_decay: float = 0.5
     dropout: float = 0.15
     distill: float = 0.5
     """The weight of the teachers' distribution against the text itself, where there are teachers."""
-    plain_share: float = 1.0
+    plain_share: float = 0.35
+    noun_weight: float = 10.0
     evaluate_every: int = 200
     max_steps: int = 0
     seed: int = 1
     device: str = "cpu"
-    compile: bool = False
 
 
 @dataclass
@@ -52,25 +54,31 @@ class Curve:
     validation_bits: list[float] = field(default_factory=list)
 
 
+def moved(array: NDArray[Any], device: str) -> Tensor:
+    """An array on the device; from pinned memory, so that the copy does not wait for the GPU."""
+    tensor = torch.from_numpy(array)
+    return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 def loss_of(model: Llama, batch: Batch, teachers: list[Llama], settings: Settings) -> Tensor:
     """Cross entropy on the tokens to be predicted, mixed with that to the teachers' mean distribution."""
     device = settings.device
     wanted = (batch.targets.reshape(-1) != IGNORE).nonzero()[0]
-    index = torch.from_numpy(wanted).to(device, non_blocking=True)
-    targets = torch.from_numpy(batch.targets.reshape(-1)[wanted]).to(device, non_blocking=True)
-    inputs = torch.from_numpy(batch.inputs).to(device, non_blocking=True)
+    index, targets = moved(wanted, device), moved(batch.targets.reshape(-1)[wanted], device)
+    inputs, weights = moved(batch.inputs, device), moved(batch.weights.reshape(-1)[wanted], device)
+    weights = weights / weights.sum()
     with torch.autocast(device, dtype=torch.bfloat16, enabled=device != "cpu"):
         hidden = model.hidden(inputs)
-        logits = model.logits(hidden.flatten(0, 1)[index]).float()
-        loss = F.cross_entropy(logits, targets)
+        logits = model.logits(hidden.flatten(0, 1).index_select(0, index)).float()
+        loss = (F.cross_entropy(logits, targets, reduction="none") * weights).sum()
         if not teachers:
             return loss
         with torch.no_grad():
             taught = torch.zeros_like(logits)
             for teacher in teachers:
-                states = teacher.hidden(inputs).flatten(0, 1)[index]
+                states = teacher.hidden(inputs).flatten(0, 1).index_select(0, index)
                 taught += teacher.logits(states).float().softmax(dim=-1) / len(teachers)
-        soft = F.cross_entropy(logits, taught)
+        soft = (F.cross_entropy(logits, taught, reduction="none") * weights).sum()
     return settings.distill * soft + (1 - settings.distill) * loss
 
 
@@ -138,7 +146,15 @@ def build_rows(codec: Codec, train: data.Corpus, settings: Settings, synthetic: 
     lexicon = build_lexicon(train.stories or [m["content"] for chat in train.chats for m in chat[1:]])
     further = [chat for path in synthetic for chat in data.read_chats(path)]
     context = settings.model.max_position_embeddings
-    return RowMaker(codec, train, lexicon, context, plain_share=settings.plain_share, synthetic=further)
+    return RowMaker(
+        codec,
+        train,
+        lexicon,
+        context,
+        plain_share=settings.plain_share,
+        noun_weight=settings.noun_weight,
+        synthetic=further,
+    )
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -148,7 +164,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer to use instead of a new one")
     parser.add_argument("--start", type=Path, help="folder of a model to go on from; brings its tokenizer")
     parser.add_argument("--teacher", type=Path, nargs="+", default=[], help="models to distil from")
-    parser.add_argument("--synthetic", type=Path, nargs="+", default=[], help="files that follow.py wrote")
+    parser.add_argument("--synthetic", type=Path, nargs="+", default=[], help="files that generate.py wrote")
     defaults, model = Settings(), ModelConfig()
     for name in (
         "vocab_size",
@@ -160,14 +176,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(model, name))
     for name in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(model, name))
-    for name in ("epochs", "lr", "weight_decay", "dropout", "distill", "plain_share"):
+    for name in ("epochs", "lr", "weight_decay", "dropout", "distill", "plain_share", "noun_weight"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(defaults, name))
     for name in ("batch_tokens", "evaluate_every", "max_steps", "seed"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(defaults, name))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--compile", action="store_true", help="compile the layers (faster on a GPU after a minute)"
-    )
     return parser.parse_args(arguments)
 
 
@@ -196,9 +209,6 @@ def main(arguments: list[str] | None = None) -> None:
     if options.start:
         model.load_state_dict(load_model(options.start).state_dict())
     model.to(settings.device)
-    if settings.compile:
-        for layer in model.model.layers:
-            layer.compile(dynamic=True)
     print(
         f"{model.parameter_count() / 1e6:.2f} M parameters, {len(parts['train'].stories)} stories", flush=True
     )
