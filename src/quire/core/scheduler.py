@@ -1,9 +1,7 @@
 """The scheduler: who feeds how many tokens this step. No clock, no I/O, no torch; plain ints in and out.
 
-Six rules, each one line of code, carry look-ahead (steps launched before the ones ahead of them came home):
-shapes from the host, values from the device; whoever leaves is buried with the last plan launched; sure to end is
-not planned; published means committed; reserve the furthest reach; page 0 belongs to nobody. tests/test_lattice.py
-proves them, tests/mutants.py that the proof would notice.
+Six rules carry look-ahead: shapes from the host, values from the device; whoever leaves is buried with the last plan
+launched; sure to end is not planned; published means committed; reserve the furthest reach; page 0 is nobody's.
 """
 
 from __future__ import annotations
@@ -143,7 +141,7 @@ class Scheduler:
             if i >= len(running):
                 if slots == MANY:
                     slots = self.admit(len(running), self.cap)
-                if slots <= 0 or not self._open(left, bool(spans), opened):
+                if not self._open(slots, left, bool(spans), opened):
                     break
                 slots -= 1
             seq = running[i]
@@ -187,10 +185,12 @@ class Scheduler:
         self.flight.append(Step(plan, seqs, [seqs[j] for j in late], [], self._decisions))
         return plan
 
-    def _open(self, left: int, others: bool, opened: list[Open]) -> bool:
+    def _open(self, slots: int, left: int, others: bool, opened: list[Open]) -> bool:
         seq = self.waiting.first()
         if seq is None or self._short:
             return False
+        if slots <= 0:
+            return self._wait(seq, "seats")
         if not self.rows or seq.row is not None:  # a preempted one's last step is still in flight
             return self._wait(seq, "rows")
         kv = self.kv

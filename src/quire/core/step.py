@@ -9,9 +9,10 @@ from quire.core.sequence import Sequence
 
 
 class Decision(NamedTuple):
-    """Why something happened to a request. what: opened (n = prefix tokens hit), waits, preempted, sat-out, chunked.
+    """Why something happened to a request. what: opened (n = prefix tokens hit), waits, preempted, sat-out.
 
-    by: the request it happened for (who needed the pages), or a word for what is missing (pages, rows, budget).
+    by: the request it happened for (who needed the pages), or what is missing: seats (the cap on sequences), rows (one
+    is still on its way home), pages, budget (tokens a step).
     """
 
     what: str

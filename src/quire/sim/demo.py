@@ -21,16 +21,16 @@ _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", 
 
 
 class Storyteller:
-    """An observer that keeps the last step to tell of it."""
+    """An observer that keeps the steps not yet told of."""
 
     def __init__(self) -> None:
-        self.record: StepRecord | None = None
+        self.records: list[StepRecord] = []
 
     def on_submit(self, request: object, now: float) -> None:
         """Everybody is submitted before the story begins."""
 
     def on_step(self, record: StepRecord) -> None:
-        self.record = record
+        self.records.append(record)
 
     def on_end(self, ended: object) -> None:
         """Nobody hangs up in this story."""
@@ -80,11 +80,11 @@ def command(
         engine.submit(load.prompt, load.new, id=chr(65 + i % 26) + (str(i // 26) if i >= 26 else ""))
         console.print(f"submitted {_name(engine, i)}: {len(load.prompt)} prompt tokens, {load.new} new ones wanted")
     while engine.has_pending_work:
-        teller.record = None
         engine.step()
-        if teller.record is not None:
-            console.print(_page(engine, teller.record))
+        for record in teller.records:
+            console.print(_page(engine, record))
             time.sleep(delay)
+        teller.records.clear()
     console.print(_ending(engine))
 
 

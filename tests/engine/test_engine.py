@@ -1,0 +1,179 @@
+"""The library surface: submit, step, has_pending_work, completed_requests, metrics_snapshot."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from quire.engine.clock import VirtualClock
+from quire.engine.engine import Engine
+from quire.errors import InvalidRequest
+from quire.executors.costs import StepCost
+from quire.sim.run import House
+from quire.values import Request, SamplingParams
+
+
+def house(**settings: object) -> House:
+    return House(**{"pages": 32, "page_size": 4, "max_num_seqs": 4, "cost": StepCost(0.01, 0.001), **settings})  # type: ignore[arg-type]
+
+
+def run(engine: Engine) -> None:
+    for _ in range(10_000):
+        if not engine.has_pending_work:
+            return
+        engine.step()
+    pytest.fail("the engine never came to rest")
+
+
+def test_the_loop_a_newcomer_writes_works() -> None:
+    engine = house().build(VirtualClock())
+    first = engine.submit([1, 2, 3], max_new_tokens=5)
+    second = engine.submit([4, 5, 6, 7, 8], max_new_tokens=2)
+    run(engine)
+    done = {c.id: c for c in engine.completed_requests}
+    assert len(done[first].tokens) == 5 and len(done[second].tokens) == 2
+    assert done[first].finish == "length" and done[first].prompt_tokens == 3
+    snapshot = engine.metrics_snapshot()
+    assert snapshot["completed_requests"] == 2 and snapshot["generated_tokens"] == 7
+    assert snapshot["cache"]["used_pages"] == 0 and snapshot["active_requests"] == 0
+
+
+def test_an_idle_engine_steps_without_blocking() -> None:
+    engine = house().build(VirtualClock())
+    assert engine.step() == [] and not engine.has_pending_work
+
+
+def test_times_add_up_on_a_virtual_clock() -> None:
+    engine = house(max_num_seqs=1).build(VirtualClock())
+    engine.submit([1, 2, 3], 4)
+    engine.submit([1, 2, 3], 4)
+    run(engine)
+    one, two = engine.completed_requests
+    assert one.opened == 0.0 and one.first_token == pytest.approx(0.013)
+    assert one.finished == pytest.approx(0.013 + 3 * 0.011)
+    assert two.opened == pytest.approx(one.finished)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "new", "param", "says"),
+    [
+        ([], 4, "prompt", "empty"),
+        ([1], 0, "max_tokens", "at least 1"),
+        ([1] * 200, 8, "prompt", "KV blocks"),
+        ([40_000], 4, "prompt", "token ids"),
+        ([-1], 4, "prompt", "token ids"),
+        ([1] * (1 << 20), 1, "prompt", "context"),
+    ],
+)
+def test_what_can_never_run_is_refused_at_submit(tokens: list[int], new: int, param: str, says: str) -> None:
+    engine = house().build(VirtualClock())
+    with pytest.raises(InvalidRequest, match=says) as caught:
+        engine.submit(tokens, new)
+    assert caught.value.param == param
+    assert not engine.has_pending_work
+
+
+def test_an_id_can_be_used_again_only_when_its_request_has_ended() -> None:
+    engine = house().build(VirtualClock())
+    engine.submit([1], 2, id="a")
+    with pytest.raises(InvalidRequest, match="already"):
+        engine.submit([1], 2, id="a")
+    engine.abort("a")
+    engine.submit([1], 3, id="a")
+    run(engine)
+    assert [(c.id, c.finish, len(c.tokens)) for c in engine.completed_requests] == [
+        ("a", "abort", 0),
+        ("a", "length", 3),
+    ]
+
+
+def test_aborting_frees_the_pages_within_a_step() -> None:
+    for depth in (0, 1, 2):
+        engine = house(depth=depth).build(VirtualClock())
+        engine.submit([1] * 20, 50, id="long")
+        for _ in range(5):
+            engine.step()
+        assert engine.gauges().used_pages > 0
+        engine.abort("long")
+        events = engine.step()
+        assert [(e.id, e.finish) for e in events if e.finish] == [("long", "abort")]
+        for _ in range(depth):
+            engine.step()
+        assert engine.gauges().used_pages == 0
+        engine.abort("long")  # again, and unknown ones: nothing happens
+        engine.abort("never-seen")
+        run(engine)
+
+
+def test_a_deadline_ends_a_request_with_what_it_has() -> None:
+    engine = house().build(VirtualClock())
+    engine.submit([1, 2], 100, id="late", timeout=0.05)
+    engine.submit([1, 2], 3, id="fine", timeout=10.0)
+    run(engine)
+    done = {c.id: c for c in engine.completed_requests}
+    assert done["late"].finish == "timeout" and 0 < len(done["late"].tokens) < 100
+    assert done["fine"].finish == "length"
+
+
+def test_a_lower_priority_value_is_served_sooner() -> None:
+    engine = house(max_num_seqs=1, scheduling_policy="priority").build(VirtualClock())
+    for name, priority in (("a", 5), ("b", 5), ("c", -1)):
+        engine.submit([1, 2], 3, id=name, priority=priority)
+    run(engine)
+    assert [c.id for c in engine.completed_requests] == ["c", "a", "b"]
+
+
+def test_static_batching_waits_for_the_whole_batch() -> None:
+    def finished(batching: str) -> float:
+        engine = house(batching=batching, max_num_seqs=2).build(VirtualClock())
+        for new in (2, 20, 2, 2):
+            engine.submit([1, 2], new)
+        run(engine)
+        return [c.finished for c in engine.completed_requests if len(c.tokens) == 2][-1]
+
+    assert finished("static") > finished("continuous")
+
+
+def test_followers_hit_the_pages_of_their_leader() -> None:
+    engine = house().build(VirtualClock())
+    for choice in range(4):
+        engine.add(Request(id=f"n-{choice}", prompt=tuple(range(17)), max_new=3, choice=choice, leader="n-0"))
+    cached = {}
+    while engine.has_pending_work:
+        for event in engine.step():
+            cached[event.id] = max(cached.get(event.id, 0), event.cached)
+    assert cached == {"n-0": 0, "n-1": 16, "n-2": 16, "n-3": 16}
+
+
+def test_a_salt_keeps_prefixes_apart() -> None:
+    engine = house().build(VirtualClock())
+    for name, salt in (("a", ""), ("b", "x"), ("c", "y"), ("d", "x")):
+        engine.add(Request(id=name, prompt=tuple(range(17)), max_new=2, salt=salt))
+        run(engine)
+    assert engine.ledger.cached == 16  # d found b's pages, and nobody else anybody's
+
+
+def test_preemption_resumes_and_is_counted() -> None:
+    engine = house(pages=8, max_num_seqs=4, prefix_caching=False).build(VirtualClock())
+    for _ in range(4):
+        engine.submit([1, 2, 3], 20)
+    run(engine)
+    assert engine.gauges().preemptions > 0
+    assert [len(c.tokens) for c in engine.completed_requests] == [20] * 4
+    assert sum(c.preemptions for c in engine.completed_requests) == engine.gauges().preemptions
+
+
+def test_the_memory_of_completed_requests_is_bounded() -> None:
+    engine = Engine(house().build().scheduler, house().build().executor, keep=2)
+    for _ in range(5):
+        engine.submit([1], 1)
+    run(engine)
+    assert len(engine.completed_requests) == 2 and engine.metrics_snapshot()["completed_requests"] == 5
+
+
+def test_sampling_params_refuse_nan_and_name_the_field() -> None:
+    for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        with pytest.raises(InvalidRequest, match=name) as caught:
+            SamplingParams(**{name: math.nan})
+        assert caught.value.param == name

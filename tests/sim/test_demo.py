@@ -1,0 +1,24 @@
+"""The demo tells the whole story of its requests."""
+
+from __future__ import annotations
+
+from click.testing import CliRunner
+
+from quire.sim.demo import command
+
+
+def test_the_demo_shows_spans_waiting_pages_and_the_end() -> None:
+    shown = CliRunner().invoke(
+        command, ["--pages", "12", "--page-size", "4", "--max-num-seqs", "3"], env={"COLUMNS": "120"}
+    )
+    assert shown.exit_code == 0, shown.output
+    for words in ("submitted A", "step 1", "prompt chunk", "decode", "waits for", "preempted for", "finished: length"):
+        assert words in shown.output
+    assert shown.output.count("finished: length") == 6
+    assert "0 used, 12 free" in shown.output
+
+
+def test_the_demo_runs_ahead_when_told_to() -> None:
+    shown = CliRunner().invoke(command, ["--lookahead", "1", "--requests", "30"], env={"COLUMNS": "120"})
+    assert shown.exit_code == 0, shown.output
+    assert shown.output.count("finished: length") == 30
