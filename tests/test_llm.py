@@ -41,12 +41,13 @@ class Spelled:
 class Alphabet:
     """After each letter the next one; the n-th answer takes n steps at once. Log-probabilities are all -1/2."""
 
-    def __init__(self) -> None:
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
         self.rows: dict[int, tuple[list[int], int, bool]] = {}
         self.closed = False
 
     def describe(self) -> Description:
-        return Description(pages=64, page_size=4, rows=8, max_model_len=CONTEXT, vocab_size=END + 1)
+        return Description(pages=self.pages, page_size=4, rows=8, max_model_len=CONTEXT, vocab_size=END + 1)
 
     def launch(self, plan: Plan) -> Spelled:
         for opened in plan.opened:
@@ -79,8 +80,13 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def alphabet() -> Alphabet:
-    return Alphabet()
+def pages() -> int:
+    return 64
+
+
+@pytest.fixture
+def alphabet(pages: int) -> Alphabet:
+    return Alphabet(pages)
 
 
 @pytest.fixture
@@ -181,6 +187,11 @@ def test_no_limit_means_the_whole_context(llm: LLM) -> None:
     assert (len(answer.token_ids), answer.finish_reason) == (CONTEXT - 30, "length")
 
 
+@pytest.mark.parametrize("pages", [5])
+def test_no_limit_means_no_more_than_the_pages_hold(llm: LLM) -> None:
+    assert len(only(llm, "a" * 12, max_tokens=None, ignore_eos=True).token_ids) == 5 * 4 - 12
+
+
 def test_a_repeated_prompt_is_read_from_the_cache(llm: LLM) -> None:
     first, second = (llm.generate("abcdefghij", SamplingParams(max_tokens=1))[0] for _ in range(2))
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 8)
@@ -198,6 +209,14 @@ def test_chat_renders_one_conversation_or_many(llm: LLM) -> None:
     assert [o.outputs[0].text for o in llm.chat(talk, two)] == ["cd"]
     assert [o.outputs[0].text for o in llm.chat([talk, talk[:1]], [one, two])] == ["c", "bc"]
     assert llm.chat(talk, one)[0].prompt == "ab"
+
+
+def test_chat_may_go_on_with_the_last_message(llm: LLM) -> None:
+    talk, one = [{"role": "assistant", "content": "ab"}], SamplingParams(max_tokens=1)
+    [output] = llm.chat(talk, one, add_generation_prompt=False, continue_final_message=True)
+    assert output.outputs[0].text == "c"
+    with pytest.raises(InvalidRequest, match="add_generation_prompt"):
+        llm.chat(talk, one, continue_final_message=True)
 
 
 def test_a_stream_tells_pieces_that_make_up_the_whole(llm: LLM) -> None:

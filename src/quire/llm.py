@@ -67,13 +67,26 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        **rendering: Any,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """One answer for each conversation, or for the only one.
 
-        rendering: add_generation_prompt, continue_final_message, tools, chat_template_kwargs.
         Raises InvalidRequest also when the model has no chat template, or its template refuses the messages.
         """
+        if add_generation_prompt and continue_final_message:
+            raise InvalidRequest(
+                "continue_final_message goes on with the last message, add_generation_prompt begins another: set one",
+                param="continue_final_message",
+            )
+        rendering = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
         alone = len(messages) > 0 and isinstance(messages[0], Mapping)
         several = cast("Sequence[Sequence[Message]]", [messages] if alone else messages)
         return self._run([self._rendered(talk, **rendering) for talk in several], sampling_params, use_tqdm)
@@ -143,10 +156,12 @@ class LLM:
                 self._submit(jobs[-1])
             console = Console(stderr=True)
             with Progress(console=console, transient=True, disable=not (watch and console.is_terminal)) as progress:
-                task = progress.add_task("requests", total=len(jobs))
-                while any(job.running for job in jobs):
-                    self._pump()
-                    progress.update(task, completed=sum(not job.running for job in jobs))
+                going = {name for job in jobs for name in job.names}
+                task = progress.add_task("answers", total=len(going))
+                while going:
+                    ended = self._pump()
+                    going.difference_update(ended)
+                    progress.advance(task, len(ended))
         finally:
             self._forget(jobs)
         return [job.output() for job in jobs]
@@ -156,7 +171,7 @@ class LLM:
         try:
             self._submit(job)
             told = 0
-            while job.running or told < len(job.choices[0]):
+            while job.names[0] in self._open or told < len(job.choices[0]):
                 if told == len(job.choices[0]):
                     self._pump()
                 fresh = job.choices[0][told:]
@@ -167,7 +182,8 @@ class LLM:
 
     def _submit(self, job: _Job) -> None:
         tokenizer, sampling = self._text.tokenizer, job.call.sampling
-        limit, seed = self._engine.about.max_model_len, self._seeds.getrandbits(63)
+        about, seed = self._engine.about, self._seeds.getrandbits(63)
+        limit = min(about.max_model_len, about.pages * about.page_size)
         stops = StopStrings(sampling.stop)
         for request, deltas in zip(
             requests(job.call, tokenizer=tokenizer, limit=limit, seed=seed), job.choices, strict=True
@@ -185,8 +201,9 @@ class LLM:
             self._open[request.id] = (answer, deltas)
             job.names.append(request.id)
 
-    def _pump(self) -> None:
-        """One step of the engine; what it brought goes to whom it belongs."""
+    def _pump(self) -> list[str]:
+        """One step of the engine; what it brought goes to whom it belongs. The answers that ended, by name."""
+        ended = []
         for event in self._engine.step():
             if event.id not in self._open:
                 continue
@@ -196,8 +213,10 @@ class LLM:
                 deltas.append(delta)
             if delta is not None and delta.finish_reason is not None:
                 del self._open[event.id]
+                ended.append(event.id)
                 if event.finish is None:  # a stop string: only the rim knows
                     self._engine.abort(event.id)
+        return ended
 
     def _forget(self, jobs: Sequence[_Job]) -> None:
         """End what still runs, and let the engine come to rest when nothing else is asked of it."""
@@ -215,10 +234,6 @@ class _Job:
         self.call = call
         self.choices: list[list[Delta]] = [[] for _ in range(call.sampling.n)]
         self.names: list[str] = []
-
-    @property
-    def running(self) -> bool:
-        return any(not deltas or deltas[-1].finish_reason is None for deltas in self.choices)
 
     def output(self) -> RequestOutput:
         first = self.choices[0]
