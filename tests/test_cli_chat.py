@@ -37,7 +37,7 @@ class Server(ThreadingHTTPServer):
 
 
 def chunks(*texts: str) -> list[bytes]:
-    told = [{"choices": [{"delta": {"role": "assistant", "content": ""}}]}]
+    told: list[dict[str, Any]] = [{"choices": [{"delta": {"role": "assistant", "content": ""}}]}]
     told += [{"choices": [{"delta": {"content": text}}]} for text in texts]
     told += [{"choices": [{"delta": {}, "finish_reason": "stop"}]}, {"choices": []}]
     return [b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in told] + [b": note\n\n", b"data: [DONE]\n\n"]

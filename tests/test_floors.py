@@ -158,8 +158,8 @@ def test_modules_hold_no_mutable_state(module: str) -> None:
         if isinstance(node, ast.Assign | ast.AnnAssign) and is_mutable(node.value) and not frozen:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             assert ast.unparse(target) == "__all__", f"{module}: line {node.lineno}"
-    for node in ast.walk(TREES[module]):
-        assert not isinstance(node, ast.Global), f"{module}: line {node.lineno}"
+    for inner in ast.walk(TREES[module]):
+        assert not isinstance(inner, ast.Global), f"{module}: line {inner.lineno}"
 
 
 @pytest.mark.parametrize(
