@@ -70,18 +70,27 @@ class EngineProcess:
         await loop.create_connection(lambda: link, sock=here)
         link.say(Configure(self.settings))
         self._link = link
-        return await link.ready
+        try:
+            return await link.ready
+        except QuireError:
+            await self._reap()
+            raise
 
     async def close(self) -> None:
         """Let the process go; it ends by itself when its socket closes."""
         self._closing = True
         if self._restart is not None:
             self._restart.cancel()
+        await self._reap()
+
+    async def _reap(self, patience: float = 5.0) -> None:
+        """See the process off: it ends when its socket does; one that will not is killed."""
         if self._link is not None:
             self._link.close()
+            self._link = None
         if self.process is not None:
             try:
-                await asyncio.to_thread(self.process.wait, 5)
+                await asyncio.to_thread(self.process.wait, patience)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 await asyncio.to_thread(self.process.wait)
@@ -102,6 +111,7 @@ class EngineProcess:
 
     async def _again(self) -> None:
         delay = self.backoff
+        await self._reap(patience=1.0)
         while not self._closing:
             try:
                 self.restarts += 1
