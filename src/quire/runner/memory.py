@@ -54,7 +54,7 @@ def plan_pages(layers: Sequence[LayerShape], *, page_size: int, rows: int, max_m
 
 
 def _gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB" if size >= GIB // 100 else f"{size / (1 << 20):.2f} MiB"
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / (1 << 20):.2f} MiB"
 
 
 def activation_bytes(*, tokens: int, logits: int, hidden: int, widest: int, vocab_size: int, dtype: torch.dtype) -> int:

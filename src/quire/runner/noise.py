@@ -80,25 +80,28 @@ class Draw:
         self.blocks = -(-vocab_size // BLOCK)
         self._heads = salted(np.arange(_HEADS, _HEADS + self.blocks))
         self._words = salted(np.arange(self.blocks * BLOCK)).reshape(-1, BLOCK)
+        self._begin: Ids = np.zeros((0, self.blocks), np.intp)
 
-    def __call__(self, logits: Floats, key: Words) -> Ids:
-        """One token a row from softmax(logits). logits [R, V], -inf for what cannot be; key [R]. -> [R]
+    def __call__(self, logits: Floats, temperature: Floats, key: Words) -> Ids:
+        """One token a row from softmax(logits / temperature).
 
-        A row of nothing but -inf, or with NaN, gets some token: it is for the caller to look.
+        logits [R, V], -inf for what cannot be; temperature [R, 1]; key [R]. A row of nothing but -inf, or with NaN,
+        gets some token: it is for the caller to look.
         """
         blocked = self._blocked(logits)
+        tiles = blocked.numpy().reshape(-1, BLOCK)
         head = mix(key[:, None] ^ self._heads)
         least = unit(head) / np.float32(BLOCK)
-        holder = mix(head ^ _HOLDER) & np.uint32(BLOCK - 1)
+        holder = (mix(head ^ _HOLDER) & np.uint32(BLOCK - 1)).astype(np.intp)
         gain = -np.log(least)
-        bound = blocked.amax(2).numpy() + gain
-        held = np.take_along_axis(blocked.numpy(), holder[:, :, None].view(np.int32), 2)[:, :, 0] + gain
+        bound = blocked.amax(2).numpy() / temperature + gain
+        held = tiles.ravel().take(holder + self._starts(len(key))) / temperature + gain
         rows, blocks = np.nonzero((bound >= held.max(1)[:, None]) & (bound > -np.inf))
         each = np.arange(len(rows))
         noise = unit(mix(key[rows, None] ^ self._words[blocks]))
         noise[each, holder[rows, blocks]] = 0.0
         noise += least[rows, blocks][:, None]
-        score = blocked.numpy()[rows, blocks] - np.log(noise)
+        score = tiles[rows * self.blocks + blocks] / temperature[rows] - np.log(noise)
         at = score.argmax(1)
         score = score[each, at]
         top = np.full(len(key), -np.inf, np.float32)
@@ -107,6 +110,12 @@ class Draw:
         token = np.zeros(len(key), np.intp)
         token[rows[wins]] = blocks[wins] * BLOCK + at[wins]
         return token
+
+    def _starts(self, rows: int) -> Ids:
+        """Where each row's blocks begin in the flattened logits, [rows, blocks]."""
+        if len(self._begin) != rows:
+            self._begin = np.arange(0, rows * self.blocks * BLOCK, BLOCK).reshape(rows, self.blocks)
+        return self._begin
 
     def _blocked(self, logits: Floats) -> torch.Tensor:
         """[R, blocks, 32]: past the end nothing can be."""

@@ -21,7 +21,7 @@ from quire.runner.logprobs import score
 from quire.runner.noise import Draw, Floats, Ids, keys
 from quire.runner.rows import Rows, Shape
 from quire.runner.traits import CUT, HOT, SCORED
-from quire.runner.truncate import truncate
+from quire.runner.truncate import Cut, truncate
 from quire.values import TokenLogprobs
 
 BROKEN = "the model produced NaN or infinite logits"
@@ -48,9 +48,7 @@ class Recipe(NamedTuple):
     temperature: Floats
     """[H, 1]"""
     streams: npt.NDArray[np.uint32]
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
+    settings: Cut
 
 
 class Sampler:
@@ -66,12 +64,14 @@ class Sampler:
         """logits [R, V] float32 of the shape's sampled rows, used up; masks: (row, allowed) of rows under a grammar."""
         x = logits.cpu().numpy()
         if self._epoch != rows.epoch or self._recipe is None:
-            self._recipe, self._epoch = recipe(rows, shape), rows.epoch
+            self._recipe, self._epoch = recipe(rows, shape, self.vocab_size), rows.epoch
         edits, scored, hot = self._recipe[:3]
         raw = torch.from_numpy(x[scored]) if len(scored) else None
         tokens, peak = _best(x)
         bad = ~np.isfinite(peak)
         errors = dict.fromkeys(np.flatnonzero(bad).tolist(), BROKEN)
+        if errors:
+            x[bad] = 0.0  # whatever is drawn there is not told; others need no care for it
         if masks or edits:
             mask(x, masks)
             for edit, which in edits:
@@ -80,6 +80,7 @@ class Sampler:
             stuck = np.isneginf(peak) & ~bad
             errors |= dict.fromkeys(np.flatnonzero(stuck).tolist(), STUCK)
             bad |= stuck
+            x[stuck] = 0.0
         if len(hot):
             tokens[hot] = self._random(x, rows, shape, self._recipe)
         logprobs: dict[int, TokenLogprobs] = {}
@@ -90,19 +91,17 @@ class Sampler:
 
     def _random(self, x: Floats, rows: Rows, shape: Shape, recipe: Recipe) -> Ids:
         hot, cut = recipe.hot, recipe.cut
-        heated = x if len(hot) == len(x) else x[hot]
-        heated /= recipe.temperature
+        drawn = x if len(hot) == len(x) else x[hot]
         if len(cut):
-            all_cut = len(cut) == len(hot)
-            part = torch.from_numpy(heated if all_cut else heated[cut])
-            truncate(part, recipe.top_k, recipe.top_p, recipe.min_p)
-            if not all_cut:
-                heated[cut] = part.numpy()
+            part = drawn if len(cut) == len(hot) else drawn[cut]
+            truncate(part, recipe.settings)
+            if part is not drawn:
+                drawn[cut] = part
         position = rows.known[shape.row_row[hot]] + shape.depth[hot]
-        return self.draw(heated, keys(recipe.streams, position))
+        return self.draw(drawn, recipe.temperature, keys(recipe.streams, position))
 
 
-def recipe(rows: Rows, shape: Shape) -> Recipe:
+def recipe(rows: Rows, shape: Shape, vocab_size: int) -> Recipe:
     """What the sampled rows of a shape ask for."""
     traits = rows.traits
     bits = traits.bits[shape.row_row]
@@ -118,9 +117,9 @@ def recipe(rows: Rows, shape: Shape) -> Recipe:
         cut=cut,
         temperature=traits.temperature[hot_row][:, None],
         streams=traits.stream[hot_row],
-        top_k=torch.from_numpy(traits.top_k[cut_row]),
-        top_p=torch.from_numpy(traits.top_p[cut_row]),
-        min_p=torch.from_numpy(traits.min_p[cut_row]),
+        settings=Cut.of(
+            traits.temperature[cut_row], traits.top_k[cut_row], traits.top_p[cut_row], traits.min_p[cut_row], vocab_size
+        ),
     )
 
 

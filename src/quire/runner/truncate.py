@@ -6,50 +6,88 @@ depends neither on the order of equal logits nor on who else is in the batch. No
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.runner.noise import Floats, Ids
 
 _HEAD = 64
 """How many of the greatest logits are looked at first. Most nuclei are smaller."""
 
 
-def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
-    """Set to -inf, in place, what min_p, then top_k, then top_p exclude (each of what the ones before left).
+class Cut(NamedTuple):
+    """Settings of rows that truncate, each [R, 1]; a row without one of them has the value that keeps everything."""
 
-    logits [R, V] float32, already divided by the temperature. top_k [R] int64, 0 for off; top_p [R] float64, 1 for off;
-    min_p [R] float32, 0 for off.
+    temperature: Floats
+    margin: Floats
+    """How far below the greatest logit min_p reaches: temperature * log(min_p), -inf for off."""
+    top_k: Ids
+    """The vocabulary's size for off."""
+    top_p: npt.NDArray[np.float64]
+    """2 for off: more than all there is."""
+
+    @staticmethod
+    def of(temperature: Floats, top_k: Ids, top_p: npt.NDArray[np.float64], min_p: Floats, vocab_size: int) -> Cut:
+        """Columns [R], as SamplingParams has them: top_k below 1, top_p 1 and min_p 0 are off."""
+        with np.errstate(divide="ignore"):
+            margin = temperature * np.log(min_p)
+        top_k = np.where((top_k < 1) | (top_k > vocab_size), vocab_size, top_k)
+        top_p = np.where(top_p < 1, top_p, 2.0)
+        return Cut(temperature[:, None], margin[:, None], top_k[:, None], top_p[:, None])
+
+    def rows(self, which: Ids) -> Cut:
+        return Cut(self.temperature[which], self.margin[which], self.top_k[which], self.top_p[which])
+
+
+def truncate(logits: Floats, cut: Cut) -> None:
+    """Set to -inf, in place, what min_p, then top_k, then top_p exclude, each of what the ones before left.
+
+    logits [R, V], not yet divided by the temperature.
     """
     vocab = logits.shape[1]
-    peak = logits.amax(1, keepdim=True)
-    floor = peak + min_p.log()[:, None]
-    top_k = torch.where(top_k < vocab, top_k, 0)
-    nucleus = bool((top_p < 1).any())
-    width = max(_HEAD * nucleus, int(top_k.max()) + 1)
-    while True:
-        width = min(width, vocab)
-        head = logits.topk(width, 1).values
-        kth = head.gather(1, (top_k - 1).clamp_(min=0)[:, None])
-        low = torch.maximum(floor, torch.where(top_k[:, None] > 0, kth, -torch.inf))
-        if not nucleus:
-            break
-        last, inside = _nucleus(logits, head, peak, low, top_p)
-        if width == vocab or not bool((inside == width).any()):
-            low = torch.maximum(low, last)
-            break
-        width *= 8
-    logits.masked_fill_(logits < low, -torch.inf)
+    longest = int(cut.top_k[cut.top_k < vocab].max(initial=1))
+    nuclei = bool((cut.top_p < 1).any())
+    low = _thresholds(logits, cut, max(longest, _HEAD) if nuclei else longest)
+    np.copyto(logits, -np.inf, where=logits < low)
 
 
-def _nucleus(logits: Tensor, head: Tensor, peak: Tensor, low: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """The least logit in each row's nucleus [R, 1], -inf for rows without top_p, and how many of `head` are in it [R].
+def _thresholds(logits: Floats, cut: Cut, width: int) -> Floats:
+    """The least logit that each row keeps, [R, 1], looking at its `width` greatest first."""
+    vocab = logits.shape[1]
+    width = min(width, vocab)
+    head = np.partition(logits, vocab - width, 1)[:, vocab - width :]
+    head.sort(1)
+    head = head[:, ::-1]
+    kth = np.take_along_axis(head, np.minimum(cut.top_k, width) - 1, 1)
+    low: Floats = np.maximum(head[:, :1] + cut.margin, np.where(cut.top_k < vocab, kth, -np.inf))
+    nuclei = np.flatnonzero(cut.top_p < 1)
+    if len(nuclei):
+        low[nuclei] = _nuclei(logits, head, low, cut, nuclei)
+    return low
 
-    A nucleus is as few of the likeliest tokens as have `top_p` of the mass of all above `low`. Summed in double
-    precision: how a sum is cut over threads must not move its edge.
+
+def _nuclei(logits: Floats, head: Floats, low: Floats, cut: Cut, which: Ids) -> Floats:
+    """Thresholds of the rows `which` that have top_p, given those of min_p and top_k.
+
+    A nucleus is as few of the likeliest tokens as have `top_p` of the mass of all that are not below `low`.
     """
-    mass = (logits - peak).exp_().masked_fill_(logits < low, 0.0).sum(1, keepdim=True, dtype=torch.float64)
-    weight = (head - peak).exp_().masked_fill_(head < low, 0.0).double()
-    before = weight.cumsum(1) - weight
-    wanted = top_p[:, None] < 1
-    inside = ((before < top_p[:, None] * mass) & (head >= low) & wanted).sum(1)
-    last = head.gather(1, (inside - 1).clamp_(min=0)[:, None])
-    return torch.where(wanted, last, -torch.inf), inside
+    head, low, cut = head[which], low[which], cut.rows(which)
+    weight = np.exp((head - head[:, :1]) / cut.temperature, dtype=np.float64)
+    weight[head < low] = 0.0
+    upto = weight.cumsum(1)
+    mass = upto[:, -1:].copy()
+    wide = np.flatnonzero(head[:, -1] >= low[:, 0])  # what it is a share of reaches beyond the head
+    if len(wide):
+        rows = logits[which[wide]]
+        beyond = np.exp((rows - head[wide, :1]) / cut.temperature[wide])
+        beyond[rows < low[wide]] = 0.0
+        mass[wide] = beyond.sum(1, keepdims=True)
+    inside = ((upto - weight < cut.top_p * mass) & (head >= low)).sum(1, keepdims=True)
+    low = np.maximum(low, np.take_along_axis(head, np.maximum(inside, 1) - 1, 1))
+    width, vocab = head.shape[1], logits.shape[1]
+    more = np.flatnonzero(inside == width)
+    if width < vocab and len(more):
+        low[more] = _thresholds(logits[which[more]], cut.rows(more), width * 8)
+    return low

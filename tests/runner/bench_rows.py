@@ -1,0 +1,23 @@
+"""A store with rows opened in the middle of their lives, ready to be sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.core.plan import Open, Plan, Span
+from quire.runner.rows import Rows, Shape
+
+
+def opened(
+    opens: Sequence[Open], drafts: Sequence[Sequence[int]] = (), *, context: int = 64, page_size: int = 4
+) -> tuple[Rows, Shape]:
+    """Each row has one token to feed, and its drafts."""
+    depth = len(drafts[0]) if drafts else 0
+    rows = Rows(1 + max(o.row for o in opens), context, page_size, depth)
+    rows.fold(Plan(tuple(opens), (), ()))
+    which = np.array([o.row for o in opens])
+    rows.draft(which, np.array(drafts, np.int32).reshape(len(opens), depth))
+    spans = tuple(Span(o.row, 1 + depth, 1 + depth, 1 + depth) for o in opens)
+    return rows, rows.fold(Plan((), (), spans))
