@@ -1,0 +1,160 @@
+"""The first promise: greedy answers in float32 equal transformers', whatever happens around a request.
+
+Real checkpoints through the real engine and the CPU executor: alone, in a crowd, cold, warm, chunked, preempted, with
+any depth of look-ahead; and a slice of the lattice on the same executor.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from quire.core.kv import KV, prefix_index
+from quire.core.policy import ADMISSIONS, SHELVES
+from quire.core.scheduler import Scheduler
+from quire.engine.engine import Engine
+from quire.executors.local import LocalExecutor
+from quire.models.base import Model
+from quire.values import GREEDY, MANY, Request
+from quire.weights.load import load_model
+from quire.weights.locate import embedded
+from tests import checkpoints
+
+NEW = 64
+SHAPES = ("llama-gqa-tied", "llama-mha-llama3-rope", "embedded")
+
+
+class Subject:
+    """One checkpoint: ours, theirs, sixteen prompts and what the answers must be."""
+
+    def __init__(self, ours: Model, theirs: PreTrainedModel) -> None:
+        self.ours = ours
+        vocab, rng = ours.spec.vocab, random.Random(5)
+        draw = lambda n: tuple(rng.randrange(vocab) for _ in range(n))  # noqa: E731
+        shared = draw(40)
+        self.prompts = [(shared if i % 3 == 0 else ()) + draw(rng.randrange(2, 60)) for i in range(15)]
+        self.prompts.append(self.prompts[0])
+        self.want = [reference(theirs, prompt) for prompt in self.prompts]
+
+    def engine(self, *, pages: int = 400, page_size: int = 16, **settings: Any) -> Engine:
+        """An engine around the CPU executor; `settings` are the scheduler's, and depth, reuse and shelf."""
+        depth, reuse = settings.pop("depth", 0), settings.pop("reuse", True)
+        shelf = SHELVES[settings.pop("shelf", "lru")]()
+        executor = LocalExecutor(
+            self.ours, pages=pages, page_size=page_size, rows=64, max_model_len=512, dtype=torch.float32
+        )
+        kv = KV(pages, page_size, prefix_index(page_size, reuse), shelf)
+        return Engine(Scheduler(kv, rows=64, **settings), executor, depth=depth)
+
+    def ask(self, engine: Engine, which: Sequence[int], new: int = NEW) -> dict[int, tuple[int, ...]]:
+        for i in which:
+            engine.add(Request(id=str(i), prompt=self.prompts[i], max_new=new, sampling=GREEDY))
+        while engine.has_pending_work:
+            engine.step()
+        assert engine.gauges().used_pages == 0
+        return {int(c.id): c.tokens for c in engine.completed_requests}
+
+
+@torch.no_grad()
+def reference(model: PreTrainedModel, prompt: Sequence[int]) -> tuple[int, ...]:
+    """transformers' greedy answer, `NEW` tokens whatever they are."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        min_new_tokens=NEW,
+        max_new_tokens=NEW,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return tuple(out[0, len(prompt) :].tolist())
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    return make_subject(request.param, tmp_path_factory.getbasetemp())
+
+
+@cache
+def make_subject(shape: str, base: Path) -> Subject:
+    folder = embedded() if shape == "embedded" else base / shape
+    theirs = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        if shape == "embedded"
+        else checkpoints.make(folder, shape)
+    )
+    return Subject(load_model(folder, dtype="float32"), theirs)
+
+
+def test_the_checkpoints_are_worth_comparing(subject: Subject) -> None:
+    """Answers that repeat one token would agree by accident."""
+    varied = [len(set(answer)) for answer in subject.want]
+    assert max(varied) >= 16 and sum(v >= 8 for v in varied) >= 8
+
+
+def test_alone(subject: Subject) -> None:
+    for i in range(4):
+        assert subject.ask(subject.engine(), [i])[i] == subject.want[i]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_among_fifteen_others(subject: Subject, depth: int) -> None:
+    answers = subject.ask(subject.engine(depth=depth), range(16))
+    assert answers == dict(enumerate(subject.want))
+
+
+def test_after_a_prefix_hit(subject: Subject) -> None:
+    engine = subject.engine(page_size=4)
+    subject.ask(engine, [0])
+    answers = subject.ask(engine, [3, 6, 15])
+    assert engine.gauges().prefix_hit > 3 * 36
+    assert all(answers[i] == subject.want[i] for i in (0, 3, 6, 15))
+
+
+def test_chunked(subject: Subject) -> None:
+    answers = subject.ask(subject.engine(budget=24, chunk=7, page_size=4), range(16))
+    assert answers == dict(enumerate(subject.want))
+
+
+def test_after_preemption(subject: Subject) -> None:
+    engine = subject.engine(pages=60, page_size=8, reuse=False)
+    answers = subject.ask(engine, range(16))
+    assert engine.gauges().preemptions > 0
+    assert answers == dict(enumerate(subject.want))
+
+
+AXES: dict[str, Sequence[Any]] = {
+    "depth": (0, 1, 2),
+    "page_size": (1, 4, 16, 512),
+    "tight": (1, 2, 16),
+    "reuse": (False, True),
+    "shelf": ("lru", "fifo"),
+    "cap": (1, 4, MANY),
+    "feed": ((MANY, MANY), (16, 5), (64, 7), (9, MANY)),
+    "admit": ("continuous", "static"),
+}
+
+
+@pytest.mark.parametrize("share", range(8))
+def test_a_slice_of_the_lattice_on_real_tensors(share: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """26 combinations a share, 208 in all; short answers, so that they take seconds."""
+    subject = make_subject("llama-gqa-tied", tmp_path_factory.getbasetemp())
+    rng = random.Random(share)
+    for _ in range(26):
+        c = {axis: rng.choice(values) for axis, values in AXES.items()}
+        budget, chunk = c.pop("feed")
+        longest = max(map(len, subject.prompts)) + 6
+        pages = -(-longest // c["page_size"]) * c.pop("tight")
+        admit = ADMISSIONS[c.pop("admit")]
+        engine = subject.engine(pages=pages, budget=budget, chunk=chunk, admit=admit, **c)
+        which = rng.sample(range(16), 6)
+        answers = subject.ask(engine, which, 6)
+        assert answers == {i: subject.want[i][:6] for i in which}, c
