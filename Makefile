@@ -17,14 +17,15 @@ lint:
 types:
 	$(PYTHON) -m mypy
 
+# One thread a worker: two workers that each use every core spend their time waiting for each other.
 test:
-	$(PYTHON) -m pytest -n 2
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2
 
 bench:
 	$(PYTHON) -m quire bench engine --requests 1000
 
 nightly:
-	$(PYTHON) -m pytest -n 2 -m nightly
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 -m nightly
 
 docs:
 	$(PYTHON) -m quire.config.document > docs/configuration.md.new && mv docs/configuration.md.new docs/configuration.md
