@@ -80,7 +80,8 @@ class Answer:
             return self._delta(read.text, finish="stop", reason=read.stop)
         self._count(event, len(event.tokens))
         if event.finish is None:
-            return self._delta(read.text) if read.text else None
+            told = read.text or (event.tokens and self._prompt is not None)  # echoes wait for the prompt's scores
+            return self._delta(read.text) if told else None
         named = event.finish == "stop" and event.stop_token not in self._eos
         return self.end(event.finish, read.text, reason=event.stop_token if named else None)
 

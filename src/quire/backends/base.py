@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -85,7 +85,7 @@ class Backend(Protocol):
     def token_text(self, token: int) -> tuple[str, bytes]:
         """How one token is shown in log-probabilities: as text, and as its exact bytes."""
 
-    def stream(self, call: Call) -> AsyncIterator[list[Delta]]:
+    def stream(self, call: Call) -> AsyncGenerator[list[Delta], None]:
         """Deltas as they come, those that are ready together in one list; ends when every choice has finished.
 
         Closing the iterator aborts the call. Raises Overloaded, InvalidRequest and DeadlineExceeded before the first

@@ -6,7 +6,7 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -152,7 +152,7 @@ class NativeBackend:
 
     # ---------------------------------------------------------------- calls
 
-    async def stream(self, call: Call) -> AsyncIterator[list[Delta]]:
+    async def stream(self, call: Call) -> AsyncGenerator[list[Delta], None]:
         live = self._admit(call)
         try:
             while True:

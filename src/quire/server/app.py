@@ -1,0 +1,186 @@
+"""The routes. What they do is in the rooms they call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from quire.backends.base import Backend, ModelCard
+from quire.errors import InvalidRequest, QuireError, Unavailable
+from quire.server import answers, calls, faults, prompts, schemas
+from quire.server.answers import Gathered, Usage
+from quire.server.calls import Job
+from quire.server.chunks import ChatChunks, CompletionChunks
+from quire.server.limits import Guard, Keys, Limits, read_body
+from quire.server.stream import EventStream, deltas, unless_gone
+
+_METRICS = "text/plain; version=0.0.4; charset=utf-8"
+_GONE = 499
+"""nginx's code for a client that closed its request; nobody reads it."""
+
+
+class Api:
+    """One backend, answering over HTTP."""
+
+    def __init__(self, backend: Backend, limits: Limits, version: str) -> None:
+        self._backend, self._limits, self._version = backend, limits, version
+        self._by = f"quire-{version}"
+
+    # ---------------------------------------------------------------- generation
+
+    async def completions(self, request: Request) -> Response | EventStream:
+        job = await calls.completion(await self._read(request, schemas.CompletionRequest), self._backend, self._limits)
+        if job.stream:
+            return self._stream(job, CompletionChunks(job, self._backend.token_text))
+        made = await unless_gone(request.receive, self._gather(job))
+        return _json(made and answers.completion(job, *made, self._backend.token_text, self._by))
+
+    async def chat(self, request: Request) -> Response | EventStream:
+        job = await calls.chat(await self._read(request, schemas.ChatRequest), self._backend, self._limits)
+        if job.stream:
+            return self._stream(job, ChatChunks(job, self._backend.token_text))
+        made = await unless_gone(request.receive, self._gather(job))
+        return _json(made and answers.chat(job, *made, self._backend.token_text, self._by))
+
+    async def generate(self, request: Request) -> Response:
+        began = time.perf_counter()
+        job = await calls.generate(await self._read(request, schemas.GenerateRequest), self._backend, self._limits)
+        made = await unless_gone(request.receive, self._gather(job))
+        return _json(made and answers.generated(job, made[0][0], time.perf_counter() - began))
+
+    def _stream(self, job: Job, chunks: CompletionChunks | ChatChunks) -> EventStream:
+        said = deltas(self._backend, job.calls, job.n)
+        return EventStream(said, chunks, keep_alive=self._limits.keep_alive)
+
+    async def _gather(self, job: Job) -> tuple[list[Gathered], Usage]:
+        usage, choices = Usage(job), [Gathered() for _ in range(len(job.calls) * job.n)]
+        async with aclosing(deltas(self._backend, job.calls, job.n)) as said:
+            async for ready in said:
+                for delta in ready:
+                    usage.add(delta)
+                    choices[delta.index].add(delta)
+        return choices, usage
+
+    async def _read(self, request: Request, kind: type[schemas.T]) -> schemas.T:
+        return schemas.parse(await read_body(request, self._limits), kind, self._limits)
+
+    # ---------------------------------------------------------------- tokens
+
+    async def tokenize(self, request: Request) -> Response:
+        asked = await self._read(request, schemas.TokenizeRequest)
+        card = prompts.model(asked.model, self._backend)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise InvalidRequest("give either prompt or messages", param="prompt")
+        if asked.messages is not None:
+            _, tokens = await prompts.rendered(asked.messages, asked, self._backend)
+        else:
+            [(_, tokens)] = await prompts.encoded(
+                [asked.prompt or ""], asked.add_special_tokens is not False, self._backend
+            )
+        names = [self._backend.token_text(token)[0] for token in tokens] if asked.return_token_strs else None
+        return _json(
+            {
+                "count": len(tokens),
+                "max_model_len": card.max_model_len,
+                "tokens": list(tokens),
+                "token_strs": names,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        asked = await self._read(request, schemas.DetokenizeRequest)
+        card = prompts.model(asked.model, self._backend)
+        prompts.in_vocabulary(asked.tokens, "tokens", card)
+        return _json({"prompt": self._backend.decode(tuple(asked.tokens))})
+
+    # ---------------------------------------------------------------- what there is, and how it is
+
+    async def models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [_card(self._backend.model())]})
+
+    async def model(self, request: Request) -> Response:
+        return _json(_card(prompts.model(request.path_params["id"], self._backend)))
+
+    async def live(self, request: Request) -> Response:
+        if not self._backend.alive():
+            raise Unavailable("the engine makes no progress", code="not_alive")
+        return _json({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        if not self._backend.ready():
+            raise Unavailable("requests are not accepted now", code="not_ready")
+        return _json({"status": "ok"})
+
+    async def stats(self, request: Request) -> Response:
+        return _json(self._backend.stats())
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._backend.metrics(), media_type=_METRICS)
+
+    async def version(self, request: Request) -> Response:
+        return _json({"version": self._version})
+
+
+def create_app(
+    backend: Backend, *, limits: Limits | None = None, api_keys: Collection[str] = (), version: str = "0"
+) -> ASGIApp:
+    """The ASGI application around a backend that is started and closed by the caller."""
+    api = Api(backend, Limits() if limits is None else limits, version)
+    routes = [
+        Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/v1/generate", api.generate, methods=["POST"]),
+        Route("/v1/models", api.models),
+        Route("/v1/models/{id:path}", api.model),
+        Route("/tokenize", api.tokenize, methods=["POST"]),
+        Route("/detokenize", api.detokenize, methods=["POST"]),
+        Route("/health", api.live),
+        Route("/health/live", api.live),
+        Route("/health/ready", api.ready),
+        Route("/ping", api.live, methods=["GET", "POST"]),
+        Route("/stats", api.stats),
+        Route("/metrics", api.metrics),
+        Route("/version", api.version),
+    ]
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(Guard, keys=Keys(api_keys))],
+        exception_handlers={
+            QuireError: faults.raised,
+            HTTPException: faults.routing,
+            Exception: faults.unexpected,
+        },
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+def _json(value: Any) -> Response:
+    """JSON, or nothing for a client that left."""
+    if value is None:
+        return Response(status_code=_GONE)
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _card(card: ModelCard) -> dict[str, Any]:
+    return {
+        "id": card.id,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "quire",
+        "root": card.root or card.id,
+        "parent": None,
+        "max_model_len": card.max_model_len,
+        "permission": [],
+    }

@@ -1,0 +1,134 @@
+"""Requests into calls of the backend, one a prompt, and what the answer must show of them."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field, replace
+
+from quire.backends.base import Backend, Call, ModelCard
+from quire.errors import InvalidRequest
+from quire.server.limits import Limits
+from quire.server.params import check_logprobs, sampling
+from quire.server.prompts import encoded, model, prompts, rendered
+from quire.server.schemas import Answers, ChatRequest, CompletionRequest, GenerateRequest, Sampling
+from quire.values import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One HTTP request's calls, one a prompt, and what the answer must show of them.
+
+    id: of the answer, as clients see it. top: alternatives per token to show, None for no log-probabilities.
+    scored_only: max_tokens 0 with echo, which asks for the prompt's log-probabilities alone.
+    """
+
+    id: str
+    model: str
+    calls: list[Call]
+    n: int = 1
+    stream: bool = False
+    usage: bool = False
+    every_usage: bool = False
+    echo: bool = False
+    top: int | None = None
+    prompt_top: int | None = None
+    token_ids: bool = False
+    as_ids: bool = False
+    scored_only: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+async def completion(asked: CompletionRequest, backend: Backend, limits: Limits) -> Job:
+    """Raises InvalidRequest or UnknownModel naming the field."""
+    card = model(asked.model, backend)
+    if asked.best_of is not None and asked.best_of != (asked.n or 1):
+        raise InvalidRequest("best_of must equal n: answers are not ranked", param="best_of")
+    check_logprobs("logprobs", asked.logprobs, limits)
+    scored_only = bool(asked.echo) and asked.max_tokens == 0
+    echoed = asked.logprobs if asked.echo else None
+    several = await encoded(prompts(asked.prompt, card, limits), asked.add_special_tokens is not False, backend)
+    most = 1 if scored_only else asked.max_tokens
+    calls = []
+    for text, ids in several:
+        params = sampling(asked, ids, card, limits, most, 16, logprobs=asked.logprobs, echoed=echoed)
+        calls.append(_call("cmpl", text, ids, asked, params, limits))
+    if asked.echo:
+        calls = [replace(call, text=backend.decode(call.prompt)) if call.text is None else call for call in calls]
+    return _job(asked, card, calls, top=asked.logprobs, scored_only=scored_only)
+
+
+async def chat(asked: ChatRequest, backend: Backend, limits: Limits) -> Job:
+    """Raises InvalidRequest or UnknownModel naming the field."""
+    card = model(asked.model, backend)
+    top = (asked.top_logprobs or 0) if asked.logprobs else None
+    if asked.top_logprobs and top is None:
+        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    check_logprobs("top_logprobs", asked.top_logprobs, limits)
+    most, name = asked.max_tokens, "max_tokens"
+    if asked.max_completion_tokens is not None:
+        if most not in (None, asked.max_completion_tokens):
+            raise InvalidRequest("max_tokens and max_completion_tokens differ: send one", param="max_tokens")
+        most, name = asked.max_completion_tokens, "max_completion_tokens"
+    _, ids = await rendered(asked.messages, asked, backend)
+    params = sampling(asked, ids, card, limits, most, None, logprobs=top, name=name)
+    return _job(asked, card, [_call("chatcmpl", _begun(asked), ids, asked, params, limits)], top=top)
+
+
+async def generate(asked: GenerateRequest, backend: Backend, limits: Limits) -> Job:
+    """Raises InvalidRequest or UnknownModel naming the field."""
+    card = model(asked.model, backend)
+    several = prompts(asked.prompt, card, limits)
+    if len(several) != 1:
+        raise InvalidRequest("prompt: one prompt at a time here; /v1/completions takes several", param="prompt")
+    [(text, ids)] = await encoded(several, asked.add_special_tokens is not False, backend)
+    params = sampling(asked, ids, card, limits, asked.max_new_tokens, 16, name="max_new_tokens")
+    call = _call("gen", text, ids, asked, params, limits)
+    return Job(id=call.id, model=card.id, calls=[call])
+
+
+def _begun(asked: ChatRequest) -> str:
+    """What `echo` puts before a chat answer: the last message, when the answer goes on with it."""
+    content = asked.messages[-1].get("content")
+    return content if asked.continue_final_message and isinstance(content, str) else ""
+
+
+def _call(
+    kind: str,
+    text: str | None,
+    ids: tuple[int, ...],
+    asked: Sampling,
+    params: SamplingParams,
+    limits: Limits,
+) -> Call:
+    return Call(
+        id=f"{kind}-{uuid.uuid4().hex}",
+        prompt=ids,
+        text=text,
+        sampling=params,
+        priority=asked.priority or 0,
+        salt=asked.cache_salt or "",
+        timeout=limits.timeout if asked.timeout is None else asked.timeout,
+    )
+
+
+def _job(asked: Answers, card: ModelCard, calls: list[Call], *, top: int | None, scored_only: bool = False) -> Job:
+    options = asked.stream_options
+    if options is not None and not asked.stream:
+        raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+    usage = options is not None and bool(options.include_usage)
+    return Job(
+        id=calls[0].id,
+        model=card.id,
+        calls=calls,
+        n=asked.n or 1,
+        stream=bool(asked.stream),
+        usage=usage,
+        every_usage=usage and options is not None and bool(options.continuous_usage_stats),
+        echo=bool(asked.echo),
+        top=top,
+        prompt_top=asked.prompt_logprobs,
+        token_ids=bool(asked.return_token_ids),
+        as_ids=bool(asked.return_tokens_as_token_ids),
+        scored_only=scored_only,
+    )

@@ -1,0 +1,133 @@
+"""Every field of OpenAI's and vLLM's requests, and what becomes of it: the one table for code, tests and docs.
+
+A field is *honoured* (the request types in `schemas` declare it), a *no-op* by definition, or *refused* by name with
+why. A refused field may be sent with a value that asks for nothing, as client libraries do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from quire.errors import InvalidRequest, nearest
+
+State = Literal["honoured", "no-op", "refused"]
+
+
+class Refusal(NamedTuple):
+    """Why a field is not supported, and the values that would not change anything (None never does)."""
+
+    why: str
+    harmless: tuple[Any, ...] = ()
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    field: str
+    state: State
+    note: str = ""
+
+
+NO_OPS: Mapping[str, str] = MappingProxyType(
+    {
+        "user": "a label for the caller's own records",
+        "metadata": "a label for the caller's own records",
+        "safety_identifier": "a label for the caller's own records",
+        "session_id": "a label that related requests share",
+        "store": "nothing is ever stored",
+        "service_tier": "there is one tier",
+        "prompt_cache_key": "prefixes are found by their tokens, without a key",
+        "prompt_cache_retention": "prefixes stay while there is room",
+        "prompt_cache_options": "prefixes stay while there is room",
+    }
+)
+
+_STRUCTURED = "structured output is not supported"
+_TOOLS = "tool calls are not supported: describe the tools in a message, and parse the answer"
+_TEXT = "this server reads and writes text only"
+_BEAM = "beam search is not supported: use n with a temperature"
+
+REFUSED: Mapping[str, Refusal] = MappingProxyType(
+    {
+        "response_format": Refusal(_STRUCTURED, ({"type": "text"},)),
+        "structured_outputs": Refusal(_STRUCTURED),
+        "guided_json": Refusal(_STRUCTURED),
+        "guided_regex": Refusal(_STRUCTURED),
+        "guided_choice": Refusal(_STRUCTURED),
+        "guided_grammar": Refusal(_STRUCTURED),
+        "guided_decoding_backend": Refusal(_STRUCTURED),
+        "guided_whitespace_pattern": Refusal(_STRUCTURED),
+        "tools": Refusal(_TOOLS, ([],)),
+        "tool_choice": Refusal(_TOOLS, ("none", "auto")),
+        "parallel_tool_calls": Refusal(_TOOLS, (True, False)),
+        "functions": Refusal(_TOOLS, ([],)),
+        "function_call": Refusal(_TOOLS, ("none", "auto")),
+        "audio": Refusal(_TEXT),
+        "modalities": Refusal(_TEXT, (["text"],)),
+        "mm_processor_kwargs": Refusal(_TEXT, ({},)),
+        "media_io_kwargs": Refusal(_TEXT, ({},)),
+        "return_mm_kwargs": Refusal(_TEXT, (True, False)),
+        "prompt_embeds": Refusal("prompts are text or token ids"),
+        "suffix": Refusal("filling in between a prompt and a suffix is not supported", ("",)),
+        "prediction": Refusal("predicted outputs are not supported"),
+        "web_search_options": Refusal("this server does not search the web"),
+        "moderation": Refusal("this server does not moderate"),
+        "verbosity": Refusal("how long answers are is for the prompt to say", ("medium",)),
+        "reasoning_effort": Refusal("put what the model's template knows into chat_template_kwargs"),
+        "include_reasoning": Refusal("reasoning is part of the text", (True,)),
+        "thinking_token_budget": Refusal("reasoning is part of the text: use max_tokens", (-1,)),
+        "documents": Refusal("put documents into a message", ([],)),
+        "chat_template": Refusal("templates are code: start the server with --chat-template"),
+        "use_beam_search": Refusal(_BEAM, (False,)),
+        "length_penalty": Refusal(_BEAM, (1, 1.0)),
+        "early_stopping": Refusal(_BEAM, (False,)),
+        "truncate_prompt_tokens": Refusal("prompts are never cut: send the part that matters"),
+        "truncation_side": Refusal("prompts are never cut: send the part that matters"),
+        "logits_processors": Refusal("code is not taken from requests: use logit_bias, bad_words or allowed_token_ids"),
+        "logprob_token_ids": Refusal("use logprobs, which gives the most likely tokens"),
+        "spaces_between_special_tokens": Refusal("text is exactly what the tokens spell", (True,)),
+        "repetition_detection": Refusal("use repetition_penalty, stop or max_tokens"),
+        "watermarking": Refusal("watermarks are not supported", (False,)),
+        "stream_interval": Refusal("tokens are sent as they come", (1,)),
+        "include_obfuscation": Refusal("streams are not padded", (False,)),
+        "request_id": Refusal("send the header X-Request-Id"),
+        "return_prompt_text": Refusal("/tokenize shows what a template makes of messages", (False,)),
+        "return_token_offsets": Refusal("use echo and logprobs, whose text_offset says where tokens begin", (False,)),
+        "routed_experts_prompt_start": Refusal("expert routes are not reported", (0,)),
+        "kv_transfer_params": Refusal("K/V stays on this server"),
+        "ec_transfer_params": Refusal("K/V stays on this server"),
+        "vllm_xargs": Refusal("there are no extensions that could take it", ({},)),
+    }
+)
+
+
+def table(honoured: Iterable[str]) -> list[Row]:
+    """The table for a request type that declares the fields `honoured`."""
+    known = set(honoured)
+    rows = [Row(name, "honoured") for name in known]
+    rows += [Row(name, "no-op", note) for name, note in NO_OPS.items() if name not in known]
+    rows += [Row(name, "refused", refusal.why) for name, refusal in REFUSED.items() if name not in known]
+    return sorted(rows)
+
+
+def check(given: Mapping[str, Any], honoured: Iterable[str], *, where: str = "") -> dict[str, Any]:
+    """The honoured fields of `given`. Raises InvalidRequest for the first refused or unknown one, by its name.
+
+    where: path of the object, such as 'stream_options.', for the message.
+    """
+    known = frozenset(honoured)
+    kept = {}
+    for name, value in given.items():
+        if name in known:
+            kept[name] = value
+        elif name in REFUSED:
+            refusal = REFUSED[name]
+            if value is not None and value not in refusal.harmless:
+                raise InvalidRequest(f"{where}{name}: {refusal.why}", param=where + name, code="unsupported_field")
+        elif name not in NO_OPS:
+            hint = nearest(name[:64], known)
+            path = where + name[:64]
+            raise InvalidRequest(f"unknown field {path!r}.{hint}", param=path, code="unknown_field")
+    return kept

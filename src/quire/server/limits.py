@@ -1,0 +1,141 @@
+"""What the server takes from strangers: keys, body sizes, depth of JSON, counts."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+import re
+import secrets
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.errors import InvalidRequest, TooLarge, Unauthorized
+from quire.server import faults
+
+OPEN = frozenset({"/health", "/health/live", "/health/ready"})
+"""Paths that need no key, so that whoever restarts servers needs none."""
+
+_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds on one request. timeout: seconds until an answer ends, where the request does not say; inf for none.
+
+    keep_alive: seconds of silence after which a stream sends a comment. priorities: whether the scheduler minds them.
+    """
+
+    max_body_bytes: int = 10 << 20
+    max_depth: int = 32
+    max_logprobs: int = 20
+    max_prompts: int = 1024
+    max_stop_strings: int = 64
+    max_stop_chars: int = 4096
+    max_token_ids: int = 4096
+    max_bad_words: int = 256
+    timeout: float = math.inf
+    keep_alive: float = 15.0
+    priorities: bool = True
+
+
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The whole body. Raises TooLarge as soon as it is known to be, and UnsupportedMedia if it is not JSON."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise faults.UnsupportedMedia(
+            f"the body must be JSON: send the header 'Content-Type: application/json', not {kind or 'none'!r}"
+        )
+    most = limits.max_body_bytes
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > most:
+        raise _too_large(most)
+    parts, size = [], 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > most:
+                raise _too_large(most)
+            parts.append(part)
+    except ClientDisconnect as gone:
+        raise InvalidRequest("the client left before its request was complete") from gone
+    return b"".join(parts)
+
+
+def _too_large(most: int) -> TooLarge:
+    return TooLarge(f"the body is larger than this server takes ({most} bytes)", code="body_too_large")
+
+
+def check_depth(value: Any, most: int) -> None:
+    """Raises InvalidRequest if lists and objects are nested more than `most` deep. Costs nothing per number."""
+    level: list[Any] = [value]
+    for _ in range(most + 1):
+        deeper: list[Any] = []
+        for one in level:
+            inside = one.values() if isinstance(one, dict) else one
+            deeper += [x for x in inside if type(x) is dict or type(x) is list]
+        if not deeper:
+            return
+        level = deeper
+    raise InvalidRequest(f"the JSON is nested more than {most} deep", code="json_too_deep")
+
+
+class Keys:
+    """API keys, kept and compared as digests of one length, so that time tells nothing."""
+
+    def __init__(self, keys: Collection[str]) -> None:
+        self._salt = secrets.token_bytes(16)
+        self._known = [self._digest(key) for key in keys]
+
+    def _digest(self, key: str) -> bytes:
+        return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), key=self._salt).digest()
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Raises Unauthorized unless the bearer token is a known key, or there are none."""
+        if not self._known:
+            return
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        digest = self._digest(given.strip())
+        matches = [hmac.compare_digest(digest, known) for known in self._known]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise Unauthorized(
+                "this server needs an API key: send the header 'Authorization: Bearer KEY'", code="invalid_api_key"
+            )
+
+
+class Guard:
+    """ASGI middleware: no key, no entry, whatever the path; and every answer carries the request's id."""
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app, self._keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        id = request_id(headers)
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = id
+            await send(message)
+
+        if scope["path"].removeprefix(scope.get("root_path", "")) not in OPEN:
+            try:
+                self._keys.check(headers)
+            except Unauthorized as error:
+                await faults.response(error)(scope, receive, named)
+                return
+        await self._app(scope, receive, named)
+
+
+def request_id(headers: Mapping[str, str]) -> str:
+    """The client's own X-Request-Id if it is harmless to repeat, else a new one."""
+    given = headers.get("x-request-id", "")
+    return given if _ID.fullmatch(given) else secrets.token_hex(16)

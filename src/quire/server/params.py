@@ -1,0 +1,102 @@
+"""Fields and defaults into sampling parameters: the request's word, the checkpoint's, then OpenAI's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.backends.base import ModelCard
+from quire.backends.spell import room
+from quire.errors import InvalidRequest
+from quire.server.limits import Limits
+from quire.server.prompts import in_vocabulary
+from quire.server.schemas import Answers, Sampling
+from quire.values import SamplingParams
+
+_RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields whose defaults a checkpoint may set in generation_config.json."""
+
+_PLAIN = (
+    *_RECOMMENDED,
+    *("presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids", "include_stop_str_in_output"),
+    *("ignore_eos", "min_tokens", "bad_words", "allowed_token_ids", "skip_special_tokens"),
+)
+
+
+def sampling(
+    asked: Sampling,
+    prompt: Sequence[int],
+    card: ModelCard,
+    limits: Limits,
+    most: int | None,
+    otherwise: int | None,
+    *,
+    logprobs: int | None = None,
+    echoed: int | None = None,
+    name: str = "max_tokens",
+) -> SamplingParams:
+    """Request, then the checkpoint's recommendation, then OpenAI's defaults. `name`: how `most` was spelled."""
+    _counts(asked, card, limits)
+    given = {field: getattr(asked, field) for field in _PLAIN}
+    given |= {field: card.defaults.get(field) for field in _RECOMMENDED if given[field] is None}
+    if isinstance(asked, Answers):
+        given |= {"n": asked.n, "prompt_logprobs": _prompt_logprobs(asked, echoed, limits)}
+    if most is None:
+        most, name = card.defaults.get("max_tokens", otherwise), "max_tokens"
+        most = None if most is None else max(min(most, card.max_model_len - len(prompt)), 1)
+    bias = None if asked.logit_bias is None else _bias(asked.logit_bias, card)
+    chosen = {field: value for field, value in given.items() if value is not None}
+    try:
+        made = SamplingParams(**chosen, max_tokens=most, logprobs=logprobs, logit_bias=bias or {})
+        room(len(prompt), made, card.max_model_len)
+    except InvalidRequest as error:
+        raise _respelled(error, name) from error
+    return made
+
+
+def _respelled(error: InvalidRequest, name: str) -> InvalidRequest:
+    """`error` in the words of a client that says `name` for max_tokens."""
+    if error.param != "max_tokens" or name == "max_tokens":
+        return error
+    return InvalidRequest(str(error).replace("max_tokens", name), param=name, code=error.code)
+
+
+def _counts(asked: Sampling, card: ModelCard, limits: Limits) -> None:
+    stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+    if len(stops) > limits.max_stop_strings or sum(map(len, stops)) > limits.max_stop_chars:
+        most = f"{limits.max_stop_strings} strings and {limits.max_stop_chars} characters"
+        raise InvalidRequest(f"stop: at most {most} in all", param="stop")
+    if len(asked.bad_words or ()) > limits.max_bad_words:
+        raise InvalidRequest(f"bad_words: at most {limits.max_bad_words}", param="bad_words")
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        in_vocabulary(getattr(asked, name) or (), name, card)
+    for name in ("stop_token_ids", "logit_bias"):
+        if len(getattr(asked, name) or ()) > limits.max_token_ids:
+            raise InvalidRequest(f"{name}: at most {limits.max_token_ids} token ids", param=name)
+    if asked.priority and not limits.priorities:
+        raise InvalidRequest(
+            "priority means nothing here: start the server with --scheduling-policy priority", param="priority"
+        )
+    if asked.timeout is not None and not asked.timeout > 0:
+        raise InvalidRequest("timeout must be above 0 seconds", param="timeout")
+
+
+def _bias(given: dict[str, float], card: ModelCard) -> dict[int, float]:
+    bias = {}
+    for key, value in given.items():
+        if not key.isdecimal() or len(key) > 10:
+            raise InvalidRequest(f"logit_bias: {key[:40]!r} is not a token id", param="logit_bias")
+        bias[int(key)] = value
+    in_vocabulary(list(bias), "logit_bias", card)
+    return bias
+
+
+def check_logprobs(name: str, count: int | None, limits: Limits) -> None:
+    if count is not None and not 0 <= count <= limits.max_logprobs:
+        raise InvalidRequest(f"{name} must be between 0 and {limits.max_logprobs}, not {count}", param=name)
+
+
+def _prompt_logprobs(asked: Answers, echoed: int | None, limits: Limits) -> int | None:
+    check_logprobs("prompt_logprobs", asked.prompt_logprobs, limits)
+    if asked.prompt_logprobs is not None and asked.stream:
+        raise InvalidRequest("prompt_logprobs are not sent in streams: use stream: false", param="prompt_logprobs")
+    return max((x for x in (asked.prompt_logprobs, echoed) if x is not None), default=None)

@@ -1,0 +1,136 @@
+"""Prompts and messages into token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from quire.backends.base import Backend, ModelCard
+from quire.errors import InvalidRequest, UnknownModel
+from quire.server.fields import check
+from quire.server.limits import Limits
+from quire.server.schemas import ChatRequest, Prompt, TokenizeRequest
+
+_LONG = 1 << 14
+"""Characters from which on text is encoded in another thread, so that streams go on meanwhile."""
+
+_ROLES = ("system", "developer", "user", "assistant")
+_MESSAGE = frozenset({"role", "content", "name", "reasoning", "reasoning_content"})
+_ANSWERED = frozenset({"refusal", "annotations", "tool_calls", "audio", "function_call"})
+"""What answers of this API carry besides, and clients send back: fine while there is nothing in it."""
+
+
+def model(name: str | None, backend: Backend) -> ModelCard:
+    """The model served. Raises UnknownModel if `name` is another."""
+    card = backend.model()
+    if name is not None and name != card.id:
+        raise UnknownModel(
+            f"the model {name[:200]!r} is not served here: this server has {card.id!r}",
+            param="model",
+            code="model_not_found",
+        )
+    return card
+
+
+def prompts(given: Prompt, card: ModelCard, limits: Limits) -> list[str | tuple[int, ...]]:
+    """The prompts in a `prompt` field: one or several, as text or as token ids. Raises InvalidRequest."""
+    if isinstance(given, str):
+        several: list[Any] = [given]
+    elif given and all(type(x) is int for x in given):
+        several = [given]
+    else:
+        several = given
+    if not several:
+        raise InvalidRequest("prompt is empty: give text or token ids", param="prompt")
+    if len(several) > limits.max_prompts:
+        raise InvalidRequest(
+            f"prompt: {len(several)} prompts, and at most {limits.max_prompts} go together", param="prompt"
+        )
+    return [_prompt(one, f"prompt[{i}]" if several is given else "prompt", card) for i, one in enumerate(several)]
+
+
+def _prompt(one: Any, where: str, card: ModelCard) -> str | tuple[int, ...]:
+    if not isinstance(one, str | list):
+        raise InvalidRequest(f"{where}: expected text or token ids, got {type(one).__name__}", param="prompt")
+    if not one:
+        raise InvalidRequest(f"{where} is empty: give text or token ids", param="prompt")
+    if isinstance(one, str):
+        return one
+    if any(type(token) is not int for token in one):
+        raise InvalidRequest(f"{where}: token ids must all be integers", param="prompt")
+    in_vocabulary(one, where, card)
+    return tuple(one)
+
+
+def in_vocabulary(tokens: Sequence[int], where: str, card: ModelCard) -> None:
+    """Raises InvalidRequest for the first id the model does not know."""
+    most = card.vocab_size or 1 << 31
+    if tokens and not 0 <= min(tokens) <= max(tokens) < most:
+        bad = next(token for token in tokens if not 0 <= token < most)
+        param = where.partition("[")[0]
+        raise InvalidRequest(f"{where}: {bad} is not in the vocabulary, 0 to {most - 1}", param=param)
+
+
+async def encoded(
+    several: Sequence[str | tuple[int, ...]], special: bool, backend: Backend
+) -> list[tuple[str | None, tuple[int, ...]]]:
+    """(text, token ids) of each prompt."""
+
+    def encode() -> list[tuple[str | None, tuple[int, ...]]]:
+        return [
+            (one, backend.encode(one, add_special_tokens=special)) if isinstance(one, str) else (None, one)
+            for one in several
+        ]
+
+    long = sum(len(one) for one in several if isinstance(one, str)) >= _LONG
+    return await asyncio.to_thread(encode) if long else encode()
+
+
+async def rendered(
+    messages: list[dict[str, Any]], asked: ChatRequest | TokenizeRequest, backend: Backend
+) -> tuple[str, tuple[int, ...]]:
+    """The messages of a request as (text, token ids), by the model's template."""
+    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    if not messages:
+        raise InvalidRequest("messages is empty: give at least one message", param="messages")
+    goes_on = bool(asked.continue_final_message)
+    begins = not goes_on if asked.add_generation_prompt is None else asked.add_generation_prompt
+    if goes_on and begins:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+        )
+
+    def render() -> tuple[str, tuple[int, ...]]:
+        return backend.render(
+            messages,
+            add_generation_prompt=begins,
+            continue_final_message=goes_on,
+            chat_template_kwargs=asked.chat_template_kwargs or {},
+            add_special_tokens=bool(asked.add_special_tokens),
+        )
+
+    long = sum(len(str(message.get("content", ""))) for message in messages) >= _LONG
+    return await asyncio.to_thread(render) if long else render()
+
+
+def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    role, content = message.get("role"), message.get("content")
+    if role in ("tool", "function"):
+        raise InvalidRequest(f"{where}.role: tool calls are not supported", param="messages")
+    if role not in _ROLES:
+        known = ", ".join(_ROLES)
+        raise InvalidRequest(f"{where}.role must be one of {known}, not {str(role)[:40]!r}", param="messages")
+    if content is None and role != "assistant":
+        raise InvalidRequest(f"{where}.content is required", param="messages")
+    parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
+    if not (content is None or isinstance(content, str) or parts):
+        raise InvalidRequest(f"{where}.content must be text or a list of text parts", param="messages")
+    for name in _ANSWERED & message.keys():
+        if message[name]:
+            raise InvalidRequest(f"{where}.{name} is not supported", param="messages", code="unsupported_field")
+    sent = {name: value for name, value in message.items() if name not in _ANSWERED}
+    for name in sent.keys() - {"content"}:
+        if name in _MESSAGE and not isinstance(sent[name], str | None):
+            raise InvalidRequest(f"{where}.{name} must be text", param="messages")
+    return check(sent, _MESSAGE, where=where + ".")

@@ -1,0 +1,150 @@
+"""What requests may say, strictly typed. `parse` turns bytes into one of these or names what is wrong with them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from quire.errors import InvalidRequest
+from quire.server import fields
+from quire.server.limits import Limits, check_depth
+
+T = TypeVar("T", bound=Struct)
+
+Prompt = str | list[Any]
+"""Text, token ids, or a list of either: the types within are checked by `calls.prompts`."""
+
+
+class StreamOptions(Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Sampling(Struct, kw_only=True):
+    """Fields that every endpoint which generates takes. None, or not sent, means the default."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    bad_words: list[str] | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+
+
+class Answers(Sampling, kw_only=True):
+    """What completions and chat completions have in common beyond sampling."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    echo: bool | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+
+class CompletionRequest(Answers, kw_only=True):
+    """`POST /v1/completions`."""
+
+    prompt: Prompt
+    logprobs: int | None = None
+    best_of: int | None = None
+
+
+class ChatRequest(Answers, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[dict[str, Any]]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class GenerateRequest(Sampling, kw_only=True):
+    """`POST /v1/generate`."""
+
+    prompt: Prompt
+    max_new_tokens: int | None = None
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """`POST /tokenize`: a prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """`POST /detokenize`."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+def parse(body: bytes, kind: type[T], limits: Limits) -> T:
+    """The request in `body`. Raises InvalidRequest naming the field; NaN and Infinity are not JSON."""
+    try:
+        raw = msgspec.json.decode(body)
+    except RecursionError as error:
+        raise InvalidRequest(f"the JSON is nested more than {limits.max_depth} deep", code="json_too_deep") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is not JSON: {error}", code="invalid_json") from error
+    if not isinstance(raw, dict):
+        raise InvalidRequest(f"the body must be a JSON object, not {_name(raw)}", code="invalid_json")
+    check_depth(raw, limits.max_depth)
+    kept = fields.check(raw, kind.__struct_fields__)
+    options = kept.get("stream_options")
+    if isinstance(options, dict):
+        kept["stream_options"] = fields.check(options, StreamOptions.__struct_fields__, where="stream_options.")
+    try:
+        return msgspec.convert(kept, kind)
+    except msgspec.ValidationError as error:
+        raise _named(error) from error
+
+
+_WHERE = re.compile(r"(.*?)(?: - at `(?:key in )?\$\.?(.*)`)?", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+
+
+def _named(error: msgspec.ValidationError) -> InvalidRequest:
+    """The library's message, led by the field."""
+    if missing := _MISSING.match(str(error)):
+        return InvalidRequest(f"{missing[1]} is required", param=missing[1], code="missing_field")
+    found = _WHERE.fullmatch(str(error))
+    what, where = (found[1], found[2]) if found else (str(error), None)
+    what = what[:1].lower() + what[1:].replace("`", "").replace(" | null", "")
+    return InvalidRequest(f"{where}: {what}" if where else what, param=where, code="invalid_type")
+
+
+def _name(value: Any) -> str:
+    kinds = {list: "an array", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return kinds.get(type(value), "null")
