@@ -86,7 +86,7 @@ def test_a_packed_matrix_multiplies_like_the_plain_one(dtype: torch.dtype, rows:
     weight = torch.randn(70, 50).to(dtype)
     x, b = torch.randn(rows, 50).to(dtype), torch.randn(70).to(dtype) if bias else None
     exact = x.double() @ weight.double().T + (0 if b is None else b.double())
-    tolerance = 16 * torch.finfo(dtype).eps
+    tolerance = 1e-5 if dtype is torch.float32 else 5e-2
     torch.testing.assert_close(packed_linear(x, pack(weight), b).double(), exact, atol=tolerance, rtol=tolerance)
 
 

@@ -40,10 +40,9 @@ class ReferenceOps:
         heads, half = q.shape[1], cos.shape[-1]
         if not half:
             return q, k
-        x = torch.cat((q, k), 1)
-        cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
-        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+        x = torch.cat((q, k), 1).float()
+        pairs = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.complex(cos, sin)[:, None]
+        turned = torch.cat((pairs.real, pairs.imag, x[..., 2 * half :]), -1).to(q.dtype)
         return turned[:, :heads], turned[:, heads:]
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
