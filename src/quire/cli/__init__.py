@@ -15,7 +15,10 @@ main = Root(
             name="bench",
             help="Measure.",
             short_help="Measure.",
-            members={"engine": ("quire.bench.engine", "Measure the engine alone, on a synthetic executor.")},
+            members={
+                "engine": ("quire.bench.engine", "Measure the engine alone, on a synthetic executor."),
+                "cpu": ("quire.bench.cpu", "Measure decode on this CPU, beside transformers."),
+            },
         ),
         "demo": ("quire.sim.demo", "Show the engine's loop, step by step."),
         "config": ("quire.cli.show", "Print the effective settings and where each came from."),

@@ -1,0 +1,72 @@
+"""The server's process: the rim and HTTP here, the engine in a process of its own. No torch."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from functools import partial
+from importlib.metadata import version
+
+import uvloop
+
+from quire.backends.base import ModelCard
+from quire.backends.native import NativeBackend
+from quire.build.text import build_text
+from quire.config import OPTIONS, Settings
+from quire.engine.client import EngineProcess
+from quire.observe.engine_metrics import render
+from quire.observe.rim_metrics import RimMetrics
+from quire.server.app import create_app
+from quire.server.limits import Limits
+from quire.server.run import listen
+from quire.server.run import serve as answer
+from quire.values import MANY
+
+log = logging.getLogger("uvicorn.error")
+
+
+def serve(settings: Settings) -> None:
+    """Serve until SIGTERM or Ctrl-C. Raises InvalidModel or InvalidConfig before anything listens."""
+    began = time.monotonic()
+    text = build_text(settings)
+    server = settings.server
+    name = settings.model.served_model_name or settings.model.model
+    backend = NativeBackend(
+        port=engine_process(settings, name),
+        tokenizer=text.tokenizer,
+        chat=text.template,
+        card=ModelCard(
+            id=name, created=int(time.time()), max_model_len=MANY, root=settings.model.model, defaults=text.defaults
+        ),
+        observer=RimMetrics(name),
+        max_queued=settings.scheduler.max_num_queued_reqs,
+    )
+    app = create_app(
+        backend,
+        limits=Limits(
+            max_body_bytes=server.max_body_bytes, priorities=settings.scheduler.scheduling_policy == "priority"
+        ),
+        api_keys=server.api_key,
+        version=version("quire"),
+    )
+    running = answer(
+        app,
+        backend,
+        listen(server.host, server.port),
+        shutdown_timeout=server.shutdown_timeout,
+        log_level=server.uvicorn_log_level,
+        root_path=server.root_path,
+        on_ready=lambda url: log.info("%s is ready at %s after %.1f s", name, url, time.monotonic() - began),
+    )
+    uvloop.run(running)
+
+
+def engine_process(settings: Settings, name: str) -> EngineProcess:
+    """The engine these settings describe, in a process of its own. Secrets stay here."""
+    told = {key: value for key, value in settings.flat().items() if not OPTIONS[key].secret}
+    return EngineProcess(
+        [sys.executable, "-m", "quire.build.child"],
+        told,
+        partial(render, model=name),
+    )
