@@ -1,0 +1,102 @@
+"""A real `quire serve` on loopback, for tests that need all of the house."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import OpenAI
+
+ROOT = Path(__file__).parents[1]
+_READY = re.compile(r"is ready at (http://\S+) after")
+
+
+class Live:
+    """A running server. `url` is its address, `log` what it has said."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process, self._log = process, log
+        self.url = self._wait()
+        self.http = httpx.Client(base_url=self.url, timeout=60.0, trust_env=False)
+        self.openai = OpenAI(base_url=f"{self.url}/v1", api_key="none", http_client=httpx.Client(trust_env=False))
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text("utf-8")
+
+    def _wait(self, seconds: float = 60.0) -> str:
+        deadline = time.monotonic() + seconds
+        while (said := _READY.search(self.log)) is None:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log
+            time.sleep(0.02)
+        return said[1]
+
+    def stats(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.http.get("/stats").json()
+        return found
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples with these labels."""
+        total = 0.0
+        for line in self.http.get("/metrics").text.splitlines():
+            head, _, value = line.rpartition(" ")
+            bare = head.partition("{")[0]
+            if bare == name and all(f'{k}="{v}"' in head for k, v in labels.items()):
+                total += float(value)
+        return total
+
+    def settled(self, seconds: float = 10.0) -> dict[str, Any]:
+        """The statistics once nothing runs and no page is held."""
+        deadline = time.monotonic() + seconds
+        while True:
+            stats = self.stats()
+            if not (stats["active_requests"] or stats["waiting_requests"] or stats["cache"]["used_pages"]):
+                return stats
+            assert time.monotonic() < deadline, stats
+            time.sleep(0.02)
+
+    def engine_pid(self) -> int:
+        """The engine's process: the server's only child."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(children[0])
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        self.http.close()
+        self.openai.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+def environment() -> dict[str, str]:
+    """No settings but those given, this checkout's code, one thread for the model."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("QUIRE_", "OPENAI_"))}
+    return kept | {"PYTHONPATH": str(ROOT / "src"), "NO_PROXY": "*"}
+
+
+@contextmanager
+def serving(folder: Path, *args: str) -> Iterator[Live]:
+    """`quire serve ARGS` on a port of the system's choice, stopped at the end; its log goes to `folder`."""
+    log = folder / "server.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "quire", "serve", "--port", "0", *args], stdout=out, stderr=out, env=environment()
+        )
+    live = None
+    try:
+        live = Live(process, log)
+        yield live
+    finally:
+        code = live.stop() if live else process.kill()
+        process.wait(60)
+    assert code == 0, log.read_text()
