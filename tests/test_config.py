@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import hypothesis
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from quire.config import OPTIONS, SchedulerConfig, Settings, load
 from quire.config.unknown import UNSUPPORTED
 from quire.errors import InvalidConfig
+
+SOURCE = Path(__file__).parents[1] / "src/quire"
 
 
 def refusal(**values: object) -> str:
@@ -199,6 +202,14 @@ def test_whatever_is_given_is_taken_as_it_is_or_refused_by_name(values: dict[str
         refused = None
         assert Settings.of(**settings.flat()) == settings
     assert refused is None or refused in OPTIONS
+
+
+def test_no_option_is_ignored() -> None:
+    """Each is read by somebody, but for one that is a no-op by definition and says so."""
+    code = "".join(path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py") if path.parent.name != "config")
+    unread = {name for name in OPTIONS if not re.search(rf"\.{name}\b", code)}
+    assert unread == {"enforce_eager"}
+    assert "changes nothing" in OPTIONS["enforce_eager"].help
 
 
 def test_every_option_explains_itself_and_none_is_also_called_unsupported() -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import time
+from collections.abc import Coroutine
 from functools import partial
-from importlib.metadata import version
+from typing import Any
 
 import uvloop
 
+from quire import __version__
 from quire.backends.base import ModelCard
 from quire.backends.native import NativeBackend
 from quire.build.text import build_text
 from quire.config import OPTIONS, Settings
 from quire.engine.client import EngineProcess
 from quire.observe.engine_metrics import render
+from quire.observe.log import LoggedRim, log_stats
 from quire.observe.rim_metrics import RimMetrics
 from quire.server.app import create_app
 from quire.server.limits import Limits
@@ -39,7 +43,7 @@ def serve(settings: Settings) -> None:
         card=ModelCard(
             id=name, created=int(time.time()), max_model_len=MANY, root=settings.model.model, defaults=text.defaults
         ),
-        observer=RimMetrics(name),
+        observer=LoggedRim(name, log) if server.enable_log_requests else RimMetrics(name),
         max_queued=settings.scheduler.max_num_queued_reqs,
     )
     app = create_app(
@@ -48,7 +52,7 @@ def serve(settings: Settings) -> None:
             max_body_bytes=server.max_body_bytes, priorities=settings.scheduler.scheduling_policy == "priority"
         ),
         api_keys=server.api_key,
-        version=version("quire"),
+        version=__version__,
     )
     running = answer(
         app,
@@ -59,7 +63,16 @@ def serve(settings: Settings) -> None:
         root_path=server.root_path,
         on_ready=lambda url: log.info("%s is ready at %s after %.1f s", name, url, time.monotonic() - began),
     )
-    uvloop.run(running)
+    uvloop.run(running if server.disable_log_stats else _telling(running, backend))
+
+
+async def _telling(running: Coroutine[Any, Any, None], backend: NativeBackend) -> None:
+    """Run, and log statistics beside."""
+    telling = asyncio.ensure_future(log_stats(backend.stats, log))
+    try:
+        await running
+    finally:
+        telling.cancel()
 
 
 def engine_process(settings: Settings, name: str) -> EngineProcess:

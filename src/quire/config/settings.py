@@ -137,8 +137,8 @@ class ServerConfig:
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(
         "info", "How much the HTTP server logs."
     )
-    disable_log_stats: bool = option(False, "Do not log throughput and queue lengths now and then.")
-    enable_log_requests: bool = option(False, "Log each request's id, parameters and outcome; never its text.")
+    disable_log_stats: bool = option(False, "Do not log throughput and load every ten seconds while there is work.")
+    enable_log_requests: bool = option(False, "Log how each answer ended, with counts and times; never its text.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

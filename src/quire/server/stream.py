@@ -16,11 +16,11 @@ from quire.server.chunks import DONE, KEEP_ALIVE, Chunks, event
 
 T = TypeVar("T")
 
-_HEADERS = [
+_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
-]
+)
 
 
 async def deltas(backend: Backend, calls: Sequence[Call], n: int) -> AsyncGenerator[list[Delta], None]:
