@@ -42,7 +42,7 @@ class Limits(NamedTuple):
 def build_engine(settings: Settings, *, observers: Iterable[Observer] = (), keep: int = 0) -> Engine:
     """Load the model and put an engine around it. Raises InvalidModel or InvalidConfig."""
     device = choose_device(settings.execution.device)
-    torch.set_num_threads(settings.execution.threads or os.cpu_count() or 1)
+    torch.set_num_threads(settings.execution.threads or torch.get_num_threads())
     model = _load(settings, device)
     limits = resolve(settings, model.spec, device)
     executor = _local(settings, model, limits, device)

@@ -112,7 +112,9 @@ class ExecutionConfig:
     """Where and how steps run."""
 
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: the GPU if there is one, else the CPU.")
-    threads: int | None = option(None, "CPU threads for the model; auto: the cores there are.", low=1, high=4096)
+    threads: int | None = option(
+        None, "CPU threads for the model; auto: OMP_NUM_THREADS, else the cores there are.", low=1, high=4096
+    )
     enforce_eager: bool = option(False, "Never use CUDA graphs; there are none yet, so this changes nothing.")
     debug: bool = option(False, "Show the traceback of an error.")
 
