@@ -101,9 +101,7 @@ class RowMaker:
         for (key, text), encoding in zip(texts.items(), encoded, strict=True):
             if len(encoding.ids) <= self.reply_tokens:
                 facts = facts_of(text, self.lexicon, len(texts))
-                found = {
-                    n.word: tokens_of(first_mention(text, n.word), encoding.offsets) for n in facts.nouns
-                }
+                found = {n.word: tokens_of(first_mention(text, n.word), encoding.offsets) for n in facts.nouns}
                 self.replies.append(Reply(list(encoding.ids), facts, found, requests[key]))
 
     def turn(self, request: list[int], reply: Reply, nouns: list[Noun]) -> Row:
@@ -200,10 +198,14 @@ def cut(tokens: list[int], length: int) -> list[list[int]]:
     return [tokens[at : at + length] for at in range(0, len(tokens), length)]
 
 
+def padded_width(row: Row) -> int:
+    """The inputs that a row has, rounded up so that there are few different shapes."""
+    return -(-(len(row.tokens) - 1) // 32) * 32
+
+
 def pad(rows: list[Row], filler: int) -> Batch:
     """One batch of rows, padded on the right, where causal attention makes padding harmless."""
-    width = max(len(row.tokens) for row in rows) - 1
-    width += -width % 32
+    width = max(map(padded_width, rows))
     inputs = np.full((len(rows), width), filler, dtype=np.int64)
     targets = np.full((len(rows), width), IGNORE, dtype=np.int64)
     weights = np.zeros((len(rows), width), dtype=np.float32)
@@ -211,20 +213,20 @@ def pad(rows: list[Row], filler: int) -> Batch:
         tokens = np.array(row.tokens, dtype=np.int64)
         inputs[index, : len(tokens) - 1] = tokens[:-1]
         weights[index, : len(tokens) - 1] = row.weights[1:]
-        targets[index, : len(tokens) - 1] = np.where(
-            weights[index, : len(tokens) - 1] > 0, tokens[1:], IGNORE
-        )
+        targets[index, : len(tokens) - 1] = np.where(weights[index, : len(tokens) - 1] > 0, tokens[1:], IGNORE)
     return Batch(inputs, targets, weights)
 
 
 def batched(rows: list[Row], batch_tokens: int, filler: int, rng: random.Random) -> Iterator[Batch]:
     """Rows of like length together, at most `batch_tokens` a batch, the batches in random order."""
     order = sorted(rows, key=lambda row: len(row.tokens) + rng.random() * 24)
-    groups: list[list[Row]] = [[]]
+    groups: list[list[Row]] = []
+    widest = 0
     for row in order:
-        width = max([len(row.tokens), *(len(other.tokens) for other in groups[-1][-1:])]) + 32
-        if groups[-1] and width * (len(groups[-1]) + 1) > batch_tokens:
+        widest = max(widest, padded_width(row))
+        if not groups or widest * (len(groups[-1]) + 1) > batch_tokens:
             groups.append([])
+            widest = padded_width(row)
         groups[-1].append(row)
     rng.shuffle(groups)
-    return (pad(group, filler) for group in groups if group)
+    return (pad(group, filler) for group in groups)

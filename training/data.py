@@ -98,9 +98,7 @@ def read_chats(path: Path) -> list[list[Message]]:
     return chats
 
 
-def load(
-    stories: list[Path], tales: list[Path], chats: list[Path], separator: str = SEPARATOR
-) -> dict[Part, Corpus]:
+def load(stories: list[Path], tales: list[Path], chats: list[Path], separator: str = SEPARATOR) -> dict[Part, Corpus]:
     """All files, split into the three parts."""
     corpora: dict[Part, Corpus] = {"train": Corpus(), "validation": Corpus(), "held_out": Corpus()}
     for path in stories:
@@ -120,12 +118,8 @@ def load(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that name the text; every script that needs the split has them."""
     group = parser.add_argument_group("text (plain or .xz; at least one file)")
-    group.add_argument(
-        "--stories", type=Path, nargs="+", default=[], help="short documents, also used as replies"
-    )
-    group.add_argument(
-        "--fairytales", type=Path, nargs="+", default=[], help="long documents, plain text only"
-    )
+    group.add_argument("--stories", type=Path, nargs="+", default=[], help="short documents, also used as replies")
+    group.add_argument("--fairytales", type=Path, nargs="+", default=[], help="long documents, plain text only")
     group.add_argument("--chat", type=Path, nargs="+", default=[], help='JSON lines of {"messages": [...]}')
     group.add_argument("--separator", default=SEPARATOR, help="what divides the documents of a text file")
 

@@ -44,9 +44,7 @@ def bits_per_byte(model: Llama, codec: Codec, texts: list[str], batch_tokens: in
     """Bits to predict the texts and their ends, over their bytes."""
     model.eval()
     device = model.cos.device
-    rows = sorted(
-        scored_rows(codec, texts, model.config.max_position_embeddings), key=lambda r: len(r.tokens)
-    )
+    rows = sorted(scored_rows(codec, texts, model.config.max_position_embeddings), key=lambda r: len(r.tokens))
     nats = torch.zeros((), dtype=torch.float64, device=device)
     while rows:
         count = max(1, batch_tokens // (len(rows[-1].tokens) + 32))
@@ -55,9 +53,7 @@ def bits_per_byte(model: Llama, codec: Codec, texts: list[str], batch_tokens: in
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type != "cpu"):
             logits = model(torch.from_numpy(batch.inputs).to(device)).float()
         targets = torch.from_numpy(batch.targets).to(device)
-        nats += F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum"
-        ).double()
+        nats += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum").double()
     return float(nats) / math.log(2) / max(1, sum(len(text.encode()) for text in texts))
 
 
@@ -72,9 +68,7 @@ class Following:
     stories: list[tuple[str, str]] = field(default_factory=list)
 
 
-def ask(
-    model: Llama, codec: Codec, requests: list[str], temperature: float, seed: int
-) -> list[tuple[str, bool]]:
+def ask(model: Llama, codec: Codec, requests: list[str], temperature: float, seed: int) -> list[tuple[str, bool]]:
     """The story for each request, and whether it came to its end within NEW_TOKENS."""
     prompts = [codec.prompt([data.Message(role="user", content=request)]) for request in requests]
     replies = model.sample(prompts, codec.end, NEW_TOKENS, temperature, seed)
@@ -93,9 +87,10 @@ def follow_requests(
     requests = [REQUEST.format(first.phrase, second.phrase) for first, second in pairs]
     answers = ask(model, codec, requests * runs, temperature, seed)
     results: list[Following] = []
-    for at in range(0, len(answers), len(pairs)):
+    for run in range(runs):
         result = Following(requests=len(pairs))
-        for request, (first, second), (story, ended) in zip(requests, pairs, answers[at:], strict=False):
+        of_run = answers[run * len(pairs) : (run + 1) * len(pairs)]
+        for request, (first, second), (story, ended) in zip(requests, pairs, of_run, strict=True):
             found = mentions(story, first.word) + mentions(story, second.word)
             result.both += found == 2
             result.at_least_one += found >= 1
@@ -114,9 +109,7 @@ def acceptance(draft: Llama, target: Llama, codec: Codec, requests: list[str], t
     """
     prompts = [codec.prompt([data.Message(role="user", content=request)]) for request in requests]
     kept = total = 0.0
-    for prompt, reply in zip(
-        prompts, target.sample(prompts, codec.end, NEW_TOKENS, temperature), strict=True
-    ):
+    for prompt, reply in zip(prompts, target.sample(prompts, codec.end, NEW_TOKENS, temperature), strict=True):
         tokens = torch.tensor([[*prompt, *reply]], device=target.cos.device)
         p, q = (model(tokens)[0, len(prompt) - 1 : -1].float() for model in (target, draft))
         if temperature == 0:
@@ -174,9 +167,7 @@ def report(
         requests = [REQUEST.format(first.phrase, second.phrase) for first, second in pairs]
         figures["draft_parameters"] = draft.parameter_count()
         figures["draft_bits_per_byte_stories"] = bits_per_byte(draft, codec, held_out.stories)
-        figures["acceptance"] = {
-            str(t): acceptance(draft, model, codec, requests, t) for t in (0.0, 0.7, 1.0)
-        }
+        figures["acceptance"] = {str(t): acceptance(draft, model, codec, requests, t) for t in (0.0, 0.7, 1.0)}
     return figures
 
 

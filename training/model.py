@@ -60,9 +60,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(query, config.hidden_size, bias=False)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Tensor, Tensor] | None, at: int
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Tensor, Tensor] | None, at: int) -> Tensor:
         rows, length, _ = x.shape
         shape = (rows, length, -1, self.config.head_dim)
         q = rotate(self.q_proj(x).view(shape).transpose(1, 2), cos, sin)
@@ -105,9 +103,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Tensor, Tensor] | None, at: int
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Tensor, Tensor] | None, at: int) -> Tensor:
         x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin, cache, at))
         out: Tensor = x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
         return out
@@ -171,6 +167,8 @@ class Llama(nn.Module):
         Rows advance together one position a step and take their prompt's token where they have one, so
         prompts of different lengths need neither padding nor masks.
         """
+        if not prompts:
+            return []
         device = self.cos.device
         generator = torch.Generator(device=device).manual_seed(seed)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -206,9 +204,7 @@ class Llama(nn.Module):
 def save_model(model: Llama, folder: Path, end_of_text: int, end: int) -> None:
     """The folder of a transformers LlamaForCausalLM: bf16 weights and both configuration files."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {
-        name: w.detach().to("cpu", torch.bfloat16).contiguous() for name, w in model.named_parameters()
-    }
+    weights = {name: w.detach().to("cpu", torch.bfloat16).contiguous() for name, w in model.named_parameters()}
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)
     rope = {"rope_type": "default", "rope_theta": model.config.rope_theta}

@@ -19,20 +19,14 @@ def plot(folders: list[Path], out: Path) -> None:
         record = json.loads((folder / "training.json").read_text(encoding="utf-8"))
         curve, sizes = record["curve"], record["settings"]["model"]
         title = f"{sizes['num_hidden_layers']} layers of width {sizes['hidden_size']}"
-        panel.plot(
-            curve["steps"], curve["train_loss"], color="tab:gray", label="training loss (nats a token)"
-        )
+        panel.plot(curve["steps"], curve["train_loss"], color="tab:gray", label="training loss (nats a token)")
         panel.set(title=title, xlabel="step", ylabel="training loss (nats a token)")
         bits = panel.twinx()
-        bits.plot(
-            curve["validation_steps"], curve["validation_bits"], color="tab:blue", marker="o", markersize=3
-        )
+        bits.plot(curve["validation_steps"], curve["validation_bits"], color="tab:blue", marker="o", markersize=3)
         bits.set_ylabel("validation stories (bits a byte)", color="tab:blue")
         best = min(curve["validation_bits"])
         bits.axhline(best, color="tab:blue", linestyle=":", linewidth=1)
-        bits.annotate(
-            f"{best:.3f}", (curve["validation_steps"][-1], best), (0, 6), textcoords="offset points"
-        )
+        bits.annotate(f"{best:.3f}", (curve["validation_steps"][-1], best), (0, 6), textcoords="offset points")
     figure.tight_layout()
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=110)

@@ -159,9 +159,7 @@ def facts_of(story: str, lexicon: Lexicon, story_count: int) -> StoryFacts:
         weights.append(math.sqrt(mentioned) * math.log(1 + story_count / noun.documents))
     order = sorted(range(len(nouns)), key=lambda i: nouns[i].word)
     named = _CHARACTER.search(story)
-    return StoryFacts(
-        [nouns[i] for i in order], [weights[i] for i in order], named.group() if named else None
-    )
+    return StoryFacts([nouns[i] for i in order], [weights[i] for i in order], named.group() if named else None)
 
 
 def draw_nouns(facts: StoryFacts, count: int, rng: random.Random) -> list[Noun]:

@@ -33,7 +33,7 @@ class Settings:
     batch_tokens: int = 32768
     lr: float = 8e-3
     weight_decay: float = 0.5
-    dropout: float = 0.15
+    dropout: float = 0.2
     distill: float = 0.5
     """The weight of the teachers' distribution against the text itself, where there are teachers."""
     plain_share: float = 0.35
@@ -197,11 +197,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_float32_matmul_precision("high")
     parts = data.load_from(options)
     folder = options.tokenizer or options.start
-    codec = (
-        load_tokenizer(folder)
-        if folder
-        else train_tokenizer(parts["train"].texts(), settings.model.vocab_size)
-    )
+    codec = load_tokenizer(folder) if folder else train_tokenizer(parts["train"].texts(), settings.model.vocab_size)
     if codec.vocab_size != settings.model.vocab_size:
         raise SystemExit(f"the tokenizer has {codec.vocab_size} tokens, not {settings.model.vocab_size}")
     torch.manual_seed(settings.seed)
@@ -209,9 +205,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.start:
         model.load_state_dict(load_model(options.start).state_dict())
     model.to(settings.device)
-    print(
-        f"{model.parameter_count() / 1e6:.2f} M parameters, {len(parts['train'].stories)} stories", flush=True
-    )
+    print(f"{model.parameter_count() / 1e6:.2f} M parameters, {len(parts['train'].stories)} stories", flush=True)
     rows = build_rows(codec, parts["train"], settings, options.synthetic)
     validation = parts["validation"].stories or [c[-1]["content"] for c in parts["validation"].chats]
     teachers = [load_model(path, settings.device) for path in options.teacher]
