@@ -58,9 +58,70 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "head_dim": 16,
             "rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
         },
+        "mistral-window": {
+            "hidden_size": 64,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "sliding_window": 13,
+        },
+        "mistral-no-window": {
+            "hidden_size": 56,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 1,
+            "sliding_window": None,
+        },
+        "mistral-gqa-tied": {
+            "hidden_size": 80,
+            "num_attention_heads": 10,
+            "num_key_value_heads": 5,
+            "sliding_window": 2,
+            "tie_word_embeddings": True,
+        },
+        "qwen2-gqa": {"hidden_size": 84, "num_attention_heads": 14, "num_key_value_heads": 2},
+        "qwen2-mha-tied": {
+            "hidden_size": 36,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "tie_word_embeddings": True,
+        },
+        "qwen2-mixed-windows": {
+            "hidden_size": 60,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+        },
+        "qwen3-gqa": {"hidden_size": 40, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 18},
+        "qwen3-mha-biased": {
+            "hidden_size": 63,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 7,
+            "head_dim": 10,
+            "attention_bias": True,
+        },
+        "qwen3-tied-mixed-windows": {
+            "hidden_size": 50,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 21,
+            "max_window_layers": 2,
+        },
+        "gpt2-odd-heads": {"hidden_size": 60, "num_attention_heads": 5},
+        "gpt2-one-head": {"hidden_size": 32, "num_attention_heads": 1, "num_hidden_layers": 2},
+        "gpt2-narrow-mlp-untied": {
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "n_inner": 40,
+            "tie_word_embeddings": False,
+        },
     }
 )
-"""Shapes that differ in every way a Llama can: see `make`."""
+"""At least three a family, which differ in every way its members do: see `make`."""
 
 
 def make(folder: Path, shape: str, *, seed: int = 0, shard: str = "5GB", **changes: Any) -> PreTrainedModel:
@@ -70,6 +131,7 @@ def make(folder: Path, shape: str, *, seed: int = 0, shard: str = "5GB", **chang
     """
     logging.disable_progress_bar()
     fields = {"num_hidden_layers": 3, "intermediate_size": 90, "max_position_embeddings": 512, "vocab_size": VOCAB}
+    fields |= {"bos_token_id": 1, "eos_token_id": 2}
     fields |= {"model_type": shape.split("-")[0], **SHAPES[shape], **changes}
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), attn_implementation="eager").eval()
@@ -84,7 +146,9 @@ def draw(name: str, parameter: torch.Tensor, generator: torch.Generator) -> torc
     noise = torch.randn(parameter.shape, generator=generator)
     if parameter.dim() == 1:
         return 0.3 * noise + (0.0 if name.endswith("bias") else 1.0)
-    return noise * 1.5 * parameter.shape[-1] ** -0.5
+    if ".c_" in name:  # GPT-2 keeps its matrices the other way round, and repeats itself unless they are larger
+        return noise * (3.0 if name.endswith("c_attn.weight") else 2.0) * parameter.shape[0] ** -0.5
+    return noise * 1.5 * parameter.shape[1] ** -0.5
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:

@@ -88,6 +88,20 @@ def test_transposed_matrices_are_turned_about() -> None:
     torch.testing.assert_close(torch.cat(halves, -1), x @ tensors["c.weight"] + tensors["c.bias"])
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_matrix_that_holds_q_k_and_v_is_cut_between_heads(transposed: bool) -> None:
+    tensors = randoms(qkv__weight=(6, 16) if transposed else (16, 6), qkv__bias=(16,))
+    weight = tensors["qkv.weight"].T if transposed else tensors["qkv.weight"]
+    x = torch.randn(3, 6)
+    q, k, v = (x @ weight.T + tensors["qkv.bias"]).split([8, 4, 4], -1)
+    for rank in range(2):
+        made = build(Rank(rank, 2))
+        fused = made.columns(("qkv",), 6, ((4, 2), (2, 2), (2, 2)), bias=True, transposed=transposed)
+        fill(made, tensors)
+        own = torch.cat([part.chunk(2, -1)[rank] for part in (q, k, v)], -1)
+        torch.testing.assert_close(fused(x), own)
+
+
 @pytest.mark.parametrize("format", [Plain, Packed])
 def test_a_tied_head_is_the_embeddings_table_and_needs_no_tensor(format: Format) -> None:
     made = build(format=format)

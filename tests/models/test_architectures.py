@@ -62,4 +62,4 @@ def test_bfloat16_stays_near_float32(pair: tuple[PreTrainedModel, Path]) -> None
     for tokens, ours in zip(asked, feeder.prompts(asked, random.Random(0)), strict=True):
         wanted = theirs(reference, tokens)
         assert ours.dtype is torch.float32
-        assert (ours - wanted).std() < 0.05 * wanted.std()
+        assert (ours - wanted).std() < 0.08 * wanted.std()

@@ -53,6 +53,35 @@ def test_old_and_new_spellings_of_rope_are_one() -> None:
     assert read_spec(CONFIG | {"partial_rotary_factor": 0.5}).rope.dim == 8
 
 
+def test_windows_are_read_per_layer_and_per_architecture() -> None:
+    def windows(name: str, **change: object) -> tuple[int, ...]:
+        return read_spec(
+            CONFIG | {"architectures": [name], "num_hidden_layers": 3, "sliding_window": 8, **change}
+        ).windows
+
+    mixed = ["full_attention", "sliding_attention", "full_attention"]
+    assert windows("LlamaForCausalLM") == (MANY,) * 3
+    assert windows("MistralForCausalLM") == (8, 8, 8)
+    assert windows("MistralForCausalLM", layer_types=mixed) == (MANY, 8, MANY)
+    assert windows("MistralForCausalLM", sliding_window=None) == (MANY,) * 3
+    for name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        assert windows(name) == (MANY,) * 3
+        assert windows(name, use_sliding_window=True, max_window_layers=2) == (MANY, MANY, 8)
+        assert windows(name, use_sliding_window=True, layer_types=mixed) == (MANY, 8, MANY)
+    for wrong, said in (({"layer_types": mixed[:2]}, "list of num_hidden_layers"), ({"layer_types": ["x"] * 3}, "'x'")):
+        with pytest.raises(InvalidModel, match=said):
+            windows("MistralForCausalLM", **wrong)
+
+
+def test_gpt2_has_its_own_spelling() -> None:
+    config = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 50, "n_positions": 16}
+    spec = read_spec(config)
+    assert (spec.architecture, spec.head_dim, spec.mlp, spec.context, spec.tie) == ("GPT2LMHeadModel", 4, 48, 16, True)
+    for change, said in (({"n_head": 5}, "multiple of n_head"), ({"scale_attn_weights": False}, "scale_attn_weights")):
+        with pytest.raises(InvalidModel, match=said):
+            read_spec(config | change)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

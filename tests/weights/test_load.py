@@ -93,6 +93,18 @@ def test_buffers_and_a_tied_head_stored_twice_are_passed_over(tmp_path: Path) ->
     assert torch.equal(answer(load_model(tmp_path)), before)
 
 
+@pytest.mark.parametrize(("shape", "body"), [("gpt2-odd-heads", "transformer."), ("llama-gqa-tied", "model.")])
+def test_a_body_saved_without_its_head_loads_as_openais_gpt2_does(tmp_path: Path, shape: str, body: str) -> None:
+    make(tmp_path, shape)
+    before = answer(load_model(tmp_path))
+    short = {name.removeprefix(body): tensor for name, tensor in load_file(tmp_path / SINGLE).items()}
+    buffers = {"h.0.attn.bias": torch.ones(1, 1, 8, 8)} if shape.startswith("gpt2") else {}
+    save_file(short | buffers, tmp_path / SINGLE)
+    assert torch.equal(answer(load_model(tmp_path)), before)
+    save_file({**short, "h.0.attn.nonsense": torch.ones(1)}, tmp_path / SINGLE)
+    assert "no place for: h.0.attn.nonsense" in refused(tmp_path)
+
+
 def test_missing_tensors_are_named(folder: Path) -> None:
     edit(folder, model__layers__1__mlp__up_proj__weight=None, model__norm__weight=None)
     said = refused(folder)

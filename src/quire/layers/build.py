@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.errors import InvalidModel, nearest
 from quire.layers.attention import Attention, Heads
-from quire.layers.basic import Embedding, GatedMLP, LayerNorm, RMSNorm, Rotary
+from quire.layers.basic import MLP, Embedding, GatedMLP, LayerNorm, RMSNorm, Rotary
 from quire.layers.formats import Format, Matrix, Part, Place, Plain, Stored
 from quire.layers.linear import Columns, Head, Rows
 from quire.layers.parallel import Parallel, share
@@ -100,13 +100,20 @@ class Build:
         bias: bool = False,
         transposed: bool = False,
     ) -> Columns:
-        """One matrix of several checkpoint ones. outputs: of each, (things, rows a thing): heads stay whole."""
-        whole = slice(0, inputs)
-        parts = [
-            Part(self.prefix + name, count * unit, share(count, self.parallel, name, unit))
-            for name, (count, unit) in zip(names, outputs, strict=True)
-        ]
-        return Columns(self._store(parts, inputs, whole, bias=bias, transposed=transposed))
+        """One matrix of several checkpoint ones, or of one that holds several.
+
+        outputs: of each, (things, rows a thing): heads are cut between, never through.
+        """
+        parts, whole = list[Part](), sum(count * unit for count, unit in outputs)
+        together, before = len(names) == 1, 0
+        for name, (count, unit) in zip(list(names) * len(outputs) if together else names, outputs, strict=True):
+            cut = share(count, self.parallel, name, unit)
+            if together:
+                parts.append(Part(self.prefix + name, whole, slice(before + cut.start, before + cut.stop)))
+            else:
+                parts.append(Part(self.prefix + name, count * unit, cut))
+            before += count * unit
+        return Columns(self._store(parts, inputs, slice(0, inputs), bias=bias, transposed=transposed))
 
     def rows(
         self, name: str, inputs: tuple[int, int], outputs: int, *, bias: bool = False, transposed: bool = False
@@ -139,8 +146,12 @@ class Build:
         bias: bool = False,
         out_bias: bool = False,
         norm_eps: float | None = None,
+        transposed: bool = False,
     ) -> Attention:
-        """heads: of the whole model; this rank's share is taken here. norm_eps: of q_norm and k_norm, if any."""
+        """heads: of the whole model; this rank's share is taken here.
+
+        names: of the checkpoint's q, k and v, or the one that holds all three. norm_eps: of q_norm and k_norm, if any.
+        """
         size = self.parallel.size
         own = Heads(
             count=heads.count // size,
@@ -151,11 +162,11 @@ class Build:
             soft_cap=heads.soft_cap,
         )
         outputs = ((heads.count, heads.dim), (heads.kv, heads.dim), (heads.kv, heads.dim))
-        qkv = self.columns(names, hidden, outputs, bias=bias)
+        qkv = self.columns(names, hidden, outputs, bias=bias, transposed=transposed)
         norms = None
         if norm_eps is not None:
             norms = self.rms_norm("q_norm", heads.dim, norm_eps), self.rms_norm("k_norm", heads.dim, norm_eps)
-        back = self.rows(out, (heads.count, heads.dim), hidden, bias=out_bias)
+        back = self.rows(out, (heads.count, heads.dim), hidden, bias=out_bias, transposed=transposed)
         return Attention(qkv, back, own, self.ops, norms)
 
     def gated_mlp(self, hidden: int, width: int, activation: str, *, bias: bool = False) -> GatedMLP:
@@ -163,6 +174,12 @@ class Build:
         act = activation_of(activation, {"silu": self.ops.silu_mul, **dict.fromkeys(GELUS, self.ops.gelu_mul)})
         gate_up = self.columns(("gate_proj", "up_proj"), hidden, ((width, 1), (width, 1)), bias=bias)
         return GatedMLP(gate_up, self.rows("down_proj", (width, 1), hidden, bias=bias), act)
+
+    def mlp(self, up: str, down: str, hidden: int, width: int, activation: str, *, transposed: bool = False) -> MLP:
+        """Two matrices with biases."""
+        act = activation_of(activation, dict.fromkeys(GELUS, self.ops.gelu))
+        rise = self.columns((up,), hidden, ((width, 1),), bias=True, transposed=transposed)
+        return MLP(rise, self.rows(down, (width, 1), hidden, bias=True, transposed=transposed), act)
 
     def _store(
         self,

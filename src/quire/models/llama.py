@@ -28,6 +28,7 @@ class Block:
             ),
             bias=spec.qkv_bias,
             out_bias=spec.out_bias,
+            norm_eps=spec.norm_eps if spec.qk_norm else None,
         )
         self.before_mlp = build.rms_norm("post_attention_layernorm", spec.hidden, spec.norm_eps)
         self.mlp = build.at("mlp").gated_mlp(spec.hidden, spec.mlp, spec.activation, bias=spec.mlp_bias)

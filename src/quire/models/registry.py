@@ -12,7 +12,10 @@ from quire.errors import InvalidModel, nearest
 from quire.layers.build import Build
 from quire.layers.parallel import Solo
 from quire.models.base import Model
+from quire.models.gpt2 import GPT2
 from quire.models.llama import Llama
+from quire.models.mistral import Mistral
+from quire.models.qwen import Qwen2, Qwen3
 from quire.models.spec import Config, ModelSpec
 from quire.ops.reference import ReferenceOps
 
@@ -26,8 +29,24 @@ class Architecture(Protocol):
         """config.json -> spec. Raises InvalidModel naming the field."""
 
 
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({"LlamaForCausalLM": Llama})
-MODEL_TYPES: Mapping[str, str] = MappingProxyType({"llama": "LlamaForCausalLM"})
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {
+        "GPT2LMHeadModel": GPT2,
+        "LlamaForCausalLM": Llama,
+        "MistralForCausalLM": Mistral,
+        "Qwen2ForCausalLM": Qwen2,
+        "Qwen3ForCausalLM": Qwen3,
+    }
+)
+MODEL_TYPES: Mapping[str, str] = MappingProxyType(
+    {
+        "gpt2": "GPT2LMHeadModel",
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+    }
+)
 """For a config.json that names no architecture."""
 
 

@@ -19,7 +19,8 @@ class ModelSpec:
 
     hidden: width of the residual stream. mlp: inner width of an MLP. context: longest sequence it was made for, in
     tokens. windows: per layer, how many positions a query sees (MANY: all). tie: the head is the embedding's table.
-    dtype: the checkpoint's, as config.json names it, or empty. stop: its end-of-text ids.
+    qk_norm: each head's query and key is normed before it is turned. dtype: the checkpoint's, as config.json names it,
+    or empty. stop: its end-of-text ids.
     """
 
     architecture: str
@@ -39,6 +40,7 @@ class ModelSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
     dtype: str = ""
     stop: tuple[int, ...] = ()
 
@@ -148,6 +150,19 @@ def read_rope(config: Config, head_dim: int) -> Rope:
             "low_freq_factor < high_freq_factor"
         )
     return rope
+
+
+def read_windows(config: Config, layers: int) -> tuple[int, ...]:
+    """`sliding_window` positions for the layers `layer_types` says, or else for all; none where it is null."""
+    width = config.get(int, "sliding_window", default=0) or MANY
+    kinds = config.fields.get("layer_types") or ["sliding_attention"] * layers
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise InvalidModel(f"{config.where}: layer_types must be a list of num_hidden_layers ({layers}) names")
+    known = {"sliding_attention": width, "full_attention": MANY}
+    for kind in kinds:
+        if kind not in known:
+            raise InvalidModel(f"{config.where}: layer type {kind!r} is not supported (known: {', '.join(known)})")
+    return tuple(known[kind] for kind in kinds)
 
 
 def read_stop(config: Config) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
@@ -92,8 +92,9 @@ def choose_format(dtype: torch.dtype, device: torch.device) -> Format:
 
 def stream(build: Build, checkpoint: Checkpoint, progress: Progress) -> None:
     """Fill every place from the checkpoint, in the order of the files."""
-    match(build, checkpoint)
-    wanted = [(entry, build.places[name]) for name, entry in checkpoint.entries.items() if name in build.places]
+    entries = named(build, checkpoint)
+    match(build, checkpoint.folder.name, entries)
+    wanted = [(entry, build.places[name]) for name, entry in entries.items() if name in build.places]
     wanted.sort(key=lambda pair: (pair[0].file.name, pair[0].start))
     total = sum(size_of(place, entry) for entry, places in wanted for place in places)
     done = 0
@@ -109,21 +110,36 @@ def size_of(place: Place, entry: Entry) -> int:
     return place.into.numel() * entry.dtype.itemsize
 
 
-def match(build: Build, checkpoint: Checkpoint) -> None:
-    """Every tensor has a place, every place its tensor, and their shapes agree. Raises InvalidModel naming those."""
+def named(build: Build, checkpoint: Checkpoint) -> Mapping[str, Entry]:
+    """The checkpoint's tensors under the names the model knows.
+
+    A body saved without its head lacks the first part of every name ("h.0.ln_1.weight" for "transformer.h.0...", as in
+    OpenAI's GPT-2).
+    """
     entries = checkpoint.entries
+    longer = {name.partition(".")[2]: name for name in build.places if name not in entries}
+    body = {name.partition(".")[0] + "." for name in longer.values() if name.partition(".")[2] in entries}
+    if len(body) != 1:
+        return entries
+    prefix = body.pop()
+    return {
+        prefix + name if prefix + name in build.places or ignored(build, prefix + name) else name: entry
+        for name, entry in entries.items()
+    }
+
+
+def ignored(build: Build, name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in build.ignored)
+
+
+def match(build: Build, where: str, entries: Mapping[str, Entry]) -> None:
+    """Every tensor has a place, every place its tensor, and their shapes agree. Raises InvalidModel naming those."""
     missing = [name for name in build.places if name not in entries]
     if missing:
-        raise InvalidModel(f"{checkpoint.folder.name} lacks {len(missing)} tensors of the model: {listed(missing)}")
-    strange = [
-        name
-        for name in entries
-        if name not in build.places and not any(fnmatchcase(name, pattern) for pattern in build.ignored)
-    ]
+        raise InvalidModel(f"{where} lacks {len(missing)} tensors of the model: {listed(missing)}")
+    strange = [name for name in entries if name not in build.places and not ignored(build, name)]
     if strange:
-        raise InvalidModel(
-            f"{checkpoint.folder.name} holds {len(strange)} tensors the model has no place for: {listed(strange)}"
-        )
+        raise InvalidModel(f"{where} holds {len(strange)} tensors the model has no place for: {listed(strange)}")
     for name, places in build.places.items():
         entry, shape = entries[name], places[0].shape
         if entry.shape != shape:

@@ -1,0 +1,95 @@
+"""GPT-2 (Radford et al. 2019): learned positions, layer norms, biases everywhere, matrices stored [in, out]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from quire.errors import InvalidModel
+from quire.layers.attention import Heads
+from quire.layers.build import Build
+from quire.layers.rope import STILL
+from quire.models.spec import Config, ModelSpec, read_stop
+from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.values import MANY
+
+
+class Block:
+    """One layer: attention and an MLP, each behind a norm of the residual stream."""
+
+    def __init__(self, spec: ModelSpec, build: Build) -> None:
+        self.before_attention = build.layer_norm("ln_1", spec.hidden, spec.norm_eps)
+        self.attention = build.at("attn").attention(
+            spec.hidden,
+            Heads(count=spec.heads, kv=spec.kv_heads, dim=spec.head_dim, scale=spec.head_dim**-0.5),
+            names=("c_attn",),
+            out="c_proj",
+            bias=True,
+            out_bias=True,
+            transposed=True,
+        )
+        self.before_mlp = build.layer_norm("ln_2", spec.hidden, spec.norm_eps)
+        self.mlp = build.at("mlp").mlp("c_fc", "c_proj", spec.hidden, spec.mlp, spec.activation, transposed=True)
+
+    def __call__(self, x: Tensor, turn: tuple[Tensor, Tensor], batch: RaggedBatch, kv: LayerKV) -> Tensor:
+        """The residual stream [T, hidden], before and after."""
+        x = x + self.attention(self.before_attention(x), turn, batch, kv)
+        return x + self.mlp(self.before_mlp(x))
+
+
+class GPT2:
+    """See `base.Model`."""
+
+    def __init__(self, spec: ModelSpec, build: Build) -> None:
+        self.spec, self.ops, self.dtype = spec, build.ops, build.dtype
+        body = build.at("transformer")
+        body.ignore("h.*.attn.bias", "h.*.attn.masked_bias")
+        self.embedding = body.embedding("wte", spec.vocab, spec.hidden)
+        self.positions = body.embedding("wpe", spec.context, spec.hidden)
+        self.still = body.rotary(spec.rope)
+        self.blocks = [Block(spec, body.at(f"h.{i}")) for i in range(spec.layers)]
+        self.norm = body.layer_norm("ln_f", spec.hidden, spec.norm_eps)
+        self.head = build.head("lm_head", spec.hidden, spec.vocab, self.embedding if spec.tie else None)
+
+    @staticmethod
+    def read(config: Config, architecture: str) -> ModelSpec:
+        hidden, heads = config.get(int, "n_embd"), config.get(int, "n_head")
+        layers = config.get(int, "n_layer")
+        if not heads or hidden % heads:
+            raise InvalidModel(f"config.json: n_embd ({hidden}) must be a multiple of n_head ({heads})")
+        for name, plain in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
+            if config.get(bool, name, default=plain) is not plain:
+                raise InvalidModel(f"config.json: {name} {str(not plain).lower()} is not supported for GPT-2")
+        return ModelSpec(
+            architecture=architecture,
+            hidden=hidden,
+            layers=layers,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=hidden // heads,
+            mlp=config.get(int, "n_inner", default=4 * hidden),
+            vocab=config.get(int, "vocab_size"),
+            context=config.get(int, "n_positions", "n_ctx", default=1024),
+            norm_eps=config.get(float, "layer_norm_epsilon", default=1e-5),
+            rope=STILL,
+            windows=(MANY,) * layers,
+            activation=config.get(str, "activation_function", default="gelu_new"),
+            tie=config.get(bool, "tie_word_embeddings", default=True),
+            qkv_bias=True,
+            out_bias=True,
+            mlp_bias=True,
+            dtype=config.get(str, "dtype", "torch_dtype", default=""),
+            stop=read_stop(config),
+        )
+
+    def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
+        batch = self.ops.prepare(batch)
+        turn = self.still(batch.positions)
+        x = self.embedding(batch.tokens) + self.positions(batch.positions)
+        for block, cache in zip(self.blocks, kv, strict=True):
+            x = block(x, turn, batch, cache)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden)
