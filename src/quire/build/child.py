@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import sys
 
@@ -24,8 +23,7 @@ def main() -> int:
         link.sendall(frame(Refused(type(error).__name__, str(error))))
         return 2
     link.sendall(frame(Ready(engine.about)))
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the front died: so do we, quietly
-        EngineLoop(engine, link, lambda: metrics.snapshot(engine.ledger, engine.gauges())).run()
+    EngineLoop(engine, link, lambda: metrics.snapshot(engine.ledger, engine.gauges())).run()
     engine.close()
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 from collections.abc import Callable
@@ -26,13 +27,14 @@ class EngineLoop:
         self.told = float("-inf")
 
     def run(self) -> None:
-        """Until the front goes away."""
-        self._tell([])
-        while self._listen():
-            events = self.engine.step()
-            if self.refused:
-                events, self.refused = self.refused + events, []
-            self._tell(events)
+        """Until the front goes away, in the middle of a sentence or not."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._tell([])
+            while self._listen():
+                events = self.engine.step()
+                if self.refused:
+                    events, self.refused = self.refused + events, []
+                self._tell(events)
 
     def _listen(self) -> bool:
         """Take what has been said; wait for it when idle. False: the front is gone."""
