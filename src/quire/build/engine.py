@@ -19,12 +19,15 @@ from quire.engine.executor import Description, Executor
 from quire.errors import InvalidConfig
 from quire.executors.local import LocalExecutor
 from quire.models.base import Model
+from quire.models.registry import parameters
 from quire.models.spec import ModelSpec
 from quire.ops.reference import ReferenceOps
 from quire.runner.memory import cpu_budget, layer_shapes, plan_pages
 from quire.values import MANY
 from quire.weights.load import load_model
 from quire.weights.locate import locate
+
+_SMALL = 20_000_000
 
 
 class Limits(NamedTuple):
@@ -42,8 +45,8 @@ class Limits(NamedTuple):
 def build_engine(settings: Settings, *, observers: Iterable[Observer] = (), keep: int = 0) -> Engine:
     """Load the model and put an engine around it. Raises InvalidModel or InvalidConfig."""
     device = choose_device(settings.execution.device)
-    torch.set_num_threads(settings.execution.threads or torch.get_num_threads())
     model = _load(settings, device)
+    torch.set_num_threads(settings.execution.threads or choose_threads(parameters(model.spec)))
     limits = resolve(settings, model.spec, device)
     executor = _local(settings, model, limits, device)
     about = executor.describe()
@@ -74,6 +77,15 @@ def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise InvalidConfig("--device cuda: torch sees no GPU here; use --device cpu, or install torch with CUDA")
     return torch.device(name)
+
+
+def choose_threads(parameters: int) -> int:
+    """CPU threads for a model of this many parameters: torch's own choice, but one for a small one.
+
+    Below about 20 M parameters a second thread gains nothing alone, and costs up to five times wherever another process
+    keeps its core busy: every operation ends in a barrier (docs/benchmarks/cpu-threads).
+    """
+    return 1 if parameters < _SMALL else torch.get_num_threads()
 
 
 def resolve(settings: Settings, spec: ModelSpec, device: torch.device) -> Limits:
