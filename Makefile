@@ -29,6 +29,7 @@ nightly:
 
 docs:
 	$(PYTHON) -m quire.config.document > docs/configuration.md.new && mv docs/configuration.md.new docs/configuration.md
+	$(PYTHON) -m quire.server.document > docs/requests.md.new && mv docs/requests.md.new docs/requests.md
 
 wheel:
 	$(PYTHON) -m pip wheel --no-deps --wheel-dir dist .

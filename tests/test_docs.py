@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from quire.config.document import markdown
+import quire.config.document as configuration
+import quire.server.document as requests
 
 ROOT = Path(__file__).parents[1]
 PAGES = (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))
 
 
-def test_the_configuration_page_is_current() -> None:
-    assert (ROOT / "docs/configuration.md").read_text(encoding="utf-8") == markdown(), "run `make docs`"
+@pytest.mark.parametrize("page", [configuration, requests], ids=["configuration", "requests"])
+def test_what_is_written_from_the_code_is_current(page: ModuleType, request: pytest.FixtureRequest) -> None:
+    written = ROOT / f"docs/{request.node.callspec.id}.md"
+    assert written.read_text(encoding="utf-8") == page.markdown(), "run `make docs`"
 
 
 @pytest.mark.parametrize("page", sorted(str(path.relative_to(ROOT)) for path in PAGES))

@@ -1,0 +1,101 @@
+"""docs/requests.md, written from the request types: `python -m quire.server.document > docs/requests.md`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from quire.server import schemas
+from quire.server.fields import NO_OPS, REFUSED
+
+ENDPOINTS: Mapping[str, type[Struct]] = {
+    "completions": schemas.CompletionRequest,
+    "chat": schemas.ChatRequest,
+    "generate": schemas.GenerateRequest,
+    "tokenize": schemas.TokenizeRequest,
+    "detokenize": schemas.DetokenizeRequest,
+}
+
+HEAD = """# Fields of requests
+
+Written from the request types in `src/quire/server/schemas.py` and `fields.py` by `make docs`; do not edit.
+
+A field is honoured, a no-op by definition, or refused with a 400 that names it and says why. Anything else is unknown
+and refused too, with the nearest known name. `null` is the same as not sent. Names and meanings are OpenAI's, and
+vLLM's where OpenAI has none. Defaults are the model's own (`generation_config.json`), then vLLM's.
+
+## Honoured
+
+"""
+
+NO_OP = """
+## No-ops
+
+Taken, and without effect, because there is nothing to do.
+
+| field | why |
+|---|---|
+"""
+
+REFUSAL = """
+## Refused
+
+Unless the value asks for nothing.
+
+| field | why | harmless values |
+|---|---|---|
+"""
+
+
+def markdown() -> str:
+    """The whole page."""
+    types = {endpoint: _types(kind) for endpoint, kind in ENDPOINTS.items()}
+    honoured = sorted({name for fields in types.values() for name in fields})
+    rows = ["| `" + name + "` | " + " | ".join(fields.get(name, "") for fields in types.values()) for name in honoured]
+    page = HEAD + "| field | " + " | ".join(ENDPOINTS) + " |\n" + "|---" * (1 + len(ENDPOINTS)) + "|\n"
+    page += "".join(row + " |\n" for row in rows)
+    page += NO_OP + "".join(f"| `{name}` | {why} |\n" for name, why in NO_OPS.items() if name not in honoured)
+    return (
+        page
+        + REFUSAL
+        + "".join(
+            f"| `{name}` | {refusal.why} | {', '.join(f'`{json.dumps(value)}`' for value in refusal.harmless)} |\n"
+            for name, refusal in REFUSED.items()
+            if name not in honoured
+        )
+    )
+
+
+def _types(kind: type[Struct]) -> dict[str, str]:
+    """Field to type, as a reader of JSON would say it."""
+    written: dict[str, str] = {}
+    for parent in reversed(kind.__mro__):
+        written |= inspect.get_annotations(parent)
+    return {name: _spoken(written[name]) for name in kind.__struct_fields__}
+
+
+def _spoken(annotation: str) -> str:
+    parts = [part.strip() for part in annotation.split(" | ") if part.strip() != "None"]
+    return " or ".join(_WORDS.get(part, part) for part in parts)
+
+
+_WORDS: Mapping[str, str] = {
+    "str": "text",
+    "int": "whole number",
+    "float": "number",
+    "bool": "true or false",
+    "list[str]": "list of texts",
+    "list[int]": "list of whole numbers",
+    "dict[str, float]": "object of numbers",
+    "dict[str, Any]": "object",
+    "list[dict[str, Any]]": "list of objects",
+    "Prompt": "text, token ids, or a list of either",
+    "StreamOptions": "object: `include_usage`, `continuous_usage_stats`",
+}
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
