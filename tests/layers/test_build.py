@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -113,6 +115,15 @@ def test_a_tied_head_is_the_embeddings_table_and_needs_no_tensor(format: Format)
     fill(made, tensors)
     torch.testing.assert_close(head(torch.eye(4)), tensors["embed.weight"].T)
     torch.testing.assert_close(embedding(torch.tensor([3, 1])), tensors["embed.weight"][[3, 1]])
+
+
+def test_once_sealed_only_the_final_form_is_held() -> None:
+    made = build(format=Packed)
+    made.columns(("a",), 6, ((4, 1),))
+    plain = weakref.ref(made.places["a.weight"][0].into)
+    assert plain() is not None
+    made.seal()
+    assert plain() is None
 
 
 def test_heads_are_shared_out_whole_and_scarce_ones_held_by_several() -> None:

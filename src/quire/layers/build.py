@@ -64,7 +64,11 @@ class Build:
         self.ignored += (self.prefix + pattern for pattern in patterns)
 
     def seal(self) -> None:
-        """Every place is filled: let each format take its final form, one matrix at a time."""
+        """Every place is filled: let each format take its final form, one matrix at a time.
+
+        Places are forgotten first, so that a matrix is freed as soon as its final form stands beside it.
+        """
+        self.places.clear()
         for stored in self.stored:
             stored.seal()
 

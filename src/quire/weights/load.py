@@ -150,10 +150,10 @@ def match(build: Build, where: str, entries: Mapping[str, Entry]) -> None:
 
 def draw(build: Build, seed: int, progress: Progress) -> None:
     """Random numbers in every place: one pool of them, tiled from a different start each time, at memory speed."""
-    places = [place for places in build.places.values() for place in places]
+    places = [place for places in build.places.values() for place in places if place.into.numel()]
     total = sum(place.into.nbytes for place in places)
     generator = torch.Generator().manual_seed(seed)
-    pool = torch.randn(POOL, generator=generator).to(build.device)
+    pool = torch.randn(POOL, generator=generator).repeat(2).to(build.device)
     starts = torch.randint(POOL, (len(places),), generator=generator).tolist()
     done = 0
     progress(done, total)
@@ -164,9 +164,9 @@ def draw(build: Build, seed: int, progress: Progress) -> None:
 
 
 def tile(place: Place, pool: torch.Tensor, start: int) -> None:
-    scaled = (pool.roll(start) * place.std + place.mean).to(place.into.dtype)
     flat = place.into.view(-1)
-    whole = flat.numel() // POOL * POOL
-    if whole:
-        flat[:whole].view(-1, POOL).copy_(scaled.expand(whole // POOL, POOL))
+    once = min(POOL, flat.numel())
+    scaled = torch.add(place.mean, pool[start : start + once], alpha=place.std).to(flat.dtype)
+    whole = flat.numel() // once * once
+    flat[:whole].view(-1, once).copy_(scaled.expand(whole // once, once))
     flat[whole:].copy_(scaled[: flat.numel() - whole])
