@@ -225,3 +225,40 @@ def test_seeds_are_64_bits_of_any_sign() -> None:
     assert got == {seed: expected(Open(0, (1, 2), 1, 1, hot, seed), logits[0]) for seed in seeds}
     assert got[-1] == got[(1 << 64) - 1] == got[struct.unpack("q", b"\xff" * 8)[0]]
     assert len(set(got.values())) >= 5
+
+
+@pytest.mark.parametrize("made", range(5))
+def test_stop_tokens_are_masked_until_min_tokens_are_made_and_no_longer(made: int) -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 3] = 9.0
+    logits[0, 50] = 1.0
+    patient = SamplingParams(temperature=0.0, min_tokens=3)
+    text = tuple(range(10, 12 + made))
+    got = sample([Open(0, text, len(text) - 1, 2, patient, stop=STOP)], logits)
+    assert got.tokens[0] == (50 if made < 3 else 3)
+
+
+@pytest.mark.parametrize("drafted", [0, 1, 2])
+def test_a_bad_word_is_kept_from_being_completed_across_drafts(drafted: int) -> None:
+    logits = torch.zeros(1 + drafted, VOCAB)
+    logits[:, 9] = 5.0
+    logits[:, 30] = 1.0
+    wary = SamplingParams(temperature=0.0, bad_words_token_ids=((7, 8, 9),))
+    text = (7, 8, *(7, 8)[: 2 - drafted])  # the prompt's own 7, 8 do not begin a word of the output
+    got = sample([Open(0, text, len(text) - 1, 2, wary)], logits, drafts=[list((7, 8)[2 - drafted :])])
+    assert got.tokens.tolist() == [9] * drafted + [30]
+
+
+@pytest.mark.parametrize("top_p", [0.1, 0.5, 0.97])
+def test_a_nucleus_may_be_wider_than_the_first_look(top_p: float) -> None:
+    vocab = 2000
+    line = 0.3 * torch.randn(1, vocab, generator=torch.Generator().manual_seed(1))
+    probs, order = line[0].double().softmax(-1).sort(descending=True)
+    inside = set(order[(probs.cumsum(0) - probs) < top_p].tolist())
+    assert len(inside) > 64
+    asked = SamplingParams(temperature=1.0, top_p=top_p)
+    rows, shape = opened([Open(r, (1, 2), 1, 1, asked, r) for r in range(4000)])
+    got = Sampler(vocab)(line.expand(4000, -1).clone(), rows, shape)
+    drawn = set(got.tokens.tolist())
+    assert drawn <= inside
+    assert len(drawn) > 0.8 * len(inside)
