@@ -85,6 +85,7 @@ def read_documents(path: Path, separator: str = SEPARATOR) -> list[str]:
 def read_chats(path: Path) -> list[list[Message]]:
     """The conversations of a JSON-lines file of {"messages": [...]} records."""
     chats: list[list[Message]] = []
+    roles = {"system", "user", "assistant"}
     for number, line in enumerate(read_text(path).splitlines(), 1):
         if not line.strip():
             continue
@@ -93,6 +94,8 @@ def read_chats(path: Path) -> list[list[Message]]:
             chat = [Message(role=str(m["role"]), content=str(m["content"]).strip()) for m in messages]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}, line {number}: not a record with messages ({error!r})") from error
+        if not roles.issuperset(m["role"] for m in chat):
+            raise ValueError(f"{path}, line {number}: a role is none of {', '.join(sorted(roles))}")
         if any(m["role"] == "assistant" for m in chat):
             chats.append(chat)
     return chats

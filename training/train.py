@@ -157,6 +157,15 @@ def build_rows(codec: Codec, train: data.Corpus, settings: Settings, synthetic: 
     )
 
 
+def validation_texts(part: data.Corpus) -> list[str]:
+    """What chooses the checkpoint: stories, or else answers, or else tales."""
+    replies = [m["content"] for chat in part.chats for m in chat if m["role"] == "assistant"]
+    texts = part.stories or replies or part.tales
+    if not texts:
+        raise SystemExit("too few documents to keep any for validation: give more text, or the right --separator")
+    return texts
+
+
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     data.add_arguments(parser)
@@ -207,7 +216,7 @@ def main(arguments: list[str] | None = None) -> None:
     model.to(settings.device)
     print(f"{model.parameter_count() / 1e6:.2f} M parameters, {len(parts['train'].stories)} stories", flush=True)
     rows = build_rows(codec, parts["train"], settings, options.synthetic)
-    validation = parts["validation"].stories or [c[-1]["content"] for c in parts["validation"].chats]
+    validation = validation_texts(parts["validation"])
     teachers = [load_model(path, settings.device) for path in options.teacher]
     curve = fit(model, rows, validation, settings, teachers)
     save_tokenizer(codec, options.out, settings.model.max_position_embeddings)

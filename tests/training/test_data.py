@@ -63,9 +63,10 @@ def test_compressed_text_and_a_separator_of_ones_own(tmp_path: Path) -> None:
     assert data.read_documents(path, "***") == ["ONE É!", "Two."]
 
 
-def test_a_bad_record_is_named_by_its_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bad", ['{"turns": []}', "not JSON", '{"messages": [{"role": "tool", "content": "x"}]}'])
+def test_a_bad_record_is_named_by_its_line(tmp_path: Path, bad: str) -> None:
     path = tmp_path / "chat.jsonl"
-    path.write_text('{"messages": [{"role": "assistant", "content": "x"}]}\n\n{"turns": []}\n', encoding="utf-8")
+    path.write_text(f'{{"messages": [{{"role": "assistant", "content": "x"}}]}}\n\n{bad}\n', encoding="utf-8")
     with pytest.raises(ValueError, match="line 3"):
         data.read_chats(path)
 

@@ -41,6 +41,16 @@ def test_twenty_steps_lower_the_loss(trained: Path) -> None:
     assert curve["validation_bits"][-1] < curve["validation_bits"][0]
 
 
+def test_tales_alone_can_be_trained_on_and_too_little_text_is_refused(tmp_path: Path) -> None:
+    tales = tmp_path / "tales.txt"
+    tales.write_text("***".join(little.stories()), encoding="utf-8")
+    options = ["--fairytales", str(tales), *TINY, "--max-steps", "2", "--out", str(tmp_path / "model")]
+    train.main([*options, "--separator", "***"])
+    assert json.loads((tmp_path / "model/training.json").read_text())["curve"]["validation_bits"][0] > 0
+    with pytest.raises(SystemExit, match="separator"):
+        train.main(options)
+
+
 def test_the_folder_loads_here_and_in_transformers_with_equal_logits(trained: Path) -> None:
     transformers = pytest.importorskip("transformers")
     tokens = torch.randint(0, 400, (2, 40), generator=torch.Generator().manual_seed(0))
