@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from quire.layers.basic import RMSNorm
 from quire.layers.linear import Columns, Rows
-from quire.ops.base import Ops
+from quire.ops.base import Angles, Ops
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.values import MANY
 
@@ -35,16 +34,11 @@ class Attention:
     def __init__(
         self, qkv: Columns, out: Rows, heads: Heads, ops: Ops, norms: tuple[RMSNorm, RMSNorm] | None = None
     ) -> None:
-        self.qkv, self.out, self.heads, self.ops, self.norms = qkv, out, heads, ops, norms
-        self.widths = [heads.count * heads.dim, heads.kv * heads.dim, heads.kv * heads.dim]
+        self.qkv, self.out, self.heads, self.ops = qkv, out, heads, ops
+        self.norms = norms and (norms[0].settings, norms[1].settings)
 
-    def __call__(self, x: Tensor, turn: tuple[Tensor, Tensor], batch: RaggedBatch, kv: LayerKV) -> Tensor:
+    def __call__(self, x: Tensor, turn: Angles, batch: RaggedBatch, kv: LayerKV) -> Tensor:
         """x [T, hidden], turn as `Rotary` makes it -> [T, hidden]."""
         h = self.heads
-        q, k, v = torch.split(self.qkv(x), self.widths, -1)
-        q, k, v = q.view(-1, h.count, h.dim), k.view(-1, h.kv, h.dim), v.view(-1, h.kv, h.dim)
-        if self.norms:
-            q, k = self.norms[0](q), self.norms[1](k)
-        q, k = self.ops.rope(q, k, *turn)
-        self.ops.write_kv(kv, k, v, batch)
+        q = self.ops.turn_and_write(self.qkv(x), h.count, kv, batch, turn, self.norms)
         return self.out(self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap).flatten(1))

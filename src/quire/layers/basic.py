@@ -21,6 +21,11 @@ class RMSNorm:
     def __init__(self, weight: Tensor, eps: float, ops: Ops) -> None:
         self.weight, self.eps, self.ops = weight, eps, ops
 
+    @property
+    def settings(self) -> tuple[Tensor, float]:
+        """(weight, eps), for ops that norm as part of something larger."""
+        return self.weight, self.eps
+
     def __call__(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight, self.eps)
 

@@ -13,6 +13,12 @@ from torch import Tensor
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.values import MANY
 
+Angles = tuple[Tensor, Tensor]
+"""cos and sin, float32 [T, r], of the angles by which each token's heads are turned."""
+
+Norms = tuple[tuple[Tensor, float], tuple[Tensor, float]]
+"""(weight [D], eps) of the RMS norms of q and of k."""
+
 
 class Ops(Protocol):
     """What a device can do. `reference` is the plain answer, every other implementation is tested against it."""
@@ -38,12 +44,6 @@ class Ops(Protocol):
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension."""
 
-    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn pair (i, i + r) of each head by its angle (Su et al. 2021, in the halves layout of Llama).
-
-        q [T, H, D], k [T, G, D], cos and sin float32 [T, r]; the head's dimensions from 2 r on pass through.
-        """
-
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2F], gate first -> silu(gate) * up, [T, F] (SwiGLU, Shazeer 2020)."""
 
@@ -53,8 +53,15 @@ class Ops(Protocol):
     def gelu(self, x: Tensor) -> Tensor:
         """gelu by its tanh approximation, as GPT-2's."""
 
-    def write_kv(self, kv: LayerKV, k: Tensor, v: Tensor, batch: RaggedBatch) -> None:
-        """Put k and v [T, G, D] into the batch's slots."""
+    def turn_and_write(
+        self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
+    ) -> Tensor:
+        """What stands between a projection and attention: qkv [T, (H + 2 G) D] -> q [T, H, D].
+
+        With `norms`, q and k are normed, head by head (Qwen 3). Then pair (i, i + r) of each head of q and k is
+        turned by its angle (Su et al. 2021, in the halves layout of Llama); dimensions from 2 r on pass through. k
+        and v go into the batch's slots.
+        """
 
     def attention(
         self,

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.base import Angles, Norms
 from quire.ops.paging import FEW, Group, Paged
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.values import MANY
@@ -36,7 +37,20 @@ class ReferenceOps:
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
 
+    def turn_and_write(
+        self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
+    ) -> Tensor:
+        groups, dim = kv.k.shape[1], kv.k.shape[3]
+        q, k, v = torch.split(qkv, [heads * dim, groups * dim, groups * dim], -1)
+        q, k, v = q.view(-1, heads, dim), k.view(-1, groups, dim), v.view(-1, groups, dim)
+        if norms:
+            q, k = self.rms_norm(q, *norms[0]), self.rms_norm(k, *norms[1])
+        q, k = self.rope(q, k, *angles)
+        self.write_kv(kv, k, v, batch)
+        return q
+
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """The turning part of `turn_and_write`: q [T, H, D], k [T, G, D]."""
         heads, half = q.shape[1], cos.shape[-1]
         if not half:
             return q, k
@@ -57,6 +71,7 @@ class ReferenceOps:
         return F.gelu(x, approximate="tanh")
 
     def write_kv(self, kv: LayerKV, k: Tensor, v: Tensor, batch: RaggedBatch) -> None:
+        """The writing part of `turn_and_write`: k and v [T, G, D]."""
         self.prepare(batch).write(kv, k, v)
 
     def attention(

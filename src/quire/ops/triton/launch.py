@@ -1,0 +1,63 @@
+"""What a kernel's launch depends on: the card, and whether kernels may begin before the one ahead has ended.
+
+With programmatic dependent launch a kernel is set up while the one before it still runs, and waits by itself. Two
+rules keep that sound, and every kernel here follows them: `wait` comes before anything that another kernel of the step
+wrote is read or that one may still read is written; `release`, which lets the next one start, comes after `wait`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+import triton
+import triton.language as tl
+
+HOPPER = (9, 0)
+"""The first compute capability with dependent launch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A device as far as launches care. sms: multiprocessors. dependent: kernels are launched dependently.
+
+    precision: how float32 tiles are multiplied; "tf32x3" is exact to float32 rounding on matrix units, "ieee" plain.
+    """
+
+    sms: int
+    capability: tuple[int, int] = (0, 0)
+    dependent: bool = False
+    precision: str = "ieee"
+    options: Mapping[str, bool] = field(default_factory=lambda: MappingProxyType({}))
+
+    @staticmethod
+    def of(device: torch.device, dependent: bool = True) -> Card:
+        """The card behind `device`; a CPU, which only Triton's interpreter runs on, counts as a very small one."""
+        if device.type != "cuda":
+            return Card(sms=2)
+        about = torch.cuda.get_device_properties(device)
+        capability = (about.major, about.minor)
+        dependent = dependent and capability >= HOPPER
+        options = MappingProxyType({"launch_pdl": True} if dependent else {})
+        return Card(about.multi_processor_count, capability, dependent, "tf32x3", options)
+
+
+@triton.jit
+def wait(DEPENDENT: tl.constexpr):
+    """Until the kernel launched before has ended and what it wrote is seen."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def release(DEPENDENT: tl.constexpr):
+    """Let the next kernel be set up."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def block(n: int, least: int = 1) -> int:
+    """The power of two that holds n."""
+    return max(least, 1 << max(0, n - 1).bit_length())

@@ -1,0 +1,66 @@
+"""Ops by Triton kernels: one path for prefill, decode and verification, capturable whole in a CUDA graph."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.ops.base import Angles, Norms
+from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.triton import attention, rows, turn
+from quire.ops.triton.launch import Card
+from quire.ops.triton.work import Planned
+from quire.values import MANY
+
+
+class TritonOps:
+    """See `base.Ops`. Launches depend on shapes and on `max_query` and `max_kv` of the batch alone: lengths, query
+    starts, pages and slots are read on the device, so a captured step serves any batch within them."""
+
+    def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
+        """dependent: use programmatic dependent launch where the card has it."""
+        self.card = Card.of(torch.device(device), dependent)
+
+    def prepare(self, batch: RaggedBatch) -> Planned:
+        return batch if isinstance(batch, Planned) else Planned.of(batch)
+
+    def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        return F.embedding(tokens, weight)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rows.rms_norm(x, weight, eps, self.card)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return rows.rms_norm(x, weight, eps, self.card, residual), residual
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return rows.layer_norm(x, weight, bias, eps, self.card)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return rows.activation(gate_up, self.card, gelu=False, gated=True)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return rows.activation(gate_up, self.card, gelu=True, gated=True)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return rows.activation(x, self.card, gelu=True, gated=False)
+
+    def turn_and_write(
+        self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
+    ) -> Tensor:
+        return turn.turn_and_write(qkv, heads, kv, batch, angles, norms, self.card)
+
+    def attention(
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        scale: float,
+        window: int = MANY,
+        soft_cap: float = 0.0,
+    ) -> Tensor:
+        return attention.attention(q, kv, self.prepare(batch), scale, window, soft_cap, self.card)

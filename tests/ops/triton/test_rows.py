@@ -1,0 +1,65 @@
+"""Norms, activations and the kernel between projection and attention, against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.ops.ragged import LayerKV
+from quire.ops.reference import ReferenceOps
+from quire.ops.triton.ops import TritonOps
+from tests.ops.batches import Pages
+from tests.ops.triton.device import DEVICE, moved
+
+OPS, REFERENCE = TritonOps(DEVICE), ReferenceOps()
+DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 7), (5, 64), (3, 4, 130)])
+def test_norms(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    x, residual, weight, bias = (torch.randn(s).to(dtype).to(DEVICE) for s in (shape, shape, shape[-1:], shape[-1:]))
+    close = {"atol": tolerance, "rtol": tolerance}
+    torch.testing.assert_close(OPS.rms_norm(x, weight, 0.1), REFERENCE.rms_norm(x, weight, 0.1), **close)
+    for shift in (bias, None):
+        want = REFERENCE.layer_norm(x, weight, shift, 0.1)
+        torch.testing.assert_close(OPS.layer_norm(x, weight, shift, 0.1), want, **close)
+    want, stream = REFERENCE.add_rms_norm(x, residual.clone(), weight, 0.1)
+    got, total = OPS.add_rms_norm(x, residual, weight, 0.1)
+    torch.testing.assert_close(total, stream)
+    torch.testing.assert_close(got, want, **close)
+
+
+@DTYPES
+def test_activations(dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    x = 6 * torch.randn(3, 2100).to(dtype).to(DEVICE)
+    for name in ("silu_mul", "gelu_mul", "gelu"):
+        want = getattr(REFERENCE, name)(x)
+        torch.testing.assert_close(getattr(OPS, name)(x), want, atol=tolerance, rtol=tolerance)
+
+
+@DTYPES
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("heads", "groups", "dim", "half"), [(4, 2, 16, 8), (7, 1, 24, 8), (3, 3, 8, 0)])
+@pytest.mark.parametrize("spans", [[(0, 0, 1), (1, 0, 3)], [(0, 0, 40), (1, 0, 3)]], ids=["few", "many"])
+def test_heads_are_normed_turned_and_written(
+    spans: list[tuple[int, int, int]], heads: int, groups: int, dim: int, half: int, normed: bool,
+    dtype: torch.dtype, tolerance: float,
+) -> None:  # fmt: skip
+    torch.manual_seed(0)
+    batch = moved(Pages(30, 4).batch([(s, past, [0] * n) for s, past, n in spans]))
+    tokens = len(batch.slots)
+    qkv = torch.randn(tokens, (heads + 2 * groups) * dim).to(dtype).to(DEVICE)
+    angle = torch.randn(tokens, half, device=DEVICE)
+    weights = torch.randn(2, dim).to(dtype).to(DEVICE)
+    norms = ((weights[0], 0.1), (weights[1], 0.2)) if normed else None
+    got = torch.zeros(2, 30, groups, 4, dim, dtype=dtype, device=DEVICE)
+    want = torch.zeros_like(got, dtype=torch.float32)
+    turn = (angle.cos(), angle.sin())
+    q = OPS.turn_and_write(qkv, heads, LayerKV(*got), batch, turn, norms)
+    expected = REFERENCE.turn_and_write(qkv.float(), heads, LayerKV(*want), batch, turn, norms and tuple(
+        (weight.float(), eps) for weight, eps in norms))  # fmt: skip
+    torch.testing.assert_close(q.float(), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
