@@ -62,7 +62,7 @@ class Sampler:
 
     def __call__(self, logits: Tensor, rows: Rows, shape: Shape, masks: Sequence[tuple[int, Mask]] = ()) -> Sampled:
         """logits [R, V] float32 of the shape's sampled rows, used up; masks: (row, allowed) of rows under a grammar."""
-        x = logits.cpu().numpy()
+        x = np.ascontiguousarray(logits.cpu().numpy())
         if self._epoch != rows.epoch or self._recipe is None:
             self._recipe, self._epoch = recipe(rows, shape, self.vocab_size), rows.epoch
         edits, scored, hot = self._recipe[:3]
