@@ -16,13 +16,12 @@ from rich.progress import Progress
 
 from quire.backends.answer import Answer
 from quire.backends.base import Call, Delta
-from quire.backends.spell import requests
+from quire.backends.spell import answer_to, requests
 from quire.build.engine import build_engine
 from quire.build.text import build_text
 from quire.config import Settings
 from quire.errors import InvalidRequest
-from quire.text.detokenizer import NoText
-from quire.text.stop import StopFinder, StopStrings
+from quire.text.stop import StopStrings
 from quire.text.tokenizer import Tokenizer
 from quire.values import CompletionOutput, RequestOutput, SamplingParams
 
@@ -181,24 +180,13 @@ class LLM:
             self._forget([job])
 
     def _submit(self, job: _Job) -> None:
-        tokenizer, sampling = self._text.tokenizer, job.call.sampling
-        about, seed = self._engine.about, self._seeds.getrandbits(63)
+        about, tokenizer, seed = self._engine.about, self._text.tokenizer, self._seeds.getrandbits(63)
         limit = min(about.max_model_len, about.pages * about.page_size)
-        stops = StopStrings(sampling.stop)
-        for request, deltas in zip(
-            requests(job.call, tokenizer=tokenizer, limit=limit, seed=seed), job.choices, strict=True
-        ):
+        stops = StopStrings(job.call.sampling.stop)
+        asked = requests(job.call, tokenizer=tokenizer, limit=limit, seed=seed)
+        for request, deltas in zip(asked, job.choices, strict=True):
             self._engine.add(request)
-            text = tokenizer.detokenizer(skip_special_tokens=sampling.skip_special_tokens, context=request.prompt)
-            answer = Answer(
-                request.id,
-                request.choice,
-                request.sampling,
-                detokenizer=text if sampling.detokenize else NoText(),
-                finder=StopFinder(stops, include=sampling.include_stop_str_in_output),
-                eos=tokenizer.eos,
-            )
-            self._open[request.id] = (answer, deltas)
+            self._open[request.id] = (answer_to(request, tokenizer, stops), deltas)
             job.names.append(request.id)
 
     def _pump(self) -> list[str]:
