@@ -69,5 +69,5 @@ class LocalExecutor:
         self.runner.reset()
 
     def close(self) -> None:
-        """Let go of the model and the pool: their memory is free once nobody else holds them."""
+        """Let go of the K/V pool."""
         self.runner.close()
