@@ -16,6 +16,7 @@ from quire.core.scheduler import Scheduler
 from quire.engine.engine import Engine
 from quire.engine.events import Observer
 from quire.engine.executor import Description, Executor
+from quire.engine.pacer import LatencyPace, NoPace, Pacer
 from quire.errors import InvalidConfig
 from quire.executors.local import LocalExecutor
 from quire.models.base import Model
@@ -49,9 +50,13 @@ def build_engine(settings: Settings, *, observers: Iterable[Observer] = (), keep
     torch.set_num_threads(settings.execution.threads or choose_threads(parameters(model.spec)))
     limits = resolve(settings, model.spec, device)
     executor = _local(settings, model, limits, device)
-    about = executor.describe()
     return Engine(
-        build_scheduler(settings, about, limits), executor, depth=limits.depth, observers=observers, keep=keep
+        build_scheduler(settings, executor.describe(), limits),
+        executor,
+        depth=limits.depth,
+        observers=observers,
+        pacer=build_pacer(settings.scheduler.latency_target_ms),
+        keep=keep,
     )
 
 
@@ -68,6 +73,11 @@ def build_scheduler(settings: Settings, about: Description, limits: Limits) -> S
         order=ORDERS[settings.scheduler.scheduling_policy],
         drafts=about.drafts,
     )
+
+
+def build_pacer(milliseconds: float) -> Pacer:
+    """The pacer for a latency target; 0 for none."""
+    return LatencyPace(milliseconds / 1e3) if milliseconds else NoPace()
 
 
 def choose_device(name: str) -> torch.device:

@@ -93,6 +93,13 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = option(
         0, "Most prompt tokens one sequence gets in a step; 0: no limit but the step's own.", low=0, high=MANY
     )
+    latency_target_ms: float = option(
+        100.0,
+        "Most milliseconds between tokens that others' prompts may cost, by the measured step time: prompts are fed in "
+        "smaller chunks; 0: no bound.",
+        low=0,
+        high=1e6,
+    )
     scheduling_policy: Literal["fcfs", "priority"] = option(
         "fcfs", "Who goes first: fcfs, by arrival; priority, by the request's own priority (lower is sooner)."
     )

@@ -16,6 +16,7 @@ from quire.engine.clock import Clock, WallClock
 from quire.engine.events import Completed, Gauges, Observer, StepRecord
 from quire.engine.executor import Executor, Handle
 from quire.engine.ledger import Ledger
+from quire.engine.pacer import NoPace, Pacer
 from quire.engine.recovery import Recovery
 from quire.errors import InvalidRequest, StepFailed
 from quire.values import GREEDY, MANY, FinishReason, Request, SamplingParams, Tokens
@@ -38,16 +39,19 @@ class Engine:
         depth: int = 0,
         clock: Clock | None = None,
         observers: Iterable[Observer] = (),
+        pacer: Pacer | None = None,
         keep: int = MANY,
     ) -> None:
         self.scheduler, self.executor, self.depth = scheduler, executor, depth
         self.clock: Clock = WallClock() if clock is None else clock
         self.observers = tuple(observers)
+        self.pacer: Pacer = NoPace() if pacer is None else pacer
         self.about = executor.describe()
         self.flight: deque[_Flying] = deque()
         self.recovery = Recovery(scheduler)
         self.ledger = Ledger(keep)
         self._out: list[Tokens] = []
+        self._committed = -math.inf
         self._deadlines: list[tuple[float, str]] = []
         self._ids = itertools.count()
 
@@ -66,7 +70,7 @@ class Engine:
     def _step(self) -> None:
         scheduler, flight = self.scheduler, self.flight
         planned = self.clock.now()
-        plan = scheduler.plan()
+        plan = scheduler.plan(self.pacer.budget(len(scheduler.running)))
         if plan:
             flight.append((planned, self.clock.now(), self.executor.launch(plan)))  # its forward starts now
         elif flight:
@@ -84,6 +88,8 @@ class Engine:
         step = self.scheduler.flight[0]
         events = self.scheduler.commit(result)
         now = self.clock.now()
+        self.pacer.learn(sum([span[1] for span in step.plan.spans]), now - max(launched, self._committed))
+        self._committed = now
         ended = self.ledger.committed(step, events, planned, now)
         if self.recovery.active:
             self.recovery.passed(step.seqs)
