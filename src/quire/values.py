@@ -5,10 +5,11 @@ Names are vLLM's where users know them (`SamplingParams`, `RequestOutput`, `Comp
 
 from __future__ import annotations
 
+import json as jsons
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from quire.errors import InvalidRequest
 
@@ -29,6 +30,80 @@ class TokenLogprobs(NamedTuple):
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """What an answer must look like (vLLM's StructuredOutputsParams): exactly one of the first five.
+
+    json: a JSON schema, as an object or as JSON text; kept as text. json_object: any JSON object. regex: a regular
+    expression of the whole answer, without look-around. choice: one of these texts. grammar: a context-free grammar
+    in Lark's or llama.cpp's (GBNF) notation.
+
+    whitespace_pattern: what may stand where JSON allows white space, at most once in each place; by default one space.
+    disable_any_whitespace: nothing may. param: the request's field this came from, for messages.
+
+    Raises InvalidRequest naming `param`, before anything is compiled.
+    """
+
+    json: str | dict[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+    param: str = field(default="structured_outputs", compare=False)
+
+    def __post_init__(self) -> None:
+        given = [name for name in _STRUCTURES if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            said = " and ".join(given) + " exclude each other" if given else "nothing is asked for"
+            raise self._refusal(f"{said}: give exactly one of {', '.join(_STRUCTURES)}")
+        if self.json is not None:
+            object.__setattr__(self, "json", self._schema(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", tuple(self.choice))
+            if not self.choice or not all(type(text) is str and text for text in self.choice):
+                raise self._refusal("choice must be a list of texts, none of them empty")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            if not isinstance(getattr(self, name), str | None):
+                raise self._refusal(f"{name} must be text")
+        length = sum(map(len, (self.kind[1], self.whitespace_pattern or "")))
+        if length > STRUCTURE_CHARS:
+            raise self._refusal(f"it has {length} characters, and at most {STRUCTURE_CHARS} are taken")
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """Which of the five, and its text; choices as a JSON list."""
+        if self.choice is not None:
+            return "choice", jsons.dumps(self.choice, ensure_ascii=False)
+        for name in ("json", "regex", "grammar"):
+            if (text := getattr(self, name)) is not None:
+                return name, text
+        return "json", '{"type":"object"}'
+
+    def _schema(self, schema: str | dict[str, Any]) -> str:
+        try:
+            if isinstance(schema, str):
+                schema = jsons.loads(schema)
+            text = jsons.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        except RecursionError:
+            raise self._refusal("the JSON schema is nested too deeply") from None
+        except (ValueError, TypeError) as error:
+            raise self._refusal(f"the JSON schema is not JSON: {error}") from error
+        if not isinstance(schema, dict | bool):
+            raise self._refusal("a JSON schema is an object")
+        return text
+
+    def _refusal(self, why: str) -> InvalidRequest:
+        return InvalidRequest(f"{self.param}: {why}", param=self.param)
+
+
+_STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
+
+STRUCTURE_CHARS = 1 << 18
+"""The largest schema or grammar that is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +141,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):  # vLLM takes a lone string too
@@ -86,6 +162,12 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})", param="min_tokens"
+            )
+        if self.structured_outputs is not None and self.min_tokens:
+            raise InvalidRequest(
+                f"min_tokens and {self.structured_outputs.param} exclude each other: the structure says when an answer "
+                "is complete",
+                param="min_tokens",
             )
         if any(not s for s in self.stop):
             raise InvalidRequest("stop strings must not be empty", param="stop")
@@ -158,7 +240,8 @@ class Tokens(NamedTuple):
     """What one request got from one step. `finish` is None while it goes on.
 
     `prompt_logprobs` come with the chunk that computed them (position 0 has none). `cached` counts the prompt
-    tokens whose K/V came from the prefix cache; `error` says what went wrong when finish is 'error'.
+    tokens whose K/V came from the prefix cache; `error` says what went wrong when finish is 'error', and `param` which
+    field of the request is to blame, if one is.
     """
 
     id: str
@@ -169,6 +252,7 @@ class Tokens(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     cached: int = 0
     error: str | None = None
+    param: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

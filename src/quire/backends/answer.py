@@ -72,7 +72,7 @@ class Answer:
         if event.cached:
             self.cached = event.cached
         if event.finish == "error":
-            return self._delta("", finish="error", error=event.error)
+            return self._delta("", finish="error", error=event.error)._replace(param=event.param)
         hidden = event.finish == "stop" and event.stop_token is not None and not self._include
         read = self._read(event.tokens[:-1] if hidden else event.tokens)
         if read.stop is not None:

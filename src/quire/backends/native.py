@@ -250,7 +250,8 @@ class NativeBackend:
             self._observer.on_surplus(answer.surplus)
         self._tell_end(live, answer, reason, now)
         if reason == "error":
-            live.error = StepFailed(delta.error or "the engine could not run this request")
+            why = delta.error or "the engine could not run this request"
+            live.error = StepFailed(why) if delta.param is None else InvalidRequest(why, param=delta.param)
             return
         live.deltas.append(delta)
         if reason == "timeout" and not live.answers and not live.made:

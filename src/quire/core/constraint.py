@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from quire.core.plan import Mask
+from quire.errors import InvalidRequest
+from quire.values import Request
 
 
 class Constraint(Protocol):
@@ -27,3 +29,45 @@ class Free:
 
 
 FREE = Free()
+
+
+class Pending:
+    """A constraint in the making: who has it waits, and holds nobody up. It is never asked."""
+
+    def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[Mask]:
+        raise AssertionError("a sequence was planned before its constraint was made")
+
+
+PENDING = Pending()
+
+
+class Constraints(Protocol):
+    """Makes constraints beside the engine's loop, which never waits for one."""
+
+    def of(self, request: Request) -> Constraint:
+        """FREE where nothing is asked for, PENDING where it takes a while: `made` brings it. Raises InvalidRequest."""
+
+    def made(self) -> list[tuple[str, Constraint | InvalidRequest]]:
+        """By request id, what has become of those that were pending, since the last call."""
+
+    def wakers(self) -> Sequence[int]:
+        """File descriptors that can be read from when `made` has something."""
+
+    def patience(self) -> float | None:
+        """Seconds after which `made` has something to say whatever happens; None: nothing is pending."""
+
+
+class NoConstraints:
+    """An engine that obeys none; `Engine.add` refuses who asks for one."""
+
+    def of(self, request: Request) -> Constraint:
+        return FREE
+
+    def made(self) -> list[tuple[str, Constraint | InvalidRequest]]:
+        return []
+
+    def wakers(self) -> Sequence[int]:
+        return ()
+
+    def patience(self) -> float | None:
+        return None

@@ -16,6 +16,9 @@ Mask = bytes | None
 SPARE = 0
 """The page nobody owns: an empty place in a page table points here, and it takes stray writes."""
 
+STUCK = "no token is allowed here: the grammar, allowed_token_ids, bad_words and min_tokens exclude each other"
+"""The error of a row in which every token is forbidden: the one error of a row that is its request's fault."""
+
 
 class Open(NamedTuple):
     """A row begins. `tokens[:start]` already have K/V in the first pages; `tokens[:prompt]` are the prompt."""
@@ -48,13 +51,15 @@ class Plan(NamedTuple):
     """One step. An executor is a fold over plans: rows are opened, extended and fed by nothing else.
 
     grown: (row, new pages) pairs, opened rows' prefix hits included. masked: indices of spans that must not be
-    sampled before their masks arrive. `spans` is the *same object* as the step before's when equal.
+    sampled before their masks arrive. drafts: by span, how many tokens to draft once it has sampled; empty: none.
+    `spans` is the *same object* as the step before's when equal.
     """
 
     opened: tuple[Open, ...]
     grown: tuple[tuple[int, tuple[int, ...]], ...]
     spans: tuple[Span, ...]
     masked: tuple[int, ...] = ()
+    drafts: tuple[int, ...] = ()
 
 
 class Result(NamedTuple):

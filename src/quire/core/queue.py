@@ -4,25 +4,41 @@ from __future__ import annotations
 
 import heapq
 
+from quire.core.constraint import PENDING, Constraint
 from quire.core.sequence import Sequence
+from quire.core.step import Decision
 
 
 class Waiting:
     """A heap with lazy removal: push, pop and discard stay O(log n) with a hundred thousand waiting.
 
-    `held` counts sequences that wait elsewhere: choices of `n` behind their leader.
+    `held` counts sequences that wait elsewhere: choices of `n` behind their leader. Those whose constraint is still
+    being made wait beside the queue, and take their place in it when it is `ready`.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Sequence]] = []
         self._members: set[int] = set()
+        self._unready: dict[int, Sequence] = {}
         self.held = 0
 
     def push(self, seq: Sequence) -> None:
         """Queue it; nothing happens if it is queued already."""
-        if seq.order not in self._members:
+        if seq.constraint is PENDING:
+            self._unready[seq.order] = seq
+        elif seq.order not in self._members:
             self._members.add(seq.order)
             heapq.heappush(self._heap, (seq.priority, seq.order, seq))
+
+    def ready(self, seq: Sequence, constraint: Constraint) -> None:
+        """Its constraint is made: it may run when its turn comes."""
+        seq.constraint = constraint
+        if self._unready.pop(seq.order, None) is not None:
+            self.push(seq)
+
+    def unready(self) -> list[Decision]:
+        """Why those wait who are not in the queue yet."""
+        return [Decision("waits", seq.request.id, "grammar") for seq in self._unready.values()]
 
     def first(self) -> Sequence | None:
         """Who is next, left in place."""
@@ -38,6 +54,7 @@ class Waiting:
     def discard(self, seq: Sequence) -> None:
         """Take it out if it is there; its place in the heap is cleaned up when it comes to the top."""
         self._members.discard(seq.order)
+        self._unready.pop(seq.order, None)
 
     def __contains__(self, seq: Sequence) -> bool:
         return seq.order in self._members
@@ -48,5 +65,10 @@ class Waiting:
         self._heap, self._members = [], set()
         return out
 
+    @property
+    def queued(self) -> int:
+        """How many could run if there were room."""
+        return len(self._members)
+
     def __len__(self) -> int:
-        return len(self._members) + self.held
+        return len(self._members) + len(self._unready) + self.held

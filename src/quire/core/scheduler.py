@@ -15,6 +15,7 @@ from quire.core.plan import Mask, Open, Plan, Result, Span
 from quire.core.policy import Admission, Order, continuous, fcfs
 from quire.core.queue import Waiting
 from quire.core.sequence import Sequence
+from quire.core.speculate import Drafted, Fixed, Speculation
 from quire.core.step import Decision, Step
 from quire.errors import InvalidRequest
 from quire.values import MANY, FinishReason, Request, TokenLogprobs, Tokens
@@ -24,7 +25,7 @@ class Scheduler:
     """Plans steps and commits their results.
 
     kv: the pages. rows: places on the device. cap: sequences running at once. budget: tokens a step.
-    chunk: prompt tokens a span (MANY: whole prompts). drafts: tokens drafted a step, 0 for none.
+    chunk: prompt tokens a span (MANY: whole prompts). speculation: how many tokens to draft, for whom.
     """
 
     def __init__(
@@ -37,10 +38,11 @@ class Scheduler:
         chunk: int = MANY,
         admit: Admission = continuous,
         order: Order = fcfs,
-        drafts: int = 0,
+        speculation: Speculation | None = None,
     ) -> None:
-        self.kv, self.cap, self.budget, self.chunk, self.drafts = kv, min(cap, rows), budget, chunk, drafts
+        self.kv, self.cap, self.budget, self.chunk = kv, min(cap, rows), budget, chunk
         self.admit, self.order = admit, order
+        self.speculation: Speculation = Fixed(0) if speculation is None else speculation
         self.rows = list(range(rows - 1, -1, -1))
         self.waiting = Waiting()
         self.running: list[Sequence] = []
@@ -49,6 +51,7 @@ class Scheduler:
         self.arrived = 0
         self.preempted = 0
         self.wasted: dict[str, int] = {}
+        self.drafted = Drafted()
         self._same: tuple[Span, ...] = ()
         self._short = False
         self._decisions: list[Decision] = []
@@ -129,14 +132,15 @@ class Scheduler:
 
         Planned head first, preempted tail first: a victim never has a span in the plan being made.
         """
-        left, wide = min(self.budget, budget), 1 + self.drafts
+        left, speculation = min(self.budget, budget), self.speculation
         spans: list[Span] = []
         seqs: list[Sequence] = []
         late: list[int] = []
+        drafts: list[int] = []
         opened: list[Open] = []
         grown: list[tuple[int, tuple[int, ...]]] = []
         running, slots, i = self.running, MANY, 0
-        self._short, self._decisions = False, []
+        self._short, self._decisions = False, self.waiting.unready()
         while left > 0:
             if i >= len(running):
                 if slots == MANY:
@@ -153,7 +157,7 @@ class Scheduler:
             n = seq.unfed + seq.drafting
             if n > self.chunk or n > left:
                 n = min(self.chunk, left)
-            upto = known + seq.pending * wide - seq.unfed + n  # its furthest reach, whatever is accepted before it
+            upto = known + seq.reach - seq.unfed + n  # its furthest reach, whatever is accepted before it
             i += 1
             if upto > seq.room and not self._grow(seq, upto, i, grown):
                 i = min(i, len(running))
@@ -161,7 +165,8 @@ class Scheduler:
             rows = n - seq.unfed + 1
             if rows > 0:
                 seq.pending += 1
-                seq.unfed, seq.drafting = 1, self.drafts
+                seq.reach += rows
+                seq.unfed, seq.drafting = 1, speculation.depth(seq, len(running)) if speculation.most else 0
                 if seq.constraint is not FREE:
                     late.append(len(spans))
             else:
@@ -174,6 +179,7 @@ class Scheduler:
                 span = seq.span = Span(seq.row, n, rows, logits)
             spans.append(span)
             seqs.append(seq)
+            drafts.append(seq.drafting)
             left -= n
         if not spans:
             return None
@@ -181,7 +187,7 @@ class Scheduler:
         if same == self._same:
             same = self._same  # steady decoding is not a mode, it is an equality
         self._same = same
-        plan = Plan(tuple(opened), tuple(grown), same, tuple(late))
+        plan = Plan(tuple(opened), tuple(grown), same, tuple(late), tuple(drafts) if speculation.most else ())
         self.flight.append(Step(plan, seqs, [seqs[j] for j in late], [], self._decisions))
         return plan
 
@@ -272,11 +278,12 @@ class Scheduler:
         for j, (seq, span, got) in enumerate(zip(step.seqs, step.plan.spans, result.tokens, strict=True)):
             if span.rows:
                 seq.pending -= 1
+                seq.reach -= span.rows
             if seq.finish is not None:  # it ended while this was in flight
                 self.wasted[seq.finish] = self.wasted.get(seq.finish, 0) + 1
             elif j in result.errors:
                 self._end(seq, "error")
-                out.append(Tokens(seq.request.id, (), "error", error=result.errors[j]))
+                out.append(seq.failed(result.errors[j]))
             else:
                 self._advance(seq, span, got, j, result, out)
         for seq, drafts in zip(step.late, result.drafts, strict=True):
@@ -296,6 +303,9 @@ class Scheduler:
         else:
             tokens, request, stop = seq.tokens, seq.request, None
             first = len(tokens) == len(request.prompt)
+            if span.rows > 1:
+                self.speculation.learn(seq, span.rows - 1, len(got) - 1)
+                self.drafted.learn(span.rows - 1, len(got) - 1)
             tokens += got
             if len(tokens) >= seq.limit or not request.stop.isdisjoint(got):
                 finish, stop = self._cut(seq, got)
@@ -338,7 +348,7 @@ class Scheduler:
         self.running.clear()
         self._same = ()
         for seq in lost.values():
-            seq.pending = 0
+            seq.pending = seq.reach = 0
             self._bury(seq)
             if seq.finish is None:
                 self.waiting.push(seq)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quire.core.constraint import FREE, Constraint
-from quire.core.plan import Span
+from quire.core.plan import STUCK, Span
 from quire.core.reuse import Node
-from quire.values import MANY, FinishReason, Request
+from quire.values import MANY, FinishReason, Request, Tokens
 
 NOWHERE = Span(-1, 0, 0, 0)
 
@@ -40,6 +40,8 @@ class Sequence:
     drafting: int = 0
     """Drafts the device holds for it: 0 until it has sampled once."""
     pending: int = 0
+    reach: int = 0
+    """Most tokens that the pending spans can bring."""
     computed: int = 0
     """Committed: K/V written, and of the right tokens."""
     drafts: list[int] = field(default_factory=list)
@@ -64,6 +66,13 @@ class Sequence:
     @property
     def prompt_length(self) -> int:
         return len(self.request.prompt)
+
+    def failed(self, why: str) -> Tokens:
+        """What is told of an error in its row. Where nothing was allowed, a field of the request is to blame."""
+        sampling = self.request.sampling
+        structure, allowed = sampling.structured_outputs, sampling.allowed_token_ids
+        field = structure.param if structure else "bad_words" if allowed is None else "allowed_token_ids"
+        return Tokens(self.request.id, (), "error", error=why, param=field if why == STUCK else None)
 
     def __post_init__(self) -> None:
         self.asks = self.request.sampling.prompt_logprobs is not None and self.prompt_length > 1

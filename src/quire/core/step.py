@@ -12,7 +12,7 @@ class Decision(NamedTuple):
     """Why something happened to a request. what: opened (n = prefix tokens hit), waits, preempted, sat-out.
 
     by: the request it happened for (who needed the pages), or what is missing: seats (the cap on sequences), rows (one
-    is still on its way home), pages, budget (tokens a step).
+    is still on its way home), pages, budget (tokens a step), grammar (it is being compiled).
     """
 
     what: str

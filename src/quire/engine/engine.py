@@ -140,7 +140,10 @@ class Engine:
         return id
 
     def add(self, request: Request, constraint: Constraint = FREE) -> None:
-        """Queue a request as the rim makes them. Raises InvalidRequest naming the field that cannot work."""
+        """Queue a request as the rim makes them; a PENDING constraint is provided later.
+
+        Raises InvalidRequest naming the field that cannot work.
+        """
         about = self.about
         length = len(request.prompt) + request.max_new
         if length > about.max_model_len:
@@ -151,6 +154,9 @@ class Engine:
             )
         if request.prompt and not 0 <= min(request.prompt) <= max(request.prompt) < about.vocab_size:
             raise InvalidRequest(f"prompt token ids must be from 0 to {about.vocab_size - 1}", param="prompt")
+        asked = request.sampling.structured_outputs
+        if asked is not None and (constraint is FREE or not about.masks):
+            raise InvalidRequest(f"{asked.param}: this engine cannot make structured output", param=asked.param)
         seq = self.scheduler.add(request, constraint)
         self.recovery.admit(seq)
         now = self.clock.now()
@@ -160,13 +166,22 @@ class Engine:
         for observer in self.observers:
             observer.on_submit(request, now)
 
-    def abort(self, id: str, why: FinishReason = "abort", error: str | None = None) -> None:
+    def provide(self, id: str, constraint: Constraint) -> None:
+        """The constraint that a request waited for is made. Requests that have ended are fine."""
+        seq = self.scheduler.seqs.get(id)
+        if seq is not None:
+            self.scheduler.waiting.ready(seq, constraint)
+            self.recovery.admit(seq)
+
+    def abort(
+        self, id: str, why: FinishReason = "abort", error: str | None = None, *, param: str | None = None
+    ) -> None:
         """End a request now; its pages are free within a step. Unknown and ended ids are fine."""
         if self.scheduler.abort(id, why) is not None:
             ended = self.ledger.ended(id, why, self.clock.now())
             if self.recovery.active:
                 self.recovery.passed(())
-            self._out.append(Tokens(id, (), why, error=error))
+            self._out.append(Tokens(id, (), why, error=error, param=param))
             for observer in self.observers:
                 observer.on_end(ended)
 
@@ -200,6 +215,12 @@ class Engine:
     @property
     def has_pending_work(self) -> bool:
         return self.scheduler.busy or bool(self._out)
+
+    @property
+    def can_step(self) -> bool:
+        """Whether `step` has anything to do: not so while all that is left waits for a constraint."""
+        scheduler = self.scheduler
+        return bool(scheduler.waiting.queued or scheduler.running or scheduler.flight or self._out)
 
     def gauges(self) -> Gauges:
         scheduler = self.scheduler

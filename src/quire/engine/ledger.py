@@ -42,7 +42,7 @@ class Ledger:
         for what, id, _, _ in step.decisions:
             if what == "opened" and (life := lives.get(id)) is not None and life.opened is None:
                 life.opened = planned
-        for id, tokens, finish, _, _, _, cached, _ in events:
+        for id, tokens, finish, _, _, _, cached, *_ in events:
             life = lives[id]
             if tokens:
                 self.generated += len(tokens)

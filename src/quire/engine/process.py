@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from quire.core.constraint import Constraints, NoConstraints
 from quire.engine.engine import Engine
 from quire.engine.wire import Abort, Frames, Submit, ToEngine, Update, frame
 from quire.errors import InvalidRequest
@@ -20,8 +21,15 @@ _STATS_EVERY = 0.1
 class EngineLoop:
     """Drives an engine from a socket. `metrics` makes the snapshot that /metrics is rendered from."""
 
-    def __init__(self, engine: Engine, link: socket.socket, metrics: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        link: socket.socket,
+        metrics: Callable[[], dict[str, Any]],
+        constraints: Constraints | None = None,
+    ) -> None:
         self.engine, self.link, self.metrics = engine, link, metrics
+        self.constraints: Constraints = NoConstraints() if constraints is None else constraints
         self.frames = Frames(ToEngine)
         self.refused: list[Tokens] = []
         self.told = float("-inf")
@@ -38,25 +46,37 @@ class EngineLoop:
 
     def _listen(self) -> bool:
         """Take what has been said; wait for it when idle. False: the front is gone."""
-        busy = self.engine.has_pending_work or bool(self.refused)
-        while select.select([self.link], [], [], 0 if busy else None)[0]:
-            if not (data := self.link.recv(1 << 20)):
-                return False
-            for message in self.frames.feed(data):
-                self._obey(message)
+        busy = self.engine.can_step or bool(self.refused)
+        while True:
+            wait = 0 if busy else self.constraints.patience()
+            heard = select.select([self.link.fileno(), *self.constraints.wakers()], [], [], wait)[0]
+            if self.link.fileno() in heard:
+                if not (data := self.link.recv(1 << 20)):
+                    return False
+                for message in self.frames.feed(data):
+                    self._obey(message)
+            self._provide()
+            if not heard:
+                return True
             busy = True
-        return True
 
     def _obey(self, message: ToEngine) -> None:
         if isinstance(message, Submit):
             for request in message.requests:
                 try:
-                    self.engine.add(request)
+                    self.engine.add(request, self.constraints.of(request))
                 except InvalidRequest as error:
-                    self.refused.append(Tokens(request.id, (), "error", error=str(error)))
+                    self.refused.append(Tokens(request.id, (), "error", error=str(error), param=error.param))
         elif isinstance(message, Abort):
             for id in message.ids:
                 self.engine.abort(id)
+
+    def _provide(self) -> None:
+        for id, made in self.constraints.made():
+            if isinstance(made, InvalidRequest):
+                self.engine.abort(id, "error", str(made), param=made.param)
+            else:
+                self.engine.provide(id, made)
 
     def _tell(self, events: list[Tokens]) -> None:
         engine, now = self.engine, self.engine.clock.now()

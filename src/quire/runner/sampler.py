@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.core.plan import Mask
+from quire.core.plan import STUCK, Mask
 from quire.runner.edits import EDITS, Edit, mask
 from quire.runner.logprobs import score
 from quire.runner.noise import Draw, Floats, Ids, keys
@@ -25,7 +25,6 @@ from quire.runner.truncate import Cut, truncate
 from quire.values import TokenLogprobs
 
 BROKEN = "the model produced NaN or infinite logits"
-STUCK = "no token is allowed here: the grammar, allowed_token_ids, bad_words and min_tokens exclude each other"
 
 
 class Sampled(NamedTuple):
