@@ -1,0 +1,190 @@
+"""The device's sampler against the host's noise and truncation, and against editing spelled out slowly."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.triton.launch import Card
+from quire.ops.triton.noise import exponentials
+from quire.ops.triton.sampler import BROKEN, FINE, STUCK, Settings, sample
+from quire.runner.noise import Draw, stream
+from quire.runner.truncate import Cut, truncate
+from quire.values import MANY, SamplingParams
+from tests.ops.triton.device import DEVICE
+from tests.runner import oracle
+
+CARD = Card.of(DEVICE)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row to sample: what it asks for, its tokens so far, and the words of its mask."""
+
+    params: SamplingParams
+    tokens: tuple[int, ...] = (3, 5, 3)
+    prompt: int = 1
+    seed: int = 0
+    choice: int = 0
+    stop: frozenset[int] = frozenset()
+    mask: bytes | None = None
+
+
+def settings(rows: list[Row], vocab: int) -> Settings:
+    def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+    lists, masks, masked = [], [], []
+    for row in rows:
+        p = row.params
+        bans = [(t, -math.inf, p.min_tokens) for t in row.stop] if p.min_tokens else []
+        lists.append([*bans, *((t, amount, MANY) for t, amount in p.logit_bias.items())])
+        masked.append(len(masks) if row.mask is not None else -1)
+        if row.mask is not None:
+            masks.append(np.frombuffer(row.mask.ljust(4 * -(-vocab // 32), b"\0"), np.int32).tolist())
+    entries = [entry for each in lists for entry in each] or [(0, 0.0, 0)]
+    s = [row.params for row in rows]
+    return Settings(
+        temperature=column([0.0 if p.greedy else p.temperature for p in s]),
+        stream=column([stream(row.seed, row.choice) for row in rows], torch.int64),
+        top_k=column([p.top_k if 0 < p.top_k < vocab else MANY for p in s], torch.int32),
+        top_p=column([p.top_p if p.top_p < 1 else 2.0 for p in s]),
+        min_p=column([p.min_p for p in s]),
+        repetition=column([p.repetition_penalty for p in s]),
+        frequency=column([p.frequency_penalty for p in s]),
+        presence=column([p.presence_penalty for p in s]),
+        masked=column(masked, torch.int32),
+        masks=torch.tensor(masks or [[0]], dtype=torch.int32, device=DEVICE),
+        listed=column(np.cumsum([0, *map(len, lists)]).tolist(), torch.int32),
+        token=column([e[0] for e in entries], torch.int32),
+        amount=column([e[1] for e in entries]),
+        until=column([e[2] for e in entries], torch.int32),
+    )
+
+
+def drawn(logits: Tensor, rows: list[Row]) -> tuple[list[int], list[int]]:
+    longest = max(len(row.tokens) for row in rows) + 4
+    history = torch.tensor([[*row.tokens, *[7] * (longest - len(row.tokens))] for row in rows], dtype=torch.int32)
+    positions = torch.tensor([len(row.tokens) for row in rows], dtype=torch.int32)
+    prompt = torch.tensor([row.prompt for row in rows], dtype=torch.int32)
+    which = torch.arange(len(rows), dtype=torch.int32)
+    moved = (x.to(DEVICE) for x in (logits.clone(), which, positions, history, prompt))
+    tokens, state = sample(*moved, settings(rows, logits.shape[1]), CARD)
+    return tokens.tolist(), state.tolist()
+
+
+def expected(logits: Tensor, rows: list[Row]) -> list[int]:
+    """What the host draws, row by row."""
+    out = []
+    for x, row in zip(logits.tolist(), rows, strict=True):
+        p = row.params
+        prompt, output = row.tokens[: row.prompt], row.tokens[row.prompt :]
+        line = np.array([oracle.edited(x, p, prompt, output, row.stop, row.mask)], np.float32)
+        if p.greedy:
+            out.append(int(line.argmax()))
+            continue
+        heat = np.array([p.temperature], np.float32)
+        truncate(line, Cut.of(heat, np.array([p.top_k]), np.array([p.top_p]), np.float32([p.min_p]), line.shape[1]))
+        key = np.array([oracle.fold(stream(row.seed, row.choice), len(row.tokens))], np.uint32)
+        out.append(int(Draw(line.shape[1])(line, heat[:, None], key)[0]))
+    return out
+
+
+def agree(logits: Tensor, rows: list[Row]) -> None:
+    tokens, state = drawn(logits, rows)
+    assert state == [FINE] * len(rows)
+    assert tokens == expected(logits, rows)
+
+
+def test_greedy_rows_take_the_first_of_the_greatest() -> None:
+    logits = torch.randn(3, 2500, generator=torch.Generator().manual_seed(0))
+    logits[0, [700, 2100]] = 9.0
+    logits[1, [2499, 2400]] = 9.0
+    tokens, _ = drawn(logits, [Row(SamplingParams(temperature=0.0))] * 3)
+    assert tokens == [700, 2400, int(logits[2].argmax())]
+
+
+@pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
+def test_draws_equal_the_hosts(spread: float) -> None:
+    logits = spread * torch.randn(24, 2500, generator=torch.Generator().manual_seed(1))
+    temperatures = (0.3, 1.0, 1.7)
+    agree(logits, [Row(SamplingParams(temperature=temperatures[i % 3]), seed=i - 5, choice=i % 2) for i in range(24)])
+
+
+@pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
+@pytest.mark.parametrize(
+    "limits",
+    [{"top_k": 1}, {"top_k": 40}, {"top_k": 2000}, {"top_p": 0.1}, {"top_p": 0.9}, {"top_p": 0.999}, {"min_p": 0.05},
+     {"top_k": 50, "top_p": 0.8, "min_p": 0.01}],
+    ids=str,
+)  # fmt: skip
+def test_truncated_draws_equal_the_hosts(limits: dict[str, float], spread: float) -> None:
+    logits = spread * torch.randn(4, 2500, generator=torch.Generator().manual_seed(2))
+    agree(logits, [Row(SamplingParams(temperature=0.5 + i / 2, **limits), seed=i) for i in range(4)])
+
+
+def test_tokens_that_tie_at_the_threshold_are_all_kept() -> None:
+    logits = torch.full((24, 2500), -5.0)
+    logits[:, [3, 900, 2300]] = 1.0
+    logits[:, 40] = 2.0
+    tokens, _ = drawn(logits, [Row(SamplingParams(temperature=3.0, top_k=2), seed=i) for i in range(24)])
+    assert set(tokens) == {3, 40, 900, 2300}
+
+
+def test_edits_equal_those_spelled_out() -> None:
+    vocab = 2200
+    logits = 3 * torch.randn(12, vocab, generator=torch.Generator().manual_seed(3))
+    often = tuple(int(t) for t in logits[0].topk(4).indices for _ in range(3))
+    masks = np.random.default_rng(0).integers(0, 256, (2, vocab // 8)).astype(np.uint8)
+    favourite = int(logits[5].argmax())
+    asked = [
+        Row(SamplingParams(temperature=0.0, repetition_penalty=1.3), often),
+        Row(SamplingParams(temperature=0.0, frequency_penalty=0.7), often, prompt=4),
+        Row(SamplingParams(temperature=0.0, presence_penalty=1.5), often, prompt=2),
+        Row(SamplingParams(temperature=1.0, repetition_penalty=0.8, frequency_penalty=-0.4, top_k=30), often * 30),
+        Row(SamplingParams(temperature=0.0, logit_bias={17: 100.0, 2199: 50.0})),
+        Row(SamplingParams(temperature=0.0, min_tokens=4), (1, 2, 3, 4), stop=frozenset({favourite})),
+        Row(SamplingParams(temperature=0.0, min_tokens=3), (1, 2, 3, 4), stop=frozenset({favourite})),
+        Row(SamplingParams(temperature=0.0), mask=masks[0].tobytes()),
+        Row(SamplingParams(temperature=1.0, top_p=0.9), mask=masks[1][:100].tobytes()),
+        Row(SamplingParams(temperature=1.0), mask=masks[1].tobytes(), seed=4),
+        Row(SamplingParams(temperature=0.0, logit_bias={2: -100.0}), mask=b"\x0c"),
+        Row(SamplingParams(temperature=1.0)),
+    ]
+    agree(logits, asked)
+
+
+def test_rows_without_an_answer_say_why_and_harm_nobody() -> None:
+    logits = torch.randn(6, 2500, generator=torch.Generator().manual_seed(4))
+    logits[0, 5] = math.nan
+    logits[1, 2400] = math.inf
+    logits[2] = -math.inf
+    greedy, hot = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.5)
+    rows = [Row(greedy), Row(hot), Row(greedy), Row(hot, mask=b"\0"), Row(greedy), Row(hot)]
+    tokens, state = drawn(logits, rows)
+    assert state == [BROKEN, BROKEN, BROKEN, STUCK, FINE, FINE]
+    assert tokens[4:] == expected(logits[4:], rows[4:])
+
+
+@triton.jit
+def noise_kernel(out, key, block, BLOCK: tl.constexpr):
+    tl.store(out + tl.arange(0, BLOCK), exponentials(tl.load(key).to(tl.uint32), block, BLOCK))
+
+
+def test_noise_is_the_hosts_to_the_last_bit() -> None:
+    for block in (0, 3, 4095):
+        key = oracle.fold(stream(11, 0), 9)
+        out = torch.empty(32, device=DEVICE)
+        noise_kernel[(1,)](out, torch.tensor([key], device=DEVICE), block, BLOCK=32)
+        head = oracle.fold(key, 2**30 + block)
+        low = np.float32(oracle.unit(head)) / np.float32(32)
+        held = oracle.fold(head, 0) % 32
+        fresh = [np.float32(0 if i == held else oracle.unit(oracle.fold(key, 32 * block + i))) for i in range(32)]
+        assert out.tolist() == [float(low + each) for each in fresh]
