@@ -41,15 +41,14 @@ class Tiny:
             q, new_k, new_v = self._project(layer, x)
             page, at = batch.slots // batch.page_size, batch.slots % batch.page_size
             k[page, :, at], v[page, :, at] = new_k, new_v
-            parts = []
+            seen = x.new_zeros(len(x), HEADS * DIM)  # nobody's tokens, if a batch is padded, see nothing
             for s, length in enumerate(batch.kv_len.tolist()):
                 place = torch.arange(length)
                 pages = batch.page_table[s].long()[place // batch.page_size]
                 own = slice(start[s], start[s + 1])
-                parts.append(
-                    self._attend(q[own], k[pages, :, place % batch.page_size], v[pages, :, place % batch.page_size])
-                )
-            x = torch.tanh(x + torch.cat(parts) @ self.out[layer])
+                at = place % batch.page_size
+                seen[own] = self._attend(q[own], k[pages, :, at], v[pages, :, at])
+            x = torch.tanh(x + seen @ self.out[layer])
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -60,6 +60,8 @@ class Shape:
     scored: tuple[int, ...]
     """Spans that want logits of known tokens too (prompt log-probabilities)."""
     max_query: int
+    even: bool
+    """Every span samples one row: decode, and last chunks."""
 
     @staticmethod
     def of(spans: tuple[Span, ...]) -> Shape:
@@ -92,6 +94,7 @@ class Shape:
             last=depth == rows[row_span] - 1,
             scored=tuple(np.flatnonzero(logits > rows).tolist()),
             max_query=int(n.max(initial=0)),
+            even=bool((rows == 1).all()),
         )
 
 
@@ -114,6 +117,7 @@ class Rows:
         self.known = np.zeros(count, dtype=np.intp)
         self.length = np.zeros(count, dtype=np.intp)
         self.prompt = np.zeros(count, dtype=np.intp)
+        self.guessed = np.zeros(count, dtype=np.intp)
         self.traits = Traits(count)
         self.shape = Shape.of(())
         self.epoch = 0
@@ -121,6 +125,14 @@ class Rows:
 
     def fold(self, plan: Plan) -> Shape:
         """Apply what a plan opens and grows; the shape of its spans. Raises StepFailed if they cannot be."""
+        epoch = self.epoch
+        shape = self.admit(plan)
+        if self.epoch != epoch:
+            self.check(shape)
+        return shape
+
+    def admit(self, plan: Plan) -> Shape:
+        """`fold` for whoever runs ahead of results: spans are not yet compared with what their rows have."""
         for one in plan.opened:
             self._open(one)
         for row, pages in plan.grown:
@@ -132,7 +144,6 @@ class Rows:
             self.shape = Shape.of(plan.spans)
         if plan.opened or not same:
             self.epoch += 1
-            self._check(self.shape)
         return self.shape
 
     def _open(self, one: Open) -> None:
@@ -144,13 +155,14 @@ class Rows:
         self.tokens[row, :size] = one.tokens
         self.known[row], self.length[row], self.prompt[row] = size, one.start, one.prompt
         self.pages[row, : self.held[row]] = 0
-        self.held[row] = 0
+        self.held[row] = self.guessed[row] = 0
         self.traits.open(one)
 
-    def _check(self, shape: Shape) -> None:
+    def check(self, shape: Shape) -> None:
+        """Raises StepFailed unless every span feeds what its row has."""
         unfed = self.known[shape.row] - self.length[shape.row]
         wrong = shape.rows != np.maximum(0, shape.n - unfed + 1)
-        wrong |= (shape.n < 1) | (shape.rows > 1 + self.drafts)
+        wrong |= (shape.n < 1) | (shape.rows > 1 + self.guessed[shape.row])
         if wrong.any():
             span = shape.spans[int(np.argmax(wrong))]
             raise StepFailed(f"plan and rows disagree: {span} for a row with {unfed[np.argmax(wrong)]} tokens to feed")
@@ -179,16 +191,17 @@ class Rows:
         self.length[row] = known - 1
         return keep, failed
 
-    def draft(self, row: Ints, drafts: npt.NDArray[np.int32]) -> None:
-        """Put drafts [Q, k] behind the history of rows [Q]."""
+    def draft(self, row: Ints, drafts: npt.NDArray[np.int32], depth: Ints) -> None:
+        """Put drafts [Q, k] behind the history of rows [Q], the first `depth` [Q] of each meant."""
         if drafts.shape[1]:
             at = self.known[row][:, None] + np.arange(drafts.shape[1])
             self.tokens[row[:, None], at] = drafts
+        self.guessed[row] = depth
 
     def drafted(self, row: int) -> list[int]:
         """The drafts a row will feed next."""
         known = self.known[row]
-        return [int(t) for t in self.tokens[row, known : known + self.drafts]]
+        return [int(t) for t in self.tokens[row, known : known + self.guessed[row]]]
 
     def reset(self) -> None:
         """Forget every row."""

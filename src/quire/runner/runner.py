@@ -8,34 +8,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from quire.core.plan import Mask, Plan, Result
 from quire.errors import StepFailed
-from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.ragged import LayerKV
 from quire.runner.batch import ragged
 from quire.runner.drafts import Drafter
-from quire.runner.logprobs import score
-from quire.runner.rows import Ints, Rows, Shape
-from quire.runner.sampler import Sampled, Sampler
+from quire.runner.results import Model, masked, result, score_prompt
+from quire.runner.rows import Rows, Shape
+from quire.runner.sampler import Sampler
 from quire.values import TokenLogprobs
-
-_CHUNK = 1 << 24
-"""Logits held at once for prompt log-probabilities, in numbers: 64 MiB."""
-
-
-class Model(Protocol):
-    """What the runner needs of a model."""
-
-    def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
-        """Hidden states [T, hidden] of the tokens fed; writes their K/V."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, V] float32, the caller's to change."""
 
 
 class Step:
@@ -118,6 +103,7 @@ class Runner:
         self.queue.clear()
         self.failure = None
         self.rows.reset()
+        self.drafter.reset()
 
     def close(self) -> None:
         """Let go of the K/V pool."""
@@ -131,7 +117,7 @@ class Runner:
         shape = step.shape = rows.fold(step.plan)
         hidden = self.model.forward(ragged(rows, shape, self.device), self.kv)
         for s in shape.scored:
-            step.scores[s] = self._score_prompt(shape, s, hidden)
+            step.scores[s] = score_prompt(self.model, rows, shape, s, hidden, self.sampler.vocab_size)
         if len(shape.picked) == 0:
             step.logits = hidden.new_empty((0, self.sampler.vocab_size), dtype=torch.float32)
             return
@@ -139,56 +125,13 @@ class Runner:
             hidden = hidden[torch.from_numpy(shape.picked).to(self.device)]
         step.logits = self.model.logits(hidden)
 
-    def _score_prompt(self, shape: Shape, s: int, hidden: Tensor) -> list[TokenLogprobs]:
-        """Log-probabilities of the prompt tokens that follow those span `s` feeds, a bounded piece at a time."""
-        rows, (row, n, sampled, logits) = self.rows, shape.spans[s]
-        begin = int(rows.length[row]) + n - logits
-        end = min(int(rows.length[row]) + n - sampled, int(rows.prompt[row]) - 1)
-        first = int(shape.query_start[s]) - int(rows.length[row])
-        wanted = rows.traits.prompt_logprobs[row] or 0
-        piece = max(1, _CHUNK // self.sampler.vocab_size)
-        out: list[TokenLogprobs] = []
-        for at in range(begin, end, piece):
-            upto = min(at + piece, end)
-            part = self.model.logits(hidden[first + at : first + upto]).cpu()
-            targets = rows.tokens[row, at + 1 : upto + 1].astype(np.intp)
-            out += score(part, targets, np.full(upto - at, wanted))
-        return out
-
     def _sample(self, step: Step) -> None:
         rows, shape = self.rows, step.shape
         assert shape is not None
         assert step.logits is not None
-        sampled = self.sampler(step.logits, rows, shape, _masked(step, shape))
+        sampled = self.sampler(step.logits, rows, shape, masked(step.plan, shape, step.masks))
         keep, failed = rows.settle(shape, sampled.tokens, sampled.bad)
-        if self.drafter.depth:
-            rows.draft(shape.sampled_row, self.drafter.propose(rows, shape.sampled_row))
-        step.done = self._result(step, shape, sampled, keep, failed)
-
-    def _result(self, step: Step, shape: Shape, sampled: Sampled, keep: Ints, failed: Ints) -> Result:
-        flat = sampled.tokens.tolist()
-        tokens: list[list[int]] = [[] for _ in shape.spans]
-        samples, first, kept = shape.samples.tolist(), shape.first.tolist(), keep.tolist()
-        for s, at, count in zip(samples, first, kept, strict=True):
-            tokens[s] = flat[at : at + count]
-        told = (
-            {
-                s: [sampled.logprobs[r] for r in range(at, at + count)]
-                for s, at, count in zip(samples, first, kept, strict=True)
-                if at in sampled.logprobs
-            }
-            if sampled.logprobs
-            else {}
-        )
-        errors = {samples[q]: sampled.errors[int(failed[q])] for q in np.flatnonzero(failed >= 0).tolist()}
-        drafts = [self.rows.drafted(shape.spans[s].row) for s in step.plan.masked]
-        return Result(tokens, drafts, told, step.scores, errors)
-
-
-def _masked(step: Step, shape: Shape) -> list[tuple[int, Mask]]:
-    """(sampled row, its mask) for every row of a masked span."""
-    out: list[tuple[int, Mask]] = []
-    for s, masks in zip(step.plan.masked, step.masks or (), strict=True):
-        at = int(shape.first[np.searchsorted(shape.samples, s)])
-        out += [(at + i, each) for i, each in enumerate(masks)]
-    return out
+        if step.plan.drafts:
+            depth = np.array(step.plan.drafts, dtype=np.intp)[shape.samples]
+            rows.draft(shape.sampled_row, self.drafter.propose(rows, shape.sampled_row, depth), depth)
+        step.done = result(step.plan, shape, sampled, keep, failed, step.scores, rows)

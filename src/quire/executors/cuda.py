@@ -1,0 +1,81 @@
+"""The executor of a device that is run ahead of: whole steps as graphs, tokens stay there, results come home later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from quire.core.plan import Plan
+from quire.engine.executor import Description
+from quire.models.base import Model
+from quire.runner.ahead import AheadRunner, Flight
+from quire.runner.device import DeviceSteps
+from quire.runner.graphs import Key, Queue
+from quire.runner.memory import allocate, layer_shapes, page_bytes
+from quire.runner.rows import Rows
+from quire.runner.sampler import Sampler
+
+
+class CudaExecutor:
+    """The lower door around a model on a GPU and the KV pool it allocates there.
+
+    pages, page_size, rows, max_model_len, dtype: as `LocalExecutor`. tokens: the most a step feeds. depth: steps
+    launched ahead of results at most. steps: the kernels around the forward. queue: the order of device work, and
+    whether it is captured. warm: the kinds of step to be ready for at once.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        pages: int,
+        page_size: int,
+        rows: int,
+        max_model_len: int,
+        tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        steps: DeviceSteps,
+        queue: Queue,
+        depth: int = 1,
+        warm: Iterable[Key] = (),
+    ) -> None:
+        layers = layer_shapes(model.spec.kv_shapes, dtype)
+        vocab_size = model.spec.vocab
+        self.runner = AheadRunner(
+            model,
+            allocate(layers, pages=pages, page_size=page_size, device=device),
+            Rows(rows, max_model_len, page_size),
+            Sampler(vocab_size),
+            steps,
+            queue,
+            tokens=tokens,
+            turns=depth + 2,
+            device=device,
+        )
+        self.runner.warm(list(warm))
+        self._about = Description(
+            pages=pages,
+            page_size=page_size,
+            rows=rows,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            depth=depth,
+            kv_bytes=page_bytes(layers, page_size),
+            device=str(device),
+            dtype=str(dtype).removeprefix("torch."),
+        )
+
+    def describe(self) -> Description:
+        return self._about
+
+    def launch(self, plan: Plan) -> Flight:
+        return self.runner.launch(plan)
+
+    def reset(self) -> None:
+        self.runner.reset()
+
+    def close(self) -> None:
+        """Let go of the model and the pool: their memory is free once nobody else holds them."""
+        self.runner.close()

@@ -1,0 +1,164 @@
+"""How device work is put in order: one stream, each kind of step captured as a CUDA graph when it is first needed.
+
+Graph and eager are the same call: `run(key, work)` does `work`, and the next time may replay what it did. So `work`
+must depend on its key alone and read whatever else it needs from device memory at fixed places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import NamedTuple, Protocol
+
+import torch
+
+from quire.runner.rows import Shape
+
+SMALL = (1, 2, 4, 8)
+
+
+class Key(NamedTuple):
+    """Which graph: tokens T and spans S, both padded, and the most tokens that a span may have.
+
+    A head's has its rows for tokens and no spans.
+    """
+
+    tokens: int
+    spans: int
+    most: int
+
+    @staticmethod
+    def of(shape: Shape) -> Key:
+        """Decode alone, or any mix."""
+        fed, spans = int(shape.query_start[-1]), len(shape.spans)
+        padded = padding(fed)
+        if shape.max_query == 1:
+            return Key(padded, padded, 1)
+        return Key(padded, crowd(spans), padded)
+
+
+def padding(count: int) -> int:
+    """`count` rounded up, by less the smaller it is: never more than an eighth above 16."""
+    if count <= SMALL[-1]:
+        return next(size for size in SMALL if count <= size)
+    step = 8
+    while step * 16 <= count and step < 256:
+        step *= 2
+    return -(-count // step) * step
+
+
+def crowd(spans: int) -> int:
+    """Spans of a mixed step, rounded up to 16, 64, 256 ..."""
+    size = 16
+    while size < spans:
+        size *= 4
+    return size
+
+
+class Mark(Protocol):
+    """A point in the order of device work."""
+
+    def synchronize(self) -> None:
+        """Wait until all before it is done."""
+
+
+class Queue(Protocol):
+    """The order of device work. A context manager: work begun inside belongs to it."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def run(self, key: Key, work: Callable[[], object]) -> None:
+        """Do `work`, the same for the same key."""
+
+    def mark(self) -> Mark: ...
+
+    def wait(self) -> None:
+        """Until nothing is under way."""
+
+    def close(self) -> None:
+        """Forget what was captured: its memory goes back."""
+
+
+class Done:
+    """The mark of what is done when it returns."""
+
+    def synchronize(self) -> None:
+        return
+
+
+class AtOnce:
+    """Work is done as it comes: a CPU."""
+
+    def __enter__(self) -> AtOnce:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return
+
+    def run(self, key: Key, work: Callable[[], object]) -> None:
+        work()
+
+    def mark(self) -> Done:
+        return Done()
+
+    def wait(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+class CudaQueue:
+    """A stream of one GPU. largest: tokens (or rows) up to which work is captured, 0 for never (eager).
+
+    Graphs share one memory pool: they never run at the same time, and leave their results in tensors made outside.
+    """
+
+    def __init__(self, device: torch.device, largest: int) -> None:
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.entered = torch.cuda.stream(self.stream)
+        self.largest = largest
+        self.graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self.pool = torch.cuda.graph_pool_handle() if largest else None
+
+    def __enter__(self) -> CudaQueue:
+        self.entered.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.entered.__exit__(kind, error, trace)
+
+    def run(self, key: Key, work: Callable[[], object]) -> None:
+        """Replay what this key's work was, or do it and remember it: capturing records and does nothing else."""
+        graph = self.graphs.get(key)
+        if graph is not None:
+            graph.replay()
+            return
+        work()
+        if key.tokens <= self.largest:
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+            self.graphs[key] = graph
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self.stream)
+        return event
+
+    def wait(self) -> None:
+        self.stream.synchronize()
+
+    def close(self) -> None:
+        self.graphs.clear()

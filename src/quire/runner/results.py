@@ -1,0 +1,86 @@
+"""What both runners do with logits and samples: prompt log-probabilities, masks by row, and the Result of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from quire.core.plan import Mask, Plan, Result
+from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.runner.logprobs import score
+from quire.runner.rows import Ints, Rows, Shape
+from quire.runner.sampler import Sampled
+from quire.values import TokenLogprobs
+
+_CHUNK = 1 << 24
+"""Logits held at once for prompt log-probabilities, in numbers: 64 MiB."""
+
+
+class Model(Protocol):
+    """What a runner needs of a model."""
+
+    def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
+        """Hidden states [T, hidden] of the tokens fed; writes their K/V."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] -> [R, V] float32, the caller's to change."""
+
+
+def score_prompt(model: Model, rows: Rows, shape: Shape, s: int, hidden: Tensor, vocab: int) -> list[TokenLogprobs]:
+    """Log-probabilities of the prompt tokens that follow those span `s` feeds, a bounded piece at a time.
+
+    rows: as they were when the step was fed.
+    """
+    row, n, sampled, logits = shape.spans[s]
+    begin = int(rows.length[row]) + n - logits
+    end = min(int(rows.length[row]) + n - sampled, int(rows.prompt[row]) - 1)
+    first = int(shape.query_start[s]) - int(rows.length[row])
+    wanted = rows.traits.prompt_logprobs[row] or 0
+    piece = max(1, _CHUNK // vocab)
+    out: list[TokenLogprobs] = []
+    for at in range(begin, end, piece):
+        upto = min(at + piece, end)
+        part = model.logits(hidden[first + at : first + upto]).cpu()
+        targets = rows.tokens[row, at + 1 : upto + 1].astype(np.intp)
+        out += score(part, targets, np.full(upto - at, wanted))
+    return out
+
+
+def result(
+    plan: Plan,
+    shape: Shape,
+    sampled: Sampled,
+    keep: Ints,
+    failed: Ints,
+    scores: Mapping[int, list[TokenLogprobs]],
+    rows: Rows,
+) -> Result:
+    """What a step tells. keep [Q]: how many rows each sampling span keeps; failed [Q]: which failed it, or -1."""
+    flat = sampled.tokens.tolist()
+    tokens: list[list[int]]
+    drafts = [rows.drafted(shape.spans[s].row) for s in plan.masked]
+    if shape.even and not sampled.errors and not sampled.logprobs:
+        return Result([[token] for token in flat], drafts, {}, dict(scores))
+    tokens = [[] for _ in shape.spans]
+    samples, first, kept = shape.samples.tolist(), shape.first.tolist(), keep.tolist()
+    for s, at, count in zip(samples, first, kept, strict=True):
+        tokens[s] = flat[at : at + count]
+    told = {
+        s: [sampled.logprobs[r] for r in range(at, at + count)]
+        for s, at, count in zip(samples, first, kept, strict=True)
+        if at in sampled.logprobs
+    }
+    errors = {samples[q]: sampled.errors[int(failed[q])] for q in np.flatnonzero(failed >= 0).tolist()}
+    return Result(tokens, drafts, told, dict(scores), errors)
+
+
+def masked(plan: Plan, shape: Shape, given: Sequence[Sequence[Mask]] | None) -> list[tuple[int, Mask]]:
+    """(sampled row, its mask) for every row of a masked span."""
+    out: list[tuple[int, Mask]] = []
+    for s, masks in zip(plan.masked, given or (), strict=True):
+        at = int(shape.first[np.searchsorted(shape.samples, s)])
+        out += [(at + i, each) for i, each in enumerate(masks)]
+    return out

@@ -1,0 +1,185 @@
+"""The executor that runs ahead, on a CPU: the dense loop's answers, whatever the settings and however far ahead."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from quire.core.constraint import FREE
+from quire.core.kv import KV, prefix_index
+from quire.core.plan import Open, Plan, Span
+from quire.core.policy import ADMISSIONS
+from quire.core.scheduler import Scheduler
+from quire.engine.engine import Engine
+from quire.errors import StepFailed
+from quire.executors.cuda import CudaExecutor
+from quire.runner.device import PlainSteps
+from quire.runner.graphs import AtOnce
+from quire.values import MANY, Request, Tokens
+from tests.executors.test_local import LONGEST, MODEL, OPENING, REQUESTS, RULED, WANT, Alternate, Fragile
+from tests.runner.tiny import POISON, VOCAB, Tiny
+
+
+def executor(model: Tiny = MODEL, *, pages: int = 8, size: int = 4, rows: int = 2, length: int = 16) -> CudaExecutor:
+    return CudaExecutor(
+        model,
+        pages=pages,
+        page_size=size,
+        rows=rows,
+        max_model_len=length,
+        tokens=rows * length,
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+        steps=PlainSteps(),
+        queue=AtOnce(),
+        depth=2,
+    )
+
+
+class House:
+    """Scheduler, engine and executor around the tiny model. depth -1: drawn anew each step."""
+
+    def __init__(
+        self,
+        *,
+        size: int = 4,
+        pages: int = 400,
+        cap: int = MANY,
+        feed: tuple[int, int] = (MANY, MANY),
+        depth: int = 1,
+        reuse: bool = True,
+        admit: str = "continuous",
+        model: Tiny = MODEL,
+    ) -> None:
+        self.executor = executor(model, pages=pages, size=size, rows=16, length=LONGEST + 1)
+        kv = KV(pages, size, prefix_index(size, reuse))
+        self.scheduler = Scheduler(kv, rows=16, cap=cap, budget=feed[0], chunk=feed[1], admit=ADMISSIONS[admit])
+        self.engine = Engine(self.scheduler, self.executor, depth=max(depth, 0))
+        self.drawn = random.Random(7) if depth < 0 else None
+        self.events: dict[str, list[Tokens]] = {}
+
+    def answer(self, requests: Sequence[Request], late: Callable[[], int] = lambda: MANY) -> dict[str, list[int]]:
+        todo = list(requests)
+        while todo or self.engine.has_pending_work:
+            for request in todo[: late()]:
+                self.engine.add(request, Alternate() if request.id in RULED else FREE)
+                todo.remove(request)
+            if self.drawn is not None:
+                self.engine.depth = self.drawn.randrange(3)
+            for event in self.engine.step():
+                self.events.setdefault(event.id, []).append(event)
+        return {id: [t for e in events for t in e.tokens] for id, events in self.events.items()}
+
+
+AXES = {
+    "depth": (0, 1, 2, -1),
+    "size": (1, 4, 64),
+    "tight": (1, 2, 14),
+    "reuse": (False, True),
+    "feed": ((MANY, MANY), (16, 5), (9, MANY)),
+    "admit": ("continuous", "static"),
+    "cap": (3, 16),
+}
+COMBOS = [dict(zip(AXES, v, strict=True)) for v in itertools.product(*AXES.values())]
+
+
+@pytest.mark.parametrize("share", range(8))
+def test_every_combination_gives_the_dense_loops_tokens(share: int) -> None:
+    """26 combinations a share, 208 in all."""
+    for combo in random.Random(share).sample(COMBOS, 26):
+        settings = dict(combo)
+        tight = int(str(settings.pop("tight")))
+        house = House(pages=-(-LONGEST // int(str(settings["size"]))) * tight, **settings)  # type: ignore[arg-type]
+        rng = random.Random(str(combo))
+        assert house.answer(REQUESTS, late=lambda rng=rng: rng.randrange(3)) == WANT, combo  # type: ignore[misc]
+        assert house.scheduler.kv.pool.free == house.scheduler.kv.pool.pages
+
+
+def test_a_row_with_nan_logits_fails_alone() -> None:
+    house = House(depth=1, feed=(MANY, 7))
+    sick = [Request(id=f"sick-{i}", prompt=(*range(i), POISON), max_new=5) for i in (0, 5, 20)]
+    mixed = [r for pair in itertools.zip_longest(REQUESTS, sick) for r in pair if r]
+    answers = house.answer(mixed, late=lambda: 2)
+    assert {id: answers[id] for id in WANT} == WANT
+    for each in sick:
+        assert answers[each.id] == []
+        assert house.events[each.id][-1].error == "the model produced NaN or infinite logits"
+
+
+def test_a_step_that_fails_costs_only_the_request_at_fault() -> None:
+    harmless = [r for r in REQUESTS if 13 not in (*r.prompt, *WANT[r.id])]
+    house = House(depth=1, model=Fragile())
+    answers = house.answer([*harmless[:3], Request(id="bad", prompt=(1, 13, 2), max_new=4), *harmless[3:]])
+    assert {r.id: answers[r.id] for r in harmless} == {r.id: WANT[r.id] for r in harmless}
+    assert "a kernel failed" in str(house.events["bad"][-1].error)
+
+
+def test_a_failure_keeps_its_cause_and_lasts_until_reset() -> None:
+    it = executor(Fragile())
+    failed = it.launch(Plan((Open(0, (13,), 0, 1),), ((0, (5,)),), (Span(0, 1, 1, 1),)))
+    with pytest.raises(StepFailed, match=r"^the step failed: a kernel failed$") as caught:
+        failed.result()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(StepFailed, match="a kernel failed"):
+        it.launch(OPENING).result()
+    it.reset()
+    assert it.launch(OPENING).result().tokens == [[int(MODEL.dense((1, 2, 3))[-1].argmax())]]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan((Open(7, (1,), 0, 1),), (), (Span(7, 1, 1, 1),)),
+        Plan((Open(0, tuple(range(17)), 0, 17),), (), (Span(0, 17, 1, 1),)),
+        Plan((Open(0, (1, 2), 0, 2),), ((0, (5,)),), (Span(0, 1, 1, 1),)),
+    ],
+    ids=["no such row", "longer than the context", "samples before the prompt is fed"],
+)
+def test_a_plan_that_cannot_be_is_a_failed_step(plan: Plan) -> None:
+    with pytest.raises(StepFailed, match="row"):
+        executor().launch(plan).result()
+
+
+def test_the_forward_runs_ahead_of_the_masks_and_sampling_does_not() -> None:
+    model = Tiny()
+    it = executor(model)
+    step = it.launch(OPENING._replace(masked=(0,)))
+    assert model.fed >= 3
+    with pytest.raises(StepFailed, match="waits for masks"):
+        step.result()
+    only = 42
+    step.sample([[(1 << only).to_bytes(8, "little")]])
+    assert step.result().tokens == [[only]]
+
+
+def test_steady_decode_sends_nothing_but_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = executor(length=64, pages=32)
+    sent: list[int] = []
+    scatter = it.runner.steps.scatter
+
+    def counted(data: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:
+        sent.append(len(places))
+        scatter(data, places, values)
+
+    monkeypatch.setattr(it.runner.steps, "scatter", counted)
+    it.launch(OPENING).result()
+    spans = (Span(0, 1, 1, 1),)
+    for step in range(9):
+        grown = ((0, (6 + step,)),) if step % 4 == 1 else ()
+        it.launch(Plan((), grown, spans)).result()
+    opening, first, *rest = sent
+    assert opening > first > 1
+    assert rest == [1, 1]
+
+
+def test_it_describes_itself_and_closing_lets_go_of_the_pool() -> None:
+    it = executor()
+    about = it.describe()
+    assert (about.pages, about.page_size, about.rows, about.max_model_len, about.vocab_size) == (8, 4, 2, 16, VOCAB)
+    assert (about.dtype, about.device, about.drafts, about.depth) == ("float64", "cpu", 0, 2)
+    it.close()
+    assert not it.runner.kv
