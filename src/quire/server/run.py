@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 
 import uvicorn
@@ -21,13 +22,14 @@ def listen(host: str, port: int) -> socket.socket:
     """A bound socket; port 0 lets the system choose. Raises InvalidConfig when the address cannot be had."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, proto)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
+        with ExitStack() as undo:
+            sock = undo.enter_context(socket.socket(family, kind, proto))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            undo.pop_all()
     except OSError as error:
-        raise InvalidConfig(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port"
-        ) from error
+        why = error.strerror or str(error)
+        raise InvalidConfig(f"cannot listen on {host}:{port}: {why}; choose another --host or --port") from error
     return sock
 
 

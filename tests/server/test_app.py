@@ -1,0 +1,217 @@
+"""The routes around generation, keys, and what every answer carries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.errors import QuireError
+from quire.server.app import create_app
+from tests.server.doubles import ANSWER, TOKENIZER, check_error, served
+
+pytestmark = pytest.mark.anyio
+
+KEY = {"authorization": "Bearer secret"}
+
+
+async def test_the_model_is_listed_as_clients_read_it() -> None:
+    card = {
+        "id": "tiny",
+        "object": "model",
+        "created": 1700000000,
+        "owned_by": "quire",
+        "root": "tiny",
+        "parent": None,
+        "max_model_len": 128,
+        "permission": [],
+    }
+    async with served() as server:
+        assert (await server.client.get("/v1/models")).json() == {"object": "list", "data": [card]}
+        assert (await server.client.get("/v1/models/tiny")).json() == card
+        error = check_error(await server.client.get("/v1/models/org/other"), 404, "model", "'org/other'")
+    assert error["code"] == "model_not_found"
+
+
+async def test_text_becomes_tokens_and_tokens_text() -> None:
+    ids = list(TOKENIZER.encode("the dog"))
+    async with served() as server:
+        got = (await server.post("/tokenize", prompt="the dog")).json()
+        assert got == {"count": len(ids), "max_model_len": 128, "tokens": ids, "token_strs": None}
+        named = (await server.post("/tokenize", prompt="the dog", return_token_strs=True)).json()
+        assert "".join(named["token_strs"]) == "the dog"
+        assert (await server.post("/detokenize", tokens=ids)).json() == {"prompt": "the dog"}
+        assert (await server.post("/tokenize", prompt="")).json()["count"] == 0
+        chat = (await server.post("/tokenize", messages=[{"role": "user", "content": "hi"}])).json()
+        assert TOKENIZER.decode(chat["tokens"]).endswith("<|im_start|>assistant\n")
+
+
+async def test_health_tells_liveness_and_readiness_apart() -> None:
+    async with served() as server:
+        for path in ("/health", "/health/live", "/health/ready", "/ping"):
+            assert (await server.client.get(path)).status_code == 200
+        await server.backend.drain(1)
+        assert (await server.client.get("/health/live")).status_code == 200
+        response = await server.client.get("/health/ready")
+        check_error(response, 503)
+        assert int(response.headers["retry-after"]) > 0
+        response = await server.post("/v1/completions", prompt="a")
+        check_error(response, 503, words="shutting down")
+        assert int(response.headers["retry-after"]) > 0
+        server.port.up = False
+        check_error(await server.client.get("/health"), 503)
+
+
+async def test_stats_have_the_fields_dashboards_read() -> None:
+    async with served() as server:
+        got = (await server.client.get("/stats")).json()
+    assert set(got) == {
+        *("running", "model", "waiting_requests", "active_requests", "completed_requests", "generated_tokens"),
+        *("decode_steps", "average_batch_size", "max_batch_observed", "cache"),
+    }
+    assert set(got["cache"]) == {
+        *("page_size", "max_pages", "used_pages", "free_pages", "active_sequences", "pressure_events"),
+        *("evictions", "utilization", "policy"),
+    }
+
+
+async def test_metrics_are_prometheus_text_of_engine_and_rim() -> None:
+    async with served() as server:
+        await server.complete()
+        response = await server.client.get("/metrics")
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    families = {family.name: family for family in text_string_to_metric_families(response.text)}
+    assert "fake_steps" in families
+    counted = {s.labels["finished_reason"]: s.value for s in families["vllm:request_success"].samples}
+    assert counted["stop"] == 1
+    first = families["vllm:time_to_first_token_seconds"].samples
+    assert [s.value for s in first if s.name.endswith("_count")] == [1]
+
+
+async def test_the_version_is_told() -> None:
+    async with served() as server:
+        assert (await server.client.get("/version")).json() == {"version": "9.9"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nope", 404),
+        ("POST", "/v1/nope", 404),
+        ("GET", "/v1/completions", 405),
+        ("PUT", "/v1/chat/completions", 405),
+        ("POST", "/v1/models", 405),
+        ("DELETE", "/health", 405),
+        ("POST", "/v1/completions/", 404),
+        ("GET", "/", 404),
+    ],
+)
+async def test_wrong_turns_get_the_whole_error_object(method: str, path: str, status: int) -> None:
+    async with served() as server:
+        response = await server.client.request(method, path)
+    check_error(response, status, words=f"{method} {path}")
+    assert ("allow" in response.headers) == (status == 405)
+
+
+PATHS = ["/v1/models", "/v1/completions", "/stats", "/metrics", "/version", "/ping", "/nope", "/health/x", "//health"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": "Bearer secret2"},
+        {"authorization": "Bearer"},
+        {"authorization": "Basic secret"},
+        {"authorization": "secret"},
+        {"x-api-key": "nope"},
+    ],
+)
+async def test_without_the_key_nothing_opens_but_health(path: str, headers: dict[str, str]) -> None:
+    async with served(api_keys=("secret", "other")) as server:
+        response = await server.client.get(f"http://server{path}", headers=headers)
+        error = check_error(response, 401)
+        assert error["code"] == "invalid_api_key"
+        assert response.headers["www-authenticate"] == "Bearer"
+        for open_path in ("/health", "/health/live", "/health/ready"):
+            assert (await server.client.get(open_path)).status_code == 200
+
+
+async def test_any_of_the_keys_opens() -> None:
+    async with served(api_keys=("secret", "other")) as server:
+        for key in ("secret", "other"):
+            headers = {"authorization": f"Bearer {key}"}
+            assert (await server.client.get("/v1/models", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/api/v1/models", "/health/../v1/models", "/api/health/../v1/models", "/apihealth"])
+async def test_a_path_prefix_opens_nothing(path: str) -> None:
+    async with served(api_keys=("secret",)) as server:
+        status = await raw_status(server.app, path, root_path="/api")
+    assert status == 401
+
+
+async def raw_status(app: Any, path: str, root_path: str) -> int:
+    seen: list[int] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            seen.append(message["status"])
+
+    scope = {"type": "http", "method": "GET", "path": path, "root_path": root_path, "query_string": b"", "headers": []}
+    await app(scope, receive, send)
+    return seen[0]
+
+
+async def test_requests_keep_the_id_their_client_gave() -> None:
+    async with served() as server:
+        for path in ("/health", "/nope"):
+            response = await server.client.get(path, headers={"x-request-id": "abc-1.2:3"})
+            assert response.headers["x-request-id"] == "abc-1.2:3"
+        body = {"prompt": "a", "stream": True}
+        response = await server.client.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
+        assert response.headers["x-request-id"] == "mine"
+
+
+@pytest.mark.parametrize("given", ["", "a b", "x" * 129, "é", "a\tb", "<script>"])
+async def test_ids_that_are_not_harmless_are_replaced(given: str) -> None:
+    async with served() as server:
+        response = await server.client.get("/health", headers={"x-request-id": given.encode()})
+    told = response.headers["x-request-id"]
+    assert told != given
+    assert len(told) == 32
+
+
+async def test_two_requests_with_one_id_do_not_meet() -> None:
+    async with served() as server:
+        for _ in range(2):
+            headers = {"x-request-id": "same"}
+            response = await server.client.post(
+                "/v1/completions", json={"prompt": "the", "max_tokens": 64}, headers=headers
+            )
+            assert response.json()["choices"][0]["text"] == ANSWER
+    assert len({request.id for request in server.port.submitted}) == 2
+
+
+class Broken:
+    """A backend with a bug in it."""
+
+    def model(self) -> Any:
+        raise RuntimeError("/secret/path at 0x7f00")
+
+
+async def test_errors_of_our_own_tell_nothing_about_the_inside() -> None:
+    app = create_app(Broken())  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        response = await client.get("/v1/models")
+    error = check_error(response, 500)
+    assert error["type"] == QuireError.kind
+    assert "secret" not in response.text

@@ -1,0 +1,268 @@
+"""Hostile and mistaken requests cost only their sender: an error that names the field, and the next one is served."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from quire.server.limits import Limits
+from tests.server.doubles import ANSWER, HI, check_error, served
+
+pytestmark = pytest.mark.anyio
+
+COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/v1/generate"
+OK: dict[str, dict[str, Any]] = {COMPLETIONS: {"prompt": "the"}, CHAT: {"messages": HI}, GENERATE: {"prompt": "the"}}
+
+FIELDS: list[tuple[dict[str, Any], str, str]] = [
+    ({"temperature": "hot"}, "temperature", "temperature: expected float, got str"),
+    ({"temperature": True}, "temperature", "got bool"),
+    ({"temperature": -1}, "temperature", "between 0"),
+    ({"temperature": 10**400}, "temperature", ""),
+    ({"temperature": {}}, "temperature", ""),
+    ({"top_p": 0}, "top_p", "above 0"),
+    ({"top_p": 1.5}, "top_p", "between"),
+    ({"top_k": 1.5}, "top_k", "expected int"),
+    ({"top_k": -2}, "top_k", "between"),
+    ({"min_p": 2}, "min_p", "between"),
+    ({"presence_penalty": 3}, "presence_penalty", "between"),
+    ({"frequency_penalty": -3}, "frequency_penalty", "between"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
+    ({"seed": "x"}, "seed", "expected int"),
+    ({"seed": 1 << 70}, "seed", "between"),
+    ({"stop": ""}, "stop", "empty"),
+    ({"stop": ["a", 1]}, "stop[1]", "expected str"),
+    ({"stop": ["a"] * 65}, "stop", "at most 64"),
+    ({"stop": "a" * 5000}, "stop", "4096 characters"),
+    ({"stop_token_ids": [1, 512]}, "stop_token_ids", "512 is not in the vocabulary, 0 to 511"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", "vocabulary"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "empty"),
+    ({"allowed_token_ids": [9999]}, "allowed_token_ids", "vocabulary"),
+    ({"logit_bias": {"a": 1}}, "logit_bias", "'a' is not a token id"),
+    ({"logit_bias": {"999": 1}}, "logit_bias", "vocabulary"),
+    ({"logit_bias": {"9": 101}}, "logit_bias", "between"),
+    ({"logit_bias": {"9": "x"}}, "logit_bias[...]", "expected float"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "is not a token id"),
+    ({"bad_words": [""]}, "bad_words", "not a word"),
+    ({"bad_words": ["a"] * 257}, "bad_words", "at most 256"),
+    ({"min_tokens": -1}, "min_tokens", "between"),
+    ({"timeout": 0}, "timeout", "above 0"),
+    ({"timeout": -5}, "timeout", "above 0"),
+    ({"ignore_eos": 1}, "ignore_eos", "expected bool"),
+    ({"model": "gpt-9"}, "model", "'gpt-9' is not served here: this server has 'tiny'"),
+    ({"model": 5}, "model", "expected str"),
+    ({"temprature": 1}, "temprature", "unknown field 'temprature'. Did you mean 'temperature'?"),
+    ({"x" * 500: 1}, "x" * 64, "unknown field"),
+    ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "never cut"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "not supported"),
+    ({"guided_json": {}}, "guided_json", "not supported"),
+    ({"use_beam_search": True}, "use_beam_search", "beam search"),
+    ({"logits_processors": ["os.system"]}, "logits_processors", "not taken"),
+]
+
+ANSWERS: list[tuple[dict[str, Any], str, str]] = [
+    ({"n": 0}, "n", "between 1"),
+    ({"n": 10**9}, "n", "between 1"),
+    ({"n": 1.5}, "n", "expected int"),
+    ({"max_tokens": -1}, "max_tokens", "between 1"),
+    ({"max_tokens": "9"}, "max_tokens", "expected int"),
+    ({"max_tokens": 1000}, "max_tokens", "tokens and max_tokens is 1000: together 10"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "above max_tokens"),
+    ({"stream": "yes"}, "stream", "expected bool"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+    ({"stream": True, "stream_options": {"inclde_usage": True}}, "stream_options.inclde_usage", "'include_usage'"),
+    ({"stream": True, "stream_options": 5}, "stream_options", "expected object"),
+    ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "not sent in streams"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "between 0 and 20"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "structured output"),
+]
+
+COMPLETION: list[tuple[dict[str, Any], str, str]] = [
+    ({"prompt": ""}, "prompt", "empty"),
+    ({"prompt": []}, "prompt", "empty"),
+    ({"prompt": [""]}, "prompt", "prompt[0] is empty"),
+    ({"prompt": [[]]}, "prompt", "prompt[0] is empty"),
+    ({"prompt": None}, "prompt", ""),
+    ({"prompt": 5}, "prompt", ""),
+    ({"prompt": {"a": 1}}, "prompt", ""),
+    ({"prompt": [1, "a"]}, "prompt", "prompt[0]: expected text or token ids, got int"),
+    ({"prompt": [[1], [True]]}, "prompt", "prompt[1]: token ids must all be integers"),
+    ({"prompt": [1.5]}, "prompt", "got float"),
+    ({"prompt": [[[1]]]}, "prompt", "integers"),
+    ({"prompt": [1, 512]}, "prompt", "512 is not in the vocabulary"),
+    ({"prompt": [-1]}, "prompt", "vocabulary"),
+    ({"prompt": [1 << 80]}, "prompt", "vocabulary"),
+    ({"prompt": [5] * 128}, "prompt", "has 128 tokens, and this model's context holds 128"),
+    ({"prompt": "dog " * 40_000}, "prompt", "tokens, and this model's context holds 128"),
+    ({"prompt": ["a"] * 1025}, "prompt", "at most 1024"),
+    ({"best_of": 3}, "best_of", "must equal n"),
+    ({"suffix": "end"}, "suffix", "not supported"),
+    ({"logprobs": 21}, "logprobs", "between 0 and 20"),
+    ({"logprobs": -1}, "logprobs", "between 0 and 20"),
+    ({"logprobs": True}, "logprobs", "expected int"),
+    ({"messages": HI}, "messages", "unknown field"),
+    ({"max_completion_tokens": 5}, "max_completion_tokens", "unknown field"),
+]
+
+CHATS: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": []}, "messages", "empty"),
+    ({"messages": "hi"}, "messages", "expected array"),
+    ({"messages": [5]}, "messages[0]", "expected object"),
+    ({"messages": [{}]}, "messages", "messages[0].role must be one of"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages", "'wizard'"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "tool calls"),
+    ({"messages": [{"role": "user"}]}, "messages", "messages[0].content is required"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages", "must be text"),
+    ({"messages": [{"role": "user", "content": [5]}]}, "messages", "must be text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "'image_url' is not supported"),
+    ({"messages": [{"role": "user", "content": "x", "nme": "y"}]}, "messages[0].nme", "'name'"),
+    ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages", "messages[0].name must be text"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages", "tool_calls is not supported"),
+    ({"messages": [{"role": "user", "content": "dog " * 500}]}, "prompt", "context holds 128"),
+    ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
+    ({"logprobs": 3}, "logprobs", "expected bool"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "differ"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be between 1"),
+    ({"max_completion_tokens": 999}, "max_completion_tokens", "max_completion_tokens is 999"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
+    ({"tools": [{"type": "function"}]}, "tools", "tool calls are not supported"),
+    ({"tool_choice": "required"}, "tool_choice", "tool calls"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template", "--chat-template"),
+    ({"chat_template_kwargs": 5}, "chat_template_kwargs", "expected object"),
+    ({"modalities": ["text", "audio"]}, "modalities", "text only"),
+    ({"reasoning_effort": "high"}, "reasoning_effort", "chat_template_kwargs"),
+]
+
+CASES = [(path, *case) for path in OK for case in FIELDS]
+CASES += [(path, *case) for path in (COMPLETIONS, CHAT) for case in ANSWERS]
+CASES += [(COMPLETIONS, *case) for case in COMPLETION] + [(CHAT, *case) for case in CHATS]
+CASES += [
+    (GENERATE, {"max_new_tokens": 0}, "max_new_tokens", "max_new_tokens must be between 1"),
+    (GENERATE, {"max_new_tokens": 500}, "max_new_tokens", "max_new_tokens is 500"),
+    (GENERATE, {"max_tokens": 5}, "max_tokens", "unknown field"),
+    (GENERATE, {"prompt": ["a", "b"]}, "prompt", "one prompt at a time"),
+    (GENERATE, {"n": 2}, "n", "unknown field"),
+]
+
+
+async def test_what_is_wrong_with_a_field_is_said_by_its_name() -> None:
+    """One server for all cases: each is refused, nothing reaches the engine, and the server still answers."""
+    async with served() as server:
+        for path, wrong, param, words in CASES:
+            response = await server.client.post(path, content=json.dumps({**OK[path], **wrong}), headers=JSON)
+            status = 404 if param == "model" and isinstance(wrong["model"], str) else 400
+            check_error(response, status, param, words)
+        assert server.port.submitted == []
+        assert (await server.complete())["choices"][0]["text"] == ANSWER
+
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"prompt"',
+        b"5",
+        b'{"prompt": "a",}',
+        b"{'prompt': 'a'}",
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "temperature": -Infinity}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a"} trailing',
+        b'{"prompt": ' + b"[" * 5000,
+        b'{"prompt": ' + b"[" * 100 + b"]" * 100 + b"}",
+        b'{"user": ' + b'{"a":' * 900 + b"1" + b"}" * 901,
+        b"\x00" * 100,
+    ],
+)
+async def test_what_is_not_json_is_refused(body: bytes) -> None:
+    async with served() as server:
+        for path in OK:
+            check_error(await server.client.post(path, content=body, headers=JSON), 400)
+        assert (await server.complete())["choices"][0]["text"] == ANSWER
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+async def test_a_body_must_be_declared_json(kind: str) -> None:
+    async with served() as server:
+        headers = {"content-type": kind} if kind else {}
+        check_error(await server.client.post(COMPLETIONS, content=b'{"prompt":"a"}', headers=headers), 415)
+
+
+async def test_a_large_body_is_refused_before_it_is_read() -> None:
+    async with served(limits=Limits(max_body_bytes=1000)) as server:
+        check_error(await server.post(COMPLETIONS, prompt="a" * 1001), 413, words="1000 bytes")
+
+        async def chunks() -> Any:
+            for _ in range(1000):
+                taken.append(1)
+                yield b" " * 100
+
+        taken: list[int] = []
+        check_error(await server.client.post(COMPLETIONS, content=chunks(), headers=JSON), 413)
+        assert (await server.complete())["choices"][0]["text"] == ANSWER
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "x"},
+        {"response_format": {"type": "text"}, "tools": None, "suffix": None, "guided_json": None},
+        {"temperature": None, "n": None, "stop": None, "stream": None, "logit_bias": None, "max_tokens": None},
+        {"logit_bias": {}, "stop": [], "bad_words": [], "stop_token_ids": []},
+        {"use_beam_search": False, "length_penalty": 1.0, "spaces_between_special_tokens": True},
+    ],
+)
+async def test_what_asks_for_nothing_is_taken(harmless: dict[str, Any]) -> None:
+    async with served() as server:
+        for path in (COMPLETIONS, CHAT):
+            response = await server.post(path, **OK[path], **harmless)
+            assert response.status_code == 200, response.text
+
+
+async def test_client_libraries_may_send_their_empty_chat_fields() -> None:
+    empty = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "modalities": ["text"]}
+    async with served() as server:
+        assert (await server.post(CHAT, messages=HI, **empty)).status_code == 200
+
+
+async def test_a_template_that_refuses_is_the_callers_error() -> None:
+    async with served(template="{{ raise_exception('only questions') }}") as server:
+        check_error(await server.post(CHAT, messages=HI), 400, "messages", "only questions")
+    async with served(template=None) as server:
+        error = check_error(await server.post(CHAT, messages=HI), 400, "messages", "--chat-template")
+        assert error["code"] == "no_chat_template"
+
+
+async def test_priorities_are_refused_where_nobody_minds_them() -> None:
+    async with served(limits=Limits(priorities=False)) as server:
+        check_error(await server.post(COMPLETIONS, prompt="a", priority=1), 400, "priority", "--scheduling-policy")
+        assert (await server.post(COMPLETIONS, prompt="a", priority=0)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": HI}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "a", "model": "x"}, "model"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [9999]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+    ],
+)
+async def test_the_tokenizer_routes_are_as_strict(path: str, body: dict[str, Any], param: str) -> None:
+    async with served() as server:
+        check_error(await server.post(path, **body), 404 if param == "model" else 400, param)

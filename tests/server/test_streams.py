@@ -1,0 +1,244 @@
+"""Streams: their shapes, that they say what whole answers say, and what happens when they break off."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quire.server.limits import Limits
+from tests.server.doubles import ANSWER, HI, TOKENIZER, Served, events, says, served
+
+pytestmark = pytest.mark.anyio
+
+
+def texts(said: list[dict[str, Any]], index: int = 0) -> str:
+    """One choice's text, from either API's chunks."""
+    mine = [c for e in said for c in e["choices"] if c["index"] == index]
+    return "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in mine)
+
+
+async def test_completion_chunks_have_vllms_shape() -> None:
+    async with served() as server:
+        said = await server.stream("/v1/completions", prompt="the", max_tokens=64)
+    assert {tuple(e) for e in said} == {("id", "object", "created", "model", "choices")}
+    assert len({e["id"] for e in said}) == 1
+    assert said[0]["id"].startswith("cmpl-")
+    assert {e["object"] for e in said} == {"text_completion"}
+    assert said[0]["choices"] == [
+        {"index": 0, "text": "a", "logprobs": None, "finish_reason": None, "stop_reason": None}
+    ]
+    assert [e["choices"][0]["finish_reason"] for e in said] == [None] * (len(said) - 1) + ["stop"]
+    assert texts(said) == ANSWER
+
+
+async def test_chat_chunks_have_openais_shape() -> None:
+    async with served() as server:
+        said = await server.stream("/v1/chat/completions", messages=HI)
+    assert {e["object"] for e in said} == {"chat.completion.chunk"}
+    first, second, last = said[0]["choices"][0], said[1]["choices"][0], said[-1]["choices"][0]
+    assert first == {
+        "index": 0,
+        "delta": {"role": "assistant", "content": ""},
+        "logprobs": None,
+        "finish_reason": None,
+    }
+    assert second == {"index": 0, "delta": {"content": "a"}, "logprobs": None, "finish_reason": None}
+    assert (last["finish_reason"], last["stop_reason"]) == ("stop", None)
+    assert texts(said) == ANSWER
+
+
+async def test_each_choice_begins_with_a_role() -> None:
+    async with served() as server:
+        said = await server.stream("/v1/chat/completions", messages=HI, n=3)
+    assert [e["choices"][0]["index"] for e in said if e["choices"][0]["delta"].get("role")] == [0, 1, 2]
+    assert [texts(said, i) for i in range(3)] == [ANSWER, ANSWER + " 1", ANSWER + " 2"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_usage_comes_last_and_only_on_request(path: str) -> None:
+    asked = {"prompt": "the", "max_tokens": 64} if path == "/v1/completions" else {"messages": HI}
+    async with served() as server:
+        plain = await server.stream(path, **asked)
+        said = await server.stream(path, **asked, stream_options={"include_usage": True})
+        every = await server.stream(
+            path, **asked, stream_options={"include_usage": True, "continuous_usage_stats": True}
+        )
+        whole = (await server.post(path, **asked)).json()
+    assert not any("usage" in e for e in plain)
+    assert not any("usage" in e for e in said[:-1])
+    assert said[-1]["choices"] == []
+    assert said[-1]["usage"] == every[-1]["usage"] == whole["usage"]
+    counts = [e["usage"]["completion_tokens"] for e in every]
+    assert counts == sorted(counts)
+    assert counts[-1] == len(says(ANSWER))
+
+
+async def test_usage_needs_a_stream() -> None:
+    async with served() as server:
+        response = await server.post("/v1/completions", prompt="a", stream_options={"include_usage": True})
+    assert response.json()["error"]["param"] == "stream_options"
+
+
+@given(
+    text=st.text(alphabet='ab é😀\n"\\', max_size=20),
+    stop=st.lists(st.text(alphabet="ab \n", min_size=1, max_size=2), max_size=2),
+    n=st.integers(1, 2),
+    prompts=st.integers(1, 2),
+    echo=st.booleans(),
+    logprobs=st.sampled_from([None, 0, 2]),
+)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_stream_says_what_the_whole_answer_says(
+    text: str, stop: list[str], n: int, prompts: int, echo: bool, logprobs: int | None
+) -> None:
+    asked = {"prompt": ["the dog", "a boat"][:prompts], "n": n, "stop": stop, "echo": echo}
+    asked |= {"logprobs": logprobs, "max_tokens": 40, "seed": 1}
+
+    async def both() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        async with served(lambda r: says(text + str(r.choice))) as server:
+            return await server.complete(**asked), await server.stream("/v1/completions", **asked)
+
+    whole, said = asyncio.run(both())
+    for choice in whole["choices"]:
+        mine = [c for e in said for c in e["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["text"] for c in mine) == choice["text"]
+        assert mine[-1]["finish_reason"] == choice["finish_reason"]
+        assert mine[-1]["stop_reason"] == choice["stop_reason"]
+        if logprobs is not None:
+            for column, values in choice["logprobs"].items():
+                assert [v for c in mine for v in c["logprobs"][column]] == values
+
+
+async def test_chat_logprobs_stream_token_by_token() -> None:
+    async with served() as server:
+        whole = await server.chat(logprobs=True, top_logprobs=1)
+        said = await server.stream("/v1/chat/completions", messages=HI, logprobs=True, top_logprobs=1)
+    told = [one for e in said if (lp := e["choices"][0]["logprobs"]) for one in lp["content"]]
+    assert told == whole["choices"][0]["logprobs"]["content"]
+
+
+async def test_token_ids_stream_too() -> None:
+    async with served() as server:
+        said = await server.stream("/v1/completions", prompt="the", max_tokens=64, return_token_ids=True)
+        chat = await server.stream("/v1/chat/completions", messages=HI, return_token_ids=True)
+    for got in (said, chat):
+        ids = [t for e in got for t in e["choices"][0].get("token_ids", [])]
+        assert ids == says(ANSWER)
+    assert said[0]["choices"][0]["prompt_token_ids"] == list(TOKENIZER.encode("the"))
+    assert chat[0]["choices"][0]["prompt_token_ids"] == list(server.port.submitted[1].prompt)
+
+
+async def test_a_prompt_scored_alone_streams_nothing_else() -> None:
+    async with served() as server:
+        asked = {"prompt": "the dog", "echo": True, "logprobs": 0, "max_tokens": 0}
+        said = await server.stream("/v1/completions", **asked, stream_options={"include_usage": True})
+    assert texts(said) == "the dog"
+    assert said[-1]["usage"]["completion_tokens"] == 0
+
+
+async def test_a_refusal_keeps_its_status_in_streams() -> None:
+    async with served(max_queued=1) as server:
+        response = await server.post("/v1/completions", prompt=["a", "b"], stream=True)
+    assert response.status_code == 429
+    assert "retry-after" in response.headers
+
+
+async def test_an_engine_that_dies_ends_a_stream_with_an_error() -> None:
+    async with served(None) as server:
+        task = asyncio.ensure_future(server.post("/v1/completions", prompt="a", stream=True))
+        await submitted(server)
+        server.port.say(server.port.submitted[0], *TOKENIZER.encode("the"))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        server.port.die("signal 9")
+        said = events((await task).text)
+    assert said[0]["choices"][0]["text"] == "the"
+    assert set(said[-1]) == {"error"}
+    assert said[-1]["error"]["type"] == "service_unavailable_error"
+    assert "signal 9" in said[-1]["error"]["message"]
+
+
+async def test_an_engine_that_dies_before_the_first_token_is_unavailable() -> None:
+    async with served(None) as server:
+        task = asyncio.ensure_future(server.post("/v1/completions", prompt="a", stream=True))
+        await submitted(server)
+        server.port.die("signal 9")
+        response = await task
+    assert response.status_code == 503
+    assert response.json()["error"]["message"].endswith("signal 9")
+
+
+async def test_a_silent_stream_is_kept_alive() -> None:
+    async with served(None, limits=Limits(keep_alive=0.01)) as server:
+        task = asyncio.ensure_future(server.post("/v1/chat/completions", messages=HI, stream=True))
+        await submitted(server)
+        await asyncio.sleep(0.05)
+        server.port.say(server.port.submitted[0], *says("dog"), finish="stop", stop_token=1)
+        text = (await task).text
+    assert text.startswith("data: ")  # the role comes first, whatever goes out first
+    assert ": keep-alive\n\n" in text
+    assert texts(events(text.replace(": keep-alive\n\n", ""))) == "dog"
+
+
+async def test_tokens_that_are_ready_together_leave_in_one_write() -> None:
+    async with served(None) as server:
+        raw = Raw(server, "/v1/completions", prompt="a", stream=True)
+        await submitted(server)
+        request = server.port.submitted[0]
+        server.port.say(request, *TOKENIZER.encode("the"))
+        raw.readable.clear()  # the reader is slow from here on
+        for word in ("dog", "boat"):
+            await asyncio.sleep(0.001)
+            server.port.say(request, *TOKENIZER.encode(word))
+        server.port.say(request, 1, finish="stop", stop_token=1)
+        await asyncio.sleep(0.001)
+        raw.readable.set()
+        await raw.ended
+    assert [body.count(b'"text"') for body in raw.bodies] == [1, 3, 0]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_frees_its_pages(stream: bool) -> None:
+    async with served(None) as server:
+        raw = Raw(server, "/v1/completions", prompt=["a", "b"], n=2, stream=stream)
+        await submitted(server)
+        server.port.say(server.port.submitted[0], *TOKENIZER.encode("the"))
+        await asyncio.sleep(0)
+        raw.left.set()
+        await asyncio.wait_for(raw.ended, 1)
+        assert sorted(server.port.aborted) == sorted(request.id for request in server.port.submitted)
+        assert len(server.port.aborted) == 4
+
+
+class Raw:
+    """A request on bare ASGI, whose client can be slow (`readable`) and can leave (`left`)."""
+
+    def __init__(self, server: Served, path: str, **body: Any) -> None:
+        self.left, self.readable = asyncio.Event(), asyncio.Event()
+        self.readable.set()
+        self.bodies: list[bytes] = []
+        self._unread = [json.dumps(body).encode()]
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+        self.ended = asyncio.ensure_future(server.app(scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._unread:
+            return {"type": "http.request", "body": self._unread.pop(), "more_body": False}
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        await self.readable.wait()
+        if message["type"] == "http.response.body":
+            self.bodies.append(message["body"])
+
+
+async def submitted(server: Served) -> None:
+    while not server.port.submitted:
+        await asyncio.sleep(0)
