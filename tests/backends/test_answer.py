@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,12 +54,13 @@ def whole(deltas: list[Delta]) -> tuple[str, tuple[int, ...], str | None, int | 
 )
 @settings(max_examples=300, deadline=None)
 def test_however_tokens_are_cut_into_steps_the_answer_is_the_same(
-    text: str, stops: list[str], cuts: list[int], least: int, ended: str
+    text: str, stops: list[str], cuts: list[int], least: int, ended: Literal["stop", "length"]
 ) -> None:
     tokens = [*ids(text), EOS] if ended == "stop" else [*ids(text), ids("a")[0]]
 
     def events(sizes: list[int]) -> list[Tokens]:
-        made, at = [], 0
+        made: list[Tokens] = []
+        at = 0
         while at < len(tokens):
             size = sizes[len(made)] if len(made) < len(sizes) else 1
             made.append(Tokens("a", tuple(tokens[at : at + size])))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from quire.backends.base import Call
@@ -46,7 +48,7 @@ def test_the_answer_gets_what_the_context_leaves() -> None:
     ],
 )
 def test_what_cannot_fit_is_refused_with_the_counts(
-    prompt: int, fields: dict[str, object], param: str, words: str
+    prompt: int, fields: dict[str, Any], param: str, words: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
         spelled(prompt=prompt, **fields)

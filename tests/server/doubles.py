@@ -51,12 +51,12 @@ class Served:
     async def complete(self, **body: Any) -> dict[str, Any]:
         response = await self.post("/v1/completions", **{"prompt": "the", "max_tokens": 64, **body})
         assert response.status_code == 200, response.text
-        return response.json()
+        return dict(response.json())
 
     async def chat(self, **body: Any) -> dict[str, Any]:
         response = await self.post("/v1/chat/completions", **{"messages": HI, **body})
         assert response.status_code == 200, response.text
-        return response.json()
+        return dict(response.json())
 
     async def stream(self, path: str, **body: Any) -> list[dict[str, Any]]:
         """The events of a stream, [DONE] checked and left out."""
@@ -120,4 +120,4 @@ def check_error(response: httpx.Response, status: int, param: str | None = None,
     if param is not None:
         assert error["param"] == param, error
     assert words in error["message"], error
-    return error
+    return dict(error)

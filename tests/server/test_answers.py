@@ -159,7 +159,7 @@ async def test_every_sampling_field_reaches_the_engine() -> None:
     assert request.sampling.logit_bias == {7: -3.5}
     assert request.sampling.allowed_token_ids == (1, 2, 3)
     assert len(request.sampling.bad_words_token_ids) == 2
-    assert (request.seed, request.stop, request.max_new) == (42, {9}, 30)
+    assert (request.seed, set(request.stop), request.max_new) == (42, {9}, 30)
     assert (request.priority, request.salt) == (3, "pepper")
 
 

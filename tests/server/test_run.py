@@ -12,12 +12,14 @@ from contextlib import asynccontextmanager
 import httpx
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageParam
 
+from quire.engine.executor import Description
 from quire.errors import InvalidConfig
 from quire.server.limits import Limits
 from quire.server.run import listen, serve, url
 from tests.backends.ports import FakePort, Script
-from tests.server.doubles import ANSWER, HI, TOKENIZER, Served, answers, check_error, says, served
+from tests.server.doubles import ANSWER, TOKENIZER, Served, answers, check_error, says, served
 
 pytestmark = pytest.mark.anyio
 
@@ -49,19 +51,22 @@ async def running(
                 await asyncio.wait_for(task, 10)
 
 
+TALK: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
+
+
 def client(where: str) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=where + "/v1", api_key="any", max_retries=0)
 
 
 async def test_the_official_client_is_at_home() -> None:
     async with running() as (_, where, _), client(where) as api:
-        chat = await api.chat.completions.create(model="tiny", messages=HI, logprobs=True, top_logprobs=1)
+        chat = await api.chat.completions.create(model="tiny", messages=TALK, logprobs=True, top_logprobs=1)
         assert chat.choices[0].message.content == ANSWER
         assert chat.usage is not None
         assert chat.usage.prompt_tokens_details is not None
         assert chat.usage.prompt_tokens_details.cached_tokens is not None
         stream = await api.chat.completions.create(
-            model="tiny", messages=HI, stream=True, n=2, stream_options={"include_usage": True}
+            model="tiny", messages=TALK, stream=True, n=2, stream_options={"include_usage": True}
         )
         chunks = [chunk async for chunk in stream]
         said = [c.delta.content or "" for chunk in chunks for c in chunk.choices if c.index == 1]
@@ -190,7 +195,7 @@ def test_an_address_that_is_not_ours_is_said() -> None:
 
 async def test_an_engine_that_cannot_start_is_closed_and_said() -> None:
     class Broken(FakePort):
-        async def start(self) -> None:  # type: ignore[override]
+        async def start(self) -> Description:
             raise InvalidConfig("no such device")
 
     async with served() as server:
