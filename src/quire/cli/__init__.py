@@ -18,6 +18,7 @@ main = Root(
             members={
                 "engine": ("quire.bench.engine", "Measure the engine alone, on a synthetic executor."),
                 "cpu": ("quire.bench.cpu", "Measure decode on this CPU, beside transformers."),
+                "kernels": ("quire.bench.kernels", "Check and time every kernel on a CUDA device."),
             },
         ),
         "demo": ("quire.sim.demo", "Show the engine's loop, step by step."),

@@ -119,7 +119,7 @@ def survey_kernel(
     presence, masked, masks, listed, token, amount, until, found, tokens, raw, peak, width, words, vocab, chunks,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one row. What it finds goes to [R, chunks]: best score and token, greatest logit before and after."""
+    """One chunk of a row. What it finds goes to [R, chunks]: best score, its token, greatest logit before and after."""
     r, chunk = tl.program_id(0), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     wait(DEPENDENT)

@@ -100,6 +100,7 @@ def vector_kernel(
     for start in range(0, inputs, BLOCK_K):
         inside = (start + BLOCK_K + k < inputs)[None, :]
         later = tl.load(line + start + BLOCK_K, mask=inside, other=0.0, eviction_policy="evict_first")
+        later_gated = later
         if GATE:
             later_gated = tl.load(line + far + start + BLOCK_K, mask=inside, other=0.0, eviction_policy="evict_first")
         exact, scaled = taken(x, residual, gamma, stream, r, start + k, rows, inputs, first == 0, NORM, EVEN)
