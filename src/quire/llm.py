@@ -21,6 +21,8 @@ from quire.build.engine import build_engine
 from quire.build.text import build_text
 from quire.config import Settings
 from quire.errors import InvalidRequest
+from quire.grammar.llguidance import Compiler
+from quire.grammar.workshop import Workshop
 from quire.text.stop import StopStrings
 from quire.text.tokenizer import Tokenizer
 from quire.values import CompletionOutput, RequestOutput, SamplingParams
@@ -41,6 +43,7 @@ class LLM:
         self.settings = Settings.of(model=model, **options) if settings is None else settings
         self._text = build_text(self.settings)
         self._engine = build_engine(self.settings)
+        self._grammars = Workshop(Compiler(lambda: self._text.tokenizer))
         self._seeds = random.Random(self.settings.model.seed)
         self._names = itertools.count()
         self._open: dict[str, tuple[Answer, list[Delta]]] = {}
@@ -110,6 +113,7 @@ class LLM:
     def close(self) -> None:
         """Give memory and device back."""
         self._engine.close()
+        self._grammars.close()
 
     def __enter__(self) -> Self:
         return self
@@ -185,7 +189,7 @@ class LLM:
         stops = StopStrings(job.call.sampling.stop)
         asked = requests(job.call, tokenizer=tokenizer, limit=limit, seed=seed)
         for request, deltas in zip(asked, job.choices, strict=True):
-            self._engine.add(request)
+            self._engine.add(request, self._grammars.now(request))
             self._open[request.id] = (answer_to(request, tokenizer, stops), deltas)
             job.names.append(request.id)
 

@@ -55,8 +55,8 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"temprature": 1}, "temprature", "unknown field 'temprature'. Did you mean 'temperature'?"),
     ({"x" * 500: 1}, "x" * 64, "unknown field"),
     ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "never cut"),
-    ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "not supported"),
-    ({"guided_json": {}}, "guided_json", "not supported"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exclude each other"),
+    ({"guided_json": "{"}, "guided_json", "not JSON"),
     ({"use_beam_search": True}, "use_beam_search", "beam search"),
     ({"logits_processors": ["os.system"]}, "logits_processors", "not taken"),
 ]
@@ -75,7 +75,7 @@ ANSWERS: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": True, "stream_options": 5}, "stream_options", "expected object"),
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "not sent in streams"),
     ({"prompt_logprobs": 21}, "prompt_logprobs", "between 0 and 20"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "structured output"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
 ]
 
 COMPLETION: list[tuple[dict[str, Any], str, str]] = [

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import socket
 import sys
+from functools import partial
 
 from quire.build.engine import build_engine
+from quire.build.text import build_tokenizer
 from quire.config import Settings
 from quire.engine.process import EngineLoop
 from quire.engine.wire import Configure, Frames, Ready, Refused, frame
 from quire.errors import QuireError
+from quire.grammar.llguidance import Compiler
+from quire.grammar.workshop import Workshop
 from quire.observe.engine_metrics import EngineMetrics
 
 
@@ -18,12 +22,14 @@ def main() -> int:
     link = socket.socket(fileno=int(sys.argv[1]))
     metrics = EngineMetrics()
     try:
-        engine = build_engine(_settings(link), observers=[metrics])
+        settings = _settings(link)
+        engine = build_engine(settings, observers=[metrics])
     except QuireError as error:
         link.sendall(frame(Refused(type(error).__name__, str(error))))
         return 2
     link.sendall(frame(Ready(engine.about)))
-    EngineLoop(engine, link, lambda: metrics.snapshot(engine.ledger, engine.gauges())).run()
+    grammars = Workshop(Compiler(partial(build_tokenizer, settings)))
+    EngineLoop(engine, link, lambda: metrics.snapshot(engine.ledger, engine.gauges()), grammars).run()
     engine.close()
     return 0
 

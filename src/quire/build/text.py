@@ -26,7 +26,20 @@ def build_text(settings: Settings) -> Text:
     """Read the tokenizer's and the model's folder. Raises InvalidModel."""
     model = settings.model
     folder = locate(model.model, revision=model.revision, cache=model.download_dir)
-    spoken = folder if model.tokenizer is None else locate(model.tokenizer, cache=model.download_dir)
+    spoken = _spoken(settings)
     tokenizer = Tokenizer.from_folder(spoken)
     template = ChatTemplate.from_folder(spoken, tokenizer.tokens, override=model.chat_template)
     return Text(folder, tokenizer, template, sampling_defaults(folder))
+
+
+def build_tokenizer(settings: Settings) -> Tokenizer:
+    """The tokenizer alone. Raises InvalidModel."""
+    return Tokenizer.from_folder(_spoken(settings))
+
+
+def _spoken(settings: Settings) -> Path:
+    """The folder of the tokenizer: the model's own, unless another was named."""
+    model = settings.model
+    if model.tokenizer is not None:
+        return locate(model.tokenizer, cache=model.download_dir)
+    return locate(model.model, revision=model.revision, cache=model.download_dir)

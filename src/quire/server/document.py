@@ -94,6 +94,8 @@ _WORDS: Mapping[str, str] = {
     "list[dict[str, Any]]": "list of objects",
     "Prompt": "text, token ids, or a list of either",
     "StreamOptions": "object: `include_usage`, `continuous_usage_stats`",
+    "ResponseFormat": "object: `type`, `json_schema` or `schema`",
+    "Structure": "object: " + ", ".join(f"`{name}`" for name in schemas.Structure.__struct_fields__),
 }
 
 

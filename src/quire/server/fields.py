@@ -41,24 +41,19 @@ NO_OPS: Mapping[str, str] = MappingProxyType(
         "prompt_cache_key": "prefixes are found by their tokens, without a key",
         "prompt_cache_retention": "prefixes stay while there is room",
         "prompt_cache_options": "prefixes stay while there is room",
+        "guided_decoding_backend": "there is one: llguidance",
+        "disable_fallback": "there is nothing to fall back to",
     }
 )
 
-_STRUCTURED = "structured output is not supported"
 _TOOLS = "tool calls are not supported: describe the tools in a message, and parse the answer"
 _TEXT = "this server reads and writes text only"
 _BEAM = "beam search is not supported: use n with a temperature"
 
 REFUSED: Mapping[str, Refusal] = MappingProxyType(
     {
-        "response_format": Refusal(_STRUCTURED, ({"type": "text"},)),
-        "structured_outputs": Refusal(_STRUCTURED),
-        "guided_json": Refusal(_STRUCTURED),
-        "guided_regex": Refusal(_STRUCTURED),
-        "guided_choice": Refusal(_STRUCTURED),
-        "guided_grammar": Refusal(_STRUCTURED),
-        "guided_decoding_backend": Refusal(_STRUCTURED),
-        "guided_whitespace_pattern": Refusal(_STRUCTURED),
+        "structural_tag": Refusal("use grammar, which can describe text around a schema with %json"),
+        "disable_additional_properties": Refusal("write additionalProperties: false into the schema", (False,)),
         "tools": Refusal(_TOOLS, ([],)),
         "tool_choice": Refusal(_TOOLS, ("none", "auto")),
         "parallel_tool_calls": Refusal(_TOOLS, (True, False)),

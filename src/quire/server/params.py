@@ -10,6 +10,7 @@ from quire.errors import InvalidRequest
 from quire.server.limits import Limits
 from quire.server.prompts import in_vocabulary
 from quire.server.schemas import Answers, Sampling
+from quire.server.structure import structure
 from quire.values import SamplingParams
 
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -37,6 +38,7 @@ def sampling(
     """Request, then the checkpoint's recommendation, then OpenAI's defaults. `name`: how `most` was spelled."""
     _counts(asked, card, limits)
     given = {field: getattr(asked, field) for field in _PLAIN}
+    given["structured_outputs"] = structure(asked)
     given |= {field: card.defaults.get(field) for field in _RECOMMENDED if given[field] is None}
     if isinstance(asked, Answers):
         given |= {"n": asked.n, "prompt_logprobs": _prompt_logprobs(asked, echoed, limits)}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +23,35 @@ Prompt = str | list[Any]
 class StreamOptions(Struct, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class JsonSchema(Struct, kw_only=True):
+    """`json_schema` of a response_format. Every schema is obeyed strictly."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, kw_only=True):
+    """OpenAI's; some clients put a bare `schema` beside the type."""
+
+    type: str
+    json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None
+
+
+class Structure(Struct, kw_only=True):
+    """vLLM's `structured_outputs`."""
+
+    json: str | dict[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
 
 
 class Sampling(Struct, kw_only=True):
@@ -48,6 +79,13 @@ class Sampling(Struct, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     timeout: float | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structure | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
 
 
 class Answers(Sampling, kw_only=True):
@@ -122,13 +160,32 @@ def parse(body: bytes, kind: type[T], limits: Limits) -> T:
         raise InvalidRequest(f"the body must be a JSON object, not {_name(raw)}", code="invalid_json")
     check_depth(raw, limits.max_depth)
     kept = fields.check(raw, kind.__struct_fields__)
-    options = kept.get("stream_options")
-    if isinstance(options, dict):
-        kept["stream_options"] = fields.check(options, StreamOptions.__struct_fields__, where="stream_options.")
+    _check_within(kept, _WITHIN, "")
     try:
         return msgspec.convert(kept, kind)
     except msgspec.ValidationError as error:
         raise _named(error) from error
+
+
+_WITHIN: Mapping[str, type[Struct]] = MappingProxyType(
+    {
+        "stream_options": StreamOptions,
+        "structured_outputs": Structure,
+        "response_format": ResponseFormat,
+        "json_schema": JsonSchema,
+    }
+)
+"""Fields that are objects with fields of their own, `json_schema` within `response_format`."""
+
+
+def _check_within(given: dict[str, Any], names: Iterable[str], where: str) -> None:
+    for name in names:
+        options = given.get(name)
+        if isinstance(options, dict):
+            path = f"{where}{name}."
+            given[name] = options = fields.check(options, _WITHIN[name].__struct_fields__, where=path)
+            if name == "response_format":
+                _check_within(options, ("json_schema",), path)
 
 
 _WHERE = re.compile(r"(.*?)(?: - at `(?:key in )?\$\.?(.*)`)?", re.DOTALL)

@@ -96,6 +96,11 @@ class Tokenizer:
         text = self.decode((token,))
         return text, text.encode()
 
+    @property
+    def exact(self) -> bool:
+        """Whether a text is nothing but its tokens' bytes end to end."""
+        return self._rule is not None
+
     def id_of(self, name: str) -> int | None:
         """The id of a vocabulary entry by its exact name."""
         return self._core.token_to_id(name)

@@ -1,0 +1,112 @@
+"""Schemas, expressions and grammars compiled by llguidance, within bounds on size, depth and work."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from functools import cached_property
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+
+from quire.errors import InvalidModel, InvalidRequest
+from quire.grammar.matcher import Matcher
+from quire.grammar.schema import check_schema
+from quire.grammar.vocabulary import vocabulary
+from quire.text.tokenizer import Tokenizer
+from quire.values import StructuredOutputs
+
+SPACE = " "
+"""White space allowed by default where JSON may have some: models write it, and no model can go on with it for ever."""
+
+_FIRST = 0.1
+"""Processor seconds the first mask may take."""
+
+_TELL = 400
+"""Characters of the library's message that are told."""
+
+_COERCE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
+_WHERE = re.compile(r"\s*<non-verbose/>|json-schema:///")
+
+
+class Compiled:
+    """A grammar ready to be matched, any number of times. What is learnt while matching is shared."""
+
+    def __init__(self, first: LLMatcher, eos: frozenset[int]) -> None:
+        self._first, self._eos = first, eos
+
+    def constraint(self) -> Matcher:
+        """A constraint for one sequence, at its beginning. Microseconds."""
+        return Matcher(self._first.deep_copy(), self._eos)
+
+
+class Compiler:
+    """Compiles for one tokenizer, which is read when the first grammar is wanted."""
+
+    def __init__(self, tokenizer: Callable[[], Tokenizer], *, clock: Callable[[], float] = time.thread_time) -> None:
+        self._read, self._clock = tokenizer, clock
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return self._read()
+
+    @cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        return vocabulary(self._tokenizer)
+
+    def __call__(self, structure: StructuredOutputs) -> Compiled:
+        """Raises InvalidRequest naming the field it came in, with the compiler's own words."""
+        try:
+            source = _source(structure)
+            first = LLMatcher(self._vocabulary, source, log_level=0, limits=_limits())
+        except InvalidModel as error:
+            raise InvalidRequest(f"{structure.param}: {error}", param=structure.param) from error
+        except (ValueError, RecursionError) as error:
+            raise _refusal(structure, str(error)) from error
+        began = self._clock()
+        mask = first.compute_bitmask()
+        if first.is_error():
+            raise _refusal(structure, first.get_error())
+        if self._clock() - began > _FIRST:
+            raise _refusal(structure, "it is too complex")
+        if not any(mask):
+            raise _refusal(structure, "nothing can satisfy it")
+        return Compiled(first, self._tokenizer.eos)
+
+
+def _limits() -> LLParserLimits:
+    """Below the library's own: a step's work is every row's delay."""
+    return LLParserLimits(
+        max_items_in_row=1000,
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=100_000,
+        step_max_items=25_000,
+        max_lexer_states=50_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+def _source(structure: StructuredOutputs) -> str:
+    """The library's own notation of a grammar."""
+    kind, text = structure.kind
+    if kind == "json":
+        schema = json.loads(text)
+        check_schema(schema, structure.param)
+        compact = structure.disable_any_whitespace
+        white = None if compact else structure.whitespace_pattern or SPACE
+        options = {"whitespace_flexible": white is not None, "whitespace_pattern": white, "lenient": False}
+        return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
+    return str(grammar_from(kind, text))
+
+
+def _refusal(structure: StructuredOutputs, why: str) -> InvalidRequest:
+    what = {"json": "the JSON schema", "regex": "the regular expression", "choice": "the choice"}
+    if why.startswith("NoExtension"):
+        why = "nothing can satisfy it"
+    said = " ".join(_WHERE.sub("", why.replace(_COERCE, "Use anyOf")).split())
+    if len(said) > _TELL:
+        said = said[:_TELL] + "..."
+    name = what.get(structure.kind[0], "the grammar")
+    return InvalidRequest(f"{structure.param}: {name} cannot be used: {said}", param=structure.param)

@@ -1,0 +1,98 @@
+"""A compiled grammar as a constraint on one sequence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from llguidance import LLMatcher
+
+from quire.core.plan import Mask
+
+NOTHING = b""
+"""Allows no token: the row ends with an error of its own."""
+
+
+class Budget:
+    """Processor time that one answer's masks may take: `once`, and `each` for every token, in seconds.
+
+    The library bounds the work of a step; what it lets pass may still be hundreds of times the ordinary, and every row
+    of the batch would wait for it.
+    """
+
+    def __init__(self, once: float = 0.5, each: float = 1e-3, clock: Callable[[], float] = time.thread_time) -> None:
+        self.once, self.each, self.clock = once, each, clock
+
+
+ORDINARY = Budget()
+
+
+class Matcher:
+    """Follows one sequence (see core.constraint.Constraint).
+
+    The state is a function of the tokens committed: what is new since the last call is consumed, and where the output
+    is not the last one's continuation, matching starts again. Drafts are walked and rolled back. Tokens in `eos` are
+    never fed to the library: after one, only they are allowed.
+    """
+
+    def __init__(self, matcher: LLMatcher, eos: frozenset[int], budget: Budget = ORDINARY) -> None:
+        self._matcher, self._eos, self._budget = matcher, eos, budget
+        self._seen: list[int] = []
+        self._over = self._failed = False
+        self._spent = 0.0
+        self._end = _bits(eos)
+
+    def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[Mask]:
+        began = self._budget.clock()
+        self._follow(list(output))
+        made = self._walk(drafts)
+        self._spent += self._budget.clock() - began
+        if self._spent > self._budget.once + self._budget.each * len(output):
+            self._failed = True
+        return made
+
+    def _follow(self, output: list[int]) -> None:
+        known = len(self._seen)
+        if output[:known] != self._seen:
+            self._matcher.reset()
+            self._over, known = False, 0
+        for token in output[known:]:
+            self._over = self._over or token in self._eos
+            if not self._over and not self._matcher.consume_token(token):
+                self._failed = True
+        self._seen = output
+
+    def _walk(self, drafts: Sequence[int]) -> list[Mask]:
+        """Masks up to the first draft that is not allowed or ends the text."""
+        matcher, mask, walked = self._matcher, self._mask(), 0
+        made: list[Mask] = [mask]
+        for draft in drafts:
+            if self._over or self._failed or draft in self._eos or not _allows(mask, draft):
+                break
+            matcher.consume_token(draft)
+            walked += 1
+            mask = self._mask()
+            made.append(mask)
+        if walked:
+            matcher.rollback(walked)
+        return made
+
+    def _mask(self) -> bytes:
+        if self._over:
+            return self._end
+        if self._failed:
+            return NOTHING
+        mask: bytes = self._matcher.compute_bitmask()
+        if self._matcher.is_error():  # then the mask would say that the text may end
+            self._failed = True
+            return NOTHING
+        return mask
+
+
+def _allows(mask: bytes, token: int) -> bool:
+    at = token >> 3
+    return at < len(mask) and bool(mask[at] >> (token & 7) & 1)
+
+
+def _bits(tokens: frozenset[int]) -> bytes:
+    return sum(1 << token for token in tokens).to_bytes(max(tokens, default=0) // 8 + 1, "little")

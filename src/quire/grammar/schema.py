@@ -1,0 +1,115 @@
+"""JSON schemas before they are compiled: bounds, and keywords that would not be obeyed, refused by name.
+
+What the compiler does not know it either refuses without saying where, or ignores. A schema that is obeyed in part is
+worse than none: its client trusts the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from quire.errors import InvalidRequest
+
+DEPTH = 64
+"""Schemas within schemas."""
+
+_IN_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_IN_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_ALONE = ("items", "additionalProperties")
+
+OBEYED: frozenset[str] = frozenset(
+    {
+        *(*_IN_MAPS, *_IN_LISTS, *_ALONE),
+        *("type", "enum", "const", "$ref", "required", "minProperties", "maxProperties", "minItems", "maxItems"),
+        *("minLength", "maxLength", "pattern", "format"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    }
+)
+"""Keywords that bind the answer."""
+
+_WITHOUT = "leave it out, and check the answer"
+
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "not": "say what is wanted instead, with enum, pattern or anyOf",
+        "if": "use anyOf with one schema a case",
+        "then": "use anyOf with one schema a case",
+        "else": "use anyOf with one schema a case",
+        "uniqueItems": _WITHOUT,
+        "contains": _WITHOUT,
+        "minContains": _WITHOUT,
+        "maxContains": _WITHOUT,
+        "propertyNames": "use patternProperties with additionalProperties: false",
+        "dependencies": "use anyOf with one schema a case",
+        "dependentRequired": "use anyOf with one schema a case",
+        "dependentSchemas": "use anyOf with one schema a case",
+        "unevaluatedProperties": "use additionalProperties",
+        "unevaluatedItems": "use items",
+        "additionalItems": "use prefixItems and items",
+        "$dynamicRef": "use $ref",
+        "$recursiveRef": "use $ref",
+        "extends": "use allOf",
+        "disallow": "say what is wanted instead",
+        "divisibleBy": "use multipleOf",
+        "x-guidance": "use whitespace_pattern of structured_outputs",
+    }
+)
+"""Keywords that would bind the answer and cannot, and what to do instead."""
+
+
+def check_schema(schema: Any, param: str) -> None:
+    """Raises InvalidRequest naming the first keyword that cannot be obeyed and where it stands.
+
+    Keywords that JSON Schema does not know are annotations and mean nothing, unless they differ from one it knows only
+    in case.
+    """
+    known = {name.lower(): name for name in (*OBEYED, *REFUSED)}
+    level: list[tuple[str, Any]] = [("", schema)]
+    for _ in range(DEPTH):
+        deeper: list[tuple[str, Any]] = []
+        for where, one in level:
+            if isinstance(one, Mapping):
+                _check_keywords(one, where or "the schema", known, param)
+                deeper += _inside(one, where)
+            elif not isinstance(one, bool):
+                raise _refusal(f"{where or 'the schema'} must be a schema: an object, true or false", param)
+        if not deeper:
+            return
+        level = deeper
+    raise _refusal(f"the schema is nested more than {DEPTH} deep", param)
+
+
+def _check_keywords(schema: Mapping[str, Any], where: str, known: Mapping[str, str], param: str) -> None:
+    for name, value in schema.items():
+        if name in OBEYED:
+            continue
+        if name in REFUSED:
+            if (name, value) != ("uniqueItems", False):  # which many generators write, and which asks for nothing
+                raise _refusal(f"the keyword {name!r} in {where} is not supported: {REFUSED[name]}", param)
+        elif name.lower() in known:
+            raise _refusal(f"unknown keyword {name[:64]!r} in {where}. Did you mean {known[name.lower()]!r}?", param)
+    for name in ("exclusiveMinimum", "exclusiveMaximum"):
+        if isinstance(schema.get(name), bool):
+            raise _refusal(f"{name} in {where} must be a number, as since draft 6", param)
+    if isinstance(schema.get("items"), list):
+        raise _refusal(f"items in {where} is a list: use prefixItems", param)
+
+
+def _inside(schema: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
+    for name in _IN_MAPS:
+        held = schema.get(name)
+        if isinstance(held, Mapping):
+            yield from ((f"{where}/{name}/{key[:64]}", one) for key, one in held.items())
+    for name in _IN_LISTS:
+        held = schema.get(name)
+        if isinstance(held, list):
+            yield from ((f"{where}/{name}/{i}", one) for i, one in enumerate(held))
+    for name in _ALONE:
+        if name in schema:
+            yield f"{where}/{name}", schema[name]
+
+
+def _refusal(why: str, param: str) -> InvalidRequest:
+    return InvalidRequest(f"{param}: {why}", param=param, code="unsupported_schema")
