@@ -232,7 +232,6 @@ class AheadRunner:
         tokens = self.tokens[: key.tokens]
         assert self.picked is not None
         self.steps.choose(self.arena, self.model.logits(self.picked[: key.tokens]), tokens)
-        self.steps.append(self.arena, tokens)
 
     # ---------------------------------------------------------------- home
 

@@ -101,19 +101,20 @@ class Post:
         total = sum(len(values) for _, values in runs)
         if not total:
             return None
-        self._fit(total)
+        apart = -(-total // 32) * 32  # so that the values, too, begin at a round address
+        self._fit(apart)
         buffer = self.host[self.turn]
         host = buffer.numpy()
         end = 0
         for begin, values in runs:
             size = len(values)
             np.add(self.run[:size] if isinstance(begin, int) else 0, begin, out=host[end : end + size], dtype=np.int32)
-            host[total + end : total + end + size] = values
+            host[apart + end : apart + end + size] = values
             end += size
-        there = self.there[: 2 * total]
-        there.copy_(buffer[: 2 * total], non_blocking=True)
+        there = self.there[: apart + total]
+        there.copy_(buffer[: apart + total], non_blocking=True)
         self.turn = (self.turn + 1) % len(self.host)
-        return there[:total], there[total:]
+        return there[:total], there[apart:]
 
     def _fit(self, pairs: int) -> None:
         if len(self.run) < pairs:

@@ -31,7 +31,7 @@ class DeviceSteps(Protocol):
         """Traits (see `traits`) of rows that `choose` can sample."""
 
     def choose(self, arena: Arena, logits: Tensor, tokens: Tensor) -> None:
-        """tokens [R] int32 of logits [R, V] float32, used up, for the rows of `pick_row`.
+        """tokens [R] int32 of logits [R, V] float32, used up, for the rows of `pick_row`, and `append` them.
 
         -1: the logits are broken. -2: nothing is allowed.
         """
@@ -73,6 +73,7 @@ class PlainSteps:
     def choose(self, arena: Arena, logits: Tensor, tokens: Tensor) -> None:
         peak, best = logits.max(1)
         tokens.copy_(torch.where(peak.isfinite(), best, -1))
+        self.append(arena, tokens)
 
     def append(self, arena: Arena, tokens: Tensor) -> None:
         row = arena.part("pick_row", len(tokens)).long()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from quire.core.kv import KV, prefix_index
 from quire.core.scheduler import Scheduler
 from quire.engine.engine import Engine
 from quire.executors.cuda import CudaExecutor
-from quire.ops.ragged import RaggedBatch
+from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.runner.arena import Arena
 from quire.runner.device import DeviceSteps, PlainSteps
 from quire.runner.graphs import AtOnce
@@ -29,7 +30,7 @@ def arena(seed: int) -> tuple[Arena, Rows, int]:
     """Four spans of 3, 1, 5 and 0 tokens, three of which are picked, padded to 8 spans."""
     draw = torch.Generator().manual_seed(seed)
     rows = Rows(ROWS, LENGTH, PAGE)
-    made = Arena(rows, spans=16, tokens=64, device=torch.device(DEVICE))
+    made = Arena(rows, spans=16, tokens=64, device=DEVICE)
     number = lambda high, *shape: torch.randint(high, shape, generator=draw, dtype=torch.int32)  # noqa: E731
     made.history.copy_(number(1000, *made.history.shape))
     made.table.copy_(number(50, *made.table.shape))
@@ -64,7 +65,7 @@ def empty(made: Arena, spans: int, tokens: int) -> RaggedBatch:
 @pytest.mark.parametrize("seed", range(3))
 def test_what_a_step_feeds(seed: int) -> None:
     got, want = [], []
-    for steps, out in ((TritonSteps(torch.device(DEVICE)), got), (PlainSteps(), want)):
+    for steps, out in ((TritonSteps(DEVICE), got), (PlainSteps(), want)):
         made, _, spans = arena(seed)
         batch = empty(made, spans, 16)
         steps.stage(made, batch, LENGTH)
@@ -80,7 +81,7 @@ def test_where_what_a_step_made_goes() -> None:
     draw = torch.Generator().manual_seed(5)
     hidden = torch.randn(16, 24, generator=draw).to(DEVICE)
     made = []
-    for steps in (TritonSteps(torch.device(DEVICE)), PlainSteps()):
+    for steps in (TritonSteps(DEVICE), PlainSteps()):
         it, _, spans = arena(1)
         out = torch.zeros(4, 24, device=DEVICE)
         steps.settle(it, spans, hidden, out)
@@ -95,7 +96,7 @@ def test_scatter_puts_numbers_in_their_places() -> None:
     places = torch.randperm(5000)[:1500].int().to(DEVICE)
     values = torch.randint(1000, (1500,), dtype=torch.int32).to(DEVICE)
     got, want = (torch.zeros(5000, dtype=torch.int32, device=DEVICE) for _ in range(2))
-    TritonSteps(torch.device(DEVICE)).scatter(got, places, values)
+    TritonSteps(DEVICE).scatter(got, places, values)
     PlainSteps().scatter(want, places, values)
     assert torch.equal(got, want)
 
@@ -103,14 +104,14 @@ def test_scatter_puts_numbers_in_their_places() -> None:
 class Moved(Tiny):
     """The tiny model where the kernels run."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().logits(hidden.cpu()).to(DEVICE)
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.position, self.head = (t.to(DEVICE) for t in (self.embedding, self.position, self.head))
+        self.qkv, self.out = [t.to(DEVICE) for t in self.qkv], [t.to(DEVICE) for t in self.out]
 
-    def forward(self, batch, kv):  # type: ignore[no-untyped-def]
-        names = ("tokens", "positions", "slots", "query_start", "kv_len", "page_table")
-        here = {name: getattr(batch, name).cpu() for name in names}
-        moved = RaggedBatch(**here, page_size=batch.page_size, max_query=batch.max_query, max_kv=batch.max_kv)
-        return super().forward(moved, kv).to(DEVICE)
+    def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> torch.Tensor:
+        with DEVICE:
+            return super().forward(batch, kv)
 
 
 def house(steps: DeviceSteps, depth: int) -> Engine:
@@ -122,7 +123,7 @@ def house(steps: DeviceSteps, depth: int) -> Engine:
         max_model_len=LENGTH,
         tokens=8 * LENGTH,
         dtype=torch.float64,
-        device=torch.device("cpu"),
+        device=DEVICE,
         steps=steps,
         queue=AtOnce(),
         depth=2,
@@ -141,7 +142,6 @@ SAMPLING = (
 )
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="the tiny model's pages lie on the CPU; the GPU has tests of its own")
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_house_on_these_kernels_answers_as_the_dense_loop(depth: int) -> None:
     rng = random.Random(depth)
@@ -155,7 +155,7 @@ def test_a_house_on_these_kernels_answers_as_the_dense_loop(depth: int) -> None:
         )
         for i, sampling in enumerate(SAMPLING)
     ]
-    engine = house(TritonSteps(torch.device("cpu")), depth)
+    engine = house(TritonSteps(DEVICE), depth)
     for request in asked:
         engine.add(request)
     while engine.has_pending_work:
