@@ -77,7 +77,7 @@ class HashDevice:
     def __init__(
         self, pages: int, page_size: int, *, drafts: int = 0, eager: bool = False, rows: int = 64, seed: str = ""
     ) -> None:
-        self.size, self.drafts, self.eager, self.pages, self.places = page_size, drafts, eager, pages, rows
+        self.size, self.eager, self.pages, self.places = page_size, eager, pages, rows
         self.rng = random.Random(seed)
         self.hiccup: Callable[[], bool] = lambda: False
         self.generation = 0
@@ -233,15 +233,15 @@ class HashDevice:
             r.history += got
             r.length = len(r.history) - 1
             result.tokens.append([] if j in result.errors else got)
-            r.drafts = self._propose(r)
+            r.drafts = self._propose(r, handle.plan.drafts[j] if handle.plan.drafts else 0)
             if j in handle.plan.masked:
                 result.drafts.append(list(r.drafts))
         handle.got = result
 
-    def _propose(self, r: Row) -> list[int]:
+    def _propose(self, r: Row, depth: int) -> list[int]:
         drafts: list[int] = []
         key = (r.opened.seed, r.opened.choice)
-        for _ in range(self.drafts):
+        for _ in range(depth):
             good = self.rng.random() < 0.6
             drafts.append(next_token(r.history + drafts, key) if good else 0)
         return drafts

@@ -43,7 +43,8 @@ _MASKS = """            while len(flight) > 1:
                 self._commit()
             flight[0][2].sample(scheduler.masks())"""
 
-S, K, R, B, E, V = "core.scheduler", "core.kv", "core.reuse", "core.blocks", "engine.engine", "engine.recovery"
+S, K, B, Q = "core.scheduler", "core.kv", "core.blocks", "core.sequence"
+E, V = "engine.engine", "engine.recovery"
 
 BUGS = [
     Bug("pages freed at once, not with the last plan launched", S, _LEAVE, "        self._bury(seq)"),
@@ -53,8 +54,8 @@ BUGS = [
         "self.flight[-1].graves.append",
         "self.flight[0].graves.append",
     ),
-    Bug("reserve forgets steps in flight", S, "known + seq.pending * wide - seq.unfed + n", "known - seq.unfed + n"),
-    Bug("reserve counts one token per step in flight, not 1+k", S, "seq.pending * wide", "seq.pending"),
+    Bug("reserve forgets steps in flight", S, "known + seq.reach - seq.unfed + n", "known - seq.unfed + n"),
+    Bug("reserve counts one token per step in flight, not 1+k", S, "known + seq.reach", "known + seq.pending"),
     Bug("end by count not foreseen", S, "if known + seq.pending >= seq.limit:", "if False:"),
     Bug(
         "end by count foreseen one step early",
@@ -62,7 +63,7 @@ BUGS = [
         "known + seq.pending >= seq.limit:",
         "known + seq.pending + 1 >= seq.limit and seq.pending:",
     ),
-    Bug("tokens after a stop inside a verify kept", S, "        del got[end:], seq.tokens[base + end :]\n", ""),
+    Bug("tokens after a stop inside a verify kept", Q, "        del got[end:], self.tokens[base + end :]\n", ""),
     Bug(
         "published one token too far", K, "while seq.mark <= seq.computed and", "while seq.mark <= seq.computed + 1 and"
     ),
@@ -133,7 +134,7 @@ BUGS = [
         "[] if seq.asks else seq.tokens[:-1]",
         "seq.tokens[:-1]",
     ),
-    Bug("prompt log-probabilities told twice after a preemption", S, "max(0, seq.told - seq.computed)", "0"),
+    Bug("prompt log-probabilities told twice after a preemption", Q, "max(0, self.told - self.computed)", "0"),
     Bug(
         "followers forgotten when their leader ends",
         S,
@@ -148,7 +149,7 @@ BUGS = [
     ),
     Bug("a dropped cached page counts as blank", B, "if self.reuse.holds(page):", "if False:"),
     Bug("recovery keeps the prefix index", S, "        self.kv.pool.clear()\n", ""),
-    Bug("recovery keeps pending spans", S, "            seq.pending = 0\n", ""),
+    Bug("recovery keeps pending spans", S, "            seq.pending = seq.reach = 0\n", ""),
     Bug(
         "recovery forgets rows on their way home",
         S,

@@ -26,7 +26,7 @@ def test_every_combination_gives_the_naive_loops_tokens(share: int) -> None:
 
 
 def test_pressure_preempts_and_reuse_hits_somewhere_in_the_sample() -> None:
-    runs = [lattice.run(c) for c in _sample("pressure", 40, tight=1, reuse=True, size=4)]
+    runs = [lattice.run(c) for c in _sample("pressure", 60, tight=1, reuse=True, size=4)]
     assert sum(r.sch.preempted for r in runs) > 100
     assert sum(r.sch.kv.hit for r in runs) > 1000
     assert sum(r.dev.stray_writes for r in runs) > 0
@@ -36,9 +36,9 @@ def test_pressure_preempts_and_reuse_hits_somewhere_in_the_sample() -> None:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda b: b.name)
 def test_planted_bug_is_caught(bug: Bug) -> None:
     house = plant(bug)
-    tight = _sample(bug.name, 300, tight=1, size=1)
-    for pair in zip(_sample("catch " + bug.name, 300), tight, strict=True):
-        for combo in pair:
+    tight, failing = _sample(bug.name, 300, tight=1, size=1), _sample(bug.name, 300, fails=True, tight=2)
+    for several in zip(_sample("catch " + bug.name, 300), tight, failing, strict=True):
+        for combo in several:
             try:
                 lattice.run(combo, house)
             except Exception:

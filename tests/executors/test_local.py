@@ -15,6 +15,7 @@ from quire.core.kv import KV, prefix_index
 from quire.core.plan import Open, Plan, Span
 from quire.core.policy import ADMISSIONS
 from quire.core.scheduler import Scheduler
+from quire.core.speculate import Fixed
 from quire.engine.engine import Engine
 from quire.errors import StepFailed
 from quire.executors.local import LocalExecutor
@@ -86,7 +87,7 @@ class Scripted:
         self.rng = random.Random(depth)
         self.texts = [[*r.prompt, *WANT[r.id]] for r in REQUESTS]
 
-    def propose(self, rows: Rows, which: Ints) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+    def propose(self, rows: Rows, which: Ints, depth: Ints) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
         out = np.zeros((len(which), self.depth), np.int32)
         for q, row in enumerate(which.tolist()):
             known = int(rows.known[row])
@@ -95,6 +96,9 @@ class Scripted:
             for i, token in enumerate(found):
                 out[q, i] = token if self.rng.random() < 0.8 else 1
         return out
+
+    def reset(self) -> None:
+        """The script stays."""
 
 
 class House:
@@ -120,7 +124,7 @@ class House:
         )
         kv = KV(pages, size, prefix_index(size, reuse))
         self.scheduler = Scheduler(
-            kv, rows=16, cap=cap, budget=budget, chunk=chunk, admit=ADMISSIONS[admit], drafts=drafter.depth
+            kv, rows=16, cap=cap, budget=budget, chunk=chunk, admit=ADMISSIONS[admit], speculation=Fixed(drafter.depth)
         )
         self.engine = Engine(self.scheduler, self.executor, depth=depth)
         self.events: dict[str, list[Tokens]] = {}

@@ -14,6 +14,7 @@ import torch
 
 from quire.core.kv import KV, prefix_index
 from quire.core.scheduler import Scheduler
+from quire.core.speculate import Fixed
 from quire.engine.engine import Engine
 from quire.executors.local import LocalExecutor
 from quire.models.base import Model
@@ -79,8 +80,11 @@ class Guess:
 
     depth = 2
 
-    def propose(self, rows: Rows, which: Ints) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+    def propose(self, rows: Rows, which: Ints, depth: Ints) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
         return rows.tokens[which, :2]
+
+    def reset(self) -> None:
+        """It knows nothing."""
 
 
 def answer(
@@ -90,7 +94,7 @@ def answer(
     executor = LocalExecutor(
         model, pages=pages, page_size=size, rows=16, max_model_len=CONTEXT, dtype=torch.float32, drafter=drafter
     )
-    scheduler = Scheduler(KV(pages, size, prefix_index(size, True)), rows=16, drafts=drafter.depth, **kw)
+    scheduler = Scheduler(KV(pages, size, prefix_index(size, True)), rows=16, speculation=Fixed(drafter.depth), **kw)
     engine = Engine(scheduler, executor, depth=depth)
     for request in asked:
         engine.add(request)

@@ -18,6 +18,6 @@ def opened(
     rows = Rows(1 + max(o.row for o in opens), context, page_size, depth)
     rows.fold(Plan(tuple(opens), (), ()))
     which = np.array([o.row for o in opens])
-    rows.draft(which, np.array(drafts, np.int32).reshape(len(opens), depth))
+    rows.draft(which, np.array(drafts, np.int32).reshape(len(opens), depth), np.full(len(opens), depth))
     spans = tuple(Span(o.row, 1 + depth, 1 + depth, 1 + depth) for o in opens)
     return rows, rows.fold(Plan((), (), spans))

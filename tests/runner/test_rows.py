@@ -72,7 +72,7 @@ def test_random_plans_feed_what_plain_lists_would(depth: int, seed: int) -> None
         sampled = np.array([rng.randrange(3) for s in spans for _ in range(s.rows)], dtype=np.intp)
         keep, failed = rows.settle(shape, sampled, np.zeros(len(sampled), bool))
         drafts = np.array([[rng.randrange(3) for _ in range(depth)] for _ in keep], np.int32).reshape(len(keep), depth)
-        rows.draft(shape.sampled_row, drafts)
+        rows.draft(shape.sampled_row, drafts, np.full(len(drafts), drafts.shape[1]))
         left, kept, made = sampled.tolist(), iter(keep.tolist()), iter(drafts.tolist())
         for s in spans:
             mine = [left.pop(0) for _ in range(s.rows)]
@@ -131,7 +131,7 @@ def test_a_failed_row_keeps_its_place_and_the_next_span_still_fits() -> None:
 
 def test_a_bad_row_behind_a_rejected_draft_fails_nobody() -> None:
     rows, _ = decoding(depth=2)
-    rows.draft(np.array([0, 1]), np.array([[3, 4], [3, 4]], np.int32))
+    rows.draft(np.array([0, 1]), np.array([[3, 4], [3, 4]], np.int32), np.array([2, 2]))
     shape = rows.fold(Plan((), (), (Span(0, 3, 3, 3), Span(1, 3, 3, 3))))
     bad = np.array([False, False, True] * 2)
     keep, failed = rows.settle(shape, np.array([3, 9, 0, 3, 4, 0]), bad)
@@ -142,7 +142,7 @@ def test_a_row_past_the_context_writes_to_the_spare_page_and_stays_in_bounds() -
     rows, spans = decoding(depth=2, context=6)
     rows.fold(Plan((), ((0, (9, 8)),), ()))
     for token in range(12):
-        rows.draft(np.array([0]), np.array([[token, token]], np.int32))
+        rows.draft(np.array([0]), np.array([[token, token]], np.int32), np.array([2]))
         shape = rows.fold(Plan((), (), (Span(0, 3, 3, 3),)))
         batch = ragged(rows, shape, CPU)
         assert batch.positions.max() < 6
@@ -182,4 +182,4 @@ def test_spans_that_do_not_fit_their_rows_are_refused(spans: tuple[Span, ...], s
 def test_no_drafts_is_depth_zero() -> None:
     rows, _ = decoding()
     assert NoDrafts().depth == 0
-    assert NoDrafts().propose(rows, np.array([0, 1])).shape == (2, 0)
+    assert NoDrafts().propose(rows, np.array([0, 1]), np.array([0, 0])).shape == (2, 0)

@@ -7,7 +7,6 @@ launched; sure to end is not planned; published means committed; reserve the fur
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence as Seq
 
 from quire.core.constraint import FREE, Constraint
 from quire.core.kv import KV
@@ -18,7 +17,7 @@ from quire.core.sequence import Sequence
 from quire.core.speculate import Drafted, Fixed, Speculation
 from quire.core.step import Decision, Step
 from quire.errors import InvalidRequest
-from quire.values import MANY, FinishReason, Request, TokenLogprobs, Tokens
+from quire.values import MANY, FinishReason, Request, Tokens
 
 
 class Scheduler:
@@ -172,12 +171,7 @@ class Scheduler:
             else:
                 rows = 0
                 seq.unfed -= n
-            logits = n if seq.asks else rows
-            span = seq.span
-            if span.n != n or span.rows != rows or span.row != seq.row or span.logits != logits:
-                assert seq.row is not None
-                span = seq.span = Span(seq.row, n, rows, logits)
-            spans.append(span)
+            spans.append(self._span(seq, n, rows))
             seqs.append(seq)
             drafts.append(seq.drafting)
             left -= n
@@ -190,6 +184,14 @@ class Scheduler:
         plan = Plan(tuple(opened), tuple(grown), same, tuple(late), tuple(drafts) if speculation.most else ())
         self.flight.append(Step(plan, seqs, [seqs[j] for j in late], [], self._decisions))
         return plan
+
+    def _span(self, seq: Sequence, n: int, rows: int) -> Span:
+        """The last one if it is equal: a decoding row's span never changes, so it is made once."""
+        span, logits = seq.span, n if seq.asks else rows
+        if span.n != n or span.rows != rows or span.row != seq.row or span.logits != logits:
+            assert seq.row is not None
+            span = seq.span = Span(seq.row, n, rows, logits)
+        return span
 
     def _open(self, slots: int, left: int, others: bool, opened: list[Open]) -> bool:
         seq = self.waiting.first()
@@ -294,7 +296,7 @@ class Scheduler:
 
     def _advance(self, seq: Sequence, span: Span, got: list[int], j: int, result: Result, out: list[Tokens]) -> None:
         """Decode, last chunk, verify (any acceptance), running or preempted since: the same lines."""
-        told = self._prompt_logprobs(seq, result.prompt_logprobs.get(j, ())) if seq.asks else ()
+        told = seq.tell(result.prompt_logprobs.get(j, ())) if seq.asks else ()
         finish: FinishReason | None = None
         if not span.rows:
             seq.computed += span.n
@@ -308,7 +310,7 @@ class Scheduler:
                 self.drafted.learn(span.rows - 1, len(got) - 1)
             tokens += got
             if len(tokens) >= seq.limit or not request.stop.isdisjoint(got):
-                finish, stop = self._cut(seq, got)
+                finish, stop = seq.cut(got)
             seq.computed = len(tokens) - 1
             logprobs = tuple(result.logprobs[j][: len(got)]) if j in result.logprobs else ()
             out.append(Tokens(request.id, tuple(got), finish, stop, logprobs, told, seq.hits if first else 0))
@@ -318,22 +320,6 @@ class Scheduler:
             self._release(seq)
         if finish:
             self._end(seq, finish)
-
-    def _prompt_logprobs(self, seq: Sequence, rows: Seq[TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
-        """Those of `rows` (of prompt positions from computed + 1) that were not told before a preemption."""
-        fresh = tuple(rows[max(0, seq.told - seq.computed) : seq.prompt_length - 1 - seq.computed])
-        seq.told = max(seq.told, min(seq.computed + len(rows), seq.prompt_length - 1))
-        seq.asks = seq.told < seq.prompt_length - 1
-        return fresh
-
-    def _cut(self, seq: Sequence, got: list[int]) -> tuple[FinishReason, int | None]:
-        """End at the first stop token, or at the limit; what a verify brought past it goes."""
-        base = len(seq.tokens) - len(got)
-        stop = seq.request.stop
-        end = next(j for j, t in enumerate(got, 1) if t in stop or base + j == seq.limit)
-        last = got[end - 1]
-        del got[end:], seq.tokens[base + end :]
-        return ("stop", last) if last in stop else ("length", None)
 
     # ---------------------------------------------------------------- after a failed step
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from quire.core.constraint import FREE, Constraint
 from quire.core.plan import STUCK, Span
 from quire.core.reuse import Node
-from quire.values import MANY, FinishReason, Request, Tokens
+from quire.values import MANY, FinishReason, Request, TokenLogprobs, Tokens
 
 NOWHERE = Span(-1, 0, 0, 0)
 
@@ -76,3 +77,22 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.asks = self.request.sampling.prompt_logprobs is not None and self.prompt_length > 1
+
+    def tell(self, rows: Seq[TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+        """Those of `rows`, of prompt positions from computed + 1, that were not told before a preemption."""
+        prompt = self.prompt_length
+        fresh = tuple(rows[max(0, self.told - self.computed) : prompt - 1 - self.computed])
+        self.told = max(self.told, min(self.computed + len(rows), prompt - 1))
+        self.asks = self.told < prompt - 1
+        return fresh
+
+    def cut(self, got: list[int]) -> tuple[FinishReason, int | None]:
+        """End at the first stop token of `got`, the newest tokens, or at the limit; what a verify brought past it goes.
+
+        Why it ended, and the stop token if that was it.
+        """
+        base, stop = len(self.tokens) - len(got), self.request.stop
+        end = next(j for j, t in enumerate(got, 1) if t in stop or base + j == self.limit)
+        last = got[end - 1]
+        del got[end:], self.tokens[base + end :]
+        return ("stop", last) if last in stop else ("length", None)

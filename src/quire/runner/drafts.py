@@ -13,14 +13,20 @@ from quire.runner.rows import Ints, Rows
 class Drafter(Protocol):
     """Guesses the tokens that follow a row's history.
 
-    depth: tokens it drafts a step, the same for every row: a plan fixes shapes before it knows values, so a drafter
-    with less to say fills up with anything. A wrong draft costs time, never an answer.
+    depth: the most tokens it drafts. A plan fixes shapes before it knows values, so a drafter with less to say than it
+    was asked for fills up with anything. A wrong draft costs time, never an answer.
     """
 
     depth: int
 
-    def propose(self, rows: Rows, which: Ints) -> npt.NDArray[np.int32]:
-        """[Q, depth] drafts for store rows `which` [Q], each row's history being `tokens[row, :known[row]]`."""
+    def propose(self, rows: Rows, which: Ints, depth: Ints) -> npt.NDArray[np.int32]:
+        """[Q, largest depth] drafts for store rows `which` [Q], the first `depth` [Q] of each wanted.
+
+        Each row's history is `tokens[row, :known[row]]`. Called after every step that was asked for drafts.
+        """
+
+    def reset(self) -> None:
+        """The device's rows and K/V are lost."""
 
 
 class NoDrafts:
@@ -28,5 +34,8 @@ class NoDrafts:
 
     depth = 0
 
-    def propose(self, rows: Rows, which: Ints) -> npt.NDArray[np.int32]:
+    def propose(self, rows: Rows, which: Ints, depth: Ints) -> npt.NDArray[np.int32]:
         return np.zeros((len(which), 0), dtype=np.int32)
+
+    def reset(self) -> None:
+        """Nothing is kept."""
