@@ -13,6 +13,7 @@ from quire.config import Settings
 from quire.core.kv import KV, prefix_index
 from quire.core.policy import ADMISSIONS, ORDERS, SHELVES
 from quire.core.scheduler import Scheduler
+from quire.core.speculate import Fixed
 from quire.engine.engine import Engine
 from quire.engine.events import Observer
 from quire.engine.executor import Description, Executor
@@ -71,7 +72,7 @@ def build_scheduler(settings: Settings, about: Description, limits: Limits) -> S
         chunk=limits.chunk,
         admit=ADMISSIONS[settings.scheduler.batching],
         order=ORDERS[settings.scheduler.scheduling_policy],
-        drafts=about.drafts,
+        speculation=Fixed(about.drafts),
     )
 
 
