@@ -7,7 +7,7 @@ import torch
 
 from quire.core.plan import Open, Plan, Span
 from quire.errors import StepFailed
-from quire.runner import runner as room
+from quire.runner import results as room
 from quire.runner.drafts import NoDrafts
 from quire.runner.memory import allocate, layer_shapes
 from quire.runner.rows import Rows
