@@ -49,8 +49,9 @@ TORCH_FREE_MODULES = (
     *("quire.build.text", "quire.build.front", "quire.weights.locate"),
 )
 
-LOADERS = {"quire.cli.lazy", "quire.weights.locate", "quire.bench.cpu"}
-"""Commands, the hub's slow client, and transformers, which is compared with only where it is installed."""
+LOADERS = {"quire.cli.lazy", "quire.weights.locate", "quire.bench.cpu", "quire.build.engine"}
+"""Commands, the hub's slow client, transformers, which is compared with only where it is installed, and kernels, which
+need Triton."""
 
 READ_ONLY = ("Mapping[", "Sequence[", "Collection[")
 """Annotations under which mypy lets nobody write."""

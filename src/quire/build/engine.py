@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -23,6 +24,7 @@ from quire.executors.local import LocalExecutor
 from quire.models.base import Model
 from quire.models.registry import parameters
 from quire.models.spec import ModelSpec
+from quire.ops.base import Ops
 from quire.ops.reference import ReferenceOps
 from quire.runner.memory import cpu_budget, layer_shapes, plan_pages
 from quire.values import MANY
@@ -50,7 +52,7 @@ def build_engine(settings: Settings, *, observers: Iterable[Observer] = (), keep
     model = _load(settings, device)
     torch.set_num_threads(settings.execution.threads or choose_threads(parameters(model.spec)))
     limits = resolve(settings, model.spec, device)
-    executor = _local(settings, model, limits, device)
+    executor = _executor(settings, model, limits, device)
     return Engine(
         build_scheduler(settings, executor.describe(), limits),
         executor,
@@ -130,21 +132,37 @@ def _load(settings: Settings, device: torch.device) -> Model:
             locate(model.model, revision=model.revision, cache=model.download_dir),
             dtype=model.dtype,
             device=device,
-            ops=ReferenceOps(),
+            ops=_ops(device),
             load_format=model.load_format,
             seed=model.seed,
             progress=progress,
         )
 
 
-def _local(settings: Settings, model: Model, limits: Limits, device: torch.device) -> Executor:
+def _gpu() -> Any:
+    """The module that knows GPUs, asked for by name: it needs Triton, which is there where they are."""
+    return import_module("quire.build.cuda")
+
+
+def _ops(device: torch.device) -> Ops:
+    return ReferenceOps() if device.type == "cpu" else cast(Ops, _gpu().make_ops(device))
+
+
+def _executor(settings: Settings, model: Model, limits: Limits, device: torch.device) -> Executor:
+    if device.type == "cpu":
+        return _local(settings, model, limits)
+    sizes = {name: getattr(limits, name) for name in ("page_size", "cap", "rows", "max_model_len", "depth")}
+    return cast(Executor, _gpu().make_executor(settings, model, device, tokens=limits.budget, **sizes))
+
+
+def _local(settings: Settings, model: Model, limits: Limits) -> Executor:
     cache = settings.cache
     pages = cache.num_gpu_blocks_override or plan_pages(
         layer_shapes(model.spec.kv_shapes, model.dtype),
         page_size=limits.page_size,
         rows=limits.cap,
         max_model_len=limits.max_model_len,
-        budget=cache.kv_cache_memory_bytes or _budget(device, cache.gpu_memory_utilization),
+        budget=cache.kv_cache_memory_bytes or cpu_budget(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
     )
     return LocalExecutor(
         model,
@@ -153,14 +171,5 @@ def _local(settings: Settings, model: Model, limits: Limits, device: torch.devic
         rows=limits.rows,
         max_model_len=limits.max_model_len,
         dtype=model.dtype,
-        device=device,
         depth=limits.depth,
     )
-
-
-def _budget(device: torch.device, share: float) -> int:
-    """Bytes for K/V: on a GPU what the share of its memory leaves beside what is loaded."""
-    if device.type == "cpu":
-        return cpu_budget(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    free, total = torch.cuda.mem_get_info(device)
-    return int(free - (1 - share) * total)

@@ -122,7 +122,7 @@ class ExecutionConfig:
     threads: int | None = option(
         None, "CPU threads for the model; auto: OMP_NUM_THREADS, else the cores there are.", low=1, high=4096
     )
-    enforce_eager: bool = option(False, "Never use CUDA graphs; there are none yet, so this changes nothing.")
+    enforce_eager: bool = option(False, "Launch every kernel of every step, without CUDA graphs; no meaning on a CPU.")
     debug: bool = option(False, "Show the traceback of an error.")
 
 

@@ -1,0 +1,105 @@
+"""What an engine on a GPU is made of: kernels, graphs, and a KV pool sized by computation. Needs Triton."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from quire.config import Settings
+from quire.engine.executor import Executor
+from quire.executors.cuda import CudaExecutor
+from quire.models.base import Model
+from quire.models.spec import ModelSpec
+from quire.ops.base import Ops
+from quire.ops.triton.ops import TritonOps
+from quire.runner.graphs import CudaQueue, Key, crowd, padding
+from quire.runner.kernels import TritonSteps
+from quire.runner.memory import GIB, activation_bytes, layer_shapes, page_bytes, plan_pages
+
+log = logging.getLogger(__name__)
+
+LARGEST = 2048
+"""Tokens up to which a step is captured. Above, the GPU takes longer than its launches."""
+
+GRAPHS = GIB // 2
+"""Set aside for what graphs hold beside tensors, and for the library's workspaces."""
+
+
+def make_ops(device: torch.device) -> Ops:
+    return TritonOps(device)
+
+
+def make_executor(
+    settings: Settings,
+    model: Model,
+    device: torch.device,
+    *,
+    page_size: int,
+    cap: int,
+    rows: int,
+    max_model_len: int,
+    tokens: int,
+    depth: int,
+) -> Executor:
+    """tokens: the most a step feeds; the rest as `build.engine.Limits`. Raises InvalidConfig when K/V does not fit."""
+    cache, spec = settings.cache, model.spec
+    layers = layer_shapes(spec.kv_shapes, model.dtype)
+    largest = 0 if settings.execution.enforce_eager else LARGEST
+    free, total = torch.cuda.mem_get_info(device)
+    work = working_bytes(spec, model.dtype, tokens=tokens, captured=largest, rows=cap)
+    left = int(free - (1 - cache.gpu_memory_utilization) * total) - work
+    pages = cache.num_gpu_blocks_override or plan_pages(
+        layers,
+        page_size=page_size,
+        rows=cap,
+        max_model_len=max_model_len,
+        budget=cache.kv_cache_memory_bytes or left,
+    )
+    began = time.monotonic()
+    executor = CudaExecutor(
+        model,
+        pages=pages,
+        page_size=page_size,
+        rows=rows,
+        max_model_len=max_model_len,
+        tokens=tokens,
+        dtype=model.dtype,
+        device=device,
+        steps=TritonSteps(device),
+        queue=CudaQueue(device, largest),
+        depth=depth,
+        warm=kinds(cap, tokens, largest),
+    )
+    held = (pages + 1) * page_bytes(layers, page_size)
+    after = torch.cuda.mem_get_info(device)[0]
+    log.info(
+        "K/V: %d blocks of %d tokens, %.2f GiB; beside it %.2f GiB set aside, %.2f GiB taken so far; warm in %.1f s",
+        *(pages, page_size, held / GIB, work / GIB, (free - after - held) / GIB, time.monotonic() - began),
+    )
+    return executor
+
+
+def working_bytes(spec: ModelSpec, dtype: torch.dtype, *, tokens: int, captured: int, rows: int) -> int:
+    """Beside weights and K/V: the largest step, the largest captured one, whose memory is kept apart, and graphs."""
+    projections = (2 * spec.mlp, (spec.heads + 2 * spec.kv_heads) * spec.head_dim)
+
+    def step(fed: int) -> int:
+        return activation_bytes(
+            tokens=fed, logits=rows, hidden=spec.hidden, widest=max(projections), vocab_size=spec.vocab, dtype=dtype
+        )
+
+    return step(tokens) + (step(min(tokens, captured)) + GRAPHS if captured else 0)
+
+
+def kinds(cap: int, tokens: int, largest: int) -> list[Key]:
+    """Every decode step, and of mixed ones enough that no kernel is compiled later; largest first, so that smaller
+    graphs fit into the memory of larger ones."""
+    if not largest:
+        return [Key(padding(cap), padding(cap), 1), Key(padding(cap), 0, 0)]
+    decode = sorted({padding(n) for n in range(1, cap + 1)}, reverse=True)
+    crowds = sorted({crowd(n) for n in range(1, cap + 1)})
+    mixed = sorted({padding(n) for n in (16, 128, 512, min(tokens, largest))}, reverse=True)
+    bodies = [Key(t, s, t) for t in mixed for s in crowds] + [Key(n, n, 1) for n in decode]
+    return bodies + [Key(n, 0, 0) for n in decode]
