@@ -50,11 +50,20 @@ class Drawn:
     def __init__(self, most: int, rng: random.Random) -> None:
         self.most, self.rng = abs(most), rng
 
-    def depth(self, seq: Any, width: int) -> int:
+    def begin(self, width: int) -> None:
+        """Nothing to decide."""
+
+    def depth(self, seq: Any) -> int:
         return self.rng.randint(0, self.most)
 
     def learn(self, seq: Any, fed: int, accepted: int) -> None:
         assert 0 <= accepted <= fed <= self.most, "accepted drafts that were not fed"
+
+    def forget(self, seq: Any) -> None:
+        assert seq.finish, "forgotten while it goes on"
+
+    def timed(self, plan: Any, seconds: float) -> None:
+        assert len(plan.drafts) == len(plan.spans)
 
 
 def _workload() -> list[Request]:

@@ -95,6 +95,7 @@ class Scheduler:
     def _end(self, seq: Sequence, why: FinishReason) -> None:
         seq.finish = why
         del self.seqs[seq.request.id]
+        self.speculation.forget(seq)
         self._release(seq)
         if seq.row is None:
             self.waiting.discard(seq)
@@ -140,6 +141,7 @@ class Scheduler:
         grown: list[tuple[int, tuple[int, ...]]] = []
         running, slots, i = self.running, MANY, 0
         self._short, self._decisions = False, self.waiting.unready()
+        speculation.begin(len(running))
         while left > 0:
             if i >= len(running):
                 if slots == MANY:
@@ -165,7 +167,7 @@ class Scheduler:
             if rows > 0:
                 seq.pending += 1
                 seq.reach += rows
-                seq.unfed, seq.drafting = 1, speculation.depth(seq, len(running)) if speculation.most else 0
+                seq.unfed, seq.drafting = 1, speculation.depth(seq) if speculation.most else 0
                 if seq.constraint is not FREE:
                     late.append(len(spans))
             else:

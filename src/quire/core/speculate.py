@@ -1,27 +1,33 @@
-"""How many tokens to draft for a sequence's next step: measured acceptance against measured cost."""
+"""How many tokens to draft for a sequence's next step: measured acceptance against measured time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.core.plan import Plan
 from quire.core.sequence import Sequence
-
-StepTime = Callable[[int, int], float]
-"""(tokens fed, drafts made) -> predicted seconds of a step; 0 while nothing is known."""
 
 
 class Speculation(Protocol):
-    """Decides depths and hears how drafts fared. most: drafts a row can hold; 0 is no speculation."""
+    """Decides depths, hears how drafts fared and what steps took. most: drafts a row can hold; 0: no speculation."""
 
     most: int
 
-    def depth(self, seq: Sequence, width: int) -> int:
-        """Drafts to make after this step for `seq`, one of about `width` rows being answered."""
+    def begin(self, width: int) -> None:
+        """A plan is begun, with so many rows on the device."""
+
+    def depth(self, seq: Sequence) -> int:
+        """Drafts to make for `seq` once the step being planned has sampled."""
 
     def learn(self, seq: Sequence, fed: int, accepted: int) -> None:
         """Of `fed` drafts in a row `accepted` were right."""
+
+    def forget(self, seq: Sequence) -> None:
+        """It ended."""
+
+    def timed(self, plan: Plan, seconds: float) -> None:
+        """A step took so long."""
 
 
 class Drafted:
@@ -42,60 +48,113 @@ class Drafted:
 
 @dataclass(slots=True)
 class Fixed:
-    """Always as many: what the lattice runs, and what `--speculative-config` without adaptation means."""
+    """Always as many."""
 
     most: int = 0
 
-    def depth(self, seq: Sequence, width: int) -> int:
+    def begin(self, width: int) -> None:
+        """Nothing to decide."""
+
+    def depth(self, seq: Sequence) -> int:
         return self.most
 
     def learn(self, seq: Sequence, fed: int, accepted: int) -> None:
         """Nothing changes."""
 
+    def forget(self, seq: Sequence) -> None:
+        """Nothing is known of it."""
+
+    def timed(self, plan: Plan, seconds: float) -> None:
+        """Nothing changes."""
+
+
+class _Times:
+    """Measured seconds of pure decode steps at one width, by depth: moving averages."""
+
+    def __init__(self) -> None:
+        self.mean: dict[int, float] = {}
+        self.count: dict[int, int] = {}
+
+    def add(self, depth: int, seconds: float) -> None:
+        count = self.count[depth] = self.count.get(depth, 0) + 1
+        mean = self.mean.get(depth, seconds)
+        # one slow step (a page fault, a noisy neighbour) must not decide: it counts for at most twice the mean
+        self.mean[depth] = mean + (min(seconds, 2 * mean) - mean) * max(0.05, 1 / count)
+
 
 class Adaptive:
-    """The depth with the most expected tokens a second, 0 when drafting does not pay by `margin`.
+    """The depth with the most expected tokens a second, 0 unless drafting pays by `MARGIN`.
 
-    A draft is taken to be right with probability a, each on its own (Leviathan et al., arXiv:2211.17192): depth d brings
-    (1 - a^(d+1)) / (1 - a) tokens. a is a moving average per sequence, begun at that of all. `time` predicts steps.
-    A sequence at depth 0 drafts one token every `probe` steps, so that it notices when its text becomes predictable.
+    Depth d brings 1 + a + ... + a^d tokens when each draft is right with probability a (Leviathan et al.,
+    arXiv:2211.17192); a is measured. What a step costs at each depth is measured too, by width (rounded to a power of
+    two), since verifying is nearly free for one row and dear for many: each depth is tried for a few steps, and one
+    again ever more rarely. A sequence whose own drafts keep missing is drafted less than the rest.
     """
 
-    WEIGHT = 0.1
+    MARGIN = 1.05
+    TRIES = 6
+    """Steps for which a depth is tried: the first two are not alike in what they feed and what they draft."""
+    AGAIN = 1024
+    """Steps after which another depth is tried again, then twice as many: drafting one token where it was off."""
+    HOPELESS = 0.25
 
-    def __init__(self, most: int, time: StepTime, *, margin: float = 0.05, probe: int = 64) -> None:
-        self.most, self.time, self.margin, self.probe = most, time, margin, probe
-        self.overall = 0.7
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.depths = sorted({0, 1, most // 2, most})
+        self.rate = 0.7
+        self.chosen = most
         self._rates: dict[int, float] = {}
-        self._idle: dict[int, int] = {}
+        self._times: dict[int, _Times] = {}
+        self._trial, self._left, self._steps, self._again = most, 0, 0, self.AGAIN
 
-    def depth(self, seq: Sequence, width: int) -> int:
-        rate = self._rates.get(seq.order, self.overall)
-        base = self.time(width, 0)
-        if not base:
-            return self.most
-        best, depth = (1.0 + self.margin) / base, 0
-        expected = term = 1.0
-        for d in range(1, self.most + 1):
-            term *= rate
-            expected += term
-            speed = expected / self.time(width * (1 + d), width * d)
-            if speed > best:
-                best, depth = speed, d
-        if depth:
-            return depth
-        idle = self._idle[seq.order] = self._idle.get(seq.order, 0) + 1
-        return int(idle % self.probe == 0)
+    def begin(self, width: int) -> None:
+        times = self._times.setdefault(width.bit_length(), _Times())
+        self._steps += 1
+        if self._left > 0:
+            self._left -= 1
+            self.chosen = self._trial
+            return
+        untried = [d for d in self.depths if times.count.get(d, 0) < self.TRIES - 2]
+        if untried:
+            self._try(untried[-1])
+        else:
+            self.chosen = self.best(times.mean)
+            if self._steps >= self._again:
+                self._again *= 2
+                self._try(0 if self.chosen else 1)
+
+    def _try(self, depth: int) -> None:
+        self.chosen = self._trial = depth
+        self._left = self.TRIES - 1
+
+    def best(self, seconds: dict[int, float]) -> int:
+        """The depth to choose when steps take `seconds` by depth."""
+        speed = {d: self.tokens(d) / seconds[d] for d in self.depths}
+        found = max(self.depths, key=lambda d: speed[d])
+        return found if speed[found] > self.MARGIN * speed[0] else 0
+
+    def tokens(self, depth: int) -> float:
+        """Expected tokens of a row's step at this depth."""
+        return sum(self.rate**i for i in range(depth + 1))
+
+    def depth(self, seq: Sequence) -> int:
+        own = self._rates.get(seq.order, self.rate)
+        return self.chosen if own > self.HOPELESS or self._left else min(self.chosen, 1)
 
     def learn(self, seq: Sequence, fed: int, accepted: int) -> None:
-        rate, overall = self._rates.get(seq.order, self.overall), self.overall
+        own = self._rates.get(seq.order, self.rate)
         for i in range(min(fed, accepted + 1)):  # those past the first wrong one were never put to the test
             hit = float(i < accepted)
-            rate += self.WEIGHT * (hit - rate)
-            overall += 0.1 * self.WEIGHT * (hit - overall)
-        self.overall = overall
-        if seq.finish is not None:
-            self._rates.pop(seq.order, None)
-            self._idle.pop(seq.order, None)
-        else:
-            self._rates[seq.order] = rate
+            own += 0.1 * (hit - own)
+            self.rate += 0.02 * (hit - self.rate)
+        self._rates[seq.order] = own
+
+    def forget(self, seq: Sequence) -> None:
+        self._rates.pop(seq.order, None)
+
+    def timed(self, plan: Plan, seconds: float) -> None:
+        spans, drafts = plan.spans, plan.drafts
+        depth = spans[0].rows - 1
+        alike = all(s.n == s.rows == depth + 1 for s in spans) and all(d == depth for d in drafts)
+        if alike and not plan.opened and depth in self.depths:
+            self._times.setdefault(len(spans).bit_length(), _Times()).add(depth, seconds)

@@ -88,7 +88,10 @@ class Engine:
         step = self.scheduler.flight[0]
         events = self.scheduler.commit(result)
         now = self.clock.now()
-        self.pacer.learn(sum([span[1] for span in step.plan.spans]), now - max(launched, self._committed))
+        took = now - max(launched, self._committed)
+        self.pacer.learn(sum([span[1] for span in step.plan.spans]), took)
+        if step.plan.drafts:
+            self.scheduler.speculation.timed(step.plan, took)
         self._committed = now
         ended = self.ledger.committed(step, events, planned, now)
         if self.recovery.active:

@@ -1,0 +1,78 @@
+"""The depth that pays is found by measurement, and turning speculation on is not a mistake."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from quire.core.plan import Plan, Span
+from quire.core.sequence import Sequence
+from quire.core.speculate import Adaptive, Drafted
+from quire.values import Request
+
+
+def seq(order: int = 0) -> Sequence:
+    return Sequence(Request(id=str(order), prompt=(1,), max_new=9), order, [1], 10)
+
+
+def simulate(
+    policy: Adaptive, *, width: int, rate: float, verify: float, draft: float, steps: int
+) -> tuple[float, float]:
+    """(tokens a second with the policy, and without): a step costs 1 + verify a token + draft a draft, with noise."""
+    rng = random.Random(3)
+    rows = [seq(i) for i in range(width)]
+    time = tokens = 0.0
+    held = [0] * width
+    for _ in range(steps):
+        policy.begin(width)
+        made = [policy.depth(s) for s in rows]
+        spans = tuple(Span(i, 1 + held[i], 1 + held[i], 1 + held[i]) for i in range(width))
+        fed = sum(s.n for s in spans)
+        seconds = (1 + verify * fed + draft * sum(made)) * rng.uniform(0.93, 1.07)
+        policy.timed(Plan((), (), spans, (), tuple(made)), seconds)
+        time += seconds
+        for i, s in enumerate(rows):
+            got = 0
+            while got < held[i] and rng.random() < rate:
+                got += 1
+            if held[i]:
+                policy.learn(s, held[i], got)
+            tokens += 1 + got
+        held = made
+    return tokens / time, width / (1 + verify * width)
+
+
+@pytest.mark.parametrize(
+    ("width", "rate", "verify", "draft", "gain"),
+    [
+        (1, 0.8, 0.02, 0.1, 1.6),  # cheap drafts, often right: deep
+        (8, 0.7, 0.02, 0.01, 1.4),
+        (64, 0.7, 0.1, 0.02, 0.98),  # verifying is dear: off
+        (1, 0.05, 0.02, 0.1, 0.98),  # drafts are always wrong: off
+        (256, 0.6, 0.05, 0.05, 0.98),
+    ],
+)
+def test_it_gains_where_there_is_something_to_gain_and_never_loses(
+    width: int, rate: float, verify: float, draft: float, gain: float
+) -> None:
+    on, off = simulate(Adaptive(4), width=width, rate=rate, verify=verify, draft=draft, steps=3000)
+    assert on >= gain * off
+
+
+def test_a_hopeless_sequence_is_drafted_less_and_forgotten_when_it_ends() -> None:
+    policy, good, bad = Adaptive(4), seq(1), seq(2)
+    for _ in range(60):
+        policy.learn(good, 4, 4)
+        policy.learn(bad, 4, 0)
+    policy.chosen = 4
+    assert (policy.depth(good), policy.depth(bad)) == (4, 1)
+    policy.forget(bad)
+    assert policy.depth(bad) == 4
+
+
+def test_totals_count_by_position() -> None:
+    drafted = Drafted()
+    for fed, accepted in ((3, 3), (3, 1), (1, 0)):
+        drafted.learn(fed, accepted)
+    assert (drafted.spans, drafted.fed, drafted.accepted, drafted.by_position) == (3, 7, 4, [2, 1, 1])
