@@ -114,14 +114,23 @@ class Adaptive:
             self._left -= 1
             self.chosen = self._trial
             return
-        untried = [d for d in self.depths if times.count.get(d, 0) < self.TRIES - 2]
-        if untried:
-            self._try(untried[-1])
+        untried = self._untried(times)
+        if untried is not None:
+            self._try(untried)
         else:
             self.chosen = self.best(times.mean)
             if self._steps >= self._again:
                 self._again *= 2
                 self._try(0 if self.chosen else 1)
+
+    def _untried(self, times: _Times) -> int | None:
+        """The next depth to try, from 0 up: where one loses clearly, deeper ones would lose more."""
+        for d in self.depths:
+            if times.count.get(d, 0) < self.TRIES - 2:
+                return d
+            if self.tokens(d) * times.mean[0] < 0.9 * times.mean[d]:
+                return None
+        return None
 
     def _try(self, depth: int) -> None:
         self.chosen = self._trial = depth
@@ -129,8 +138,8 @@ class Adaptive:
 
     def best(self, seconds: dict[int, float]) -> int:
         """The depth to choose when steps take `seconds` by depth."""
-        speed = {d: self.tokens(d) / seconds[d] for d in self.depths}
-        found = max(self.depths, key=lambda d: speed[d])
+        speed = {d: self.tokens(d) / took for d, took in seconds.items()}
+        found = max(speed, key=lambda d: speed[d])
         return found if speed[found] > self.MARGIN * speed[0] else 0
 
     def tokens(self, depth: int) -> float:
