@@ -15,20 +15,21 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.ragged import LayerKV
-from quire.ops.triton.launch import Card, block, release, wait
+from quire.ops.triton.launch import Card, block, fetch, release, wait
 from quire.ops.triton.rows import tanh
 from quire.ops.triton.work import FIELDS, Planned, Tiling, spread
 
 
 @triton.jit
 def fold_blocks(
-    m, z, acc, q, position, begin, end, k, v, pages, group, length, scale, cap, window,
+    m, z, acc, q, position, begin, end, k, v, pages, group, length, bend, cap, slope, window,
     CAP: tl.constexpr, MASKED: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Blocks begin to end of a sequence into running maximum m, sum z and weighted sum acc of each row.
 
-    MASKED: some row may not see some of it. What is hidden from all is not read into v: a weight of 0 times NaN is NaN.
+    A score is the product, bent by a soft cap if there is one, times `slope`: from there on, powers of two. MASKED:
+    some row may not see some of it. What is hidden from all is not read into v: a weight of 0 times NaN is NaN.
     """
     i, d = tl.arange(0, COLUMNS), tl.arange(0, BLOCK_D)
     for b in tl.range(begin, end, num_stages=STAGES):
@@ -44,9 +45,9 @@ def fold_blocks(
             keys = tl.load(k + place)
         else:
             keys = tl.load(k + place, mask=d[None, :] < DIM, other=0.0)
-        x = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision=PRECISION) * scale
+        x = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision=PRECISION)
         if CAP:
-            x = tanh(x) * cap
+            x = tanh(x * bend) * cap
         if MASKED:
             seen = (at[None, :] <= position[:, None]) & (at[None, :] > position[:, None] - window)
             x = tl.where(seen, x, -1e30)
@@ -56,8 +57,8 @@ def fold_blocks(
             values = tl.load(v + place)
         else:
             values = tl.load(v + place, mask=d[None, :] < DIM, other=0.0)
-        top = tl.maximum(m, tl.max(x, 1))
-        weight = tl.exp2(x - top[:, None])
+        top = tl.maximum(m, tl.max(x, 1) * slope)
+        weight = tl.exp2(x * slope - top[:, None])
         fade = tl.exp2(m - top)
         z = z * fade + tl.sum(weight, 1)
         acc = tl.dot(weight.to(q.dtype), values.to(q.dtype), acc * fade[:, None], input_precision=PRECISION)
@@ -66,21 +67,41 @@ def fold_blocks(
 
 
 @triton.jit
-def attention_kernel(
-    q, k, v, table, pieces, count, arrived, out, parts, sums, scale, cap, window, columns,
-    CAP: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, PHASES: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, FIELDS: tl.constexpr, DEPENDENT: tl.constexpr,
+def ahead(
+    k, v, pages, b, group, GROUPS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """One piece, one K/V head. PHASES: blocks that all rows see go without a mask."""
+    """Have block b's keys and values brought into L2, a line of 64 numbers at a time."""
+    LINES: tl.constexpr = DIM // 64 if DIM % 64 == 0 else 1
+    at = b * COLUMNS + tl.arange(0, COLUMNS)
+    page = tl.load(pages + at // PAGE).to(tl.int64)
+    line = ((page * GROUPS + group) * PAGE + at % PAGE) * DIM
+    place = line[:, None] + 64 * tl.arange(0, LINES)[None, :]
+    fetch(k, place)
+    fetch(v, place)
+
+
+@triton.jit
+def attention_kernel(
+    q, k, v, table, pieces, count, arrived, out, parts, sums, bend, cap, slope, window, columns,
+    CAP: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, REAL: tl.constexpr,
+    PHASES: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    FIELDS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One piece, one K/V head. PHASES: blocks that all rows see go without a mask. REAL: rows there can be."""
     group, index = tl.program_id(0), tl.program_id(1)
     r, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    wait(DEPENDENT)
-    release(DEPENDENT)
     piece = pieces + index * FIELDS
     token, n, first, length = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 3)
     begin, end, span, split = tl.load(piece + 4), tl.load(piece + 5), tl.load(piece + 6), tl.load(piece + 7)
-    if index >= tl.load(count):
+    here = index < tl.load(count)
+    pages = table + span.to(tl.int64) * columns
+    if DEPENDENT:
+        if here:
+            ahead(k, v, pages, begin, group, GROUPS, DIM, PAGE, COLUMNS)
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    if not here:
         return
     query, head = (first + r) // SHARE, group * SHARE + (first + r) % SHARE
     position = length - n + query
@@ -88,63 +109,74 @@ def attention_kernel(
     place = row[:, None] * DIM + d[None, :]
     real = (query < n)[:, None] & (d < DIM)[None, :]
     queries = tl.load(q + place, mask=real, other=0.0)
-    pages = table + span.to(tl.int64) * columns
     m = tl.full([ROWS], -1e30, tl.float32)
     z = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     if PHASES:
         low, high = length - n + first // SHARE, length - n + tl.minimum((first + ROWS - 1) // SHARE, n - 1)
-        clear = tl.minimum(tl.maximum((tl.maximum(high - window + 1, 0) + COLUMNS - 1) // COLUMNS, begin), end)
+        clear = begin
+        if WINDOWED:
+            clear = tl.minimum(tl.maximum((tl.maximum(high - window + 1, 0) + COLUMNS - 1) // COLUMNS, begin), end)
+            m, z, acc = fold_blocks(
+                m, z, acc, queries, position, begin, clear, k, v, pages, group, length, bend, cap, slope, window,
+                CAP, True, GROUPS, DIM, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION)  # fmt: skip
         edge = tl.maximum(tl.minimum((low + 1) // COLUMNS, end), clear)
         m, z, acc = fold_blocks(
-            m, z, acc, queries, position, begin, clear, k, v, pages, group, length, scale, cap, window,
-            CAP, True, GROUPS, DIM, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION)  # fmt: skip
-        m, z, acc = fold_blocks(
-            m, z, acc, queries, position, clear, edge, k, v, pages, group, length, scale, cap, window,
+            m, z, acc, queries, position, clear, edge, k, v, pages, group, length, bend, cap, slope, window,
             CAP, False, GROUPS, DIM, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION)  # fmt: skip
         begin = edge
     m, z, acc = fold_blocks(
-        m, z, acc, queries, position, begin, end, k, v, pages, group, length, scale, cap, window,
+        m, z, acc, queries, position, begin, end, k, v, pages, group, length, bend, cap, slope, window,
         CAP, True, GROUPS, DIM, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION)  # fmt: skip
     acc = acc / tl.maximum(z, 1e-30)[:, None]
-    splits = split // 65536
-    if SPLIT:
-        if splits > 1:
-            line = (index * GROUPS + group) * ROWS + r
-            tl.store(parts + line[:, None].to(tl.int64) * DIM + d[None, :], acc, mask=real)
-            tl.store(sums + line, m + tl.log2(tl.maximum(z, 1e-30)))
-            tl.debug_barrier()
-            base = index - split % 65536
-            before = tl.atomic_add(arrived + base * GROUPS + group, 1, sem="acq_rel")
-            if before < splits - 1:
-                return
+    splits, base = split // 65536, index - split % 65536
+    if SPLIT and splits > 1:
+        line = (index * GROUPS + group) * ROWS + r
+        tl.store(parts + line[:, None].to(tl.int64) * DIM + d[None, :], acc, mask=real)
+        tl.store(sums + line, m + tl.log2(tl.maximum(z, 1e-30)))
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + base * GROUPS + group, 1, sem="acq_rel") == splits - 1:
             tl.store(arrived + base * GROUPS + group, 0)
-            acc = together(parts, sums, base, splits, group, real, GROUPS, DIM, ROWS, BLOCK_D)
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=real)
+            rows = tl.minimum(n * SHARE - first, ROWS)
+            together(parts, sums, out, base, splits, group, token * SHARE + first, rows,
+                     GROUPS, SHARE, DIM, ROWS, BLOCK_D, REAL)  # fmt: skip
+    else:
+        tl.store(out + place, acc.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit
 def together(
-    parts, sums, base, splits, group, real,
-    GROUPS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    parts, sums, out, base, splits, group, first, rows,
+    GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    REAL: tl.constexpr,
 ):  # fmt: skip
-    """What all pieces of a tile amount to, [ROWS, BLOCK_D]. They were written by other multiprocessors: not cached."""
-    r, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    m = tl.full([ROWS], -1e30, tl.float32)
-    z = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for s in tl.range(0, splits, num_stages=3):
-        line = ((base + s) * GROUPS + group) * ROWS + r
+    """Write what all pieces of a tile amount to. Many are read at once: latency is what it costs.
+
+    They were written by other multiprocessors, so this one's cache is passed by. REAL: a power of two that holds
+    `rows`; row i is number first + i of the step's (token, head of this group) pairs.
+    """
+    AT_ONCE: tl.constexpr = max(1, min(8, 4096 // (REAL * BLOCK_D)))
+    s, r, d = tl.arange(0, AT_ONCE), tl.arange(0, REAL), tl.arange(0, BLOCK_D)
+    m = tl.full([REAL], -1e30, tl.float32)
+    z = tl.zeros([REAL], tl.float32)
+    acc = tl.zeros([REAL, BLOCK_D], tl.float32)
+    for begin in range(0, splits, AT_ONCE):
+        line = ((base + begin + s) * GROUPS + group)[:, None] * ROWS + r[None, :]
+        held = (begin + s < splits)[:, None] & (r < rows)[None, :]
         part = tl.load(
-            parts + line[:, None].to(tl.int64) * DIM + d[None, :], mask=real, other=0.0, cache_modifier=".cg"
-        )
-        x = tl.load(sums + line, cache_modifier=".cg")
-        top = tl.maximum(m, x)
-        fade, weight = tl.exp2(m - top), tl.exp2(x - top)
-        acc = acc * fade[:, None] + part * weight[:, None]
-        z = z * fade + weight
+            parts + line[:, :, None].to(tl.int64) * DIM + d[None, None, :],
+            mask=held[:, :, None] & (d < DIM)[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        x = tl.load(sums + line, mask=held, other=-1e30, cache_modifier=".cg")
+        top = tl.maximum(m, tl.max(x, 0))
+        fade, weight = tl.exp2(m - top), tl.exp2(x - top[None, :])
+        acc = acc * fade[:, None] + tl.sum(part * weight[:, :, None], 0)
+        z = z * fade + tl.sum(weight, 0)
         m = top
-    return acc / z[:, None]
+    pair = first + r
+    row = (pair // SHARE).to(tl.int64) * (GROUPS * SHARE) + group * SHARE + pair % SHARE
+    inside = (r < rows)[:, None] & (d < DIM)[None, :]
+    tl.store(out + row[:, None] * DIM + d[None, :], (acc / z[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
 class Tile(NamedTuple):
@@ -167,33 +199,35 @@ def tiles(card: Card, share: int, dim: int, wide: int, most: int) -> list[tuple[
     narrow = 64 if dim * wide <= 256 else 32
     if most <= few:
         rows = max(16, block(most * share)) if most * share <= 64 else 64
-        return [(Tile(rows, narrow, 2 if rows < 64 and dim <= 128 else 4, 3, 16), 1, most)]
+        return [(Tile(rows, narrow, 4, 4, 4), 1, most)]
     short = max(1, 16 // share)
-    rows = 128 if dim <= 128 and wide <= 2 else 64
-    large = Tile(rows, narrow, 8 if rows == 128 else 4, 2 if card.capability < (9, 0) or dim > 128 else 3, 0)
-    return [(Tile(16, narrow, 2 if dim <= 128 else 4, 3, 16), 1, short), (large, short + 1, most)]
+    large = Tile(64, narrow, 4, 2 if card.capability < (9, 0) or dim > 128 else 3, 0)
+    return [(Tile(16, narrow, 4, 4, 4), 1, short), (large, short + 1, most)]
 
 
 def attention(q: Tensor, kv: LayerKV, batch: Planned, scale: float, window: int, soft_cap: float, card: Card) -> Tensor:
-    """See `Ops.attention`. Rows of no span's are left unwritten."""
+    """See `Ops.attention`. Rows of no span's are left unwritten.
+
+    The list of pieces is read before the wait, so the kernel right behind the one that makes it is launched plainly.
+    """
     _, heads, dim = q.shape
     _, groups, page, _ = kv.k.shape
     share = heads // groups
     out = torch.empty_like(q)
     log2e = 1.4426950408889634
-    inner, outer = (scale / soft_cap, soft_cap * log2e) if soft_cap else (scale * log2e, 0.0)
+    bend, slope = (scale / soft_cap, log2e) if soft_cap else (0.0, scale * log2e)
     for tile, least, most in tiles(card, share, dim, kv.k.element_size(), batch.max_query):
         room = spread(card, groups, tile.a_card)
-        tiling = Tiling(share, tile.rows, tile.columns, least, most, room, window)
-        work = batch.work(tiling, groups)
+        work, fresh = batch.work(Tiling(share, tile.rows, tile.columns, least, most, room, window), groups)
         bound = len(work.pieces)
         parts = q.new_empty(bound * groups * tile.rows * dim if room else 1, dtype=torch.float32)
         sums = q.new_empty(bound * groups * tile.rows if room else 1, dtype=torch.float32)
         attention_kernel[(groups, bound)](
             *(q, kv.k, kv.v, batch.page_table, *work, out, parts, sums),
-            *(inner, outer, min(window, 1 << 30), batch.page_table.stride(0)),
+            *(bend, soft_cap, slope, window, batch.page_table.stride(0)),
             CAP=soft_cap > 0, GROUPS=groups, SHARE=share, DIM=dim, PAGE=page, ROWS=tile.rows, COLUMNS=tile.columns,
-            BLOCK_D=block(dim), SPLIT=room > 0, PHASES=tile.rows >= 64, STAGES=tile.stages, PRECISION=card.precision,
-            FIELDS=FIELDS, DEPENDENT=card.dependent, num_warps=tile.warps, **card.options,
+            BLOCK_D=block(dim), SPLIT=room > 0, REAL=min(tile.rows, block(most * share)), PHASES=tile.rows >= 64,
+            WINDOWED=window < batch.max_kv, STAGES=tile.stages, PRECISION=card.precision, FIELDS=FIELDS,
+            DEPENDENT=card.dependent, num_warps=tile.warps, **({} if fresh else card.options),
         )  # fmt: skip
     return out

@@ -1,8 +1,9 @@
 """What a kernel's launch depends on: the card, and whether kernels may begin before the one ahead has ended.
 
 With programmatic dependent launch a kernel is set up while the one before it still runs, and waits by itself. Two
-rules keep that sound, and every kernel here follows them: `wait` comes before anything that another kernel of the step
-wrote is read or that one may still read is written; `release`, which lets the next one start, comes after `wait`.
+rules keep that sound, and every kernel here follows them. `wait` comes before anything that the kernel ahead wrote is
+read, and before anything is written. `release`, which lets the next one start, comes after `wait`; so whatever stands
+two kernels ahead has ended when a kernel starts, and its results may be read at once.
 """
 
 from __future__ import annotations
@@ -56,6 +57,15 @@ def release(DEPENDENT: tl.constexpr):
     """Let the next kernel be set up."""
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def fetch(start, offsets):
+    """Ask for the lines at start + offsets to be brought into L2. Only compiled for a card: the interpreter cannot."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(start + offsets).to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 def block(n: int, least: int = 1) -> int:

@@ -126,13 +126,14 @@ class Planned(RaggedBatch):
             max_kv=batch.max_kv,
         )
 
-    def work(self, tiling: Tiling, groups: int) -> Work:
+    def work(self, tiling: Tiling, groups: int) -> tuple[Work, bool]:
+        """The list for a tiling, and whether it has only now been made."""
         if tiling.window >= self.max_kv:
             tiling = tiling._replace(window=MANY)
-        found = self.lists.get((tiling, groups))
-        if found is None:
-            found = self.lists[tiling, groups] = listed(self, tiling, groups)
-        return found
+        fresh = (tiling, groups) not in self.lists
+        if fresh:
+            self.lists[tiling, groups] = listed(self, tiling, groups)
+        return self.lists[tiling, groups], fresh
 
 
 def listed(batch: RaggedBatch, tiling: Tiling, groups: int) -> Work:
