@@ -51,15 +51,15 @@ def stage_kernel(
         tl.store(positions + at, tl.where(fed, tl.minimum(place, longest - 1), 0).to(tl.int64), mask=inside)
         tl.store(slots + at, tl.where(fed, page * page_size + place % page_size, 0), mask=inside)
     else:
-        span = program - token_programs
-        n = tl.load(query_start + span + 1) - tl.load(query_start + span)
-        row = tl.load(span_row + span).to(tl.int64)
-        reach = tl.where(n > 0, tl.load(length + row) + n, 0)
-        tl.store(kv_len + span, reach)
+        mine = program - token_programs
+        n = tl.load(query_start + mine + 1) - tl.load(query_start + mine)
+        own = tl.load(span_row + mine).to(tl.int64)
+        reach = tl.where(n > 0, tl.load(length + own) + n, 0)
+        tl.store(kv_len + mine, reach)
         for begin in range(0, tl.cdiv(reach, page_size), PAGES):
             p = begin + tl.arange(0, PAGES)
-            held = tl.load(table + row * pages + p, mask=p < pages, other=0)
-            tl.store(page_table + span.to(tl.int64) * pages + p, held, mask=p < pages)
+            held = tl.load(table + own * pages + p, mask=p < pages, other=0)
+            tl.store(page_table + mine.to(tl.int64) * pages + p, held, mask=p < pages)
 
 
 class Rows(NamedTuple):

@@ -1,0 +1,180 @@
+"""`quire bench gpu`: workloads of real size on this GPU, random weights, beside the recorded peer and the ceiling."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from quire.bench.shapes import SHAPES, write
+from quire.bench.watch import Watch, revision
+from quire.bench.workloads import WORKLOADS, Workload, floor, prompts
+from quire.errors import InvalidModel
+from quire.llm import LLM
+from quire.models.registry import parameters, read_spec
+from quire.values import SamplingParams
+
+Row = dict[str, Any]
+
+
+@click.command("gpu")
+@click.argument("names", nargs=-1, type=click.Choice(list(WORKLOADS)))
+@click.option("--repeat", default=3, show_default=True, help="Runs of each; bursts show the best, others the median.")
+@click.option("--eager", is_flag=True, help="Without CUDA graphs.")
+@click.option("--max-num-batched-tokens", default=0, help="Tokens a step; 0: the default.")
+@click.option("--json", "path", type=click.Path(path_type=Path), help="Also store figures and traces there.")
+def command(names: tuple[str, ...], repeat: int, eager: bool, max_num_batched_tokens: int, path: Path | None) -> None:
+    """Run workloads offline, through the library's door, and say how fast they were."""
+    found: list[Row] = []
+    options = {"enforce_eager": eager} | (
+        {"max_num_batched_tokens": max_num_batched_tokens} if max_num_batched_tokens else {}
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for model, group in grouped(names or tuple(WORKLOADS)):
+            for row in measured(Path(folder), model, group, repeat, options):
+                found.append(row)
+                click.echo(json.dumps({k: v for k, v in row.items() if k != "trace"}))
+                if path is not None:
+                    path.write_text(json.dumps({"environment": environment(), "options": options, "rows": found}))
+    show(found)
+
+
+def grouped(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Workloads by model, so that each is loaded once."""
+    models = dict.fromkeys(WORKLOADS[name].model for name in names)
+    for model in models:
+        yield model, [name for name in names if WORKLOADS[name].model == model]
+
+
+def measured(folder: Path, model: str, names: Sequence[str], repeat: int, options: Mapping[str, Any]) -> Iterator[Row]:
+    began = time.perf_counter()
+    place = write(folder, model)
+    try:
+        spec = read_spec(dict(SHAPES[model]))
+    except InvalidModel as error:
+        yield {"workload": names[0], "batch": "", "error": str(error)}
+        return
+    context = WORKLOADS[names[0]].context
+    written = time.perf_counter()
+    with LLM(str(place), load_format="dummy", max_model_len=context, max_num_seqs=256, **options) as llm:
+        ready = time.perf_counter() - written
+        yield {"workload": f"start {model}", "batch": "", "seconds": ready, "shape_written_s": written - began}
+        answer(llm, *prompts(8, (32, 64), (8, 8), seed=99))
+        count = parameters(spec)
+        for name in names:
+            for batch, row in timed(llm, WORKLOADS[name], repeat):
+                lengths = row.pop("lengths")
+                least = floor(
+                    spec, count, lengths, seats=256, shared=WORKLOADS[name].shared, prompts="ms_a_token" not in row
+                )
+                yield judged({"workload": name, "batch": batch, **row}, lengths, least)
+
+
+def timed(llm: LLM, work: Workload, repeat: int) -> Iterator[tuple[str, Row]]:
+    if not work.batches:
+        with Watch() as watch:
+            runs = []
+            for seed in range(repeat):
+                ids, new = prompts(work.count, work.prompt, work.new, shared=work.shared, seed=seed)
+                runs.append((answer(llm, ids, new), [len(i) for i in ids], new))
+        seconds, fed, new = min(runs)
+        yield (
+            "",
+            {
+                "seconds": seconds,
+                "runs": [run[0] for run in runs],
+                "lengths": list(zip(fed, new, strict=True)),
+                "trace": watch.samples,
+            },
+        )
+        return
+    for batch in work.batches:
+        with Watch() as watch:
+            tokens, firsts = [], []
+            for turn in range(repeat):
+                ids, _ = prompts(batch, work.prompt, (1, 1), seed=100 + turn + batch)
+                firsts.append(answer(llm, ids, [1] * batch))
+                ids, new = prompts(batch, work.prompt, work.new, seed=200 + turn + batch)
+                tokens.append((answer(llm, ids, new) - firsts[-1]) / (new[0] - 1))
+        yield (
+            str(batch),
+            {
+                "ms_a_token": 1e3 * statistics.median(tokens),
+                "first_ms": 1e3 * statistics.median(firsts),
+                "runs": tokens,
+                "lengths": [(work.prompt[0], work.new[0])] * batch,
+                "trace": watch.samples,
+            },
+        )
+
+
+def answer(llm: LLM, ids: list[list[int]], new: Sequence[int]) -> float:
+    """Seconds for all of them."""
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in new]
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    done = llm.generate(ids, params, use_tqdm=False)
+    seconds = time.perf_counter() - began
+    made = sum(len(each.outputs[0].token_ids) for each in done)
+    if made != sum(new):
+        raise click.ClickException(f"{made} tokens came of {sum(new)} asked for")
+    return seconds
+
+
+def judged(row: Row, lengths: Sequence[tuple[int, int]], least: float) -> Row:
+    """With the peer's figure, the target and the ceiling: tokens a second for bursts, else milliseconds a token."""
+    recorded = peer()
+    name, batch = row["workload"], row["batch"]
+    if "ms_a_token" in row:
+        row["ours"], row["ceiling"] = row["ms_a_token"], 1e3 * least / (lengths[0][1] - 1)
+    else:
+        count = sum(new if max(n for _, n in lengths) > 1 else prompt for prompt, new in lengths)
+        row["ours"], row["ceiling"] = count / row["seconds"], count / least
+    for what in ("offline", "target"):
+        row["peer" if what == "offline" else what] = recorded[what].get(name, {}).get(batch)
+    return row
+
+
+def peer() -> dict[str, Any]:
+    """What the peer was measured at on the same card."""
+    found: dict[str, Any] = json.loads(files("quire.bench").joinpath("data/peer-h200.json").read_text())
+    return found
+
+
+def environment() -> dict[str, Any]:
+    asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    card = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "card": card,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "revision": revision(),
+    }
+
+
+def show(found: Sequence[Row]) -> None:
+    table = Table(title="offline, random weights", title_justify="left")
+    for column in ("workload", "batch", "ours", "peer", "ratio", "target", "ceiling"):
+        table.add_column(column, justify="left" if column == "workload" else "right")
+    for row in found:
+        if "ours" not in row:
+            table.add_row(row["workload"], "", row.get("error") or f"{row['seconds']:.1f} s")
+            continue
+        ours, theirs = row["ours"], row["peer"]
+        faster = "" if not theirs else f"{theirs / ours if 'ms_a_token' in row else ours / theirs:.2f}"
+        figures = (f"{x:,.3f}" if "ms_a_token" in row else f"{x:,.0f}" for x in (row["target"] or 0, row["ceiling"]))
+        table.add_row(row["workload"], row["batch"], f"{ours:,.3f}", f"{theirs or ''}", faster, *figures)
+    Console().print(table)

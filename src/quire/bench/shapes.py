@@ -1,0 +1,142 @@
+"""Public model shapes, written to a folder with a tokenizer of made-up words: for random weights of real size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import Metaspace as Decoder
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Metaspace
+
+from quire.errors import InvalidConfig, nearest
+
+
+def decoder(
+    hidden: int, layers: int, heads: tuple[int, int, int], width: int, vocab: int, **more: Any
+) -> dict[str, Any]:
+    """config.json fields of a gated decoder. heads: of queries, of keys and values, numbers each."""
+    queries, pairs, dim = heads
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": queries,
+        "num_key_value_heads": pairs,
+        "head_dim": dim,
+        "intermediate_size": width,
+        "vocab_size": vocab,
+        "torch_dtype": "bfloat16",
+        **more,
+    }
+
+
+def llama(*shape: Any, tied: bool, stretch: float) -> dict[str, Any]:
+    return decoder(
+        *shape,
+        architectures=["LlamaForCausalLM"],
+        model_type="llama",
+        hidden_act="silu",
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": stretch,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        max_position_embeddings=131072,
+        tie_word_embeddings=tied,
+        bos_token_id=128000,
+        eos_token_id=128001,
+    )
+
+
+def qwen(generation: int, *shape: Any, tied: bool) -> dict[str, Any]:
+    return decoder(
+        *shape,
+        architectures=[f"Qwen{generation}ForCausalLM"],
+        model_type=f"qwen{generation}",
+        hidden_act="silu",
+        rms_norm_eps=1e-6,
+        rope_theta=1000000.0,
+        max_position_embeddings=32768,
+        tie_word_embeddings=tied,
+        bos_token_id=151643,
+        eos_token_id=151645,
+    )
+
+
+SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "qwen3-0.6b": qwen(3, 1024, 28, (16, 8, 128), 3072, 151936, tied=True),
+        "qwen3-4b": qwen(3, 2560, 36, (32, 8, 128), 9728, 151936, tied=True),
+        "qwen3-8b": qwen(3, 4096, 36, (32, 8, 128), 12288, 151936, tied=False),
+        "qwen2.5-7b": qwen(2, 3584, 28, (28, 4, 128), 18944, 152064, tied=False),
+        "llama-3.2-1b": llama(2048, 16, (32, 8, 64), 8192, 128256, tied=True, stretch=32.0),
+        "llama-3.2-3b": llama(3072, 28, (24, 8, 128), 8192, 128256, tied=True, stretch=32.0),
+        "llama-3.1-8b": llama(4096, 32, (32, 8, 128), 14336, 128256, tied=False, stretch=8.0),
+        "gpt2": {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "n_embd": 768,
+            "n_layer": 12,
+            "n_head": 12,
+            "n_positions": 1024,
+            "vocab_size": 50257,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "bos_token_id": 50256,
+            "eos_token_id": 50256,
+            "torch_dtype": "bfloat16",
+        },
+        "gemma3-1b": decoder(
+            1152,
+            26,
+            (4, 1, 256),
+            6912,
+            262144,
+            architectures=["Gemma3ForCausalLM"],
+            model_type="gemma3_text",
+            hidden_activation="gelu_pytorch_tanh",
+            rms_norm_eps=1e-6,
+            rope_theta=1000000,
+            rope_local_base_freq=10000,
+            sliding_window=512,
+            sliding_window_pattern=6,
+            query_pre_attn_scalar=256,
+            max_position_embeddings=32768,
+            bos_token_id=2,
+            eos_token_id=1,
+        ),
+    }
+)
+
+
+def write(folder: Path, name: str) -> Path:
+    """A model folder without weights: for `load_format="dummy"`. Raises InvalidConfig for an unknown shape."""
+    if name not in SHAPES:
+        raise InvalidConfig(f"there is no shape {name!r} (known: {', '.join(SHAPES)}).{nearest(name, SHAPES)}")
+    fields, place = SHAPES[name], folder / name
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "config.json").write_text(json.dumps(dict(fields)))
+    (place / "generation_config.json").write_text(json.dumps({"do_sample": False}))
+    words(int(fields["vocab_size"])).save(str(place / "tokenizer.json"))
+    return place
+
+
+def words(count: int) -> Tokenizer:
+    """`count` tokens, each a word of five letters: id i is i in letters, least significant first."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+
+    def word(i: int) -> str:
+        return "▁" + "".join(letters[i // 26**place % 26] for place in range(5))
+
+    made = Tokenizer(WordLevel({word(i): i for i in range(count)}, unk_token=word(0)))
+    made.pre_tokenizer = Metaspace()
+    made.decoder = Decoder()
+    return made

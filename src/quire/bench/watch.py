@@ -1,0 +1,62 @@
+"""What the GPU did meanwhile, and which code it was."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+
+class Watch:
+    """Polls nvidia-smi in the background. samples: (seconds since the start, utilisation in %, memory used in MiB)."""
+
+    def __init__(self, every: float = 0.25) -> None:
+        self.every = every
+        self.samples: list[tuple[float, int, int]] = []
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+
+    def __enter__(self) -> Watch:
+        asked = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
+        try:
+            self._process = subprocess.Popen(
+                [*asked, "-lms", str(int(1e3 * self.every))],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        except FileNotFoundError:
+            return self
+        self._reader = threading.Thread(target=self._read, args=(self._process, time.monotonic()), daemon=True)
+        self._reader.start()
+        return self
+
+    def _read(self, process: subprocess.Popen[str], began: float) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            parts = line.split(",")
+            if len(parts) == 2 and all(part.strip().isdigit() for part in parts):
+                self.samples.append((round(time.monotonic() - began, 2), int(parts[0]), int(parts[1])))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is None or self._reader is None:
+            return
+        self._process.terminate()
+        self._process.wait()
+        self._reader.join()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+def revision() -> str:
+    """The commit of the tree this code lies in, "unknown" where it lies in none."""
+    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"

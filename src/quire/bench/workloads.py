@@ -1,0 +1,81 @@
+"""What the GPU benchmarks ask for: token ids, the same for every engine and run, and the least time that it takes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from quire.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """batches empty: `count` requests at once, timed as a whole. Else, for each batch, the time of a token after the
+    first. Lengths in tokens, from and to; shared: a prefix that all prompts begin with."""
+
+    model: str
+    count: int = 0
+    batches: tuple[int, ...] = ()
+    prompt: tuple[int, int]
+    new: tuple[int, int]
+    shared: int = 0
+    context: int = 4096
+
+
+WORKLOADS: Mapping[str, Workload] = MappingProxyType(
+    {
+        "burst-0.6b": Workload(model="qwen3-0.6b", count=256, prompt=(100, 1024), new=(100, 1024)),
+        "burst-3b": Workload(model="llama-3.2-3b", count=256, prompt=(100, 1024), new=(100, 512)),
+        "prefix-3b": Workload(model="llama-3.2-3b", count=256, prompt=(16, 128), new=(64, 128), shared=1024),
+        "burst-gpt2": Workload(model="gpt2", count=512, prompt=(16, 128), new=(128, 256), context=1024),
+        "prefill-8b": Workload(model="llama-3.1-8b", count=64, prompt=(2048, 2048), new=(1, 1)),
+        "latency-1b": Workload(model="llama-3.2-1b", batches=(1, 8), prompt=(128, 128), new=(256, 256)),
+        "tpot-8b": Workload(model="llama-3.1-8b", batches=(1, 8, 64, 256), prompt=(512, 512), new=(128, 128)),
+        "tpot-gemma3-1b": Workload(model="gemma3-1b", batches=(1, 64), prompt=(512, 512), new=(128, 128)),
+    }
+)
+
+
+def prompts(
+    count: int, prompt: tuple[int, int], new: tuple[int, int], *, shared: int = 0, seed: int = 0
+) -> tuple[list[list[int]], list[int]]:
+    """Prompts of random tokens, and how many new ones each is to get."""
+    rng = random.Random(seed)
+    head = [rng.randrange(1000, 50000) for _ in range(shared)]
+    made = [head + [rng.randrange(1000, 50000) for _ in range(rng.randint(*prompt))] for _ in range(count)]
+    return made, [rng.randint(*new) for _ in range(count)]
+
+
+BANDWIDTH = 4.3e12
+"""Bytes a second that an H200 reads, measured as a copy."""
+
+MATRIX = 790e12
+"""bf16 operations a second, measured on a matrix product."""
+
+
+def floor(
+    spec: ModelSpec,
+    parameters: int,
+    lengths: Sequence[tuple[int, int]],
+    *,
+    seats: int,
+    shared: int = 0,
+    prompts: bool = True,
+    itemsize: int = 2,
+) -> float:
+    """Seconds that no engine can go below: for prompts, operations; for new tokens, weights once a step, K/V of all
+    that came before once a token.
+
+    parameters: of the checkpoint, a tied head counted once. lengths: (prompt, new) of each request. seats: sequences
+    at once. shared: prompt tokens computed once for all. prompts: count the time of prompts.
+    """
+    embedding = 0 if spec.tie else spec.vocab * spec.hidden
+    body = parameters - spec.vocab * spec.hidden - embedding
+    fed = sum(prompt - shared for prompt, _ in lengths) + shared
+    pairs = sum(prompt**2 - shared**2 for prompt, _ in lengths) / 2
+    work = 2 * body * fed + 4 * spec.layers * spec.heads * spec.head_dim * pairs
+    steps = max(*(new - 1 for _, new in lengths), sum(new - 1 for _, new in lengths) / seats)
+    read = sum((new - 1) * (prompt + new / 2) for prompt, new in lengths) * spec.kv_bytes(itemsize)
+    return prompts * work / MATRIX + (steps * (parameters - embedding) * itemsize + read) / BANDWIDTH

@@ -1,0 +1,159 @@
+"""On a GPU: tiny checkpoints of every family answer as the CPU path does, captured or not, whatever happens."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.core.kv import KV, prefix_index
+from quire.core.policy import ADMISSIONS, SHELVES
+from quire.core.scheduler import Scheduler
+from quire.engine.engine import Engine
+from quire.executors.cuda import CudaExecutor
+from quire.executors.local import LocalExecutor
+from quire.runner.graphs import CudaQueue
+from quire.values import MANY, Request, SamplingParams
+from quire.weights.load import load_model
+from tests import checkpoints
+
+triton_ops = pytest.importorskip("quire.ops.triton.ops")
+kernels = pytest.importorskip("quire.runner.kernels")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+PAGES, ROWS, LENGTH = 480, 32, 160
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLING = (
+    GREEDY,
+    SamplingParams(temperature=0.9, top_p=0.8),
+    SamplingParams(temperature=1.1, top_k=12),
+    SamplingParams(temperature=0.7, min_p=0.1, repetition_penalty=1.2),
+    SamplingParams(temperature=0.0, presence_penalty=1.1, frequency_penalty=0.6),
+    SamplingParams(temperature=0.0, logit_bias={5: 4.0}, min_tokens=3),
+    SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=1),
+    SamplingParams(temperature=1.0, allowed_token_ids=tuple(range(3, 90))),
+)
+
+
+def workload(vocab: int, new: int, sampling: Sequence[SamplingParams]) -> list[Request]:
+    """Shared prefixes and duplicates, so that pages are shared."""
+    rng = random.Random(5)
+    draw = lambda n: tuple(rng.randrange(vocab) for _ in range(n))  # noqa: E731
+    shared = draw(40)
+    prompts = [(shared if i % 3 == 0 else ()) + draw(rng.randrange(2, 60)) for i in range(15)]
+    return [
+        Request(id=str(i), prompt=p, max_new=new, sampling=sampling[i % len(sampling)], seed=rng.getrandbits(40))
+        for i, p in enumerate([*prompts, prompts[0]])
+    ]
+
+
+class Subject:
+    """One checkpoint on the CPU, whose answers count, and on the GPU."""
+
+    def __init__(self, folder: Path, shape: str) -> None:
+        checkpoints.make(folder, shape)
+        device = torch.device("cuda")
+        self.cpu = load_model(folder, dtype="float32")
+        self.gpu = load_model(folder, dtype="float32", device=device, ops=triton_ops.TritonOps(device))
+        self.houses: dict[tuple[int, bool], CudaExecutor] = {}
+
+    def executor(self, page_size: int, *, eager: bool) -> CudaExecutor:
+        """Kept, so that what it captured is used again; empty."""
+        if (page_size, eager) not in self.houses:
+            device = torch.device("cuda")
+            self.houses[page_size, eager] = CudaExecutor(
+                self.gpu,
+                pages=PAGES,
+                page_size=page_size,
+                rows=ROWS,
+                max_model_len=LENGTH,
+                tokens=ROWS * LENGTH,
+                dtype=torch.float32,
+                device=device,
+                steps=kernels.TritonSteps(device),
+                queue=CudaQueue(device, 0 if eager else 256),
+                depth=2,
+            )
+        found = self.houses[page_size, eager]
+        found.reset()
+        return found
+
+    def local(self, requests: Sequence[Request]) -> dict[str, tuple[int, ...]]:
+        executor = LocalExecutor(
+            self.cpu, pages=400, page_size=16, rows=ROWS, max_model_len=LENGTH, dtype=torch.float32
+        )
+        return ask(Engine(Scheduler(KV(400, 16, prefix_index(16, True)), rows=ROWS), executor), requests)
+
+
+def ask(engine: Engine, requests: Sequence[Request]) -> dict[str, tuple[int, ...]]:
+    for request in requests:
+        engine.add(request)
+    while engine.has_pending_work:
+        engine.step()
+    return {done.id: done.tokens for done in engine.completed_requests}
+
+
+@cache
+def subject(shape: str, base: Path) -> Subject:
+    return Subject(base / shape, shape)
+
+
+@pytest.mark.parametrize("shape", list(checkpoints.SHAPES))
+def test_every_family_answers_as_on_the_cpu(shape: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    it = subject(shape, tmp_path_factory.getbasetemp())
+    requests = workload(checkpoints.VOCAB, 24, (GREEDY,))
+    kv = KV(PAGES, 16, prefix_index(16, True))
+    engine = Engine(Scheduler(kv, rows=ROWS, budget=96), it.executor(16, eager=False), depth=1)
+    assert ask(engine, requests) == it.local(requests)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_every_sampling_setting_answers_as_on_the_cpu(eager: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
+    it = subject("qwen3-gqa", tmp_path_factory.getbasetemp())
+    requests = workload(checkpoints.VOCAB, 20, SAMPLING)
+    kv = KV(PAGES, 16, prefix_index(16, True))
+    engine = Engine(Scheduler(kv, rows=ROWS, budget=96), it.executor(16, eager=eager), depth=1)
+    assert ask(engine, requests) == it.local(requests)
+
+
+AXES: dict[str, Sequence[Any]] = {
+    "depth": (0, 1, 2),
+    "page_size": (1, 4, 16, 64),
+    "tight": (1, 2, 16),
+    "reuse": (False, True),
+    "shelf": ("lru", "fifo"),
+    "cap": (1, 4, MANY),
+    "feed": ((MANY, MANY), (16, 5), (64, 7), (9, MANY)),
+    "admit": ("continuous", "static"),
+    "eager": (False, False, True),
+}
+
+
+@pytest.mark.parametrize("share", range(8))
+def test_a_slice_of_the_lattice_on_the_gpu(share: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """26 combinations a share, 208 in all."""
+    it = subject("qwen3-gqa", tmp_path_factory.getbasetemp())
+    requests = workload(checkpoints.VOCAB, 6, SAMPLING[:5])
+    want = it.local(requests)
+    longest = max(len(r.prompt) for r in requests) + 6
+    combos = list(itertools.product(*AXES.values()))
+    for values in random.Random(share).sample(combos, 26):
+        c = dict(zip(AXES, values, strict=True))
+        size, (budget, chunk) = c["page_size"], c["feed"]
+        pages = min(PAGES, -(-longest // size) * c["tight"])
+        kv = KV(pages, size, prefix_index(size, c["reuse"]), SHELVES[c["shelf"]]())
+        scheduler = Scheduler(kv, rows=ROWS, cap=c["cap"], budget=budget, chunk=chunk, admit=ADMISSIONS[c["admit"]])
+        which = random.Random(str(c)).sample(range(16), 6)
+        engine = Engine(scheduler, it.executor(size, eager=c["eager"]), depth=c["depth"])
+        answers = ask(engine, [requests[i] for i in which])
+        assert answers == {str(i): want[str(i)] for i in which}, c
