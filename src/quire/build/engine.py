@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from quire.build.progress import loading
+from quire.build.speculate import build_drafter, build_speculation, draft_layers, load_draft
 from quire.config import Settings
 from quire.core.kv import KV, prefix_index
 from quire.core.policy import ADMISSIONS, ORDERS, SHELVES
 from quire.core.scheduler import Scheduler
-from quire.core.speculate import Fixed
 from quire.engine.engine import Engine
 from quire.engine.events import Observer
 from quire.engine.executor import Description, Executor
@@ -74,7 +74,7 @@ def build_scheduler(settings: Settings, about: Description, limits: Limits) -> S
         chunk=limits.chunk,
         admit=ADMISSIONS[settings.scheduler.batching],
         order=ORDERS[settings.scheduler.scheduling_policy],
-        speculation=Fixed(about.drafts),
+        speculation=build_speculation(settings, about.drafts),
     )
 
 
@@ -156,9 +156,9 @@ def _executor(settings: Settings, model: Model, limits: Limits, device: torch.de
 
 
 def _local(settings: Settings, model: Model, limits: Limits) -> Executor:
-    cache = settings.cache
+    cache, draft = settings.cache, load_draft(settings, model)
     pages = cache.num_gpu_blocks_override or plan_pages(
-        layer_shapes(model.spec.kv_shapes, model.dtype),
+        layer_shapes(model.spec.kv_shapes, model.dtype) + draft_layers(draft),
         page_size=limits.page_size,
         rows=limits.cap,
         max_model_len=limits.max_model_len,
@@ -171,5 +171,6 @@ def _local(settings: Settings, model: Model, limits: Limits) -> Executor:
         rows=limits.rows,
         max_model_len=limits.max_model_len,
         dtype=model.dtype,
+        drafter=build_drafter(settings, draft, pages=pages, page_size=limits.page_size, rows=limits.rows),
         depth=limits.depth,
     )

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from quire.config.option import Option, option, options
+from quire.config.speculative import parse
 from quire.config.unknown import refuse
 from quire.errors import InvalidConfig
 from quire.values import MANY
@@ -108,6 +109,12 @@ class SchedulerConfig:
     )
     lookahead: int | None = option(
         None, "Steps launched ahead of results; auto: 0 on a CPU, 1 on a GPU.", low=0, high=8
+    )
+    speculative_config: str | None = option(
+        None,
+        'Draft tokens ahead and verify them, answers unchanged: a JSON object, such as {"method": "ngram"} or '
+        '{"method": "draft_model", "num_speculative_tokens": 4}. Unset: no speculation.',
+        unset="none",
     )
     max_num_queued_reqs: int = option(
         2048, "Requests that may wait; one more is refused with 429 and a Retry-After.", low=1, high=MANY
@@ -220,6 +227,7 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
 def _check_together(settings: Settings) -> None:
     """What must hold between options that were both set; what is auto, the composition root makes fit."""
     model, cache, scheduler = settings.model, settings.cache, settings.scheduler
+    parse(scheduler.speculative_config)
     budget, rows, longest = scheduler.max_num_batched_tokens, scheduler.max_num_seqs, model.max_model_len
     if budget and rows and budget < rows:
         raise InvalidConfig(

@@ -10,7 +10,7 @@ from quire.errors import InvalidConfig, nearest
 
 _ONE_DEVICE = "a server runs its model on one device; start one server for each device"
 _NO_LORA = "adapters are not applied at run time; merge the adapter into the weights"
-_NO_SPECULATION = "there is no speculative decoding yet; greedy and seeded answers do not depend on it"
+_SPECULATION = 'say it in one JSON object: --speculative-config \'{"method": "ngram"}\''
 _NO_QUANTISATION = "weights are used in --dtype; quantised checkpoints cannot be read yet"
 _NO_OFFLOAD = "weights and KV stay on the device; see --max-model-len, --max-num-seqs and --kv-cache-memory-bytes"
 _NO_TLS = "put a proxy that speaks TLS in front, with --root-path"
@@ -63,10 +63,9 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
         "max_cudagraph_capture_size": _NO_COMPILE,
         "attention_backend": "it follows from --device",
         "performance_mode": "see --max-num-seqs and --max-num-batched-tokens",
-        "speculative_config": _NO_SPECULATION,
-        "spec_method": _NO_SPECULATION,
-        "spec_model": _NO_SPECULATION,
-        "spec_tokens": _NO_SPECULATION,
+        "spec_method": _SPECULATION,
+        "spec_model": _SPECULATION,
+        "spec_tokens": _SPECULATION,
         "structured_outputs_config": "the grammar back end is not a choice; ask for structure in the request",
         "reasoning_parser": _NO_PARSER,
         "enable_auto_tool_choice": _NO_PARSER,

@@ -118,6 +118,8 @@ class Rows:
         self.length = np.zeros(count, dtype=np.intp)
         self.prompt = np.zeros(count, dtype=np.intp)
         self.guessed = np.zeros(count, dtype=np.intp)
+        self.fresh = np.ones(count, dtype=np.bool_)
+        """Opened since a drafter last looked."""
         self.traits = Traits(count)
         self.shape = Shape.of(())
         self.epoch = 0
@@ -156,6 +158,7 @@ class Rows:
         self.known[row], self.length[row], self.prompt[row] = size, one.start, one.prompt
         self.pages[row, : self.held[row]] = 0
         self.held[row] = self.guessed[row] = 0
+        self.fresh[row] = True
         self.traits.open(one)
 
     def check(self, shape: Shape) -> None:

@@ -88,6 +88,10 @@ class Sampler:
             logprobs = dict(zip(scored.tolist(), score(raw, tokens[scored], wanted), strict=True))
         return Sampled(tokens, bad, errors, logprobs)
 
+    def forget(self) -> None:
+        """The next batch is of other rows, whatever their epoch says."""
+        self._recipe = None
+
     def _random(self, x: Floats, rows: Rows, shape: Shape, recipe: Recipe) -> Ids:
         hot, cut = recipe.hot, recipe.cut
         drawn = x if len(hot) == len(x) else x[hot]

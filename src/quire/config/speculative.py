@@ -1,0 +1,62 @@
+"""`--speculative-config`: one JSON object, as vLLM's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+
+from quire.errors import InvalidConfig, nearest
+
+METHODS = ("ngram", "draft_model")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """How to draft. model: folder or hub id of the draft; for the embedded model its own draft is the default.
+
+    num_speculative_tokens: the most drafted a step; how many are is measured (0 where drafting does not pay), unless
+    adaptive is false. prompt_lookup_max, prompt_lookup_min: lengths of suffixes that ngram looks for.
+    """
+
+    method: str
+    model: str | None = None
+    num_speculative_tokens: int = 4
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
+    adaptive: bool = True
+
+
+def parse(text: str | None) -> SpeculativeConfig | None:
+    """None for None. Raises InvalidConfig naming the key that cannot be."""
+    if text is None:
+        return None
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise _wrong(f"is not JSON ({error})") from error
+    if not isinstance(given, dict):
+        raise _wrong('must be an object, such as {"method": "ngram", "num_speculative_tokens": 4}')
+    known = {field.name for field in fields(SpeculativeConfig)}
+    for key in given:
+        if key not in known:
+            raise _wrong(f"has an unknown key {key!r}.{nearest(key, known)} Known: {', '.join(sorted(known))}")
+    if "method" not in given and "model" in given:
+        given["method"] = "draft_model"
+    if given.get("method") not in METHODS:
+        raise _wrong(f"needs a method, one of {', '.join(METHODS)}; got {given.get('method')!r}")
+    for key in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
+        value = given.get(key, 1)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 32:
+            raise _wrong(f"{key} must be a whole number from 1 to 32, not {value!r}")
+    if not isinstance(given.get("adaptive", True), bool):
+        raise _wrong(f"adaptive must be true or false, not {given['adaptive']!r}")
+    if not isinstance(given.get("model"), str | None):
+        raise _wrong(f"model must be a name or folder, not {given['model']!r}")
+    made = SpeculativeConfig(**given)
+    if made.prompt_lookup_min > made.prompt_lookup_max:
+        raise _wrong("prompt_lookup_min is above prompt_lookup_max")
+    return made
+
+
+def _wrong(what: str) -> InvalidConfig:
+    return InvalidConfig(f"speculative_config {what}", param="speculative_config")

@@ -1,0 +1,74 @@
+"""Drafts by a small model: a second forward over the same page tables, with K/V tensors of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.core.plan import Span
+from quire.ops.ragged import LayerKV
+from quire.runner.batch import ragged
+from quire.runner.rows import Ints, Rows, Shape
+from quire.runner.runner import Model
+from quire.runner.sampler import Sampler
+
+_PIECE = 512
+"""Tokens of one row's history fed at a time while the draft catches up."""
+
+
+class ModelDrafter:
+    """Samples each draft as the target will sample it: same settings, same noise (Gumbel coupling), its own logits.
+
+    kv: one LayerKV a layer of the draft, as many pages as the target's, so that one page table serves both. A row that
+    was not drafted for, or whose prefix came from the cache, is caught up with before it is drafted for again: `done`
+    counts the positions whose draft K/V is of the right tokens. K/V of pages shared by rows is written again with what
+    it was, for their tokens are the same.
+    """
+
+    def __init__(
+        self, model: Model, kv: Sequence[LayerKV], *, vocab_size: int, depth: int, rows: int, device: torch.device
+    ) -> None:
+        self.model, self.kv, self.depth, self.device = model, kv, depth, device
+        self.done = np.zeros(rows, dtype=np.intp)
+        self.sampler = Sampler(vocab_size)
+
+    def propose(self, rows: Rows, which: Ints, depth: Ints) -> npt.NDArray[np.int32]:
+        most = int(depth.max(initial=0))
+        out = np.zeros((len(which), most), dtype=np.int32)
+        live = which[depth > 0]
+        self.done[live] = np.where(rows.fresh[live], 0, np.minimum(self.done[live], rows.known[live] - 1))
+        rows.fresh[live] = False
+        self._catch_up(rows, live)
+        for i in range(most):
+            going = np.flatnonzero(depth > i)
+            row = which[going]
+            upto = rows.known[row] + i
+            out[going, i] = rows.tokens[row, upto] = self._sample(rows, row, upto - self.done[row], i)
+            self.done[row] = upto
+        return out
+
+    def _sample(self, rows: Rows, row: Ints, n: Ints, i: int) -> npt.NDArray[np.int32]:
+        """Feed each row its next n tokens; draft number i of each."""
+        spans = tuple(Span(r, k, 1, 1) for r, k in zip(row.tolist(), n.tolist(), strict=True))
+        shape = replace(Shape.of(spans), depth=np.full(len(row), i))
+        hidden = self._feed(rows, shape)
+        logits = self.model.logits(hidden[torch.from_numpy(shape.picked).to(self.device)])
+        self.sampler.forget()  # its recipe is for the rows of one shape
+        return self.sampler(logits, rows, shape).tokens.astype(np.int32)
+
+    def _catch_up(self, rows: Rows, live: Ints) -> None:
+        """Feed what is behind by more than a piece, row by row, without logits."""
+        for row in live.tolist():
+            while rows.known[row] - self.done[row] > _PIECE:
+                self._feed(rows, Shape.of((Span(row, _PIECE, 0, 0),)))
+                self.done[row] += _PIECE
+
+    def _feed(self, rows: Rows, shape: Shape) -> torch.Tensor:
+        return self.model.forward(ragged(rows, shape, self.device, self.done), self.kv)
+
+    def reset(self) -> None:
+        self.done[:] = 0

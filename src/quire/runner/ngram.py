@@ -1,0 +1,49 @@
+"""Drafts by prompt look-up: what followed the last time the text ended like this (Saxena 2023)."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.runner.rows import Ints, Rows
+
+
+class NgramDrafter:
+    """Looks for the longest suffix, `longest` down to `shortest` tokens, that a row's history has seen before.
+
+    Of several places the latest counts. Where there is none, the last token is repeated: any token will do.
+    """
+
+    def __init__(self, depth: int, *, longest: int = 4, shortest: int = 2) -> None:
+        self.depth, self.longest, self.shortest = depth, longest, shortest
+
+    def propose(self, rows: Rows, which: Ints, depth: Ints) -> npt.NDArray[np.int32]:
+        out = np.zeros((len(which), int(depth.max(initial=0))), dtype=np.int32)
+        for q, (row, wanted) in enumerate(zip(which.tolist(), depth.tolist(), strict=True)):
+            history = rows.tokens[row, : rows.known[row]]
+            at = lookup(history, self.longest, self.shortest)
+            follow = history[at : at + wanted]
+            out[q, : len(follow)] = follow
+            out[q, len(follow) :] = history[-1]
+        return out
+
+    def reset(self) -> None:
+        """Histories are the rows'."""
+
+
+def lookup(history: npt.NDArray[np.int32], longest: int, shortest: int) -> int:
+    """Where the tokens begin that followed the latest earlier occurrence of the longest known suffix.
+
+    len(history) when no suffix of `shortest` tokens was seen before.
+    """
+    size = found = len(history)
+    ends = np.flatnonzero(history[:-1] == history[-1])
+    for length in range(1, longest + 1):
+        if length > 1:
+            ends = ends[ends >= length - 1]
+            ends = ends[history[ends - length + 1] == history[size - length]]
+        if not len(ends):
+            break
+        if length >= shortest:
+            found = int(ends[-1]) + 1
+    return found

@@ -1,0 +1,215 @@
+"""Speculation is lossless: greedy and seeded answers are the same with it and without, whatever drafts and how deep."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.core.kv import KV, prefix_index
+from quire.core.scheduler import Scheduler
+from quire.core.speculate import Adaptive, Fixed, Speculation
+from quire.engine.engine import Engine
+from quire.executors.local import LocalExecutor
+from quire.models.base import Model
+from quire.runner.drafter import ModelDrafter
+from quire.runner.drafts import Drafter, NoDrafts
+from quire.runner.memory import allocate, layer_shapes
+from quire.runner.ngram import NgramDrafter, lookup
+from quire.runner.rows import Ints, Rows
+from quire.text.tokenizer import Tokenizer
+from quire.values import GREEDY, Request, SamplingParams
+from quire.weights.load import load_model
+from quire.weights.locate import embedded
+
+PAGES, SIZE, ROWS = 600, 8, 24
+CONTEXT = 256
+SETTINGS = (
+    GREEDY,
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=1.0, top_p=0.8),
+    SamplingParams(temperature=1.2, top_k=20, min_p=0.02),
+    SamplingParams(temperature=0.9, presence_penalty=1.0, frequency_penalty=0.5),
+    SamplingParams(temperature=0.0, repetition_penalty=1.3),
+    SamplingParams(temperature=0.8, logit_bias={260: 4.0, 300: -5.0}, min_tokens=10),
+    SamplingParams(temperature=1.0, bad_words_token_ids=((262,), (280, 281)), logprobs=1),
+)
+
+
+@cache
+def models() -> tuple[Model, Model]:
+    return load_model(embedded(), dtype="float32"), load_model(embedded() / "draft", dtype="float32")
+
+
+class Drawn(Fixed):
+    """A depth nobody can foresee."""
+
+    def depth(self, seq: Any) -> int:
+        return hash((seq.order, len(seq.tokens))) % (self.most + 1)
+
+
+def drafter(kind: str) -> Drafter:
+    if kind == "none":
+        return NoDrafts()
+    if kind == "ngram":
+        return NgramDrafter(4)
+    draft = models()[1]
+    kv = allocate(layer_shapes(draft.spec.kv_shapes, torch.float32), pages=PAGES, page_size=SIZE)
+    return ModelDrafter(draft, kv, vocab_size=draft.spec.vocab, depth=4, rows=ROWS, device=torch.device("cpu"))
+
+
+def engine(kind: str, policy: type[Fixed] | type[Adaptive] = Fixed, *, pages: int = PAGES, depth: int = 0) -> Engine:
+    drafts = drafter(kind)
+    executor = LocalExecutor(
+        models()[0],
+        pages=pages,
+        page_size=SIZE,
+        rows=ROWS,
+        max_model_len=CONTEXT,
+        dtype=torch.float32,
+        drafter=drafts,
+    )
+    speculation: Speculation = policy(drafts.depth)
+    kv = KV(pages, SIZE, prefix_index(SIZE, True))
+    return Engine(Scheduler(kv, rows=ROWS, cap=12, budget=96, chunk=40, speculation=speculation), executor, depth=depth)
+
+
+def requests(count: int, seed: int = 1) -> list[Request]:
+    """Prompts that share prefixes and repeat themselves, every sampling setting in turn."""
+    rng = random.Random(seed)
+    draw = lambda n: tuple(rng.randrange(300, 2000) for _ in range(n))  # noqa: E731
+    shared, words = draw(30), draw(6)
+    out = []
+    for i in range(count):
+        prompt = (shared if i % 3 else ()) + draw(rng.randrange(1, 12)) + words * (i % 4)
+        new = rng.randrange(5, 40)
+        out.append(
+            Request(
+                id=str(i), prompt=prompt, max_new=new, sampling=SETTINGS[i % 8], seed=rng.getrandbits(40), choice=i % 2
+            )
+        )
+    return out
+
+
+def answers(it: Engine, asked: Sequence[Request]) -> dict[str, tuple[int, ...]]:
+    for request in asked:
+        it.add(request)
+    while it.has_pending_work:
+        it.step()
+    assert it.gauges().used_pages == 0
+    return {c.id: c.tokens for c in it.completed_requests}
+
+
+@cache
+def plain(count: int, seed: int = 1) -> dict[str, tuple[int, ...]]:
+    return answers(engine("none"), requests(count, seed))
+
+
+@pytest.mark.parametrize("kind", ["ngram", "model"])
+@pytest.mark.parametrize("policy", [Fixed, Drawn, Adaptive])
+def test_answers_are_the_same_with_any_drafts(kind: str, policy: type[Fixed]) -> None:
+    it = engine(kind, policy)
+    assert answers(it, requests(48)) == plain(48)
+    assert it.scheduler.drafted.fed > 100
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_answers_are_the_same_when_running_ahead(depth: int) -> None:
+    assert answers(engine("model", Drawn, depth=depth), requests(48)) == plain(48)
+
+
+def test_answers_are_the_same_under_memory_pressure() -> None:
+    it = engine("model", Drawn, pages=40)
+    assert answers(it, requests(48)) == plain(48)
+    assert it.gauges().preemptions > 0
+
+
+def test_the_embedded_draft_is_often_right_about_a_story() -> None:
+    it = engine("model")
+    prompt = Tokenizer.from_folder(embedded()).encode("Once upon a time, there was a little girl named Lily.")
+    for i in range(6):
+        it.add(Request(id=str(i), prompt=prompt, max_new=60, sampling=SamplingParams(temperature=0.7), seed=i))
+    while it.has_pending_work:
+        it.step()
+    assert it.scheduler.drafted.accepted > 0.4 * it.scheduler.drafted.fed
+
+
+@pytest.mark.nightly
+def test_a_thousand_seeded_requests_are_the_same() -> None:
+    for seed in range(4):
+        for kind in ("ngram", "model"):
+            assert answers(engine(kind, Drawn), requests(256, seed)) == plain(256, seed)
+
+
+class OffByOne(NgramDrafter):
+    """A planted bug: the verify accepts the draft after the one it should compare."""
+
+    def propose(self, rows: Rows, which: Ints, depth: Ints) -> Any:
+        drafts = super().propose(rows, which, depth)
+        settle = rows.settle
+
+        def wrong(shape: Any, sampled: Any, bad: Any) -> Any:
+            row = shape.row_row
+            sampled = sampled.copy()
+            known = rows.known[row] + shape.depth
+            sampled[~shape.last] = rows.tokens[row, known][~shape.last]  # whatever was drafted is right
+            return settle(shape, sampled, bad)
+
+        rows.settle = wrong  # type: ignore[method-assign]
+        return drafts
+
+
+def histogram(drafts: Drafter, count: int, sampling: SamplingParams) -> Counter[int]:
+    """The third token after one prompt, over many seeds."""
+    executor = LocalExecutor(
+        models()[0], pages=PAGES, page_size=SIZE, rows=ROWS, max_model_len=CONTEXT, dtype=torch.float32, drafter=drafts
+    )
+    kv = KV(PAGES, SIZE, prefix_index(SIZE, True))
+    it = Engine(Scheduler(kv, rows=ROWS, cap=ROWS, speculation=Fixed(drafts.depth)), executor)
+    prompt = (300, 301, 302, 300, 301, 302, 300, 301)
+    for i in range(count):
+        it.add(Request(id=str(i), prompt=prompt, max_new=3, sampling=sampling, seed=i))
+    seen: Counter[int] = Counter()
+    while it.has_pending_work:
+        it.step()
+        while it.completed_requests:
+            seen[it.completed_requests.popleft().tokens[-1]] += 1
+    return seen
+
+
+def chi_square(a: Counter[int], b: Counter[int]) -> tuple[float, int]:
+    """Two-sample statistic and degrees of freedom, rare tokens pooled."""
+    common = [t for t, n in (a + b).items() if n >= 20]
+    rows = [[c[t] for t in common] + [sum(n for t, n in c.items() if t not in set(common))] for c in (a, b)]
+    table = np.array(rows, dtype=float)
+    table = table[:, table.sum(0) > 0]
+    expected = table.sum(0) * table.sum(1, keepdims=True) / table.sum()
+    return float(((table - expected) ** 2 / expected).sum()), table.shape[1] - 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("sampling", [SETTINGS[1], SETTINGS[2], SETTINGS[3]], ids=["plain", "top-p", "top-k-min-p"])
+def test_samples_follow_the_target_alone(sampling: SamplingParams) -> None:
+    """Over 200,000 samples in all. p > 0.01 by Wilson and Hilferty's normal approximation."""
+
+    def z(statistic: float, freedom: int) -> float:
+        k = 2 / (9 * freedom)
+        return ((statistic / freedom) ** (1 / 3) - (1 - k)) / k**0.5
+
+    alone = histogram(NoDrafts(), 35_000, sampling)
+    assert z(*chi_square(alone, histogram(drafter("model"), 35_000, sampling))) < 2.33
+    assert z(*chi_square(alone, histogram(OffByOne(2, shortest=1), 6_000, sampling))) > 5
+
+
+def test_lookup_finds_the_latest_place_of_the_longest_suffix() -> None:
+    history = np.array([1, 2, 3, 9, 1, 2, 3, 7, 2, 3, 5, 1, 2, 3], np.int32)
+    assert history[lookup(history, 4, 2)] == 7  # 1 2 3 at 4..6, not the later 2 3
+    assert lookup(np.array([1, 2, 3, 4], np.int32), 4, 2) == 4
+    assert lookup(np.array([5], np.int32), 4, 2) == 1
+    assert lookup(np.array([7, 8, 7], np.int32), 4, 2) == 3 and lookup(np.array([7, 8, 7], np.int32), 4, 1) == 1
