@@ -76,8 +76,7 @@ class Workshop:
         if structure is None:
             return FREE
         if structure in self._cache:
-            self._cache.move_to_end(structure)
-            return _constraint(self._cache[structure], structure.param)
+            return self._kept(structure)
         job = self._jobs.get(structure)
         if job is None:
             job = self._jobs[structure] = _Job(structure, self._clock() + self._seconds)
@@ -122,9 +121,16 @@ class Workshop:
             return FREE
         if structure not in self._cache:
             self._store(structure, _attempt(self._compile, structure))
-        return _constraint(self._cache[structure], structure.param)
+        return self._kept(structure)
 
     # ---------------------------------------------------------------- behind
+
+    def _kept(self, structure: StructuredOutputs) -> Constraint:
+        made = self._cache[structure]
+        self._cache.move_to_end(structure)
+        if isinstance(made, InvalidRequest):
+            raise _respelled(made, structure.param)
+        return made.constraint()
 
     def _store(self, structure: StructuredOutputs, made: Compiled | InvalidRequest) -> None:
         self._held += _size(structure) - (_size(structure) if structure in self._cache else 0)
@@ -170,12 +176,6 @@ def _answers(job: _Job, made: Compiled | InvalidRequest) -> list[tuple[str, Cons
     if isinstance(made, InvalidRequest):
         return [(id, _respelled(made, param)) for id, param in job.waiting]
     return [(id, made.constraint()) for id, _ in job.waiting]
-
-
-def _constraint(made: Compiled | InvalidRequest, param: str) -> Constraint:
-    if isinstance(made, InvalidRequest):
-        raise _respelled(made, param)
-    return made.constraint()
 
 
 def _respelled(error: InvalidRequest, param: str) -> InvalidRequest:

@@ -101,6 +101,13 @@ class Tokenizer:
         """Whether a text is nothing but its tokens' bytes end to end."""
         return self._rule is not None
 
+    def to_json(self) -> str:
+        """tokenizer.json with what tokenizer_config.json adds, for libraries that read it."""
+        core = tokenizers.Tokenizer.from_str(self._core.to_str())
+        core.no_padding()
+        core.no_truncation()
+        return str(core.to_str())
+
     def id_of(self, name: str) -> int | None:
         """The id of a vocabulary entry by its exact name."""
         return self._core.token_to_id(name)
