@@ -45,3 +45,16 @@ def test_buckets_only_grow() -> None:
     found = scrape()
     counts = [v for k, v in found.items() if k.startswith("vllm:request_queue_time_seconds_bucket")]
     assert counts == sorted(counts) and counts[-1] == 40
+
+
+def test_speculation_is_counted_by_position() -> None:
+    metrics = EngineMetrics()
+    engine = House(pages=64, page_size=4).build(observers=[metrics])
+    for fed, accepted in ((3, 2), (3, 0), (2, 2)):
+        engine.scheduler.drafted.learn(fed, accepted)
+    text = render(metrics.snapshot(engine.ledger, engine.gauges()), "m").decode()
+    assert 'vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 3.0' in text
+    assert 'vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 8.0' in text
+    assert 'vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 4.0' in text
+    per_position = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="%s"} %s'
+    assert per_position % (0, "2.0") in text and per_position % (1, "2.0") in text

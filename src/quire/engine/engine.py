@@ -227,7 +227,7 @@ class Engine:
 
     def gauges(self) -> Gauges:
         scheduler = self.scheduler
-        kv = scheduler.kv
+        kv, drafted = scheduler.kv, scheduler.drafted
         pool = kv.pool
         free = pool.free
         return Gauges(
@@ -240,6 +240,8 @@ class Engine:
             prefix_queried=kv.queried,
             prefix_hit=kv.hit,
             discarded_spans=sum(scheduler.wasted.values()),
+            drafted=(drafted.spans, drafted.fed, drafted.accepted),
+            accepted_at=tuple(drafted.by_position),
         )
 
     def metrics_snapshot(self) -> dict[str, Any]:

@@ -23,6 +23,10 @@ class Gauges(NamedTuple):
     prefix_queried: int
     prefix_hit: int
     discarded_spans: int
+    drafted: tuple[int, int, int] = (0, 0, 0)
+    """Verify spans, drafts fed, drafts accepted."""
+    accepted_at: tuple[int, ...] = ()
+    """Drafts accepted, by position."""
 
 
 class Completed(NamedTuple):

@@ -31,6 +31,9 @@ _COUNTER_HELP: Mapping[str, str] = {
     "vllm:num_preemptions": "Sequences that lost their pages to another and were queued again.",
     "vllm:prefix_cache_queries": "Tokens looked up in the prefix cache.",
     "vllm:prefix_cache_hits": "Tokens found there.",
+    "vllm:spec_decode_num_drafts": "Times drafts were verified.",
+    "vllm:spec_decode_num_draft_tokens": "Drafts fed.",
+    "vllm:spec_decode_num_accepted_tokens": "Drafts that were right.",
     "quire:steps": "Steps committed.",
     "quire:discarded_spans": "Spans whose result came after their request had ended.",
     "quire:page_evictions": "Cached pages given to somebody else.",
@@ -107,6 +110,9 @@ class EngineMetrics:
                 "vllm:num_preemptions": gauges.preemptions,
                 "vllm:prefix_cache_queries": gauges.prefix_queried,
                 "vllm:prefix_cache_hits": gauges.prefix_hit,
+                "vllm:spec_decode_num_drafts": gauges.drafted[0],
+                "vllm:spec_decode_num_draft_tokens": gauges.drafted[1],
+                "vllm:spec_decode_num_accepted_tokens": gauges.drafted[2],
                 "quire:steps": ledger.steps,
                 "quire:discarded_spans": gauges.discarded_spans,
                 "quire:page_evictions": gauges.evictions,
@@ -121,6 +127,7 @@ class EngineMetrics:
                 "quire:pages_free": gauges.free_pages,
             },
             "histograms": {name: [h.counts, h.sum] for name, h in self.histograms.items()},
+            "accepted_at": list(gauges.accepted_at),
         }
 
 
@@ -142,6 +149,11 @@ class _Snapshot(Collector):
             histogram = HistogramMetricFamily(name, _HISTOGRAM_HELP[name], labels=names)
             histogram.add_metric(values, list(_cumulative(name, counts)), total)
             yield histogram
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        positions = CounterMetricFamily(name, "Drafts that were right, by position.", labels=[*names, "position"])
+        for position, count in enumerate(self.snapshot["accepted_at"]):
+            positions.add_metric([*values, str(position)], count)
+        yield positions
 
 
 def _cumulative(name: str, counts: list[int]) -> Iterator[tuple[str, float]]:
