@@ -1,0 +1,167 @@
+"""`quire bench http`: a server under streams at fixed concurrency, from several client processes.
+
+Run it with `--nothing` first: the same clients against a server that does nothing show what they can take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quire.bench.gpu import environment, peer
+from quire.bench.load import Job
+from quire.bench.shapes import SHAPES, write
+from quire.bench.watch import Watch
+from quire.bench.workloads import prompts
+from quire.observe.histogram import percentile
+
+COUNTS = {1: 20, 16: 100, 64: 384, 256: 1536}
+"""Requests at a concurrency; others: six each."""
+
+
+@click.command("http")
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="qwen3-0.6b", show_default=True)
+@click.option("--concurrency", "levels", multiple=True, type=int, default=(1, 16, 64, 256), show_default=True)
+@click.option("--processes", default=4, show_default=True, help="Client processes at most.")
+@click.option("--port", default=18321, show_default=True)
+@click.option("--nothing", is_flag=True, help="Measure the clients: the server answers at once.")
+@click.option("--json", "path", type=click.Path(path_type=Path), help="Also store figures and traces there.")
+def command(shape: str, levels: tuple[int, ...], processes: int, port: int, nothing: bool, path: Path | None) -> None:
+    """Serve random weights of a public shape and measure: tokens/s, time to first token, time between tokens."""
+    found: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder, idle(port) if nothing else serving(folder, shape, port) as ready:
+        found.append({"workload": f"ready {shape}", "seconds": ready})
+        click.echo(json.dumps(found[-1]))
+        measure(shape, 8, 32, processes, port, seed=3)  # warms caches and connections
+        for level in levels:
+            with Watch() as watch:
+                row = measure(shape, level, COUNTS.get(level, 6 * level), processes, port, seed=7)
+            recorded = peer()
+            for what, name in (("peer", "http"), ("target", "http_target")):
+                row[what] = recorded[name].get(shape, {}).get(str(level))
+            found.append({**row, "trace": watch.samples})
+            click.echo(json.dumps(row))
+            if path is not None:
+                path.write_text(json.dumps({"environment": environment(), "nothing": nothing, "rows": found}))
+
+
+@contextmanager
+def serving(folder: str, shape: str, port: int) -> Iterator[float]:
+    """A server of random weights; seconds until it is ready."""
+    place = write(Path(folder), shape)
+    arguments = ["serve", "--model", str(place), "--served-model-name", shape, "--load-format", "dummy"]
+    arguments += ["--max-model-len", "1024" if shape == "gpt2" else "4096", "--max-num-seqs", "256"]
+    arguments += ["--port", str(port), "--disable-log-stats", "--uvicorn-log-level", "warning"]
+    began = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-m", "quire", *arguments])
+    try:
+        while not healthy(port):
+            if process.poll() is not None:
+                raise click.ClickException(f"the server ended with code {process.returncode}")
+            time.sleep(0.05)
+        yield time.perf_counter() - began
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+@contextmanager
+def idle(port: int) -> Iterator[float]:
+    """A server of one process that answers any request at once, a token an event."""
+    process = subprocess.Popen([sys.executable, "-m", "quire.bench.http", str(port)])
+    try:
+        time.sleep(1.0)
+        yield 0.0
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def measure(model: str, level: int, count: int, processes: int, port: int, *, seed: int) -> dict[str, Any]:
+    """One level of concurrency, its streams shared out among processes."""
+    ids, new = prompts(count, (128, 256), (32, 64), seed=seed)
+    workers = min(processes, level)
+    begin = time.time() + 1.0 + 0.25 * workers
+    running = []
+    for i in range(workers):
+        streams = level // workers + (i < level % workers)
+        job = Job(
+            host="127.0.0.1",
+            port=port,
+            model=model,
+            streams=streams,
+            prompts=ids[i::workers],
+            new=new[i::workers],
+            begin=begin,
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-m", "quire.bench.load"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(asdict(job)))
+        process.stdin.close()
+        process.stdin = None
+        running.append(process)
+    parts = [json.loads(process.communicate()[0]) for process in running]
+    seconds = max(part["ended"] for part in parts) - min(part["began"] for part in parts)
+    tokens, events = sum(part["tokens"] for part in parts), sum(part["events"] for part in parts)
+    first = [x for part in parts for x in part["first"]]
+    gaps = [x for part in parts for x in part["gaps"]]
+    return {
+        "workload": f"http {model}",
+        "concurrency": level,
+        "requests": count,
+        "failed": sum(part["failed"] for part in parts),
+        "ours": tokens / seconds,
+        "tokens_an_event": tokens / max(1, events),
+        "ttft_ms": [1e3 * percentile(first, q) for q in (50, 99)],
+        "itl_ms": [1e3 * percentile(gaps, q) for q in (50, 99)],
+        "ms_a_token_mean": 1e3 * sum(gaps) / max(1, tokens - len(first)),
+    }
+
+
+async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Whatever is asked: `max_tokens` events and the usage, without a thought."""
+    try:
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            size = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+            new = json.loads(await reader.readexactly(size))["max_tokens"]
+            event = b'data: {"id":"x","object":"text_completion","choices":[{"index":0,"text":" word"}]}\n\n'
+            usage = f'data: {{"choices":[],"usage":{{"completion_tokens":{new}}}}}\n\ndata: [DONE]\n\n'.encode()
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            for _ in range(new):
+                writer.write(b"%x\r\n%s\r\n" % (len(event), event))
+                await asyncio.sleep(0)
+            writer.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(usage), usage))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        writer.close()
+
+
+async def nothing(port: int) -> None:
+    server = await asyncio.start_server(reply, "127.0.0.1", port)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(nothing(int(sys.argv[1])))

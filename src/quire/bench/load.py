@@ -1,0 +1,104 @@
+"""A load client of one process: `python -m quire.bench.load JSON`. Several of them make one measurement.
+
+Raw HTTP over kept connections and no parsing but of the last event, so that a core sends and reads far more than a
+server makes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(kw_only=True)
+class Job:
+    """What one process does: `streams` requests at once until all `prompts` are answered, from wall time `begin` on."""
+
+    host: str
+    port: int
+    model: str
+    streams: int
+    prompts: list[list[int]]
+    new: list[int]
+    begin: float
+
+
+@dataclass
+class Tally:
+    """Seconds to the first token and between events, and totals. began and ended: wall time."""
+
+    first: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    tokens: int = 0
+    events: int = 0
+    failed: int = 0
+    began: float = 0.0
+    ended: float = 0.0
+
+
+async def stream(job: Job, todo: Iterator[tuple[list[int], int]], tally: Tally) -> None:
+    """One connection: one request after the other."""
+    reader, writer = await asyncio.open_connection(job.host, job.port)
+    try:
+        for prompt, new in todo:
+            body = json.dumps(
+                {
+                    "model": job.model,
+                    "prompt": prompt,
+                    "max_tokens": new,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                    "stream": True,
+                    "stream_options": {"include_usage": True},
+                }
+            ).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {job.host}\r\nContent-Type: application/json\r\n"
+            last = time.perf_counter()
+            writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            await answer(reader, last, new, tally)
+    finally:
+        writer.close()
+
+
+async def answer(reader: asyncio.StreamReader, last: float, new: int, tally: Tally) -> None:
+    """Read one streamed answer to its end."""
+    rest, gaps, told = b"", tally.first, 0
+    while not rest.endswith(b"0\r\n\r\n"):
+        data = await reader.read(1 << 16)
+        if not data:
+            raise ConnectionError("the server hung up")
+        now = time.perf_counter()
+        *events, rest = (rest + data).split(b"\n\n")
+        for event in events:
+            if b'"choices":[{' in event:
+                gaps.append(now - last)
+                last, gaps = now, tally.gaps
+                tally.events += 1
+            elif b'"usage":{' in event:
+                told = json.loads(event[event.index(b"{") :])["usage"]["completion_tokens"]
+    tally.tokens += told
+    tally.failed += told != new
+
+
+async def run(job: Job) -> Tally:
+    tally, todo = Tally(), iter(list(zip(job.prompts, job.new, strict=True)))
+    await asyncio.sleep(max(0.0, job.begin - time.time()))
+    tally.began = time.time()
+    done = await asyncio.gather(*(stream(job, todo, tally) for _ in range(job.streams)), return_exceptions=True)
+    tally.failed += sum(isinstance(each, BaseException) for each in done)
+    tally.ended = time.time()
+    return tally
+
+
+def main() -> None:
+    given: dict[str, Any] = json.load(sys.stdin)
+    print(json.dumps(asdict(asyncio.run(run(Job(**given))))))
+
+
+if __name__ == "__main__":
+    main()
