@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.errors import InvalidModel, nearest
 from quire.layers.linear import Columns, Rows
 from quire.layers.rope import Rope
-from quire.ops.base import Ops
+from quire.ops.base import Gate, Ops
 
 
 class RMSNorm:
@@ -57,11 +57,11 @@ class Embedding:
 class GatedMLP:
     """down(act(gate(x)) * up(x)), gate and up fused."""
 
-    def __init__(self, gate_up: Columns, down: Rows, activation: Callable[[Tensor], Tensor]) -> None:
-        self.gate_up, self.down, self.activation = gate_up, down, activation
+    def __init__(self, gate_up: Columns, down: Rows, gate: Gate) -> None:
+        self.gate_up, self.down, self.gate = gate_up, down, gate
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.gate_up(x)))
+        return self.down(self.gate_up(x, self.gate))
 
 
 class MLP:

@@ -6,7 +6,9 @@ for this rank, in which format. The loader then only has to match names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +20,9 @@ from quire.layers.formats import Format, Matrix, Part, Place, Plain, Stored
 from quire.layers.linear import Columns, Head, Rows
 from quire.layers.parallel import Parallel, share
 from quire.layers.rope import Rope
-from quire.ops.base import Ops
+from quire.ops.base import Gate, Ops
+
+Kind = TypeVar("Kind")
 
 QKV = ("q_proj", "k_proj", "v_proj")
 
@@ -175,9 +179,9 @@ class Build:
 
     def gated_mlp(self, hidden: int, width: int, activation: str, *, bias: bool = False) -> GatedMLP:
         """gate_proj, up_proj, down_proj."""
-        act = activation_of(activation, {"silu": self.ops.silu_mul, **dict.fromkeys(GELUS, self.ops.gelu_mul)})
+        gate = activation_of(activation, GATES)
         gate_up = self.columns(("gate_proj", "up_proj"), hidden, ((width, 1), (width, 1)), bias=bias)
-        return GatedMLP(gate_up, self.rows("down_proj", (width, 1), hidden, bias=bias), act)
+        return GatedMLP(gate_up, self.rows("down_proj", (width, 1), hidden, bias=bias), gate)
 
     def mlp(self, up: str, down: str, hidden: int, width: int, activation: str, *, transposed: bool = False) -> MLP:
         """Two matrices with biases."""
@@ -213,7 +217,10 @@ GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 """The names under which configs mean gelu by its tanh approximation."""
 
 
-def activation_of(name: str, known: Mapping[str, Callable[[Tensor], Tensor]]) -> Callable[[Tensor], Tensor]:
+GATES: Mapping[str, Gate] = MappingProxyType({"silu": "silu", **dict.fromkeys(GELUS, "gelu")})
+
+
+def activation_of(name: str, known: Mapping[str, Kind]) -> Kind:
     if name not in known:
         raise InvalidModel(f"activation {name!r} is not supported (known: {', '.join(known)}).{nearest(name, known)}")
     return known[name]

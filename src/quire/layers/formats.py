@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from quire.ops.base import Ops
+from quire.ops.base import Gate, Ops
 from quire.ops.packed import pack, packed_linear
 
 
@@ -20,7 +20,8 @@ from quire.ops.packed import pack, packed_linear
 class Place:
     """Where one checkpoint tensor goes: `into` takes its `cut`, turned about when `transposed`.
 
-    shape: of the whole tensor in the checkpoint. mean and std: of the random numbers that stand in for it.
+    shape: of the whole tensor in the checkpoint. mean and std: of the random numbers that stand in for it. shift: is
+    added on the way.
     """
 
     name: str
@@ -30,10 +31,13 @@ class Place:
     transposed: bool = False
     mean: float = 0.0
     std: float = 0.02
+    shift: float = 0.0
 
     def put(self, cut: Tensor) -> None:
         """Fill from the checkpoint's tensor, cut already; any floating dtype."""
         self.into.copy_(cut.t() if self.transposed else cut)
+        if self.shift:
+            self.into.add_(self.shift)
 
 
 class Part(NamedTuple):
@@ -76,8 +80,8 @@ class Stored(Protocol):
     def seal(self) -> None:
         """All places are filled: take the final form."""
 
-    def apply(self, x: Tensor) -> Tensor:
-        """x [T, columns] -> [T, rows]."""
+    def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
+        """x [T, columns] -> [T, rows], or under a gate [T, rows / 2]."""
 
 
 Format = Callable[[Matrix, Ops, Tensor | None], Stored]
@@ -90,7 +94,7 @@ class Plain:
     def __init__(self, matrix: Matrix, ops: Ops, shared: Tensor | None = None) -> None:
         rows, columns = matrix.kept
         self.matrix = matrix
-        self.linear = ops.linear
+        self.ops = ops
         self.shared = shared is not None
         empty = torch.empty(rows, columns, dtype=matrix.dtype, device=matrix.device) if shared is None else shared
         self.weight = empty
@@ -115,8 +119,8 @@ class Plain:
     def seal(self) -> None:
         return
 
-    def apply(self, x: Tensor) -> Tensor:
-        return self.linear(x, self.weight, self.bias)
+    def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
+        return self.ops.linear(x, self.weight, self.bias, gate)
 
 
 class Packed(Plain):
@@ -126,5 +130,6 @@ class Packed(Plain):
         self.tiled = pack(self.weight)
         del self.weight
 
-    def apply(self, x: Tensor) -> Tensor:
-        return packed_linear(x, self.tiled, self.bias)
+    def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
+        y = packed_linear(x, self.tiled, self.bias)
+        return y if not gate else self.ops.silu_mul(y) if gate == "silu" else self.ops.gelu_mul(y)

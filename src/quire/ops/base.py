@@ -6,7 +6,7 @@ width of an MLP. Results have the dtype of the first argument; sums are made in 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -15,6 +15,9 @@ from quire.values import MANY
 
 Angles = tuple[Tensor, Tensor]
 """cos and sin, float32 [T, r], of the angles by which each token's heads are turned."""
+
+Gate = Literal["", "silu", "gelu"]
+"""What a product's first half does to its second: nothing (it is all one), or as `silu_mul` and `gelu_mul` say."""
 
 Norms = tuple[tuple[Tensor, float], tuple[Tensor, float]]
 """(weight [D], eps) of the RMS norms of q and of k."""
@@ -32,11 +35,17 @@ class Ops(Protocol):
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """tokens [T], weight [V, hidden] -> [T, hidden]."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, in], weight [out, in], bias [out] -> [T, out]."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
+        """x [T, in], weight [out, in], bias [out] -> [T, out]; under a gate [T, out / 2], see `Gate`."""
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        """x [N, in], weight [E, out, in], ends [E] int32 -> [N, out]: rows ends[e - 1] to ends[e] by weight[e]."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019)."""
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019).
+
+        The weight may be float32 whatever x is (Gemma's 1 + w, which would not survive rounding).
+        """
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm of the sum, the sum). `residual` may be overwritten by the sum."""

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import Angles, Norms
+from quire.ops.base import Angles, Gate, Norms
+from quire.ops.grouped import grouped_linear
 from quire.ops.paging import FEW, Group, Paged
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.values import MANY
@@ -24,10 +25,16 @@ class ReferenceOps:
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         return F.embedding(tokens, weight)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, weight, bias)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
+        y = F.linear(x, weight, bias)
+        return y if not gate else self.silu_mul(y) if gate == "silu" else self.gelu_mul(y)
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return grouped_linear(x, weight, ends)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if weight.dtype is not x.dtype:
+            return torch.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
         return torch.rms_norm(x, weight.shape, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

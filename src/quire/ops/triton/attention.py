@@ -109,7 +109,7 @@ def attention_kernel(
     place = row[:, None] * DIM + d[None, :]
     real = (query < n)[:, None] & (d < DIM)[None, :]
     queries = tl.load(q + place, mask=real, other=0.0)
-    m = tl.full([ROWS], -1e30, tl.float32)
+    m = tl.full([ROWS], -1e20, tl.float32)  # above what hidden scores become: their weights are 0, whatever the row
     z = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     if PHASES:
@@ -196,13 +196,15 @@ def tiles(card: Card, share: int, dim: int, wide: int, most: int) -> list[tuple[
     their own.
     """
     few = max(1, 64 // share)
-    narrow = 64 if dim * wide <= 256 else 32
+    columns = 64 if dim * wide <= 256 else 32 if dim * wide <= 512 else 16
+    small = Tile(16, columns, 2 if dim <= 128 else 4, 3, 4)
     if most <= few:
         rows = max(16, block(most * share)) if most * share <= 64 else 64
-        return [(Tile(rows, narrow, 4, 4, 4), 1, most)]
+        return [(small._replace(rows=rows, warps=small.warps if rows == 16 else 4), 1, most)]
     short = max(1, 16 // share)
-    large = Tile(64, narrow, 4, 2 if card.capability < (9, 0) or dim > 128 else 3, 0)
-    return [(Tile(16, narrow, 4, 4, 4), 1, short), (large, short + 1, most)]
+    deep = card.capability >= (9, 0) and dim * wide <= 256
+    large = Tile(64 if dim * wide <= 512 else 32, columns, 4, 3 if deep else 2, 0)
+    return [(small, 1, short), (large, short + 1, most)]
 
 
 def attention(q: Tensor, kv: LayerKV, batch: Planned, scale: float, window: int, soft_cap: float, card: Card) -> Tensor:

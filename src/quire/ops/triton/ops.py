@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import Angles, Norms
+from quire.ops.base import Angles, Gate, Norms
+from quire.ops.grouped import grouped_linear
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.ops.triton import attention, rows, turn
+from quire.ops.triton import attention, rows, skinny, turn
 from quire.ops.triton.launch import Card
 from quire.ops.triton.work import Planned
 from quire.values import MANY
@@ -28,8 +29,15 @@ class TritonOps:
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         return F.embedding(tokens, weight)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, weight, bias)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
+        how = skinny.recipe(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
+        if how is not None and x.dtype is torch.bfloat16:
+            return skinny.product(x, weight, bias, how, self.card, gate)
+        y = F.linear(x, weight, bias)
+        return y if not gate else self.silu_mul(y) if gate == "silu" else self.gelu_mul(y)
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return grouped_linear(x, weight, ends)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rows.rms_norm(x, weight, eps, self.card)

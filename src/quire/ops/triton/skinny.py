@@ -2,19 +2,19 @@
 
 A library's kernels leave a third to three quarters of it unused at one row (measured, H200). Three things close the
 gap: small programs, many at once; the matrix asked for before the kernel ahead has ended, which dependent launch
-allows since nobody writes weights; and what stands around the product done with it: the sum and the norm before, the
-gate behind.
+allows since nobody writes weights; and the gate behind the product done with it. (The norm before it was tried, too:
+it gave 1 % at 1B and took 4 % at 8B.)
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.base import Gate
 from quire.ops.triton.launch import Card, block, release, wait
 from quire.ops.triton.rows import activate
 
@@ -33,8 +33,8 @@ def given(y, z, bias, out, place, n, outputs, inside, GATE: tl.constexpr, GELU: 
 
 @triton.jit
 def vector_kernel(
-    x, residual, gamma, weight, bias, out, stream, outputs, inputs, eps,
-    NORM: tl.constexpr, GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    x, weight, bias, out, outputs, inputs,
+    GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of each row by plain multiply-adds, in float32.
@@ -56,27 +56,14 @@ def vector_kernel(
             gated = tl.load(line + far, eviction_policy="evict_first")
         else:
             gated = tl.load(line + far, mask=held, other=0.0, eviction_policy="evict_first")
-    scale = tl.zeros([BLOCK_K], tl.float32)
-    if NORM:
-        scale += tl.load(gamma + k, mask=k < inputs, other=0.0).to(tl.float32)
     wait(DEPENDENT)
     release(DEPENDENT)
     for r in tl.static_range(ROWS):
-        value = tl.load(x + r * inputs + k, mask=k < inputs, other=0.0)
-        exact = value.to(tl.float32)
-        root = 1.0
-        if NORM:
-            exact += tl.load(residual + r * inputs + k, mask=k < inputs, other=0.0).to(tl.float32)
-            rounded = exact.to(value.dtype)
-            if tl.program_id(0) == 0:
-                tl.store(stream + r * inputs + k, rounded, mask=k < inputs)
-            exact = rounded.to(tl.float32)
-            root = tl.rsqrt(tl.sum(exact * exact, 0) / inputs + eps)
-            exact = exact * scale
-        y = tl.sum(tile.to(tl.float32) * exact[None, :], 1) * root
+        value = tl.load(x + r * inputs + k, mask=k < inputs, other=0.0).to(tl.float32)[None, :]
+        y = tl.sum(tile.to(tl.float32) * value, 1)
         z = y
         if GATE:
-            z = tl.sum(gated.to(tl.float32) * exact[None, :], 1) * root
+            z = tl.sum(gated.to(tl.float32) * value, 1)
         given(y, z, bias, out, r * outputs + n, n, outputs, n < outputs, GATE, GELU, BIAS)
 
 
@@ -131,53 +118,45 @@ class Recipe(NamedTuple):
 MOST = 16
 """Rows above which a library's kernels are as good."""
 
-FEW = 4
-"""Rows that multiply-adds keep up with."""
 
+def recipe(rows: int, outputs: int, inputs: int, gated: bool = False) -> Recipe | None:
+    """What was fastest of many, H200 (docs/benchmarks); None where a library's kernels were. outputs: of the result.
 
-def recipe(rows: int, outputs: int, inputs: int) -> Recipe | None:
-    """What was fastest, H200; None where the library was."""
-    if rows <= FEW:
-        whole = block(inputs)
-        return Recipe(rows, max(1, 8192 // whole), whole, 4 if whole <= 8192 else 8)
-    if rows <= MOST:
-        return Recipe(16, 16 if outputs <= 8192 else 32, 256 if outputs <= 8192 else 128, 4, 4)
-    return None
-
-
-class Norm(NamedTuple):
-    """What is to be done to x first: add `residual`, norm by `weight` and `eps`."""
-
-    residual: Tensor
-    weight: Tensor
-    eps: float
-
-
-def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, how: Recipe, card: Card, norm: Norm | None = None, gate: str = ""
-) -> tuple[Tensor, Tensor]:
-    """x [T, in], weight [out, in] -> ([T, out], or [T, out / 2] gated by "silu" or "gelu"; the sum under a norm).
-
-    Only a recipe without stages takes a norm.
+    One row, or few of a small matrix: by multiply-adds, about 8,192 numbers of the matrix a program. More: on the
+    matrix units; long rows of the matrix are cut into few outputs, so that there are programs enough.
     """
+    if rows > MOST:
+        return None
+    if rows <= vectors(outputs, inputs):
+        whole = block(inputs)
+        return Recipe(rows, max(1, min(8, 8192 // whole)), whole, 4 if whole <= 2048 else 8)
+    room = 8 if rows <= 8 else 16
+    if outputs <= 2048 or inputs >= 8192:
+        return Recipe(room, 16, 512, 2, 4)
+    return Recipe(room, 32 if gated else 64, 128, 4, 4 if outputs > 8192 else 6)
+
+
+def vectors(outputs: int, inputs: int) -> int:
+    """Rows up to which multiply-adds win."""
+    return 1 if inputs > 8192 else 4 if outputs <= 2048 and inputs <= 4096 else 2
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, how: Recipe, card: Card, gate: Gate = "") -> Tensor:
+    """x [T, in], weight [out, in] -> [T, out], or [T, out / 2] gated."""
     x = x.contiguous()
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if gate else weight.shape[0]
     out = x.new_empty(rows, outputs)
-    shift = x if bias is None else bias
+    args = (x, weight, x if bias is None else bias, out)
     same = {"GATE": gate != "", "GELU": gate == "gelu", "BIAS": bias is not None, "BLOCK_N": how.outputs,
             "BLOCK_K": how.inputs, "DEPENDENT": card.dependent, "num_warps": how.warps, **card.options}  # fmt: skip
     grid = (triton.cdiv(outputs, how.outputs),)
     if how.stages:
         matrix_kernel[grid](
-            *(x, weight, shift, out, rows, outputs, inputs),
+            *(*args, rows, outputs, inputs),
             EVEN=inputs % how.inputs == 0, ROWS=how.rows, STAGES=how.stages, PRECISION=card.precision, **same,
         )  # fmt: skip
-        return out, x
-    stream = torch.empty_like(x) if norm else x
-    residual, gamma, eps = norm or (x, x, 0.0)
-    vector_kernel[grid](
-        *(x, residual, gamma, weight, shift, out, stream, outputs, inputs, eps),
-        NORM=norm is not None, EVEN=inputs == how.inputs and outputs % how.outputs == 0, ROWS=rows, **same,
-    )  # fmt: skip
-    return out, stream
+    else:
+        even = inputs == how.inputs and outputs % how.outputs == 0
+        vector_kernel[grid](*args, outputs, inputs, EVEN=even, ROWS=rows, **same)
+    return out

@@ -68,7 +68,7 @@ def work_kernel(
     SHARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPREAD: tl.constexpr, MOST: tl.constexpr,
     BLOCK_S: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """One program: all spans at once, a piece of each at a time; of a long span, the rows that see most come first."""
+    """One program: all spans at once, a piece of each at a time. Long ones come first, so that none ends alone."""
     s = tl.arange(0, BLOCK_S)
     inside = s < spans
     start = tl.load(query_start + s, mask=inside, other=0)
@@ -83,7 +83,11 @@ def work_kernel(
         each = tl.maximum((tl.sum(seen * tiles, 0) + SPREAD - 1) // SPREAD, 1)
         splits = tl.minimum((seen + each - 1) // each, MOST)
     total = tiles * splits
-    begin = tl.cumsum(total, 0) - total
+    if BLOCK_S <= 512:
+        longer = (seen[:, None] > seen[None, :]) | ((seen[:, None] == seen[None, :]) & (s[:, None] < s[None, :]))
+        begin = tl.sum(tl.where(longer, total[:, None], 0), 0)
+    else:
+        begin = tl.cumsum(total, 0) - total
     tl.store(count, tl.sum(total, 0))
     for j in range(tl.max(total, 0)):
         tile = tiles - 1 - j // tl.maximum(splits, 1)
