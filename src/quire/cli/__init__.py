@@ -19,6 +19,7 @@ main = Root(
                 "engine": ("quire.bench.engine", "Measure the engine alone, on a synthetic executor."),
                 "gpu": ("quire.bench.gpu", "Measure workloads of real size on this GPU, beside a recorded peer."),
                 "http": ("quire.bench.http", "Measure a server on this GPU from several client processes."),
+                "structured": ("quire.bench.structured", "Measure what JSON schemas cost, on the embedded model."),
                 "cpu": ("quire.bench.cpu", "Measure decode on this CPU, beside transformers."),
                 "kernels": ("quire.bench.kernels", "Check and time every kernel on a CUDA device."),
             },
