@@ -6,6 +6,7 @@ from torch import Tensor
 
 from quire.layers.formats import Stored
 from quire.layers.parallel import Parallel
+from quire.ops.base import Gate
 
 
 class Columns:
@@ -14,9 +15,9 @@ class Columns:
     def __init__(self, stored: Stored) -> None:
         self.apply = stored.apply
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in] -> [T, this rank's outputs]."""
-        return self.apply(x)
+    def __call__(self, x: Tensor, gate: Gate = "") -> Tensor:
+        """x [T, in] -> [T, this rank's outputs], half as many under a gate."""
+        return self.apply(x, gate)
 
 
 class Rows:
