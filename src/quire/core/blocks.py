@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from typing import Protocol
 
 from quire.core.reuse import Reuse
@@ -18,18 +19,16 @@ class Shelf(Protocol):
 
 
 class Lru:
-    """Least recently used first: a dict is the queue, insertion order the age."""
+    """Least recently used first. An OrderedDict, for a dict looks for its first key past all that were deleted."""
 
     def __init__(self) -> None:
-        self._pages: dict[int, None] = {}
+        self._pages: OrderedDict[int, None] = OrderedDict()
 
     def put(self, page: int, born: int) -> None:
         self._pages[page] = None
 
     def take(self) -> int:
-        page = next(iter(self._pages))
-        del self._pages[page]
-        return page
+        return self._pages.popitem(last=False)[0]
 
     def remove(self, page: int) -> None:
         del self._pages[page]

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from quire.values import MANY
 
 Key = tuple[int | str, ...]
 
 
-@dataclass(eq=False, slots=True)
-class Node:
-    """A place in the radix tree: its edges are whole pages of tokens."""
-
-    edges: dict[Key, tuple[int, Node]] = field(default_factory=dict)
+Node: TypeAlias = "dict[Key, tuple[int, Node]]"
+"""A place in the radix tree: its edges are whole pages of tokens, each leading to (page, next place)."""
 
 
 class Reuse(Protocol):
@@ -69,7 +65,7 @@ class RadixReuse:
 
     def __init__(self, page_size: int) -> None:
         self.every = page_size
-        self.root = Node()
+        self.root: Node = {}
         self.where: dict[int, tuple[Node, Key]] = {}
 
     def key(self, tokens: Seq[int], start: int, salt: str) -> Key:
@@ -79,7 +75,7 @@ class RadixReuse:
     def match(self, tokens: Seq[int], salt: str) -> tuple[list[int], Node | None]:
         node, hit = self.root, []
         for start in range(0, len(tokens) - self.every + 1, self.every):
-            found = node.edges.get(self.key(tokens, start, salt))
+            found = node.get(self.key(tokens, start, salt))
             if found is None:
                 break
             hit.append(found[0])
@@ -88,20 +84,20 @@ class RadixReuse:
 
     def publish(self, node: Node, tokens: Seq[int], start: int, salt: str, page: int) -> Node:
         key = self.key(tokens, start, salt)
-        found = node.edges.get(key)
+        found = node.get(key)
         if found is None:
-            found = node.edges[key] = (page, Node())
+            found = node[key] = (page, {})
             self.where[page] = (node, key)
         return found[1]
 
     def forget(self, page: int) -> None:
         if (place := self.where.pop(page, None)) is not None:
             node, key = place
-            del node.edges[key]
+            del node[key]
 
     def holds(self, page: int) -> bool:
         return page in self.where
 
     def clear(self) -> None:
-        self.root = Node()
+        self.root = {}
         self.where.clear()
