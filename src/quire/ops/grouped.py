@@ -1,0 +1,22 @@
+"""Products of runs of rows, each with a matrix of its own: what experts are made of."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """See `Ops.grouped_linear`. On a GPU, bfloat16 rows of 16 bytes take torch's grouped GEMM."""
+    if not x.is_cuda:
+        stops = ends.tolist()
+        runs = zip(weight, [0, *stops], stops, strict=False)
+        return torch.cat([F.linear(x[start:stop], each) for each, start, stop in runs if start < stop])
+    if x.dtype is torch.bfloat16 and all(size % 8 == 0 for size in weight.shape[1:]):
+        return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    owner = torch.searchsorted(ends, torch.arange(len(x), device=x.device, dtype=ends.dtype), right=True)[:, None]
+    total = x.new_zeros(len(x), weight.shape[1])
+    for e, each in enumerate(weight):
+        total = torch.where(owner == e, F.linear(x, each), total)
+    return total
