@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -142,7 +142,7 @@ def decode_cases(ops: TritonOps) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield f"attention prompt 4 x 1024 {heads}", partial(attention, ops, "prompt 4 x 1024", heads, [(0, 1024)] * 4)
 
 
-MATRICES = {
+MATRICES: Mapping[str, tuple[int, int]] = {
     "0.6b qkv": (4096, 1024), "0.6b o": (1024, 2048), "0.6b gate_up": (6144, 1024), "0.6b down": (1024, 3072),
     "1b qkv": (3072, 2048), "1b o": (2048, 2048), "1b gate_up": (16384, 2048), "1b down": (2048, 8192),
     "8b qkv": (6144, 4096), "8b o": (4096, 4096), "8b gate_up": (28672, 4096), "8b down": (4096, 14336),

@@ -131,17 +131,28 @@ def attention_kernel(
     acc = acc / tl.maximum(z, 1e-30)[:, None]
     splits, base = split // 65536, index - split % 65536
     if SPLIT and splits > 1:
-        line = (index * GROUPS + group) * ROWS + r
-        tl.store(parts + line[:, None].to(tl.int64) * DIM + d[None, :], acc, mask=real)
-        tl.store(sums + line, m + tl.log2(tl.maximum(z, 1e-30)))
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + base * GROUPS + group, 1, sem="acq_rel") == splits - 1:
-            tl.store(arrived + base * GROUPS + group, 0)
-            rows = tl.minimum(n * SHARE - first, ROWS)
-            together(parts, sums, out, base, splits, group, token * SHARE + first, rows,
-                     GROUPS, SHARE, DIM, ROWS, BLOCK_D, REAL)  # fmt: skip
+        handed_in(parts, sums, arrived, out, acc, m + tl.log2(tl.maximum(z, 1e-30)), real, index, base, splits, group,
+                  token * SHARE + first, tl.minimum(n * SHARE - first, ROWS),
+                  GROUPS, SHARE, DIM, ROWS, BLOCK_D, REAL)  # fmt: skip
     else:
         tl.store(out + place, acc.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def handed_in(
+    parts, sums, arrived, out, acc, total, real, index, base, splits, group, first, rows,
+    GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    REAL: tl.constexpr,
+):  # fmt: skip
+    """Leave a piece's part where the others' are; whoever is last puts them together."""
+    line = (index * GROUPS + group) * ROWS + tl.arange(0, ROWS)
+    place = line[:, None].to(tl.int64) * DIM + tl.arange(0, BLOCK_D)[None, :]
+    tl.store(parts + place, acc, mask=real)
+    tl.store(sums + line, total)
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + base * GROUPS + group, 1, sem="acq_rel") == splits - 1:
+        tl.store(arrived + base * GROUPS + group, 0)
+        together(parts, sums, out, base, splits, group, first, rows, GROUPS, SHARE, DIM, ROWS, BLOCK_D, REAL)
 
 
 @triton.jit
@@ -197,7 +208,7 @@ def tiles(card: Card, share: int, dim: int, wide: int, most: int) -> list[tuple[
     """
     few = max(1, 64 // share)
     columns = 64 if dim * wide <= 256 else 32 if dim * wide <= 512 else 16
-    small = Tile(16, columns, 2 if dim <= 128 else 4, 3, 4)
+    small = Tile(16, columns, 2 if dim <= 128 and wide <= 2 else 4, 3, 4)
     if most <= few:
         rows = max(16, block(most * share)) if most * share <= 64 else 64
         return [(small._replace(rows=rows, warps=small.warps if rows == 16 else 4), 1, most)]
