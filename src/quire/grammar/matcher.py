@@ -44,7 +44,7 @@ class Matcher:
 
     def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[Mask]:
         began = self._budget.clock()
-        self._follow(list(output))
+        self._follow(output if isinstance(output, list) else list(output))
         made = self._walk(drafts)
         self._spent += self._budget.clock() - began
         if self._spent > self._budget.once + self._budget.each * len(output):
@@ -56,11 +56,13 @@ class Matcher:
         if output[:known] != self._seen:
             self._matcher.reset()
             self._over, known = False, 0
-        for token in output[known:]:
+            self._seen = []
+        fresh = output[known:]
+        for token in fresh:
             self._over = self._over or token in self._eos
             if not self._over and not self._matcher.consume_token(token):
                 self._failed = True
-        self._seen = output
+        self._seen += fresh
 
     def _walk(self, drafts: Sequence[int]) -> list[Mask]:
         """Masks up to the first draft that is not allowed or ends the text."""

@@ -23,11 +23,16 @@ Edit = Callable[[Floats, Rows, Shape, Ids], None]
 
 def mask(logits: Floats, masks: Iterable[tuple[int, Mask]]) -> None:
     """Forbid what each (row, bit string) does not allow; a mask shorter than the vocabulary allows nothing past it."""
+    some = [(r, allowed) for r, allowed in masks if allowed is not None]
+    if not some:
+        return
     vocab = logits.shape[1]
-    for r, allowed in masks:
-        if allowed is not None:
-            bits = np.unpackbits(np.frombuffer(allowed, np.uint8), count=vocab, bitorder="little")
-            np.copyto(logits[r], -np.inf, where=bits == 0)  # four times as fast as an index
+    width = -(-vocab // 8)
+    joined = b"".join([allowed[:width].ljust(width, b"\0") for _, allowed in some])
+    forbidden = ~np.frombuffer(joined, np.uint8).reshape(len(some), width)
+    bits = np.unpackbits(forbidden, axis=1, count=vocab, bitorder="little").view(np.bool_)
+    for (r, _), where in zip(some, bits, strict=True):
+        np.copyto(logits[r], -np.inf, where=where)  # several times as fast as an index
 
 
 def allow(logits: Floats, rows: Rows, shape: Shape, which: Ids) -> None:
