@@ -14,7 +14,7 @@ from quire.models.base import Model
 from quire.models.spec import ModelSpec
 from quire.ops.base import Ops
 from quire.ops.triton.ops import TritonOps
-from quire.runner.graphs import CudaQueue, Key, crowd, padding
+from quire.runner.graphs import CudaQueue, Key, coarse, crowd, padding
 from quire.runner.kernels import TritonSteps
 from quire.runner.memory import GIB, activation_bytes, layer_shapes, page_bytes, plan_pages
 
@@ -94,12 +94,11 @@ def working_bytes(spec: ModelSpec, dtype: torch.dtype, *, tokens: int, captured:
 
 
 def kinds(cap: int, tokens: int, largest: int) -> list[Key]:
-    """Every decode step, and of mixed ones enough that no kernel is compiled later; largest first, so that smaller
-    graphs fit into the memory of larger ones."""
-    if not largest:
-        return [Key(padding(cap), padding(cap), 1), Key(padding(cap), 0, 0)]
+    """Every step that is captured, so that none is after the start; largest first, so that smaller graphs fit into the
+    memory of larger ones. Beyond, one of each size that kernels are compiled for."""
     decode = sorted({padding(n) for n in range(1, cap + 1)}, reverse=True)
-    crowds = sorted({crowd(n) for n in range(1, cap + 1)})
-    mixed = sorted({padding(n) for n in (16, 128, 512, min(tokens, largest))}, reverse=True)
-    bodies = [Key(t, s, t) for t in mixed for s in crowds] + [Key(n, n, 1) for n in decode]
-    return bodies + [Key(n, 0, 0) for n in decode]
+    mixed = sorted({coarse(n) for n in range(1, min(tokens, largest) + 1)}, reverse=True)
+    crowds = sorted({crowd(n) for n in range(1, cap + 1)}, reverse=True)
+    most = coarse(tokens)
+    bodies = [Key(most, s, most) for s in crowds] + [Key(t, s, t) for t in mixed for s in crowds]
+    return bodies + [Key(n, n, 1) for n in decode] + [Key(n, 0, 0) for n in decode]

@@ -20,7 +20,7 @@ from quire.errors import StepFailed
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.runner.arena import Arena, Post, changes
 from quire.runner.device import DeviceSteps
-from quire.runner.graphs import Done, Key, Mark, Queue, crowd, padding
+from quire.runner.graphs import Done, Key, Mark, Queue, coarse, crowd, padding
 from quire.runner.results import Model, masked, result, score_prompt
 from quire.runner.rows import Rows, Shape
 from quire.runner.sampler import BROKEN, Sampled, Sampler
@@ -84,9 +84,9 @@ class AheadRunner:
         spans = max(padding(rows.count), crowd(rows.count))
         pinned = device.type == "cuda"
         with queue:
-            self.arena = Arena(rows, spans=spans, tokens=padding(tokens), device=device)
+            self.arena = Arena(rows, spans=spans, tokens=coarse(padding(tokens)), device=device)
             self.post = Post(self.arena, turns=turns)
-            self.batch = self._batch(spans, padding(tokens))
+            self.batch = self._batch(spans, coarse(padding(tokens)))
             self.tokens = torch.zeros(spans, dtype=torch.int32, device=device)
         self.ring = torch.zeros((turns, spans), dtype=torch.int32, pin_memory=pinned)
         self.turn = 0

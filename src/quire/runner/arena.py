@@ -45,7 +45,7 @@ class Arena:
         self.ceiling = rows.ceiling
         self.pages, self.longest = rows.pages.shape[1], rows.tokens.shape[1]
         sizes = {"counts": 4, "span_row": spans, "query_start": spans + 1, "token_span": tokens}
-        sizes |= {"picked": spans, "pick_row": spans}
+        sizes |= {"picked": spans, "pick_row": spans, "pick_at": spans}
         sizes |= dict.fromkeys(COLUMNS, rows.count + 1)
         sizes |= {"table": (rows.count + 1) * self.pages, "history": (rows.count + 1) * self.longest}
         self.at: dict[str, int] = {}
@@ -61,7 +61,7 @@ class Arena:
         self.reset()
 
     def part(self, name: str, size: int) -> Tensor:
-        """The first `size` numbers of counts, span_row, query_start, token_span, picked, pick_row or a column."""
+        """The first `size` numbers of one of the step's arrays, or of a column."""
         begin = self.at[name]
         return self.data[begin : begin + size]
 

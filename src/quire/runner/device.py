@@ -24,7 +24,10 @@ class DeviceSteps(Protocol):
         """Fill the batch's tokens, positions, slots, kv_len and page_table from the arena. longest: max_model_len."""
 
     def settle(self, arena: Arena, spans: int, hidden: Tensor, out: Tensor) -> None:
-        """Every span's row has computed what it was fed; out [R, hidden]: the picked hidden states."""
+        """Every span's row has computed what it was fed; out [R, hidden]: the picked hidden states.
+
+        `pick_at` takes the place in its row's history of the token that each will bring.
+        """
 
     @property
     def offers(self) -> int:
@@ -68,6 +71,8 @@ class PlainSteps:
         start, row = arena.part("query_start", spans + 1), arena.part("span_row", spans).long()
         length = arena.columns["length"]
         length[row] = (length[row] + start[1:] - start[:-1]).clamp(max=arena.ceiling - 1)
+        known = arena.columns["known"][arena.part("pick_row", len(out)).long()]
+        arena.part("pick_at", len(out)).copy_(known)
         torch.index_select(hidden, 0, arena.part("picked", len(out)).long(), out=out)
 
     def choose(self, arena: Arena, logits: Tensor, tokens: Tensor) -> None:

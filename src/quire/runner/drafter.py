@@ -13,7 +13,7 @@ from quire.core.plan import Span
 from quire.ops.ragged import LayerKV
 from quire.runner.batch import ragged
 from quire.runner.rows import Ints, Rows, Shape
-from quire.runner.runner import Model
+from quire.runner.results import Model
 from quire.runner.sampler import Sampler
 
 _PIECE = 512

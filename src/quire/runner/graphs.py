@@ -31,28 +31,32 @@ class Key(NamedTuple):
     def of(shape: Shape) -> Key:
         """Decode alone, or any mix."""
         fed, spans = int(shape.query_start[-1]), len(shape.spans)
-        padded = padding(fed)
         if shape.max_query == 1:
-            return Key(padded, padded, 1)
-        return Key(padded, crowd(spans), padded)
+            return Key(padding(fed), padding(fed), 1)
+        return Key(coarse(fed), crowd(spans), coarse(fed))
 
 
 def padding(count: int) -> int:
-    """`count` rounded up, by less the smaller it is: never more than an eighth above 16."""
+    """`count` rounded up, by less the smaller it is: never more than an eighth above 16. For decode and for heads."""
     if count <= SMALL[-1]:
         return next(size for size in SMALL if count <= size)
-    step = 8
-    while step * 16 <= count and step < 256:
-        step *= 2
+    return rounded(count, 8, 16)
+
+
+def coarse(count: int) -> int:
+    """The same for mixed steps, of which more kinds exist and which mind padding less: by up to a quarter."""
+    return rounded(max(count, 16), 16, 8)
+
+
+def rounded(count: int, step: int, parts: int) -> int:
+    """Up to a multiple of `step`, or of a larger one that cuts the next power of two into `parts`, 128 at most."""
+    step = max(step, min(128, (1 << (count - 1).bit_length()) // parts))
     return -(-count // step) * step
 
 
 def crowd(spans: int) -> int:
-    """Spans of a mixed step, rounded up to 16, 64, 256 ..."""
-    size = 16
-    while size < spans:
-        size *= 4
-    return size
+    """Spans of a mixed step, rounded up: a few, many, or as decode."""
+    return next((size for size in (16, 256) if spans <= size), padding(spans))
 
 
 class Mark(Protocol):

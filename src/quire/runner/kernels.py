@@ -27,21 +27,19 @@ class TritonSteps:
         step.scatter(data, places, values)
 
     def stage(self, arena: Arena, batch: RaggedBatch, longest: int) -> None:
-        step.stage(self._views(arena)[0], batch, longest)
+        step.stage(self._views(arena)[0], batch, longest, self.card)
 
     def settle(self, arena: Arena, spans: int, hidden: Tensor, out: Tensor) -> None:
-        step.settle(self._views(arena)[0], spans, hidden, out)
+        step.settle(self._views(arena)[0], spans, hidden, out, self.card)
 
     def choose(self, arena: Arena, logits: Tensor, tokens: Tensor) -> None:
         rows, settings = self._views(arena)
-        chosen = rows.pick_row[: len(tokens)]
-        positions = rows.known.index_select(0, chosen)
-        prompt = arena.columns["prompt"]
-        drawn = sample(logits, chosen, positions, arena.history, prompt, settings, self.card)
-        step.append(rows, drawn.tokens, drawn.state, tokens)
+        count, prompt = len(tokens), arena.columns["prompt"]
+        drawn = sample(logits, rows.pick_row[:count], rows.pick_at[:count], arena.history, prompt, settings, self.card)
+        step.append(rows, drawn.tokens, drawn.state, tokens, self.card)
 
     def append(self, arena: Arena, tokens: Tensor) -> None:
-        step.append(self._views(arena)[0], tokens, None, tokens)
+        step.append(self._views(arena)[0], tokens, None, tokens, self.card)
 
     def _views(self, arena: Arena) -> tuple[step.Rows, Settings]:
         """The arena as the kernels see it, worked out once: its memory stays where it is."""
@@ -59,6 +57,7 @@ def rows_of(arena: Arena) -> step.Rows:
         token_span=arena.part("token_span", 1),
         picked=arena.part("picked", spans),
         pick_row=arena.part("pick_row", spans),
+        pick_at=arena.part("pick_at", spans),
         length=arena.columns["length"],
         known=arena.columns["known"],
         table=arena.table,

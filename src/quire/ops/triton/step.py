@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.ragged import RaggedBatch
-from quire.ops.triton.launch import block
+from quire.ops.triton.launch import Card, block, release, wait
 
 TOKENS = 128
 """Tokens a program of `stage` looks up."""
@@ -35,10 +35,12 @@ def scatter(data: Tensor, places: Tensor, values: Tensor) -> None:
 def stage_kernel(
     counts, span_row, query_start, token_span, length, table, history, tokens, positions, slots, kv_len, page_table,
     limit, token_programs, longest, pages, width, page_size,
-    TOKENS: tl.constexpr, PAGES: tl.constexpr,
+    TOKENS: tl.constexpr, PAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Programs below token_programs: TOKENS tokens each. The others: a span each, and its pages as far as it reads."""
     program = tl.program_id(0)
+    wait(DEPENDENT)
+    release(DEPENDENT)
     if program < token_programs:
         at = program * TOKENS + tl.arange(0, TOKENS)
         fed, inside = at < tl.load(counts), at < limit
@@ -63,9 +65,11 @@ def stage_kernel(
 
 
 class Rows(NamedTuple):
-    """Views of an arena. counts, span_row, query_start, token_span, picked, pick_row: of the step, past its end
-    padded. length, known: a number a row. table [rows, P] and history [rows, L], contiguous. ceiling: what `known`
-    stays at."""
+    """Views of an arena. counts, span_row, query_start, token_span, picked, pick_row: of the step, padded past its end.
+
+    pick_at: where the token of each pick will stand, as `settle` notes. length, known: a number a row. table [rows, P]
+    and history [rows, L], contiguous. ceiling: what `known` stays at.
+    """
 
     counts: Tensor
     span_row: Tensor
@@ -73,6 +77,7 @@ class Rows(NamedTuple):
     token_span: Tensor
     picked: Tensor
     pick_row: Tensor
+    pick_at: Tensor
     length: Tensor
     known: Tensor
     table: Tensor
@@ -80,7 +85,7 @@ class Rows(NamedTuple):
     ceiling: int
 
 
-def stage(rows: Rows, batch: RaggedBatch, longest: int) -> None:
+def stage(rows: Rows, batch: RaggedBatch, longest: int, card: Card) -> None:
     """Fill the batch's tokens, positions, slots, kv_len and, as far as kv_len, page_table."""
     tokens, spans = len(batch.tokens), len(batch.kv_len)
     programs = triton.cdiv(tokens, TOKENS)
@@ -88,16 +93,19 @@ def stage(rows: Rows, batch: RaggedBatch, longest: int) -> None:
         *(rows.counts, rows.span_row, rows.query_start, rows.token_span, rows.length, rows.table, rows.history),
         *(batch.tokens, batch.positions, batch.slots, batch.kv_len, batch.page_table, tokens, programs, longest),
         *(rows.table.shape[1], rows.history.shape[1], batch.page_size),
-        TOKENS=TOKENS, PAGES=64,
+        TOKENS=TOKENS, PAGES=64, DEPENDENT=card.dependent, **card.options,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["spans", "picks", "ceiling"])
 def settle_kernel(
-    query_start, span_row, picked, length, hidden, out, spans, picks, ceiling, columns, BLOCK: tl.constexpr
-):
-    """Program i: span i's row moves on, and hidden state picked[i] is copied."""
+    query_start, span_row, picked, pick_row, pick_at, length, known, hidden, out, spans, picks, ceiling, columns,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Program i: span i's row moves on; hidden state picked[i] is copied, and where its token will stand noted."""
     i = tl.program_id(0)
+    wait(DEPENDENT)
+    release(DEPENDENT)
     if i < spans:
         n = tl.load(query_start + i + 1) - tl.load(query_start + i)
         row = tl.load(span_row + i)
@@ -108,24 +116,29 @@ def settle_kernel(
         source = tl.load(picked + i).to(tl.int64) * columns
         line = tl.load(hidden + source + at, mask=at < columns, other=0.0)
         tl.store(out + i.to(tl.int64) * columns + at, line, mask=at < columns)
+        tl.store(pick_at + i, tl.load(known + tl.load(pick_row + i)))
 
 
-def settle(rows: Rows, spans: int, hidden: Tensor, out: Tensor) -> None:
+def settle(rows: Rows, spans: int, hidden: Tensor, out: Tensor, card: Card) -> None:
     """Every span's row has computed what it was fed; out [R, hidden]: the picked hidden states."""
     columns = hidden.shape[1]
     settle_kernel[(max(spans, len(out)),)](
-        *(rows.query_start, rows.span_row, rows.picked, rows.length, hidden, out, spans, len(out), rows.ceiling),
-        columns, BLOCK=block(columns), num_warps=4,
+        *(rows.query_start, rows.span_row, rows.picked, rows.pick_row, rows.pick_at, rows.length, rows.known),
+        *(hidden, out, spans, len(out), rows.ceiling, columns),
+        BLOCK=block(columns), DEPENDENT=card.dependent, num_warps=4, **card.options,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["picks", "ceiling"])
 def append_kernel(
-    pick_row, known, history, drawn, state, tokens, picks, ceiling, width, STATE: tl.constexpr, BLOCK: tl.constexpr
-):
+    pick_row, known, history, drawn, state, tokens, picks, ceiling, width,
+    STATE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """STATE: tokens take what was drawn, or below 0 what went wrong. Either way they go behind the histories."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < picks
+    wait(DEPENDENT)
+    release(DEPENDENT)
     token = tl.load(drawn + i, mask=inside, other=0)
     if STATE:
         bad = tl.load(state + i, mask=inside, other=0)
@@ -137,10 +150,11 @@ def append_kernel(
     tl.store(known + row, tl.minimum(at + 1, ceiling), mask=inside)
 
 
-def append(rows: Rows, drawn: Tensor, state: Tensor | None, tokens: Tensor) -> None:
+def append(rows: Rows, drawn: Tensor, state: Tensor | None, tokens: Tensor, card: Card) -> None:
     """What was drawn goes behind the histories of `pick_row`, with `state` also to `tokens`; see `sampler.Drawn`."""
     picks = len(tokens)
     append_kernel[(triton.cdiv(picks, 256),)](
         *(rows.pick_row, rows.known, rows.history, drawn, drawn if state is None else state, tokens, picks),
         *(rows.ceiling, rows.history.shape[1]), STATE=state is not None, BLOCK=256,
+        DEPENDENT=card.dependent, **card.options,
     )  # fmt: skip
