@@ -12,8 +12,8 @@ import torch
 from quire.core.plan import Span
 from quire.ops.ragged import LayerKV
 from quire.runner.batch import ragged
-from quire.runner.rows import Ints, Rows, Shape
 from quire.runner.results import Model
+from quire.runner.rows import Ints, Rows, Shape
 from quire.runner.sampler import Sampler
 
 _PIECE = 512
