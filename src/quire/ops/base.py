@@ -62,6 +62,9 @@ class Ops(Protocol):
     def gelu(self, x: Tensor) -> Tensor:
         """gelu by its tanh approximation, as GPT-2's."""
 
+    def angles(self, positions: Tensor, frequencies: Tensor, gain: float = 1.0) -> Angles:
+        """positions [T], frequencies [r] float32, radians a position -> cos and sin of their products, times gain."""
+
     def turn_and_write(
         self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
     ) -> Tensor:

@@ -44,6 +44,10 @@ class ReferenceOps:
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
 
+    def angles(self, positions: Tensor, frequencies: Tensor, gain: float = 1.0) -> Angles:
+        angles = positions.float()[:, None] * frequencies
+        return angles.cos() * gain, angles.sin() * gain
+
     def turn_and_write(
         self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
     ) -> Tensor:

@@ -13,6 +13,8 @@ from quire.core.scheduler import Scheduler
 from quire.engine.engine import Engine
 from quire.executors.cuda import CudaExecutor
 from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.reference import ReferenceOps
+from quire.ops.triton.ops import TritonOps
 from quire.runner.arena import Arena
 from quire.runner.device import DeviceSteps, PlainSteps
 from quire.runner.graphs import AtOnce
@@ -163,3 +165,13 @@ def test_a_house_on_these_kernels_answers_as_the_dense_loop(depth: int) -> None:
     model = Tiny()
     answers = {done.id: list(done.tokens) for done in engine.completed_requests}
     assert answers == {request.id: naive(model, request) for request in asked}
+
+
+@pytest.mark.parametrize("half", [1, 24, 64])
+def test_angles_are_those_of_the_reference(half: int) -> None:
+    positions = torch.randint(131072, (37,)).to(DEVICE)
+    frequencies = 500000.0 ** -(torch.arange(half) / half).to(DEVICE)
+    got = TritonOps(DEVICE).angles(positions, frequencies, 1.3)
+    want = ReferenceOps().angles(positions, frequencies, 1.3)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)

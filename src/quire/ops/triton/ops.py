@@ -57,6 +57,9 @@ class TritonOps:
     def gelu(self, x: Tensor) -> Tensor:
         return rows.activation(x, self.card, gelu=True, gated=False)
 
+    def angles(self, positions: Tensor, frequencies: Tensor, gain: float = 1.0) -> Angles:
+        return turn.angles(positions, frequencies, gain, self.card)
+
     def turn_and_write(
         self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
     ) -> Tensor:

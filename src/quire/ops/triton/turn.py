@@ -84,3 +84,36 @@ def turn_and_write(
         **card.options,
     )  # fmt: skip
     return out
+
+
+@triton.jit(do_not_specialize=["total"])
+def angles_kernel(
+    positions, frequencies, cos, sin, total, half, gain,
+    BLOCK: tl.constexpr, INTERPRETED: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The library's cosine and sine: what the hardware approximates is off by too much at large angles."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < total
+    pace = tl.load(frequencies + i % half, mask=inside, other=0.0)
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    angle = tl.load(positions + i // half, mask=inside, other=0).to(tl.float32) * pace
+    if INTERPRETED:
+        x, y = tl.cos(angle), tl.sin(angle)
+    else:
+        x, y = tl.extra.cuda.libdevice.cos(angle), tl.extra.cuda.libdevice.sin(angle)
+    tl.store(cos + i, x * gain, mask=inside)
+    tl.store(sin + i, y * gain, mask=inside)
+
+
+def angles(positions: Tensor, frequencies: Tensor, gain: float, card: Card) -> Angles:
+    """See `Ops.angles`."""
+    half = len(frequencies)
+    cos, sin = frequencies.new_empty(2, len(positions), half).unbind()
+    if half:
+        total = cos.numel()
+        angles_kernel[(triton.cdiv(total, 256),)](
+            *(positions, frequencies, cos, sin, total, half, gain),
+            BLOCK=256, INTERPRETED=not positions.is_cuda, DEPENDENT=card.dependent, num_warps=2, **card.options,
+        )  # fmt: skip
+    return cos, sin
