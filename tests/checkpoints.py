@@ -28,6 +28,13 @@ LLAMA3_ROPE = MappingProxyType(
     }
 )
 
+GEMMA3_ROPE = MappingProxyType(
+    {
+        "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 200.0},
+    }
+)
+
 SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "llama-gqa-tied": {
@@ -111,6 +118,171 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "sliding_window": 21,
             "max_window_layers": 2,
         },
+        "llama-yarn": {
+            "hidden_size": 56,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 1,
+            "head_dim": 20,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 800.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 24,
+                "beta_fast": 8.0,
+                "beta_slow": 0.7,
+            },
+        },
+        "qwen3-yarn-unrounded": {
+            "hidden_size": 48,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 24,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 400.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "attention_factor": 0.8,
+                "truncate": False,
+            },
+        },
+        "qwen2-yarn-mscale": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 600.0,
+                "factor": 6.0,
+                "original_max_position_embeddings": 20,
+                "mscale": 1.2,
+                "mscale_all_dim": 0.5,
+            },
+        },
+        "gemma3_text-gqa": {
+            "hidden_size": 60,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 14,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 10,
+            "rope_parameters": dict(GEMMA3_ROPE),
+        },
+        "gemma3_text-mqa-capped": {
+            "hidden_size": 55,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 20,
+            "sliding_window": 17,
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 8,
+            "final_logit_softcapping": 4.0,
+            "rope_parameters": dict(GEMMA3_ROPE),
+        },
+        "gemma3_text-untied-pattern-of-six": {
+            "hidden_size": 42,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 16,
+            "num_hidden_layers": 7,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 24,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+        },
+        "gemma2-gqa": {
+            "hidden_size": 64,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 10,
+            "sliding_window": 11,
+            "query_pre_attn_scalar": 14,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 5.0,
+        },
+        "gemma2-mqa-uncapped": {
+            "hidden_size": 35,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 1,
+            "head_dim": 18,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+        "gemma2-mha-four-layers": {
+            "hidden_size": 54,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 24,
+            "num_hidden_layers": 4,
+            "sliding_window": 4,
+            "query_pre_attn_scalar": 30,
+            "attn_logit_softcapping": 6.0,
+            "final_logit_softcapping": 8.0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+        },
+        "qwen3_moe-gqa": {
+            "hidden_size": 40,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 18,
+            "moe_intermediate_size": 24,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+        },
+        "qwen3_moe-raw-shares-some-dense": {
+            "hidden_size": 54,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 14,
+            "num_hidden_layers": 4,
+            "moe_intermediate_size": 33,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [0],
+            "decoder_sparse_step": 2,
+        },
+        "qwen3_moe-one-of-many": {
+            "hidden_size": 45,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "moe_intermediate_size": 50,
+            "num_experts": 16,
+            "num_experts_per_tok": 1,
+            "norm_topk_prob": False,
+        },
+        "mixtral-gqa": {
+            "hidden_size": 56,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 1,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 13,
+        },
+        "mixtral-three-of-six": {
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 12,
+            "intermediate_size": 37,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+        },
+        "mixtral-all-of-three-tied": {
+            "hidden_size": 66,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 3,
+            "tie_word_embeddings": True,
+        },
         "gpt2-odd-heads": {"hidden_size": 60, "num_attention_heads": 5},
         "gpt2-one-head": {"hidden_size": 32, "num_attention_heads": 1, "num_hidden_layers": 2},
         "gpt2-narrow-mlp-untied": {
@@ -134,21 +306,28 @@ def make(folder: Path, shape: str, *, seed: int = 0, shard: str = "5GB", **chang
     fields |= {"bos_token_id": 1, "eos_token_id": 2}
     fields |= {"model_type": shape.split("-")[0], **SHAPES[shape], **changes}
     generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**fields), attn_implementation="eager", experts_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(draw(name, parameter, generator))
+            parameter.copy_(draw(name, parameter, generator, shape.startswith("gemma")))
     model.save_pretrained(folder, max_shard_size=shard)
     return model
 
 
-def draw(name: str, parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def draw(name: str, parameter: torch.Tensor, generator: torch.Generator, shifted: bool = False) -> torch.Tensor:
+    """shifted: norms hold how far they are from 1 (Gemma)."""
     noise = torch.randn(parameter.shape, generator=generator)
+    if shifted and "post_" in name:  # Gemma's large embeddings would repeat themselves unless layers add more
+        return noise + 7.0
+    if shifted and "embed" in name:
+        noise = noise * 0.75
     if parameter.dim() == 1:
-        return 0.3 * noise + (0.0 if name.endswith("bias") else 1.0)
+        return 0.3 * noise + (0.0 if name.endswith("bias") or shifted else 1.0)
     if ".c_" in name:  # GPT-2 keeps its matrices the other way round, and repeats itself unless they are larger
         return noise * (3.0 if name.endswith("c_attn.weight") else 2.0) * parameter.shape[0] ** -0.5
-    return noise * 1.5 * parameter.shape[1] ** -0.5
+    return noise * 1.5 * parameter.shape[-1] ** -0.5
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:

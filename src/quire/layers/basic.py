@@ -54,6 +54,17 @@ class Embedding:
         return self.ops.embedding(tokens, self.weight)
 
 
+class Scaled:
+    """An embedding times `scale`, which is rounded to the table's dtype first (Gemma)."""
+
+    def __init__(self, embedding: Embedding, scale: float) -> None:
+        self.embedding = embedding
+        self.scale = float(torch.tensor(scale, dtype=embedding.weight.dtype))
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens) * self.scale
+
+
 class GatedMLP:
     """down(act(gate(x)) * up(x)), gate and up fused."""
 
@@ -77,12 +88,11 @@ class MLP:
 class Rotary:
     """Positions [T] -> (cos, sin), float32 [T, dim / 2] each: made once a forward, used by every layer."""
 
-    def __init__(self, rope: Rope, device: torch.device) -> None:
-        self.frequencies = frequencies(rope).to(device)
+    def __init__(self, rope: Rope, device: torch.device, ops: Ops) -> None:
+        self.frequencies, self.gain, self.ops = frequencies(rope).to(device), rope.gain, ops
 
-    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angles = positions.float()[:, None] * self.frequencies
-        return angles.cos(), angles.sin()
+    def __call__(self, positions: Tensor) -> Angles:
+        return self.ops.angles(positions, self.frequencies, self.gain)
 
 
 def frequencies(rope: Rope) -> Tensor:
@@ -111,6 +121,22 @@ def llama3(plain: Tensor, rope: Rope) -> Tensor:
     return plain * (kept + (1 - kept) / rope.factor)
 
 
+def yarn(plain: Tensor, rope: Rope) -> Tensor:
+    """Peng et al. 2023: short waves kept, long ones stretched, those between blended by their place in the head."""
+
+    def place(turns: float) -> float:
+        """The dimension, as a fraction of a pair, whose wave fits `original` so many times."""
+        return rope.dim * math.log(rope.original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = place(rope.fast), place(rope.slow)
+    if rope.whole:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    steps = torch.arange(rope.dim // 2, dtype=torch.float32)
+    stretched = ((steps - low) / (high - low if high != low else 0.001)).clamp(0.0, 1.0)
+    return plain / rope.factor * stretched + plain * (1 - stretched)
+
+
 SCALINGS: Mapping[str, Callable[[Tensor, Rope], Tensor]] = MappingProxyType(
-    {"default": unscaled, "linear": linear, "llama3": llama3}
+    {"default": unscaled, "linear": linear, "llama3": llama3, "yarn": yarn}
 )

@@ -16,8 +16,10 @@ from torch import Tensor
 from quire.errors import InvalidModel, nearest
 from quire.layers.attention import Attention, Heads
 from quire.layers.basic import MLP, Embedding, GatedMLP, LayerNorm, RMSNorm, Rotary
+from quire.layers.experts import Bank, Experts, Loose, Stacked
 from quire.layers.formats import Format, Matrix, Part, Place, Plain, Stored
 from quire.layers.linear import Columns, Head, Rows
+from quire.layers.mixture import Mixture
 from quire.layers.parallel import Parallel, share
 from quire.layers.rope import Rope
 from quire.ops.base import Gate, Ops
@@ -31,7 +33,7 @@ class Build:
     """Hands out layers. Names given to a method are relative to `prefix`; `at` goes deeper.
 
     places: by checkpoint name, where each tensor goes, to several places where a rank keeps several pieces of it.
-    ignored: patterns (fnmatch) of checkpoint names that carry nothing the model needs.
+    ignored: patterns (fnmatch) of checkpoint names that carry nothing the model needs. renames: see `rename`.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Build:
         self.places: dict[str, list[Place]] = {} if parent is None else parent.places
         self.stored: list[Stored] = [] if parent is None else parent.stored
         self.ignored: list[str] = [] if parent is None else parent.ignored
+        self.renames: dict[str, str] = {} if parent is None else parent.renames
 
     def at(self, name: str) -> Build:
         """The same build, one level down: `build.at("layers.0")`."""
@@ -67,6 +70,10 @@ class Build:
         """Checkpoint names that need no place."""
         self.ignored += (self.prefix + pattern for pattern in patterns)
 
+    def rename(self, prefixes: Mapping[str, str]) -> None:
+        """Checkpoint names that begin with a key of `prefixes` are known here by its value instead."""
+        self.renames.update(prefixes)
+
     def seal(self) -> None:
         """Every place is filled: let each format take its final form, one matrix at a time.
 
@@ -76,14 +83,15 @@ class Build:
         for stored in self.stored:
             stored.seal()
 
-    def vector(self, name: str, size: int, *, mean: float = 0.0, std: float = 0.1) -> Tensor:
-        """A small tensor that every rank holds whole."""
-        data = torch.empty(size, dtype=self.dtype, device=self.device)
-        self._place(Place(self.prefix + name, (size,), (slice(0, size),), data, mean=mean, std=std))
+    def vector(self, name: str, size: int, *, mean: float = 0.0, std: float = 0.1, shift: float = 0.0) -> Tensor:
+        """A small tensor that every rank holds whole. What is added to it, `shift`, is not to be lost by rounding."""
+        data = torch.empty(size, dtype=torch.float32 if shift else self.dtype, device=self.device)
+        self._place(Place(self.prefix + name, (size,), (slice(0, size),), data, mean=mean, std=std, shift=shift))
         return data
 
-    def rms_norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        return RMSNorm(self.vector(f"{name}.weight", size, mean=1.0), eps, self.ops)
+    def rms_norm(self, name: str, size: int, eps: float, *, shift: float = 0.0) -> RMSNorm:
+        """shift: what the checkpoint's weight lacks (1 for Gemma, which stores how far it is from 1)."""
+        return RMSNorm(self.vector(f"{name}.weight", size, mean=1.0, shift=shift), eps, self.ops)
 
     def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
         weight, bias = self.vector(f"{name}.weight", size, mean=1.0), self.vector(f"{name}.bias", size)
@@ -97,7 +105,7 @@ class Build:
         return Embedding(data, self.ops)
 
     def rotary(self, rope: Rope) -> Rotary:
-        return Rotary(rope, self.device)
+        return Rotary(rope, self.device, self.ops)
 
     def columns(
         self,
@@ -134,15 +142,15 @@ class Build:
         stored = self._store([part], count * unit, cut, bias=bias, own_bias=first, transposed=transposed)
         return Rows(stored, self.parallel)
 
-    def head(self, name: str, hidden: int, vocab: int, tied: Embedding | None) -> Head:
+    def head(self, name: str, hidden: int, vocab: int, tied: Embedding | None, *, soft_cap: float = 0.0) -> Head:
         """Hidden states to logits; `tied` is the embedding whose table it shares."""
         cut = share(vocab, self.parallel, "logits")
         part = Part(self.prefix + name, vocab, cut)
         if tied is None:
-            return Head(self._store([part], hidden, slice(0, hidden)), self.parallel)
+            return Head(self._store([part], hidden, slice(0, hidden)), self.parallel, soft_cap)
         self.ignore(f"{name}.weight")
         shared = tied.weight[cut]
-        return Head(self._store([part], hidden, slice(0, hidden), shared=shared), self.parallel)
+        return Head(self._store([part], hidden, slice(0, hidden), shared=shared), self.parallel, soft_cap)
 
     def attention(
         self,
@@ -154,11 +162,13 @@ class Build:
         bias: bool = False,
         out_bias: bool = False,
         norm_eps: float | None = None,
+        norm_shift: float = 0.0,
         transposed: bool = False,
     ) -> Attention:
         """heads: of the whole model; this rank's share is taken here.
 
-        names: of the checkpoint's q, k and v, or the one that holds all three. norm_eps: of q_norm and k_norm, if any.
+        names: of the checkpoint's q, k and v, or the one that holds all three. norm_eps, norm_shift: of q_norm and
+        k_norm, if any.
         """
         size = self.parallel.size
         own = Heads(
@@ -173,7 +183,8 @@ class Build:
         qkv = self.columns(names, hidden, outputs, bias=bias, transposed=transposed)
         norms = None
         if norm_eps is not None:
-            norms = self.rms_norm("q_norm", heads.dim, norm_eps), self.rms_norm("k_norm", heads.dim, norm_eps)
+            q_norm, k_norm = (self.rms_norm(n, heads.dim, norm_eps, shift=norm_shift) for n in ("q_norm", "k_norm"))
+            norms = q_norm, k_norm
         back = self.rows(out, (heads.count, heads.dim), hidden, bias=out_bias, transposed=transposed)
         return Attention(qkv, back, own, self.ops, norms)
 
@@ -182,6 +193,49 @@ class Build:
         gate = activation_of(activation, GATES)
         gate_up = self.columns(("gate_proj", "up_proj"), hidden, ((width, 1), (width, 1)), bias=bias)
         return GatedMLP(gate_up, self.rows("down_proj", (width, 1), hidden, bias=bias), gate)
+
+    def experts(
+        self,
+        hidden: int,
+        mixture: Mixture,
+        activation: str,
+        *,
+        names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> Experts:
+        """`gate`, the router, and experts.N, each with the matrices called `names`: gate, up and down."""
+        act = activation_of(activation, {"silu": self.ops.silu_mul, **dict.fromkeys(GELUS, self.ops.gelu_mul)})
+        gate, up, down = names
+        cut = share(mixture.width, self.parallel, "expert width")
+        each = [f"{self.prefix}experts.{e}." for e in range(mixture.count)]
+        rises = [(Part(p + gate, mixture.width, cut), Part(p + up, mixture.width, cut)) for p in each]
+        falls = [(Part(p + down, hidden, slice(0, hidden)),) for p in each]
+        router = self.router("gate", hidden, mixture.count)
+        return Experts(
+            router,
+            self._bank(rises, hidden, slice(0, hidden)),
+            self._bank(falls, mixture.width, cut),
+            mixture,
+            act,
+            self.parallel,
+        )
+
+    def router(self, name: str, hidden: int, count: int) -> Columns:
+        """A small matrix that every rank holds whole."""
+        return Columns(self._store([Part(self.prefix + name, count, slice(0, count))], hidden, slice(0, hidden)))
+
+    def _bank(self, experts: Sequence[Sequence[Part]], columns: int, cut: slice) -> Bank:
+        """One matrix of each expert: side by side in one tensor where the format is plain, each for itself if not."""
+        if self.format is not Plain:
+            return Loose([self._store(parts, columns, cut) for parts in experts])
+        rows = sum(part.cut.stop - part.cut.start for part in experts[0])
+        weight = torch.empty(len(experts), rows, cut.stop - cut.start, dtype=self.dtype, device=self.device)
+        for parts, own in zip(experts, weight, strict=True):
+            row = 0
+            for name, height, kept in parts:
+                into = own[row : row + kept.stop - kept.start]
+                row += len(into)
+                self._place(Place(f"{name}.weight", (height, columns), (kept, cut), into, std=columns**-0.5))
+        return Stacked(weight, self.ops)
 
     def mlp(self, up: str, down: str, hidden: int, width: int, activation: str, *, transposed: bool = False) -> MLP:
         """Two matrices with biases."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from quire.layers.formats import Stored
@@ -32,11 +33,15 @@ class Rows:
 
 
 class Head:
-    """The vocabulary's matrix, outputs cut: hidden states to logits, float32 and whole on every rank."""
+    """The vocabulary's matrix, outputs cut: hidden states to logits, float32 and whole on every rank.
 
-    def __init__(self, stored: Stored, parallel: Parallel) -> None:
-        self.apply, self.all_gather = stored.apply, parallel.all_gather
+    soft_cap c above 0 makes logits c * tanh(logit / c).
+    """
+
+    def __init__(self, stored: Stored, parallel: Parallel, soft_cap: float = 0.0) -> None:
+        self.apply, self.all_gather, self.soft_cap = stored.apply, parallel.all_gather, soft_cap
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R, V] float32."""
-        return self.all_gather(self.apply(hidden)).float()
+        logits = self.all_gather(self.apply(hidden)).float()
+        return logits if not self.soft_cap else torch.tanh(logits / self.soft_cap) * self.soft_cap

@@ -10,8 +10,10 @@ class Rope:
     """How positions turn a head's first `dim` numbers. `dim` 0: not at all.
 
     theta: base of the wavelengths. kind: "default"; "linear", every wavelength `factor` times as long; "llama3",
-    only those above `original` / `high`, in full above `original` / `low`. original: context length, in tokens, that
-    the model was first trained for.
+    only those above `original` / `high`, in full above `original` / `low`; "yarn", from those that fit `original`
+    fast times, in full from those that fit it slow times on. original: context length, in tokens, that the model was
+    first trained for. whole: yarn's two bounds are rounded to whole pairs of dimensions. gain: what turned numbers are
+    multiplied by.
     """
 
     dim: int
@@ -21,6 +23,10 @@ class Rope:
     low: float = 1.0
     high: float = 4.0
     original: int = 0
+    fast: float = 32.0
+    slow: float = 1.0
+    whole: bool = True
+    gain: float = 1.0
 
 
 STILL = Rope(dim=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -11,11 +11,14 @@ from quire.layers.build import Build
 from quire.models.spec import Config, ModelSpec, read_decoder
 from quire.ops.ragged import LayerKV, RaggedBatch
 
+Mix = Callable[[Tensor], Tensor]
+"""[T, hidden] -> [T, hidden]: an MLP, or experts."""
+
 
 class Block:
-    """One layer: attention and a gated MLP, each behind a norm of the residual stream."""
+    """One layer: attention and `mlp`, each behind a norm of the residual stream."""
 
-    def __init__(self, spec: ModelSpec, build: Build, index: int) -> None:
+    def __init__(self, spec: ModelSpec, build: Build, index: int, mlp: Mix) -> None:
         self.before_attention = build.rms_norm("input_layernorm", spec.hidden, spec.norm_eps)
         self.attention = build.at("self_attn").attention(
             spec.hidden,
@@ -31,7 +34,7 @@ class Block:
             norm_eps=spec.norm_eps if spec.qk_norm else None,
         )
         self.before_mlp = build.rms_norm("post_attention_layernorm", spec.hidden, spec.norm_eps)
-        self.mlp = build.at("mlp").gated_mlp(spec.hidden, spec.mlp, spec.activation, bias=spec.mlp_bias)
+        self.mlp = mlp
 
     def __call__(
         self, x: Tensor, residual: Tensor, turn: tuple[Tensor, Tensor], batch: RaggedBatch, kv: LayerKV
@@ -52,13 +55,19 @@ class Llama:
         body.ignore("layers.*.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq")
         self.embedding = body.embedding("embed_tokens", spec.vocab, spec.hidden)
         self.rotary = body.rotary(spec.rope)
-        self.blocks = [Block(spec, body.at(f"layers.{i}"), i) for i in range(spec.layers)]
+        layers = [body.at(f"layers.{i}") for i in range(spec.layers)]
+        self.blocks = [Block(spec, layer, i, self.mix(spec, layer, i)) for i, layer in enumerate(layers)]
         self.norm = body.rms_norm("norm", spec.hidden, spec.norm_eps)
         self.head = build.head("lm_head", spec.hidden, spec.vocab, self.embedding if spec.tie else None)
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
         return read_decoder(config, architecture)
+
+    @staticmethod
+    def mix(spec: ModelSpec, build: Build, index: int) -> Mix:
+        """What stands behind a layer's second norm."""
+        return build.at("mlp").gated_mlp(spec.hidden, spec.mlp, spec.activation, bias=spec.mlp_bias)
 
     def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
         batch = self.ops.prepare(batch)

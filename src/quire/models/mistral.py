@@ -1,10 +1,12 @@
-"""Mistral 7B and after: Llama whose layers may see a window only (Jiang et al. 2023)."""
+"""Mistral 7B and after, Llama whose layers may see a window only; Mixtral, with experts (Jiang et al. 2023, 2024)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from quire.models.llama import Llama
+from quire.layers.build import Build
+from quire.layers.mixture import Mixture
+from quire.models.llama import Llama, Mix
 from quire.models.spec import Config, ModelSpec, read_decoder, read_windows
 
 
@@ -15,3 +17,24 @@ class Mistral(Llama):
     def read(config: Config, architecture: str) -> ModelSpec:
         spec = read_decoder(config, architecture)
         return replace(spec, windows=read_windows(config, spec.layers))
+
+
+class Mixtral(Mistral):
+    """See `base.Model`."""
+
+    @staticmethod
+    def read(config: Config, architecture: str) -> ModelSpec:
+        spec = Mistral.read(config, architecture)
+        mixture = Mixture(
+            count=config.get(int, "num_local_experts", default=8),
+            used=config.get(int, "num_experts_per_tok", default=2),
+            width=spec.mlp,
+        )
+        return replace(spec, experts=mixture.checked())
+
+    @staticmethod
+    def mix(spec: ModelSpec, build: Build, index: int) -> Mix:
+        assert spec.experts is not None
+        return build.at("block_sparse_moe").experts(
+            spec.hidden, spec.experts, spec.activation, names=("w1", "w3", "w2")
+        )

@@ -1,10 +1,13 @@
-"""Qwen 2, 2.5 and 3: Llama with biases on q, k and v (2), or with q and k normed (3)."""
+"""Qwen 2, 2.5 and 3: Llama with biases on q, k and v (2), or with q and k normed (3), or that and experts (3 MoE)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from quire.models.llama import Llama
+from quire.errors import InvalidModel
+from quire.layers.build import Build
+from quire.layers.mixture import Mixture
+from quire.models.llama import Llama, Mix
 from quire.models.spec import Config, ModelSpec, read_decoder, read_windows
 from quire.values import MANY
 
@@ -25,6 +28,33 @@ class Qwen3(Llama):
     def read(config: Config, architecture: str) -> ModelSpec:
         spec = read_decoder(config, architecture)
         return replace(spec, qk_norm=True, windows=windows(config, spec.layers))
+
+
+class Qwen3Moe(Qwen3):
+    """See `base.Model`."""
+
+    @staticmethod
+    def read(config: Config, architecture: str) -> ModelSpec:
+        spec = Qwen3.read(config, architecture)
+        plain = config.fields.get("mlp_only_layers") or []
+        if not isinstance(plain, list):
+            raise InvalidModel("config.json: mlp_only_layers must be a list of layers")
+        step = max(1, config.get(int, "decoder_sparse_step", default=1))
+        mixture = Mixture(
+            count=config.get(int, "num_experts", "num_local_experts"),
+            used=config.get(int, "num_experts_per_tok", default=8),
+            width=config.get(int, "moe_intermediate_size"),
+            renormalise=config.get(bool, "norm_topk_prob", default=False),
+            dense=frozenset(i for i in range(spec.layers) if i in plain or (i + 1) % step),
+        )
+        return replace(spec, experts=mixture.checked())
+
+    @staticmethod
+    def mix(spec: ModelSpec, build: Build, index: int) -> Mix:
+        assert spec.experts is not None
+        if index in spec.experts.dense:
+            return Qwen3.mix(spec, build, index)
+        return build.at("mlp").experts(spec.hidden, spec.experts, spec.activation)
 
 
 def windows(config: Config, layers: int) -> tuple[int, ...]:

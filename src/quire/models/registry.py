@@ -12,10 +12,11 @@ from quire.errors import InvalidModel, nearest
 from quire.layers.build import Build
 from quire.layers.parallel import Solo
 from quire.models.base import Model
+from quire.models.gemma import Gemma2, Gemma3
 from quire.models.gpt2 import GPT2
 from quire.models.llama import Llama
-from quire.models.mistral import Mistral
-from quire.models.qwen import Qwen2, Qwen3
+from quire.models.mistral import Mistral, Mixtral
+from quire.models.qwen import Qwen2, Qwen3, Qwen3Moe
 from quire.models.spec import Config, ModelSpec
 from quire.ops.reference import ReferenceOps
 
@@ -34,8 +35,13 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "GPT2LMHeadModel": GPT2,
         "LlamaForCausalLM": Llama,
         "MistralForCausalLM": Mistral,
+        "MixtralForCausalLM": Mixtral,
         "Qwen2ForCausalLM": Qwen2,
         "Qwen3ForCausalLM": Qwen3,
+        "Qwen3MoeForCausalLM": Qwen3Moe,
+        "Gemma2ForCausalLM": Gemma2,
+        "Gemma3ForCausalLM": Gemma3,
+        "Gemma3ForConditionalGeneration": Gemma3,
     }
 )
 MODEL_TYPES: Mapping[str, str] = MappingProxyType(
@@ -43,8 +49,13 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "gpt2": "GPT2LMHeadModel",
         "llama": "LlamaForCausalLM",
         "mistral": "MistralForCausalLM",
+        "mixtral": "MixtralForCausalLM",
         "qwen2": "Qwen2ForCausalLM",
         "qwen3": "Qwen3ForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
+        "gemma2": "Gemma2ForCausalLM",
+        "gemma3_text": "Gemma3ForCausalLM",
+        "gemma3": "Gemma3ForConditionalGeneration",
     }
 )
 """For a config.json that names no architecture."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from quire.errors import InvalidModel
+from quire.layers.mixture import Mixture
 from quire.layers.rope import Rope
 from quire.values import MANY
 
 T = TypeVar("T", int, float, str, bool)
+
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,9 +22,11 @@ class ModelSpec:
     """A decoder's shape.
 
     hidden: width of the residual stream. mlp: inner width of an MLP. context: longest sequence it was made for, in
-    tokens. windows: per layer, how many positions a query sees (MANY: all). tie: the head is the embedding's table.
-    qk_norm: each head's query and key is normed before it is turned. dtype: the checkpoint's, as config.json names it,
-    or empty. stop: its end-of-text ids.
+    tokens. windows: per layer, how many positions a query sees (MANY: all). ropes: per layer, where they differ; empty
+    where all are `rope`. tie: the head is the embedding's table. qk_norm: each head's query and key is normed before
+    it is turned. scale: of attention's scores, 0 for 1 / sqrt(head_dim). score_cap, logit_cap: soft caps, 0 for none.
+    experts: None where every layer has one MLP. dtype: the checkpoint's, as config.json names it, or empty. stop: its
+    end-of-text ids.
     """
 
     architecture: str
@@ -41,6 +47,11 @@ class ModelSpec:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    ropes: tuple[Rope, ...] = ()
+    scale: float = 0.0
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
+    experts: Mixture | None = None
     dtype: str = ""
     stop: tuple[int, ...] = ()
 
@@ -102,6 +113,7 @@ def read_decoder(config: Config, architecture: str) -> ModelSpec:
     if not kv_heads or heads % kv_heads:
         raise InvalidModel(f"config.json: {heads} attention heads cannot share {kv_heads} key/value heads evenly")
     bias = config.get(bool, "attention_bias", default=False)
+    rope = read_rope(config, head_dim, config.section("rope_parameters", "rope_scaling"))
     return ModelSpec(
         architecture=architecture,
         hidden=hidden,
@@ -111,9 +123,9 @@ def read_decoder(config: Config, architecture: str) -> ModelSpec:
         head_dim=head_dim,
         mlp=config.get(int, "intermediate_size"),
         vocab=config.get(int, "vocab_size"),
-        context=config.get(int, "max_position_embeddings", default=2048),
+        context=read_context(config, rope),
         norm_eps=config.get(float, "rms_norm_eps", default=1e-6),
-        rope=read_rope(config, head_dim),
+        rope=rope,
         windows=(MANY,) * layers,
         activation=config.get(str, "hidden_act", default="silu"),
         tie=config.get(bool, "tie_word_embeddings", default=False),
@@ -125,44 +137,81 @@ def read_decoder(config: Config, architecture: str) -> ModelSpec:
     )
 
 
-def read_rope(config: Config, head_dim: int) -> Rope:
-    """Both spellings: `rope_parameters`, and the older `rope_theta` beside `rope_scaling`."""
-    scaling = config.section("rope_parameters", "rope_scaling")
+def read_context(config: Config, rope: Rope) -> int:
+    """`max_position_embeddings`, or what yarn makes of the length it was trained for where that is more."""
+    context = config.get(int, "max_position_embeddings", default=2048)
+    return max(context, int(rope.original * rope.factor)) if rope.kind == "yarn" else context
+
+
+def read_rope(config: Config, head_dim: int, scaling: Config, *, theta: float = 0.0) -> Rope:
+    """Both spellings: `rope_parameters`, and the older `rope_theta` beside `rope_scaling`; `scaling` is either.
+
+    theta: what holds where `scaling` names none; 0 for config's own.
+    """
     share = scaling.get(float, "partial_rotary_factor", default=0.0)
     share = share or config.get(float, "partial_rotary_factor", default=1.0)
-    theta = scaling.get(float, "rope_theta", default=0.0) or config.get(float, "rope_theta", default=10_000.0)
+    theta = scaling.get(float, "rope_theta", default=theta) or config.get(float, "rope_theta", default=10_000.0)
     kind = scaling.get(str, "rope_type", "type", default="default")
     plain = kind == "default"
+    factor = 1.0 if plain else scaling.get(float, "factor")
     rope = Rope(
         dim=int(head_dim * share),
         theta=theta,
         kind=kind,
-        factor=1.0 if plain else scaling.get(float, "factor"),
+        factor=factor,
         low=scaling.get(float, "low_freq_factor", default=1.0),
         high=scaling.get(float, "high_freq_factor", default=4.0),
-        original=scaling.get(int, "original_max_position_embeddings", default=0),
+        original=read_original(config, scaling, kind),
+        fast=scaling.get(float, "beta_fast", default=32.0),
+        slow=scaling.get(float, "beta_slow", default=1.0),
+        whole=scaling.get(bool, "truncate", default=True),
+        gain=read_gain(scaling, factor) if kind == "yarn" else 1.0,
     )
-    if rope.dim % 2 or theta <= 0 or rope.factor <= 0:
+    if rope.dim % 2 or theta <= 0 or rope.factor <= 0 or rope.gain <= 0 or min(rope.fast, rope.slow) <= 0:
         raise InvalidModel(f"{scaling.where}: impossible numbers ({rope})")
-    if kind == "llama3" and (rope.original < 1 or rope.high <= rope.low):
+    if kind in ("llama3", "yarn") and (rope.original < 1 or rope.high <= rope.low):
         raise InvalidModel(
-            f"{scaling.where}: llama3 scaling needs original_max_position_embeddings and "
+            f"{scaling.where}: {kind} scaling needs original_max_position_embeddings and "
             "low_freq_factor < high_freq_factor"
         )
     return rope
 
 
+def read_original(config: Config, scaling: Config, kind: str) -> int:
+    """The length first trained for; yarn without one means `max_position_embeddings`."""
+    named = scaling.get(int, "original_max_position_embeddings", default=0)
+    if named or kind != "yarn":
+        return named
+    return config.get(int, "original_max_position_embeddings", "max_position_embeddings", default=0)
+
+
+def read_gain(scaling: Config, factor: float) -> float:
+    """Yarn's attention factor: as given, or from the two `mscale`, or 0.1 ln(factor) + 1."""
+
+    def gain(strength: float) -> float:
+        return 0.1 * strength * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    given = scaling.get(float, "attention_factor", default=0.0)
+    own, whole = (scaling.get(float, name, default=0.0) for name in ("mscale", "mscale_all_dim"))
+    return given or (gain(own) / gain(whole) if own and whole else gain(1.0))
+
+
 def read_windows(config: Config, layers: int) -> tuple[int, ...]:
     """`sliding_window` positions for the layers `layer_types` says, or else for all; none where it is null."""
     width = config.get(int, "sliding_window", default=0) or MANY
-    kinds = config.fields.get("layer_types") or ["sliding_attention"] * layers
+    return tuple(width if local else MANY for local in read_locals(config, layers, every=0))
+
+
+def read_locals(config: Config, layers: int, *, every: int) -> tuple[bool, ...]:
+    """Which layers see a window only, by `layer_types`; without it all but each `every`-th, or all where that is 0."""
+    default = [FULL if every and not (i + 1) % every else SLIDING for i in range(layers)]
+    kinds = config.fields.get("layer_types") or default
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise InvalidModel(f"{config.where}: layer_types must be a list of num_hidden_layers ({layers}) names")
-    known = {"sliding_attention": width, "full_attention": MANY}
     for kind in kinds:
-        if kind not in known:
-            raise InvalidModel(f"{config.where}: layer type {kind!r} is not supported (known: {', '.join(known)})")
-    return tuple(known[kind] for kind in kinds)
+        if kind not in (SLIDING, FULL):
+            raise InvalidModel(f"{config.where}: layer type {kind!r} is not supported (known: {SLIDING}, {FULL})")
+    return tuple(kind == SLIDING for kind in kinds)
 
 
 def read_stop(config: Config) -> tuple[int, ...]:

@@ -116,7 +116,7 @@ def named(build: Build, checkpoint: Checkpoint) -> Mapping[str, Entry]:
     A body saved without its head lacks the first part of every name ("h.0.ln_1.weight" for "transformer.h.0...", as in
     OpenAI's GPT-2).
     """
-    entries = checkpoint.entries
+    entries = {renamed(name, build.renames): entry for name, entry in checkpoint.entries.items()}
     longer = {name.partition(".")[2]: name for name in build.places if name not in entries}
     body = {name.partition(".")[0] + "." for name in longer.values() if name.partition(".")[2] in entries}
     if len(body) != 1:
@@ -126,6 +126,14 @@ def named(build: Build, checkpoint: Checkpoint) -> Mapping[str, Entry]:
         prefix + name if prefix + name in build.places or ignored(build, prefix + name) else name: entry
         for name, entry in entries.items()
     }
+
+
+def renamed(name: str, renames: Mapping[str, str]) -> str:
+    """`name` with the first prefix that fits replaced."""
+    for prefix, ours in renames.items():
+        if name.startswith(prefix):
+            return ours + name.removeprefix(prefix)
+    return name
 
 
 def ignored(build: Build, name: str) -> bool:

@@ -1,0 +1,89 @@
+"""Mixture of experts (Shazeer et al. 2017; Jiang et al. 2024): a router, and MLPs of which each token takes a few.
+
+Tokens are sorted by the expert they go to, every expert multiplies its run of rows, and the answers are added up where
+they came from. Nothing here depends on where tokens go but values on the device, so a step can be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.layers.formats import Stored
+from quire.layers.linear import Columns
+from quire.layers.mixture import Mixture
+from quire.layers.parallel import Parallel
+from quire.ops.base import Ops
+
+
+class Bank(Protocol):
+    """One matrix of every expert of a layer."""
+
+    def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Rows ends[e - 1] to ends[e] of x [N, in] go through expert e -> [N, out]. ends [E] int32, ascending."""
+
+
+class Stacked:
+    """Plain matrices in one tensor [E, out, in]: one grouped product for all."""
+
+    def __init__(self, weight: Tensor, ops: Ops) -> None:
+        self.weight, self.grouped = weight, ops.grouped_linear
+
+    def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
+        return self.grouped(x, self.weight, ends)
+
+
+class Loose:
+    """Matrices of any format, one after the other. On a device, which must not be waited for, all of them each time."""
+
+    def __init__(self, experts: Sequence[Stored]) -> None:
+        self.experts = experts
+
+    def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
+        if x.is_cuda:
+            return self._everywhere(x, ends)
+        stops = ends.tolist()
+        runs = zip(self.experts, [0, *stops], stops, strict=False)
+        return torch.cat([expert.apply(x[start:stop]) for expert, start, stop in runs if start < stop])
+
+    def _everywhere(self, x: Tensor, ends: Tensor) -> Tensor:
+        owner = torch.searchsorted(ends, torch.arange(len(x), device=x.device, dtype=ends.dtype), right=True)[:, None]
+        parts = (torch.where(owner == e, expert.apply(x), 0) for e, expert in enumerate(self.experts))
+        total = next(parts)
+        for part in parts:
+            total = total + part
+        return total
+
+
+class Experts:
+    """router [hidden -> E], gate and up fused, down; the weights of those chosen are softmax over all, as float32."""
+
+    def __init__(
+        self,
+        router: Columns,
+        gate_up: Bank,
+        down: Bank,
+        mixture: Mixture,
+        activation: Callable[[Tensor], Tensor],
+        parallel: Parallel,
+    ) -> None:
+        self.router, self.gate_up, self.down, self.mixture = router, gate_up, down, mixture
+        self.activation, self.all_reduce = activation, parallel.all_reduce
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        used = self.mixture.used
+        shares, chosen = self.router(x).float().softmax(-1).topk(used, dim=-1)
+        if self.mixture.renormalise:
+            shares = shares / shares.sum(-1, keepdim=True)
+        owner, order = chosen.flatten().sort(stable=True)
+        everyone = torch.arange(self.mixture.count, device=x.device, dtype=owner.dtype)
+        ends = torch.searchsorted(owner, everyone, right=True).int()
+        made = self.down(self.activation(self.gate_up(x[order // used], ends)), ends)
+        back = torch.empty_like(made)
+        back[order] = made
+        mixed = (back.view(-1, used, back.shape[-1]) * shares.to(x.dtype)[..., None]).sum(1)
+        return self.all_reduce(mixed)

@@ -1,0 +1,175 @@
+"""Gemma 2 and 3, text (Gemma Team 2024, 2025): norms on both sides of each half, scaled embeddings, windows by turns.
+
+Norms store how far their weight is from 1. Gemma 2 caps scores and logits softly; Gemma 3 norms queries and keys
+instead, and turns the heads of its local layers by a base of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from torch import Tensor
+
+from quire.errors import InvalidModel
+from quire.layers.attention import Heads
+from quire.layers.basic import RMSNorm, Scaled
+from quire.layers.build import Build
+from quire.models.spec import FULL, SLIDING, Config, ModelSpec, read_decoder, read_locals, read_rope
+from quire.ops.base import Angles
+from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.values import MANY
+
+VISION = ("vision_tower.*", "multi_modal_projector.*", "vision_model.*", "embed_vision.*")
+"""What a checkpoint that also sees has beside its decoder."""
+
+
+class Block:
+    """One layer: attention and a gated MLP, each between two norms."""
+
+    def __init__(self, spec: ModelSpec, build: Build, index: int) -> None:
+        def norm(name: str) -> RMSNorm:
+            return build.rms_norm(name, spec.hidden, spec.norm_eps, shift=1.0)
+
+        self.before_attention = norm("input_layernorm")
+        self.attention = build.at("self_attn").attention(
+            spec.hidden,
+            Heads(
+                count=spec.heads,
+                kv=spec.kv_heads,
+                dim=spec.head_dim,
+                scale=spec.scale,
+                window=spec.windows[index],
+                soft_cap=spec.score_cap,
+            ),
+            bias=spec.qkv_bias,
+            out_bias=spec.out_bias,
+            norm_eps=spec.norm_eps if spec.qk_norm else None,
+            norm_shift=1.0,
+        )
+        self.after_attention = norm("post_attention_layernorm")
+        self.before_mlp = norm("pre_feedforward_layernorm")
+        self.mlp = build.at("mlp").gated_mlp(spec.hidden, spec.mlp, spec.activation)
+        self.after_mlp = norm("post_feedforward_layernorm")
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, turn: Angles, batch: RaggedBatch, kv: LayerKV
+    ) -> tuple[Tensor, Tensor]:
+        """What the layer before added, and the stream without it -> the same after this layer. All [T, hidden]."""
+        x, residual = self.before_attention.add(x, residual)
+        x = self.after_attention(self.attention(x, turn, batch, kv))
+        x, residual = self.before_mlp.add(x, residual)
+        return self.after_mlp(self.mlp(x)), residual
+
+
+class Gemma:
+    """See `base.Model`. What both generations have in common."""
+
+    def __init__(self, spec: ModelSpec, build: Build) -> None:
+        self.spec, self.ops, self.dtype = spec, build.ops, build.dtype
+        build.ignore(*VISION)
+        build.rename({"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""})
+        body = build.at("model")
+        body.ignore(*VISION)
+        table = body.embedding("embed_tokens", spec.vocab, spec.hidden)
+        self.embedding = Scaled(table, spec.hidden**0.5)
+        self.turns = {rope: body.rotary(rope) for rope in dict.fromkeys(spec.ropes)}
+        self.blocks = [Block(spec, body.at(f"layers.{i}"), i) for i in range(spec.layers)]
+        self.norm = body.rms_norm("norm", spec.hidden, spec.norm_eps, shift=1.0)
+        self.head = build.head("lm_head", spec.hidden, spec.vocab, table if spec.tie else None, soft_cap=spec.logit_cap)
+
+    def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
+        batch = self.ops.prepare(batch)
+        turns = {rope: turn(batch.positions) for rope, turn in self.turns.items()}
+        residual = self.embedding(batch.tokens)
+        x = residual.new_zeros(residual.shape)
+        for block, rope, cache in zip(self.blocks, self.spec.ropes, kv, strict=True):
+            x, residual = block(x, residual, turns[rope], batch, cache)
+        return self.norm.add(x, residual)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden)
+
+
+class Gemma2(Gemma):
+    """See `base.Model`."""
+
+    @staticmethod
+    def read(config: Config, architecture: str) -> ModelSpec:
+        spec = read_gemma(config, architecture, every=2)
+        return replace(
+            spec,
+            score_cap=cap(config, "attn_logit_softcapping", 50.0),
+            logit_cap=cap(config, "final_logit_softcapping", 30.0),
+        )
+
+
+class Gemma3(Gemma):
+    """See `base.Model`. Of a checkpoint that also sees, the part that speaks."""
+
+    @staticmethod
+    def read(config: Config, architecture: str) -> ModelSpec:
+        config = Config({**DEFAULTS, **nested(config).fields})
+        every = config.get(int, "sliding_window_pattern", "_sliding_window_pattern", default=6)
+        spec = read_gemma(config, architecture, every=every)
+        own = config.section("rope_parameters")
+        full = own.section(FULL) if FULL in own.fields else config.section("rope_scaling")
+        local_base = config.get(float, "rope_local_base_freq", default=10_000.0)
+        base = config.get(float, "rope_theta", default=1e6)
+        both = {
+            False: read_rope(config, spec.head_dim, full, theta=base),
+            True: read_rope(config, spec.head_dim, own.section(SLIDING), theta=local_base),
+        }
+        return replace(
+            spec,
+            rope=both[False],
+            ropes=tuple(both[local] for local in read_locals(config, spec.layers, every=every)),
+            qk_norm=True,
+            score_cap=cap(config, "attn_logit_softcapping", 0.0),
+            logit_cap=cap(config, "final_logit_softcapping", 0.0),
+        )
+
+
+DEFAULTS = MappingProxyType(
+    {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 4096,
+    }
+)
+"""What Gemma 3's published config.json files leave out."""
+
+
+WHOLE = ("dtype", "torch_dtype", "eos_token_id")
+"""What a config that describes more than a decoder says of all its parts."""
+
+
+def nested(config: Config) -> Config:
+    """The decoder's part of a config that describes more than a decoder."""
+    if "text_config" not in config.fields:
+        return config
+    shared = {name: config.fields[name] for name in WHOLE if name in config.fields}
+    return Config({**shared, **config.section("text_config").fields})
+
+
+def read_gemma(config: Config, architecture: str, *, every: int) -> ModelSpec:
+    """What generations 2 and 3 share. every: how often a layer sees everything, where `layer_types` does not say."""
+    if config.get(bool, "use_bidirectional_attention", default=False):
+        raise InvalidModel("config.json: use_bidirectional_attention: only causal attention is supported")
+    spec = read_decoder(Config({"head_dim": 256, "tie_word_embeddings": True, **config.fields}), architecture)
+    width = config.get(int, "sliding_window", default=0) or MANY
+    return replace(
+        spec,
+        windows=tuple(width if local else MANY for local in read_locals(config, spec.layers, every=every)),
+        ropes=(spec.rope,) * spec.layers,
+        activation=config.get(str, "hidden_activation", "hidden_act", default="gelu_pytorch_tanh"),
+        scale=config.get(float, "query_pre_attn_scalar", default=256.0) ** -0.5,
+    )
+
+
+def cap(config: Config, name: str, default: float) -> float:
+    """A soft cap: null is none, which is not the same as unsaid."""
+    return 0.0 if name in config.fields and config.fields[name] is None else config.get(float, name, default=default)

@@ -1,0 +1,90 @@
+"""Every feature of every shape counts: with any one of them left out, the logits are others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+import torch
+
+from quire.layers.rope import Rope
+from quire.models.spec import ModelSpec
+from quire.values import MANY
+from quire.weights import load
+from tests.checkpoints import SHAPES, make
+from tests.models.feeding import Feeder
+
+
+def plain(rope: Rope) -> Rope:
+    return Rope(dim=rope.dim, theta=rope.theta)
+
+
+def without_scaling(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, rope=plain(spec.rope), ropes=tuple(map(plain, spec.ropes)))
+
+
+def slower(rope: Rope) -> Rope:
+    return replace(rope, theta=2 * rope.theta) if rope.dim else rope
+
+
+def experts(**change: object) -> Callable[[ModelSpec], ModelSpec]:
+    return lambda spec: replace(spec, experts=spec.experts and replace(spec.experts, **change))
+
+
+WITHOUT: Mapping[str, Callable[[ModelSpec], ModelSpec]] = MappingProxyType(
+    {
+        "windows": lambda spec: replace(spec, windows=(MANY,) * spec.layers),
+        "one more in a window": lambda spec: replace(spec, windows=tuple(min(MANY, w + 1) for w in spec.windows)),
+        "rope": lambda spec: replace(spec, rope=slower(spec.rope), ropes=tuple(map(slower, spec.ropes))),
+        "rope scaling": without_scaling,
+        "rope gain": lambda spec: replace(spec, rope=replace(spec.rope, gain=1.0)),
+        "rope rounding": lambda spec: replace(spec, rope=replace(spec.rope, whole=True)),
+        "local ropes": lambda spec: replace(spec, ropes=(spec.rope,) * len(spec.ropes)),
+        "scale": lambda spec: replace(spec, scale=spec.scale and spec.head_dim**-0.5),
+        "cap of scores": lambda spec: replace(spec, score_cap=0.0),
+        "cap of logits": lambda spec: replace(spec, logit_cap=0.0),
+        "renormalisation": experts(renormalise=True),
+        "shares as they are": experts(renormalise=False),
+        "an expert": lambda spec: replace(
+            spec, experts=spec.experts and replace(spec.experts, used=max(1, spec.experts.used - 1))
+        ),
+        "activation": lambda spec: replace(
+            spec, activation="gelu_pytorch_tanh" if spec.activation == "silu" else spec.activation
+        ),
+    }
+)
+
+
+def logits(folder: Path) -> torch.Tensor:
+    """Of one prompt longer than every window and every rope's original context."""
+    chance = random.Random(0)
+    tokens = [chance.randrange(199) for _ in range(70)]
+    return Feeder(load.load_model(folder, dtype="float32"), page_size=16).step([(0, tokens)])[0]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_feature_of_a_shape_can_be_left_out(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, shape)
+    whole = logits(tmp_path)
+    read = load.read_spec
+    given = read(load.read_config(tmp_path))
+    left_out = {name: change(given) for name, change in WITHOUT.items() if change(given) != given}
+    assert "rope" in left_out or shape.startswith("gpt2"), "GPT-2's features are tensors, and those cannot be left out"
+    for name, less in left_out.items():
+        if name == "shares as they are" and less.experts and less.experts.used == less.experts.count:
+            continue  # the shares of all sum to 1
+        monkeypatch.setattr(load, "read_spec", lambda config, less=less: less)
+        assert (logits(tmp_path) - whole).abs().max() > 1e-3, f"{shape} does not show {name}"
+
+
+def test_every_feature_is_shown_by_at_least_one_shape(tmp_path: Path) -> None:
+    shown = set()
+    for shape in SHAPES:
+        make(tmp_path / shape, shape)
+        spec = load.read_spec(load.read_config(tmp_path / shape))
+        shown |= {name for name, change in WITHOUT.items() if change(spec) != spec}
+    assert shown == set(WITHOUT)
