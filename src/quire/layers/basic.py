@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.errors import InvalidModel, nearest
 from quire.layers.linear import Columns, Rows
 from quire.layers.rope import Rope
-from quire.ops.base import Gate, Ops
+from quire.ops.base import Angles, Gate, Ops
 
 
 class RMSNorm:
