@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.errors import InvalidModel
+from quire.layers.mixture import Mixture
 from quire.layers.rope import Rope
 from quire.models.registry import parameters, read_spec
 from quire.values import MANY
@@ -117,3 +118,43 @@ def test_what_cannot_be_is_named(change: dict, said: str) -> None:
 def test_what_no_layer_can_do_is_named_when_the_model_is_built(change: dict, said: str) -> None:
     with pytest.raises(InvalidModel, match=said):
         parameters(read_spec(CONFIG | change))
+
+
+def test_gemma3_is_read_as_published_nested_and_with_its_defaults() -> None:
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 7, "sliding_window": 1024}
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    config = {"model_type": "gemma3", "eos_token_id": [1, 106], "torch_dtype": "bfloat16", "vision_config": {}}
+    spec = read_spec(config | {"text_config": text | {"rope_scaling": scaling, "model_type": "gemma3_text"}})
+    assert (spec.heads, spec.kv_heads, spec.head_dim, spec.vocab, spec.context) == (8, 4, 256, 262_208, 131_072)
+    assert (spec.tie, spec.activation, spec.scale, spec.stop) == (True, "gelu_pytorch_tanh", 1 / 16, (1, 106))
+    assert spec.windows == (1024,) * 5 + (MANY, 1024)
+    assert spec.ropes[5] == spec.rope == Rope(dim=256, theta=1e6, kind="linear", factor=8.0)
+    assert spec.ropes[0] == Rope(dim=256, theta=1e4)
+    assert (spec.score_cap, spec.logit_cap) == (0.0, 0.0)
+
+
+def test_gemma2_caps_unless_told_not_to() -> None:
+    config = CONFIG | {"architectures": ["Gemma2ForCausalLM"], "num_hidden_layers": 3, "sliding_window": 8}
+    spec = read_spec(config)
+    assert (spec.score_cap, spec.logit_cap, spec.windows) == (50.0, 30.0, (8, MANY, 8))
+    off = read_spec(config | {"attn_logit_softcapping": None, "final_logit_softcapping": None})
+    assert (off.score_cap, off.logit_cap) == (0.0, 0.0)
+
+
+def test_yarn_is_read_with_its_gain_and_its_longer_context() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 96}
+    spec = read_spec(CONFIG | {"rope_scaling": yarn})
+    assert spec.context == 384
+    assert spec.rope.gain == pytest.approx(1.1386294)
+    assert read_spec(CONFIG | {"rope_scaling": yarn | {"attention_factor": 0.5}}).rope.gain == 0.5
+    both = read_spec(CONFIG | {"rope_scaling": yarn | {"mscale": 2.0, "mscale_all_dim": 1.0}})
+    assert both.rope.gain == pytest.approx(1.2772589 / 1.1386294)
+
+
+def test_experts_are_read_and_impossible_ones_refused() -> None:
+    config = CONFIG | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "moe_intermediate_size": 20}
+    spec = read_spec(config | {"num_experts_per_tok": 2, "mlp_only_layers": [1]})
+    assert spec.experts == Mixture(count=8, used=2, width=20, renormalise=False, dense=frozenset({1}))
+    assert parameters(spec) - parameters(read_spec(config | {"num_experts": 9, "mlp_only_layers": [1]})) == -64 - 3840
+    with pytest.raises(InvalidModel, match="9 of 8 experts"):
+        read_spec(config | {"num_experts_per_tok": 9})

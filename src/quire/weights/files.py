@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from quire.errors import InvalidModel
+from quire.weights.entries import Entry, Span
+from quire.weights.names import translated
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -41,37 +41,6 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of a checkpoint: its file, where its bytes begin there, and what they are."""
-
-    file: Path
-    start: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def read(self, cut: tuple[slice, ...]) -> Tensor:
-        """The cut of the tensor, on the CPU. Leading rows that are not wanted are not read."""
-        rows = cut[0] if cut else slice(None)
-        first, last, _ = rows.indices(self.shape[0]) if self.shape else (0, 1, 1)
-        inner = math.prod(self.shape[1:])
-        whole = torch.empty((max(0, last - first), *self.shape[1:]), dtype=self.dtype)
-        if whole.numel():
-            with self.file.open("rb", buffering=0) as file:
-                file.seek(self.start + first * inner * self.dtype.itemsize)
-                fill(whole.view(-1).view(torch.uint8).numpy().data, file, self.file)
-        return whole.view(self.shape) if not self.shape else whole[(slice(None), *cut[1:])]
-
-
-def fill(into: memoryview, file: Any, name: Path) -> None:
-    done = 0
-    while done < len(into):
-        count = file.readinto(into[done:])
-        if not count:
-            raise InvalidModel(f"{name.name} ends before its tensors do: it is truncated, download it again")
-        done += count
-
-
 class Checkpoint:
     """A folder's tensors by name, found through their headers. Raises InvalidModel, in one line, for what is broken."""
 
@@ -79,7 +48,7 @@ class Checkpoint:
         self.folder = folder
         if not folder.is_dir():
             raise InvalidModel(f"{folder} is not a model folder")
-        self.entries: Mapping[str, Entry] = MappingProxyType(self._entries())
+        self.entries: Mapping[str, Entry] = translated(self._entries())
 
     def _entries(self) -> dict[str, Entry]:
         if (self.folder / INDEX).is_file():
@@ -111,8 +80,21 @@ class Checkpoint:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json as it stands. Raises InvalidModel."""
+    """config.json as it stands, or what GPT-2's authors had in its place. Raises InvalidModel."""
+    if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise InvalidModel(
+                f"{folder.name} is a LoRA adapter: adapters are not applied at run time; merge it into its model first"
+            )
+        if (folder / "hparams.json").is_file():
+            return openai_config(read_json(folder / "hparams.json"))
     return read_json(folder / "config.json")
+
+
+def openai_config(hparams: dict[str, Any]) -> dict[str, Any]:
+    """GPT-2's hparams.json in the words of config.json."""
+    named = {"n_vocab": "vocab_size", "n_ctx": "n_positions"}
+    return {"model_type": "gpt2", **{named.get(name, name): value for name, value in hparams.items()}}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -169,7 +151,7 @@ def entry(path: Path, name: str, facts: Any, data: int, size: int) -> Entry:
         raise InvalidModel(
             f"{path.name} is truncated: {name} ends at byte {data + stop:,} of {size:,}; download it again"
         )
-    return Entry(path, data + start, dtype, shape)
+    return Span(path, data + start, dtype, shape, kind)
 
 
 def listed(names: list[str], most: int = 3) -> str:

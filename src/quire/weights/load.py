@@ -19,7 +19,8 @@ from quire.models.spec import ModelSpec
 from quire.ops.base import Ops
 from quire.ops.packed import packable
 from quire.ops.reference import ReferenceOps
-from quire.weights.files import Checkpoint, Entry, listed, read_config
+from quire.weights.entries import Entry
+from quire.weights.files import Checkpoint, listed, read_config
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -95,7 +96,7 @@ def stream(build: Build, checkpoint: Checkpoint, progress: Progress) -> None:
     entries = named(build, checkpoint)
     match(build, checkpoint.folder.name, entries)
     wanted = [(entry, build.places[name]) for name, entry in entries.items() if name in build.places]
-    wanted.sort(key=lambda pair: (pair[0].file.name, pair[0].start))
+    wanted.sort(key=lambda pair: pair[0].order)
     total = sum(size_of(place, entry) for entry, places in wanted for place in places)
     done = 0
     progress(done, total)

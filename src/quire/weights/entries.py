@@ -1,0 +1,114 @@
+"""One tensor of a checkpoint, whatever file holds it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from quire.errors import InvalidModel
+
+
+class Entry(Protocol):
+    """A tensor that can be read in part."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what `read` gives."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def order(self) -> tuple[str, int]:
+        """Where it lies; entries read in this order read their files from front to back."""
+
+    @property
+    def kind(self) -> str:
+        """How it is stored, as its format calls that: 'BF16', 'Q4_K'."""
+
+    @property
+    def size(self) -> int:
+        """Bytes it takes on disk."""
+
+    def read(self, cut: tuple[slice, ...]) -> Tensor:
+        """The cut of the tensor, on the CPU. Raises InvalidModel for a file that ends too soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A tensor whose bytes lie in a file one after the other, from `start`."""
+
+    file: Path
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    kind: str = ""
+
+    @property
+    def order(self) -> tuple[str, int]:
+        return self.file.name, self.start
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, cut: tuple[slice, ...]) -> Tensor:
+        """Leading rows that are not wanted are not read."""
+        rows = cut[0] if cut else slice(None)
+        first, last, _ = rows.indices(self.shape[0]) if self.shape else (0, 1, 1)
+        inner = math.prod(self.shape[1:])
+        whole = torch.empty((max(0, last - first), *self.shape[1:]), dtype=self.dtype)
+        if whole.numel():
+            take(self.file, self.start + first * inner * self.dtype.itemsize, whole)
+        return whole.view(self.shape) if not self.shape else whole[(slice(None), *cut[1:])]
+
+
+@dataclass(frozen=True, slots=True)
+class Squeezed:
+    """A tensor whose first dimension, of one, is not counted."""
+
+    whole: Entry
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.whole.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape[1:]
+
+    @property
+    def order(self) -> tuple[str, int]:
+        return self.whole.order
+
+    @property
+    def kind(self) -> str:
+        return self.whole.kind
+
+    @property
+    def size(self) -> int:
+        return self.whole.size
+
+    def read(self, cut: tuple[slice, ...]) -> Tensor:
+        return self.whole.read((slice(0, 1), *cut))[0]
+
+
+def take(file: Path, start: int, into: Tensor) -> None:
+    """Fill a contiguous tensor with the bytes from `start` on."""
+    with file.open("rb", buffering=0) as opened:
+        opened.seek(start)
+        fill(into.view(-1).view(torch.uint8).numpy().data, opened, file)
+
+
+def fill(into: memoryview, file: Any, name: Path) -> None:
+    done = 0
+    while done < len(into):
+        count = file.readinto(into[done:])
+        if not count:
+            raise InvalidModel(f"{name.name} ends before its tensors do: it is truncated, download it again")
+        done += count
