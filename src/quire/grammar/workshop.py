@@ -65,9 +65,8 @@ class Workshop:
         self._jobs: dict[StructuredOutputs, _Job] = {}
         self._todo: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._done: deque[tuple[_Job, Compiled | InvalidRequest]] = deque()
-        self._told, self._tell = socket.socketpair()
-        self._told.setblocking(False)
-        self._tell.setblocking(False)
+        self._bell: tuple[socket.socket, ...] = ()
+        """Rung by workers, heard by the loop; there is none until somebody works."""
 
     # ---------------------------------------------------------------- asked by the loop
 
@@ -82,6 +81,7 @@ class Workshop:
             job = self._jobs[structure] = _Job(structure, self._clock() + self._seconds)
             if self._idle:
                 self._idle -= 1
+                self._bell = self._bell or _bell()
                 self._hire()
             self._todo.put(job)
         job.waiting.append((request.id, structure.param))
@@ -89,8 +89,9 @@ class Workshop:
 
     def made(self) -> list[tuple[str, Constraint | InvalidRequest]]:
         out: list[tuple[str, Constraint | InvalidRequest]] = []
-        with contextlib.suppress(BlockingIOError):
-            self._told.recv(1 << 16)
+        for end in self._bell[:1]:
+            with contextlib.suppress(BlockingIOError):
+                end.recv(1 << 16)
         while self._done:
             job, made = self._done.popleft()
             if not job.overdue:
@@ -108,7 +109,7 @@ class Workshop:
         return out
 
     def wakers(self) -> Sequence[int]:
-        return (self._told.fileno(),)
+        return [end.fileno() for end in self._bell[:1]]
 
     def patience(self) -> float | None:
         due = min((job.due for job in self._jobs.values()), default=None)
@@ -153,13 +154,20 @@ class Workshop:
                 job.begun = True
                 self._done.append((job, _attempt(self._compile, job.structure)))
                 with contextlib.suppress(OSError):  # full, and so readable anyway; or closed
-                    self._tell.send(b"\0")
+                    self._bell[1].send(b"\0")
 
     def close(self) -> None:
         """Send the workers home."""
         self._todo.put(None)
-        self._tell.close()
-        self._told.close()
+        for end in self._bell:
+            end.close()
+
+
+def _bell() -> tuple[socket.socket, ...]:
+    pair = socket.socketpair()
+    for end in pair:
+        end.setblocking(False)
+    return pair
 
 
 def _attempt(compile: Compile, structure: StructuredOutputs) -> Compiled | InvalidRequest:
