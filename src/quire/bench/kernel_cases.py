@@ -12,8 +12,9 @@ from torch import Tensor
 from quire.ops.base import Gate
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
-from quire.ops.triton import sampler
 from quire.ops.triton.ops import TritonOps
+from quire.ops.triton.sampler import sample
+from quire.ops.triton.settings import Asked, Settings
 from quire.values import MANY
 
 CACHE = 200 << 20
@@ -205,7 +206,9 @@ def row_case(ops: TritonOps, what: str, tokens: int) -> Case:
         wanted = tuple((weight.float(), eps) for weight, eps in norms)
         want = plain.turn_and_write(qkv.float(), heads, exact, batch, turn, wanted)  # type: ignore[arg-type]
         got = ops.turn_and_write(qkv, heads, other, batch, turn, norms)
-        return max(relative(got, want), relative(other.k[1:], exact.k[1:]), relative(other.v[1:], exact.v[1:]))
+        page, at = batch.slots // PAGE, batch.slots % PAGE
+        written = ((relative(a[page, :, at], b[page, :, at])) for a, b in ((other.k, exact.k), (other.v, exact.v)))
+        return max(relative(got, want), *written)
 
     calls = [partial(ops.turn_and_write, qkv.clone(), heads, kv, batch, turn, norms) for _ in range(8)]
     return Case(f"rows {what} {tokens} x 48 heads", check_turn, calls, 4.0 * qkv.numel())
@@ -224,7 +227,7 @@ def sampler_case(ops: TritonOps, rows: int, what: str) -> Case:
     def column(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((rows,), value, dtype=dtype, device="cuda")
 
-    settings = sampler.Settings(
+    settings = Settings(
         temperature=column(0.0 if what == "greedy" else 1.0),
         stream=torch.arange(rows, device="cuda"),
         top_k=column(50 if what == "top_k, top_p" else MANY, torch.int32),
@@ -242,15 +245,17 @@ def sampler_case(ops: TritonOps, rows: int, what: str) -> Case:
     )
     history = torch.randint(vocab, (rows, 1024), dtype=torch.int32, device="cuda")
     which = torch.arange(rows, dtype=torch.int32, device="cuda")
-    context = (which, column(1000, torch.int32), history, column(500, torch.int32), settings, ops.card)
+    asked = Asked(hot=what != "greedy", cut="top" in what, edited=what == "penalties")
+    tally = torch.zeros(rows, vocab if asked.edited else 1, dtype=torch.int32, device="cuda")
+    context = (which, column(1000, torch.int32), history, column(500, torch.int32), settings, ops.card, asked)
 
     def check() -> float:
-        got = sampler.sample(logits[0].clone(), *context).tokens.long()
+        got = sample(logits[0].clone(), *context, tally=tally).tokens.long()
         if what == "greedy":
             return float((got != logits[0].argmax(1)).float().mean())
         return float(((got < 0) | (got >= vocab)).float().mean())
 
-    calls = [partial(sampler.sample, each, *context) for each in logits]
+    calls = [partial(sample, each, *context, tally=tally) for each in logits]
     return Case(f"sampler {what} {rows} x {vocab}", check, calls, 4.0 * rows * vocab)
 
 

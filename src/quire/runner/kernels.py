@@ -8,7 +8,8 @@ from torch import Tensor
 from quire.ops.ragged import RaggedBatch
 from quire.ops.triton import step
 from quire.ops.triton.launch import Card
-from quire.ops.triton.sampler import Settings, sample
+from quire.ops.triton.sampler import sample
+from quire.ops.triton.settings import Settings
 from quire.runner.arena import Arena
 from quire.runner.traits import CUT, HOT, PENALISED
 
@@ -22,6 +23,7 @@ class TritonSteps:
         """dependent: use programmatic dependent launch where the card has it."""
         self.card = Card.of(device, dependent)
         self.views: tuple[Arena, step.Rows, Settings] | None = None
+        self.tally = torch.zeros(0, 0, dtype=torch.int32, device=device)
 
     def scatter(self, data: Tensor, places: Tensor, values: Tensor) -> None:
         step.scatter(data, places, values)
@@ -35,7 +37,10 @@ class TritonSteps:
     def choose(self, arena: Arena, logits: Tensor, tokens: Tensor) -> None:
         rows, settings = self._views(arena)
         count, prompt = len(tokens), arena.columns["prompt"]
-        drawn = sample(logits, rows.pick_row[:count], rows.pick_at[:count], arena.history, prompt, settings, self.card)
+        if self.tally.shape[1] != logits.shape[1]:
+            self.tally = self.tally.new_zeros(arena.spans, logits.shape[1])
+        which, at = rows.pick_row[:count], rows.pick_at[:count]
+        drawn = sample(logits, which, at, arena.history, prompt, settings, self.card, tally=self.tally)
         step.append(rows, drawn.tokens, drawn.state, tokens, self.card)
 
     def append(self, arena: Arena, tokens: Tensor) -> None:

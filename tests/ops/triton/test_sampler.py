@@ -14,7 +14,8 @@ from torch import Tensor
 
 from quire.ops.triton.launch import Card
 from quire.ops.triton.noise import exponentials
-from quire.ops.triton.sampler import BROKEN, FINE, STUCK, Settings, sample
+from quire.ops.triton.sampler import sample
+from quire.ops.triton.settings import BROKEN, FINE, STUCK, Asked, Settings
 from quire.runner.noise import Draw, stream
 from quire.runner.truncate import Cut, truncate
 from quire.values import MANY, SamplingParams
@@ -69,14 +70,24 @@ def settings(rows: list[Row], vocab: int) -> Settings:
     )
 
 
-def drawn(logits: Tensor, rows: list[Row]) -> tuple[list[int], list[int]]:
+def drawn(logits: Tensor, rows: list[Row], asked: Asked | None = None) -> tuple[list[int], list[int]]:
+    """tokens and state; asked for nothing that no row asks for, unless told."""
+    if asked is None:
+        p = [row.params for row in rows]
+        cut = any(s.top_k > 0 or s.top_p < 1 or s.min_p > 0 for s in p)
+        edited = any(row.mask is not None or row.stop or row.params.logit_bias for row in rows) or any(
+            s.repetition_penalty != 1 or s.frequency_penalty or s.presence_penalty for s in p
+        )
+        asked = Asked(not all(s.greedy for s in p), cut, edited)
     longest = max(len(row.tokens) for row in rows) + 4
     history = torch.tensor([[*row.tokens, *[7] * (longest - len(row.tokens))] for row in rows], dtype=torch.int32)
     positions = torch.tensor([len(row.tokens) for row in rows], dtype=torch.int32)
     prompt = torch.tensor([row.prompt for row in rows], dtype=torch.int32)
     which = torch.arange(len(rows), dtype=torch.int32)
     moved = (x.to(DEVICE) for x in (logits.clone(), which, positions, history, prompt))
-    tokens, state = sample(*moved, settings(rows, logits.shape[1]), CARD)
+    tally = torch.zeros(logits.shape, dtype=torch.int32, device=DEVICE)
+    tokens, state = sample(*moved, settings(rows, logits.shape[1]), CARD, asked, tally=tally)
+    assert not tally.any()
     return tokens.tolist(), state.tolist()
 
 
@@ -97,8 +108,8 @@ def expected(logits: Tensor, rows: list[Row]) -> list[int]:
     return out
 
 
-def agree(logits: Tensor, rows: list[Row]) -> None:
-    tokens, state = drawn(logits, rows)
+def agree(logits: Tensor, rows: list[Row], asked: Asked | None = None) -> None:
+    tokens, state = drawn(logits, rows, asked)
     assert state == [FINE] * len(rows)
     assert tokens == expected(logits, rows)
 
@@ -113,9 +124,9 @@ def test_greedy_rows_take_the_first_of_the_greatest() -> None:
 
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
 def test_draws_equal_the_hosts(spread: float) -> None:
-    logits = spread * torch.randn(24, 2500, generator=torch.Generator().manual_seed(1))
+    logits = spread * torch.randn(12, 4500, generator=torch.Generator().manual_seed(1))
     temperatures = (0.3, 1.0, 1.7)
-    agree(logits, [Row(SamplingParams(temperature=temperatures[i % 3]), seed=i - 5, choice=i % 2) for i in range(24)])
+    agree(logits, [Row(SamplingParams(temperature=temperatures[i % 3]), seed=i - 5, choice=i % 2) for i in range(12)])
 
 
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
@@ -126,7 +137,7 @@ def test_draws_equal_the_hosts(spread: float) -> None:
     ids=str,
 )  # fmt: skip
 def test_truncated_draws_equal_the_hosts(limits: dict[str, float], spread: float) -> None:
-    logits = spread * torch.randn(4, 2500, generator=torch.Generator().manual_seed(2))
+    logits = spread * torch.randn(4, 4500, generator=torch.Generator().manual_seed(2))
     agree(logits, [Row(SamplingParams(temperature=0.5 + i / 2, **limits), seed=i) for i in range(4)])
 
 
@@ -139,7 +150,7 @@ def test_tokens_that_tie_at_the_threshold_are_all_kept() -> None:
 
 
 def test_edits_equal_those_spelled_out() -> None:
-    vocab = 2200
+    vocab = 4200
     logits = 3 * torch.randn(12, vocab, generator=torch.Generator().manual_seed(3))
     often = tuple(int(t) for t in logits[0].topk(4).indices for _ in range(3))
     masks = np.random.default_rng(0).integers(0, 256, (2, vocab // 8)).astype(np.uint8)
@@ -149,7 +160,7 @@ def test_edits_equal_those_spelled_out() -> None:
         Row(SamplingParams(temperature=0.0, frequency_penalty=0.7), often, prompt=4),
         Row(SamplingParams(temperature=0.0, presence_penalty=1.5), often, prompt=2),
         Row(SamplingParams(temperature=1.0, repetition_penalty=0.8, frequency_penalty=-0.4, top_k=30), often * 30),
-        Row(SamplingParams(temperature=0.0, logit_bias={17: 100.0, 2199: 50.0})),
+        Row(SamplingParams(temperature=0.0, logit_bias={17: 100.0, 4199: 50.0})),
         Row(SamplingParams(temperature=0.0, min_tokens=4), (1, 2, 3, 4), stop=frozenset({favourite})),
         Row(SamplingParams(temperature=0.0, min_tokens=3), (1, 2, 3, 4), stop=frozenset({favourite})),
         Row(SamplingParams(temperature=0.0), mask=masks[0].tobytes()),
@@ -159,6 +170,11 @@ def test_edits_equal_those_spelled_out() -> None:
         Row(SamplingParams(temperature=1.0)),
     ]
     agree(logits, asked)
+
+
+def test_what_no_row_asks_for_changes_nothing_when_it_is_run() -> None:
+    logits = torch.randn(2, 4500, generator=torch.Generator().manual_seed(5))
+    agree(logits, [Row(SamplingParams(temperature=0.0)), Row(SamplingParams(temperature=1.0))], Asked())
 
 
 def test_rows_without_an_answer_say_why_and_harm_nobody() -> None:
