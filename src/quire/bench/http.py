@@ -13,7 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +28,7 @@ from quire.bench.watch import Watch
 from quire.bench.workloads import prompts
 from quire.observe.histogram import percentile
 
-COUNTS = {1: 20, 16: 100, 64: 384, 256: 1536}
+COUNTS: Mapping[int, int] = {1: 20, 16: 100, 64: 384, 256: 1536}
 """Requests at a concurrency; others: six each."""
 
 
