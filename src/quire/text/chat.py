@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -16,6 +16,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire.errors import InvalidModel, InvalidRequest
 from quire.text.tokenizer import read_json
+from quire.text.tools.describe import described
+from quire.text.tools.styles import style_of
 
 _HERE = "\N{OBJECT REPLACEMENT CHARACTER}quire-continues-here\N{OBJECT REPLACEMENT CHARACTER}"
 _ROOM = 1 << 20
@@ -76,10 +78,14 @@ class ChatTemplate:
         sandbox.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
         try:
             self._template = sandbox.from_string(source)
+            names = meta.find_undeclared_variables(sandbox.parse(source))
         except (TemplateSyntaxError, RecursionError) as error:
             raise InvalidModel(f"the chat template does not compile: {_line(error)}") from error
         self._tokens = dict(tokens or {})
         self._knows_developer = "developer" in source
+        self._knows_tools = "tools" in names
+        self._style = style_of(source)
+        self.source = source
 
     @classmethod
     def from_folder(
@@ -108,9 +114,12 @@ class ChatTemplate:
     ) -> str:
         """The prompt. `continue_final_message` leaves the last message open, for the model to go on with.
 
+        Tools, calls of them and their results are told in words where the template knows nothing of tools.
         Raises InvalidRequest when the template refuses the messages or breaks on them.
         """
         shown = [self._shown(message) for message in messages]
+        if not self._knows_tools:
+            shown = described(shown, tools, self._style)
         if continue_final_message:
             shown[-1]["content"] = str(shown[-1].get("content") or "") + _HERE
         budget = _Budget(_ROOM + 8 * sum(len(str(message)) for message in shown))
