@@ -17,6 +17,7 @@ from quire.ops.triton.ops import TritonOps
 from quire.runner.graphs import CudaQueue, Key, coarse, crowd, padding
 from quire.runner.kernels import TritonSteps
 from quire.runner.memory import GIB, activation_bytes, layer_shapes, page_bytes, plan_pages
+from quire.runner.traits import CUT, HOT, PENALISED
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,7 @@ def kinds(cap: int, tokens: int, largest: int) -> list[Key]:
     decode = sorted({padding(n) for n in range(1, cap + 1)}, reverse=True)
     mixed = sorted({coarse(n) for n in range(1, min(tokens, largest) + 1)}, reverse=True)
     crowds = sorted({crowd(n) for n in range(1, cap + 1)}, reverse=True)
-    most = coarse(tokens)
-    bodies = [Key(most, s, most) for s in crowds] + [Key(t, s, t) for t in mixed for s in crowds]
-    return bodies + [Key(n, n, 1) for n in decode] + [Key(n, 0, 0) for n in decode]
+    most, every = coarse(tokens), HOT | CUT | PENALISED
+    bodies = [Key(most, crowds[0], most)] + [Key(t, s, t) for t in mixed for s in crowds]
+    heads = [Key(n, 0, 0, asked) for asked in (0, HOT, HOT | CUT) for n in decode]
+    return bodies + [Key(n, n, 1) for n in decode] + [Key(decode[0], 0, 0, every), *heads]

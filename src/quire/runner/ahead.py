@@ -93,6 +93,7 @@ class AheadRunner:
         self.flight: deque[Flight] = deque()
         self.failure: Exception | None = None
         self.sent: tuple[object, int] | None = None
+        self.asked = 0
         self.picked: Tensor | None = None
         """[S, hidden], made when the first forward says how wide and what numbers."""
 
@@ -173,6 +174,7 @@ class AheadRunner:
                 else:
                     self.queue.run(key, lambda key=key: self._head(key))  # type: ignore[misc]
             self.arena.reset()
+            self.steps.scatter(self.arena.data, *self.post.one())
         self.queue.wait()
 
     # ---------------------------------------------------------------- out
@@ -190,16 +192,16 @@ class AheadRunner:
         self.sent = sent
         if (parcel := self.post.pack(news)) is not None:
             self.steps.scatter(self.arena.data, *parcel)
-        step.here = (
-            bool(plan.masked) or bool(shape.scored) or bool((rows.traits.bits[shape.row] & ~self.steps.offers).any())
-        )
+        if step.fresh:
+            self.asked = int(np.bitwise_or.reduce(rows.traits.bits[shape.row]))
+        step.here = bool(plan.masked or shape.scored or self.asked & ~self.steps.offers)
         if shape.scored:
             step.hidden = self._body(key)
         else:
             self.queue.run(key, lambda: self._body(key))
         picks = len(shape.picked)
         if not step.here and picks:
-            head = Key(padding(picks), 0, 0)
+            head = Key(padding(picks), 0, 0, self.asked)
             self.queue.run(head, lambda: self._head(head))
             home = self.ring[self.turn, :picks]
             home.copy_(self.tokens[:picks], non_blocking=True)
@@ -208,7 +210,7 @@ class AheadRunner:
         step.mark = self.queue.mark()
 
     def _body(self, key: Key) -> Tensor:
-        tokens, spans, most = key
+        tokens, spans, most, _ = key
         whole = self.batch
         batch = RaggedBatch(
             tokens=whole.tokens[:tokens],
@@ -231,7 +233,7 @@ class AheadRunner:
     def _head(self, key: Key) -> None:
         tokens = self.tokens[: key.tokens]
         assert self.picked is not None
-        self.steps.choose(self.arena, self.model.logits(self.picked[: key.tokens]), tokens)
+        self.steps.choose(self.arena, self.model.logits(self.picked[: key.tokens]), tokens, key.asked)
 
     # ---------------------------------------------------------------- home
 

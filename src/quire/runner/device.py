@@ -33,9 +33,10 @@ class DeviceSteps(Protocol):
     def offers(self) -> int:
         """Traits (see `traits`) of rows that `choose` can sample."""
 
-    def choose(self, arena: Arena, logits: Tensor, tokens: Tensor) -> None:
+    def choose(self, arena: Arena, logits: Tensor, tokens: Tensor, asked: int) -> None:
         """tokens [R] int32 of logits [R, V] float32, used up, for the rows of `pick_row`, and `append` them.
 
+        asked: the traits that any of those rows has.
         -1: the logits are broken. -2: nothing is allowed.
         """
 
@@ -75,7 +76,7 @@ class PlainSteps:
         arena.part("pick_at", len(out)).copy_(known)
         torch.index_select(hidden, 0, arena.part("picked", len(out)).long(), out=out)
 
-    def choose(self, arena: Arena, logits: Tensor, tokens: Tensor) -> None:
+    def choose(self, arena: Arena, logits: Tensor, tokens: Tensor, asked: int) -> None:
         peak, best = logits.max(1)
         tokens.copy_(torch.where(peak.isfinite(), best, -1))
         self.append(arena, tokens)

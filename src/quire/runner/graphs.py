@@ -20,12 +20,13 @@ SMALL = (1, 2, 4, 8)
 class Key(NamedTuple):
     """Which graph: tokens T and spans S, both padded, and the most tokens that a span may have.
 
-    A head's has its rows for tokens and no spans.
+    A head's has its rows for tokens, no spans, and the traits that rows may have.
     """
 
     tokens: int
     spans: int
     most: int
+    asked: int = 0
 
     @staticmethod
     def of(shape: Shape) -> Key:

@@ -9,7 +9,7 @@ from quire.ops.ragged import RaggedBatch
 from quire.ops.triton import step
 from quire.ops.triton.launch import Card
 from quire.ops.triton.sampler import sample
-from quire.ops.triton.settings import Settings
+from quire.ops.triton.settings import Asked, Settings
 from quire.runner.arena import Arena
 from quire.runner.traits import CUT, HOT, PENALISED
 
@@ -34,13 +34,17 @@ class TritonSteps:
     def settle(self, arena: Arena, spans: int, hidden: Tensor, out: Tensor) -> None:
         step.settle(self._views(arena)[0], spans, hidden, out, self.card)
 
-    def choose(self, arena: Arena, logits: Tensor, tokens: Tensor) -> None:
+    def choose(self, arena: Arena, logits: Tensor, tokens: Tensor, asked: int) -> None:
         rows, settings = self._views(arena)
         count, prompt = len(tokens), arena.columns["prompt"]
-        if self.tally.shape[1] != logits.shape[1]:
+        if asked & PENALISED and not len(self.tally):
             self.tally = self.tally.new_zeros(arena.spans, logits.shape[1])
         which, at = rows.pick_row[:count], rows.pick_at[:count]
-        drawn = sample(logits, which, at, arena.history, prompt, settings, self.card, tally=self.tally)
+        drawn = sample(
+            *(logits, which, at, arena.history, prompt, settings, self.card),
+            Asked(hot=bool(asked & HOT), cut=bool(asked & CUT), edited=bool(asked & PENALISED)),
+            tally=self.tally,
+        )
         step.append(rows, drawn.tokens, drawn.state, tokens, self.card)
 
     def append(self, arena: Arena, tokens: Tensor) -> None:

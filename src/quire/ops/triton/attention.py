@@ -239,7 +239,7 @@ def attention(q: Tensor, kv: LayerKV, batch: Planned, scale: float, window: int,
             *(q, kv.k, kv.v, batch.page_table, *work, out, parts, sums),
             *(bend, soft_cap, slope, window, batch.page_table.stride(0)),
             CAP=soft_cap > 0, GROUPS=groups, SHARE=share, DIM=dim, PAGE=page, ROWS=tile.rows, COLUMNS=tile.columns,
-            BLOCK_D=block(dim), SPLIT=room > 0, REAL=min(tile.rows, block(most * share)), PHASES=tile.rows >= 64,
+            BLOCK_D=block(dim, 16), SPLIT=room > 0, REAL=min(tile.rows, block(most * share)), PHASES=tile.rows >= 64,
             WINDOWED=window < batch.max_kv, STAGES=tile.stages, PRECISION=card.precision, FIELDS=FIELDS,
             DEPENDENT=card.dependent, num_warps=tile.warps, **({} if fresh else card.options),
         )  # fmt: skip
