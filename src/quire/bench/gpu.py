@@ -34,11 +34,19 @@ Row = dict[str, Any]
 @click.option("--repeat", default=3, show_default=True, help="Runs of each; bursts show the best, others the median.")
 @click.option("--eager", is_flag=True, help="Without CUDA graphs.")
 @click.option("--max-num-batched-tokens", default=0, help="Tokens a step; 0: the default.")
+@click.option("--latency-target-ms", default=0.0, show_default=True, help="Bound on what prompts may cost others.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Also store figures and traces there.")
-def command(names: tuple[str, ...], repeat: int, eager: bool, max_num_batched_tokens: int, path: Path | None) -> None:
+def command(
+    names: tuple[str, ...],
+    repeat: int,
+    eager: bool,
+    max_num_batched_tokens: int,
+    latency_target_ms: float,
+    path: Path | None,
+) -> None:
     """Run workloads offline, through the library's door, and say how fast they were."""
     found: list[Row] = []
-    options = {"enforce_eager": eager} | (
+    options = {"enforce_eager": eager, "latency_target_ms": latency_target_ms} | (
         {"max_num_batched_tokens": max_num_batched_tokens} if max_num_batched_tokens else {}
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -84,40 +92,41 @@ def measured(folder: Path, model: str, names: Sequence[str], repeat: int, option
 
 def timed(llm: LLM, work: Workload, repeat: int) -> Iterator[tuple[str, Row]]:
     if not work.batches:
-        with Watch() as watch:
-            runs = []
-            for seed in range(repeat):
-                ids, new = prompts(work.count, work.prompt, work.new, shared=work.shared, seed=seed)
-                runs.append((answer(llm, ids, new), [len(i) for i in ids], new))
+        runs = [burst(llm, work, seed) for seed in range(repeat)]
         seconds, fed, new = min(runs)
-        yield (
-            "",
-            {
-                "seconds": seconds,
-                "runs": [run[0] for run in runs],
-                "lengths": list(zip(fed, new, strict=True)),
-                "trace": watch.samples,
-            },
-        )
+        with Watch() as watch:  # polling slows the card down: a run of its own
+            burst(llm, work, repeat)
+        lengths = list(zip(fed, new, strict=True))
+        yield "", {"seconds": seconds, "runs": [r[0] for r in runs], "lengths": lengths, "trace": watch.samples}
         return
     for batch in work.batches:
+        runs_of = [decode(llm, work, batch, turn) for turn in range(repeat)]
         with Watch() as watch:
-            tokens, firsts = [], []
-            for turn in range(repeat):
-                ids, _ = prompts(batch, work.prompt, (1, 1), seed=100 + turn + batch)
-                firsts.append(answer(llm, ids, [1] * batch))
-                ids, new = prompts(batch, work.prompt, work.new, seed=200 + turn + batch)
-                tokens.append((answer(llm, ids, new) - firsts[-1]) / (new[0] - 1))
+            decode(llm, work, batch, repeat)
         yield (
             str(batch),
             {
-                "ms_a_token": 1e3 * statistics.median(tokens),
-                "first_ms": 1e3 * statistics.median(firsts),
-                "runs": tokens,
+                "ms_a_token": 1e3 * statistics.median(token for token, _ in runs_of),
+                "first_ms": 1e3 * statistics.median(first for _, first in runs_of),
+                "runs": [token for token, _ in runs_of],
                 "lengths": [(work.prompt[0], work.new[0])] * batch,
                 "trace": watch.samples,
             },
         )
+
+
+def burst(llm: LLM, work: Workload, seed: int) -> tuple[float, list[int], list[int]]:
+    """(seconds, prompt lengths, new tokens) of all requests at once."""
+    ids, new = prompts(work.count, work.prompt, work.new, shared=work.shared, seed=seed)
+    return answer(llm, ids, new), [len(i) for i in ids], new
+
+
+def decode(llm: LLM, work: Workload, batch: int, turn: int) -> tuple[float, float]:
+    """(seconds a token after the first, seconds to the first) of `batch` sequences together."""
+    ids, _ = prompts(batch, work.prompt, (1, 1), seed=100 + turn + batch)
+    first = answer(llm, ids, [1] * batch)
+    ids, new = prompts(batch, work.prompt, work.new, seed=200 + turn + batch)
+    return (answer(llm, ids, new) - first) / (new[0] - 1), first
 
 
 def answer(llm: LLM, ids: list[list[int]], new: Sequence[int]) -> float:
