@@ -147,7 +147,7 @@ class Build:
         cut = share(vocab, self.parallel, "logits")
         part = Part(self.prefix + name, vocab, cut)
         if tied is None:
-            return Head(self._store([part], hidden, slice(0, hidden)), self.parallel, soft_cap)
+            return Head(self._store([part], hidden, slice(0, hidden), delicate=True), self.parallel, soft_cap)
         self.ignore(f"{name}.weight")
         shared = tied.weight[cut]
         return Head(self._store([part], hidden, slice(0, hidden), shared=shared), self.parallel, soft_cap)
@@ -221,7 +221,8 @@ class Build:
 
     def router(self, name: str, hidden: int, count: int) -> Columns:
         """A small matrix that every rank holds whole."""
-        return Columns(self._store([Part(self.prefix + name, count, slice(0, count))], hidden, slice(0, hidden)))
+        part = Part(self.prefix + name, count, slice(0, count))
+        return Columns(self._store([part], hidden, slice(0, hidden), delicate=True))
 
     def _bank(self, experts: Sequence[Sequence[Part]], columns: int, cut: slice) -> Bank:
         """One matrix of each expert: side by side in one tensor where the format is plain, each for itself if not."""
@@ -252,10 +253,19 @@ class Build:
         bias: bool = False,
         own_bias: bool = True,
         transposed: bool = False,
+        delicate: bool = False,
         shared: Tensor | None = None,
     ) -> Stored:
         matrix = Matrix(
-            tuple(parts), columns, cut, self.dtype, self.device, bias, own_bias=own_bias, transposed=transposed
+            tuple(parts),
+            columns,
+            cut,
+            self.dtype,
+            self.device,
+            bias,
+            own_bias=own_bias,
+            transposed=transposed,
+            delicate=delicate,
         )
         stored = self.format(matrix, self.ops, shared)
         for place in stored.places():

@@ -38,6 +38,40 @@ class Ops(Protocol):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """x [T, in], weight [out, in], bias [out] -> [T, out]; under a gate [T, out / 2], see `Gate`."""
 
+    def scaled_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        width: int,
+        offset: int = 0,
+        bias: Tensor | None = None,
+        gate: Gate = "",
+    ) -> Tensor:
+        """As `linear`, with weight [out, in] int8 or float8_e4m3 times scale [out, G] float32.
+
+        Column c's scale is number (c + offset) // width: G is 1 where a row has one scale.
+        """
+
+    def halved_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor,
+        groups: Tensor,
+        bias: Tensor | None = None,
+        gate: Gate = "",
+    ) -> Tensor:
+        """As `linear`, with weight uint8 [out, in / 2], even columns in the low bits: (w - zero) scale.
+
+        scale [out, G] float32, zero [out, G], groups [in] int64: each column's group.
+        """
+
+    def int8_linear(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Each token of x rounded to int8 by its own largest number, times weight [out, in] int8, summed as integers,
+        then scaled back; scale [out, 1] float32."""
+
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """x [N, in], weight [E, out, in], ends [E] int32 -> [N, out]: rows ends[e - 1] to ends[e] by weight[e]."""
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from quire.ops.base import Angles, Gate, Norms
 from quire.ops.grouped import grouped_linear
 from quire.ops.paging import FEW, Group, Paged
+from quire.ops.quantised import Restoring
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.values import MANY
 
@@ -16,7 +17,7 @@ TILE = 256
 """Queries of one long span attended at once: bounds the mask, and skips the keys after the tile."""
 
 
-class ReferenceOps:
+class ReferenceOps(Restoring):
     """See `base.Ops`. Any device, any floating dtype, any head count and head dim."""
 
     def prepare(self, batch: RaggedBatch) -> Paged:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -154,7 +154,7 @@ def entry(path: Path, name: str, facts: Any, data: int, size: int) -> Entry:
     return Span(path, data + start, dtype, shape, kind)
 
 
-def listed(names: list[str], most: int = 3) -> str:
+def listed(names: Sequence[str], most: int = 3) -> str:
     """'a, b, c and 5 more'."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

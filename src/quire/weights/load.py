@@ -12,6 +12,7 @@ import torch
 from quire.errors import InvalidModel
 from quire.layers.build import Build
 from quire.layers.formats import Format, Packed, Place, Plain
+from quire.layers.formats.online import Online
 from quire.layers.parallel import Parallel, Solo
 from quire.models.base import Model
 from quire.models.registry import build_model, read_spec
@@ -19,8 +20,10 @@ from quire.models.spec import ModelSpec
 from quire.ops.base import Ops
 from quire.ops.packed import packable
 from quire.ops.reference import ReferenceOps
+from quire.weights.canary import Canary
 from quire.weights.entries import Entry
 from quire.weights.files import Checkpoint, listed, read_config
+from quire.weights.schemes import AUTO, BESIDE, Detected, choose
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -43,6 +46,8 @@ def load_model(
     ops: Ops | None = None,
     parallel: Parallel | None = None,
     load_format: LoadFormat = "auto",
+    quantization: str = AUTO,
+    canary: Canary | None = None,
     seed: int = 0,
     progress: Progress = quiet,
 ) -> Model:
@@ -50,26 +55,28 @@ def load_model(
 
     dtype "auto" is the checkpoint's own, but float32 for float16 on a CPU, which has no arithmetic for it.
     load_format "dummy" needs config.json only and draws weights from `seed`, at such scales that activations stay
-    finite and logits have a standard deviation near 1. Raises InvalidModel, in one line, for what cannot be loaded.
+    finite and logits have a standard deviation near 1. quantization: see `schemes.choose`; what is quantised is
+    watched by `canary`. Raises InvalidModel, in one line, for what cannot be loaded.
     """
     folder, device = Path(folder), torch.device(device)
-    spec = read_spec(read_config(folder))
+    config = read_config(folder)
+    spec = read_spec(config)
     checkpoint = None if load_format == "dummy" else Checkpoint(folder)
     number = choose_dtype(dtype, spec, checkpoint, device)
-    build = Build(
-        ops=ops or ReferenceOps(),
-        parallel=parallel or Solo(),
-        dtype=number,
-        device=device,
-        format=choose_format(number, device),
-    )
+    format = choose(config, quantization, choose_format(number, device), checkpoint.entries if checkpoint else {})
+    build = Build(ops=ops or ReferenceOps(), parallel=parallel or Solo(), dtype=number, device=device, format=format)
+    build.ignore(*(BESIDE if isinstance(format, Detected) else ()))
     with torch.inference_mode():
         model = build_model(spec, build)
         if checkpoint is None:
             draw(build, seed, progress)
         else:
             stream(build, checkpoint, progress)
+        canary = None if checkpoint is None else canary  # random numbers say nothing about quality
+        reference = canary.before(model, device) if canary and isinstance(format, Online) else None
         build.seal()
+        if canary and any(stored.quantised is not None for stored in build.stored):
+            canary.after(model, build.stored, device, reference)
     return model
 
 
@@ -102,7 +109,7 @@ def stream(build: Build, checkpoint: Checkpoint, progress: Progress) -> None:
     progress(done, total)
     for entry, places in wanted:
         for place in places:
-            place.put(entry.read(place.cut))
+            place.put(entry.read(() if place.loose else place.cut))
             done += size_of(place, entry)
             progress(done, total)
 
@@ -151,10 +158,15 @@ def match(build: Build, where: str, entries: Mapping[str, Entry]) -> None:
         raise InvalidModel(f"{where} holds {len(strange)} tensors the model has no place for: {listed(strange)}")
     for name, places in build.places.items():
         entry, shape = entries[name], places[0].shape
-        if entry.shape != shape:
+        if not places[0].fits(entry.shape):
             raise InvalidModel(f"{name} has shape {list(entry.shape)}, but config.json makes it {list(shape)}")
-        if not entry.dtype.is_floating_point or entry.dtype.itemsize == 1:
-            raise InvalidModel(f"{name} is stored as {str(entry.dtype).removeprefix('torch.')}: not supported")
+        if not places[0].takes(entry.dtype):
+            wanted = "" if places[0].stored is None else f", where {short(places[0].stored)} belongs"
+            raise InvalidModel(f"{name} is stored as {short(entry.dtype)}{wanted}: not supported")
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def draw(build: Build, seed: int, progress: Progress) -> None:

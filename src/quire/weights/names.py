@@ -11,7 +11,7 @@ from quire.weights.entries import Entry, Squeezed
 OPENAI = re.compile(r"(?:model/)?(?:h(\d+)/(?:(attn|mlp)/)?(\w+)|(ln_f))/(w|b|g)|(?:model/)?(wte|wpe)")
 """GPT-2's variables as its authors named them: 'model/h0/attn/c_attn/w'."""
 
-SUFFIX = {"w": "weight", "b": "bias", "g": "weight"}
+SUFFIX: Mapping[str, str] = {"w": "weight", "b": "bias", "g": "weight"}
 
 
 def translated(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quire.ops.base import Angles, Gate, Norms
 from quire.ops.grouped import grouped_linear
+from quire.ops.quantised import Restoring
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton import attention, rows, skinny, turn
 from quire.ops.triton.launch import Card
@@ -15,7 +16,7 @@ from quire.ops.triton.work import Planned
 from quire.values import MANY
 
 
-class TritonOps:
+class TritonOps(Restoring):
     """See `base.Ops`. Launches depend on shapes and on `max_query` and `max_kv` of the batch alone: lengths, query
     starts, pages and slots are read on the device, so a captured step serves any batch within them."""
 

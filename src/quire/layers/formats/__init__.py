@@ -1,0 +1,11 @@
+"""How a matrix is stored. The loader hands named tensors to a format, which owns what is kept and multiplies by it.
+
+`linear` says how a matrix is cut, a format how the cut is kept: the two never know of each other.
+"""
+
+from __future__ import annotations
+
+from quire.layers.formats.base import Format, Matrix, Part, Place, Quantised, Stored
+from quire.layers.formats.plain import Packed, Plain
+
+__all__ = ["Format", "Matrix", "Packed", "Part", "Place", "Plain", "Quantised", "Stored"]

@@ -1,0 +1,81 @@
+"""Products with quantised matrices, in plain torch: the numbers are restored, then multiplied. The oracle of kernels.
+
+Two layouts cover every format there is a reader for. Scaled: one number a byte (int8, or float8 with four bits of
+exponent and three of mantissa), and a scale for every `width` columns of a row. Halved: two numbers a byte, the even
+column's in the low bits, with a scale and a zero point for every group of columns of a row.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from quire.ops.base import Gate
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+INT8_MAX = 127.0
+
+
+def restore_scaled(weight: Tensor, scale: Tensor, width: int, offset: int = 0) -> Tensor:
+    """weight [out, in] times its scale [out, G] -> float32. Column c's scale is number (c + offset) // width."""
+    exact = weight.float()
+    if scale.shape[1] == 1:
+        return exact.mul_(scale)
+    column = (torch.arange(weight.shape[1], device=weight.device) + offset) // width
+    return exact.mul_(scale.index_select(1, column))
+
+
+def restore_halved(weight: Tensor, scale: Tensor, zero: Tensor, groups: Tensor) -> Tensor:
+    """weight uint8 [out, in / 2], scale and zero [out, G], groups [in]: of each column -> (w - zero) scale, float32."""
+    numbers = torch.stack((weight & 15, weight >> 4), -1).flatten(1).float()
+    return numbers.sub_(zero.float().index_select(1, groups)).mul_(scale.index_select(1, groups))
+
+
+def round_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, in] -> (int8 [T, in], float32 [T, 1]): each token by its own largest number, halves to even."""
+    exact = x.float()
+    scale = exact.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / INT8_MAX
+    return (exact / scale).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scale
+
+
+class Restoring(ABC):
+    """The quantised products of `base.Ops`, by restoring the matrix at each call. Nothing is kept between calls."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor: ...
+
+    def scaled_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        width: int,
+        offset: int = 0,
+        bias: Tensor | None = None,
+        gate: Gate = "",
+    ) -> Tensor:
+        return self.linear(x, restore_scaled(weight, scale, width, offset).to(x.dtype), bias, gate)
+
+    def halved_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor,
+        groups: Tensor,
+        bias: Tensor | None = None,
+        gate: Gate = "",
+    ) -> Tensor:
+        return self.linear(x, restore_halved(weight, scale, zero, groups).to(x.dtype), bias, gate)
+
+    def int8_linear(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+        rounded, steps = round_tokens(x)
+        if x.is_cuda:  # bfloat16 holds every int8, and products are summed in float32
+            sums = torch.nn.functional.linear(rounded.bfloat16(), weight.bfloat16()).float()
+        else:
+            sums = torch._int_mm(rounded, weight.t()).float()
+        out = (sums * steps * scale.t()).to(x.dtype)
+        return out if bias is None else out + bias

@@ -1,0 +1,228 @@
+"""Which format a checkpoint's matrices are in, by its quantization_config, or which one is made of them on request."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.errors import InvalidModel, nearest
+from quire.layers.formats import Format, Matrix, Stored
+from quire.layers.formats.halved import Halving, ReadHalved
+from quire.layers.formats.online import Online
+from quire.layers.formats.scaled import ROW, TILE, ReadScaled, Scaling
+from quire.models.spec import Config
+from quire.ops.base import Ops
+from quire.ops.quantised import E4M3
+from quire.values import MANY
+from quire.weights.entries import Entry
+
+AUTO = "auto"
+
+ONLINE: Mapping[str, Scaling] = MappingProxyType(
+    {
+        "fp8": Scaling(E4M3, ROW),
+        "fp8_per_block": Scaling(E4M3, TILE),
+        "int8": Scaling(torch.int8, ROW),
+        "int8_w8a8": Scaling(torch.int8, ROW, activations=True),
+    }
+)
+"""What can be made of plain weights while loading."""
+
+BESIDE = ("*.input_scale", "*.input_scale_ub", "*.k_scale", "*.v_scale", "*.weight_shape", "*.input_zero_point")
+"""Tensors of quantised checkpoints that are not needed: activations are scaled as they come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """What a quantization_config says. how: of a quantised matrix. skipped: modules that are not. name: the method."""
+
+    name: str
+    how: Scaling | Halving
+    skipped: Sequence[str] = ()
+
+    def skips(self, name: str) -> bool:
+        """Whether the config names this matrix, or one it is part of, among those left as they were."""
+        return any(named(name, rule) for rule in self.skipped)
+
+
+class Detected:
+    """A format: each matrix as the checkpoint has it. entries: its tensors; without any (dummy weights), by name."""
+
+    def __init__(self, scheme: Scheme, plain: Format, entries: Mapping[str, Entry]) -> None:
+        self.scheme, self.plain, self.entries = scheme, plain, entries
+
+    def __call__(self, matrix: Matrix, ops: Ops, shared: Tensor | None = None) -> Stored:
+        plain = [self._plain(part.name, matrix.delicate) for part in matrix.parts]
+        if shared is not None or all(plain):
+            return self.plain(matrix, ops, shared)
+        if any(plain):
+            names = ", ".join(part.name for part in matrix.parts)
+            raise InvalidModel(f"some of {names} are quantised and some not: they are multiplied as one, and cannot be")
+        how = self.scheme.how
+        return ReadScaled(matrix, ops, how) if isinstance(how, Scaling) else ReadHalved(matrix, ops, how)
+
+    def _plain(self, name: str, delicate: bool) -> bool:
+        entry = self.entries.get(f"{name}.weight")
+        if entry is not None:
+            return entry.dtype.is_floating_point and entry.dtype.itemsize > 1
+        return self.scheme.skips(name) or (delicate and not any(key.startswith(f"{name}.") for key in self.entries))
+
+
+def choose(config: Mapping[str, Any], asked: str, plain: Format, entries: Mapping[str, Entry]) -> Format:
+    """The format of a model. asked: "auto", one of ONLINE, or the method the checkpoint is in.
+
+    Raises InvalidModel for a method that is not known, or that the checkpoint is not in.
+    """
+    scheme = read_scheme(config)
+    if scheme is not None:
+        if asked not in (AUTO, scheme.name) and not scheme.name.startswith(f"{asked}_"):
+            raise InvalidModel(
+                f"the checkpoint is quantised by {scheme.name} already: --quantization {asked} cannot be"
+            )
+        return Detected(scheme, plain, entries)
+    if asked == AUTO:
+        return plain
+    if asked not in ONLINE:
+        raise InvalidModel(
+            f"--quantization {asked}: the checkpoint is not quantised so, and only {', '.join(ONLINE)} can be made "
+            f"while loading.{nearest(asked, ONLINE)}"
+        )
+    return Online(ONLINE[asked], plain)
+
+
+def read_scheme(fields: Mapping[str, Any]) -> Scheme | None:
+    """The scheme of a config.json; None where nothing is quantised. Raises InvalidModel for one we cannot read."""
+    inner = fields.get("text_config")
+    found: list[Mapping[str, Any]] = [
+        at for at in (fields, inner) if isinstance(at, Mapping) and (CONFIG in at or COMPRESSION in at)
+    ]
+    if not found:
+        return None
+    config = Config(found[0]).section(CONFIG, COMPRESSION)
+    method = config.get(str, "quant_method", default="compressed-tensors" if "config_groups" in config.fields else "")
+    if method not in READERS:
+        known = ", ".join(READERS)
+        raise InvalidModel(f"{config.where}: quant_method {method!r} is not supported (known: {known}).")
+    return READERS[method](config)
+
+
+CONFIG, COMPRESSION = "quantization_config", "compression_config"
+
+
+def read_fp8(config: Config) -> Scheme:
+    """Block-wise, as DeepSeek V3 and Qwen 3 are published, or one scale a matrix."""
+    skipped = names(config, "modules_to_not_convert", "ignored_layers")
+    block = config.fields.get("weight_block_size")
+    if block is None:
+        return Scheme("fp8", Scaling(E4M3, (MANY, MANY)), skipped)
+    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
+        raise InvalidModel(f"{config.where}: weight_block_size must be two numbers, rows and columns")
+    return Scheme("fp8", Scaling(E4M3, (block[0], block[1]), "weight_scale_inv"), skipped)
+
+
+def read_fbgemm(config: Config) -> Scheme:
+    return Scheme("fbgemm_fp8", Scaling(E4M3, ROW), names(config, "modules_to_not_convert"))
+
+
+def read_awq(config: Config) -> Scheme:
+    """Lin et al. 2023."""
+    bits, version = config.get(int, "bits", "w_bit", default=4), config.get(str, "version", default="gemm").lower()
+    if bits != 4 or version != "gemm":
+        raise InvalidModel(
+            f"{config.where}: AWQ of {bits} bits, version {version!r}: only 4 bits, version 'gemm' is read"
+        )
+    group = config.fields.get("group_size", config.fields.get("q_group_size", 128))
+    return Scheme("awq", Halving("awq", size(config, group)), names(config, "modules_to_not_convert"))
+
+
+def read_gptq(config: Config) -> Scheme:
+    """Frantar et al. 2022. The first version of the layout stores zero points less 1."""
+    bits = config.get(int, "bits", default=4)
+    if bits != 4:
+        raise InvalidModel(f"{config.where}: GPTQ of {bits} bits is not supported: only 4")
+    more = 0 if config.get(str, "checkpoint_format", default="gptq") == "gptq_v2" else 1
+    group = size(config, config.fields.get("group_size", 128))
+    return Scheme("gptq", Halving("gptq", group, more=more, ordered=True))
+
+
+def read_compressed(config: Config) -> Scheme:
+    """compressed-tensors: one group of settings for all linear layers."""
+    groups = config.section("config_groups")
+    if len(groups.fields) != 1:
+        raise InvalidModel(f"{config.where}: config_groups must hold one group, not {len(groups.fields)}")
+    group = groups.section(next(iter(groups.fields)))
+    weights, acts = group.section("weights"), group.section("input_activations")
+    bits, kind = weights.get(int, "num_bits", default=8), weights.get(str, "type", default="int")
+    skipped = names(config, "ignore")
+    packed = (group.get(str, "format", default="") or config.get(str, "format", default="")) == "pack-quantized"
+    ordered = weights.fields.get("actorder") in ("group", True)
+    symmetric = weights.get(bool, "symmetric", default=True)
+    block = block_of(weights)
+    if kind == "int" and bits == 4 and packed and block[0] == 1:
+        return Scheme("compressed-tensors", Halving("packed", block[1], zeros=not symmetric, ordered=ordered), skipped)
+    if (kind, bits) not in (("int", 8), ("float", 8)) or not symmetric or ordered:
+        raise InvalidModel(
+            f"{config.where}: {kind}{bits} weights{'' if symmetric else ' with zero points'} are not supported so "
+            "(known: float8, int8 and packed int4)"
+        )
+    dtype, rounds = (E4M3, False) if kind == "float" else (torch.int8, bool(acts.fields))
+    if rounds and (acts.get(int, "num_bits", default=8) != 8 or block[1] != MANY):
+        raise InvalidModel(f"{config.where}: int8 activations need int8 weights with one scale a row")
+    return Scheme("compressed-tensors", Scaling(dtype, block, packed=packed, activations=rounds), skipped)
+
+
+def block_of(weights: Config) -> tuple[int, int]:
+    """(rows, columns) that share a scale."""
+    strategy = weights.get(str, "strategy", default="tensor")
+    if strategy == "block":
+        block = weights.fields.get("block_structure")
+        block = [int(n) if n.isdecimal() else 0 for n in block.split("x")] if isinstance(block, str) else block
+        if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
+            raise InvalidModel(f"{weights.where}: block_structure must be two numbers")
+        return block[0], block[1]
+    group = (1, weights.get(int, "group_size", default=128) if strategy == "group" else 1)
+    known: dict[str, tuple[int, int]] = {"tensor": (MANY, MANY), "channel": ROW, "group": group}
+    if strategy not in known:
+        raise InvalidModel(
+            f"{weights.where}: strategy {strategy!r} is not supported (known: {', '.join(known)}, block)"
+        )
+    return known[strategy]
+
+
+def size(config: Config, group: object) -> int:
+    """-1 is all columns."""
+    if type(group) is not int or group == 0 or group < -1:
+        raise InvalidModel(f"{config.where}: group_size must be a number of columns, or -1 for all")
+    return MANY if group == -1 else group
+
+
+def names(config: Config, *fields: str) -> tuple[str, ...]:
+    """A list of module names, empty where there is none."""
+    found = next((config.fields[name] for name in fields if config.fields.get(name)), [])
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise InvalidModel(f"{config.where}: {fields[0]} must be a list of names")
+    return tuple(found)
+
+
+def named(name: str, rule: str) -> bool:
+    """Whether a rule, a module's name or 're:' and an expression, means this module or one it is part of."""
+    if rule.startswith("re:"):
+        return re.match(rule[3:], name) is not None
+    return f".{rule}." in f".{name}."
+
+
+READERS: Mapping[str, Callable[[Config], Scheme]] = MappingProxyType(
+    {
+        "fp8": read_fp8,
+        "fbgemm_fp8": read_fbgemm,
+        "awq": read_awq,
+        "gptq": read_gptq,
+        "compressed-tensors": read_compressed,
+    }
+)

@@ -1,0 +1,240 @@
+"""Every quantised format answers as the floats it stands for do, whole or cut; a spoiled one is caught."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.errors import InvalidModel
+from quire.layers.build import Build
+from quire.layers.formats import Plain, online
+from quire.models.registry import build_model, read_spec
+from quire.ops.quantised import restore_scaled, round_tokens
+from quire.ops.reference import ReferenceOps
+from quire.weights.canary import Canary, Threshold
+from quire.weights.files import SINGLE, Checkpoint, read_config
+from quire.weights.load import load_model, stream
+from quire.weights.schemes import BESIDE, ONLINE, choose
+from tests.checkpoints import make
+from tests.layers.test_build import Rank
+from tests.quantised import FORMATS, SHAPE, SIZES, plain, quantise
+from tests.weights.test_load import answer
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    make(folder, SHAPE, **SIZES)
+    return folder
+
+
+@pytest.fixture
+def folder(source: Path, tmp_path: Path) -> Path:
+    shutil.copytree(source, tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_answers_as_the_numbers_it_stands_for(folder: Path, name: str) -> None:
+    means = quantise(folder, name)
+    model = load_model(folder, dtype="float32")
+    stored = {each.matrix.parts[0].name: each.quantised for each in matrices(model)}
+    quantised = [each for each in stored.values() if each is not None]
+    assert len(quantised) == 4 * 3
+    for each in quantised:
+        each.exact = True
+    ours = answer(model)
+    plain(folder, means)
+    wanted = answer(load_model(folder, dtype="float32"))
+    assert wanted.std() > 1
+    assert (ours - wanted).abs().max() < 1e-4
+
+
+def matrices(model: object) -> list:
+    """All matrices of a Llama's layers, and its head."""
+    found = [model.head.apply.__self__]  # type: ignore[attr-defined]
+    for block in model.blocks:  # type: ignore[attr-defined]
+        for layer in (block.attention.qkv, block.attention.out, block.mlp.gate_up, block.mlp.down):
+            found.append(layer.apply.__self__)
+    return found
+
+
+def test_w8a8_rounds_each_token_by_its_largest_number(folder: Path) -> None:
+    quantise(folder, "int8-w8a8")
+    stored = matrices(load_model(folder, dtype="float32"))[1]
+    x = torch.randn(5, 144) * torch.tensor([[1e-3], [1.0], [30.0], [0.0], [1.0]])
+    rounded = torch.empty(5, 144)
+    for t, token in enumerate(x):
+        step = token.abs().max() / 127
+        rounded[t] = (token / step).round() * step if step else 0.0
+    wanted = rounded @ stored.quantised.restored().t() + stored.bias
+    torch.testing.assert_close(stored.apply(x), wanted, rtol=1e-4, atol=1e-4)
+    numbers, steps = round_tokens(x)
+    assert numbers.abs().amax(1).tolist() == [127, 127, 127, 0, 127]
+    torch.testing.assert_close(numbers * steps, rounded)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_cut_is_a_cut_of_the_whole_in_every_format(folder: Path, name: str) -> None:
+    """Three ranks of one group: their partial sums add up, and cuts go through blocks of 128."""
+    make(folder, SHAPE, **SIZES, vocab_size=198)
+    quantise(folder, name)
+    config = read_config(folder)
+    spec, checkpoint = read_spec(config), Checkpoint(folder)
+    x = torch.randn(4, 144)
+
+    def layers(rank: int, size: int) -> list:
+        format = choose(config, "auto", Plain, checkpoint.entries)
+        build = Build(
+            ops=ReferenceOps(),
+            parallel=Rank(rank, size),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            format=format,
+        )
+        build.ignore(*BESIDE)
+        with torch.inference_mode():
+            model = build_model(spec, build)
+            stream(build, checkpoint, lambda done, total: None)
+            build.seal()
+        for stored in build.stored:
+            if stored.quantised is not None:
+                stored.quantised.exact = True
+        return model.blocks
+
+    own = torch.randn(4, 144)
+    with torch.inference_mode():
+        whole, ranks = layers(0, 1)[0], [layers(rank, 3)[0] for rank in range(3)]
+        torch.testing.assert_close(sum(rank.mlp(x) for rank in ranks), whole.mlp(x), rtol=1e-4, atol=1e-4)
+        back = sum(rank.attention.out(part) for rank, part in zip(ranks, own.chunk(3, -1), strict=True))
+        torch.testing.assert_close(back, whole.attention.out(own), rtol=1e-4, atol=1e-4)
+        heads = [
+            torch.cat(part, -1)
+            for part in zip(*(r.attention.qkv(x).split([48, 16, 16], -1) for r in ranks), strict=True)
+        ]
+        for ours, wanted in zip(heads, whole.attention.qkv(x).split([144, 48, 48], -1), strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ONLINE)
+def test_plain_weights_are_quantised_on_request(folder: Path, method: str) -> None:
+    before = answer(load_model(folder, dtype="float32"))
+    canary = Canary()
+    model = load_model(folder, dtype="float32", quantization=method, canary=canary)
+    assert [each.quantised is None for each in matrices(model)] == [True] + [False] * 12, "the head stays as it was"
+    after = answer(model)
+    assert 0 < (after - before).std() < 0.15 * before.std()
+    assert canary.quality is not None
+    assert canary.quality.agreement > 0.6
+    assert 0 < canary.quality.kl < 0.1
+    assert canary.suspects == ()
+
+
+@pytest.mark.parametrize(("method", "block"), [("fp8", None), ("int8", None), ("fp8_per_block", 128)])
+def test_quantising_follows_its_definition(folder: Path, method: str, block: int | None) -> None:
+    w = load_file(folder / SINGLE)["model.layers.0.mlp.down_proj.weight"]
+    wanted = torch.empty_like(w)
+    for i in range(0, len(w), block or 1):
+        for j in range(0, w.shape[1], block or w.shape[1]):
+            at = slice(i, i + (block or 1)), slice(j, j + (block or w.shape[1]))
+            scale = w[at].abs().max() / (127 if method == "int8" else 448)
+            scaled = w[at] / scale
+            wanted[at] = (scaled.round() if method == "int8" else scaled.to(torch.float8_e4m3fn).float()) * scale
+    found = matrices(load_model(folder, dtype="float32", quantization=method))[4].quantised.restored()
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    error = (found - w).norm() / w.norm()
+    assert error < (0.01 if method == "int8" else 0.04)
+
+
+def test_a_broken_scale_on_the_way_is_caught_by_the_canary(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(weight: torch.Tensor, dtype: torch.dtype, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers, scale = quantise_rightly(weight, dtype, block)
+        return numbers, scale * 1.5
+
+    quantise_rightly = online.quantise
+    monkeypatch.setattr(online, "quantise", broken)
+    with pytest.raises(InvalidModel, match="quantisation has spoiled the model"):
+        load_model(folder, dtype="float32", quantization="fp8", canary=Canary(threshold=Threshold()))
+    told = Canary()
+    load_model(folder, dtype="float32", quantization="fp8", canary=told)
+    assert told.quality is not None
+    assert told.quality.kl > 0.25, "with a threshold of nothing it is measured and served"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda scale: scale * 1e4, "times as strong as most"),
+        (lambda scale: scale * float("nan"), "holds numbers that cannot be scales"),
+        (lambda scale: -scale, "holds numbers that cannot be scales"),
+        (lambda scale: scale * torch.where(torch.arange(len(scale)) == 5, 1e6, 1.0)[:, None], "cannot be scales"),
+        (lambda scale: scale * 1e-4, "times as strong as most"),
+    ],
+)
+def test_a_broken_scale_in_a_checkpoint_is_caught(
+    folder: Path, change: Callable[[torch.Tensor], torch.Tensor], said: str
+) -> None:
+    quantise(folder, "fp8-rows")
+    held = load_file(folder / SINGLE)
+    name = "model.layers.1.mlp.down_proj.weight_scale"
+    save_file({**held, name: change(held[name])}, folder / SINGLE)
+    with pytest.raises(InvalidModel, match=said) as caught:
+        load_model(folder, canary=Canary(threshold=Threshold()))
+    assert "model.layers.1.mlp.down_proj" in str(caught.value)
+
+
+def test_the_canary_measures_rounded_activations_of_a_checkpoint(folder: Path) -> None:
+    quantise(folder, "int8-w8a8")
+    canary = Canary()
+    load_model(folder, dtype="float32", canary=canary)
+    assert canary.quality is not None
+    assert 0 < canary.quality.kl < 0.05
+    weights_only = Canary()
+    quantise_again = json.loads((folder / "config.json").read_text())
+    quantise_again["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
+    (folder / "config.json").write_text(json.dumps(quantise_again))
+    load_model(folder, dtype="float32", canary=weights_only)
+    assert weights_only.quality is not None
+    assert weights_only.quality.kl < 1e-9
+
+
+def test_what_cannot_be_is_refused_by_name(folder: Path) -> None:
+    def refused(**asked: str) -> str:
+        with pytest.raises(InvalidModel) as error:
+            load_model(folder, **asked)  # type: ignore[arg-type]
+        return str(error.value)
+
+    assert "--quantization awq: the checkpoint is not quantised so" in refused(quantization="awq")
+    quantise(folder, "awq")
+    assert "is quantised by awq already: --quantization fp8 cannot be" in refused(quantization="fp8")
+    load_model(folder, quantization="awq")
+    config = json.loads((folder / "config.json").read_text())
+    for change, said in (
+        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported"),
+        ({"quant_method": "awq", "bits": 3}, "only 4 bits"),
+        ({"quant_method": "gptq", "bits": 8}, "GPTQ of 8 bits is not supported"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two numbers"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "must hold one group"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": change}))
+        assert said in refused()
+
+
+def test_dummy_weights_of_a_quantised_checkpoint_are_lively(folder: Path) -> None:
+    for name in ("fp8-blocks", "awq", "int8-w8a8"):
+        make(folder, SHAPE, **SIZES)
+        quantise(folder, name)
+        logits = answer(load_model(folder, load_format="dummy", dtype="float32"), 40)
+        assert logits.isfinite().all()
+        assert 0.3 < logits.std() < 5
+
+
+def test_a_scale_counts_for_its_columns_only() -> None:
+    weight, scale = torch.ones(2, 5, dtype=torch.int8), torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    assert restore_scaled(weight, scale, 2, 1).tolist() == [[1, 2, 2, 3, 3], [4, 5, 5, 6, 6]]
