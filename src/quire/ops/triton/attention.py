@@ -213,8 +213,10 @@ def tiles(card: Card, share: int, dim: int, wide: int, most: int) -> list[tuple[
         rows = max(16, block(most * share)) if most * share <= 64 else 64
         return [(small._replace(rows=rows, warps=small.warps if rows == 16 else 4), 1, most)]
     short = max(1, 16 // share)
-    deep = card.capability >= (9, 0) and dim * wide <= 256
-    large = Tile(64 if dim * wide <= 512 else 32, columns, 4, 3 if deep else 2, 0)
+    hopper = (9, 0) <= card.capability < (10, 0)  # elsewhere operands take registers, too
+    rows = 64 if dim * wide <= 512 and (hopper or wide <= 2) else 32
+    warps = 4 if hopper or (dim <= 128 and wide <= 2) else 8
+    large = Tile(rows, columns, warps, 3 if hopper and dim * wide <= 256 else 2, 0)
     return [(small, 1, short), (large, short + 1, most)]
 
 

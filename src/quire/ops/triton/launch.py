@@ -15,6 +15,7 @@ from types import MappingProxyType
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import driver
 
 HOPPER = (9, 0)
 """The first compute capability with dependent launch."""
@@ -22,7 +23,8 @@ HOPPER = (9, 0)
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A device as far as launches care. sms: multiprocessors. dependent: kernels are launched dependently.
+    """A device as far as launches care. sms: multiprocessors. dependent: kernels are launched dependently. shared:
+    bytes of shared memory a program can have.
 
     precision: how float32 tiles are multiplied; "tf32x3" is exact to float32 rounding on matrix units, "ieee" plain.
     """
@@ -31,6 +33,7 @@ class Card:
     capability: tuple[int, int] = (0, 0)
     dependent: bool = False
     precision: str = "ieee"
+    shared: int = 99 << 10
     options: Mapping[str, bool] = field(default_factory=lambda: MappingProxyType({}))
 
     @staticmethod
@@ -42,7 +45,8 @@ class Card:
         capability = (about.major, about.minor)
         dependent = dependent and capability >= HOPPER
         options = MappingProxyType({"launch_pdl": True} if dependent else {})
-        return Card(about.multi_processor_count, capability, dependent, "tf32x3", options)
+        shared = int(driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
+        return Card(about.multi_processor_count, capability, dependent, "tf32x3", shared, options)
 
 
 @triton.jit

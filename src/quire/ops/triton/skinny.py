@@ -114,6 +114,11 @@ class Recipe(NamedTuple):
     warps: int
     stages: int = 0
 
+    def fitted(self, card: Card, matrices: int, wide: int) -> Recipe:
+        """With as many stages as the card's shared memory has room for. wide: bytes a number."""
+        stage = (self.outputs * matrices + self.rows) * self.inputs * wide
+        return self._replace(stages=min(self.stages, max(2, card.shared // stage))) if self.stages else self
+
 
 MOST = 16
 """Rows above which a library's kernels are as good."""
@@ -130,10 +135,11 @@ def recipe(rows: int, outputs: int, inputs: int, gated: bool = False) -> Recipe 
     if rows <= vectors(outputs, inputs):
         whole = block(inputs)
         return Recipe(rows, max(1, min(8, 8192 // whole)), whole, 4 if whole <= 2048 else 8)
-    room = 8 if rows <= 8 else 16
     if outputs <= 2048 or inputs >= 8192:
-        return Recipe(room, 16, 512, 2, 4)
-    return Recipe(room, 32 if gated else 64, 128, 4, 4 if outputs > 8192 else 6)
+        return Recipe(MOST, 16, 512, 2, 4)
+    if gated and outputs <= 4096:
+        return Recipe(MOST, 32, 128, 2, 6)
+    return Recipe(MOST, 64, 128, 4, 4 if gated or outputs > 8192 else 6)
 
 
 def vectors(outputs: int, inputs: int) -> int:
@@ -151,6 +157,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, how: Recipe, card: C
     same = {"GATE": gate != "", "GELU": gate == "gelu", "BIAS": bias is not None, "BLOCK_N": how.outputs,
             "BLOCK_K": how.inputs, "DEPENDENT": card.dependent, "num_warps": how.warps, **card.options}  # fmt: skip
     grid = (triton.cdiv(outputs, how.outputs),)
+    how = how.fitted(card, 2 if gate else 1, weight.element_size())
     if how.stages:
         matrix_kernel[grid](
             *(*args, rows, outputs, inputs),

@@ -1,0 +1,116 @@
+"""Run as a program: compiles every kernel for a compute capability, without a card. See `test_compiles`.
+
+Prints, as JSON, [kernel, bytes of shared memory, registers' worth of bytes spilled] of each.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.triton.launch import HOPPER, Card
+from quire.ops.triton.ops import TritonOps
+from quire.ops.triton.sampler import sample
+from quire.ops.triton.settings import Settings
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+CAPABILITY, SHARED = int(sys.argv[1]), int(sys.argv[2])
+BF16, INT = torch.bfloat16, torch.int32
+
+
+class NoCard:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", CAPABILITY, 32)
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=INT)
+
+
+def halves(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def batch(spans: int, n: int) -> RaggedBatch:
+    tokens = spans * n
+    longs = (torch.empty(tokens, dtype=torch.int64) for _ in range(3))
+    return RaggedBatch(*longs, ints(spans + 1), ints(spans), ints(spans, 64), 64, n, 4096)
+
+
+def everything(ops: TritonOps) -> None:
+    x, w = halves(4, 4096), halves(4096)
+    ops.rms_norm(x, w, 1e-5)
+    ops.add_rms_norm(x, x, w, 1e-5)
+    ops.layer_norm(x, w, w, 1e-5)
+    ops.silu_mul(x)
+    ops.gelu(x)
+    angles = torch.empty(4, 64), torch.empty(4, 64)
+    kv = LayerKV(halves(4, 8, 64, 128), halves(4, 8, 64, 128))
+    ops.turn_and_write(halves(4, 48 * 128), 32, kv, batch(4, 1), angles, ((w[:128], 1e-6), (w[:128], 1e-6)))
+    for heads, groups, dim, dtype in ((32, 8, 128, BF16), (4, 1, 256, BF16), (12, 12, 64, torch.float32)):
+        pool = LayerKV(*(halves(4, groups, 64, dim, dtype=dtype) for _ in "kv"))
+        for spans, n in ((4, 1), (2, 512)):
+            q = halves(spans * n, heads, dim, dtype=dtype)
+            ops.attention(q, pool, batch(spans, n), dim**-0.5)
+    for rows in (1, 4, 16):
+        ops.linear(halves(rows, 4096), halves(6144, 4096))
+        ops.linear(halves(rows, 8192), halves(2048, 8192))
+        ops.linear(halves(rows, 4096), halves(28672, 4096), None, "silu")
+    floats = [torch.empty(8) for _ in range(6)]
+    listed = (ints(8), ints(8, 4748), ints(9), ints(9), torch.empty(9), ints(9))
+    temperature, *rest = floats
+    columns = (temperature, torch.empty(8, dtype=torch.int64), ints(8), *rest)
+    settings = Settings(*columns, *listed)
+    at = ints(8), ints(8), ints(8, 4096), ints(8)
+    sample(torch.empty(8, 151936), *at, settings, ops.card, tally=ints(8, 151936))
+
+
+def main() -> None:
+    driver.set_active(NoCard())
+    plain, found = JITFunction.run, []
+
+    def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = plain(self, *args, grid=grid, warmup=True, **options)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            usage = [TOOLS / "cuobjdump", "--dump-resource-usage", file.name]
+            said = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
+        stack = re.search(r"STACK:(\d+)", said)
+        assert stack is not None
+        found.append((self.fn.__name__, kernel.metadata.shared, int(stack[1])))
+        return kernel
+
+    JITFunction.run = compiled
+    ops = TritonOps("cpu")
+    capability = divmod(CAPABILITY, 10)
+    dependent = capability >= HOPPER
+    options = MappingProxyType({"launch_pdl": True} if dependent else {})
+    ops.card = Card(132, capability, dependent, "tf32x3", SHARED, options)
+    everything(ops)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
