@@ -86,10 +86,12 @@ async def served(
     template: str | None = CHATML,
     port: FakePort | None = None,
     headers: dict[str, str] | None = None,
+    room: int = 128,
+    about: dict[str, Any] | None = None,
     **rest: Any,
 ) -> AsyncIterator[Served]:
-    port = FakePort(script) if port is None else port
-    card = ModelCard(id="tiny", created=1700000000, max_model_len=128, defaults=defaults or {})
+    port = FakePort(script, max_model_len=room) if port is None else port
+    card = ModelCard(id="tiny", created=1700000000, max_model_len=room, defaults=defaults or {}, **(about or {}))
     backend = NativeBackend(
         port=port,
         tokenizer=TOKENIZER,

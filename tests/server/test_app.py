@@ -27,6 +27,8 @@ async def test_the_model_is_listed_as_clients_read_it() -> None:
         "parent": None,
         "max_model_len": 128,
         "permission": [],
+        "tool_call_parser": "hermes",
+        "reasoning_parser": "none",
     }
     async with served() as server:
         assert (await server.client.get("/v1/models")).json() == {"object": "list", "data": [card]}

@@ -12,6 +12,8 @@ from tests.server.doubles import ANSWER, HI, check_error, served
 
 pytestmark = pytest.mark.anyio
 
+NOW = {"type": "function", "function": {"name": "now"}}
+
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/v1/generate"
 OK: dict[str, dict[str, Any]] = {COMPLETIONS: {"prompt": "the"}, CHAT: {"messages": HI}, GENERATE: {"prompt": "the"}}
 
@@ -54,7 +56,6 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"model": 5}, "model", "expected str"),
     ({"temprature": 1}, "temprature", "unknown field 'temprature'. Did you mean 'temperature'?"),
     ({"x" * 500: 1}, "x" * 64, "unknown field"),
-    ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "never cut"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exclude each other"),
     ({"guided_json": "{"}, "guided_json", "not JSON"),
     ({"use_beam_search": True}, "use_beam_search", "beam search"),
@@ -62,6 +63,9 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 ANSWERS: list[tuple[dict[str, Any], str, str]] = [
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
+    ({"truncate_prompt_tokens": 5, "truncation_side": "up"}, "truncation_side", "left or right"),
+    ({"truncation_side": "left"}, "truncation_side", "needs truncate_prompt_tokens"),
     ({"n": 0}, "n", "between 1"),
     ({"n": 10**9}, "n", "between 1"),
     ({"n": 1.5}, "n", "expected int"),
@@ -111,14 +115,15 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [5]}, "messages[0]", "expected object"),
     ({"messages": [{}]}, "messages", "messages[0].role must be one of"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages", "'wizard'"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "tool calls"),
+    ({"messages": [{"role": "function", "content": "x"}]}, "messages", "role tool"),
     ({"messages": [{"role": "user"}]}, "messages", "messages[0].content is required"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages", "must be text"),
     ({"messages": [{"role": "user", "content": [5]}]}, "messages", "must be text"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "'image_url' is not supported"),
     ({"messages": [{"role": "user", "content": "x", "nme": "y"}]}, "messages[0].nme", "'name'"),
     ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages", "messages[0].name must be text"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages", "tool_calls is not supported"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages", "needs a function with a name"),
+    ({"messages": [{"role": "user", "content": "", "tool_calls": [{}]}]}, "messages", "belongs to assistants"),
     ({"messages": [{"role": "user", "content": "dog " * 500}]}, "prompt", "context holds 128"),
     ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
     ({"logprobs": 3}, "logprobs", "expected bool"),
@@ -127,8 +132,39 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be between 1"),
     ({"max_completion_tokens": 999}, "max_completion_tokens", "max_completion_tokens is 999"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
-    ({"tools": [{"type": "function"}]}, "tools", "tool calls are not supported"),
-    ({"tool_choice": "required"}, "tool_choice", "tool calls"),
+    ({"tools": [{"type": "function"}]}, "tools", "function is required"),
+    ({"tools": [{"type": "custom"}]}, "tools", "use function"),
+    ({"tools": [NOW, NOW]}, "tools", "two are called 'now'"),
+    ({"tools": [NOW] * 129}, "tools", "at most 128"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "letters"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools", "a JSON schema"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "a", "strct": True}}]},
+        "tools[0].function.strct",
+        "Did you mean 'strict'?",
+    ),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"tools": [NOW], "tool_choice": "any"}, "tool_choice", "auto, none, required"),
+    (
+        {"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "late"}}},
+        "tool_choice",
+        "no tool 'late'",
+    ),
+    (
+        {"tools": [NOW], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "response_format",
+        "exclude each other",
+    ),
+    ({"tools": [NOW], "guided_regex": "a"}, "guided_regex", "tool_choice none"),
+    (
+        {
+            "tools": [{"type": "function", "function": {"name": "a", "parameters": {"not": {}}}}],
+            "tool_choice": "required",
+        },
+        "tools[0].function.parameters",
+        "'not'",
+    ),
+    ({"functions": [{"name": "a"}]}, "functions", "use tools"),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "--chat-template"),
     ({"chat_template_kwargs": 5}, "chat_template_kwargs", "expected object"),
     ({"modalities": ["text", "audio"]}, "modalities", "text only"),

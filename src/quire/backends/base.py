@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from quire.text.reasoning import ReasoningParser
+from quire.text.tools.styles import ToolParser
 from quire.values import SamplingParams, TokenLogprobs
 
 
@@ -52,7 +54,10 @@ class Delta(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What /v1/models says of the model served. `defaults` are generation_config.json's sampling fields."""
+    """What /v1/models says of the model served. `defaults` are generation_config.json's sampling fields.
+
+    tool_parser, reasoning_parser: how its answers are told apart (see text.tools.styles and text.reasoning).
+    """
 
     id: str
     created: int
@@ -60,6 +65,8 @@ class ModelCard:
     vocab_size: int = 0
     root: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    tool_parser: ToolParser = "hermes"
+    reasoning_parser: ReasoningParser = "none"
 
 
 class Backend(Protocol):

@@ -41,7 +41,13 @@ def serve(settings: Settings) -> None:
         tokenizer=text.tokenizer,
         chat=text.template,
         card=ModelCard(
-            id=name, created=int(time.time()), max_model_len=MANY, root=settings.model.model, defaults=text.defaults
+            id=name,
+            created=int(time.time()),
+            max_model_len=MANY,
+            root=settings.model.model,
+            defaults=text.defaults,
+            tool_parser=text.tool_parser,
+            reasoning_parser=text.reasoning_parser,
         ),
         observer=LoggedRim(name, log) if server.enable_log_requests else RimMetrics(name),
         max_queued=settings.scheduler.max_num_queued_reqs,
@@ -61,7 +67,10 @@ def serve(settings: Settings) -> None:
         shutdown_timeout=server.shutdown_timeout,
         log_level=server.uvicorn_log_level,
         root_path=server.root_path,
-        on_ready=lambda url: log.info("%s is ready at %s after %.1f s", name, url, time.monotonic() - began),
+        on_ready=lambda url: log.info(
+            "%s is ready at %s after %.1f s; calls of tools: %s, thoughts: %s",
+            *(name, url, time.monotonic() - began, text.tool_parser, text.reasoning_parser),
+        ),
     )
     uvloop.run(running if server.disable_log_stats else _telling(running, backend))
 

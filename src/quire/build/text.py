@@ -9,17 +9,24 @@ from typing import Any, NamedTuple
 from quire.config import Settings
 from quire.text.chat import ChatTemplate
 from quire.text.generation import sampling_defaults
+from quire.text.reasoning import ReasoningParser, parser_of
 from quire.text.tokenizer import Tokenizer
+from quire.text.tools.styles import STYLES, ToolParser, style_of
 from quire.weights.locate import locate
 
 
 class Text(NamedTuple):
-    """Text in, text out. template: None when the model has none. defaults: of generation_config.json."""
+    """Text in, text out. template: None when the model has none. defaults: of generation_config.json.
+
+    tool_parser, reasoning_parser: as set, or else as the template has it.
+    """
 
     folder: Path
     tokenizer: Tokenizer
     template: ChatTemplate | None
     defaults: Mapping[str, Any]
+    tool_parser: ToolParser
+    reasoning_parser: ReasoningParser
 
 
 def build_text(settings: Settings) -> Text:
@@ -28,8 +35,18 @@ def build_text(settings: Settings) -> Text:
     folder = locate(model.model, revision=model.revision, cache=model.download_dir)
     spoken = _spoken(settings)
     tokenizer = Tokenizer.from_folder(spoken)
-    template = ChatTemplate.from_folder(spoken, tokenizer.tokens, override=model.chat_template)
-    return Text(folder, tokenizer, template, sampling_defaults(folder))
+    tools, thoughts = model.tool_call_parser, model.reasoning_parser
+    chosen = None if tools == "auto" else STYLES[tools]
+    template = ChatTemplate.from_folder(spoken, tokenizer.tokens, override=model.chat_template, style=chosen)
+    source = None if template is None else template.source
+    return Text(
+        folder,
+        tokenizer,
+        template,
+        sampling_defaults(folder),
+        (chosen or style_of(source)).name,
+        parser_of(source) if thoughts == "auto" else thoughts,
+    )
 
 
 def build_tokenizer(settings: Settings) -> Tokenizer:

@@ -45,6 +45,14 @@ class ModelConfig:
     seed: int = option(0, "Seed of everything random whose request brings none.", low=0, high=2**64 - 1)
     tokenizer: str | None = option(None, "Folder or repository of the tokenizer. Unset: the model's own.", unset="none")
     chat_template: str | None = option(None, "File with a jinja chat template. Unset: the model's own.", unset="none")
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "gemma"] = option(
+        "auto", "How the model writes calls of tools; auto: by its chat template."
+    )
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3"] = option(
+        "auto",
+        "How the model marks its thoughts, which are told apart from the answer; auto: by its chat template; none: "
+        "they stay in the text.",
+    )
     revision: str | None = option(
         None, "Branch, tag or commit of the Hugging Face repository. Unset: its main branch.", unset="none"
     )

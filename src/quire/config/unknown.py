@@ -16,7 +16,6 @@ _NO_OFFLOAD = "weights and KV stay on the device; see --max-model-len, --max-num
 _NO_TLS = "put a proxy that speaks TLS in front, with --root-path"
 _NO_CODE = "code from a repository is never run; only built-in architectures are served"
 _NO_COMPILE = "there is no compile step"
-_NO_PARSER = "tool calls and reasoning are not parsed out of the text yet"
 _ALWAYS = "it is always on"
 
 UNSUPPORTED: Mapping[str, str] = MappingProxyType(
@@ -67,9 +66,7 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
         "spec_model": _SPECULATION,
         "spec_tokens": _SPECULATION,
         "structured_outputs_config": "the grammar back end is not a choice; ask for structure in the request",
-        "reasoning_parser": _NO_PARSER,
-        "enable_auto_tool_choice": _NO_PARSER,
-        "tool_call_parser": _NO_PARSER,
+        "enable_auto_tool_choice": "models choose tools by themselves wherever a request brings some",
         "chat_template_content_format": "both forms of message content are accepted",
         "default_chat_template_kwargs": "send chat_template_kwargs in the request",
         "enable_lora": _NO_LORA,

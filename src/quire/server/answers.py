@@ -8,15 +8,20 @@ from typing import Any
 from quire.backends.base import Delta
 from quire.server.calls import Job
 from quire.server.logprobs import Score, TextLogprobs, TokenText, chat_logprobs, prompt_logprobs
+from quire.text.part import PLAIN, Part, Splitter, joined
+from quire.text.speech import Thoughts
 from quire.values import TokenLogprobs
 
 
 class Usage:
     """Tokens of one HTTP request: prompts once each, answers all."""
 
-    __slots__ = ("_cached", "_counted", "completion", "prompt")
+    __slots__ = ("_cached", "_counted", "_details", "_text", "_thinking", "_thoughts", "completion", "prompt")
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, token_text: TokenText) -> None:
+        self._text, self._thinking = token_text, job.thinking
+        self._thoughts: dict[int, Thoughts] = {}
+        self._details = {} if job.truncated is None else {"truncated_tokens": job.truncated}
         self.prompt = sum(len(call.prompt) for call in job.calls)
         self.completion = 0
         self._counted = not job.scored_only
@@ -27,27 +32,42 @@ class Usage:
             self.completion += len(delta.tokens)
         if delta.cached:
             self._cached[delta.index] = delta.cached
+        if self._thinking is not None:
+            thoughts = self._thoughts.get(delta.index)
+            if thoughts is None:
+                thoughts = self._thoughts[delta.index] = Thoughts(inside=self._thinking)
+            if not thoughts.over:
+                thoughts.feed([self._text(token)[0] for token in delta.tokens])
 
     def cached(self, n: int) -> int:
         """Prompt tokens that were not computed: of each prompt's first answer, for the others share its pages."""
         return sum(tokens for index, tokens in self._cached.items() if index % n == 0)
 
     def of(self, n: int) -> dict[str, Any]:
-        return {
+        usage = {
             "prompt_tokens": self.prompt,
             "total_tokens": self.prompt + self.completion,
             "completion_tokens": self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached(n)},
+            "prompt_tokens_details": {"cached_tokens": self.cached(n), **self._details},
         }
+        if self._thinking is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning}
+        return usage
+
+    @property
+    def reasoning(self) -> int:
+        """Tokens of thoughts, which `completion` counts too."""
+        return sum(thoughts.count for thoughts in self._thoughts.values())
 
 
 class Gathered:
     """One choice, put together from its deltas."""
 
-    __slots__ = ("_texts", "finish_reason", "logprobs", "prompt_logprobs", "stop_reason", "tokens")
+    __slots__ = ("_parts", "_splitter", "finish_reason", "logprobs", "prompt_logprobs", "stop_reason", "tokens")
 
-    def __init__(self) -> None:
-        self._texts: list[str] = []
+    def __init__(self, splitter: Splitter = PLAIN) -> None:
+        self._splitter = splitter
+        self._parts: list[Part] = []
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
@@ -55,7 +75,9 @@ class Gathered:
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
     def add(self, delta: Delta) -> None:
-        self._texts.append(delta.text)
+        self._parts += self._splitter.feed(delta.text)
+        if delta.finish_reason is not None:
+            self._parts += self._splitter.flush()
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
@@ -64,7 +86,31 @@ class Gathered:
 
     @property
     def text(self) -> str:
-        return "".join(self._texts)
+        """What is said."""
+        return self._of("content")
+
+    @property
+    def reasoning(self) -> str:
+        return self._of("reasoning")
+
+    def _of(self, kind: str) -> str:
+        return "".join(part.text for part in self._parts if part.kind == kind)
+
+    @property
+    def calls(self) -> list[tuple[str, str]]:
+        """(name, arguments) of each tool called."""
+        made: list[tuple[str, list[str]]] = []
+        for part in self._parts:
+            if part.kind == "call":
+                made.append((part.text, []))
+            elif part.kind == "arguments":
+                made[part.call][1].append(part.text)
+        return [(name, "".join(arguments)) for name, arguments in made]
+
+    @property
+    def parts(self) -> list[Part]:
+        """All of it in order, neighbours of a kind as one."""
+        return joined(self._parts)
 
 
 def completion(job: Job, choices: Sequence[Gathered], usage: Usage, token_text: TokenText, by: str) -> dict[str, Any]:
@@ -83,7 +129,13 @@ def completion(job: Job, choices: Sequence[Gathered], usage: Usage, token_text: 
         "usage": usage.of(job.n),
         "kv_transfer_params": None,
         "metrics": None,
+        **params_of(job),
     }
+
+
+def params_of(job: Job) -> dict[str, Any]:
+    """The sampling parameters, where they are to be told."""
+    return {} if job.params is None else {"sampling_params": job.params}
 
 
 def _completion_choice(
@@ -124,6 +176,7 @@ def chat(job: Job, choices: Sequence[Gathered], usage: Usage, token_text: TokenT
         "prompt_token_ids": list(job.calls[0].prompt) if job.token_ids else None,
         "kv_transfer_params": None,
         "metrics": None,
+        **params_of(job),
     }
 
 
@@ -131,23 +184,36 @@ def _chat_choice(job: Job, index: int, made: Gathered, token_text: TokenText) ->
     logprobs = None
     if job.top is not None:
         logprobs = chat_logprobs(made.logprobs, job.top, token_text, as_ids=job.as_ids)
+    calls = [tool_call(job, name, arguments) for name, arguments in made.calls]
+    content = (job.calls[0].text or "") + made.text if job.echo else made.text
+    thoughts = (made.reasoning or None) if job.reasons else None
     return {
         "index": index,
         "message": {
             "role": "assistant",
-            "content": (job.calls[0].text or "") + made.text if job.echo else made.text,
+            "content": None if calls and not content else content,
             "refusal": None,
             "annotations": None,
             "audio": None,
             "function_call": None,
-            "tool_calls": [],
-            "reasoning": None,
+            "tool_calls": calls,
+            "reasoning": thoughts,
+            **({} if job.thinking is None else {"reasoning_content": thoughts}),
         },
         "logprobs": logprobs,
-        "finish_reason": made.finish_reason,
+        "finish_reason": finish_reason(made.finish_reason, bool(calls)),
         "stop_reason": made.stop_reason,
         "token_ids": made.tokens if job.token_ids else None,
     }
+
+
+def tool_call(job: Job, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": job.tools.call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def finish_reason(reason: str | None, called: bool) -> str | None:
+    """An answer that ended by itself after calls ended for them."""
+    return "tool_calls" if called and reason == "stop" else reason
 
 
 def generated(job: Job, made: Gathered, seconds: float) -> dict[str, Any]:

@@ -22,8 +22,10 @@ from quire.server import answers, calls, faults, prompts, schemas
 from quire.server.answers import Gathered, Usage
 from quire.server.calls import Job
 from quire.server.chunks import ChatChunks, CompletionChunks
-from quire.server.limits import Guard, Keys, Limits, read_body
+from quire.server.limits import Guard, Keys, Limits, deadline, read_body
 from quire.server.stream import EventStream, deltas, unless_gone
+from quire.server.tools import toolbox
+from quire.text.tools.styles import STYLES
 
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
 _GONE = 499
@@ -64,7 +66,8 @@ class Api:
         return EventStream(said, chunks, keep_alive=self._limits.keep_alive)
 
     async def _gather(self, job: Job) -> tuple[list[Gathered], Usage]:
-        usage, choices = Usage(job), [Gathered() for _ in range(len(job.calls) * job.n)]
+        usage = Usage(job, self._backend.token_text)
+        choices = [Gathered(job.splitter()) for _ in range(len(job.calls) * job.n)]
         async with aclosing(deltas(self._backend, job.calls, job.n)) as said:
             async for ready in said:
                 for delta in ready:
@@ -73,7 +76,10 @@ class Api:
         return choices, usage
 
     async def _read(self, request: Request, kind: type[schemas.T]) -> schemas.T:
-        return schemas.parse(await read_body(request, self._limits), kind, self._limits)
+        asked = schemas.parse(await read_body(request, self._limits), kind, self._limits)
+        if isinstance(asked, schemas.Sampling) and asked.timeout is None:
+            asked.timeout = deadline(request.headers)
+        return asked
 
     # ---------------------------------------------------------------- tokens
 
@@ -83,7 +89,8 @@ class Api:
         if (asked.prompt is None) == (asked.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
         if asked.messages is not None:
-            _, tokens = await prompts.rendered(asked.messages, asked, self._backend)
+            tools = toolbox(asked.tools, None, None, STYLES[card.tool_parser]).shown
+            _, tokens = await prompts.rendered(asked.messages, asked, self._backend, tools)
         else:
             [(_, tokens)] = await prompts.encoded(
                 [asked.prompt or ""], asked.add_special_tokens is not False, self._backend
@@ -183,4 +190,6 @@ def _card(card: ModelCard) -> dict[str, Any]:
         "parent": None,
         "max_model_len": card.max_model_len,
         "permission": [],
+        "tool_call_parser": card.tool_parser,
+        "reasoning_parser": card.reasoning_parser,
     }

@@ -5,13 +5,20 @@ from __future__ import annotations
 import time
 import uuid
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from quire.backends.base import Backend, Call, ModelCard
 from quire.errors import InvalidRequest
 from quire.server.limits import Limits
-from quire.server.params import check_logprobs, sampling
+from quire.server.params import check_logprobs, sampling, told, truncated
 from quire.server.prompts import encoded, model, prompts, rendered
 from quire.server.schemas import Answers, ChatRequest, CompletionRequest, GenerateRequest, Sampling
+from quire.server.structure import structure
+from quire.server.tools import NO_TOOLS, Toolbox, toolbox
+from quire.text.part import Splitter
+from quire.text.reasoning import Thinking, thinks_first
+from quire.text.speech import Speech
+from quire.text.tools.styles import STYLES
 from quire.values import SamplingParams
 
 
@@ -20,7 +27,9 @@ class Job:
     """One HTTP request's calls, one a prompt, and what the answer must show of them.
 
     id: of the answer, as clients see it. top: alternatives per token to show, None for no log-probabilities.
-    scored_only: max_tokens 0 with echo, which asks for the prompt's log-probabilities alone.
+    scored_only: max_tokens 0 with echo, which asks for the prompt's log-probabilities alone. thinking: whether answers
+    begin with thoughts though no mark says so; None if they have none. tools: what may be called. reasons: thoughts are
+    told. truncated: prompt tokens left out on request, None if it did not. params: sampling parameters to tell.
     """
 
     id: str
@@ -36,7 +45,17 @@ class Job:
     token_ids: bool = False
     as_ids: bool = False
     scored_only: bool = False
+    thinking: bool | None = None
+    tools: Toolbox = NO_TOOLS
+    reasons: bool = True
+    truncated: int | None = None
+    params: dict[str, Any] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def splitter(self) -> Splitter:
+        """For one choice: what tells its parts apart."""
+        calls = self.tools.reader()
+        return calls if self.thinking is None else Speech(Thinking(inside=self.thinking), calls)
 
 
 async def completion(asked: CompletionRequest, backend: Backend, limits: Limits) -> Job:
@@ -49,13 +68,16 @@ async def completion(asked: CompletionRequest, backend: Backend, limits: Limits)
     echoed = asked.logprobs if asked.echo else None
     several = await encoded(prompts(asked.prompt, card, limits), asked.add_special_tokens is not False, backend)
     most = 1 if scored_only else asked.max_tokens
-    calls = []
-    for text, ids in several:
+    calls, left_out = [], 0
+    for text, whole in several:
+        ids, less = truncated(whole, asked, card, most or 16)
+        text, left_out = None if less else text, left_out + less
         params = sampling(asked, ids, card, limits, most, 16, logprobs=asked.logprobs, echoed=echoed)
         calls.append(_call("cmpl", text, ids, asked, params, limits))
     if asked.echo:
         calls = [replace(call, text=backend.decode(call.prompt)) if call.text is None else call for call in calls]
-    return _job(asked, card, calls, top=asked.logprobs, scored_only=scored_only)
+    job = _job(asked, card, calls, left_out, top=asked.logprobs, scored_only=scored_only)
+    return replace(job, params=told(asked, calls[0].sampling, card, "max_tokens"))
 
 
 async def chat(asked: ChatRequest, backend: Backend, limits: Limits) -> Job:
@@ -70,9 +92,24 @@ async def chat(asked: ChatRequest, backend: Backend, limits: Limits) -> Job:
         if most not in (None, asked.max_completion_tokens):
             raise InvalidRequest("max_tokens and max_completion_tokens differ: send one", param="max_tokens")
         most, name = asked.max_completion_tokens, "max_completion_tokens"
-    _, ids = await rendered(asked.messages, asked, backend)
-    params = sampling(asked, ids, card, limits, most, None, logprobs=top, name=name)
-    return _job(asked, card, [_call("chatcmpl", _begun(asked), ids, asked, params, limits)], top=top)
+    tools = toolbox(asked.tools, asked.tool_choice, asked.parallel_tool_calls, STYLES[card.tool_parser])
+    text, ids = await rendered(asked.messages, asked, backend, tools.shown)
+    thinking = None
+    if card.reasoning_parser != "none":
+        thinking = thinks_first(card.reasoning_parser, text, _begun(asked))
+    ids, less = truncated(ids, asked, card, most)
+    changed: dict[str, Any] = {"structured_outputs": tools.structure(structure(asked), thinking=bool(thinking))}
+    if tools.parameters and tools.style.special and asked.skip_special_tokens is None:
+        changed["skip_special_tokens"] = False
+    params = sampling(asked, ids, card, limits, most, None, logprobs=top, name=name, changed=changed)
+    job = _job(asked, card, [_call("chatcmpl", _begun(asked), ids, asked, params, limits)], less, top=top)
+    return replace(
+        job,
+        thinking=thinking,
+        tools=tools,
+        reasons=asked.include_reasoning is not False,
+        params=told(asked, params, card, name),
+    )
 
 
 async def generate(asked: GenerateRequest, backend: Backend, limits: Limits) -> Job:
@@ -112,7 +149,9 @@ def _call(
     )
 
 
-def _job(asked: Answers, card: ModelCard, calls: list[Call], *, top: int | None, scored_only: bool = False) -> Job:
+def _job(
+    asked: Answers, card: ModelCard, calls: list[Call], left_out: int, *, top: int | None, scored_only: bool = False
+) -> Job:
     options = asked.stream_options
     if options is not None and not asked.stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
@@ -131,4 +170,5 @@ def _job(asked: Answers, card: ModelCard, calls: list[Call], *, top: int | None,
         token_ids=bool(asked.return_token_ids),
         as_ids=bool(asked.return_tokens_as_token_ids),
         scored_only=scored_only,
+        truncated=None if asked.truncate_prompt_tokens is None else left_out,
     )

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 import msgspec
 
 from quire.backends.base import Delta
-from quire.server.answers import Usage
+from quire.server.answers import Usage, finish_reason
 from quire.server.calls import Job
 from quire.server.logprobs import Score, TextLogprobs, TokenText, chat_logprobs
+from quire.text.part import Part
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -40,9 +41,9 @@ class Chunks(Protocol):
 class _Head:
     """The part of a job's chunks that stays: `data: {"id":...,"choices":[{"index":N,`."""
 
-    def __init__(self, job: Job, kind: str) -> None:
+    def __init__(self, job: Job, kind: str, token_text: TokenText) -> None:
         self.job = job
-        self.usage = Usage(job)
+        self.usage = Usage(job, token_text)
         about = {"id": job.id, "object": kind, "created": job.created, "model": job.model}
         self._before = b"data: " + _json(about)[:-1] + b',"choices":['
         self._heads: dict[int, bytes] = {}
@@ -58,7 +59,9 @@ class _Head:
         return b"}]" + self._used() + b"}\n\n" if self.job.every_usage else b"}]}\n\n"
 
     def closing(self) -> bytes:
-        return (self._before + b"]" + self._used() + b"}\n\n" if self.job.usage else b"") + DONE
+        params = b',"sampling_params":' + _json(self.job.params) if self.job.params is not None else b""
+        last = params + (self._used() if self.job.usage else b"")
+        return (self._before + b"]" + last + b"}\n\n" if last else b"") + DONE
 
     def _used(self) -> bytes:
         return b',"usage":' + _json(self.usage.of(self.job.n))
@@ -68,7 +71,7 @@ class CompletionChunks:
     """text_completion chunks. With `echo`, each choice begins with its prompt."""
 
     def __init__(self, job: Job, token_text: TokenText) -> None:
-        self._job, self._head, self._text = job, _Head(job, "text_completion"), token_text
+        self._job, self._head, self._text = job, _Head(job, "text_completion", token_text), token_text
         self._plain = job.top is None and not job.token_ids
         self._begun: set[int] = set()
         self._tellers: dict[int, TextLogprobs] = {}
@@ -130,8 +133,11 @@ class ChatChunks:
     """chat.completion.chunk chunks: a role, then content, then how it ended."""
 
     def __init__(self, job: Job, token_text: TokenText) -> None:
-        self._job, self._head, self._text = job, _Head(job, "chat.completion.chunk"), token_text
+        self._job, self._head, self._text = job, _Head(job, "chat.completion.chunk", token_text), token_text
         self._plain = job.top is None and not job.token_ids
+        choices = len(job.calls) * job.n
+        self._splitters = [job.splitter() for _ in range(choices)]
+        self._called = [False] * choices
 
     def opening(self) -> bytes:
         said = [self._opening(index) for index in range(len(self._job.calls) * self._job.n)]
@@ -143,24 +149,45 @@ class ChatChunks:
         role = self._head.of(index) + b'"delta":{"role":"assistant","content":""}' + _PLAIN_TAIL
         said = role + prompt + self._head.tail()
         if self._job.echo and call.text:
-            said += self._head.of(index) + self._content(call.text) + _PLAIN_TAIL + self._head.tail()
+            said += (
+                self._head.of(index) + self._body(Part("content", call.text), index) + _PLAIN_TAIL + self._head.tail()
+            )
         return said
 
     def of(self, delta: Delta) -> bytes:
+        """A chunk for each part; what else the delta says goes with the last."""
+        index, splitter = delta.index, self._splitters[delta.index]
         self._head.usage.add(delta)
-        head = self._head.of(delta.index) + self._content(delta.text)
+        parts = splitter.feed(delta.text)
+        if delta.finish_reason is not None:
+            parts = [*parts, *splitter.flush()]
+        bodies = [self._body(part, index) for part in parts if part.kind != "reasoning" or self._job.reasons]
+        head, tail = self._head.of(index), self._head.tail()
+        *before, last = bodies or [b'"delta":{}']
+        said = b"".join([head + body + _PLAIN_TAIL + tail for body in before])
         if self._plain and delta.finish_reason is None:
-            return head + _PLAIN_TAIL + self._head.tail()
-        return head + self._rest(delta) + self._head.tail()
+            return said + head + last + _PLAIN_TAIL + tail
+        return said + head + last + self._rest(delta) + tail
 
-    def _content(self, text: str) -> bytes:
-        return b'"delta":{"content":' + _json(text) + b"}" if text else b'"delta":{}'
+    def _body(self, part: Part, index: int) -> bytes:
+        text = _json(part.text)
+        if part.kind == "content":
+            return b'"delta":{"content":' + text + b"}"
+        if part.kind == "reasoning":
+            return b'"delta":{"reasoning":' + text + b',"reasoning_content":' + text + b"}"
+        about = b'"delta":{"tool_calls":[{"index":%d,' % part.call
+        if part.kind == "arguments":
+            return about + b'"function":{"arguments":' + text + b"}}]}"
+        self._called[index] = True
+        id = _json(self._job.tools.call_id())
+        return about + b'"id":' + id + b',"type":"function","function":{"name":' + text + b',"arguments":""}}]}'
 
     def _rest(self, delta: Delta) -> bytes:
         logprobs: Any = None
         if self._job.top is not None:
             logprobs = chat_logprobs(delta.logprobs, self._job.top, self._text, as_ids=self._job.as_ids)
-        rest = b',"logprobs":' + _json(logprobs) + b',"finish_reason":' + _json(delta.finish_reason)
+        reason = finish_reason(delta.finish_reason, self._called[delta.index])
+        rest = b',"logprobs":' + _json(logprobs) + b',"finish_reason":' + _json(reason)
         if delta.finish_reason is not None:
             rest += b',"stop_reason":' + _json(delta.stop_reason)
         return rest + (b',"token_ids":' + _json(delta.tokens) if self._job.token_ids else b"")

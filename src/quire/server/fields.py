@@ -46,7 +46,7 @@ NO_OPS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-_TOOLS = "tool calls are not supported: describe the tools in a message, and parse the answer"
+_TOOLS = "this older form is not supported: use tools and tool_choice"
 _TEXT = "this server reads and writes text only"
 _BEAM = "beam search is not supported: use n with a temperature"
 
@@ -54,9 +54,9 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
     {
         "structural_tag": Refusal("use grammar, which can describe text around a schema with %json"),
         "disable_additional_properties": Refusal("write additionalProperties: false into the schema", (False,)),
-        "tools": Refusal(_TOOLS, ([],)),
-        "tool_choice": Refusal(_TOOLS, ("none", "auto")),
-        "parallel_tool_calls": Refusal(_TOOLS, (True, False)),
+        "tools": Refusal("tools are called in /v1/chat/completions, /v1/responses and /v1/messages", ([],)),
+        "tool_choice": Refusal("there are no tools to choose from here", ("none", "auto")),
+        "parallel_tool_calls": Refusal("there are no tools to call here", (True, False)),
         "functions": Refusal(_TOOLS, ([],)),
         "function_call": Refusal(_TOOLS, ("none", "auto")),
         "audio": Refusal(_TEXT),
@@ -71,15 +71,16 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         "moderation": Refusal("this server does not moderate"),
         "verbosity": Refusal("how long answers are is for the prompt to say", ("medium",)),
         "reasoning_effort": Refusal("put what the model's template knows into chat_template_kwargs"),
-        "include_reasoning": Refusal("reasoning is part of the text", (True,)),
-        "thinking_token_budget": Refusal("reasoning is part of the text: use max_tokens", (-1,)),
+        "include_reasoning": Refusal("here reasoning is part of the text", (True,)),
+        "thinking_token_budget": Refusal("thoughts and answer share max_tokens", (-1,)),
         "documents": Refusal("put documents into a message", ([],)),
         "chat_template": Refusal("templates are code: start the server with --chat-template"),
         "use_beam_search": Refusal(_BEAM, (False,)),
         "length_penalty": Refusal(_BEAM, (1, 1.0)),
         "early_stopping": Refusal(_BEAM, (False,)),
-        "truncate_prompt_tokens": Refusal("prompts are never cut: send the part that matters"),
-        "truncation_side": Refusal("prompts are never cut: send the part that matters"),
+        "truncate_prompt_tokens": Refusal("here prompts are never cut: send the part that matters"),
+        "truncation_side": Refusal("here prompts are never cut: send the part that matters"),
+        "return_sampling_params": Refusal("only completions and chat completions tell them", (False,)),
         "logits_processors": Refusal("code is not taken from requests: use logit_bias, bad_words or allowed_token_ids"),
         "logprob_token_ids": Refusal("use logprobs, which gives the most likely tokens"),
         "spaces_between_special_tokens": Refusal("text is exactly what the tokens spell", (True,)),

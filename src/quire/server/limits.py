@@ -135,6 +135,19 @@ class Guard:
         await self._app(scope, receive, named)
 
 
+def deadline(headers: Mapping[str, str]) -> float | None:
+    """Seconds an answer may take, by the header X-Request-Timeout. Raises InvalidRequest if that is no number."""
+    given = headers.get("x-request-timeout")
+    if given is None:
+        return None
+    try:
+        return float(given)
+    except ValueError:
+        raise InvalidRequest(
+            "the header X-Request-Timeout must be a number of seconds", param="x-request-timeout"
+        ) from None
+
+
 def request_id(headers: Mapping[str, str]) -> str:
     """The client's own X-Request-Id if it is harmless to repeat, else a new one."""
     given = headers.get("x-request-id", "")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from quire.backends.base import ModelCard
 from quire.backends.spell import room
@@ -34,17 +36,22 @@ def sampling(
     logprobs: int | None = None,
     echoed: int | None = None,
     name: str = "max_tokens",
+    changed: Mapping[str, Any] = MappingProxyType({}),
 ) -> SamplingParams:
-    """Request, then the checkpoint's recommendation, then OpenAI's defaults. `name`: how `most` was spelled."""
+    """Request, then the checkpoint's recommendation, then OpenAI's defaults.
+
+    name: how `most` was spelled. changed: fields that follow from others, over all these.
+    """
     _counts(asked, card, limits)
     given = {field: getattr(asked, field) for field in _PLAIN}
-    given["structured_outputs"] = structure(asked)
+    given["structured_outputs"] = None if "structured_outputs" in changed else structure(asked)
     given |= {field: card.defaults.get(field) for field in _RECOMMENDED if given[field] is None}
     if isinstance(asked, Answers):
         given |= {"n": asked.n, "prompt_logprobs": _prompt_logprobs(asked, echoed, limits)}
     if most is None:
         most, name = card.defaults.get("max_tokens", otherwise), "max_tokens"
         most = None if most is None else max(min(most, card.max_model_len - len(prompt)), 1)
+    given |= changed
     bias = None if asked.logit_bias is None else _bias(asked.logit_bias, card)
     chosen = {field: value for field, value in given.items() if value is not None}
     try:
@@ -53,6 +60,48 @@ def sampling(
     except InvalidRequest as error:
         raise _respelled(error, name) from error
     return made
+
+
+def told(asked: Answers, made: SamplingParams, card: ModelCard, name: str | None) -> dict[str, Any] | None:
+    """Every sampling field's value and where it came from, if that is asked for. name: how max_tokens was spelled."""
+    if not asked.return_sampling_params:
+        return None
+    rows = {}
+    for field in _TOLD:
+        sent = name if field == "max_tokens" else field
+        if sent is not None and getattr(asked, sent, None) is not None:
+            source = "request"
+        else:
+            known = field in (*_RECOMMENDED, "max_tokens") and card.defaults.get(field) is not None
+            source = "generation_config" if known else "default"
+        value = getattr(made, field)
+        rows[field] = {
+            "value": {str(k): v for k, v in value.items()} if field == "logit_bias" else value,
+            "source": source,
+        }
+    return rows
+
+
+_TOLD = ("n", "max_tokens", *_PLAIN, "logit_bias")
+
+
+def truncated(
+    prompt: tuple[int, ...], asked: Answers, card: ModelCard, most: int | None
+) -> tuple[tuple[int, ...], int]:
+    """The prompt as short as the request wants it, and how many tokens that left out. -1: so that the answer fits."""
+    keep, side = asked.truncate_prompt_tokens, asked.truncation_side
+    if side not in (None, "left", "right"):
+        raise InvalidRequest("truncation_side must be left or right", param="truncation_side")
+    if keep is None:
+        if side is not None:
+            raise InvalidRequest("truncation_side needs truncate_prompt_tokens", param="truncation_side")
+        return prompt, 0
+    if keep == -1:
+        keep = max(1, card.max_model_len - (most or 1))
+    if keep < 1:
+        raise InvalidRequest("truncate_prompt_tokens must be at least 1, or -1", param="truncate_prompt_tokens")
+    kept = prompt[:keep] if side == "right" else prompt[-keep:]
+    return kept, len(prompt) - len(kept)
 
 
 def _respelled(error: InvalidRequest, name: str) -> InvalidRequest:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from quire.backends.base import Backend, ModelCard
 from quire.errors import InvalidRequest, UnknownModel
@@ -15,9 +18,9 @@ from quire.server.schemas import ChatRequest, Prompt, TokenizeRequest
 _LONG = 1 << 14
 """Characters from which on text is encoded in another thread, so that streams go on meanwhile."""
 
-_ROLES = ("system", "developer", "user", "assistant")
-_MESSAGE = frozenset({"role", "content", "name", "reasoning", "reasoning_content"})
-_ANSWERED = frozenset({"refusal", "annotations", "tool_calls", "audio", "function_call"})
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_MESSAGE = frozenset({"role", "content", "name", "reasoning", "reasoning_content", "tool_calls", "tool_call_id"})
+_ANSWERED = frozenset({"refusal", "annotations", "audio", "function_call"})
 """What answers of this API carry besides, and clients send back: fine while there is nothing in it."""
 
 
@@ -88,9 +91,12 @@ async def encoded(
 
 
 async def rendered(
-    messages: list[dict[str, Any]], asked: ChatRequest | TokenizeRequest, backend: Backend
+    messages: list[dict[str, Any]],
+    asked: ChatRequest | TokenizeRequest,
+    backend: Backend,
+    tools: list[dict[str, Any]] | None = None,
 ) -> tuple[str, tuple[int, ...]]:
-    """The messages of a request as (text, token ids), by the model's template."""
+    """The messages of a request as (text, token ids), by the model's template, which is told of `tools`."""
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     if not messages:
         raise InvalidRequest("messages is empty: give at least one message", param="messages")
@@ -104,6 +110,7 @@ async def rendered(
     def render() -> tuple[str, tuple[int, ...]]:
         return backend.render(
             messages,
+            tools=tools,
             add_generation_prompt=begins,
             continue_final_message=goes_on,
             chat_template_kwargs=asked.chat_template_kwargs or {},
@@ -116,8 +123,8 @@ async def rendered(
 
 def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
-    if role in ("tool", "function"):
-        raise InvalidRequest(f"{where}.role: tool calls are not supported", param="messages")
+    if role == "function":
+        raise InvalidRequest(f"{where}.role: send results of tools with the role tool", param="messages")
     if role not in _ROLES:
         known = ", ".join(_ROLES)
         raise InvalidRequest(f"{where}.role must be one of {known}, not {str(role)[:40]!r}", param="messages")
@@ -130,7 +137,31 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
         if message[name]:
             raise InvalidRequest(f"{where}.{name} is not supported", param="messages", code="unsupported_field")
     sent = {name: value for name, value in message.items() if name not in _ANSWERED}
-    for name in sent.keys() - {"content"}:
+    for name in sent.keys() - {"content", "tool_calls"}:
         if name in _MESSAGE and not isinstance(sent[name], str | None):
             raise InvalidRequest(f"{where}.{name} must be text", param="messages")
-    return check(sent, _MESSAGE, where=where + ".")
+    checked = check(sent, _MESSAGE, where=where + ".")
+    calls = checked.pop("tool_calls", None)
+    if calls:
+        checked["tool_calls"] = _made(calls, role, where)
+    thoughts = checked.pop("reasoning", None) or checked.get("reasoning_content")
+    return checked if thoughts is None else {**checked, "reasoning_content": thoughts}
+
+
+def _made(calls: Any, role: Any, where: str) -> list[dict[str, Any]]:
+    """Calls an assistant made, with arguments as objects, which is what templates expect."""
+    if role != "assistant" or not isinstance(calls, list):
+        raise InvalidRequest(f"{where}.tool_calls is a list, and belongs to assistants", param="messages")
+    made = []
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidRequest(f"{where}.tool_calls[{i}] needs a function with a name", param="messages")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            with contextlib.suppress(msgspec.DecodeError, RecursionError):  # else it is shown as the model wrote it
+                arguments = msgspec.json.decode(arguments)
+        shown = {"name": function["name"], "arguments": arguments}
+        id = call.get("id")
+        made.append({"id": id if isinstance(id, str) else "", "type": "function", "function": shown})
+    return made

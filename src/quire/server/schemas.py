@@ -99,6 +99,9 @@ class Answers(Sampling, kw_only=True):
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_sampling_params: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
 
 
 class CompletionRequest(Answers, kw_only=True):
@@ -119,6 +122,10 @@ class ChatRequest(Answers, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
 
 class GenerateRequest(Sampling, kw_only=True):
@@ -138,6 +145,7 @@ class TokenizeRequest(Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
 
 

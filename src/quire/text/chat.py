@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from quire.errors import InvalidModel, InvalidRequest
 from quire.text.tokenizer import read_json
 from quire.text.tools.describe import described
-from quire.text.tools.styles import style_of
+from quire.text.tools.styles import Style, style_of
 
 _HERE = "\N{OBJECT REPLACEMENT CHARACTER}quire-continues-here\N{OBJECT REPLACEMENT CHARACTER}"
 _ROOM = 1 << 20
@@ -71,8 +71,11 @@ class _Budget:
 class ChatTemplate:
     """One template, compiled. `tokens` are the special tokens it may name (`bos_token` and so on)."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str] | None = None) -> None:
-        """Raises InvalidModel if `source` is not a template."""
+    def __init__(self, source: str, tokens: Mapping[str, str] | None = None, style: Style | None = None) -> None:
+        """style: how calls of tools are told where the template has no way; by default the one it looks like.
+
+        Raises InvalidModel if `source` is not a template.
+        """
         sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
         sandbox.filters["tojson"] = _tojson
         sandbox.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
@@ -84,24 +87,29 @@ class ChatTemplate:
         self._tokens = dict(tokens or {})
         self._knows_developer = "developer" in source
         self._knows_tools = "tools" in names
-        self._style = style_of(source)
+        self._style = style_of(source) if style is None else style
         self.source = source
 
     @classmethod
     def from_folder(
-        cls, folder: str | Path, tokens: Mapping[str, str] | None = None, *, override: str | Path | None = None
+        cls,
+        folder: str | Path,
+        tokens: Mapping[str, str] | None = None,
+        *,
+        override: str | Path | None = None,
+        style: Style | None = None,
     ) -> Self | None:
         """`override` (a path, or a template), else chat_template.jinja, else what tokenizer_config says, if any."""
         folder = Path(folder)
         if override is not None:
-            return cls(_given(override), tokens)
+            return cls(_given(override), tokens, style)
         path = folder / "chat_template.jinja"
         if path.is_file():
-            return cls(path.read_text("utf-8"), tokens)
+            return cls(path.read_text("utf-8"), tokens, style)
         source = read_json(folder / "tokenizer_config.json").get("chat_template")
         if isinstance(source, list):  # several, by name
             source = {entry["name"]: entry["template"] for entry in source}.get("default")
-        return None if source is None else cls(source, tokens)
+        return None if source is None else cls(source, tokens, style)
 
     def render(
         self,

@@ -38,10 +38,15 @@ class Thoughts:
     def __init__(self, *, inside: bool) -> None:
         self._thinking, self._undecided, self.count = Thinking(inside=inside), 0, 0
 
+    @property
+    def over(self) -> bool:
+        """Nothing more is to be counted."""
+        return self._thinking.state in ("after", "answer")
+
     def feed(self, texts: Sequence[str]) -> None:
         """texts: of each new token."""
         for text in texts:
-            if self._thinking.state in ("after", "answer"):
+            if self.over:
                 return
             was = self._thinking.state
             self._thinking.feed(text)

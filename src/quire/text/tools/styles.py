@@ -21,6 +21,7 @@ class Style:
     tokens, which text leaves out unless they are asked for. named: after a mark, a name may stand before the arguments.
     bare: at an answer's beginning, calls may stand without a mark.
 
+    id_prefix, id_length: what the id of a call looks like, where a template minds.
     arguments: the key of the arguments. before, between, after: what a whole answer of calls is written with.
     """
 
@@ -30,6 +31,8 @@ class Style:
     special: bool = False
     named: bool = False
     bare: bool = False
+    id_prefix: str = "call_"
+    id_length: int = 24
     arguments: str = "arguments"
     before: str = ""
     between: str = ""
@@ -66,6 +69,8 @@ MISTRAL = Style(
     special=True,
     named=True,
     bare=True,
+    id_prefix="",
+    id_length=9,
     before="[",
     between=", ",
     after="]",

@@ -1,0 +1,199 @@
+"""A request's tools: what the model is told of them, how its calls are read, and the grammar that forces one."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.errors import InvalidRequest
+from quire.grammar.schema import check_schema
+from quire.server.fields import check
+from quire.text.part import PLAIN, Splitter
+from quire.text.reasoning import CLOSE
+from quire.text.tools.reader import Reader
+from quire.text.tools.styles import HERMES, Style
+from quire.values import MANY, StructuredOutputs
+
+MOST = 128
+"""Tools in one request."""
+
+_FORCED = 16
+"""Calls that may be forced in one answer."""
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_FUNCTION = ("name", "description", "parameters", "strict")
+_CHOICES = "auto, none, required or {'type': 'function', 'function': {'name': ...}}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Toolbox:
+    """What a request's tools come to.
+
+    shown: for the model's template; None for none. parameters: their names, and schemas: of the arguments, of each tool
+    that may be called. forced: the answer must be calls. strict: calls must obey. most: calls in one answer.
+    """
+
+    style: Style = HERMES
+    shown: list[dict[str, Any]] | None = None
+    parameters: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    schemas: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    forced: bool = False
+    strict: bool = False
+    most: int = MANY
+
+    def reader(self) -> Splitter:
+        """For one answer."""
+        return Reader(self.style, self.parameters, most=self.most) if self.parameters else PLAIN
+
+    def call_id(self) -> str:
+        return self.style.id_prefix + uuid.uuid4().hex[: self.style.id_length]
+
+    def structure(self, asked: StructuredOutputs | None, *, thinking: bool) -> StructuredOutputs | None:
+        """What the answer must look like: as `asked`, unless it calls tools, which it may have to.
+
+        thinking: the answer begins with thoughts, which are free. Raises InvalidRequest for what cannot go together.
+        """
+        if not self.parameters or not (self.forced or self.strict or asked):
+            return asked
+        if asked is None and not self.forced:
+            return StructuredOutputs(grammar=self._free_grammar(), param="tools")
+        if asked is None:
+            return StructuredOutputs(grammar=self._grammar(None, thinking), param="tool_choice")
+        if self.forced:
+            raise InvalidRequest(
+                f"{asked.param} and a tool_choice that forces calls exclude each other", param=asked.param
+            )
+        if asked.kind[0] != "json":
+            raise InvalidRequest(
+                f"{asked.param} goes with tools only as a JSON schema: send tool_choice none", param=asked.param
+            )
+        return StructuredOutputs(grammar=self._grammar(asked, thinking), param=asked.param)
+
+    def _grammar(self, otherwise: StructuredOutputs | None, thinking: bool) -> str:
+        """In llguidance's Lark: calls as the model's family writes them, each with arguments of its tool's schema."""
+        style, more = self.style, min(self.most, _FORCED) - 1
+        between = f" ({_text(style.between)} call){{0,{more}}}" if more else ""
+        rules = [f"calls: {_text(style.before)} call{between} {_text(style.after)}", *self._calls()]
+        start = "calls"
+        if otherwise is not None:
+            schema = json.loads(otherwise.kind[1])
+            check_schema(schema, otherwise.param)
+            start = "calls | answer"
+            rules.append(f"answer: {_schema(schema, otherwise)}")
+        if thinking:
+            start = f"thoughts SPACE ({start})"
+            rules += [_up_to("thoughts", CLOSE), r"SPACE: /\n{0,2}/"]
+        return "\n".join([f"start: {start}", *rules])
+
+    def _free_grammar(self) -> str:
+        """Any text, but where a call begins, it must obey."""
+        style = self.style
+        mark = style.before.rstrip()
+        rest = _text(style.before.removeprefix(mark))
+        start = f"start: (said {rest} call {_text(style.after)}){{0,{min(self.most, _FORCED)}}} TEXT"
+        last = f"TEXT: /(?s:.*)/ & ~/(?s:.*){re.escape(mark)}(?s:.*)/"
+        return "\n".join([start, _up_to("said", mark), last, *self._calls()])
+
+    def _calls(self) -> list[str]:
+        rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(self.schemas)))]
+        for i, (name, schema) in enumerate(self.schemas.items()):
+            check_schema(schema, f"tools[{i}].function.parameters")
+            rules.append(f"call_{i}: {_text(self.style.head(name))} arguments_{i} {_text('}')}")
+            rules.append(f"arguments_{i}: {_schema(schema)}")
+        return rules
+
+
+def _up_to(rule: str, mark: str) -> str:
+    """A rule for any text up to and with the first `mark`."""
+    return f"{rule}[suffix={_text(mark)}]: /(?s:.*)/"
+
+
+NO_TOOLS = Toolbox()
+
+
+def _text(text: str) -> str:
+    return json.dumps(text)
+
+
+def _schema(schema: Any, asked: StructuredOutputs | None = None) -> str:
+    """A schema within a grammar, with the white space that answers may have anywhere."""
+    compact = asked is not None and asked.disable_any_whitespace
+    white = None if compact else (asked.whitespace_pattern if asked else None) or " "
+    options = {"whitespace_flexible": white is not None, "whitespace_pattern": white, "lenient": False}
+    return "%json " + json.dumps({**(schema if isinstance(schema, dict) else {}), "x-guidance": options})
+
+
+def toolbox(
+    tools: Sequence[Mapping[str, Any]] | None,
+    choice: str | Mapping[str, Any] | None,
+    parallel: bool | None,
+    style: Style,
+) -> Toolbox:
+    """Raises InvalidRequest naming the field."""
+    functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())]
+    names = [function["name"] for function in functions]
+    if len(names) > MOST:
+        raise InvalidRequest(f"tools: {len(names)} tools, and at most {MOST} are taken", param="tools")
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidRequest(f"tools: two are called {twice!r}", param="tools")
+    named = _chosen(choice, names)
+    if not names or choice == "none":
+        return Toolbox(style=style)
+    callable_ = {f["name"]: f.get("parameters") or {"type": "object", "properties": {}} for f in functions}
+    if named is not None:
+        callable_ = {named: callable_[named]}
+    return Toolbox(
+        style=style,
+        shown=[{"type": "function", "function": function} for function in functions],
+        parameters={name: tuple(schema.get("properties") or ()) for name, schema in callable_.items()},
+        schemas=callable_,
+        forced=named is not None or choice == "required",
+        strict=style is HERMES and any(function.get("strict") for function in functions),
+        most=1 if parallel is False or named is not None else MANY,
+    )
+
+
+def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The function of one tool, checked."""
+    if tool.get("type", "function") != "function":
+        kind = str(tool.get("type"))[:40]
+        raise InvalidRequest(f"{where}.type {kind!r} is not supported: use function", param="tools")
+    if not isinstance(given := tool.get("function"), dict):
+        raise InvalidRequest(f"{where}.function is required: an object with a name", param="tools")
+    check({name: tool[name] for name in tool if name not in ("type", "function")}, (), where=f"{where}.")
+    function = check(given, _FUNCTION, where=f"{where}.function.")
+    kinds: dict[str, tuple[type, str]] = {
+        "description": (str, "text"),
+        "parameters": (dict, "a JSON schema"),
+        "strict": (bool, "true or false"),
+    }
+    for name, (wanted, what) in kinds.items():
+        if not isinstance(function.get(name), wanted | None):
+            raise InvalidRequest(f"{where}.function.{name} must be {what}", param="tools")
+    if not isinstance(function.get("name"), str) or not _NAME.fullmatch(function["name"]):
+        raise InvalidRequest(
+            f"{where}.function.name must be 1 to 64 letters, digits, dots, dashes and low lines", param="tools"
+        )
+    if not isinstance((function.get("parameters") or {}).get("properties", {}), dict):
+        raise InvalidRequest(f"{where}.function.parameters.properties must be an object", param="tools")
+    return {name: value for name, value in function.items() if value is not None}
+
+
+def _chosen(choice: str | Mapping[str, Any] | None, names: Sequence[str]) -> str | None:
+    """The one tool to call, if one is named."""
+    if choice == "required" and not names:
+        raise InvalidRequest("tool_choice required needs tools", param="tool_choice")
+    if choice is None or choice in ("auto", "none", "required"):
+        return None
+    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise InvalidRequest(f"tool_choice must be {_CHOICES}", param="tool_choice")
+    if name not in names:
+        raise InvalidRequest(f"tool_choice: there is no tool {name[:64]!r} among tools", param="tool_choice")
+    return name
