@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from quire.models.base import Model
+from quire.runner.memory import LayerShape, allocate
 from tests.ops.batches import Pages, poisoned
 
 POOL = 400
@@ -21,6 +23,10 @@ class Feeder:
         self.pages = Pages(POOL, page_size, seed)
         self.kv = [poisoned(POOL, heads, page_size, dim, dtype) for heads, dim in model.spec.kv_shapes]
         self.fed: dict[int, int] = {}
+
+    def keep(self, layers: Sequence[LayerShape]) -> None:
+        """Keep K/V as `layers` says instead."""
+        self.kv = allocate(layers, pages=POOL - 1, page_size=self.pages.size)
 
     def step(self, spans: list[tuple[int, list[int]]]) -> list[Tensor]:
         """(sequence, its next tokens) -> logits of each token, [n, V] a span."""

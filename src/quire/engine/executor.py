@@ -6,7 +6,7 @@ An executor folds plans, in the order launched. `launch` returns at once where i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.core.plan import Mask, Plan, Result
@@ -19,6 +19,7 @@ class Description:
     pages: pages it has, page 0 (which is nobody's) not counted. page_size: tokens a page. rows: sequences at once.
     max_model_len: longest sequence, in tokens. depth: steps to launch ahead of results (0 on a CPU, 1 on a GPU).
     drafts: tokens drafted a step. masks: whether spans may be masked. kv_bytes: of one page, all layers.
+    facts: gauges that stay as they are, by the names they have in /metrics.
     """
 
     pages: int
@@ -32,6 +33,7 @@ class Description:
     kv_bytes: int = 0
     device: str = "cpu"
     dtype: str = ""
+    facts: dict[str, float] = field(default_factory=dict)
 
 
 class Handle(Protocol):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from quire.core.plan import Plan
 from quire.engine.executor import Description
 from quire.models.base import Model
 from quire.runner.drafts import Drafter, NoDrafts
-from quire.runner.memory import allocate, layer_shapes, page_bytes
+from quire.runner.memory import LayerShape, allocate, layer_shapes, page_bytes
 from quire.runner.rows import Rows
 from quire.runner.runner import Runner, Step
 from quire.runner.sampler import Sampler
@@ -18,8 +20,8 @@ class LocalExecutor:
     """The lower door around a model and the KV pool it allocates.
 
     pages: of the pool, the spare one not counted. page_size: tokens a page. rows: sequences at once. max_model_len:
-    longest sequence, in tokens. dtype: of K/V. depth: steps worth launching ahead of results; 0 where launch runs the
-    forward at once, as on a CPU.
+    longest sequence, in tokens. dtype: of K/V, unless `layers` says it for each. depth: steps worth launching ahead of
+    results; 0 where launch runs the forward at once, as on a CPU.
     """
 
     def __init__(
@@ -34,9 +36,10 @@ class LocalExecutor:
         device: torch.device | str = "cpu",
         drafter: Drafter | None = None,
         depth: int = 0,
+        layers: Sequence[LayerShape] | None = None,
     ) -> None:
         drafter = NoDrafts() if drafter is None else drafter
-        layers = layer_shapes(model.spec.kv_shapes, dtype)
+        layers = layer_shapes(model.spec.kv_shapes, dtype) if layers is None else layers
         vocab_size = model.spec.vocab
         self.runner = Runner(
             model,

@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from quire.ops.float8 import E4M3, eighth
 from quire.ops.ragged import LayerKV, RaggedBatch
 
 FEW = 32
@@ -79,8 +80,8 @@ class Paged(RaggedBatch):
             begun=table[at[:, 0], at[:, 1]].long(),
         )
 
-    def read(self, pool: Tensor, index: int) -> Tensor:
-        """Group `index`'s part of pool [N, G, B, D] -> [S, G, P * B, D]."""
+    def read(self, pool: Tensor, index: int, scale: float, dtype: torch.dtype) -> Tensor:
+        """Group `index`'s part of pool [N, G, B, D], times its scale -> [S, G, P * B, D] of `dtype`."""
         pages, heads, size, dim = pool.shape
         picked = self.groups[index].pages
         tiles = self.tiles.get((index, heads))
@@ -88,7 +89,8 @@ class Paged(RaggedBatch):
             tiles = (picked[:, None, :] * heads + torch.arange(heads, device=pool.device)[:, None]).flatten()
             self.tiles[index, heads] = tiles
         found = pool.view(pages * heads, size * dim).index_select(0, tiles)
-        return found.view(picked.shape[0], heads, -1, dim)
+        found = found.view(picked.shape[0], heads, -1, dim)
+        return found if pool.dtype is dtype else found.to(dtype).mul_(scale)
 
     def write(self, kv: LayerKV, k: Tensor, v: Tensor) -> None:
         """k and v [T, G, D] into the batch's slots.
@@ -103,9 +105,11 @@ class Paged(RaggedBatch):
             head = torch.arange(0, heads * size, size, device=k.device)
             rows = ((page * heads * size + offset)[:, None] + head).flatten()
             self.targets[heads] = rows
-        for pool, new in ((kv.k, k), (kv.v, v)):
+        for pool, new, scale in ((kv.k, k, kv.k_scale), (kv.v, v, kv.v_scale)):
+            if pool.dtype is E4M3:  # whose bytes torch moves only as bytes
+                pool, new = pool.view(torch.uint8), eighth(new, scale).view(torch.uint8)
             if len(self.begun):
-                pool.index_fill_(0, self.begun, 0.0)
+                pool.index_fill_(0, self.begun, 0)
             pool.view(pages * heads * size, dim).index_copy_(0, rows, new.reshape(-1, dim))
 
     def mask(self, index: int, window: int, repeat: int) -> Tensor | None:

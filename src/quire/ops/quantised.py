@@ -14,8 +14,6 @@ from torch import Tensor
 
 from quire.ops.base import Gate
 
-E4M3 = torch.float8_e4m3fn
-E4M3_MAX = 448.0
 INT8_MAX = 127.0
 
 

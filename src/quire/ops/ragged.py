@@ -37,8 +37,11 @@ class RaggedBatch:
 class LayerKV:
     """One layer's pages: k and v, each [N, G, B, D]. One page id indexes every layer's tensors.
 
-    The layout keeps a (page, head) tile contiguous, so that a kernel reads it in one run.
+    The layout keeps a (page, head) tile contiguous, so that a kernel reads it in one run. k_scale and v_scale: what
+    one stored unit stands for, 1 unless the pages are float8.
     """
 
     k: torch.Tensor
     v: torch.Tensor
+    k_scale: float = 1.0
+    v_scale: float = 1.0

@@ -109,8 +109,8 @@ def attend(q: Tensor, kv: LayerKV, paged: Paged, index: int, scale: float, windo
     """One group's queries over its pages -> [S * n, H, D]."""
     group = paged.groups[index]
     q = q[group.rows]
-    k = paged.read(kv.k, index)[:, :, : group.longest]
-    v = paged.read(kv.v, index)[:, :, : group.longest]
+    k = paged.read(kv.k, index, kv.k_scale, q.dtype)[:, :, : group.longest]
+    v = paged.read(kv.v, index, kv.v_scale, q.dtype)[:, :, : group.longest]
     if group.n > FEW:
         return long(q, k[0], v[0], group, scale, window, soft_cap)
     mask = paged.mask(index, window, q.shape[1] // k.shape[1])

@@ -14,11 +14,13 @@ GIB = 1 << 30
 
 
 class LayerShape(NamedTuple):
-    """What one layer keeps a token: `heads` keys and values of `dim` numbers, in `dtype`."""
+    """What one layer keeps a token: `heads` keys and values of `dim` numbers, in `dtype`, in units of their scales."""
 
     heads: int
     dim: int
     dtype: torch.dtype
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
 
 def layer_shapes(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[LayerShape, ...]:
@@ -82,4 +84,4 @@ def allocate(
     def zeros(each: LayerShape) -> torch.Tensor:
         return torch.zeros((pages + 1, each.heads, page_size, each.dim), dtype=each.dtype, device=device)
 
-    return [LayerKV(zeros(each), zeros(each)) for each in layers]
+    return [LayerKV(zeros(each), zeros(each), each.k_scale, each.v_scale) for each in layers]

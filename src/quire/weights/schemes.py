@@ -18,7 +18,7 @@ from quire.layers.formats.online import Online
 from quire.layers.formats.scaled import ROW, TILE, ReadScaled, Scaling
 from quire.models.spec import Config
 from quire.ops.base import Ops
-from quire.ops.quantised import E4M3
+from quire.ops.float8 import E4M3
 from quire.values import MANY
 from quire.weights.entries import Entry
 
@@ -204,7 +204,7 @@ def size(config: Config, group: object) -> int:
 
 def names(config: Config, *fields: str) -> tuple[str, ...]:
     """A list of module names, empty where there is none."""
-    found = next((config.fields[name] for name in fields if config.fields.get(name)), [])
+    found: Any = next((config.fields[name] for name in fields if config.fields.get(name)), [])
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise InvalidModel(f"{config.where}: {fields[0]} must be a list of names")
     return tuple(found)

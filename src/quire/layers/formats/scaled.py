@@ -11,7 +11,8 @@ from torch import Tensor
 from quire.errors import InvalidModel
 from quire.layers.formats.base import Matrix, Place, bias_of, bias_places
 from quire.ops.base import Gate, Ops
-from quire.ops.quantised import E4M3, E4M3_MAX, INT8_MAX, restore_scaled
+from quire.ops.float8 import E4M3, E4M3_MAX
+from quire.ops.quantised import INT8_MAX, restore_scaled
 from quire.values import MANY
 
 

@@ -1,0 +1,57 @@
+"""K/V in float8: near what it was, in half the memory, and where it is not near, not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from quire.ops.float8 import E4M3
+from quire.weights.files import SINGLE
+from quire.weights.kv import float8_layers
+from quire.weights.load import load_model
+from tests.checkpoints import make
+from tests.models.feeding import Feeder
+from tests.weights.test_load import SHAPE, edit
+
+TOKENS = [7 * i % 199 for i in range(80)]
+CPU = torch.device("cpu")
+
+
+def test_keys_and_values_in_float8_answer_nearly_the_same(tmp_path: Path) -> None:
+    make(tmp_path, SHAPE)
+    model = load_model(tmp_path, dtype="float32")
+    layers, quality = float8_layers(model, TOKENS, CPU)
+    assert all(layer.dtype is E4M3 and layer.k_scale > 0 and layer.v_scale > 0 for layer in layers)
+    assert 0 < quality.kl < 0.05
+    assert quality.agreement > 0.7
+
+
+def test_a_float8_pool_holds_what_was_written_to_the_last_bit_of_its_mantissa(tmp_path: Path) -> None:
+    make(tmp_path, SHAPE)
+    model = load_model(tmp_path, dtype="float32")
+    layers, _ = float8_layers(model, TOKENS, CPU)
+    plain, small = (Feeder(model, page_size=8) for _ in range(2))
+    small.keep(layers)
+    plain.step([(0, TOKENS[:30])])
+    small.step([(0, TOKENS[:13])])
+    small.step([(0, TOKENS[13:30])])
+    for exact, stored in zip(plain.kv[:1], small.kv[:1], strict=True):
+        for pool, kept, scale in ((exact.k, stored.k, stored.k_scale), (exact.v, stored.v, stored.v_scale)):
+            there = ~pool.isnan()
+            assert int(there.sum()) == 32 * 22, "four pages, the last of them cleared before it is begun"
+            error = (kept.float() * scale - pool)[there].abs()
+            assert bool((error <= (pool[there].abs() / 16).clamp(min=scale * 2**-9)).all())
+
+
+def test_a_layer_whose_numbers_float8_cannot_hold_keeps_the_models_dtype(tmp_path: Path) -> None:
+    make(tmp_path, SHAPE)
+    name = "model.layers.1.self_attn.k_proj.bias"
+    bias = load_file(tmp_path / SINGLE)[name]
+    bias[3] = 1e7
+    edit(tmp_path, **{name: bias})
+    model = load_model(tmp_path, dtype="float32")
+    layers, _ = float8_layers(model, TOKENS, CPU)
+    assert [layer.dtype for layer in layers] == [E4M3, torch.float32, E4M3]
+    assert (layers[1].k_scale, layers[1].v_scale) == (1.0, 1.0)
