@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import platform
 import statistics
@@ -67,6 +68,8 @@ def grouped(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def measured(folder: Path, model: str, names: Sequence[str], repeat: int, options: Mapping[str, Any]) -> Iterator[Row]:
+    gc.collect()  # the model before
+    torch.cuda.empty_cache()
     began = time.perf_counter()
     place = write(folder, model)
     try:

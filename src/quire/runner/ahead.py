@@ -161,8 +161,8 @@ class AheadRunner:
     def close(self) -> None:
         """Let go of the K/V pool and the graphs."""
         self.reset()
-        self.queue.close()
         self.kv = ()
+        self.queue.close()
 
     @torch.inference_mode()
     def warm(self, keys: Sequence[Key]) -> None:

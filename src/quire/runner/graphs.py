@@ -167,3 +167,4 @@ class CudaQueue:
 
     def close(self) -> None:
         self.graphs.clear()
+        torch.cuda.empty_cache()  # the allocator keeps what was freed, and the next engine asks the card what is free
