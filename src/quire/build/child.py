@@ -27,6 +27,7 @@ def main() -> int:
     except QuireError as error:
         link.sendall(frame(Refused(type(error).__name__, str(error))))
         return 2
+    metrics.facts = engine.about.facts
     link.sendall(frame(Ready(engine.about)))
     grammars = Workshop(Compiler(partial(build_tokenizer, settings)))
     EngineLoop(engine, link, lambda: metrics.snapshot(engine.ledger, engine.gauges()), grammars).run()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from quire.build.progress import loading
+from quire.build.quality import build_canary, build_kv, found
 from quire.build.speculate import build_drafter, build_speculation, draft_layers, load_draft
 from quire.config import Settings
 from quire.core.kv import KV, prefix_index
@@ -26,8 +28,9 @@ from quire.models.registry import parameters
 from quire.models.spec import ModelSpec
 from quire.ops.base import Ops
 from quire.ops.reference import ReferenceOps
-from quire.runner.memory import cpu_budget, layer_shapes, plan_pages
+from quire.runner.memory import LayerShape, cpu_budget, plan_pages
 from quire.values import MANY
+from quire.weights.canary import Canary
 from quire.weights.load import load_model
 from quire.weights.locate import locate
 
@@ -49,11 +52,13 @@ class Limits(NamedTuple):
 def build_engine(settings: Settings, *, observers: Iterable[Observer] = (), keep: int = 0) -> Engine:
     """Load the model and put an engine around it. Raises InvalidModel or InvalidConfig."""
     device = choose_device(settings.execution.device)
-    model = _load(settings, device)
+    canary = build_canary(settings)
+    model = _load(settings, device, canary)
     torch.set_num_threads(settings.execution.threads or choose_threads(parameters(model.spec)))
     limits = resolve(settings, model.spec, device)
-    executor = _executor(settings, model, limits, device)
-    return Engine(
+    layers, kept = build_kv(settings, model, device)
+    executor = _executor(settings, model, limits, device, layers)
+    engine = Engine(
         build_scheduler(settings, executor.describe(), limits),
         executor,
         depth=limits.depth,
@@ -61,6 +66,8 @@ def build_engine(settings: Settings, *, observers: Iterable[Observer] = (), keep
         pacer=build_pacer(settings.scheduler.latency_target_ms),
         keep=keep,
     )
+    engine.about = replace(engine.about, facts=found(canary) | kept)
+    return engine
 
 
 def build_scheduler(settings: Settings, about: Description, limits: Limits) -> Scheduler:
@@ -125,7 +132,7 @@ def resolve(settings: Settings, spec: ModelSpec, device: torch.device) -> Limits
     )
 
 
-def _load(settings: Settings, device: torch.device) -> Model:
+def _load(settings: Settings, device: torch.device, canary: Canary | None) -> Model:
     model = settings.model
     with loading(model.model) as progress:
         return load_model(
@@ -134,6 +141,8 @@ def _load(settings: Settings, device: torch.device) -> Model:
             device=device,
             ops=_ops(device),
             load_format=model.load_format,
+            quantization=model.quantization,
+            canary=canary,
             seed=model.seed,
             progress=progress,
         )
@@ -148,17 +157,19 @@ def _ops(device: torch.device) -> Ops:
     return ReferenceOps() if device.type == "cpu" else cast(Ops, _gpu().make_ops(device))
 
 
-def _executor(settings: Settings, model: Model, limits: Limits, device: torch.device) -> Executor:
+def _executor(
+    settings: Settings, model: Model, limits: Limits, device: torch.device, layers: Sequence[LayerShape]
+) -> Executor:
     if device.type == "cpu":
-        return _local(settings, model, limits)
+        return _local(settings, model, limits, layers)
     sizes = {name: getattr(limits, name) for name in ("page_size", "cap", "rows", "max_model_len", "depth")}
     return cast(Executor, _gpu().make_executor(settings, model, device, tokens=limits.budget, **sizes))
 
 
-def _local(settings: Settings, model: Model, limits: Limits) -> Executor:
+def _local(settings: Settings, model: Model, limits: Limits, layers: Sequence[LayerShape]) -> Executor:
     cache, draft = settings.cache, load_draft(settings, model)
     pages = cache.num_gpu_blocks_override or plan_pages(
-        layer_shapes(model.spec.kv_shapes, model.dtype) + draft_layers(draft),
+        (*layers, *draft_layers(draft)),
         page_size=limits.page_size,
         rows=limits.cap,
         max_model_len=limits.max_model_len,
@@ -173,4 +184,5 @@ def _local(settings: Settings, model: Model, limits: Limits) -> Executor:
         dtype=model.dtype,
         drafter=build_drafter(settings, draft, pages=pages, page_size=limits.page_size, rows=limits.rows),
         depth=limits.depth,
+        layers=layers,
     )

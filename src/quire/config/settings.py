@@ -36,6 +36,26 @@ class ModelConfig:
     load_format: Literal["auto", "dummy"] = option(
         "auto", "auto: read the weights; dummy: random weights of the model's shape (for benchmarks)."
     )
+    quantization: Literal[
+        "auto", "fp8", "fp8_per_block", "int8", "int8_w8a8", "awq", "gptq", "compressed-tensors", "fbgemm_fp8"
+    ] = option(
+        "auto",
+        "How weights are stored; auto: as the checkpoint has them. The first four are made of plain weights while "
+        "loading, the others must be what the checkpoint says.",
+    )
+    canary: Literal["refuse", "warn", "off"] = option(
+        "refuse",
+        "What happens when quantised weights or K/V answer a probe otherwise than they did before; off: not asked.",
+    )
+    canary_min_agreement: float = option(
+        0.6, "Least share of the probe's positions whose likeliest token must stay the same.", low=0, high=1
+    )
+    canary_max_kl: float = option(
+        0.25,
+        "Most that next-token distributions may move, in nats (mean Kullback-Leibler divergence).",
+        low=0,
+        high=1e3,
+    )
     max_model_len: int | None = option(
         None,
         "Longest sequence, prompt and answer, in tokens (32k and 32K work); auto: the model's own.",
@@ -78,6 +98,11 @@ class CacheConfig:
     )
     gpu_memory_utilization: float = option(
         0.92, "Share of the GPU's memory to use in all; no meaning on a CPU.", low=0.01, high=1
+    )
+    kv_cache_dtype: Literal["auto", "fp8"] = option(
+        "auto",
+        "How K/V is stored; auto: as activations are; fp8: in half the memory (float8 e4m3), but for layers whose "
+        "numbers it cannot hold.",
     )
     enable_prefix_caching: bool = option(True, "Keep the K/V of finished requests for prompts that begin the same.")
     eviction_policy: Literal["lru", "fifo"] = option(

@@ -11,7 +11,6 @@ from quire.errors import InvalidConfig, nearest
 _ONE_DEVICE = "a server runs its model on one device; start one server for each device"
 _NO_LORA = "adapters are not applied at run time; merge the adapter into the weights"
 _SPECULATION = 'say it in one JSON object: --speculative-config \'{"method": "ngram"}\''
-_NO_QUANTISATION = "weights are used in --dtype; quantised checkpoints cannot be read yet"
 _NO_OFFLOAD = "weights and KV stay on the device; see --max-model-len, --max-num-seqs and --kv-cache-memory-bytes"
 _NO_TLS = "put a proxy that speaks TLS in front, with --root-path"
 _NO_CODE = "code from a repository is never run; only built-in architectures are served"
@@ -34,9 +33,7 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
         "master_port": _ONE_DEVICE,
         "headless": _ONE_DEVICE,
         "api_server_count": "one front process serves all clients; the engine has a process of its own",
-        "quantization": _NO_QUANTISATION,
-        "quantization_config": _NO_QUANTISATION,
-        "kv_cache_dtype": "K/V is kept in --dtype",
+        "quantization_config": "it is read from the checkpoint; see --quantization",
         "cpu_offload_gb": _NO_OFFLOAD,
         "kv_offloading_size": _NO_OFFLOAD,
         "kv_offloading_backend": _NO_OFFLOAD,

@@ -7,6 +7,7 @@ of it there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -46,6 +47,15 @@ _GAUGE_HELP: Mapping[str, str] = {
     "vllm:gpu_cache_usage_perc": "Old name of vllm:kv_cache_usage_perc.",
     "quire:pages_used": "KV blocks that sequences hold.",
     "quire:pages_free": "KV blocks that can be taken, cached ones included.",
+    "quire:canary_top1_agreement": "Share of a probe's positions whose likeliest token quantising the weights kept.",
+    "quire:canary_kl_nats": "How far quantising the weights moved next-token distributions, mean KL divergence.",
+    "quire:canary_loss_nats": "Mean negative log-likelihood of the probe with quantised weights.",
+    "quire:canary_reference_loss_nats": "The same in higher precision.",
+    "quire:canary_kv_top1_agreement": "As quire:canary_top1_agreement, for K/V in float8.",
+    "quire:canary_kv_kl_nats": "As quire:canary_kl_nats, for K/V in float8.",
+    "quire:canary_kv_loss_nats": "As quire:canary_loss_nats, for K/V in float8.",
+    "quire:canary_kv_reference_loss_nats": "The same with K/V as the model makes it.",
+    "quire:kv_cache_float8_layers": "Layers whose K/V is kept in float8.",
 }
 _HISTOGRAM_HELP: Mapping[str, str] = {
     "vllm:iteration_tokens_total": "Tokens fed a step.",
@@ -73,6 +83,8 @@ class EngineMetrics:
     def __init__(self) -> None:
         self.histograms = {name: Histogram(_BUCKETS.get(name, _SECONDS)) for name in _HISTOGRAM_HELP}
         self.failures = 0
+        self.facts: Mapping[str, float] = MappingProxyType({})
+        """Gauges that stay as they are: `Description.facts`."""
 
     def on_submit(self, request: Request, now: float) -> None:
         """Counted when it ends."""
@@ -125,6 +137,7 @@ class EngineMetrics:
                 "vllm:gpu_cache_usage_perc": usage,
                 "quire:pages_used": gauges.used_pages,
                 "quire:pages_free": gauges.free_pages,
+                **self.facts,
             },
             "histograms": {name: [h.counts, h.sum] for name, h in self.histograms.items()},
             "accepted_at": list(gauges.accepted_at),

@@ -6,7 +6,7 @@ H query heads, G key/value heads, D head dim, N pages in the pool, B tokens a pa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -43,5 +43,5 @@ class LayerKV:
 
     k: torch.Tensor
     v: torch.Tensor
-    k_scale: float = 1.0
-    v_scale: float = 1.0
+    k_scale: float = field(default=1.0, kw_only=True)
+    v_scale: float = field(default=1.0, kw_only=True)

@@ -84,4 +84,4 @@ def allocate(
     def zeros(each: LayerShape) -> torch.Tensor:
         return torch.zeros((pages + 1, each.heads, page_size, each.dim), dtype=each.dtype, device=device)
 
-    return [LayerKV(zeros(each), zeros(each), each.k_scale, each.v_scale) for each in layers]
+    return [LayerKV(zeros(each), zeros(each), k_scale=each.k_scale, v_scale=each.v_scale) for each in layers]

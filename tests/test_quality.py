@@ -1,0 +1,70 @@
+"""Quantised on request, all the way: measured, told in /metrics, and refused where it spoils the model."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.build.engine import build_engine
+from quire.config import Settings
+from quire.engine.engine import Engine
+from quire.errors import InvalidConfig, InvalidModel
+from quire.layers.formats import online
+from quire.observe.engine_metrics import EngineMetrics, render
+from quire.values import GREEDY, Request
+
+SMALL = {"max_num_seqs": 2, "max_model_len": 256}
+
+
+def tokens(engine: Engine) -> list[int]:
+    engine.add(Request(id="a", prompt=(5, 9, 30, 7), max_new=12, sampling=GREEDY))
+    made: list[int] = []
+    while engine.has_pending_work:
+        for event in engine.step():
+            made += event.tokens
+    engine.close()
+    return made
+
+
+def test_weights_and_kv_are_quantised_on_request_and_measured() -> None:
+    engine = build_engine(Settings.of(**SMALL, quantization="fp8", kv_cache_dtype="fp8"))
+    facts = engine.about.facts
+    assert 0.9 < facts["quire:canary_top1_agreement"] < 1
+    assert 0 < facts["quire:canary_kl_nats"] < 0.01
+    assert 0 < facts["quire:canary_kv_kl_nats"] < 0.01
+    assert facts["quire:kv_cache_float8_layers"] == 8
+    plain = build_engine(Settings.of(**SMALL))
+    assert plain.about.facts == {}
+    assert engine.about.kv_bytes * 2 == plain.about.kv_bytes
+    metrics = EngineMetrics()
+    metrics.facts = facts
+    text = render(metrics.snapshot(engine.ledger, engine.gauges()), model="m").decode()
+    assert f'quire:canary_kl_nats{{engine="0",model_name="m"}} {facts["quire:canary_kl_nats"]}' in text
+    assert len(tokens(engine)) == len(tokens(plain)) == 12
+
+
+def test_what_spoils_the_model_is_refused_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(InvalidModel, match=r"quantisation has spoiled the model: .* next tokens stay the same"):
+        build_engine(Settings.of(**SMALL, quantization="int8", canary_min_agreement=1.0))
+    with pytest.raises(InvalidModel, match=r"--kv-cache-dtype fp8 has spoiled the model"):
+        build_engine(Settings.of(**SMALL, kv_cache_dtype="fp8", canary_max_kl=0.0))
+    rightly = online.quantise
+
+    def wrongly(*args: object) -> object:
+        numbers, scale = rightly(*args)  # type: ignore[arg-type]
+        return numbers, scale.roll(1, 0)
+
+    monkeypatch.setattr(online, "quantise", wrongly)
+    with pytest.raises(InvalidModel, match="quantisation has spoiled the model"):
+        build_engine(Settings.of(**SMALL, quantization="fp8"))
+    build_engine(Settings.of(**SMALL, quantization="fp8", canary="warn")).close()
+    assert "next tokens stay the same" in caplog.text
+    assert build_engine(Settings.of(**SMALL, quantization="fp8", canary="off")).about.facts == {}
+
+
+def test_a_method_that_is_none_is_refused_by_name() -> None:
+    with pytest.raises(InvalidConfig, match=r"must be one of auto, fp8, .*, not 'fp9'. Did you mean 'fp8'"):
+        Settings.of(quantization="fp9")
+    with pytest.raises(InvalidModel, match="--quantization gptq: the checkpoint is not quantised so"):
+        build_engine(Settings.of(**SMALL, quantization="gptq"))
