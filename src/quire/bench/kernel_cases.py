@@ -94,7 +94,8 @@ def attention(ops: TritonOps, name: str, heads: Heads, spans: Sequence[tuple[int
     held = sum(min(past + n, heads.window + n) for past, n in spans)
     needed = sum(-(-(past + n) // PAGE) for past, n in spans) + 1
     pages = max(needed, CACHE // (2 * PAGE * width))
-    kv = LayerKV(*(noise(pages, heads.groups, PAGE, heads.dim, dtype=heads.dtype) for _ in "kv"))
+    k, v = (noise(pages, heads.groups, PAGE, heads.dim, dtype=heads.dtype) for _ in "kv")
+    kv = LayerKV(k, v)
     tokens = sum(n for _, n in spans)
     q = noise(tokens, heads.count, heads.dim, dtype=heads.dtype)
     batches = [ops.prepare(batch_of(spans, pages)) for _ in range(min(8, max(1, pages // needed)))]
@@ -195,7 +196,7 @@ def row_case(ops: TritonOps, what: str, tokens: int) -> Case:
         check = lambda: relative(ops.silu_mul(both), plain.silu_mul(both.float()))  # noqa: E731
         return Case(f"rows {what} {tokens} x {width}", check, calls, 3.0 * both.numel())
     pages = tokens // PAGE + 2
-    kv, other = (LayerKV(*(noise(pages, groups, PAGE, dim) for _ in "kv")) for _ in range(2))
+    kv, other = (LayerKV(noise(pages, groups, PAGE, dim), noise(pages, groups, PAGE, dim)) for _ in range(2))
     batch = ops.prepare(batch_of([(0, tokens)], pages))
     qkv = noise(tokens, (heads + 2 * groups) * dim)
     angle = noise(tokens, dim // 2, dtype=torch.float32)
