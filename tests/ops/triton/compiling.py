@@ -77,6 +77,20 @@ def everything(ops: TritonOps) -> None:
         ops.linear(halves(rows, 4096), halves(6144, 4096))
         ops.linear(halves(rows, 8192), halves(2048, 8192))
         ops.linear(halves(rows, 4096), halves(28672, 4096), None, "silu")
+    if CAPABILITY >= 89:  # before, eight bits of floating point are not known
+        small = LayerKV(*(torch.empty(4, 8, 64, 128, dtype=torch.float8_e4m3fn) for _ in "kv"), k_scale=0.5)
+        ops.turn_and_write(halves(4, 48 * 128), 32, small, batch(4, 1), angles)
+        for n in (1, 512):
+            ops.attention(halves(2 * n, 32, 128), small, batch(2, n), 0.1)
+        for rows in (1, 16, 64):
+            weight = torch.empty(6144, 4096, dtype=torch.float8_e4m3fn)
+            ops.scaled_linear(halves(rows, 4096), weight, torch.empty(6144, 1), 4096, gate="silu")
+            ops.scaled_linear(halves(rows, 4096), weight, torch.empty(6144, 32), 128)
+    for rows in (1, 16, 64):
+        weight = torch.empty(6144, 2048, dtype=torch.uint8)
+        scale, groups = torch.empty(6144, 32), torch.empty(4096, dtype=torch.int64)
+        ops.halved_linear(halves(rows, 4096), weight, scale, scale, groups)
+        ops.scaled_linear(halves(rows, 4096), weight.view(torch.int8), torch.empty(6144, 1), 4096, gate="silu")
     floats = [torch.empty(8) for _ in range(6)]
     listed = (ints(8), ints(8, 4748), ints(9), ints(9), torch.empty(9), ints(9))
     temperature, *rest = floats

@@ -128,6 +128,14 @@ def test_half_precision_is_summed_in_float32() -> None:
     check([(300, 1), (17, 1), (0, 40)], 6, 2, 32, dtype=torch.float16, tolerance=3e-3)
 
 
+def test_pages_of_eight_bits_are_read_times_their_scales() -> None:
+    q, kv, batch, _ = situation(MIXED, 4, 2, 16, 16, torch.float32)
+    small = LayerKV(kv.k.to(torch.float8_e4m3fn), kv.v.to(torch.float8_e4m3fn), k_scale=0.5, v_scale=3.0)
+    exact = LayerKV(small.k.float() * 0.5, small.v.float() * 3.0)
+    got, want = (OPS.attention(q.to(DEVICE), moved(pool), moved(batch), 0.25) for pool in (small, exact))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
 @pytest.mark.parametrize("dim", [64, 128, 256])

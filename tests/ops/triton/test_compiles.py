@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
     [
         pytest.param(80, 163, marks=SLOW, id="ampere"),
         pytest.param(86, 99, marks=SLOW, id="small-ampere"),
-        pytest.param(89, 99, id="ada"),
+        pytest.param(89, 99, marks=SLOW, id="ada"),
         pytest.param(90, 227, id="hopper"),
         pytest.param(100, 227, marks=SLOW, id="blackwell"),
         pytest.param(120, 99, marks=SLOW, id="small-blackwell"),

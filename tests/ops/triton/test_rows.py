@@ -63,3 +63,16 @@ def test_heads_are_normed_turned_and_written(
         (weight.float(), eps) for weight, eps in norms))  # fmt: skip
     torch.testing.assert_close(q.float(), expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
+
+
+def test_pages_of_eight_bits_take_what_they_can_hold() -> None:
+    torch.manual_seed(0)
+    batch = moved(Pages(30, 4).batch([(0, 0, [0] * 5)]))
+    qkv = torch.randint(-15, 16, (5, 4 * 16), device=DEVICE).float()  # held exactly: the interpreter rounds badly
+    qkv[:, ::7] = 1e4
+    angles = torch.zeros(5, 0, device=DEVICE), torch.zeros(5, 0, device=DEVICE)
+    got, want = (torch.zeros(2, 30, 1, 4, 16, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
+    for ops, pool in ((OPS, got), (REFERENCE, want)):
+        ops.turn_and_write(qkv, 2, LayerKV(*pool, k_scale=0.5, v_scale=2.0), batch, angles)
+    assert torch.equal(got.float(), want.float())
+    assert float(got.float().abs().max()) == 448.0

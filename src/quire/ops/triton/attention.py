@@ -82,7 +82,7 @@ def ahead(
 
 @triton.jit
 def attention_kernel(
-    q, k, v, table, pieces, count, arrived, out, parts, sums, bend, cap, slope, window, columns,
+    q, k, v, table, pieces, count, arrived, out, parts, sums, bend, cap, slope, v_scale, window, columns,
     CAP: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, REAL: tl.constexpr,
     PHASES: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -128,7 +128,7 @@ def attention_kernel(
     m, z, acc = fold_blocks(
         m, z, acc, queries, position, begin, end, k, v, pages, group, length, bend, cap, slope, window,
         CAP, True, GROUPS, DIM, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION)  # fmt: skip
-    acc = acc / tl.maximum(z, 1e-30)[:, None]
+    acc = acc * (v_scale / tl.maximum(z, 1e-30))[:, None]
     splits, base = split // 65536, index - split % 65536
     if SPLIT and splits > 1:
         handed_in(parts, sums, arrived, out, acc, m + tl.log2(tl.maximum(z, 1e-30)), real, index, base, splits, group,
@@ -230,6 +230,7 @@ def attention(q: Tensor, kv: LayerKV, batch: Planned, scale: float, window: int,
     share = heads // groups
     out = torch.empty_like(q)
     log2e = 1.4426950408889634
+    scale *= kv.k_scale
     bend, slope = (scale / soft_cap, log2e) if soft_cap else (0.0, scale * log2e)
     for tile, least, most in tiles(card, share, dim, kv.k.element_size(), batch.max_query):
         room = spread(card, groups, tile.a_card)
@@ -239,7 +240,7 @@ def attention(q: Tensor, kv: LayerKV, batch: Planned, scale: float, window: int,
         sums = q.new_empty(bound * groups * tile.rows if room else 1, dtype=torch.float32)
         attention_kernel[(groups, bound)](
             *(q, kv.k, kv.v, batch.page_table, *work, out, parts, sums),
-            *(bend, soft_cap, slope, window, batch.page_table.stride(0)),
+            *(bend, soft_cap, slope, kv.v_scale, window, batch.page_table.stride(0)),
             CAP=soft_cap > 0, GROUPS=groups, SHARE=share, DIM=dim, PAGE=page, ROWS=tile.rows, COLUMNS=tile.columns,
             BLOCK_D=block(dim, 16), SPLIT=room > 0, REAL=min(tile.rows, block(most * share)), PHASES=tile.rows >= 64,
             WINDOWED=window < batch.max_kv, STAGES=tile.stages, PRECISION=card.precision, FIELDS=FIELDS,

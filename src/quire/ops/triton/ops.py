@@ -10,7 +10,7 @@ from quire.ops.base import Angles, Gate, Norms
 from quire.ops.grouped import grouped_linear
 from quire.ops.quantised import Restoring
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.ops.triton import attention, rows, skinny, turn
+from quire.ops.triton import attention, rows, scaled, skinny, turn
 from quire.ops.triton.launch import Card
 from quire.ops.triton.work import Planned
 from quire.values import MANY
@@ -39,6 +39,37 @@ class TritonOps(Restoring):
 
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return grouped_linear(x, weight, ends)
+
+    def scaled_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        width: int,
+        offset: int = 0,
+        bias: Tensor | None = None,
+        gate: Gate = "",
+    ) -> Tensor:
+        how = scaled.recipe(len(x), len(weight), x.shape[-1])
+        if how is None or x.dtype is not torch.bfloat16:
+            return super().scaled_linear(x, weight, scale, width, offset, bias, gate)
+        return scaled.product(x, scaled.Quantised(weight, scale, width, offset), bias, how, self.card, gate)
+
+    def halved_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor,
+        groups: Tensor,
+        bias: Tensor | None = None,
+        gate: Gate = "",
+    ) -> Tensor:
+        how = scaled.recipe(len(x), len(weight), x.shape[-1], halved=True)
+        if how is None or x.dtype is not torch.bfloat16:
+            return super().halved_linear(x, weight, scale, zero, groups, bias, gate)
+        matrix = scaled.Quantised(weight, scale, zero=zero, groups=groups)
+        return scaled.product(x, matrix, bias, how, self.card, gate)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rows.rms_norm(x, weight, eps, self.card)

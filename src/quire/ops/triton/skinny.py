@@ -114,9 +114,9 @@ class Recipe(NamedTuple):
     warps: int
     stages: int = 0
 
-    def fitted(self, card: Card, matrices: int, wide: int) -> Recipe:
-        """With as many stages as the card's shared memory has room for. wide: bytes a number."""
-        stage = (self.outputs * matrices + self.rows) * self.inputs * wide
+    def fitted(self, card: Card, matrix: int, row: int) -> Recipe:
+        """With as many stages as the card's shared memory has room for. matrix, row: bytes a number of them takes."""
+        stage = (self.outputs * matrix + self.rows * row) * self.inputs
         return self._replace(stages=min(self.stages, max(2, card.shared // stage))) if self.stages else self
 
 
@@ -157,7 +157,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, how: Recipe, card: C
     same = {"GATE": gate != "", "GELU": gate == "gelu", "BIAS": bias is not None, "BLOCK_N": how.outputs,
             "BLOCK_K": how.inputs, "DEPENDENT": card.dependent, "num_warps": how.warps, **card.options}  # fmt: skip
     grid = (triton.cdiv(outputs, how.outputs),)
-    how = how.fitted(card, 2 if gate else 1, weight.element_size())
+    how = how.fitted(card, weight.element_size() * (2 if gate else 1), x.element_size())
     if how.stages:
         matrix_kernel[grid](
             *(*args, rows, outputs, inputs),

@@ -7,17 +7,21 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.base import Angles, Norms
+from quire.ops.float8 import E4M3, E4M3_MAX
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton.launch import Card, block, release, wait
 
 
 @triton.jit
 def turn_kernel(
-    qkv, cos, sin, q_weight, k_weight, q_out, k_pool, v_pool, slots, q_eps, k_eps, page_size,
+    qkv, cos, sin, q_weight, k_weight, q_out, k_pool, v_pool, slots, q_eps, k_eps, k_scale, v_scale, page_size,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, DEPENDENT: tl.constexpr,
+    LARGEST: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Heads of one token: first those of q, then of k, then of v. Sums and angles in float32, rounded once."""
+    """Heads of one token: first those of q, then of k, then of v. Sums and angles in float32, rounded once.
+
+    LARGEST: what pages of eight bits can hold at most, 0 for wider ones, which take no scale.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
@@ -47,6 +51,8 @@ def turn_kernel(
     place = row[:, None] * DIM + d[None, :]
     tl.store(q_out + (token * HEADS + head[:, None]) * DIM + d[None, :], x.to(raw.dtype), mask=inside & is_q)
     k_mask = inside & (head >= HEADS)[:, None] & (head < HEADS + GROUPS)[:, None]
+    if LARGEST > 0:
+        x = tl.minimum(tl.maximum(tl.where(is_v, x / v_scale, x / k_scale), -LARGEST), LARGEST)
     tl.store(k_pool + place, x.to(k_pool.dtype.element_ty), mask=k_mask)
     tl.store(v_pool + place, x.to(v_pool.dtype.element_ty), mask=inside & is_v)
 
@@ -78,8 +84,10 @@ def turn_and_write(
     # Few tokens: as many programs as there are heads. Many: longer ones, so that starting them is not the cost.
     at_once = 1 if tokens * total <= 16 * card.sms else min(16, block(total))
     turn_kernel[(tokens, triton.cdiv(total, at_once))](
-        *(qkv.contiguous(), cos, sin, q_weight, k_weight, out, kv.k, kv.v, batch.slots, q_eps, k_eps, page_size),
+        *(qkv.contiguous(), cos, sin, q_weight, k_weight, out, kv.k, kv.v, batch.slots, q_eps, k_eps),
+        *(kv.k_scale, kv.v_scale, page_size),
         HEADS=heads, GROUPS=groups, DIM=dim, HALF=cos.shape[-1], NORMED=norms is not None,
+        LARGEST=E4M3_MAX if kv.k.dtype is E4M3 else 0.0,
         BLOCK_H=at_once, BLOCK_D=block(dim), DEPENDENT=card.dependent, num_warps=1 if at_once < 8 else 4,
         **card.options,
     )  # fmt: skip
