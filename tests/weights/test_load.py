@@ -179,9 +179,9 @@ def test_folders_that_are_none_say_what_they_lack(tmp_path: Path) -> None:
     with pytest.raises(InvalidModel, match=r"has no config\.json"):
         load_model(tmp_path)
     make(tmp_path, SHAPE)
-    (tmp_path / SINGLE).rename(tmp_path / "pytorch_model.bin")
+    (tmp_path / SINGLE).rename(tmp_path / "weights.bin")
     assert "neither model.safetensors nor" in refused(tmp_path)
-    assert "pytorch_model.bin" in refused(tmp_path)
+    assert "weights.bin" in refused(tmp_path)
     (tmp_path / "config.json").write_text('{"architectures": [')
     assert "config.json cannot be read" in refused(tmp_path)
     with pytest.raises(InvalidModel, match="is not a model folder"):

@@ -137,6 +137,13 @@ def yarn(plain: Tensor, rope: Rope) -> Tensor:
     return plain / rope.factor * stretched + plain * (1 - stretched)
 
 
+def factors(plain: Tensor, rope: Rope) -> Tensor:
+    """One factor for each pair, as GGUF files carry what became of `llama3` scaling."""
+    if len(rope.factors) != len(plain):
+        raise InvalidModel(f"rope scaling has {len(rope.factors)} factors for {len(plain)} pairs of dimensions")
+    return plain / torch.tensor(rope.factors, dtype=torch.float32)
+
+
 SCALINGS: Mapping[str, Callable[[Tensor, Rope], Tensor]] = MappingProxyType(
-    {"default": unscaled, "linear": linear, "llama3": llama3, "yarn": yarn}
+    {"default": unscaled, "linear": linear, "llama3": llama3, "yarn": yarn, "factors": factors}
 )

@@ -13,7 +13,7 @@ class Rope:
     only those above `original` / `high`, in full above `original` / `low`; "yarn", from those that fit `original`
     fast times, in full from those that fit it slow times on. original: context length, in tokens, that the model was
     first trained for. whole: yarn's two bounds are rounded to whole pairs of dimensions. gain: what turned numbers are
-    multiplied by.
+    multiplied by. "factors": each wavelength as many times as long as `factors` says (GGUF's Llama 3.1).
     """
 
     dim: int
@@ -27,6 +27,7 @@ class Rope:
     slow: float = 1.0
     whole: bool = True
     gain: float = 1.0
+    factors: tuple[float, ...] = ()
 
 
 STILL = Rope(dim=0)

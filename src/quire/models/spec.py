@@ -166,6 +166,7 @@ def read_rope(config: Config, head_dim: int, scaling: Config, *, theta: float = 
         slow=scaling.get(float, "beta_slow", default=1.0),
         whole=scaling.get(bool, "truncate", default=True),
         gain=read_gain(scaling, factor) if kind == "yarn" else 1.0,
+        factors=tuple(scaling.fields.get("factors", ())) if kind == "factors" else (),
     )
     if rope.dim % 2 or theta <= 0 or rope.factor <= 0 or rope.gain <= 0 or min(rope.fast, rope.slow) <= 0:
         raise InvalidModel(f"{scaling.where}: impossible numbers ({rope})")

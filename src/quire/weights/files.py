@@ -1,4 +1,6 @@
-"""A model folder as it lies on disk: config.json and safetensors, single or sharded. Reads headers only until asked.
+"""A model as it lies on disk: a folder of safetensors or PyTorch files, single or sharded, or a GGUF file.
+
+Reads headers only until asked.
 
 Tensors are read straight from the file into the memory they shall live in: no map of the file stays resident.
 """
@@ -7,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,10 +18,15 @@ import torch
 
 from quire.errors import InvalidModel
 from quire.weights.entries import Entry, Span
+from quire.weights.gguf import find_gguf, read_gguf
+from quire.weights.gguf_model import gguf_config, gguf_entries
 from quire.weights.names import translated
+from quire.weights.pickles import read_pickle
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
 LARGEST_HEADER = 100 << 20
 """Bytes: the format's own limit."""
 
@@ -46,41 +53,44 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        if not folder.is_dir():
+        if not folder.is_dir() and find_gguf(folder) is None:
             raise InvalidModel(f"{folder} is not a model folder")
         self.entries: Mapping[str, Entry] = translated(self._entries())
 
-    def _entries(self) -> dict[str, Entry]:
-        if (self.folder / INDEX).is_file():
-            return self._sharded(read_json(self.folder / INDEX))
-        if (self.folder / SINGLE).is_file():
-            return read_header(self.folder / SINGLE)
-        found = sorted(
-            p.name for p in self.folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf", ".safetensors")
-        )
+    def _entries(self) -> Mapping[str, Entry]:
+        if (gguf := find_gguf(self.folder)) is not None:
+            return gguf_entries(read_gguf(gguf))
+        for single, index, read in ((SINGLE, INDEX, read_header), (PICKLE, PICKLE_INDEX, read_pickle)):
+            if (self.folder / index).is_file():
+                return self._sharded(index, read)
+            if (self.folder / single).is_file():
+                return read(self.folder / single)
+        found = sorted(p.name for p in self.folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".safetensors"))
         only = f" (it has {', '.join(found[:3])})" if found else ""
         raise InvalidModel(f"{self.folder.name} has neither {SINGLE} nor {INDEX}{only}")
 
-    def _sharded(self, index: dict[str, Any]) -> dict[str, Entry]:
-        weights = index.get("weight_map")
+    def _sharded(self, index: str, read: Callable[[Path], dict[str, Entry]]) -> dict[str, Entry]:
+        weights = read_json(self.folder / index).get("weight_map")
         if not isinstance(weights, dict) or not all(isinstance(f, str) for f in weights.values()):
-            raise InvalidModel(f"{INDEX} has no weight_map of tensor names to files")
+            raise InvalidModel(f"{index} has no weight_map of tensor names to files")
         shards: dict[str, dict[str, Entry]] = {}
         for file in sorted(set(weights.values())):
             path = self.folder / file
             if Path(file).name != file:
-                raise InvalidModel(f"{INDEX} names {file!r}, which is outside the model folder")
+                raise InvalidModel(f"{index} names {file!r}, which is outside the model folder")
             if not path.is_file():
-                raise InvalidModel(f"{INDEX} names {file}, which is not in the folder: download it again")
-            shards[file] = read_header(path)
+                raise InvalidModel(f"{index} names {file}, which is not in the folder: download it again")
+            shards[file] = read(path)
         absent = sorted(name for name, file in weights.items() if name not in shards[file])
         if absent:
-            raise InvalidModel(f"{INDEX} places {listed(absent)} in {weights[absent[0]]}, which does not hold it")
+            raise InvalidModel(f"{index} places {listed(absent)} in {weights[absent[0]]}, which does not hold it")
         return {name: entry for shard in shards.values() for name, entry in shard.items()}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json as it stands, or what GPT-2's authors had in its place. Raises InvalidModel."""
+    """config.json as it stands, or what a GGUF file or GPT-2's authors have in its place. Raises InvalidModel."""
+    if (gguf := find_gguf(folder)) is not None:
+        return gguf_config(read_gguf(gguf))
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
             raise InvalidModel(

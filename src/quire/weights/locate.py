@@ -14,9 +14,9 @@ EMBEDDED = "embedded"
 
 
 def locate(model: str, *, revision: str | None = None, cache: str | None = None) -> Path:
-    """The folder of `model`: "embedded", a folder, or a hub id such as "owner/name", fetched when it is not cached.
+    """The folder (or GGUF file) of `model`: "embedded", a path, or a hub id such as "owner/name".
 
-    cache: where fetched models are kept, instead of the hub's own cache.
+    A hub id is fetched when it is not cached. cache: where fetched models are kept, instead of the hub's own cache.
     HF_HUB_OFFLINE and the hub's other variables mean what they always do. Raises InvalidModel when there is no such
     model, Unavailable when the hub cannot be reached.
     """
@@ -24,6 +24,8 @@ def locate(model: str, *, revision: str | None = None, cache: str | None = None)
         return embedded()
     path = Path(model).expanduser()
     if model and path.is_dir():
+        return path
+    if path.is_file() and path.suffix == ".gguf":
         return path
     if path.is_file():
         raise InvalidModel(f"{model} is a file: name the folder that holds config.json")

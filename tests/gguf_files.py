@@ -1,0 +1,211 @@
+"""GGUF files written by the gguf package: names, quantised blocks and layout are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = MappingProxyType(
+    {
+        "llama": gguf.MODEL_ARCH.LLAMA,
+        "mistral": gguf.MODEL_ARCH.LLAMA,
+        "mixtral": gguf.MODEL_ARCH.LLAMA,
+        "qwen2": gguf.MODEL_ARCH.QWEN2,
+        "qwen3": gguf.MODEL_ARCH.QWEN3,
+        "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+        "gemma2": gguf.MODEL_ARCH.GEMMA2,
+        "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+        "gpt2": gguf.MODEL_ARCH.GPT2,
+    }
+)
+TYPES: Mapping[str, gguf.GGMLQuantizationType] = MappingProxyType(
+    {name: gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K")}
+)
+
+
+def write(
+    path: Path, model: PreTrainedModel, kind: str = "F32", *, facts: Mapping[str, Any] | None = None
+) -> dict[str, torch.Tensor]:
+    """Convert as llama.cpp's converter does; -> what the file means, under transformers' names.
+
+    Vectors, and rows a block does not fit in, stay F32.
+    """
+    config = model.config
+    arch = ARCHITECTURES[config.model_type]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    describe(writer, config)
+    for name, value in (facts or {}).items():
+        {bool: writer.add_bool, str: writer.add_string, int: writer.add_uint32, list: writer.add_array}[type(value)](
+            name, value
+        )
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    meant = {}
+    tied = config.tie_word_embeddings
+    for key, tensor in experts_stacked(model).items():
+        if tied and key == "lm_head.weight":
+            continue
+        name = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        data, kept = stored(changed(config, key, tensor).float().numpy(), kind)
+        writer.add_tensor(name, data, raw_dtype=kept)
+        back = torch.from_numpy(gguf.quants.dequantize(data, kept).astype(np.float32))
+        meant[key] = unchanged(config, key, back)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return meant
+
+
+def describe(writer: gguf.GGUFWriter, config: Any) -> None:
+    heads = config.num_attention_heads
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_head_count(heads)
+    writer.add_vocab_size(config.vocab_size)
+    if config.model_type == "gpt2":
+        writer.add_feed_forward_length(config.n_inner or 4 * config.hidden_size)
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+        return
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    for own in (rope.get("full_attention", rope),):
+        if own["rope_type"] in ("linear", "yarn"):
+            writer.add_rope_scaling_type(gguf.RopeScalingType(own["rope_type"]))
+            writer.add_rope_scaling_factor(own["factor"])
+            if own.get("original_max_position_embeddings"):
+                writer.add_rope_scaling_orig_ctx_len(own["original_max_position_embeddings"])
+        if own["rope_type"] == "llama3":
+            writer.add_tensor("rope_freqs.weight", llama3_factors(own, config))
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    for name in ("final_logit_softcapping", "attn_logit_softcapping"):
+        if getattr(config, name, None):
+            getattr(writer, f"add_{name}")(getattr(config, name))
+    if getattr(config, "num_experts_per_tok", None):
+        writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if getattr(config, "moe_intermediate_size", None):
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+
+
+def llama3_factors(rope: Mapping[str, Any], config: Any) -> np.ndarray:
+    """As llama.cpp's converter computes them."""
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    length = rope["original_max_position_embeddings"]
+    found = []
+    for frequency in 1.0 / rope["rope_theta"] ** (np.arange(0, dim, 2, dtype=np.float32) / dim):
+        wave = 2 * np.pi / frequency
+        if wave < length / high:
+            found.append(1.0)
+        elif wave > length / low:
+            found.append(rope["factor"])
+        else:
+            smooth = (length / wave - low) / (high - low)
+            found.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(found, dtype=np.float32)
+
+
+def experts_stacked(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The state with experts as converters stack them: names of one matrix for all experts of a layer."""
+    found = {}
+    for key, tensor in model.state_dict().items():
+        key = key.replace("block_sparse_moe", "mlp")
+        if key.endswith("experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, 1)
+            found[key.replace("gate_up_proj", "gate_proj.weight")] = gate
+            found[key.replace("gate_up_proj", "up_proj.weight")] = up
+        elif key.endswith("experts.down_proj"):
+            found[f"{key}.weight"] = tensor
+        else:
+            found[key] = tensor
+    return found
+
+
+def changed(config: Any, key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """What llama.cpp's converter does to it."""
+    if config.model_type in ("llama", "mistral", "mixtral") and any(p in key for p in ("q_proj", "k_proj")):
+        heads = config.num_attention_heads if "q_proj" in key else config.num_key_value_heads
+        return (
+            tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
+            .swapaxes(1, 2)
+            .reshape(tensor.shape)
+        )
+    if config.model_type.startswith("gemma") and key.endswith("norm.weight"):
+        return tensor + 1
+    if config.model_type == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+        return tensor.T.contiguous()
+    return tensor
+
+
+def unchanged(config: Any, key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The way back."""
+    if config.model_type in ("llama", "mistral", "mixtral") and any(p in key for p in ("q_proj", "k_proj")):
+        heads = config.num_attention_heads if "q_proj" in key else config.num_key_value_heads
+        return (
+            tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
+            .swapaxes(1, 2)
+            .reshape(tensor.shape)
+        )
+    if config.model_type.startswith("gemma") and key.endswith("norm.weight"):
+        return tensor - 1
+    if config.model_type == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+        return tensor.T
+    return tensor
+
+
+def stored(data: np.ndarray, kind: str) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
+    """(bytes or numbers, their type)."""
+    wanted = TYPES[kind]
+    block = gguf.GGML_QUANT_SIZES[wanted][0]
+    if data.ndim < 2 or data.shape[-1] % block:
+        return data.astype(np.float32), gguf.GGMLQuantizationType.F32
+    if kind in ("Q4_K", "Q6_K"):
+        return {"Q4_K": q4_k, "Q6_K": q6_k}[kind](data), wanted
+    return gguf.quants.quantize(data, wanted), wanted
+
+
+def q4_k(data: np.ndarray) -> np.ndarray:
+    """A plain quantiser, for the package has none: 8 groups of 32 with 6-bit scales and minima."""
+    rows = data.reshape(-1, 8, 32).astype(np.float32)
+    low, high = np.minimum(rows.min(-1), 0), rows.max(-1)
+    scale, least = (high - low) / 15, -low
+    d = (scale.max(-1) / 63).astype(np.float16)
+    dmin = (least.max(-1) / 63).astype(np.float16)
+    s = np.clip(np.rint(scale / d.astype(np.float32)[:, None]), 1, 63).astype(np.uint8)
+    m = np.clip(np.rint(least / dmin.astype(np.float32)[:, None]), 0, 63).astype(np.uint8)
+    step = d.astype(np.float32)[:, None, None] * s[..., None]
+    q = np.clip(np.rint((rows + dmin.astype(np.float32)[:, None, None] * m[..., None]) / step), 0, 15).astype(np.uint8)
+    about = np.zeros((len(rows), 12), np.uint8)
+    about[:, :4] = s[:, :4] | (s[:, 4:] >> 4) << 6
+    about[:, 4:8] = m[:, :4] | (m[:, 4:] >> 4) << 6
+    about[:, 8:] = (s[:, 4:] & 15) | (m[:, 4:] & 15) << 4
+    packed = (q[:, ::2] | q[:, 1::2] << 4).reshape(len(rows), -1)
+    blocks = [d[:, None].view(np.uint8), dmin[:, None].view(np.uint8), about, packed]
+    return np.concatenate(blocks, 1).reshape(*data.shape[:-1], -1)
+
+
+def q6_k(data: np.ndarray) -> np.ndarray:
+    """16 groups of 16 with int8 scales."""
+    rows = data.reshape(-1, 16, 16).astype(np.float32)
+    scale = np.abs(rows).max(-1) / 31
+    d = (scale.max(-1) / 127).astype(np.float16)
+    s = np.clip(np.rint(scale / d.astype(np.float32)[:, None]), 1, 127).astype(np.int8)
+    step = d.astype(np.float32)[:, None, None] * s[..., None]
+    q = (np.clip(np.rint(rows / step), -32, 31) + 32).astype(np.uint8).reshape(-1, 2, 4, 32)
+    low = np.concatenate((q[:, :, 0] & 15 | (q[:, :, 2] & 15) << 4, q[:, :, 1] & 15 | (q[:, :, 3] & 15) << 4), -1)
+    high = q[:, :, 0] >> 4 | q[:, :, 1] >> 4 << 2 | q[:, :, 2] >> 4 << 4 | q[:, :, 3] >> 4 << 6
+    blocks = [low.reshape(len(rows), -1), high.reshape(len(rows), -1), s.view(np.uint8), d[:, None].view(np.uint8)]
+    return np.concatenate(blocks, 1).reshape(*data.shape[:-1], -1)
