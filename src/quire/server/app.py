@@ -21,8 +21,14 @@ from quire.errors import InvalidRequest, QuireError, Unavailable
 from quire.server import answers, calls, faults, prompts, schemas
 from quire.server.answers import Gathered, Usage
 from quire.server.calls import Job
-from quire.server.chunks import ChatChunks, CompletionChunks
+from quire.server.chunks import ChatChunks, Chunks, CompletionChunks
 from quire.server.limits import Guard, Keys, Limits, deadline, read_body
+from quire.server.messages import CountRequest, MessagesRequest, message
+from quire.server.messages import as_chat as message_as_chat
+from quire.server.messages_stream import MessageChunks
+from quire.server.responses import ResponsesRequest
+from quire.server.responses import as_chat as response_as_chat
+from quire.server.responses_stream import ResponseBuilder, ResponseChunks, whole
 from quire.server.stream import EventStream, deltas, unless_gone
 from quire.server.tools import toolbox
 from quire.text.tools.styles import STYLES
@@ -55,13 +61,36 @@ class Api:
         made = await unless_gone(request.receive, self._gather(job))
         return _json(made and answers.chat(job, *made, self._backend.token_text, self._by))
 
+    async def responses(self, request: Request) -> Response | EventStream:
+        asked = await self._read(request, ResponsesRequest)
+        job = await calls.chat(response_as_chat(asked), self._backend, self._limits, "resp_")
+        if job.stream:
+            return self._stream(job, ResponseChunks(asked, job, self._backend.token_text))
+        made = await unless_gone(request.receive, self._gather(job))
+        return _json(made and whole(ResponseBuilder(asked, job, self._backend.token_text), job, made[0][0], made[1]))
+
+    async def messages(self, request: Request) -> Response | EventStream:
+        job = await self._asked(await self._read(request, MessagesRequest), "msg_")
+        if job.stream:
+            return self._stream(job, MessageChunks(job, self._backend.token_text))
+        made = await unless_gone(request.receive, self._gather(job))
+        return _json(made and message(job, made[0][0], made[1]))
+
+    async def count(self, request: Request) -> Response:
+        job = await self._asked(await self._read(request, CountRequest), "msg_")
+        return _json({"input_tokens": len(job.calls[0].prompt)})
+
+    async def _asked(self, asked: CountRequest, kind: str) -> Job:
+        thinks = self._backend.model().reasoning_parser != "none"
+        return await calls.chat(message_as_chat(asked, thinks=thinks), self._backend, self._limits, kind)
+
     async def generate(self, request: Request) -> Response:
         began = time.perf_counter()
         job = await calls.generate(await self._read(request, schemas.GenerateRequest), self._backend, self._limits)
         made = await unless_gone(request.receive, self._gather(job))
         return _json(made and answers.generated(job, made[0][0], time.perf_counter() - began))
 
-    def _stream(self, job: Job, chunks: CompletionChunks | ChatChunks) -> EventStream:
+    def _stream(self, job: Job, chunks: Chunks) -> EventStream:
         said = deltas(self._backend, job.calls, job.n)
         return EventStream(said, chunks, keep_alive=self._limits.keep_alive)
 
@@ -147,6 +176,9 @@ def create_app(
     routes = [
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/v1/responses", api.responses, methods=["POST"]),
+        Route("/v1/messages", api.messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", api.count, methods=["POST"]),
         Route("/v1/generate", api.generate, methods=["POST"]),
         Route("/v1/models", api.models),
         Route("/v1/models/{id:path}", api.model),

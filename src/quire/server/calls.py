@@ -73,15 +73,15 @@ async def completion(asked: CompletionRequest, backend: Backend, limits: Limits)
         ids, less = truncated(whole, asked, card, most or 16)
         text, left_out = None if less else text, left_out + less
         params = sampling(asked, ids, card, limits, most, 16, logprobs=asked.logprobs, echoed=echoed)
-        calls.append(_call("cmpl", text, ids, asked, params, limits))
+        calls.append(_call("cmpl-", text, ids, asked, params, limits))
     if asked.echo:
         calls = [replace(call, text=backend.decode(call.prompt)) if call.text is None else call for call in calls]
     job = _job(asked, card, calls, left_out, top=asked.logprobs, scored_only=scored_only)
     return replace(job, params=told(asked, calls[0].sampling, card, "max_tokens"))
 
 
-async def chat(asked: ChatRequest, backend: Backend, limits: Limits) -> Job:
-    """Raises InvalidRequest or UnknownModel naming the field."""
+async def chat(asked: ChatRequest, backend: Backend, limits: Limits, kind: str = "chatcmpl-") -> Job:
+    """kind: what the answer's id begins with. Raises InvalidRequest or UnknownModel naming the field."""
     card = model(asked.model, backend)
     top = (asked.top_logprobs or 0) if asked.logprobs else None
     if asked.top_logprobs and top is None:
@@ -102,7 +102,7 @@ async def chat(asked: ChatRequest, backend: Backend, limits: Limits) -> Job:
     if tools.parameters and tools.style.special and asked.skip_special_tokens is None:
         changed["skip_special_tokens"] = False
     params = sampling(asked, ids, card, limits, most, None, logprobs=top, name=name, changed=changed)
-    job = _job(asked, card, [_call("chatcmpl", _begun(asked), ids, asked, params, limits)], less, top=top)
+    job = _job(asked, card, [_call(kind, _begun(asked), ids, asked, params, limits)], less, top=top)
     return replace(
         job,
         thinking=thinking,
@@ -120,7 +120,7 @@ async def generate(asked: GenerateRequest, backend: Backend, limits: Limits) -> 
         raise InvalidRequest("prompt: one prompt at a time here; /v1/completions takes several", param="prompt")
     [(text, ids)] = await encoded(several, asked.add_special_tokens is not False, backend)
     params = sampling(asked, ids, card, limits, asked.max_new_tokens, 16, name="max_new_tokens")
-    call = _call("gen", text, ids, asked, params, limits)
+    call = _call("gen-", text, ids, asked, params, limits)
     return Job(id=call.id, model=card.id, calls=[call])
 
 
@@ -139,7 +139,7 @@ def _call(
     limits: Limits,
 ) -> Call:
     return Call(
-        id=f"{kind}-{uuid.uuid4().hex}",
+        id=f"{kind}{uuid.uuid4().hex}",
         prompt=ids,
         text=text,
         sampling=params,

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from quire.backends.base import Delta
+from quire.server import faults
 from quire.server.answers import Usage, finish_reason
 from quire.server.calls import Job
 from quire.server.logprobs import Score, TextLogprobs, TokenText, chat_logprobs
@@ -37,6 +38,9 @@ class Chunks(Protocol):
     def closing(self) -> bytes:
         """What comes after the last delta, [DONE] included."""
 
+    def failed(self, error: Exception) -> bytes:
+        """What comes instead, when an error ends the stream."""
+
 
 class _Head:
     """The part of a job's chunks that stays: `data: {"id":...,"choices":[{"index":N,`."""
@@ -62,6 +66,9 @@ class _Head:
         params = b',"sampling_params":' + _json(self.job.params) if self.job.params is not None else b""
         last = params + (self._used() if self.job.usage else b"")
         return (self._before + b"]" + last + b"}\n\n" if last else b"") + DONE
+
+    def failed(self, error: Exception) -> bytes:
+        return event(faults.of(error)) + DONE
 
     def _used(self) -> bytes:
         return b',"usage":' + _json(self.usage.of(self.job.n))
@@ -127,6 +134,9 @@ class CompletionChunks:
 
     def closing(self) -> bytes:
         return self._head.closing()
+
+    def failed(self, error: Exception) -> bytes:
+        return self._head.failed(error)
 
 
 class ChatChunks:
@@ -194,3 +204,6 @@ class ChatChunks:
 
     def closing(self) -> bytes:
         return self._head.closing()
+
+    def failed(self, error: Exception) -> bytes:
+        return self._head.failed(error)

@@ -10,10 +10,14 @@ from msgspec import Struct
 
 from quire.server import schemas
 from quire.server.fields import NO_OPS, REFUSED
+from quire.server.messages import MessagesRequest
+from quire.server.responses import ResponsesRequest
 
 ENDPOINTS: Mapping[str, type[Struct]] = {
     "completions": schemas.CompletionRequest,
     "chat": schemas.ChatRequest,
+    "responses": ResponsesRequest,
+    "messages": MessagesRequest,
     "generate": schemas.GenerateRequest,
     "tokenize": schemas.TokenizeRequest,
     "detokenize": schemas.DetokenizeRequest,
@@ -21,7 +25,7 @@ ENDPOINTS: Mapping[str, type[Struct]] = {
 
 HEAD = """# Fields of requests
 
-Written from the request types in `src/quire/server/schemas.py` and `fields.py` by `make docs`; do not edit.
+Written by `make docs` from `src/quire/server/{schemas,responses,messages,fields}.py`; do not edit.
 
 A field is honoured, a no-op by definition, or refused with a 400 that names it and says why. Anything else is unknown
 and refused too, with the nearest known name. `null` is the same as not sent. Names and meanings are OpenAI's, and
@@ -92,6 +96,7 @@ _WORDS: Mapping[str, str] = {
     "dict[str, float]": "object of numbers",
     "dict[str, Any]": "object",
     "list[dict[str, Any]]": "list of objects",
+    "Blocks": "text or a list of blocks",
     "Prompt": "text, token ids, or a list of either",
     "StreamOptions": "object: `include_usage`, `continuous_usage_stats`",
     "ResponseFormat": "object: `type`, `json_schema` or `schema`",

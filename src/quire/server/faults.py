@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from http import HTTPStatus
 
 import msgspec
@@ -15,7 +16,7 @@ from quire.errors import InvalidRequest, Overloaded, QuireError, Unauthorized, U
 _AGAIN = 5
 """Seconds after which to ask again when the server is starting, restarting or shutting down."""
 
-_INTERNAL = "the server met an error of its own; its log says more"
+INTERNAL = "the server met an error of its own; its log says more"
 
 
 class UnsupportedMedia(InvalidRequest):
@@ -33,10 +34,38 @@ def of(error: Exception) -> bytes:
     """The error object of an exception. What was not raised on purpose is not told: it may name files or values."""
     if isinstance(error, QuireError):
         return body(str(error), error.kind, param=error.param, code=error.code or error.status)
-    return body(_INTERNAL, QuireError.kind, code=500)
+    return body(INTERNAL, QuireError.kind, code=500)
 
 
-def response(error: QuireError) -> Response:
+_KINDS: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic(error: Exception) -> bytes:
+    """The same in the shape of Anthropic's API."""
+    if not isinstance(error, QuireError):
+        return _anthropic(INTERNAL, 500)
+    return _anthropic(str(error), error.status)
+
+
+def _anthropic(message: str, status: int) -> bytes:
+    kind = _KINDS.get(status, InvalidRequest.kind if status < 500 else "api_error")
+    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
+
+
+def _speaks_anthropic(path: str) -> bool:
+    return "/v1/messages" in path
+
+
+def response(error: QuireError, path: str) -> Response:
+    """In the shape that clients of `path` expect."""
     headers = {}
     if isinstance(error, Overloaded):
         headers["retry-after"] = str(math.ceil(error.retry_after))
@@ -44,13 +73,14 @@ def response(error: QuireError) -> Response:
         headers["retry-after"] = str(_AGAIN)
     elif isinstance(error, Unauthorized):
         headers["www-authenticate"] = "Bearer"
-    return Response(of(error), error.status, headers, "application/json")
+    text = anthropic(error) if _speaks_anthropic(path) else of(error)
+    return Response(text, error.status, headers, "application/json")
 
 
 async def raised(request: Request, error: Exception) -> Response:
     """For errors raised on purpose."""
     assert isinstance(error, QuireError)
-    return response(error)
+    return response(error, request.url.path)
 
 
 async def routing(request: Request, error: Exception) -> Response:
@@ -60,10 +90,12 @@ async def routing(request: Request, error: Exception) -> Response:
     message = f"{request.method} {request.url.path}: {HTTPStatus(status).phrase.lower()}"
     if status == 405 and error.headers:
         message += f"; allowed: {error.headers.get('Allow', '')}"
-    text = body(message, InvalidRequest.kind, code=status)
+    known = _speaks_anthropic(request.url.path)
+    text = _anthropic(message, status) if known else body(message, InvalidRequest.kind, code=status)
     return Response(text, status, error.headers, "application/json")
 
 
 async def unexpected(request: Request, error: Exception) -> Response:
     """For everything else; the traceback goes to the log."""
-    return Response(of(error), 500, None, "application/json")
+    text = anthropic(error) if _speaks_anthropic(request.url.path) else of(error)
+    return Response(text, 500, None, "application/json")

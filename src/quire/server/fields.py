@@ -41,6 +41,7 @@ NO_OPS: Mapping[str, str] = MappingProxyType(
         "prompt_cache_key": "prefixes are found by their tokens, without a key",
         "prompt_cache_retention": "prefixes stay while there is room",
         "prompt_cache_options": "prefixes stay while there is room",
+        "cache_control": "prefixes are found by their tokens, without marks",
         "guided_decoding_backend": "there is one: llguidance",
         "disable_fallback": "there is nothing to fall back to",
     }
@@ -94,6 +95,22 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         "routed_experts_prompt_start": Refusal("expert routes are not reported", (0,)),
         "kv_transfer_params": Refusal("K/V stays on this server"),
         "ec_transfer_params": Refusal("K/V stays on this server"),
+        "previous_response_id": Refusal("nothing is stored: send the whole conversation as input"),
+        "conversation": Refusal("nothing is stored: send the whole conversation as input"),
+        "background": Refusal(
+            "answers come on the connection that asked; /v1/batches works in the background", (False,)
+        ),
+        "max_tool_calls": Refusal("this server calls no tools itself: it tells you which to call"),
+        "truncation": Refusal("prompts are never cut: send the part that matters", ("disabled",)),
+        "reasoning": Refusal(
+            "put what the model's template knows into chat_template_kwargs", ({}, {"effort": None, "summary": None})
+        ),
+        "container": Refusal("this server runs no code"),
+        "mcp_servers": Refusal("this server calls no other: call the tool and send its result"),
+        "context_management": Refusal("prompts are never edited: send the part that matters"),
+        "output_config": Refusal("use response_format, or structured_outputs"),
+        "output_format": Refusal("use response_format, or structured_outputs"),
+        "inference_geo": Refusal("there is one place: this server"),
         "vllm_xargs": Refusal("there are no extensions that could take it", ({},)),
     }
 )

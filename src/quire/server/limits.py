@@ -96,10 +96,12 @@ class Keys:
         return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), key=self._salt).digest()
 
     def check(self, headers: Mapping[str, str]) -> None:
-        """Raises Unauthorized unless the bearer token is a known key, or there are none."""
+        """Raises Unauthorized unless the bearer token, or x-api-key, is a known key, or there are none."""
         if not self._known:
             return
         scheme, _, given = headers.get("authorization", "").partition(" ")
+        if "authorization" not in headers:
+            scheme, given = "bearer", headers.get("x-api-key", "")
         digest = self._digest(given.strip())
         matches = [hmac.compare_digest(digest, known) for known in self._known]
         if scheme.lower() != "bearer" or not any(matches):
@@ -130,7 +132,7 @@ class Guard:
             try:
                 self._keys.check(headers)
             except Unauthorized as error:
-                await faults.response(error)(scope, receive, named)
+                await faults.response(error, scope["path"])(scope, receive, named)
                 return
         await self._app(scope, receive, named)
 

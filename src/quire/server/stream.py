@@ -11,8 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.backends.base import Backend, Call, Delta
 from quire.errors import QuireError
-from quire.server import faults
-from quire.server.chunks import DONE, KEEP_ALIVE, Chunks, event
+from quire.server.chunks import KEEP_ALIVE, Chunks
 
 T = TypeVar("T")
 
@@ -114,7 +113,7 @@ class EventStream:
         except Exception as error:
             if not self._started:
                 raise
-            await self._end(send, event(faults.of(error)) + DONE)
+            await self._end(send, self._chunks.failed(error))
             if not isinstance(error, QuireError):
                 raise  # to the log
         else:

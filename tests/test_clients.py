@@ -1,0 +1,140 @@
+"""The official clients against the whole house: tools, thoughts, Responses and Messages on the embedded model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+from anthropic import Anthropic
+
+from tests.live import Live, serving
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 7}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOL: Any = {"type": "function", "function": {"name": "weather", "description": "Tells it", "parameters": SCHEMA}}
+HI: Any = [{"role": "user", "content": "Tell me about the weather in Rome."}]
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with serving(tmp_path_factory.mktemp("clients"), "--dtype", "float32") as live:
+        yield live
+
+
+@pytest.fixture
+def claude(live: Any) -> Iterator[Anthropic]:
+    with Anthropic(api_key="none", base_url=live.url, http_client=httpx2.Client(trust_env=False)) as client:
+        yield client
+
+
+def test_a_forced_call_obeys_its_schema_whole_and_streamed(live: Any) -> None:
+    ask: dict[str, Any] = {"model": "embedded", "messages": HI, "tools": [TOOL], "seed": 3, "max_tokens": 120}
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        whole = live.openai.chat.completions.create(**ask, tool_choice=choice, parallel_tool_calls=False)
+        [call] = whole.choices[0].message.tool_calls
+        assert whole.choices[0].finish_reason == "tool_calls"
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+        pieces, name = "", ""
+        for chunk in live.openai.chat.completions.create(
+            **ask, tool_choice=choice, parallel_tool_calls=False, stream=True
+        ):
+            for part in chunk.choices[0].delta.tool_calls or ():
+                name, pieces = name or part.function.name, pieces + part.function.arguments
+        assert (name, pieces) == ("weather", call.function.arguments)
+
+
+def test_several_calls_can_be_forced_and_all_obey(live: Any) -> None:
+    made = live.openai.chat.completions.create(
+        model="embedded", messages=HI, tools=[TOOL], tool_choice="required", seed=1, max_tokens=400
+    )
+    calls = made.choices[0].message.tool_calls
+    assert calls
+    for call in calls[: -1 if made.choices[0].finish_reason == "length" else None]:
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+
+
+def test_results_of_tools_go_back_into_a_conversation(live: Any) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    talk: Any = [
+        *HI,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "warm"},
+    ]
+    made = live.openai.chat.completions.create(model="embedded", messages=talk, tools=[TOOL], max_tokens=20)
+    assert made.choices[0].message.content
+
+
+def test_responses_stream_what_they_say_whole(live: Any) -> None:
+    ask: dict[str, Any] = {"model": "embedded", "input": "Once upon a time", "max_output_tokens": 40, "temperature": 0}
+    whole = live.openai.responses.create(**ask)
+    with live.openai.responses.stream(**ask) as stream:
+        said = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+    assert said == whole.output_text and len(said) > 20
+    assert whole.usage.output_tokens <= 40
+
+
+def test_responses_call_tools_and_obey_schemas(live: Any) -> None:
+    tool: Any = {"type": "function", "name": "weather", "parameters": SCHEMA}
+    made = live.openai.responses.create(
+        model="embedded", input="Rome", tools=[tool], tool_choice="required", parallel_tool_calls=False
+    )
+    [call] = [item for item in made.output if item.type == "function_call"]
+    jsonschema.validate(json.loads(call.arguments), SCHEMA)
+    form: Any = {"format": {"type": "json_schema", "name": "w", "schema": SCHEMA}}
+    made = live.openai.responses.create(model="embedded", input="Rome", text=form)
+    jsonschema.validate(json.loads(made.output_text), SCHEMA)
+
+
+def test_messages_stream_what_they_say_whole(live: Any, claude: Any) -> None:
+    ask: dict[str, Any] = {"model": "embedded", "max_tokens": 40, "messages": HI, "extra_body": {"temperature": 0}}
+    whole = claude.messages.create(**ask)
+    with claude.messages.stream(**ask) as stream:
+        said = "".join(stream.text_stream)
+    assert said == whole.content[0].text and len(said) > 20
+    counted = claude.messages.count_tokens(model="embedded", messages=HI)
+    assert counted.input_tokens == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
+
+
+def test_messages_call_tools(live: Any, claude: Any) -> None:
+    tool: Any = {"name": "weather", "input_schema": SCHEMA}
+    choice: Any = {"type": "tool", "name": "weather"}
+    ask: dict[str, Any] = {"model": "embedded", "max_tokens": 120, "messages": HI, "extra_body": {"seed": 5}}
+    whole = claude.messages.create(**ask, tools=[tool], tool_choice=choice)
+    assert whole.stop_reason == "tool_use"
+    jsonschema.validate(whole.content[0].input, SCHEMA)
+    with claude.messages.stream(**ask, tools=[tool], tool_choice=choice) as stream:
+        assert stream.get_final_message().content[0].input == whole.content[0].input
+
+
+def test_which_parsers_were_chosen_is_shown(live: Any) -> None:
+    card = live.http.get("/v1/models").json()["data"][0]
+    assert (card["tool_call_parser"], card["reasoning_parser"]) == ("hermes", "none")
+    assert "calls of tools: hermes, thoughts: none" in live.log
+
+
+def test_thoughts_are_split_where_that_is_asked_for(tmp_path: Path) -> None:
+    template = "{% for m in messages %}<|user|>\n{{ m.content }}{% endfor %}<|assistant|><think>\n"
+    with serving(tmp_path, "--chat-template", template, "--reasoning-parser", "qwen3") as server:
+        live: Any = server
+        grammar = 'start: "I know.</think>\\n\\nYes."'
+        ask: dict[str, Any] = {"model": "embedded", "messages": HI, "extra_body": {"guided_grammar": grammar}}
+        made = live.openai.chat.completions.create(**ask)
+        assert made.choices[0].message.content == "Yes."
+        assert made.choices[0].message.reasoning == "I know."
+        details = made.usage.completion_tokens_details
+        assert 0 < details.reasoning_tokens < made.usage.completion_tokens
+        thought = "".join(
+            getattr(chunk.choices[0].delta, "reasoning_content", None) or ""
+            for chunk in live.openai.chat.completions.create(**ask, stream=True)
+        )
+        assert thought == "I know."
+        assert live.settled()["cache"]["used_pages"] == 0
