@@ -15,22 +15,26 @@ from quire.errors import QuireError
 from quire.grammar.llguidance import Compiler
 from quire.grammar.workshop import Workshop
 from quire.observe.engine_metrics import EngineMetrics
+from quire.observe.history import History
+from quire.observe.live import LiveWindow
 
 
 def main() -> int:
     """Build, say so, run until the front goes away. Exit code 2 when the engine cannot be built."""
     link = socket.socket(fileno=int(sys.argv[1]))
-    metrics = EngineMetrics()
+    metrics, history = EngineMetrics(), History()
+    window = LiveWindow(history)
     try:
         settings = _settings(link)
-        engine = build_engine(settings, observers=[metrics])
+        engine = build_engine(settings, observers=[metrics, history, window])
     except QuireError as error:
         link.sendall(frame(Refused(type(error).__name__, str(error))))
         return 2
     metrics.facts = engine.about.facts
+    history.attach(engine.scheduler.kv)
     link.sendall(frame(Ready(engine.about)))
     grammars = Workshop(Compiler(partial(build_tokenizer, settings)))
-    EngineLoop(engine, link, lambda: metrics.snapshot(engine.ledger, engine.gauges()), grammars).run()
+    EngineLoop(engine, link, lambda: metrics.snapshot(engine.ledger, engine.gauges()), grammars, window).run()
     engine.close()
     return 0
 

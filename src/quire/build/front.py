@@ -18,6 +18,7 @@ from quire.backends.native import NativeBackend
 from quire.build.text import build_text
 from quire.config import OPTIONS, Settings
 from quire.engine.client import EngineProcess
+from quire.observe.audience import Audience
 from quire.observe.engine_metrics import render
 from quire.observe.log import LoggedRim, log_stats
 from quire.observe.rim_metrics import RimMetrics
@@ -36,8 +37,9 @@ def serve(settings: Settings) -> None:
     text = build_text(settings)
     server = settings.server
     name = settings.model.served_model_name or settings.model.model
+    port = engine_process(settings, name)
     backend = NativeBackend(
-        port=engine_process(settings, name),
+        port=port,
         tokenizer=text.tokenizer,
         chat=text.template,
         card=ModelCard(
@@ -59,6 +61,7 @@ def serve(settings: Settings) -> None:
         ),
         api_keys=server.api_key,
         version=__version__,
+        view=Audience(port),
     )
     running = answer(
         app,

@@ -10,6 +10,7 @@ from quire.values import Request, Tokens
 
 OnTokens = Callable[[Sequence[Tokens]], None]
 OnDeath = Callable[[str], None]
+OnFrame = Callable[[bytes, bool], None]
 
 
 class Port(Protocol):
@@ -39,3 +40,16 @@ class Port(Protocol):
         """Progress: nothing is outstanding, or steps are being committed."""
 
     def ready(self) -> bool: ...
+
+
+class Panes(Protocol):
+    """The front's side of an engine's window."""
+
+    def look(self, on: bool) -> None:
+        """Frames from now on, a whole one first; or none any more. Lasts over the engine's restarts."""
+
+    def show(self, on_frame: OnFrame) -> None:
+        """`on_frame` hears every frame, as JSON, and whether it is a whole picture."""
+
+    async def explain(self, id: str) -> bytes:
+        """What happened to a request (to all known, if `id` is empty), as JSON. Raises Unavailable."""

@@ -10,7 +10,8 @@ from typing import Any
 
 from quire.core.constraint import Constraints, NoConstraints
 from quire.engine.engine import Engine
-from quire.engine.wire import Abort, Frames, Submit, ToEngine, Update, frame
+from quire.engine.window import NoWindow, Window
+from quire.engine.wire import Abort, Ask, Frames, Look, Seen, Submit, ToEngine, Told, Update, frame
 from quire.errors import InvalidRequest
 from quire.values import Tokens
 
@@ -27,9 +28,11 @@ class EngineLoop:
         link: socket.socket,
         metrics: Callable[[], dict[str, Any]],
         constraints: Constraints | None = None,
+        window: Window | None = None,
     ) -> None:
         self.engine, self.link, self.metrics = engine, link, metrics
         self.constraints: Constraints = NoConstraints() if constraints is None else constraints
+        self.window: Window = NoWindow() if window is None else window
         self.frames = Frames(ToEngine)
         self.refused: list[Tokens] = []
         self.told = float("-inf")
@@ -70,6 +73,10 @@ class EngineLoop:
         elif isinstance(message, Abort):
             for id in message.ids:
                 self.engine.abort(id)
+        elif isinstance(message, Look):
+            self.window.watch(message.on)
+        elif isinstance(message, Ask):
+            self.link.sendall(frame(Told(message.number, self.window.explain(message.id, self.engine.clock.now()))))
 
     def _provide(self) -> None:
         for id, made in self.constraints.made():
@@ -95,3 +102,5 @@ class EngineLoop:
                 )
             )
         )
+        if (seen := self.window.frame(engine, now, last=idle)) is not None:
+            self.link.sendall(frame(Seen(*seen)))
