@@ -13,7 +13,7 @@ from quire.core import policy, reuse, scheduler
 from quire.core.constraint import FREE
 from quire.core.speculate import Fixed
 from quire.engine import engine
-from quire.values import MANY, Request, SamplingParams
+from quire.values import IDLE, MANY, Request, SamplingParams
 from tests.hash_model import POISON, SICK, VOCAB, HashDevice, logprob, naive
 
 
@@ -66,6 +66,10 @@ class Drawn:
         assert len(plan.drafts) == len(plan.spans)
 
 
+GAPS = (2, 7, 8, 13)
+"""These run only while nobody else wants to."""
+
+
 def _workload() -> list[Request]:
     """Duplicates and shared prefixes on purpose: together with a tight pool they catch the subtle bugs."""
     rng = random.Random(0)
@@ -81,7 +85,7 @@ def _workload() -> list[Request]:
             max_new=new,
             stop=STOP if i % 3 else frozenset(),
             sampling=logprobs.get(i, SamplingParams()),
-            priority=i % 3,
+            priority=IDLE if i in GAPS else i % 3,
         )
         for i, (prompt, new) in enumerate(shapes)
     ]
@@ -135,6 +139,7 @@ def check(sch: Any, dev: HashDevice) -> None:
         for page in s.blocks:
             want[page] += 1
     assert want == pool.refs, "reference counts"
+    assert len({s.priority >= IDLE for s in sch.running}) <= 1, "somebody runs in the gaps while others run"
     rest = [*pool.blank, *getattr(pool.shelf, "_pages", getattr(pool.shelf, "_born", ()))]
     assert len(rest) == len(set(rest)) and set(rest) == {b for b, n in enumerate(want) if n == 0} - {0}, "free pages"
     rows = [s.row for s in held.values()]

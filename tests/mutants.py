@@ -78,6 +78,13 @@ BUGS = [
         "preempted row opened while still in flight", S, "if not self.rows or seq.row is not None:", "if not self.rows:"
     ),
     Bug(
+        "who runs in the gaps does not make way",
+        S,
+        "if running and running[0].priority >= IDLE and",
+        "if running and running[0].priority > IDLE and",
+    ),
+    Bug("gaps are not waited for", S, "if seq.priority >= IDLE and self.running and", "if seq.priority > IDLE and"),
+    Bug(
         "abort forgets the waiting queue",
         S,
         "        if seq.row is None:\n            self.waiting.discard(seq)",

@@ -16,6 +16,9 @@ from quire.errors import InvalidRequest
 MANY = 1 << 30
 """'No limit', as a number: off is a degenerate value of the only path."""
 
+IDLE = 1 << 30
+"""The priority from which on a request runs only in the gaps: while nobody else runs or could."""
+
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
 
@@ -220,7 +223,7 @@ class Request:
     prompt: token ids, at least one. max_new: how many tokens at most may follow. stop: token ids that end the
     sequence (end-of-text ids included unless ignored). choice: which of `n` answers this is; noise is keyed by
     (seed, choice, position). leader: id of the first of the n, whose prompt pages the others wait for.
-    priority: lower is sooner. deadline: in seconds of the engine's clock. salt: keeps prefix reuse apart.
+    priority: lower is sooner; from IDLE on, only while nobody else wants to run. deadline: in seconds of the engine's clock. salt: keeps prefix reuse apart.
     """
 
     id: str

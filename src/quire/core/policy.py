@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from quire.core.blocks import Fifo, Lru, Shelf
-from quire.values import Request
+from quire.values import IDLE, Request
 
 Admission = Callable[[int, int], int]
 """(running, cap) -> how many may be opened now."""
@@ -22,11 +22,11 @@ def static(running: int, cap: int) -> int:
 
 
 Order = Callable[[Request], int]
-"""Request -> priority value; lower is sooner, arrival breaks ties."""
+"""Request -> priority value; lower is sooner, arrival breaks ties. IDLE and above stay so."""
 
 
 def fcfs(request: Request) -> int:
-    return 0
+    return IDLE if request.priority >= IDLE else 0
 
 
 def priority(request: Request) -> int:

@@ -17,7 +17,7 @@ from quire.core.sequence import Sequence
 from quire.core.speculate import Drafted, Fixed, Speculation
 from quire.core.step import Decision, Step
 from quire.errors import InvalidRequest
-from quire.values import MANY, FinishReason, Request, Tokens
+from quire.values import IDLE, MANY, FinishReason, Request, Tokens
 
 
 class Scheduler:
@@ -141,6 +141,7 @@ class Scheduler:
         grown: list[tuple[int, tuple[int, ...]]] = []
         running, slots, i = self.running, MANY, 0
         self._short, self._decisions = False, self.waiting.unready()
+        self._make_way()
         speculation.begin(len(running))
         while left > 0:
             if i >= len(running):
@@ -195,10 +196,28 @@ class Scheduler:
             span = seq.span = Span(seq.row, n, rows, logits)
         return span
 
+    def _make_way(self) -> None:
+        """Who runs in the gaps leaves as soon as anybody else could run. So the running are all of one kind."""
+        running, first = self.running, self.waiting.first()
+        if running and running[0].priority >= IDLE and first is not None and first.priority < IDLE:
+            for seq in running[:]:
+                self._preempt(seq, first)
+
+    def _preempt(self, victim: Sequence, by: Sequence) -> None:
+        """Back into the queue, with what was committed."""
+        self.running.remove(victim)
+        self._leave(victim)
+        self.waiting.push(victim)
+        victim.preemptions += 1
+        self.preempted += 1
+        self._decisions.append(Decision("preempted", victim.request.id, by.request.id, victim.computed))
+
     def _open(self, slots: int, left: int, others: bool, opened: list[Open]) -> bool:
         seq = self.waiting.first()
         if seq is None or self._short:
             return False
+        if seq.priority >= IDLE and self.running and self.running[0].priority < IDLE:
+            return self._wait(seq, "gap")
         if slots <= 0:
             return self._wait(seq, "seats")
         if not self.rows or seq.row is not None:  # a preempted one's last step is still in flight
@@ -214,21 +233,8 @@ class Scheduler:
         self.waiting.pop()
         seq.row = self.rows.pop()
         self.running.append(seq)
-        request = seq.request
-        opened.append(
-            Open(
-                row=seq.row,
-                tokens=tuple(seq.tokens),
-                start=seq.computed,
-                prompt=len(request.prompt),
-                sampling=request.sampling,
-                seed=request.seed,
-                choice=request.choice,
-                stop=request.stop,
-                limit=seq.limit,
-            )
-        )
-        self._decisions.append(Decision("opened", request.id, n=seq.hits))
+        opened.append(seq.opening(seq.row))
+        self._decisions.append(Decision("opened", seq.request.id, n=seq.hits))
         return True
 
     def _wait(self, seq: Sequence, missing: str) -> bool:
@@ -245,12 +251,7 @@ class Scheduler:
                 self._decisions.append(Decision("sat-out", seq.request.id, "pages"))
                 return False
             victim = self._victim(seq, i)
-            self.running.remove(victim)
-            self._leave(victim)
-            self.waiting.push(victim)
-            victim.preemptions += 1
-            self.preempted += 1
-            self._decisions.append(Decision("preempted", victim.request.id, seq.request.id, victim.computed))
+            self._preempt(victim, seq)
             if victim is seq:
                 return False
         assert seq.row is not None

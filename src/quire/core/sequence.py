@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from quire.core.constraint import FREE, Constraint
-from quire.core.plan import STUCK, Span
+from quire.core.plan import STUCK, Open, Span
 from quire.core.reuse import Node
 from quire.values import MANY, FinishReason, Request, TokenLogprobs, Tokens
 
@@ -29,7 +29,7 @@ class Sequence:
     """Length at which it ends: prompt + max_new."""
     constraint: Constraint = FREE
     priority: int = 0
-    """As the policy sees it: the request's under 'priority', 0 under 'fcfs'."""
+    """As the policy sees it: the request's under 'priority', 0 under 'fcfs', but for those that run in the gaps."""
 
     row: int | None = None
     """Its place on the device; None: it has none."""
@@ -67,6 +67,21 @@ class Sequence:
     @property
     def prompt_length(self) -> int:
         return len(self.request.prompt)
+
+    def opening(self, row: int) -> Open:
+        """What the device is told when it gets its row."""
+        request = self.request
+        return Open(
+            row=row,
+            tokens=tuple(self.tokens),
+            start=self.computed,
+            prompt=len(request.prompt),
+            sampling=request.sampling,
+            seed=request.seed,
+            choice=request.choice,
+            stop=request.stop,
+            limit=self.limit,
+        )
 
     def failed(self, why: str) -> Tokens:
         """What is told of an error in its row. Where nothing was allowed, a field of the request is to blame."""
