@@ -29,6 +29,7 @@ from quire.server.messages_stream import MessageChunks
 from quire.server.responses import ResponsesRequest
 from quire.server.responses import as_chat as response_as_chat
 from quire.server.responses_stream import ResponseBuilder, ResponseChunks, whole
+from quire.server.page import Blank, Page, View
 from quire.server.stream import EventStream, deltas, unless_gone
 from quire.server.tools import toolbox
 from quire.text.tools.styles import STYLES
@@ -169,10 +170,16 @@ class Api:
 
 
 def create_app(
-    backend: Backend, *, limits: Limits | None = None, api_keys: Collection[str] = (), version: str = "0"
+    backend: Backend,
+    *,
+    limits: Limits | None = None,
+    api_keys: Collection[str] = (),
+    version: str = "0",
+    view: View | None = None,
 ) -> ASGIApp:
-    """The ASGI application around a backend that is started and closed by the caller."""
-    api = Api(backend, Limits() if limits is None else limits, version)
+    """The ASGI application around a backend that is started and closed by the caller. view: what the live page shows."""
+    limits, keys = Limits() if limits is None else limits, Keys(api_keys)
+    api, page = Api(backend, limits, version), Page(view or Blank(), keys, limits)
     routes = [
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
@@ -191,10 +198,11 @@ def create_app(
         Route("/stats", api.stats),
         Route("/metrics", api.metrics),
         Route("/version", api.version),
+        *page.routes(),
     ]
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, keys=Keys(api_keys))],
+        middleware=[Middleware(Guard, keys=keys, admits=page.admits)],
         exception_handlers={
             QuireError: faults.raised,
             HTTPException: faults.routing,

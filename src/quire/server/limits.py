@@ -7,7 +7,7 @@ import hmac
 import math
 import re
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,10 @@ class Keys:
     def _digest(self, key: str) -> bytes:
         return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), key=self._salt).digest()
 
+    @property
+    def needed(self) -> bool:
+        return bool(self._known)
+
     def check(self, headers: Mapping[str, str]) -> None:
         """Raises Unauthorized unless the bearer token, or x-api-key, is a known key, or there are none."""
         if not self._known:
@@ -110,11 +114,19 @@ class Keys:
             )
 
 
-class Guard:
-    """ASGI middleware: no key, no entry, whatever the path; and every answer carries the request's id."""
+def nobody(path: str, headers: Mapping[str, str]) -> bool:
+    """Who else gets in: nobody."""
+    return False
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
-        self._app, self._keys = app, keys
+
+class Guard:
+    """ASGI middleware: no key, no entry, whatever the path; and every answer carries the request's id.
+
+    admits: who else gets in, by path and headers.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keys, admits: Callable[[str, Mapping[str, str]], bool] = nobody) -> None:
+        self._app, self._keys, self._admits = app, keys, admits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -128,7 +140,8 @@ class Guard:
                 MutableHeaders(scope=message)["x-request-id"] = id
             await send(message)
 
-        if scope["path"].removeprefix(scope.get("root_path", "")) not in OPEN:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path not in OPEN and not self._admits(path, headers):
             try:
                 self._keys.check(headers)
             except Unauthorized as error:

@@ -15,7 +15,7 @@ from quire.server.chunks import KEEP_ALIVE, Chunks
 
 T = TypeVar("T")
 
-_HEADERS = (
+HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
@@ -62,7 +62,7 @@ async def _pump(backend: Backend, call: Call, first: int, news: asyncio.Queue[li
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
     """The result of `work`, or None if the client left first; then `work` is cancelled, and has ended."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
@@ -70,7 +70,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | Non
         await _stop(task, gone)
 
 
-async def _gone(receive: Receive) -> None:
+async def until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -123,7 +123,7 @@ class EventStream:
         while True:
             try:
                 async with asyncio.timeout(self._keep_alive):
-                    await _gone(receive)
+                    await until_gone(receive)
                 return
             except TimeoutError:
                 if not self._spoke:
@@ -134,7 +134,7 @@ class EventStream:
         self._spoke = True
         if not self._started:
             self._started = True
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
             data = self._chunks.opening() + data
         await send({"type": "http.response.body", "body": data, "more_body": True})
 
