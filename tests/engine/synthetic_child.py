@@ -1,16 +1,38 @@
-"""An engine process for tests: as quire.build.child, with a synthetic executor. `bad` in the settings: refuse."""
+"""An engine process for tests: as quire.build.child, with a synthetic executor. `bad` in the settings: refuse.
+
+step, token: seconds a step costs, and a token. floor: seconds any step may take. sticks: hang on some requests.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
 import sys
+import threading
+import time
 
+from quire.core.plan import Plan
+from quire.engine.executor import Executor, Handle
 from quire.engine.process import EngineLoop
+from quire.engine.watch import Watch
 from quire.engine.wire import Configure, Frames, Ready, Refused, frame
 from quire.executors.costs import StepCost
 from quire.observe.engine_metrics import EngineMetrics
 from quire.sim.run import House
+
+
+class Sticking:
+    """An executor that hangs for a minute on any request with this seed."""
+
+    SEED = 666
+
+    def __init__(self, inner: Executor) -> None:
+        self.describe, self.reset, self.close, self.inner = inner.describe, inner.reset, inner.close, inner
+
+    def launch(self, plan: Plan) -> Handle:
+        if any(opened.seed == self.SEED for opened in plan.opened):
+            time.sleep(60)
+        return self.inner.launch(plan)
 
 
 def main() -> None:
@@ -21,10 +43,17 @@ def main() -> None:
         sys.exit(2)
     if said.settings.get("dies"):
         os._exit(3)
+    if lives := said.settings.get("lives"):
+        threading.Timer(lives, os._exit, [4]).start()
     metrics = EngineMetrics()
-    engine = House(pages=64, page_size=4, cost=StepCost(said.settings.get("step", 0.0))).build(observers=[metrics])
+    watch = Watch(floor=said.settings.get("floor", 30.0))
+    cost = StepCost(said.settings.get("step", 0.0), said.settings.get("token", 0.0))
+    engine = House(pages=64, page_size=4, cost=cost).build(observers=[metrics, watch])
+    if said.settings.get("sticks"):
+        engine.executor = Sticking(engine.executor)
+    watch.listen(engine)
     link.sendall(frame(Ready(engine.about)))
-    EngineLoop(engine, link, lambda: metrics.snapshot(engine.ledger, engine.gauges())).run()
+    EngineLoop(engine, link, lambda: metrics.snapshot(engine.ledger, engine.gauges()), watch).run()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from quire.engine.client import EngineProcess
+from quire.engine.pace import Progress
+from quire.engine.wire import Update
 from quire.errors import InvalidModel, QuireError, Unavailable
 from quire.values import Request, SamplingParams, Tokens
 
@@ -158,13 +160,71 @@ def test_an_idle_engine_uses_no_processor_time() -> None:
     asyncio.run(story())
 
 
-def test_liveness_is_progress_not_existence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stuck_engine_is_not_alive_tells_where_it_hangs_and_is_replaced(capfd: pytest.CaptureFixture[str]) -> None:
     async def story() -> None:
-        async with Rig(step=0.05) as rig:
-            rig.port.submit([ask("slow", 60)])
-            await rig.until(lambda: len(rig.made("slow")) > 1)
-            assert rig.port.alive()
-            monkeypatch.setattr("quire.engine.client._PATIENCE", -10.0)
-            assert not rig.port.alive()
+        async with Rig(floor=0.3, sticks=True) as rig:
+            rig.port.submit([ask("fine")])
+            await rig.until(lambda: rig.finish("fine") == "length")
+            await asyncio.sleep(0.7)
+            assert rig.port.alive(), "idle for longer than a step may take"
+            rig.port.submit([stuck("stuck"), ask("beside")])
+            await rig.until(lambda: not rig.port.alive(), 2.0)
+            assert rig.port.ready() and not rig.deaths
+            await rig.until(lambda: bool(rig.deaths), 5.0)
+            await rig.until(rig.port.alive)
+            rig.port.submit([ask("again")])
+            await rig.until(lambda: rig.finish("again") == "length")
+
+    asyncio.run(story())
+    said = capfd.readouterr().err
+    assert "in launch" in said and "step 5" in said and "stuck" in said and "2 running" in said
+
+
+def stuck(id: str) -> Request:
+    return Request(id=id, prompt=(1, 2, 3), max_new=5, sampling=SamplingParams(seed=666), seed=666)
+
+
+def test_a_long_prefill_is_progress() -> None:
+    """Ten times what any step may take by itself, but what such a prompt costs by the steps before."""
+
+    async def story() -> None:
+        async with Rig(floor=0.1, token=0.005) as rig:
+            rig.port.submit([ask("short", 2, range(20))])
+            await rig.until(lambda: rig.finish("short") is not None)
+            began = time.monotonic()
+            rig.port.submit([ask("long", 2, range(200))])
+            while rig.finish("long") is None:
+                assert rig.port.alive()
+                await asyncio.sleep(0.01)
+            assert time.monotonic() - began > 0.9
+
+    asyncio.run(story())
+
+
+def test_an_engine_that_says_idle_before_it_heard_is_not_idle() -> None:
+    progress = Progress(0.0)
+    progress.heard(Update(0, [], True, 0, 2.0), 0.0)
+    progress.asked(10.0)
+    progress.heard(Update(7, [], True, 0, 2.0), 10.5)  # of what came before; it had not read on yet
+    assert not progress.idle
+    assert progress.overdue(12.0) < 0 < progress.overdue(12.6)
+    progress.heard(Update(8, [], True, 1, 2.0), 12.7)
+    assert progress.idle and progress.overdue(99.0) <= 0
+
+
+def test_updates_without_a_step_are_no_progress() -> None:
+    progress = Progress(0.0)
+    progress.asked(0.0)
+    for second in range(5):
+        progress.heard(Update(1, [], False, 1, 2.0), float(second))
+    assert progress.overdue(5.0) == 3.0
+
+
+def test_engines_that_die_young_are_started_ever_more_slowly(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        async with Rig(lives=0.05) as rig:
+            rig.port.backoff = 0.2
+            await asyncio.sleep(2.0)
+            assert 2 <= rig.port.restarts <= 5  # at once, then after 0.2, 0.4, 0.8 s
 
     asyncio.run(story())

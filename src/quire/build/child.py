@@ -4,37 +4,41 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Callable
 from functools import partial
 
 from quire.build.engine import build_engine
 from quire.build.text import build_tokenizer
 from quire.config import Settings
+from quire.engine.executor import Executor
 from quire.engine.process import EngineLoop
+from quire.engine.watch import Watch
 from quire.engine.wire import Configure, Frames, Ready, Refused, frame
 from quire.errors import QuireError
 from quire.grammar.llguidance import Compiler
 from quire.grammar.workshop import Workshop
 from quire.observe.engine_metrics import EngineMetrics
-from quire.observe.history import History
-from quire.observe.live import LiveWindow
 
 
-def main() -> int:
-    """Build, say so, run until the front goes away. Exit code 2 when the engine cannot be built."""
+def main(wrap: Callable[[Executor], Executor] = lambda executor: executor) -> int:
+    """Build, say so, run until the front goes away. Exit code 2 when the engine cannot be built.
+
+    wrap: what goes around the executor, such as one that fails on purpose.
+    """
     link = socket.socket(fileno=int(sys.argv[1]))
-    metrics, history = EngineMetrics(), History()
-    window = LiveWindow(history)
+    metrics = EngineMetrics()
     try:
         settings = _settings(link)
-        engine = build_engine(settings, observers=[metrics, history, window])
+        watch = Watch()
+        engine = build_engine(settings, observers=[metrics, watch], wrap=wrap)
     except QuireError as error:
         link.sendall(frame(Refused(type(error).__name__, str(error))))
         return 2
     metrics.facts = engine.about.facts
-    history.attach(engine.scheduler.kv)
+    watch.listen(engine)
     link.sendall(frame(Ready(engine.about)))
     grammars = Workshop(Compiler(partial(build_tokenizer, settings)))
-    EngineLoop(engine, link, lambda: metrics.snapshot(engine.ledger, engine.gauges()), grammars, window).run()
+    EngineLoop(engine, link, lambda: metrics.snapshot(engine.ledger, engine.gauges()), watch, grammars).run()
     engine.close()
     return 0
 

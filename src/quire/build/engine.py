@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any, NamedTuple, cast
@@ -49,8 +49,17 @@ class Limits(NamedTuple):
     chunk: int
 
 
-def build_engine(settings: Settings, *, observers: Iterable[Observer] = (), keep: int = 0) -> Engine:
-    """Load the model and put an engine around it. Raises InvalidModel or InvalidConfig."""
+def build_engine(
+    settings: Settings,
+    *,
+    observers: Iterable[Observer] = (),
+    keep: int = 0,
+    wrap: Callable[[Executor], Executor] = lambda executor: executor,
+) -> Engine:
+    """Load the model and put an engine around it. wrap: what goes around its executor.
+
+    Raises InvalidModel or InvalidConfig.
+    """
     device = choose_device(settings.execution.device)
     canary = build_canary(settings)
     model = _load(settings, device, canary)

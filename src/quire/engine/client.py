@@ -1,9 +1,9 @@
-"""The front's side of the engine process: starts it, talks to it, notices its death and starts it again."""
+"""The front's side of the engine process: starts it, talks to it, notices its death or stall and starts it again."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import logging
 import socket
 import subprocess
 import time
@@ -12,28 +12,22 @@ from typing import Any, cast
 
 from quire import errors
 from quire.engine.executor import Description
-from quire.engine.port import OnDeath, OnFrame, OnTokens
-from quire.engine.wire import (
-    Abort,
-    Ask,
-    Configure,
-    Frames,
-    Look,
-    Ready,
-    Refused,
-    Seen,
-    Submit,
-    ToEngine,
-    ToFront,
-    Told,
-    Update,
-    frame,
-)
+from quire.engine.pace import Progress
+from quire.engine.port import OnDeath, OnTokens
+from quire.engine.wire import TELL, Abort, Configure, Frames, Ready, Refused, Submit, ToFront, Update, frame
 from quire.errors import QuireError, Unavailable
 from quire.values import Request
 
-_PATIENCE = 30.0
-"""Seconds without a step, work outstanding, after which the engine counts as stuck; ten longest steps are added."""
+log = logging.getLogger("uvicorn.error")
+
+_LONGEST_PAUSE = 30.0
+"""Seconds between two starts of an engine that keeps dying, at most."""
+
+_SETTLED = 60.0
+"""Seconds after which a death counts as the first."""
+
+_LOOK_EVERY = 1.0
+"""Seconds between two looks at an engine that has work."""
 
 
 class EngineProcess:
@@ -56,19 +50,14 @@ class EngineProcess:
         self.restarts = 0
         self._on_tokens: OnTokens = lambda events: None
         self._on_death: OnDeath = lambda reason: None
-        self._on_frame: OnFrame = lambda frame, whole: None
-        self._looking = False
-        self._numbers = itertools.count()
-        self._asked: dict[int, asyncio.Future[bytes]] = {}
         self._link: _Link | None = None
         self._stats: Mapping[str, Any] = {}
         self._metrics: Mapping[str, Any] | None = None
         self._closing = False
         self._restart: asyncio.Task[None] | None = None
-        self._forget()
-
-    def _forget(self) -> None:
-        self._idle, self._progress, self._longest, self._step = True, time.monotonic(), 0.0, 0
+        self._pause, self._began = 0.0, 0.0
+        self._progress = Progress(time.monotonic())
+        self._timer: asyncio.TimerHandle | None = None
 
     # ---------------------------------------------------------------- life
 
@@ -84,7 +73,7 @@ class EngineProcess:
             )
         finally:
             there.close()
-        self._forget()
+        self._progress = Progress(time.monotonic())
         loop = asyncio.get_running_loop()
         link = _Link(self, loop.create_future())
         await loop.create_connection(lambda: link, sock=here)
@@ -95,15 +84,15 @@ class EngineProcess:
         except QuireError:
             await self._reap()
             raise
-        if self._looking:
-            link.say(Look(True))
+        self._began = time.monotonic()
         return about
 
     async def close(self) -> None:
         """Let the process go; it ends by itself when its socket closes."""
         self._closing = True
-        if self._restart is not None:
-            self._restart.cancel()
+        for under_way in (self._restart, self._timer):
+            if under_way is not None:
+                under_way.cancel()
         await self._reap()
 
     async def _reap(self, patience: float = 5.0) -> None:
@@ -123,7 +112,6 @@ class EngineProcess:
         if self._closing or link is not self._link:
             return
         self._link = None
-        self._forget_asked()
         reason = "the engine process ended" + self._exit_code()
         self._on_death(reason)
         if link.was_ready:
@@ -134,25 +122,29 @@ class EngineProcess:
         return "" if code is None else f" (exit code {code})"
 
     async def _again(self) -> None:
-        delay = self.backoff
+        """Start another: the first time at once, then after pauses that double while engines keep dying young."""
+        if time.monotonic() - self._began > _SETTLED:
+            self._pause = 0.0
         await self._reap(patience=1.0)
         while not self._closing:
+            await asyncio.sleep(self._pause)
+            self._pause = min(max(2 * self._pause, self.backoff), _LONGEST_PAUSE)
+            self.restarts += 1
             try:
-                self.restarts += 1
                 await self.start()
                 return
-            except QuireError:
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, 30.0)
+            except Exception as error:  # whatever it is, the next try may do better
+                log.error("the engine cannot be started: %s; again in %.1f s", error, self._pause)
 
     # ---------------------------------------------------------------- the port
 
     def submit(self, requests: Sequence[Request]) -> None:
         if self._link is None or not self._link.was_ready:
             raise Unavailable("the engine is starting: try again in a moment", code="engine_starting")
-        if self._idle:
-            self._idle, self._progress = False, time.monotonic()
+        self._progress.asked(time.monotonic())
         self._link.say(Submit(list(requests)))
+        if self._timer is None:
+            self._look()
 
     def abort(self, ids: Sequence[str]) -> None:
         if self._link is not None:
@@ -171,51 +163,30 @@ class EngineProcess:
         return self._link is not None and self._link.was_ready
 
     def alive(self) -> bool:
-        waited = time.monotonic() - self._progress
-        return self.ready() and (self._idle or waited < _PATIENCE + 10 * self._longest)
+        return self.ready() and self._progress.overdue(time.monotonic()) <= 0
 
-    # ---------------------------------------------------------------- the window
-
-    def look(self, on: bool) -> None:
-        self._looking = on
-        if self._link is not None and self._link.was_ready:
-            self._link.say(Look(on))
-
-    def show(self, on_frame: OnFrame) -> None:
-        self._on_frame = on_frame
-
-    async def explain(self, id: str) -> bytes:
-        if self._link is None or not self._link.was_ready:
-            raise Unavailable("the engine is starting: try again in a moment", code="engine_starting")
-        number = next(self._numbers)
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._asked[number] = answer
-        self._link.say(Ask(number, id))
-        try:
-            return await answer
-        finally:
-            self._asked.pop(number, None)
-
-    def _forget_asked(self) -> None:
-        for answer in self._asked.values():
-            if not answer.done():
-                answer.set_exception(Unavailable("the engine stopped, and what it knew of requests is lost"))
-
-    def seen(self, message: Seen | Told) -> None:
-        """A frame, or an answer to `explain`."""
-        if isinstance(message, Seen):
-            self._on_frame(message.frame, message.whole)
-        elif (answer := self._asked.get(message.number)) is not None and not answer.done():
-            answer.set_result(message.story)
+    def _look(self) -> None:
+        """Once a second while there is work: an engine that is stuck has to tell where, and later to go."""
+        self._timer = None
+        progress, process = self._progress, self.process
+        if self._closing or progress.idle or process is None or not self.ready():
+            return
+        late = progress.overdue(time.monotonic())
+        if late > 0 and not progress.told:
+            progress.told = True
+            log.error(
+                "no step for %.1f s with work outstanding: the engine tells what it is doing", late + progress.due
+            )
+            process.send_signal(TELL)
+        elif late > progress.due:
+            log.error("no step for %.1f s: the engine process is ended", late + progress.due)
+            process.kill()
+            return
+        self._timer = asyncio.get_running_loop().call_later(_LOOK_EVERY, self._look)
 
     def heard(self, update: Update) -> None:
         """One step's message."""
-        now = time.monotonic()
-        if update.step != self._step:
-            if not self._idle:
-                self._longest = max(self._longest, now - self._progress)
-            self._step, self._progress = update.step, now
-        self._idle = update.idle
+        self._progress.heard(update, time.monotonic())
         if update.stats is not None:
             self._stats = update.stats
         if update.metrics is not None:
@@ -239,7 +210,7 @@ class _Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
 
-    def say(self, message: ToEngine) -> None:
+    def say(self, message: Configure | Submit | Abort) -> None:
         if self.transport is not None:
             self.transport.write(frame(message))
 
@@ -251,8 +222,6 @@ class _Link(asyncio.Protocol):
         for message in self.frames.feed(data):
             if isinstance(message, Update):
                 self.owner.heard(message)
-            elif isinstance(message, Seen | Told):
-                self.owner.seen(message)
             elif isinstance(message, Ready):
                 self.ready.set_result(message.about)
             elif isinstance(message, Refused):

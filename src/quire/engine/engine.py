@@ -6,9 +6,9 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from quire.core.constraint import FREE, Constraint
 from quire.core.scheduler import Scheduler
@@ -22,6 +22,9 @@ from quire.errors import InvalidRequest, StepFailed
 from quire.values import GREEDY, MANY, FinishReason, Request, SamplingParams, Tokens
 
 _Flying = tuple[float, float, Handle]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Engine:
@@ -50,6 +53,7 @@ class Engine:
         self.flight: deque[_Flying] = deque()
         self.recovery = Recovery(scheduler)
         self.ledger = Ledger(keep)
+        self.failures = 0
         self._out: list[Tokens] = []
         self._committed = -math.inf
         self._deadlines: list[tuple[float, str]] = []
@@ -72,19 +76,19 @@ class Engine:
         planned = self.clock.now()
         plan = scheduler.plan(self.pacer.budget(len(scheduler.running)))
         if plan:
-            flight.append((planned, self.clock.now(), self.executor.launch(plan)))  # its forward starts now
+            flight.append((planned, self.clock.now(), _tried(self.executor.launch, plan)))  # its forward starts now
         elif flight:
             self._commit()  # nothing to add: let one come home
         if plan and plan.masked:  # masks need every token before them
             while len(flight) > 1:
                 self._commit()
-            flight[0][2].sample(scheduler.masks())
+            _tried(flight[0][2].sample, _tried(scheduler.masks))
         while len(flight) > self.depth:
             self._commit()
 
     def _commit(self) -> None:
         planned, launched, handle = self.flight.popleft()
-        result = handle.result()
+        result = _tried(handle.result)
         step = self.scheduler.flight[0]
         events = self.scheduler.commit(result)
         now = self.clock.now()
@@ -201,12 +205,13 @@ class Engine:
         """Start again from committed tokens; the culprit is found by halving and failed alone."""
         self.flight.clear()
         self.executor.reset()
+        self.failures += 1
         suspects, guilty = self.recovery.failed()
         now = self.clock.now()
         for observer in self.observers:
             observer.on_failure(str(failure), [s.request.id for s in suspects], now)
-        if guilty is not None:
-            self.abort(guilty.request.id, "error", f"the engine could not run this request: {failure}")
+        if guilty is not None:  # what went wrong is for the log: it may name files and addresses
+            self.abort(guilty.request.id, "error", f"the engine could not run this request ({_kind(failure)})")
 
     # ---------------------------------------------------------------- what can be read
 
@@ -271,3 +276,20 @@ class Engine:
 
     def close(self) -> None:
         self.executor.close()
+
+
+def _tried(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """`run(...)`. Raises StepFailed for whatever goes wrong, in a kernel or a grammar: one request is to pay."""
+    try:
+        return run(*args, **kwargs)
+    except StepFailed:
+        raise
+    except Exception as failure:
+        raise StepFailed(f"{type(failure).__name__}: {failure}") from failure
+
+
+def _kind(failure: BaseException) -> str:
+    """What kind of error is at the bottom of it."""
+    while failure.__cause__ is not None:
+        failure = failure.__cause__
+    return type(failure).__name__

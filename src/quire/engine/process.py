@@ -5,37 +5,41 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 from quire.core.constraint import Constraints, NoConstraints
 from quire.engine.engine import Engine
-from quire.engine.window import NoWindow, Window
-from quire.engine.wire import Abort, Ask, Frames, Look, Seen, Submit, ToEngine, Told, Update, frame
+from quire.engine.watch import Watch
+from quire.engine.wire import Abort, Frames, Submit, ToEngine, Update, frame
 from quire.errors import InvalidRequest
-from quire.values import Tokens
+from quire.values import Request, Tokens
 
 _STATS_EVERY = 0.1
 """Seconds between two statistics while busy."""
 
 
 class EngineLoop:
-    """Drives an engine from a socket. `metrics` makes the snapshot that /metrics is rendered from."""
+    """Drives an engine from a socket. `metrics` makes the snapshot that /metrics is rendered from.
+
+    watch: one of the engine's observers; how long the next step may take.
+    """
 
     def __init__(
         self,
         engine: Engine,
         link: socket.socket,
         metrics: Callable[[], dict[str, Any]],
+        watch: Watch,
         constraints: Constraints | None = None,
-        window: Window | None = None,
     ) -> None:
-        self.engine, self.link, self.metrics = engine, link, metrics
+        self.engine, self.link, self.metrics, self.watch = engine, link, metrics, watch
         self.constraints: Constraints = NoConstraints() if constraints is None else constraints
-        self.window: Window = NoWindow() if window is None else window
         self.frames = Frames(ToEngine)
         self.refused: list[Tokens] = []
         self.told = float("-inf")
+        self.taken = 0
 
     def run(self) -> None:
         """Until the front goes away, in the middle of a sentence or not."""
@@ -65,18 +69,22 @@ class EngineLoop:
 
     def _obey(self, message: ToEngine) -> None:
         if isinstance(message, Submit):
+            self.taken += 1
             for request in message.requests:
-                try:
-                    self.engine.add(request, self.constraints.of(request))
-                except InvalidRequest as error:
-                    self.refused.append(Tokens(request.id, (), "error", error=str(error), param=error.param))
+                self._add(request)
         elif isinstance(message, Abort):
             for id in message.ids:
                 self.engine.abort(id)
-        elif isinstance(message, Look):
-            self.window.watch(message.on)
-        elif isinstance(message, Ask):
-            self.link.sendall(frame(Told(message.number, self.window.explain(message.id, self.engine.clock.now()))))
+
+    def _add(self, request: Request) -> None:
+        try:
+            self.engine.add(request, self.constraints.of(request))
+        except InvalidRequest as error:
+            self.refused.append(Tokens(request.id, (), "error", error=str(error), param=error.param))
+        except Exception as error:  # a request that something chokes on is that request's affair
+            traceback.print_exc()
+            why = f"the engine could not take this request ({type(error).__name__})"
+            self.refused.append(Tokens(request.id, (), "error", error=why))
 
     def _provide(self) -> None:
         for id, made in self.constraints.made():
@@ -87,20 +95,20 @@ class EngineLoop:
 
     def _tell(self, events: list[Tokens]) -> None:
         engine, now = self.engine, self.engine.clock.now()
-        idle = not engine.has_pending_work
+        idle = not engine.can_step
         due = idle or now - self.told >= _STATS_EVERY
         if due:
             self.told = now
         self.link.sendall(
             frame(
                 Update(
-                    engine.ledger.steps,
+                    engine.ledger.steps + engine.failures,
                     events,
                     idle,
+                    self.taken,
+                    self.watch.due(engine.scheduler.budget),
                     engine.metrics_snapshot() if due else None,
                     self.metrics() if due else None,
                 )
             )
         )
-        if (seen := self.window.frame(engine, now, last=idle)) is not None:
-            self.link.sendall(frame(Seen(*seen)))

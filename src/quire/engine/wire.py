@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -26,19 +27,6 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     ids: list[str]
 
 
-class Look(msgspec.Struct, tag=True, frozen=True):
-    """Somebody watches and begins with a whole picture; or nobody does any more."""
-
-    on: bool
-
-
-class Ask(msgspec.Struct, tag=True, frozen=True):
-    """What happened to a request; to all that are known, if `id` is empty. Answered by a Told of the same number."""
-
-    number: int
-    id: str
-
-
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """The engine is built and takes requests."""
 
@@ -53,31 +41,26 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class Update(msgspec.Struct, tag=True, frozen=True):
-    """After a step. stats and metrics come now and then, and always when the engine falls idle."""
+    """After a step. stats and metrics come now and then, and always when the engine falls idle.
+
+    step: steps tried so far. idle: there is nothing to step. taken: Submits taken so far, without which an idle engine
+    may be one that has not heard yet. due: seconds within which the next step must be over.
+    """
 
     step: int
     events: list[Tokens]
     idle: bool
+    taken: int
+    due: float
     stats: dict[str, Any] | None = None
     metrics: dict[str, Any] | None = None
 
 
-class Seen(msgspec.Struct, tag=True, frozen=True):
-    """What those who watch are told: JSON that nobody here reads. whole: a viewer can begin with it."""
+TELL = signal.SIGUSR1
+"""The signal that makes the engine's process say where it is stuck. A person may send it too."""
 
-    frame: bytes
-    whole: bool
-
-
-class Told(msgspec.Struct, tag=True, frozen=True):
-    """The answer to an Ask, as JSON."""
-
-    number: int
-    story: bytes
-
-
-ToEngine = Configure | Submit | Abort | Look | Ask
-ToFront = Ready | Refused | Update | Seen | Told
+ToEngine = Configure | Submit | Abort
+ToFront = Ready | Refused | Update
 
 _HEAD = struct.Struct("<I")
 

@@ -1,0 +1,138 @@
+"""How long the next step may take, judged by those before; and, when it takes longer, what the engine is doing.
+
+Liveness is progress: the front waits for a step as long as `Watch.due` says, no longer. Then it sends the engine's
+process a signal, and the process says where every thread is and what was decided last, even where it is stuck in a
+library: the stacks are written by a C handler, the decisions by a thread that is woken by the signal's arrival.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TextIO
+
+from quire.core.plan import Plan
+from quire.core.step import Decision
+from quire.engine.engine import Engine
+from quire.engine.events import Completed, StepRecord
+from quire.engine.wire import TELL
+from quire.values import Request
+
+_UNKNOWN = 0.1
+"""Seconds a token, before anything was measured: slower than any model that somebody would wait for."""
+
+_MARGIN = 10.0
+"""A step may take so many times what the slowest seen would suggest: attention costs more the longer a context is."""
+
+_LARGE = 16
+"""Tokens from which on a step says what a token costs."""
+
+
+class Watch:
+    """An observer that learns what steps cost and keeps the last few.
+
+    floor: seconds that any step may take. keep: steps remembered. out: where failures and reports are written.
+    """
+
+    def __init__(self, *, floor: float = 30.0, keep: int = 12, out: TextIO | None = None) -> None:
+        self.floor = floor
+        self.out = sys.stderr if out is None else out
+        self.last: deque[StepRecord] = deque(maxlen=keep)
+        self.longest = 0.0
+        self.rate = 0.0
+
+    def due(self, budget: int) -> float:
+        """Seconds within which a step must be over that feeds `budget` tokens at most."""
+        return (
+            self.floor + _MARGIN * max(self.longest, self.rate * budget)
+            if self.last
+            else self.floor + _UNKNOWN * budget
+        )
+
+    # ---------------------------------------------------------------- an observer
+
+    def on_submit(self, request: Request, now: float) -> None:
+        """Nothing is learnt from those who wait."""
+
+    def on_step(self, record: StepRecord) -> None:
+        took = record.committed - record.launched
+        if took > self.longest:
+            self.longest = took
+        fed = sum([span[1] for span in record.plan.spans])
+        if fed >= _LARGE and took > self.rate * fed:
+            self.rate = took / fed
+        self.last.append(record)
+
+    def on_end(self, ended: Completed) -> None:
+        """Nothing is learnt from those who leave."""
+
+    def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
+        who = ", ".join(suspects[:8]) + (f" and {len(suspects) - 8} more" if len(suspects) > 8 else "")
+        print(f"a step failed: {reason}\n  on the device: {who}", file=self.out, flush=True)
+
+    # ---------------------------------------------------------------- a report
+
+    def report(self, engine: Engine) -> str:
+        """What was decided last and what is under way. Read from another thread: a little torn, never wrong."""
+        return "\n".join(self._lines(engine))
+
+    def _lines(self, engine: Engine) -> Iterator[str]:
+        scheduler, now = engine.scheduler, engine.clock.now()
+        gauges = engine.gauges()
+        yield (
+            f"engine: {engine.ledger.steps} steps committed, {gauges.running} running, {gauges.waiting} waiting, "
+            f"{gauges.used_pages} pages used, {gauges.free_pages} free, due within {self.due(scheduler.budget):.1f} s"
+        )
+        for record in list(self.last):
+            took = f"{record.committed - record.launched:.4f} s, {now - record.committed:.1f} s ago"
+            yield f"  step {record.number} ({took}): {_told(record.plan, record.ids, record.decisions)}"
+        for step in list(scheduler.flight):
+            ids = [seq.request.id for seq in step.seqs]
+            yield f"  under way: {_told(step.plan, ids, step.decisions)}"
+
+    # ---------------------------------------------------------------- a signal
+
+    def listen(self, engine: Engine) -> Callable[[], None]:
+        """From now on TELL makes this process tell. To be called in its main thread; undone by what it returns."""
+        heard, ring = os.pipe()
+        os.set_blocking(ring, False)
+        before = signal.signal(TELL, lambda number, frame: None)
+        faulthandler.register(TELL, file=self.out, all_threads=True, chain=True)
+        signal.set_wakeup_fd(ring, warn_on_full_buffer=False)
+        thread = threading.Thread(target=self._wait, args=(heard, engine), name="watch", daemon=True)
+        thread.start()
+
+        def stop() -> None:
+            signal.set_wakeup_fd(-1)
+            faulthandler.unregister(TELL)
+            signal.signal(TELL, before)
+            os.close(ring)
+            thread.join()
+            os.close(heard)
+
+        return stop
+
+    def _wait(self, heard: int, engine: Engine) -> None:
+        while said := os.read(heard, 64):
+            if TELL in said:
+                try:
+                    print(self.report(engine), file=self.out, flush=True)
+                except Exception:  # it is read while it changes
+                    traceback.print_exc(file=self.out)
+
+
+def _told(plan: Plan, ids: list[str], decisions: list[Decision]) -> str:
+    """One step in a line: what each was fed, and why others were not."""
+    fed = [f"{id}+{span.n}" + ("*" if span.rows else "") for id, span in zip(ids, plan.spans, strict=False)]
+    why = [" ".join(map(str, decision)) for decision in decisions]
+    return " ".join(_few(fed)) + ("; " + ", ".join(_few(why)) if why else "")
+
+
+def _few(words: list[str], most: int = 16) -> list[str]:
+    return words if len(words) <= most else [*words[:most], f"and {len(words) - most} more"]
