@@ -18,6 +18,8 @@ from quire.errors import QuireError
 from quire.grammar.llguidance import Compiler
 from quire.grammar.workshop import Workshop
 from quire.observe.engine_metrics import EngineMetrics
+from quire.observe.history import History
+from quire.observe.live import LiveWindow
 
 
 def main(wrap: Callable[[Executor], Executor] = lambda executor: executor) -> int:
@@ -26,19 +28,21 @@ def main(wrap: Callable[[Executor], Executor] = lambda executor: executor) -> in
     wrap: what goes around the executor, such as one that fails on purpose.
     """
     link = socket.socket(fileno=int(sys.argv[1]))
-    metrics = EngineMetrics()
+    metrics, history = EngineMetrics(), History()
+    window = LiveWindow(history)
     try:
         settings = _settings(link)
         watch = Watch()
-        engine = build_engine(settings, observers=[metrics, watch], wrap=wrap)
+        engine = build_engine(settings, observers=[metrics, watch, history, window], wrap=wrap)
     except QuireError as error:
         link.sendall(frame(Refused(type(error).__name__, str(error))))
         return 2
     metrics.facts = engine.about.facts
     watch.listen(engine)
+    history.attach(engine.scheduler.kv)
     link.sendall(frame(Ready(engine.about)))
     grammars = Workshop(Compiler(partial(build_tokenizer, settings)))
-    EngineLoop(engine, link, lambda: metrics.snapshot(engine.ledger, engine.gauges()), watch, grammars).run()
+    EngineLoop(engine, link, lambda: metrics.snapshot(engine.ledger, engine.gauges()), watch, grammars, window).run()
     engine.close()
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import socket
 import subprocess
@@ -13,8 +14,24 @@ from typing import Any, cast
 from quire import errors
 from quire.engine.executor import Description
 from quire.engine.pace import Progress
-from quire.engine.port import OnDeath, OnTokens
-from quire.engine.wire import TELL, Abort, Configure, Frames, Ready, Refused, Submit, ToFront, Update, frame
+from quire.engine.port import OnDeath, OnFrame, OnTokens
+from quire.engine.wire import (
+    TELL,
+    Abort,
+    Ask,
+    Configure,
+    Frames,
+    Look,
+    Ready,
+    Refused,
+    Seen,
+    Submit,
+    ToEngine,
+    ToFront,
+    Told,
+    Update,
+    frame,
+)
 from quire.errors import QuireError, Unavailable
 from quire.values import Request
 
@@ -50,6 +67,10 @@ class EngineProcess:
         self.restarts = 0
         self._on_tokens: OnTokens = lambda events: None
         self._on_death: OnDeath = lambda reason: None
+        self._on_frame: OnFrame = lambda frame, whole: None
+        self._looking = False
+        self._numbers = itertools.count()
+        self._asked: dict[int, asyncio.Future[bytes]] = {}
         self._link: _Link | None = None
         self._stats: Mapping[str, Any] = {}
         self._metrics: Mapping[str, Any] | None = None
@@ -85,6 +106,8 @@ class EngineProcess:
             await self._reap()
             raise
         self._began = time.monotonic()
+        if self._looking:
+            link.say(Look(True))
         return about
 
     async def close(self) -> None:
@@ -112,6 +135,7 @@ class EngineProcess:
         if self._closing or link is not self._link:
             return
         self._link = None
+        self._forget_asked()
         reason = "the engine process ended" + self._exit_code()
         self._on_death(reason)
         if link.was_ready:
@@ -184,6 +208,40 @@ class EngineProcess:
             return
         self._timer = asyncio.get_running_loop().call_later(_LOOK_EVERY, self._look)
 
+    # ---------------------------------------------------------------- the window
+
+    def look(self, on: bool) -> None:
+        self._looking = on
+        if self._link is not None and self._link.was_ready:
+            self._link.say(Look(on))
+
+    def show(self, on_frame: OnFrame) -> None:
+        self._on_frame = on_frame
+
+    async def explain(self, id: str) -> bytes:
+        if self._link is None or not self._link.was_ready:
+            raise Unavailable("the engine is starting: try again in a moment", code="engine_starting")
+        number = next(self._numbers)
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        self._link.say(Ask(number, id))
+        try:
+            return await answer
+        finally:
+            self._asked.pop(number, None)
+
+    def _forget_asked(self) -> None:
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(Unavailable("the engine stopped, and what it knew of requests is lost"))
+
+    def seen(self, message: Seen | Told) -> None:
+        """A frame, or an answer to `explain`."""
+        if isinstance(message, Seen):
+            self._on_frame(message.frame, message.whole)
+        elif (answer := self._asked.get(message.number)) is not None and not answer.done():
+            answer.set_result(message.story)
+
     def heard(self, update: Update) -> None:
         """One step's message."""
         self._progress.heard(update, time.monotonic())
@@ -210,7 +268,7 @@ class _Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
 
-    def say(self, message: Configure | Submit | Abort) -> None:
+    def say(self, message: ToEngine) -> None:
         if self.transport is not None:
             self.transport.write(frame(message))
 
@@ -222,6 +280,8 @@ class _Link(asyncio.Protocol):
         for message in self.frames.feed(data):
             if isinstance(message, Update):
                 self.owner.heard(message)
+            elif isinstance(message, Seen | Told):
+                self.owner.seen(message)
             elif isinstance(message, Ready):
                 self.ready.set_result(message.about)
             elif isinstance(message, Refused):

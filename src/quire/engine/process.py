@@ -12,7 +12,8 @@ from typing import Any
 from quire.core.constraint import Constraints, NoConstraints
 from quire.engine.engine import Engine
 from quire.engine.watch import Watch
-from quire.engine.wire import Abort, Frames, Submit, ToEngine, Update, frame
+from quire.engine.window import NoWindow, Window
+from quire.engine.wire import Abort, Ask, Frames, Look, Seen, Submit, ToEngine, Told, Update, frame
 from quire.errors import InvalidRequest
 from quire.values import Request, Tokens
 
@@ -33,9 +34,11 @@ class EngineLoop:
         metrics: Callable[[], dict[str, Any]],
         watch: Watch,
         constraints: Constraints | None = None,
+        window: Window | None = None,
     ) -> None:
         self.engine, self.link, self.metrics, self.watch = engine, link, metrics, watch
         self.constraints: Constraints = NoConstraints() if constraints is None else constraints
+        self.window: Window = NoWindow() if window is None else window
         self.frames = Frames(ToEngine)
         self.refused: list[Tokens] = []
         self.told = float("-inf")
@@ -75,6 +78,10 @@ class EngineLoop:
         elif isinstance(message, Abort):
             for id in message.ids:
                 self.engine.abort(id)
+        elif isinstance(message, Look):
+            self.window.watch(message.on)
+        elif isinstance(message, Ask):
+            self.link.sendall(frame(Told(message.number, self.window.explain(message.id, self.engine.clock.now()))))
 
     def _add(self, request: Request) -> None:
         try:
@@ -112,3 +119,5 @@ class EngineLoop:
                 )
             )
         )
+        if (seen := self.window.frame(engine, now, last=idle)) is not None:
+            self.link.sendall(frame(Seen(*seen)))

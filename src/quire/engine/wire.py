@@ -27,6 +27,19 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     ids: list[str]
 
 
+class Look(msgspec.Struct, tag=True, frozen=True):
+    """Somebody watches and begins with a whole picture; or nobody does any more."""
+
+    on: bool
+
+
+class Ask(msgspec.Struct, tag=True, frozen=True):
+    """What happened to a request; to all that are known, if `id` is empty. Answered by a Told of the same number."""
+
+    number: int
+    id: str
+
+
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """The engine is built and takes requests."""
 
@@ -59,8 +72,23 @@ class Update(msgspec.Struct, tag=True, frozen=True):
 TELL = signal.SIGUSR1
 """The signal that makes the engine's process say where it is stuck. A person may send it too."""
 
-ToEngine = Configure | Submit | Abort
-ToFront = Ready | Refused | Update
+
+class Seen(msgspec.Struct, tag=True, frozen=True):
+    """What those who watch are told: JSON that nobody here reads. whole: a viewer can begin with it."""
+
+    frame: bytes
+    whole: bool
+
+
+class Told(msgspec.Struct, tag=True, frozen=True):
+    """The answer to an Ask, as JSON."""
+
+    number: int
+    story: bytes
+
+
+ToEngine = Configure | Submit | Abort | Look | Ask
+ToFront = Ready | Refused | Update | Seen | Told
 
 _HEAD = struct.Struct("<I")
 
