@@ -41,7 +41,7 @@ _LEAVE = """        if self.flight:
 
 _MASKS = """            while len(flight) > 1:
                 self._commit()
-            flight[0][2].sample(scheduler.masks())"""
+            _tried(flight[0][2].sample, _tried(scheduler.masks))"""
 
 S, K, B, Q = "core.scheduler", "core.kv", "core.blocks", "core.sequence"
 E, V = "engine.engine", "engine.recovery"

@@ -26,10 +26,10 @@ from quire.server.limits import Guard, Keys, Limits, deadline, read_body
 from quire.server.messages import CountRequest, MessagesRequest, message
 from quire.server.messages import as_chat as message_as_chat
 from quire.server.messages_stream import MessageChunks
+from quire.server.page import Blank, Page, View
 from quire.server.responses import ResponsesRequest
 from quire.server.responses import as_chat as response_as_chat
 from quire.server.responses_stream import ResponseBuilder, ResponseChunks, whole
-from quire.server.page import Blank, Page, View
 from quire.server.stream import EventStream, deltas, unless_gone
 from quire.server.tools import toolbox
 from quire.text.tools.styles import STYLES
@@ -177,7 +177,7 @@ def create_app(
     version: str = "0",
     view: View | None = None,
 ) -> ASGIApp:
-    """The ASGI application around a backend that is started and closed by the caller. view: what the live page shows."""
+    """The ASGI application around a backend that the caller starts and closes. view: what the live page shows."""
     limits, keys = Limits() if limits is None else limits, Keys(api_keys)
     api, page = Api(backend, limits, version), Page(view or Blank(), keys, limits)
     routes = [

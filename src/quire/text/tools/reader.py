@@ -69,7 +69,7 @@ class Reader:
         said = text.rstrip()
         self._space = text[len(said) :]
         if said:
-            self._after_call = False
+            self._after_call = self._unclosed = False
             self._parts.append(Part("content", said))
 
     def _begin(self, name: str) -> None:
@@ -118,6 +118,8 @@ class Reader:
 
     def _enter(self, mark: str) -> None:
         if mark not in self._style.marks:
+            if not self._unclosed:  # words stand between: it ends no call
+                self._say(mark)
             self._unclosed = False
             return
         self._form = self._style.marks[mark]
