@@ -103,6 +103,15 @@ def test_an_override_that_is_not_there_is_named(tmp_path: Path) -> None:
         ChatTemplate.from_folder(tmp_path, override=tmp_path / "gone.jinja")
 
 
+def test_what_is_no_template_is_named(tmp_path: Path) -> None:
+    folder = save(tmp_path, byte_level(), tokenizer_config={"chat_template": 7})
+    with pytest.raises(InvalidModel, match="is of type int: not a template"):
+        ChatTemplate.from_folder(folder)
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidModel, match=r"chat_template\.jinja is not text"):
+        ChatTemplate.from_folder(folder)
+
+
 def _made(template: ChatTemplate | None) -> str:
     assert template is not None
     return template.render(HELLO)

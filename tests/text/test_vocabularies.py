@@ -161,7 +161,8 @@ def test_a_gguf_files_bytes_are_cut_as_they_were_and_its_template_is_used(tmp_pa
         kinds,
         token_merges=merges,
         tokenizer_pre=pre,
-        eos_token_id=len(pieces) - 1,
+        eos_token_id=5,
+        eot_token_id=len(pieces) - 1,
         chat_template=CHATML,
     )
     text = build_text(settings(tmp_path / "model.gguf"))
@@ -171,7 +172,7 @@ def test_a_gguf_files_bytes_are_cut_as_they_were_and_its_template_is_used(tmp_pa
             theirs = tiktoken.Encoding("test", pat_str=pattern, mergeable_ranks=own, special_tokens={})
             assert list(text.tokenizer.encode(sample)) == theirs.encode(sample)
         assert text.tokenizer.decode(text.tokenizer.encode(sample)) == sample
-    assert text.tokenizer.eos == {len(pieces) - 1}
+    assert text.tokenizer.eos == {5, len(pieces) - 1}
     assert text.template is not None
     prompt = text.template.render([{"role": "user", "content": "hi"}])
     assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"

@@ -12,6 +12,8 @@ from quire.text.generation import sampling_defaults
 from quire.text.reasoning import ReasoningParser, parser_of
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools.styles import STYLES, ToolParser, style_of
+from quire.text.vocabularies import ends_of, from_gguf
+from quire.weights.gguf import find_gguf, read_gguf
 from quire.weights.locate import locate
 
 
@@ -30,14 +32,16 @@ class Text(NamedTuple):
 
 
 def build_text(settings: Settings) -> Text:
-    """Read the tokenizer's and the model's folder. Raises InvalidModel."""
+    """Read the tokenizer's and the model's folder, or GGUF file. Raises InvalidModel."""
     model = settings.model
     folder = locate(model.model, revision=model.revision, cache=model.download_dir)
     spoken = _spoken(settings)
-    tokenizer = Tokenizer.from_folder(spoken)
+    tokenizer, brought = _read(spoken)
     tools, thoughts = model.tool_call_parser, model.reasoning_parser
     chosen = None if tools == "auto" else STYLES[tools]
-    template = ChatTemplate.from_folder(spoken, tokenizer.tokens, override=model.chat_template, style=chosen)
+    template = ChatTemplate.from_folder(
+        spoken, tokenizer.tokens, override=model.chat_template, style=chosen, default=brought
+    )
     source = None if template is None else template.source
     return Text(
         folder,
@@ -51,7 +55,17 @@ def build_text(settings: Settings) -> Text:
 
 def build_tokenizer(settings: Settings) -> Tokenizer:
     """The tokenizer alone. Raises InvalidModel."""
-    return Tokenizer.from_folder(_spoken(settings))
+    return _read(_spoken(settings))[0]
+
+
+def _read(spoken: Path) -> tuple[Tokenizer, str | None]:
+    """The tokenizer, and the template a GGUF file brings."""
+    file = find_gguf(spoken)
+    if file is None:
+        return Tokenizer.from_folder(spoken), None
+    facts = read_gguf(file).facts
+    core, config = from_gguf(facts)
+    return Tokenizer(core, config, eos=ends_of(facts)), config.get("chat_template")
 
 
 def _spoken(settings: Settings) -> Path:

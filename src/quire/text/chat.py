@@ -98,17 +98,13 @@ class ChatTemplate:
         *,
         override: str | Path | None = None,
         style: Style | None = None,
+        default: str | None = None,
     ) -> Self | None:
-        """`override` (a path, or a template), else chat_template.jinja, else what tokenizer_config says, if any."""
-        folder = Path(folder)
-        if override is not None:
-            return cls(_given(override), tokens, style)
-        path = folder / "chat_template.jinja"
-        if path.is_file():
-            return cls(path.read_text("utf-8"), tokens, style)
-        source = read_json(folder / "tokenizer_config.json").get("chat_template")
-        if isinstance(source, list):  # several, by name
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        """`override` (a path, or a template), else chat_template.jinja, else tokenizer_config's, else `default`.
+
+        None where there is none at all. Raises InvalidModel for what is no template.
+        """
+        source = _own(Path(folder), default) if override is None else _given(override)
         return None if source is None else cls(source, tokens, style)
 
     def render(
@@ -185,14 +181,32 @@ def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
     return "\n".join(part["text"] for part in content)
 
 
+def _own(folder: Path, default: str | None) -> str | None:
+    """The template of a folder. Raises InvalidModel where it is none."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return _template(path)
+    source = read_json(folder / "tokenizer_config.json").get("chat_template", default)
+    if isinstance(source, list):  # several, by name
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        source = named.get("default")
+    if source is not None and not isinstance(source, str):
+        raise InvalidModel(f"chat_template of tokenizer_config.json is of type {type(source).__name__}: not a template")
+    return source
+
+
 def _given(override: str | Path) -> str:
     """A template given as such (it has a tag in it), or as the path of one."""
-    if "{" in str(override):
-        return str(override)
+    return str(override) if "{" in str(override) else _template(Path(override))
+
+
+def _template(path: Path) -> str:
     try:
-        return Path(override).read_text("utf-8")
+        return path.read_text("utf-8")
     except OSError as error:
-        raise InvalidModel(f"chat template {override}: {error.strerror}") from error
+        raise InvalidModel(f"chat template {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidModel(f"chat template {path} is not text: {error}") from error
 
 
 def _raise(message: str) -> NoReturn:

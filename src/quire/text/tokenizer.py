@@ -12,6 +12,7 @@ import tokenizers
 from quire.errors import InvalidModel
 from quire.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from quire.text.pieces import Pieces, rule_of
+from quire.text.vocabularies import Read, load_core
 
 _LONG = 1 << 14
 """Characters from which on encoding goes through the batch call, which lets other threads run meanwhile."""
@@ -45,21 +46,17 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Self:
-        """Read tokenizer.json and, where they exist, tokenizer_config.json, generation_config.json, config.json.
+        """Read tokenizer.json, or else another vocabulary (`vocabularies.load_core`), and, where they exist,
+        tokenizer_config.json, generation_config.json, config.json.
 
         Raises InvalidModel naming the file that is missing or broken.
         """
         folder = Path(folder)
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise InvalidModel(f"no tokenizer.json in {folder}: Quire needs one to turn text into tokens")
-        try:
-            core = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise InvalidModel(f"{path} cannot be read: {error}") from error
-        generation, config = read_json(folder / "generation_config.json"), read_json(folder / "config.json")
-        eos = generation.get("eos_token_id", config.get("eos_token_id"))
-        return cls(core, read_json(folder / "tokenizer_config.json"), eos=_ids(eos))
+        core, said = _read(folder)
+        config = said | {k: v for k, v in read_json(folder / "tokenizer_config.json").items() if v is not None}
+        generation, model = read_json(folder / "generation_config.json"), read_json(folder / "config.json")
+        eos = generation.get("eos_token_id", model.get("eos_token_id"))
+        return cls(core, config, eos=_ids(eos))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of `text`, between the model's begin and end tokens if it has any and they are wanted."""
@@ -123,6 +120,22 @@ class Tokenizer:
         eos = self._id("eos_token")
         begin = _asked(begin, self.bos, config.get("add_bos_token"))
         return begin, _asked(end, eos, config.get("add_eos_token"))
+
+
+def _read(folder: Path) -> Read:
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        try:
+            return tokenizers.Tokenizer.from_file(str(path)), {}
+        except Exception as error:  # the library raises bare Exception
+            raise InvalidModel(f"{path} cannot be read: {error}") from error
+    found = load_core(folder)
+    if found is None:
+        raise InvalidModel(
+            f"no tokenizer.json in {folder}, nor tokenizer.model, vocab.json with merges.txt, or *.tiktoken: "
+            "Quire needs one to turn text into tokens; --tokenizer names another folder"
+        )
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -162,6 +162,12 @@ def declare(core: tokenizers.Tokenizer, pieces: Sequence[str], kinds: Sequence[i
     core.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in by_kind[USER]])
 
 
+def ends_of(facts: Mapping[str, Any]) -> list[int]:
+    """The tokens that end a text in a GGUF file: of the whole, of a turn, of a message."""
+    named = (facts.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    return [token for token in named if token is not None]
+
+
 def from_gguf(facts: Mapping[str, Any]) -> Read:
     """A GGUF file's tokenizer, and what a tokenizer_config.json would say beside it. Raises InvalidModel."""
 

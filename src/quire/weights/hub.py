@@ -9,7 +9,7 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntry
 
 from quire.errors import InvalidModel, Unavailable
 
-WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.bpe", "*.tiktoken")
 """What a serving engine reads: never code, never pickles."""
 
 
