@@ -90,9 +90,7 @@ def _workload() -> list[Request]:
         for i, (prompt, new) in enumerate(shapes)
     ]
     fork = shared + draw(9)
-    return requests + [
-        Request(id=f"fork-{c}", prompt=fork, max_new=8, seed=7, choice=c, leader="fork-0") for c in range(3)
-    ]
+    return requests + [Request(id=f"fork-{c}", prompt=fork, max_new=8, seed=7, choice=c) for c in range(3)]
 
 
 REQUESTS = _workload()
@@ -140,6 +138,9 @@ def check(sch: Any, dev: HashDevice) -> None:
             want[page] += 1
     assert want == pool.refs, "reference counts"
     assert len({s.priority >= IDLE for s in sch.running}) <= 1, "somebody runs in the gaps while others run"
+    assert all(s in sch.running and s.claim == place for place, s in sch.kv.claims.items()), "claims"
+    leaders = {id(s): s for s in (*held.values(), *sch.running)}
+    assert sum(len(s.followers) for s in leaders.values()) == sch.waiting.held, "followers"
     rest = [*pool.blank, *getattr(pool.shelf, "_pages", getattr(pool.shelf, "_born", ()))]
     assert len(rest) == len(set(rest)) and set(rest) == {b for b, n in enumerate(want) if n == 0} - {0}, "free pages"
     rows = [s.row for s in held.values()]
@@ -169,7 +170,7 @@ class Run:
         c = combo
         self.pages = -(-LONGEST // c["size"]) * c["tight"]
         index = house.RadixReuse(c["size"]) if c["reuse"] else house.NoReuse()
-        kv = house.KV(self.pages, c["size"], index, policy.SHELVES[c["shelf"]]())
+        kv = house.KV(self.pages, c["size"], index, policy.SHELVES[c["shelf"]](), worth=4)
         budget, chunk = c["feed"]
         self.sch = house.Scheduler(
             kv,
@@ -191,6 +192,7 @@ class Run:
         self.prompt_logprobs: dict[str, list[Any]] = {}
         self.finish: dict[str, str] = {}
         self.last_hiccup = -40
+        self.followed = 0
         self._stamp()
 
     def _hiccup(self) -> bool:
@@ -212,6 +214,7 @@ class Run:
         def checked(result: Any) -> Any:
             out = commit(result)
             check(self.sch, dev)
+            self.followed = max(self.followed, self.sch.waiting.held)
             return out
 
         pool.drop, self.sch.commit = stamped, checked

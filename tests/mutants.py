@@ -74,9 +74,7 @@ BUGS = [
         "                seq.unfed -= n\n                seq.computed += n\n                self.kv.publish(seq)\n"
         "                seq.computed -= n\n",
     ),
-    Bug(
-        "preempted row opened while still in flight", S, "if not self.rows or seq.row is not None:", "if not self.rows:"
-    ),
+    Bug("preempted row opened while still in flight", S, "rows = self.rows and seq.row is None", "rows = self.rows"),
     Bug(
         "who runs in the gaps does not make way",
         S,
@@ -145,9 +143,17 @@ BUGS = [
     Bug(
         "followers forgotten when their leader ends",
         S,
-        "        self._release(seq)\n        if seq.row is None",
+        "        self.waiting.release(seq)\n        if seq.row is None",
         "        if seq.row is None",
     ),
+    Bug("followers forgotten when their leader is preempted", S, "        self.waiting.release(victim)\n", ""),
+    Bug(
+        "followers forgotten when a step fails",
+        S,
+        "            self.waiting.release(seq)\n            self._bury",
+        "            self._bury",
+    ),
+    Bug("who left still claims a page", S, "        self.kv.unclaim(seq)\n", ""),
     Bug(
         "a shared page leaves the shelf twice",
         B,
@@ -155,7 +161,7 @@ BUGS = [
         "        self.refs",
     ),
     Bug("a dropped cached page counts as blank", B, "if self.reuse.holds(page):", "if False:"),
-    Bug("recovery keeps the prefix index", S, "        self.kv.pool.clear()\n", ""),
+    Bug("recovery keeps the prefix index", S, "        self.kv.clear()\n", ""),
     Bug("recovery keeps pending spans", S, "            seq.pending = seq.reach = 0\n", ""),
     Bug(
         "recovery forgets rows on their way home",

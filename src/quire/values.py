@@ -222,9 +222,8 @@ class Request:
 
     prompt: token ids, at least one. max_new: how many tokens at most may follow. stop: token ids that end the
     sequence (end-of-text ids included unless ignored). choice: which of `n` answers this is; noise is keyed by
-    (seed, choice, position). leader: id of the first of the n, whose prompt pages the others wait for.
-    priority: lower is sooner; from IDLE on, only while nobody else wants to run. deadline: in seconds of the engine's
-    clock. salt: keeps prefix reuse apart.
+    (seed, choice, position). priority: lower is sooner; from IDLE on, only while nobody else wants to run. deadline: in
+    seconds of the engine's clock. salt: keeps prefix reuse apart.
     """
 
     id: str
@@ -234,7 +233,6 @@ class Request:
     stop: frozenset[int] = frozenset()
     seed: int = 0
     choice: int = 0
-    leader: str | None = None
     priority: int = 0
     deadline: float = math.inf
     salt: str = ""

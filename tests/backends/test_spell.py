@@ -20,12 +20,11 @@ def spelled(prompt: int = 10, limit: int = 100, **fields: object) -> list[Reques
     return requests(call, tokenizer=TOKENIZER, limit=limit, seed=77)
 
 
-def test_n_answers_are_n_requests_behind_one_leader() -> None:
+def test_n_answers_are_n_requests_of_one_seed() -> None:
     asked = spelled(n=3, prompt_logprobs=1)
-    assert [(r.id, r.choice, r.leader) for r in asked] == [("c-0", 0, "c-0"), ("c-1", 1, "c-0"), ("c-2", 2, "c-0")]
+    assert [(r.id, r.choice) for r in asked] == [("c-0", 0), ("c-1", 1), ("c-2", 2)]
     assert {r.seed for r in asked} == {77}
     assert [r.sampling.prompt_logprobs for r in asked] == [1, None, None]
-    assert spelled()[0].leader is None
 
 
 def test_ends_are_the_models_own_and_the_requests() -> None:

@@ -135,15 +135,47 @@ def test_static_batching_waits_for_the_whole_batch() -> None:
     assert finished("static") > finished("continuous")
 
 
-def test_followers_hit_the_pages_of_their_leader() -> None:
-    engine = house().build(VirtualClock())
-    for choice in range(4):
-        engine.add(Request(id=f"n-{choice}", prompt=tuple(range(17)), max_new=3, choice=choice, leader="n-0"))
-    cached = {}
+def cached(engine: Engine, requests: list[Request]) -> dict[str, int]:
+    """Tokens found in the prefix cache by each of `requests`, all asked at once."""
+    found: dict[str, int] = {}
+    for request in requests:
+        engine.add(request)
     while engine.has_pending_work:
         for event in engine.step():
-            cached[event.id] = max(cached.get(event.id, 0), event.cached)
-    assert cached == {"n-0": 0, "n-1": 16, "n-2": 16, "n-3": 16}
+            found[event.id] = max(found.get(event.id, 0), event.cached)
+    return found
+
+
+def test_who_begins_with_what_another_is_computing_waits_for_it() -> None:
+    head = tuple(range(200))
+    asked = [Request(id=f"n-{i}", prompt=(*head, 300 + i), max_new=3) for i in range(4)]
+    engine = house(pages=400).build(VirtualClock())
+    assert cached(engine, asked) == {"n-0": 0, "n-1": 200, "n-2": 200, "n-3": 200}
+    engine = house(pages=400, chunk=20).build(VirtualClock())
+    assert cached(engine, [*asked, Request(id="late", prompt=(*head[:100], 7), max_new=3)])["late"] == 100
+
+
+def test_nobody_waits_for_little_for_another_salt_or_for_what_it_must_compute_itself() -> None:
+    head = tuple(range(100))
+    asks = SamplingParams(prompt_logprobs=1)
+    for first, other in (
+        (Request(id="a", prompt=head[:60], max_new=3), Request(id="b", prompt=head[:60], max_new=3)),
+        (Request(id="a", prompt=head, max_new=3), Request(id="b", prompt=head, max_new=3, salt="x")),
+        (Request(id="a", prompt=head, max_new=3), Request(id="b", prompt=head, max_new=3, sampling=asks)),
+    ):
+        assert cached(house(pages=400).build(VirtualClock()), [first, other]) == {"a": 0, "b": 0}
+
+
+def test_who_waited_for_another_goes_on_when_that_one_leaves() -> None:
+    engine = house(pages=400, chunk=20).build(VirtualClock())
+    head = tuple(range(200))
+    for i in range(3):
+        engine.add(Request(id=f"n-{i}", prompt=(*head, 300 + i), max_new=3))
+    engine.step()
+    assert engine.gauges().running == 1 and engine.gauges().waiting == 2
+    engine.abort("n-0")
+    run(engine)
+    assert [len(c.tokens) for c in engine.completed_requests if c.finish == "length"] == [3, 3]
 
 
 def test_a_salt_keeps_prefixes_apart() -> None:

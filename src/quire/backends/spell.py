@@ -43,7 +43,6 @@ def requests(call: Call, *, tokenizer: Tokenizer, limit: int, seed: int, deadlin
             stop=eos.union(sampling.stop_token_ids),
             seed=seed,
             choice=choice,
-            leader=ids[0] if sampling.n > 1 else None,
             priority=call.priority,
             deadline=deadline,
             salt=call.salt,

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from quire.core.blocks import BlockPool, Shelf
 from quire.core.reuse import NoReuse, RadixReuse, Reuse
-from quire.core.sequence import Sequence
+from quire.core.sequence import Place, Sequence
 from quire.values import MANY
 
 
 class KV:
-    """Page accounting for all sequences. `page_size` is in tokens; contiguous KV is one page as long as the context."""
+    """Page accounting for all sequences. `page_size` is in tokens; contiguous KV is one page as long as the context.
 
-    def __init__(self, pages: int, page_size: int, reuse: Reuse | None = None, shelf: Shelf | None = None) -> None:
-        self.page_size = page_size
+    worth: prompt tokens that another sequence is computing just now, from which on it pays to wait for them.
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        reuse: Reuse | None = None,
+        shelf: Shelf | None = None,
+        worth: int = 64,
+    ) -> None:
+        self.page_size, self.worth = page_size, worth
         self.reuse: Reuse = NoReuse() if reuse is None else reuse
         self.pool = BlockPool(pages, self.reuse, shelf)
+        self.claims: dict[Place, Sequence] = {}
         self.queried = 0
         self.hit = 0
 
@@ -23,11 +34,8 @@ class KV:
         return -(-(length - 1) // self.page_size)
 
     def open(self, seq: Sequence) -> None:
-        """Take what the cache has of the tokens, short of the last: it must be fed to have logits.
-
-        Whoever wants logits of its prompt tokens bypasses the hits, for those rows would never be computed.
-        """
-        known = [] if seq.asks else seq.tokens[:-1]
+        """Take what the cache has of its tokens."""
+        known = self._known(seq)
         seq.blocks, seq.node = self.reuse.match(known, seq.request.salt)
         for page in seq.blocks:
             self.pool.share(page)
@@ -35,10 +43,46 @@ class KV:
         seq.unfed, seq.drafting, seq.room = len(seq.tokens) - seq.computed, 0, 0
         seq.mark = (len(seq.blocks) + 1) * self.reuse.every
 
-    def count(self, seq: Sequence) -> None:
-        """Put an opened sequence's lookup into the statistics (a lookup that was then put back is not one)."""
+    def _known(self, seq: Sequence) -> list[int]:
+        """What may be reused: all tokens but the last, which must be fed to have logits.
+
+        Whoever wants logits of its prompt tokens bypasses the hits, for those rows would never be computed.
+        """
+        return [] if seq.asks else seq.tokens[:-1]
+
+    def coming(self, seq: Sequence) -> tuple[Sequence, int] | None:
+        """Who is computing what `seq` would compute next, and up to which length, if that is worth waiting for."""
+        known = self._known(seq)
+        if not self.claims or len(known) < self.worth:
+            return None
+        blocks, node = self.reuse.match(known, seq.request.salt)
+        start, size = len(blocks) * self.page_size, self.page_size
+        other = self.claims.get((id(node), self.reuse.key(known, start, seq.request.salt)))
+        if other is None:
+            return None
+        upto, most = start, min(len(known), other.prompt_length)
+        while upto + size <= most and known[upto : upto + size] == other.tokens[upto : upto + size]:
+            upto += size
+        return (other, upto) if upto - start >= self.worth else None
+
+    def claim(self, seq: Sequence) -> None:
+        """It is opened for good: count its lookup, and let others know which page of its prompt it computes next."""
         self.queried += len(seq.tokens)
         self.hit += seq.hits
+        self._claim(seq)
+
+    def _claim(self, seq: Sequence) -> None:
+        if seq.mark <= seq.prompt_length:
+            start = seq.mark - self.page_size
+            place = id(seq.node), self.reuse.key(seq.tokens, start, seq.request.salt)
+            if self.claims.setdefault(place, seq) is seq:
+                seq.claim = place
+
+    def unclaim(self, seq: Sequence) -> None:
+        """What it was about to compute is for somebody else to claim."""
+        if seq.claim is not None:
+            del self.claims[seq.claim]
+            seq.claim = None
 
     def need(self, seq: Sequence, upto: int) -> int:
         """Pages missing to write positions below `upto`."""
@@ -57,12 +101,15 @@ class KV:
 
     def publish(self, seq: Sequence) -> None:
         """Offer full pages to others: only what is committed, so that a write in flight is always past it."""
-        size = self.page_size
+        size, claimed = self.page_size, seq.claim is not None
+        self.unclaim(seq)
         while seq.mark <= seq.computed and seq.node is not None:
             start = seq.mark - size
             page = seq.blocks[start // size]
             seq.node = self.reuse.publish(seq.node, seq.tokens, start, seq.request.salt, page)
             seq.mark += size
+        if claimed:
+            self._claim(seq)
 
     def close(self, seq: Sequence) -> None:
         """Give the pages back tail first, so that leaves are evicted before their parents."""
@@ -70,6 +117,12 @@ class KV:
         for page in reversed(seq.blocks):
             drop(page)
         seq.blocks = []
+
+    def clear(self) -> None:
+        """The device lost its K/V."""
+        for seq in list(self.claims.values()):
+            self.unclaim(seq)
+        self.pool.clear()
 
 
 def prefix_index(page_size: int, enabled: bool) -> Reuse:

@@ -12,8 +12,8 @@ from quire.core.step import Decision
 class Waiting:
     """A heap with lazy removal: push, pop and discard stay O(log n) with a hundred thousand waiting.
 
-    `held` counts sequences that wait elsewhere: choices of `n` behind their leader. Those whose constraint is still
-    being made wait beside the queue, and take their place in it when it is `ready`.
+    `held` counts sequences that wait elsewhere: behind one that computes what they begin with. Those whose constraint
+    is still being made wait beside the queue, and take their place in it when it is `ready`.
     """
 
     def __init__(self) -> None:
@@ -55,6 +55,20 @@ class Waiting:
         """Take it out if it is there; its place in the heap is cleaned up when it comes to the top."""
         self._members.discard(seq.order)
         self._unready.pop(seq.order, None)
+
+    def hold(self, leader: Sequence, upto: int) -> None:
+        """The first one waits beside the queue until `leader` has computed its first `upto` tokens."""
+        leader.followers.append((upto, self._heap[0][2]))
+        self.pop()
+        self.held += 1
+
+    def release(self, leader: Sequence) -> None:
+        """Those who waited for what it computes take their places in the queue again."""
+        for _, seq in leader.followers:
+            self.held -= 1
+            if seq.finish is None:
+                self.push(seq)
+        leader.followers = []
 
     def __contains__(self, seq: Sequence) -> bool:
         return seq.order in self._members

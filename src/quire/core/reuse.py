@@ -20,6 +20,9 @@ class Reuse(Protocol):
     every: int
     """Tokens after which a page may be published; MANY: never."""
 
+    def key(self, tokens: Seq[int], start: int, salt: str) -> Key:
+        """The edge for the page of tokens that begins at `start`."""
+
     def match(self, tokens: Seq[int], salt: str) -> tuple[list[int], Node | None]:
         """Pages holding the longest known prefix of `tokens`, and where to publish the next one."""
 
@@ -40,6 +43,9 @@ class NoReuse:
     """Prefix caching off."""
 
     every = MANY
+
+    def key(self, tokens: Seq[int], start: int, salt: str) -> Key:
+        return ()
 
     def match(self, tokens: Seq[int], salt: str) -> tuple[list[int], Node | None]:
         return [], None

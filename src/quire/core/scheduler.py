@@ -76,12 +76,7 @@ class Scheduler:
         seq = Sequence(request, self.arrived, list(request.prompt), limit, constraint, self.order(request))
         self.arrived += 1
         self.seqs[request.id] = seq
-        leader = self.seqs.get(request.leader) if request.leader is not None else None
-        if leader is not None and leader is not seq and len(leader.tokens) == leader.prompt_length:
-            leader.followers.append(seq)
-            self.waiting.held += 1
-        else:
-            self.waiting.push(seq)
+        self.waiting.push(seq)
         return seq
 
     def abort(self, id: str, why: FinishReason = "abort") -> Sequence | None:
@@ -96,7 +91,7 @@ class Scheduler:
         seq.finish = why
         del self.seqs[seq.request.id]
         self.speculation.forget(seq)
-        self._release(seq)
+        self.waiting.release(seq)
         if seq.row is None:
             self.waiting.discard(seq)
         elif seq in self.running:
@@ -105,15 +100,9 @@ class Scheduler:
         else:  # its row is on the way home already; it may have been preempted into the queue
             self.waiting.discard(seq)
 
-    def _release(self, seq: Sequence) -> None:
-        for other in seq.followers:
-            self.waiting.held -= 1
-            if other.finish is None:
-                self.waiting.push(other)
-        seq.followers = []
-
     def _leave(self, seq: Sequence) -> None:
         """Row and pages go home with the last plan launched, for no later one can touch them."""
+        self.kv.unclaim(seq)
         if self.flight:
             self.flight[-1].graves.append(seq)
         else:
@@ -207,21 +196,32 @@ class Scheduler:
         """Back into the queue, with what was committed."""
         self.running.remove(victim)
         self._leave(victim)
+        self.waiting.release(victim)
         self.waiting.push(victim)
         victim.preemptions += 1
         self.preempted += 1
         self._decisions.append(Decision("preempted", victim.request.id, by.request.id, victim.computed))
 
     def _open(self, slots: int, left: int, others: bool, opened: list[Open]) -> bool:
-        seq = self.waiting.first()
-        if seq is None or self._short:
-            return False
+        """Let in the next one that has no reason to wait."""
+        while (seq := self.waiting.first()) is not None and not self._short:
+            missing = self._missing(seq, slots)
+            if missing is not None:
+                return self._wait(seq, missing)
+            coming = self.kv.coming(seq)
+            if coming is None:
+                return self._admit(seq, left, others, opened)
+            self.waiting.hold(*coming)  # and whoever is behind it may go first
+            self._decisions.append(Decision("follows", seq.request.id, coming[0].request.id, coming[1]))
+        return False
+
+    def _missing(self, seq: Sequence, slots: int) -> str | None:
         if seq.priority >= IDLE and self.running and self.running[0].priority < IDLE:
-            return self._wait(seq, "gap")
-        if slots <= 0:
-            return self._wait(seq, "seats")
-        if not self.rows or seq.row is not None:  # a preempted one's last step is still in flight
-            return self._wait(seq, "rows")
+            return "gap"
+        rows = self.rows and seq.row is None  # a preempted one's last step may be in flight
+        return "seats" if slots <= 0 else None if rows else "rows"
+
+    def _admit(self, seq: Sequence, left: int, others: bool, opened: list[Open]) -> bool:
         kv = self.kv
         kv.open(seq)
         n = min(seq.unfed, self.chunk, left)
@@ -229,7 +229,7 @@ class Scheduler:
         if whole or kv.need(seq, seq.computed + n) > kv.pool.free:
             kv.close(seq)
             return self._wait(seq, "budget" if whole else "pages")
-        kv.count(seq)
+        kv.claim(seq)
         self.waiting.pop()
         seq.row = self.rows.pop()
         self.running.append(seq)
@@ -319,8 +319,8 @@ class Scheduler:
             out.append(Tokens(request.id, tuple(got), finish, stop, logprobs, told, seq.hits if first else 0))
         if seq.computed >= seq.mark:
             self.kv.publish(seq)
-        if seq.followers and len(seq.tokens) > seq.prompt_length:
-            self._release(seq)
+        if seq.followers and seq.computed >= min(upto for upto, _ in seq.followers):
+            self.waiting.release(seq)
         if finish:
             self._end(seq, finish)
 
@@ -338,10 +338,11 @@ class Scheduler:
         self._same = ()
         for seq in lost.values():
             seq.pending = seq.reach = 0
+            self.waiting.release(seq)
             self._bury(seq)
             if seq.finish is None:
                 self.waiting.push(seq)
-        self.kv.pool.clear()
+        self.kv.clear()
         return sorted((s for s in lost.values() if s.finish is None), key=lambda s: s.order)
 
     @property

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from quire.core.constraint import FREE, Constraint
 from quire.core.plan import STUCK, Open, Span
-from quire.core.reuse import Node
+from quire.core.reuse import Key, Node
 from quire.values import MANY, FinishReason, Request, TokenLogprobs, Tokens
+
+Place: TypeAlias = tuple[int, Key]
+"""A node of the prefix index (by identity) and the page of tokens that would follow it."""
 
 NOWHERE = Span(-1, 0, 0, 0)
 
@@ -60,8 +64,10 @@ class Sequence:
     asks: bool = False
     """Still wants logits of prompt tokens."""
     preemptions: int = 0
-    followers: list[Sequence] = field(default_factory=list)
-    """The other choices of `n`: they open once this one's prompt is committed, and hit its pages."""
+    claim: Place | None = None
+    """The next page of its prompt, where nobody else has claimed it."""
+    followers: list[tuple[int, Sequence]] = field(default_factory=list)
+    """Who waits for pages of this one's prompt, and up to which length: they will hit them."""
     finish: FinishReason | None = None
 
     @property

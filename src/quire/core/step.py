@@ -9,10 +9,12 @@ from quire.core.sequence import Sequence
 
 
 class Decision(NamedTuple):
-    """Why something happened to a request. what: opened (n = prefix tokens hit), waits, preempted, sat-out.
+    """Why something happened to a request. what: opened (n = prefix tokens hit), follows (whose first n tokens it needs
+    too), waits, preempted, sat-out.
 
-    by: the request it happened for (who needed the pages), or what is missing: seats (the cap on sequences), rows (one
-    is still on its way home), pages, budget (tokens a step), grammar (it is being compiled).
+    by: the request it happened for (who needed the pages, who computes them), or what is missing: seats (the cap on
+    sequences), rows (one is still on its way home), pages, budget (tokens a step), gap (others run), grammar (it is
+    being compiled).
     """
 
     what: str

@@ -189,6 +189,10 @@ def _chunk(story: Story, note: Note, history: History) -> str:
     return f"{note.n} of its prompt's tokens were fed, the rest later: {others}"
 
 
+def _follows(story: Story, note: Note, history: History) -> str:
+    return f"waited for {note.by}, which was computing the {note.n} tokens that both begin with"
+
+
 def _preempted(story: Story, note: Note, history: History) -> str:
     if note.by == story.request.id:
         return f"gave up its own KV blocks, for there were none to grow into: {note.n} tokens to compute again"
@@ -208,6 +212,7 @@ def _failed(story: Story, note: Note, history: History) -> str:
 _SAYS: Mapping[str, Callable[[Story, Note, History], str]] = {
     "opened": _opened,
     "chunk": _chunk,
+    "follows": _follows,
     "preempted": _preempted,
     "sat-out": _sat_out,
     "failed": _failed,
