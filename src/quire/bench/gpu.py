@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import platform
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -167,9 +168,9 @@ def peer() -> dict[str, Any]:
 
 def environment() -> dict[str, Any]:
     asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    card = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    there = shutil.which(asked[0]) is not None
     return {
-        "card": card,
+        "card": subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() if there else None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
