@@ -7,8 +7,9 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import click
@@ -22,7 +23,7 @@ from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.models.registry import read_spec
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZE: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 
 
 @click.command("paging")
