@@ -72,12 +72,32 @@ def test_a_refusal_is_the_callers_error_in_one_line() -> None:
         "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
         "{{ 1 / 0 }}",
         "{{ nothing.at.all }}",
+        "{{ messages.__class__ }}",
+        "{{ messages|attr('__class__') }}",
+        "{{ '{0.__class__}'.format(1) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{% set x = [0] * 99999 %}{% for a in x %}{% for b in x %}{% for c in x %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% for a in 'ab' recursive %}{{ loop('ab') }}{% endfor %}",
     ],
 )
 def test_hostile_and_broken_templates_are_errors_of_one_line(source: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         render(source)
     assert "\n" not in str(caught.value)
+    with pytest.raises(InvalidModel, match=r"^the chat template fails: .+; name another with --chat-template$"):
+        ChatTemplate(source).try_out()
+
+
+def test_loops_and_macros_do_as_they_always_did() -> None:
+    assert render("{% for k, v in {'a': 1}.items() %}{{ loop.index }}{{ k }}{{ v }}{% else %}none{% endfor %}") == "1a1"
+    assert render("{% for x in [] %}{{ x }}{% else %}none{% endfor %}") == "none"
+    assert render("{% macro f(a, b=2) %}{{ a }}{{ b }}{% endmacro %}{{ f(1) }}") == "12"
+    assert render("{% macro c() %}<{{ caller() }}>{% endmacro %}{% call c() %}x{% endcall %}") == "<x>"
+
+
+def test_a_template_that_refuses_a_plain_message_is_sound() -> None:
+    ChatTemplate("{{ raise_exception('a system message first') }}").try_out()
 
 
 def test_a_template_that_does_not_compile_is_a_broken_model() -> None:

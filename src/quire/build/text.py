@@ -32,7 +32,10 @@ class Text(NamedTuple):
 
 
 def build_text(settings: Settings) -> Text:
-    """Read the tokenizer's and the model's folder, or GGUF file. Raises InvalidModel."""
+    """Read the tokenizer's and the model's folder, or GGUF file.
+
+    Raises InvalidModel, for a template too that is broken or hostile: better now than at the first request.
+    """
     model = settings.model
     folder = locate(model.model, revision=model.revision, cache=model.download_dir)
     spoken = _spoken(settings)
@@ -42,6 +45,8 @@ def build_text(settings: Settings) -> Text:
     template = ChatTemplate.from_folder(
         spoken, tokenizer.tokens, override=model.chat_template, style=chosen, default=brought
     )
+    if template is not None:
+        template.try_out()
     source = None if template is None else template.source
     return Text(
         folder,

@@ -6,13 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
 
-from jinja2 import TemplateError, meta, nodes
+from jinja2 import TemplateError, meta, nodes, pass_context
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from quire.errors import InvalidModel, InvalidRequest
 from quire.text.tokenizer import read_json
@@ -21,11 +23,20 @@ from quire.text.tools.styles import Style, style_of
 
 _HERE = "\N{OBJECT REPLACEMENT CHARACTER}quire-continues-here\N{OBJECT REPLACEMENT CHARACTER}"
 _ROOM = 1 << 20
-"""Characters a template may add of its own, and turns its ranges may take, in one rendering."""
+"""Characters a template may add of its own, and turns it may take in loops and macros, in one rendering."""
+
+_TURN = "quire:turn"
+"""No template can spell this name."""
+
+Looping = TypeVar("Looping", nodes.For, nodes.Macro, nodes.CallBlock)
 
 
 class _Refused(TemplateError):
     """The template itself said no (`raise_exception`)."""
+
+
+class _Failed(Exception):
+    """The template broke, or was stopped."""
 
 
 class _Generation(Extension):
@@ -50,6 +61,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             raise SecurityError(f"{operator!r} would make too large a value")
         return super().call_binop(context, operator, left, right)
 
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        raise SecurityError(
+            f"it reaches for {attribute!r} of {type(obj).__name__!r}, which is not a template's to touch"
+        )
+
 
 class _Budget:
     """What one rendering may still write and count: templates can nest loops, and must come to an end."""
@@ -68,6 +84,31 @@ class _Budget:
         return numbers
 
 
+class _Metered(NodeTransformer):
+    """Every turn of a loop and every call of a macro is counted: they need write nothing to go on for ever."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802 - jinja's own spelling
+        return self._counted(node)
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:  # noqa: N802 - jinja's own spelling
+        return self._counted(node)
+
+    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.CallBlock:  # noqa: N802 - jinja's own spelling
+        return self._counted(node)
+
+    def _counted(self, node: Looping) -> Looping:
+        self.generic_visit(node)
+        turn = nodes.Filter(nodes.Const(1), _TURN, [], [], None, None, lineno=node.lineno)
+        node.body.insert(0, nodes.ExprStmt(turn, lineno=node.lineno))
+        return node
+
+
+@pass_context
+def _turn(context: Context, amount: int) -> None:
+    """What was given to the rendering is read, which the template's own `set` does not reach."""
+    context.parent[_TURN].spend(amount)
+
+
 class ChatTemplate:
     """One template, compiled. `tokens` are the special tokens it may name (`bos_token` and so on)."""
 
@@ -78,10 +119,12 @@ class ChatTemplate:
         """
         sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
         sandbox.filters["tojson"] = _tojson
+        sandbox.filters[_TURN] = _turn
+        del sandbox.globals["lipsum"]  # text without end is all it makes
         sandbox.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
         try:
-            self._template = sandbox.from_string(source)
             names = meta.find_undeclared_variables(sandbox.parse(source))
+            self._template = sandbox.from_string(_Metered().visit(sandbox.parse(source)))
         except (TemplateSyntaxError, RecursionError) as error:
             raise InvalidModel(f"the chat template does not compile: {_line(error)}") from error
         self._tokens = dict(tokens or {})
@@ -126,16 +169,18 @@ class ChatTemplate:
             shown = described(shown, tools, self._style)
         if continue_final_message:
             shown[-1]["content"] = str(shown[-1].get("content") or "") + _HERE
-        budget = _Budget(_ROOM + 8 * sum(len(str(message)) for message in shown))
         names = {
-            **self._tokens,
             **(chat_template_kwargs or {}),
             "messages": shown,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
-            "range": budget.range,
         }
-        text = self._run(names, budget)
+        try:
+            text = self._run(names)
+        except _Refused as error:
+            raise InvalidRequest(f"the chat template refuses the messages: {_line(error)}", param="messages") from error
+        except _Failed as error:
+            raise InvalidRequest(f"the chat template fails: {_line(error)}", param="messages") from error
         if not continue_final_message:
             return text
         before, found, _ = text.rpartition(_HERE)
@@ -146,18 +191,31 @@ class ChatTemplate:
             )
         return before
 
-    def _run(self, names: Mapping[str, Any], budget: _Budget) -> str:
+    def try_out(self) -> None:
+        """Show it one plain message. Raises InvalidModel where it fails; to refuse what it is shown is its right."""
+        try:
+            self._run(
+                {"messages": [{"role": "user", "content": "Hello"}], "tools": None, "add_generation_prompt": True}
+            )
+        except _Refused:
+            return
+        except _Failed as error:
+            raise InvalidModel(f"the chat template fails: {_line(error)}; name another with --chat-template") from error
+
+    def _run(self, names: Mapping[str, Any]) -> str:
+        """Raises _Refused or _Failed."""
+        budget = _Budget(_ROOM + 8 * sum(len(str(message)) for message in names["messages"]))
         told: list[str] = []
         try:
-            for piece in self._template.generate(names):
+            for piece in self._template.generate({**self._tokens, **names, "range": budget.range, _TURN: budget}):
                 budget.spend(len(piece))
                 told.append(piece)
-        except _Refused as error:
-            raise InvalidRequest(f"the chat template refuses the messages: {_line(error)}", param="messages") from error
+        except _Refused:
+            raise
         except RecursionError as error:
-            raise InvalidRequest("the chat template calls itself without end", param="messages") from error
+            raise _Failed("it calls itself without end") from error
         except Exception as error:  # whatever Python the template ran into; it is not ours
-            raise InvalidRequest(f"the chat template fails: {_line(error)}", param="messages") from error
+            raise _Failed(_line(error)) from error
         return "".join(told)
 
     def _shown(self, message: Mapping[str, Any]) -> dict[str, Any]:

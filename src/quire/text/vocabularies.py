@@ -175,7 +175,9 @@ def from_gguf(facts: Mapping[str, Any]) -> Read:
         return facts.get(f"tokenizer.ggml.{name}", default)
 
     pieces, kind = fact("tokens"), fact("model")
-    if not pieces or kind not in ("gpt2", "llama"):
+    if not pieces:
+        raise InvalidModel("the file holds no tokenizer: name one with --tokenizer")
+    if kind not in ("gpt2", "llama"):
         raise InvalidModel(
             f"the file's tokenizer is {kind!r}: only 'gpt2' and 'llama' are read; name one with --tokenizer"
         )
