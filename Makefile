@@ -2,7 +2,7 @@
 PYTHON ?= python
 CODE = src tests training
 
-.PHONY: check format lint types test bench nightly docs wheel
+.PHONY: check format lint types test bench nightly docs errors wheel
 
 check: lint types test
 
@@ -30,6 +30,10 @@ nightly:
 docs:
 	$(PYTHON) -m quire.config.document > docs/configuration.md.new && mv docs/configuration.md.new docs/configuration.md
 	$(PYTHON) -m quire.server.document > docs/requests.md.new && mv docs/requests.md.new docs/requests.md
+
+# Of logits, by architecture and dtype, in docs/models.md: not part of `docs`, for their last digits are the machine's.
+errors:
+	$(PYTHON) -m tests.models.errors
 
 wheel:
 	$(PYTHON) -m pip wheel --no-deps --wheel-dir dist .

@@ -27,6 +27,7 @@ FLOORS = (
     ("sim", "llm"),
     ("bench",),
     ("cli",),
+    ("look",),
 )
 """Bottom up. A room sees itself and the floors below it, never its neighbours."""
 
@@ -49,7 +50,7 @@ TORCH_FREE_MODULES = (
     *("quire.build.text", "quire.build.front", "quire.weights.locate"),
 )
 
-LOADERS = {"quire.cli.lazy", "quire.weights.locate", "quire.bench.cpu", "quire.build.engine"}
+LOADERS = {"quire.cli.lazy", "quire.weights.locate", "quire.bench.cpu", "quire.build.engine", "quire.look.diff"}
 """Commands, the hub's slow client, transformers, which is compared with only where it is installed, and kernels, which
 need Triton."""
 

@@ -14,6 +14,14 @@ from tests.ops.batches import Pages, poisoned
 
 POOL = 400
 
+LENGTHS = (70, 41, 3, 1, 58)
+"""Of prompts: some above the original context of the scaled ropes, and above every window."""
+
+
+def prompts(vocab: int, seed: int = 0) -> list[list[int]]:
+    chance = random.Random(seed)
+    return [[chance.randrange(vocab) for _ in range(n)] for n in LENGTHS]
+
 
 class Feeder:
     """Sequences of one model in one pool, whose unwritten slots are NaN."""

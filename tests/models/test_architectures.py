@@ -12,21 +12,13 @@ from transformers import PreTrainedModel
 from quire.models.base import Model
 from quire.weights.load import load_model
 from tests.checkpoints import SHAPES, greedy, make
-from tests.models.feeding import Feeder
-
-LENGTHS = (70, 41, 3, 1, 58)
-"""Some above the original context of the scaled rope, and above every window."""
+from tests.models.feeding import Feeder, prompts
 
 
 @pytest.fixture(scope="module", params=SHAPES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
     folder = tmp_path_factory.mktemp(request.param)
     return make(folder, request.param), folder
-
-
-def prompts(vocab: int, seed: int = 0) -> list[list[int]]:
-    chance = random.Random(seed)
-    return [[chance.randrange(vocab) for _ in range(n)] for n in LENGTHS]
 
 
 def theirs(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:

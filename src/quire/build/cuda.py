@@ -7,25 +7,19 @@ import time
 
 import torch
 
+from quire.build.room import LARGEST, working_bytes
 from quire.config import Settings
 from quire.engine.executor import Executor
 from quire.executors.cuda import CudaExecutor
 from quire.models.base import Model
-from quire.models.spec import ModelSpec
 from quire.ops.base import Ops
 from quire.ops.triton.ops import TritonOps
 from quire.runner.graphs import CudaQueue, Key, coarse, crowd, padding
 from quire.runner.kernels import TritonSteps
-from quire.runner.memory import GIB, activation_bytes, layer_shapes, page_bytes, plan_pages
+from quire.runner.memory import GIB, layer_shapes, page_bytes, plan_pages
 from quire.runner.traits import CUT, HOT, PENALISED
 
 log = logging.getLogger(__name__)
-
-LARGEST = 2048
-"""Tokens up to which a step is captured. Above, the GPU takes longer than its launches."""
-
-GRAPHS = GIB // 2
-"""Set aside for what graphs hold beside tensors, and for the library's workspaces."""
 
 
 def make_ops(device: torch.device) -> Ops:
@@ -80,18 +74,6 @@ def make_executor(
         *(pages, page_size, held / GIB, work / GIB, (free - after - held) / GIB, time.monotonic() - began),
     )
     return executor
-
-
-def working_bytes(spec: ModelSpec, dtype: torch.dtype, *, tokens: int, captured: int, rows: int) -> int:
-    """Beside weights and K/V: the largest step, the largest captured one, whose memory is kept apart, and graphs."""
-    projections = (2 * spec.mlp, (spec.heads + 2 * spec.kv_heads) * spec.head_dim)
-
-    def step(fed: int) -> int:
-        return activation_bytes(
-            tokens=fed, logits=rows, hidden=spec.hidden, widest=max(projections), vocab_size=spec.vocab, dtype=dtype
-        )
-
-    return step(tokens) + (step(min(tokens, captured)) + GRAPHS if captured else 0)
 
 
 def kinds(cap: int, tokens: int, largest: int) -> list[Key]:
