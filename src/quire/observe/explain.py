@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ MISSING: Mapping[str, str] = {
     "pages": "free KV blocks",
     "budget": "a step with room for the whole prompt",
     "grammar": "its grammar to be compiled",
+    "gap": "a gap: it runs only while nobody else could",
 }
 
 
@@ -49,6 +51,26 @@ def explain(history: History, id: str, now: float) -> dict[str, Any] | None:
         "events_left_out": story.unnoted,
         "token_times": [_short(t - begin) for t in story.times],
         "summary": _summary(story, waits, until),
+    }
+
+
+def brief(story: Story, now: float) -> dict[str, Any]:
+    """A request in a line of a list, plain JSON; times in seconds from its submission."""
+    begin, until = story.submitted, story.ended if story.ended is not None else now
+    return {
+        "id": story.request.id,
+        "number": story.number,
+        "state": state(story),
+        "finish_reason": story.finish,
+        "prompt_tokens": len(story.request.prompt),
+        "cached_tokens": story.hits,
+        "generated_tokens": len(story.times),
+        "preemptions": story.preemptions,
+        "seconds": {
+            "queued": _span(begin, story.opened, until),
+            "first_token": None if story.first is None else _short(story.first - begin),
+            "total": _short(until - begin),
+        },
     }
 
 
@@ -131,23 +153,25 @@ def _prefix(history: History, story: Story) -> dict[str, Any]:
 
 def _closest(history: History, story: Story) -> tuple[int, Story | None]:
     """Who began most alike before this one was opened, and how many tokens the two have in common."""
-    prompt = story.request.prompt
+    prompt = story.tokens[: len(story.request.prompt)]
     found: tuple[int, Story | None] = (0, None)
     for other in history.stories.values():
         if other is story or other.opened is None or other.opened > (story.resumed or 0.0):
             continue
-        if other.request.salt != story.request.salt:
+        if other.request.salt != story.request.salt or prompt[: found[0] + 1] != other.tokens[: found[0] + 1]:
             continue
-        theirs: Sequence[int] = other.tokens or other.request.prompt
-        if len(theirs) > found[0] and theirs[found[0]] == prompt[min(found[0], len(prompt) - 1)]:
-            common = _common(prompt, theirs)
-            if common > found[0]:
-                found = common, other
+        common = _common(prompt, other.tokens, found[0])
+        if common > found[0]:
+            found = common, other
     return found
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def _common(a: array[int], b: array[int], known: int) -> int:
+    """How many items two arrays begin with in common: at least `known`. Compared as memory, a piece at a time."""
+    most, piece = min(len(a), len(b)), 4096
+    while known < most and a[known : known + piece] == b[known : known + piece]:
+        known = min(known + piece, most)
+    return next((i for i in range(known, most) if a[i] != b[i]), most)
 
 
 # -------------------------------------------------------------------- sentences

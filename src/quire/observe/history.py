@@ -81,8 +81,8 @@ class Story:
         """Pages it holds, prefix hits first."""
         self.notes: list[Note] = []
         self.times = array("d")
-        self.tokens = array("q")
-        """Prompt and answer, once it has ended; what others' prefixes are compared with."""
+        self.tokens = array("q", request.prompt)
+        """The prompt, and the answer once it has ended; what others' prefixes are compared with."""
         self.lost: dict[int, tuple[float, str]] = {}
         """By page index: when somebody else took that page, and who."""
 
@@ -102,8 +102,8 @@ class History:
         self.waits: deque[Wait] = deque(maxlen=waits)
         self.writers: dict[int, tuple[Story, int]] = {}
         """By page: whose tokens are in it, and which of that request's pages it is."""
-        self.failures = 0
-        self.last_chunks: list[Story] = []
+        self.dropped: list[int] = []
+        """Pages of those whom the last step preempted."""
         self._keep, self._most, self._kept = keep, tokens, 0
         self._rows: dict[int, Story] = {}
         self._spans: object = None
@@ -122,6 +122,7 @@ class History:
 
     def on_step(self, record: StepRecord) -> None:
         plan, stories, now = record.plan, self.stories, record.committed
+        self.dropped = []
         if record.decisions:
             self._decided(record)
         if plan.grown:
@@ -142,7 +143,6 @@ class History:
     def on_end(self, ended: Completed) -> None:
         story = self.stories[ended.id]
         story.ended, story.finish, story.waiting = ended.finished, ended.finish, False
-        story.tokens = array("q", story.request.prompt)
         story.tokens.extend(ended.tokens)
         self.ended.append(story)
         self._kept += len(story.tokens)
@@ -154,7 +154,6 @@ class History:
             old.tokens, old.times = array("q"), array("d")
 
     def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
-        self.failures += 1
         self.writers.clear()
         for id in suspects:
             story = self.stories[id]
@@ -181,6 +180,7 @@ class History:
                 self._waited(record, id, by)
                 continue
             elif what == "preempted":
+                self.dropped += story.held
                 story.held, story.waiting = [], True
                 story.preemptions += 1
             story.note(Note(record.planned, record.number, what, by, n, len(record.seqs)))
@@ -210,10 +210,8 @@ class History:
     def _chunked(self, record: StepRecord) -> None:
         """Prompts that this step fed in part."""
         spans = record.plan.spans
-        self.last_chunks = []
         for span, seq in zip(spans, record.seqs, strict=True):
             if not span.rows and (story := self.stories.get(seq.request.id)) is not None:
                 story.chunks += 1
-                self.last_chunks.append(story)
                 fed = sum([s.n for s in spans])
                 story.note(Note(record.planned, record.number, "chunk", n=span.n, width=len(spans), fed=fed))

@@ -7,7 +7,7 @@ that a viewer can begin with it. Times are whole microseconds since the window w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import count, takewhile
 from typing import Any
 
@@ -15,14 +15,14 @@ import msgspec
 
 from quire.engine.engine import Engine
 from quire.engine.events import Completed, StepRecord
-from quire.observe.explain import explain, state
+from quire.observe.explain import brief, explain, state
 from quire.observe.history import History, Story
 from quire.values import Request
 
 EVERY = 0.15
 """Seconds between two frames."""
 
-WHOLE_EVERY = 10.0
+WHOLE_EVERY = 15.0
 """Seconds after which a frame is whole though nobody asked."""
 
 MOST_STEPS = 96
@@ -30,6 +30,9 @@ MOST_STEPS = 96
 
 MOST_TOLD = 4096
 """Waiting requests and requests' events in a frame; the rest is counted."""
+
+MOST_PAGES = 1 << 14
+"""Pages that are told of, the first ones: a map of more cannot be read."""
 
 RECENT = 64
 """Ended requests in a whole frame."""
@@ -41,13 +44,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class LiveWindow:
-    """An observer that packs frames, and the engine's `Window`. settles: facts for whole frames.
+    """An observer that packs frames, and the engine's `Window`. History must be told before this is."""
 
-    History must be told before this is.
-    """
-
-    def __init__(self, history: History, facts: Mapping[str, Any] | None = None) -> None:
-        self.history, self.facts = history, dict(facts or {})
+    def __init__(self, history: History) -> None:
+        self.history = history
         self.base, self.epoch = time.monotonic(), time.time()
         self.watched = False
         self._whole = False
@@ -87,9 +87,10 @@ class LiveWindow:
 
     def on_end(self, ended: Completed) -> None:
         if self.watched:
-            story = self.history.stories[ended.id]
-            self._leaving.append((LINGER, story.held))
-            self._tell(["end", self._at(ended.finished), story.number, ended.finish, len(ended.tokens)])
+            story = self.history.stories.get(ended.id)
+            if story is not None:  # long ones may be forgotten as soon as they end
+                self._leaving.append((LINGER, story.held))
+                self._tell(["end", self._at(ended.finished), story.number, ended.finish, len(ended.tokens)])
 
     def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
         if self.watched:
@@ -115,7 +116,7 @@ class LiveWindow:
                 if (story := stories.get(seq.request.id)) is not None
             ]
         times = self._at(record.planned), self._at(record.launched), self._at(record.committed)
-        self._steps.append([record.number, *times, spans])
+        self._steps.append([record.number, *times, spans, sum([len(event[1]) for event in record.events])])
 
     def _decided(self, record: StepRecord) -> None:
         at = self._at(record.planned)
@@ -130,7 +131,7 @@ class LiveWindow:
                 continue
             if what == "preempted":
                 other = self.history.stories.get(by)
-                self._leaving.append((LINGER, [p for p, w in self.history.writers.items() if w[0] is story]))
+                self._leaving.append((LINGER, self.history.dropped))
                 self._tell(["out", at, story.number, 0 if other is None else other.number, n])
             elif what == "opened":
                 self._tell(["open", at, story.number, n])
@@ -141,8 +142,9 @@ class LiveWindow:
         """Requests whose first token this step brought: its spans differ from the last step's."""
         now, stories = record.committed, self.history.stories
         for event in record.events:
-            if event[1] and stories[event[0]].first == now:
-                self._tell(["first", self._at(now), stories[event[0]].number])
+            story = stories.get(event[0]) if event[1] else None
+            if story is not None and story.first == now:
+                self._tell(["first", self._at(now), story.number])
 
     # ---------------------------------------------------------------- the window
 
@@ -177,12 +179,12 @@ class LiveWindow:
         return _encode(frame), whole
 
     def explain(self, id: str, now: float) -> bytes:
-        """The stories of a call's answers, or of one of them, as JSON; `null` if there are none. No id: of every
-        request known, newest first."""
+        """The stories of a call's answers, or of one of them, as JSON; `null` if there are none. No id: a line for
+        every request known, newest first."""
         stories = self.history.stories
         if not id:
             numbered = sorted(stories.values(), key=lambda s: -s.number)
-            return bytes(_encode({"requests": [explain(self.history, s.request.id, now) for s in numbered]}))
+            return bytes(_encode({"requests": [brief(story, now) for story in numbered]}))
         answers = takewhile(stories.__contains__, (f"{id}-{choice}" for choice in count()))
         found = [id] if id in stories else list(answers)
         if not found:
@@ -212,7 +214,7 @@ class LiveWindow:
         for _, pages in self._leaving:
             touched.update(pages)
         self._leaving = [(left - 1, pages) for left, pages in self._leaving if left > 1]
-        return [self._page(engine, page) for page in touched]
+        return [self._page(engine, page) for page in touched if page <= MOST_PAGES]
 
     def _page(self, engine: Engine, page: int) -> list[int]:
         """[page, holders (0: kept for its contents, -1: blank), whose tokens, which of that request's pages]."""
@@ -228,11 +230,12 @@ class LiveWindow:
         pool, about = kv.pool, engine.about
         alive = [story for story in stories.values() if story.ended is None]
         ended = list(self.history.ended)[-RECENT:]
+        pages = min(pool.pages, MOST_PAGES)
         return {
             "epoch": self.epoch,
             "facts": {
-                **self.facts,
-                "pages": pool.pages,
+                "pages": pages,
+                "all_pages": pool.pages,
                 "page_size": kv.page_size,
                 "seats": scheduler.cap,
                 "budget": scheduler.budget,
@@ -243,11 +246,10 @@ class LiveWindow:
                 "drafts": about.drafts,
             },
             "pages": [
-                self._page(engine, page)
-                for page in range(1, pool.pages + 1)
-                if pool.refs[page] or pool.reuse.holds(page)
+                self._page(engine, page) for page in range(1, pages + 1) if pool.refs[page] or pool.reuse.holds(page)
             ],
             "requests": [_standing(story, self._at) for story in (*ended, *alive)][:MOST_TOLD],
+            "complete": len(ended) + len(alive) <= MOST_TOLD,
         }
 
 
