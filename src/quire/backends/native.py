@@ -21,7 +21,7 @@ from quire.errors import DeadlineExceeded, InvalidRequest, Overloaded, QuireErro
 from quire.text.chat import ChatTemplate
 from quire.text.stop import StopStrings
 from quire.text.tokenizer import Tokenizer
-from quire.values import Tokens
+from quire.values import IDLE, Tokens
 
 
 def _draw() -> int:
@@ -200,6 +200,8 @@ class NativeBackend:
                 f"n ({more}) is more than may wait in this server's queue ({self._max_queued})", param="n"
             )
         waiting = len(self._seats) - self._port.snapshot().get("active_requests", 0)
+        if waiting + more > self._max_queued:  # who runs only in the gaps stands in nobody's way
+            waiting = max(0, waiting - sum(live.call.priority >= IDLE for live, _ in self._seats.values()))
         if waiting + more > self._max_queued:
             self._observer.on_refused("max_num_queued_reqs")
             raise Overloaded(

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Coroutine
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -17,12 +18,16 @@ from quire.backends.base import ModelCard
 from quire.backends.native import NativeBackend
 from quire.build.text import build_text
 from quire.config import OPTIONS, Settings
+from quire.config.settings import ServerConfig
 from quire.engine.client import EngineProcess
 from quire.observe.audience import Audience
 from quire.observe.engine_metrics import render
 from quire.observe.log import LoggedRim, log_stats
 from quire.observe.rim_metrics import RimMetrics
 from quire.server.app import create_app
+from quire.server.batch_runner import Answer
+from quire.server.desk import BatchDesk, Desk, NoDesk
+from quire.server.doors import answerer
 from quire.server.limits import Limits
 from quire.server.run import listen
 from quire.server.run import serve as answer
@@ -54,14 +59,17 @@ def serve(settings: Settings) -> None:
         observer=LoggedRim(name, log) if server.enable_log_requests else RimMetrics(name),
         max_queued=settings.scheduler.max_num_queued_reqs,
     )
+    limits = Limits(
+        max_body_bytes=server.max_body_bytes, priorities=settings.scheduler.scheduling_policy == "priority"
+    )
+    desk = _desk(server, answerer(backend, limits, f"quire-{__version__}"), limits)
     app = create_app(
         backend,
-        limits=Limits(
-            max_body_bytes=server.max_body_bytes, priorities=settings.scheduler.scheduling_policy == "priority"
-        ),
+        limits=limits,
         api_keys=server.api_key,
         version=__version__,
         view=Audience(port),
+        desk=desk,
     )
     running = answer(
         app,
@@ -70,12 +78,19 @@ def serve(settings: Settings) -> None:
         shutdown_timeout=server.shutdown_timeout,
         log_level=server.uvicorn_log_level,
         root_path=server.root_path,
+        desk=desk,
         on_ready=lambda url: log.info(
             "%s is ready at %s after %.1f s; calls of tools: %s, thoughts: %s",
             *(name, url, time.monotonic() - began, text.tool_parser, text.reasoning_parser),
         ),
     )
     uvloop.run(running if server.disable_log_stats else _telling(running, backend))
+
+
+def _desk(server: ServerConfig, answer: Answer, limits: Limits) -> Desk:
+    if server.batch_dir is None:
+        return NoDesk()
+    return BatchDesk(Path(server.batch_dir).expanduser(), answer, limits, width=server.batch_concurrency)
 
 
 async def _telling(running: Coroutine[Any, Any, None], backend: NativeBackend) -> None:

@@ -180,6 +180,10 @@ class ServerConfig:
     )
     root_path: str = option("", "Path prefix that a proxy in front removes.")
     max_body_bytes: int = option(4 << 20, "Largest request body accepted (4MiB works).", low=1024, high=1 << 40)
+    batch_dir: str | None = option(
+        None, "Folder for files and batches, this server's alone; none: there are no batches.", unset="none"
+    )
+    batch_concurrency: int = option(16, "Lines of a batch that are answered at once, in the gaps.", low=1, high=4096)
     shutdown_timeout: float = option(
         30.0, "Seconds that running requests may still take after SIGTERM.", low=0, high=86400
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,17 +19,11 @@ from starlette.types import ASGIApp
 from quire.backends.base import Backend, ModelCard
 from quire.errors import InvalidRequest, QuireError, Unavailable
 from quire.server import answers, calls, faults, prompts, schemas
-from quire.server.answers import Gathered, Usage
-from quire.server.calls import Job
-from quire.server.chunks import ChatChunks, Chunks, CompletionChunks
+from quire.server.desk import Desk, NoDesk
+from quire.server.doors import DOORS, Door, counted, gather
 from quire.server.limits import Guard, Keys, Limits, deadline, read_body
-from quire.server.messages import CountRequest, MessagesRequest, message
-from quire.server.messages import as_chat as message_as_chat
-from quire.server.messages_stream import MessageChunks
+from quire.server.messages import CountRequest
 from quire.server.page import Blank, Page, View
-from quire.server.responses import ResponsesRequest
-from quire.server.responses import as_chat as response_as_chat
-from quire.server.responses_stream import ResponseBuilder, ResponseChunks, whole
 from quire.server.stream import EventStream, deltas, unless_gone
 from quire.server.tools import toolbox
 from quire.text.tools.styles import STYLES
@@ -48,62 +42,26 @@ class Api:
 
     # ---------------------------------------------------------------- generation
 
-    async def completions(self, request: Request) -> Response | EventStream:
-        job = await calls.completion(await self._read(request, schemas.CompletionRequest), self._backend, self._limits)
+    async def generation(self, door: Door, request: Request) -> Response | EventStream:
+        """Any of DOORS."""
+        asked = await self._read(request, door.asks)
+        job = await door.job(asked, self._backend, self._limits)
         if job.stream:
-            return self._stream(job, CompletionChunks(job, self._backend.token_text))
-        made = await unless_gone(request.receive, self._gather(job))
-        return _json(made and answers.completion(job, *made, self._backend.token_text, self._by))
-
-    async def chat(self, request: Request) -> Response | EventStream:
-        job = await calls.chat(await self._read(request, schemas.ChatRequest), self._backend, self._limits)
-        if job.stream:
-            return self._stream(job, ChatChunks(job, self._backend.token_text))
-        made = await unless_gone(request.receive, self._gather(job))
-        return _json(made and answers.chat(job, *made, self._backend.token_text, self._by))
-
-    async def responses(self, request: Request) -> Response | EventStream:
-        asked = await self._read(request, ResponsesRequest)
-        job = await calls.chat(response_as_chat(asked), self._backend, self._limits, "resp_")
-        if job.stream:
-            return self._stream(job, ResponseChunks(asked, job, self._backend.token_text))
-        made = await unless_gone(request.receive, self._gather(job))
-        return _json(made and whole(ResponseBuilder(asked, job, self._backend.token_text), job, made[0][0], made[1]))
-
-    async def messages(self, request: Request) -> Response | EventStream:
-        job = await self._asked(await self._read(request, MessagesRequest), "msg_")
-        if job.stream:
-            return self._stream(job, MessageChunks(job, self._backend.token_text))
-        made = await unless_gone(request.receive, self._gather(job))
-        return _json(made and message(job, made[0][0], made[1]))
+            said = deltas(self._backend, job.calls, job.n)
+            chunks = door.chunks(asked, job, self._backend.token_text)
+            return EventStream(said, chunks, keep_alive=self._limits.keep_alive)
+        made = await unless_gone(request.receive, gather(job, self._backend))
+        return _json(made and door.whole(asked, job, *made, self._backend.token_text, self._by))
 
     async def count(self, request: Request) -> Response:
-        job = await self._asked(await self._read(request, CountRequest), "msg_")
+        job = await counted(await self._read(request, CountRequest), self._backend, self._limits)
         return _json({"input_tokens": len(job.calls[0].prompt)})
-
-    async def _asked(self, asked: CountRequest, kind: str) -> Job:
-        thinks = self._backend.model().reasoning_parser != "none"
-        return await calls.chat(message_as_chat(asked, thinks=thinks), self._backend, self._limits, kind)
 
     async def generate(self, request: Request) -> Response:
         began = time.perf_counter()
         job = await calls.generate(await self._read(request, schemas.GenerateRequest), self._backend, self._limits)
-        made = await unless_gone(request.receive, self._gather(job))
+        made = await unless_gone(request.receive, gather(job, self._backend))
         return _json(made and answers.generated(job, made[0][0], time.perf_counter() - began))
-
-    def _stream(self, job: Job, chunks: Chunks) -> EventStream:
-        said = deltas(self._backend, job.calls, job.n)
-        return EventStream(said, chunks, keep_alive=self._limits.keep_alive)
-
-    async def _gather(self, job: Job) -> tuple[list[Gathered], Usage]:
-        usage = Usage(job, self._backend.token_text)
-        choices = [Gathered(job.splitter()) for _ in range(len(job.calls) * job.n)]
-        async with aclosing(deltas(self._backend, job.calls, job.n)) as said:
-            async for ready in said:
-                for delta in ready:
-                    usage.add(delta)
-                    choices[delta.index].add(delta)
-        return choices, usage
 
     async def _read(self, request: Request, kind: type[schemas.T]) -> schemas.T:
         asked = schemas.parse(await read_body(request, self._limits), kind, self._limits)
@@ -176,15 +134,16 @@ def create_app(
     api_keys: Collection[str] = (),
     version: str = "0",
     view: View | None = None,
+    desk: Desk | None = None,
 ) -> ASGIApp:
-    """The ASGI application around a backend that the caller starts and closes. view: what the live page shows."""
+    """The ASGI application around a backend that the caller starts and closes, and so the desk, which has batches.
+
+    view: what the live page shows.
+    """
     limits, keys = Limits() if limits is None else limits, Keys(api_keys)
     api, page = Api(backend, limits, version), Page(view or Blank(), keys, limits)
     routes = [
-        Route("/v1/completions", api.completions, methods=["POST"]),
-        Route("/v1/chat/completions", api.chat, methods=["POST"]),
-        Route("/v1/responses", api.responses, methods=["POST"]),
-        Route("/v1/messages", api.messages, methods=["POST"]),
+        *(Route(path, partial(api.generation, door), methods=["POST"]) for path, door in DOORS.items()),
         Route("/v1/messages/count_tokens", api.count, methods=["POST"]),
         Route("/v1/generate", api.generate, methods=["POST"]),
         Route("/v1/models", api.models),
@@ -198,6 +157,7 @@ def create_app(
         Route("/stats", api.stats),
         Route("/metrics", api.metrics),
         Route("/version", api.version),
+        *(NoDesk() if desk is None else desk).routes(),
         *page.routes(),
     ]
     app = Starlette(

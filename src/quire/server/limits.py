@@ -15,6 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.config.settings import ServerConfig
 from quire.errors import InvalidRequest, TooLarge, Unauthorized
 from quire.server import faults
 
@@ -31,7 +32,7 @@ class Limits:
     keep_alive: seconds of silence after which a stream sends a comment. priorities: whether the scheduler minds them.
     """
 
-    max_body_bytes: int = 10 << 20
+    max_body_bytes: int = ServerConfig().max_body_bytes
     max_depth: int = 32
     max_logprobs: int = 20
     max_prompts: int = 1024

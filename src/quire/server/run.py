@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from quire.backends.base import Backend
 from quire.errors import InvalidConfig
+from quire.server.desk import Desk, NoDesk
 
 _LAST_BYTES = 5
 """Seconds that drained answers may take to reach slow readers."""
@@ -41,13 +42,16 @@ async def serve(
     shutdown_timeout: float = 30.0,
     log_level: str = "info",
     root_path: str = "",
+    desk: Desk | None = None,
     on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Start `backend`, answer on `sock`, and return when SIGTERM or Ctrl-C came and everything has ended.
 
     After the signal new requests get 503 and Retry-After; those running may take `shutdown_timeout` seconds.
+    desk: who works beside the answers; it starts after the backend and ends before it drains.
     Raises what `Backend.start` raises; nothing listens before it has returned.
     """
+    desk = NoDesk() if desk is None else desk
     config = uvicorn.Config(
         app,
         http="httptools",
@@ -62,12 +66,14 @@ async def serve(
     )
     try:
         await backend.start()
-        server = _Server(config, backend, shutdown_timeout)
+        await desk.start()
+        server = _Server(config, backend, desk, shutdown_timeout)
         answering = asyncio.ensure_future(server.serve(sockets=[sock]))
         await server.listening(answering)
         on_ready(url(sock))
         await answering
     finally:
+        await desk.stop()
         await backend.close()
         sock.close()
 
@@ -80,9 +86,9 @@ def url(sock: socket.socket) -> str:
 class _Server(uvicorn.Server):
     """uvicorn, draining before it closes its door: a refusal with a reason beats a closed port."""
 
-    def __init__(self, config: uvicorn.Config, backend: Backend, timeout: float) -> None:
+    def __init__(self, config: uvicorn.Config, backend: Backend, desk: Desk, timeout: float) -> None:
         super().__init__(config)
-        self._backend, self._timeout = backend, timeout
+        self._backend, self._desk, self._timeout = backend, desk, timeout
         self._loop = asyncio.get_running_loop()
         self._draining: asyncio.Task[None] | None = None
 
@@ -102,6 +108,7 @@ class _Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         try:
+            await self._desk.stop()
             await self._backend.drain(self._timeout)
         finally:
             self.should_exit = True

@@ -1,0 +1,131 @@
+"""Runs batches: a few lines at a time, behind everybody else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from quire.errors import Overloaded, QuireError, Unavailable
+from quire.server import faults
+from quire.server.batches import Batches, Line
+
+log = logging.getLogger("uvicorn.error")
+
+Answer = Callable[[str, bytes], Awaitable[dict[str, Any]]]
+"""(endpoint, body) -> the answer, made in the gaps. Raises as the endpoint would."""
+
+_PAUSE = 0.25
+"""Seconds between looks for work, and before a server that is busy is asked again."""
+
+
+class BatchRunner:
+    """One batch after the other, `width` of its lines at once.
+
+    An answer that did not come from the model (the engine was restarted, the server is shutting down) is not noted, and
+    its line is asked again, by this server or the next.
+    """
+
+    def __init__(self, batches: Batches, answer: Answer, *, width: int) -> None:
+        self._batches, self._answer, self._width = batches, answer, width
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="batches")
+
+    async def stop(self) -> None:
+        """Lines in the middle are left for the next start."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self) -> None:
+        while True:
+            for batch in self._batches.unfinished():
+                try:
+                    await self._batch(batch)
+                except Exception:  # its own fault alone: others go on, and so do people
+                    log.exception("%s failed", batch["id"])
+                    batch["errors"] = _error("server_error", "the server met an error of its own; its log says more")
+                    self._batches.turn(batch, "failed")
+            await asyncio.sleep(_PAUSE)
+
+    async def _batch(self, batch: dict[str, Any]) -> None:
+        batches = self._batches
+        if batch["status"] == "finalizing":
+            return await asyncio.to_thread(batches.finish, batch, batch["finishes_as"])
+        done = await asyncio.to_thread(batches.answered, batch)
+        if batch["status"] == "validating":
+            await asyncio.to_thread(batches.check, batch)
+            if batch["errors"]:
+                return batches.turn(batch, "failed")
+            if batch["status"] == "validating":  # it may have been cancelled meanwhile
+                batches.turn(batch, "in_progress")
+        await self._lines(batch, done)
+        ended = "cancelled" if batch["status"] == "cancelling" else "completed"
+        if ended == "completed" and _expired(batch) and batch["request_counts"]["total"] > _answered(batch):
+            ended = "expired"
+            await asyncio.to_thread(self._missed, batch)
+        return await asyncio.to_thread(batches.finish, batch, ended)
+
+    async def _lines(self, batch: dict[str, Any], done: set[str]) -> None:
+        """`width` workers over one iterator of lines, until it ends, or the batch does."""
+        left = self._left(batch, done)
+        async with asyncio.TaskGroup() as group:
+            work = [group.create_task(self._worker(batch, left)) for _ in range(self._width)]
+            group.create_task(self._watch(batch, work))
+
+    def _left(self, batch: dict[str, Any], done: set[str]) -> Iterator[Line]:
+        for _, line in self._batches.lines(batch):
+            one = msgspec.json.decode(line, type=Line)
+            if one.custom_id not in done:
+                yield one
+
+    async def _watch(self, batch: dict[str, Any], work: list[asyncio.Task[None]]) -> None:
+        while not all(task.done() for task in work):
+            if batch["status"] != "in_progress" or _expired(batch):
+                for task in work:
+                    task.cancel()
+                return
+            await asyncio.wait(work, timeout=_PAUSE)
+
+    async def _worker(self, batch: dict[str, Any], left: Iterator[Line]) -> None:
+        for line in left:
+            status, body = await self._one(batch["endpoint"], bytes(line.body))
+            self._batches.note(batch, line.custom_id, status, body, f"req_{uuid.uuid4().hex}")
+
+    async def _one(self, endpoint: str, body: bytes) -> tuple[int, Any]:
+        while True:
+            try:
+                return 200, await self._answer(endpoint, body)
+            except (Unavailable, Overloaded):
+                await asyncio.sleep(_PAUSE)
+            except Exception as error:
+                if not isinstance(error, QuireError):
+                    log.exception("a line of a batch failed")
+                return getattr(error, "status", 500), msgspec.json.decode(faults.of(error))
+
+    def _missed(self, batch: dict[str, Any]) -> None:
+        done = self._batches.answered(batch)
+        for line in self._left(batch, done):
+            self._batches.miss(batch, line.custom_id, "batch_expired", "the completion window was over before its turn")
+
+
+def _expired(batch: dict[str, Any]) -> bool:
+    return time.time() > (batch["expires_at"] or math.inf)
+
+
+def _answered(batch: dict[str, Any]) -> int:
+    return int(batch["request_counts"]["completed"] + batch["request_counts"]["failed"])
+
+
+def _error(code: str, message: str) -> dict[str, Any]:
+    return {"object": "list", "data": [{"code": code, "message": message, "param": None, "line": None}]}

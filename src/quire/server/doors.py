@@ -1,0 +1,113 @@
+"""What generates: for each path, its requests, how they become calls, and the shapes of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from quire.backends.base import Backend
+from quire.errors import InvalidRequest, Unavailable
+from quire.server import answers, calls, schemas
+from quire.server import messages as anthropic
+from quire.server import responses as stateless
+from quire.server.answers import Gathered, Usage
+from quire.server.calls import Job
+from quire.server.chunks import ChatChunks, Chunks, CompletionChunks
+from quire.server.limits import Limits
+from quire.server.logprobs import TokenText
+from quire.server.messages_stream import MessageChunks
+from quire.server.responses_stream import ResponseBuilder, ResponseChunks, whole
+from quire.server.stream import deltas
+from quire.values import IDLE
+
+
+class Door(NamedTuple):
+    """One path. asks: the type of its requests. job, chunks, whole: what becomes of them, streamed or not.
+
+    `by` is the system fingerprint.
+    """
+
+    asks: type[schemas.Sampling]
+    job: Callable[[Any, Backend, Limits], Awaitable[Job]]
+    chunks: Callable[[Any, Job, TokenText], Chunks]
+    whole: Callable[[Any, Job, Sequence[Gathered], Usage, TokenText, str], dict[str, Any]]
+
+
+async def gather(job: Job, backend: Backend) -> tuple[list[Gathered], Usage]:
+    """The whole answer. Raises what `Backend.stream` raises."""
+    usage = Usage(job, backend.token_text)
+    choices = [Gathered(job.splitter()) for _ in range(len(job.calls) * job.n)]
+    async with aclosing(deltas(backend, job.calls, job.n)) as said:
+        async for ready in said:
+            for delta in ready:
+                usage.add(delta)
+                choices[delta.index].add(delta)
+    return choices, usage
+
+
+async def counted(asked: anthropic.CountRequest, backend: Backend, limits: Limits) -> Job:
+    """Messages as a job. Raises InvalidRequest or UnknownModel naming the field."""
+    thinks = backend.model().reasoning_parser != "none"
+    return await calls.chat(anthropic.as_chat(asked, thinks=thinks), backend, limits, "msg_")
+
+
+async def _responses(asked: stateless.ResponsesRequest, backend: Backend, limits: Limits) -> Job:
+    return await calls.chat(stateless.as_chat(asked), backend, limits, "resp_")
+
+
+def behind(job: Job, priority: int) -> Job:
+    """The same job at another priority."""
+    return replace(job, calls=[replace(call, priority=priority) for call in job.calls])
+
+
+DOORS: Mapping[str, Door] = MappingProxyType(
+    {
+        "/v1/completions": Door(
+            schemas.CompletionRequest,
+            calls.completion,
+            lambda asked, job, text: CompletionChunks(job, text),
+            lambda asked, job, made, usage, text, by: answers.completion(job, made, usage, text, by),
+        ),
+        "/v1/chat/completions": Door(
+            schemas.ChatRequest,
+            calls.chat,
+            lambda asked, job, text: ChatChunks(job, text),
+            lambda asked, job, made, usage, text, by: answers.chat(job, made, usage, text, by),
+        ),
+        "/v1/responses": Door(
+            stateless.ResponsesRequest,
+            _responses,
+            ResponseChunks,
+            lambda asked, job, made, usage, text, by: whole(ResponseBuilder(asked, job, text), job, made[0], usage),
+        ),
+        "/v1/messages": Door(
+            anthropic.MessagesRequest,
+            counted,
+            lambda asked, job, text: MessageChunks(job, text),
+            lambda asked, job, made, usage, text, by: anthropic.message(job, made[0], usage),
+        ),
+    }
+)
+
+
+def answerer(backend: Backend, limits: Limits, by: str) -> Callable[[str, bytes], Awaitable[dict[str, Any]]]:
+    """(path, body) -> the whole answer, made in the gaps: while nobody else asks for anything.
+
+    It raises what the path would refuse with, and Unavailable for an answer that was broken off.
+    """
+
+    async def answer(path: str, body: bytes) -> dict[str, Any]:
+        door = DOORS[path]
+        asked = schemas.parse(body, door.asks, limits)
+        job = behind(await door.job(asked, backend, limits), IDLE)
+        if job.stream:
+            raise InvalidRequest("stream: nobody listens to a stream here: leave it out", param="stream")
+        made, usage = await gather(job, backend)
+        if any(one.finish_reason == "abort" for one in made):
+            raise Unavailable("the answer was broken off")
+        return door.whole(asked, job, made, usage, backend.token_text, by)
+
+    return answer

@@ -1,0 +1,132 @@
+"""OpenAI's Files: what batches read and write."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+
+from quire.errors import InvalidRequest, TooLarge
+from quire.server.multipart import Form, boundary
+from quire.server.store import Store, new_id, page_of
+
+PURPOSES = ("batch",)
+_LONGEST_NAME = 200
+
+
+class Files:
+    """Files in a store. in_use: which unfinished batch reads a file, if one does. most, in_all: bytes."""
+
+    def __init__(
+        self, store: Store, in_use: Callable[[str], str | None], *, most: int = 200 << 20, in_all: int = 10 << 30
+    ) -> None:
+        self._store, self._in_use, self._most, self._in_all = store, in_use, most, in_all
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/files", self.upload, methods=["POST"]),
+            Route("/v1/files", self.listed, methods=["GET"]),
+            Route("/v1/files/{id}", self.about, methods=["GET"]),
+            Route("/v1/files/{id}", self.delete, methods=["DELETE"]),
+            Route("/v1/files/{id}/content", self.content, methods=["GET"]),
+        ]
+
+    async def upload(self, request: Request) -> Response:
+        room = min(self._most, self._in_all - self._store.bytes)
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > room + (1 << 16):
+            raise TooLarge(f"the file is larger than this server takes ({max(room, 0)} bytes)", code="file_too_large")
+        id = new_id("file-")
+        path = self._store.part(id)
+        opened: list[BinaryIO] = []
+
+        def opens(name: str) -> BinaryIO:
+            opened.append(path.open("wb"))
+            return opened[0]
+
+        form = Form(boundary(request.headers.get("content-type", "")), opens, room)
+        try:
+            await form.read(request.stream())
+            document = self._document(id, form.fields, opened)
+            await asyncio.to_thread(os.fsync, opened[0].fileno())
+            path.replace(self._store.data(id))
+            self._store.put(document)
+        except ClientDisconnect as gone:
+            raise InvalidRequest("the client left before its upload was complete") from gone
+        finally:
+            for file in opened:
+                file.close()
+            path.unlink(missing_ok=True)
+        return _json(document)
+
+    def _document(self, id: str, fields: dict[str, str], opened: list[BinaryIO]) -> dict[str, Any]:
+        if not opened:
+            raise InvalidRequest("file is required: a part with that name", param="file", code="missing_field")
+        if fields.get("purpose") not in PURPOSES:
+            raise InvalidRequest("purpose must be batch: files are for nothing else here", param="purpose")
+        for name in fields.keys() - {"file", "purpose"}:
+            raise InvalidRequest(f"unknown field {name[:64]!r}", param=name[:64], code="unknown_field")
+        opened[0].flush()
+        return document(id, opened[0].tell(), fields["file"] or "file.jsonl", "batch")
+
+    async def listed(self, request: Request) -> Response:
+        purpose = request.query_params.get("purpose")
+        newest = self._store.newest()
+        if request.query_params.get("order") == "asc":
+            newest.reverse()
+        limit = limit_of(request, 10_000)
+        after = request.query_params.get("after")
+        return _json(page_of(newest, limit, after, lambda one: purpose in (None, one["purpose"])))
+
+    async def about(self, request: Request) -> Response:
+        return _json(self._store.get(request.path_params["id"]))
+
+    async def delete(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        self._store.get(id)
+        if batch := self._in_use(id):
+            raise InvalidRequest(f"{id} is in use by {batch}: cancel it first", param="id", code="file_in_use")
+        self._store.forget(id)
+        return _json({"id": id, "object": "file", "deleted": True})
+
+    async def content(self, request: Request) -> Response:
+        id = self._store.get(request.path_params["id"])["id"]
+        return FileResponse(self._store.data(id), media_type="application/octet-stream")
+
+
+def document(id: str, size: int, name: str, purpose: str) -> dict[str, Any]:
+    """A file object."""
+    return {
+        "id": id,
+        "object": "file",
+        "bytes": size,
+        "created_at": int(time.time()),
+        "expires_at": None,
+        "filename": name[:_LONGEST_NAME],
+        "purpose": purpose,
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+def limit_of(request: Request, most: int) -> int:
+    """How many of a list are wanted. Raises InvalidRequest."""
+    given = request.query_params.get("limit")
+    if given is None:
+        return min(most, 20 if most <= 100 else most)
+    with suppress(ValueError):
+        if 1 <= int(given) <= most:
+            return int(given)
+    raise InvalidRequest(f"limit must be a number between 1 and {most}", param="limit")
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
