@@ -85,8 +85,11 @@ def environment() -> dict[str, str]:
 
 
 @contextmanager
-def serving(folder: Path, *args: str) -> Iterator[Live]:
-    """`quire serve ARGS` on a port of the system's choice, stopped at the end; its log goes to `folder`."""
+def serving(folder: Path, *args: str, ends: int = 0) -> Iterator[Live]:
+    """`quire serve ARGS` on a port of the system's choice, stopped at the end; its log goes to `folder`.
+
+    ends: the exit code it is to have.
+    """
     log = folder / "server.log"
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -99,4 +102,4 @@ def serving(folder: Path, *args: str) -> Iterator[Live]:
     finally:
         code = live.stop() if live else process.kill()
         process.wait(60)
-    assert code == 0, log.read_text()
+    assert code == ends, log.read_text()

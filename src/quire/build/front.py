@@ -59,9 +59,7 @@ def serve(settings: Settings) -> None:
         observer=LoggedRim(name, log) if server.enable_log_requests else RimMetrics(name),
         max_queued=settings.scheduler.max_num_queued_reqs,
     )
-    limits = Limits(
-        max_body_bytes=server.max_body_bytes, priorities=settings.scheduler.scheduling_policy == "priority"
-    )
+    limits = Limits(max_body_bytes=server.max_body_bytes, priorities=settings.scheduler.scheduling_policy == "priority")
     desk = _desk(server, answerer(backend, limits, f"quire-{__version__}"), limits)
     app = create_app(
         backend,

@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -68,7 +69,7 @@ class Store:
 
     def newest(self) -> list[dict[str, Any]]:
         """All of them, the newest first."""
-        return sorted(list(self._known.values()), key=lambda one: (one["created_at"], one["id"]), reverse=True)
+        return sorted(self._known.values(), key=lambda one: (one["created_at"], one["id"]), reverse=True)
 
     def data(self, id: str) -> Path:
         """Where its data is."""
@@ -119,8 +120,10 @@ class Lock:
         """Raises InvalidConfig if another process has it, or the folder cannot be had."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file: BinaryIO = (folder / "lock").open("wb")
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with ExitStack() as undo:
+                self._file: BinaryIO = undo.enter_context((folder / "lock").open("wb"))
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                undo.pop_all()
         except BlockingIOError:
             raise InvalidConfig(f"another server uses {folder}: choose another --batch-dir") from None
         except OSError as error:

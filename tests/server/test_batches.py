@@ -1,0 +1,316 @@
+"""Files and batches over a scripted engine: what is refused, what is answered, and what a restart finds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.errors import InvalidConfig
+from quire.server.app import create_app
+from quire.server.desk import BatchDesk
+from quire.server.doors import answerer
+from quire.server.limits import Limits
+from quire.values import IDLE
+from tests.server.doubles import ANSWER, Served, check_error, served
+
+pytestmark = pytest.mark.anyio
+CHAT = "/v1/chat/completions"
+
+
+def line(id: str, url: str = CHAT, method: str = "POST", **body: Any) -> dict[str, Any]:
+    asked = {"messages": [{"role": "user", "content": id}], "max_tokens": 64, **body}
+    return {"custom_id": id, "method": method, "url": url, "body": asked}
+
+
+def jsonl(*lines: Any) -> bytes:
+    return b"".join(x if isinstance(x, bytes) else json.dumps(x).encode() + b"\n" for x in lines)
+
+
+class Office:
+    """A server with a desk, and what its clients do."""
+
+    def __init__(self, client: httpx.AsyncClient, server: Served, desk: BatchDesk) -> None:
+        self.client, self.server, self.desk = client, server, desk
+
+    async def upload(self, data: bytes, **fields: str) -> httpx.Response:
+        return await self.client.post(
+            "/v1/files", files={"file": ("in.jsonl", data)}, data={"purpose": "batch", **fields}
+        )
+
+    async def begin(self, *lines: Any, endpoint: str = CHAT, **rest: Any) -> dict[str, Any]:
+        file = (await self.upload(jsonl(*lines))).json()["id"]
+        body = {"input_file_id": file, "endpoint": endpoint, "completion_window": "24h", **rest}
+        response = await self.client.post("/v1/batches", json=body)
+        assert response.status_code == 200, response.text
+        return dict(response.json())
+
+    async def about(self, id: str) -> dict[str, Any]:
+        return dict((await self.client.get(f"/v1/batches/{id}")).json())
+
+    async def until(self, id: str, *states: str) -> dict[str, Any]:
+        async with asyncio.timeout(20):
+            while (batch := await self.about(id))["status"] not in states:
+                await asyncio.sleep(0.01)
+        return batch
+
+    async def lines(self, file: str) -> list[dict[str, Any]]:
+        text = (await self.client.get(f"/v1/files/{file}/content")).text
+        return [json.loads(one) for one in text.splitlines()]
+
+
+@asynccontextmanager
+async def office(
+    folder: Path,
+    *,
+    limits: Limits | None = None,
+    width: int = 3,
+    wrap: Callable[[Any], Any] = lambda answer: answer,
+    **rest: Any,
+) -> AsyncIterator[Office]:
+    limits = Limits() if limits is None else limits
+    async with served(**rest) as server:
+        desk = BatchDesk(folder, wrap(answerer(server.backend, limits, "quire-9.9")), limits, width=width)
+        app = create_app(server.backend, limits=limits, desk=desk)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as client:
+            await desk.start()
+            try:
+                yield Office(client, server, desk)
+            finally:
+                await desk.stop()
+
+
+async def test_every_line_is_answered_once_and_as_the_endpoint_would(tmp_path: Path) -> None:
+    async with office(tmp_path) as here:
+        batch = await here.begin(*(line(f"q{i}") for i in range(9)), line("bad", n=0), metadata={"who": "me"})
+        assert (batch["status"], batch["object"]) == ("validating", "batch")
+        batch = await here.until(batch["id"], "completed")
+        assert batch["request_counts"] == {"total": 10, "completed": 9, "failed": 1}
+        assert batch["metadata"] == {"who": "me"}
+        assert batch["in_progress_at"] <= batch["finalizing_at"] <= batch["completed_at"]
+        made = await here.lines(batch["output_file_id"])
+        assert sorted(one["custom_id"] for one in made) == [f"q{i}" for i in range(9)]
+        for one in made:
+            assert one["error"] is None and one["response"]["status_code"] == 200
+            assert one["response"]["body"]["choices"][0]["message"]["content"] == ANSWER
+        [bad] = await here.lines(batch["error_file_id"])
+        assert bad["response"]["status_code"] == 400 and bad["response"]["body"]["error"]["param"] == "n"
+        assert {request.priority for request in here.server.port.submitted} == {IDLE}
+        about = (await here.client.get(f"/v1/files/{batch['output_file_id']}")).json()
+        assert about["purpose"] == "batch_output" and about["bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [("/v1/completions", {"prompt": "the"}), ("/v1/responses", {"input": "the"})],
+)
+async def test_other_endpoints_take_batches_too(tmp_path: Path, url: str, body: dict[str, Any]) -> None:
+    async with office(tmp_path) as here:
+        one = {"custom_id": "a", "method": "POST", "url": url, "body": body}
+        batch = await here.until((await here.begin(one, endpoint=url))["id"], "completed")
+        [made] = await here.lines(batch["output_file_id"])
+        assert ANSWER[:3] in json.dumps(made["response"]["body"])
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ((), "no requests"),
+        ((line("a"), line("a")), "twice"),
+        ((b"nothing\n",), "not a request"),
+        ((line("a", method="GET"),), "method must be POST"),
+        ((line("a", url="/v1/completions"),), "url must be"),
+        (({**line("a"), "body": "x" * 600},), "at most 512 bytes"),
+    ],
+)
+async def test_an_input_with_a_fault_fails_whole_and_says_where(
+    tmp_path: Path, lines: tuple[Any, ...], words: str
+) -> None:
+    async with office(tmp_path, limits=Limits(max_body_bytes=512)) as here:
+        batch = await here.until((await here.begin(*lines))["id"], "failed")
+        [error] = batch["errors"]["data"][:1]
+        assert words in error["message"] and here.server.port.submitted == []
+        assert error["line"] == (len(lines) or None)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"endpoint": "/v1/messages"}, "endpoint"),
+        ({"completion_window": "1h"}, "completion_window"),
+        ({"input_file_id": "file-no"}, "id"),
+        ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
+        ({"metadata": {"a": 3}}, "metadata"),
+        ({"other": 3}, "other"),
+    ],
+)
+async def test_a_batch_that_cannot_be_is_refused_by_name(tmp_path: Path, change: dict[str, Any], param: str) -> None:
+    async with office(tmp_path) as here:
+        file = (await here.upload(jsonl(line("a")))).json()["id"]
+        body = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h", **change}
+        response = await here.client.post("/v1/batches", json=body)
+        error = check_error(response, 404 if param == "id" else 400)
+        assert error["param"].startswith(param)
+
+
+async def test_a_cancelled_batch_keeps_what_was_answered(tmp_path: Path) -> None:
+    asked = asyncio.Event()
+
+    def slow(answer: Any) -> Any:
+        async def one(path: str, body: bytes) -> Any:
+            if b"q5" in body:
+                asked.set()
+                await asyncio.sleep(60)
+            return await answer(path, body)
+
+        return one
+
+    async with office(tmp_path, wrap=slow, width=1) as here:
+        batch = await here.begin(*(line(f"q{i}") for i in range(9)))
+        await asyncio.wait_for(asked.wait(), 10)
+        busy = await here.client.delete(f"/v1/files/{batch['input_file_id']}")
+        check_error(busy, 400, words=batch["id"])
+        assert (await here.client.post(f"/v1/batches/{batch['id']}/cancel")).json()["status"] == "cancelling"
+        batch = await here.until(batch["id"], "cancelled")
+        assert [one["custom_id"] for one in await here.lines(batch["output_file_id"])] == [f"q{i}" for i in range(5)]
+        check_error(await here.client.post(f"/v1/batches/{batch['id']}/cancel"), 400, words="cancelled already")
+        assert (await here.client.delete(f"/v1/files/{batch['input_file_id']}")).json()["deleted"]
+
+
+async def test_a_batch_goes_on_where_the_last_server_stopped(tmp_path: Path) -> None:
+    """A journal whose last line was cut short by a kill, and documents half written."""
+    stopped = asyncio.Event()
+
+    def until_four(answer: Any) -> Any:
+        async def one(path: str, body: bytes) -> Any:
+            if b"q4" in body:
+                stopped.set()
+                await asyncio.sleep(60)
+            return await answer(path, body)
+
+        return one
+
+    async with office(tmp_path, wrap=until_four, width=1) as here:
+        batch = await here.begin(*(line(f"q{i}") for i in range(8)))
+        await asyncio.wait_for(stopped.wait(), 10)
+    journal = tmp_path / "batches" / f"{batch['id']}.output"
+    whole = journal.read_bytes()
+    journal.write_bytes(whole[:-40])
+    (tmp_path / "batches" / "batch_half.new").write_bytes(b"{")
+    (tmp_path / "files" / "file-half.data").write_bytes(b"{")
+    async with office(tmp_path) as here:
+        batch = await here.until(batch["id"], "completed")
+        made = await here.lines(batch["output_file_id"])
+        assert sorted(one["custom_id"] for one in made) == [f"q{i}" for i in range(8)]
+        assert len(here.server.port.submitted) == 5
+    assert not list(tmp_path.rglob("*half*"))
+
+
+@pytest.mark.parametrize("when", ["put", "replace", "turn"])
+async def test_killed_while_it_finishes_a_batch_has_its_files_once(
+    tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        """Nothing after it happens."""
+
+    async with office(tmp_path) as here:
+        batches = here.desk._batches
+
+        def killed(*args: Any, **rest: Any) -> None:
+            raise Killed
+
+        batch = await here.begin(line("a"), line("b", n=0))
+        await here.desk.stop()
+        document = batches.store.get(batch["id"])
+        batches.note(document, "a", 200, {}, "req")
+        batches.note(document, "b", 400, {}, "req")
+        if when == "put":
+            monkeypatch.setattr(batches.files, "put", killed)
+        elif when == "replace":
+            monkeypatch.setattr(batches.files, "data", killed)
+        else:
+            turn = batches.turn
+            monkeypatch.setattr(
+                batches, "turn", lambda b, status: turn(b, status) if status == "finalizing" else killed()
+            )
+        with pytest.raises(Killed):
+            batches.finish(document, "completed")
+    monkeypatch.undo()
+    async with office(tmp_path) as here:
+        batch = await here.until(batch["id"], "completed")
+        assert [one["custom_id"] for one in await here.lines(batch["output_file_id"])] == ["a"]
+        assert [one["custom_id"] for one in await here.lines(batch["error_file_id"])] == ["b"]
+        assert here.server.port.submitted == []
+        assert len((await here.client.get("/v1/files")).json()["data"]) == 3
+
+
+async def test_lines_left_when_the_window_closes_are_told_as_expired(tmp_path: Path) -> None:
+    async with office(tmp_path) as here:
+        await here.desk.stop()
+        batch = await here.begin(line("a"), line("b"))
+        here.desk._batches.store.put({**here.desk._batches.store.get(batch["id"]), "expires_at": 1})
+    async with office(tmp_path) as here:
+        batch = await here.until(batch["id"], "expired")
+        missed = await here.lines(batch["error_file_id"])
+        assert {one["custom_id"]: one["error"]["code"] for one in missed} == dict.fromkeys("ab", "batch_expired")
+
+
+async def test_a_line_that_breaks_something_costs_only_itself(tmp_path: Path) -> None:
+    def broken(answer: Any) -> Any:
+        async def one(path: str, body: bytes) -> Any:
+            if b"q1" in body:
+                raise ZeroDivisionError("/secret")
+            return await answer(path, body)
+
+        return one
+
+    async with office(tmp_path, wrap=broken) as here:
+        batch = await here.until((await here.begin(*(line(f"q{i}") for i in range(3))))["id"], "completed")
+        assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+        [bad] = await here.lines(batch["error_file_id"])
+        assert bad["response"]["status_code"] == 500 and "secret" not in json.dumps(bad)
+
+
+async def test_files_are_listed_by_pages_and_deleted(tmp_path: Path) -> None:
+    async with office(tmp_path) as here:
+        ids = [(await here.upload(b"x" * i)).json()["id"] for i in range(1, 6)]
+        listed = (await here.client.get("/v1/files", params={"limit": 2})).json()
+        assert len(listed["data"]) == 2 and listed["has_more"]
+        rest = (await here.client.get("/v1/files", params={"after": listed["last_id"]})).json()
+        assert {one["id"] for one in listed["data"] + rest["data"]} == set(ids) and not rest["has_more"]
+        assert (await here.client.delete(f"/v1/files/{ids[0]}")).json() == {
+            "id": ids[0],
+            "object": "file",
+            "deleted": True,
+        }
+        check_error(await here.client.get(f"/v1/files/{ids[0]}"), 404, words=ids[0])
+        check_error(await here.client.get("/v1/files", params={"limit": "no"}), 400, "limit")
+        check_error(await here.client.get("/v1/files", params={"after": "no"}), 400, "after")
+
+
+@pytest.mark.parametrize(("fields", "param"), [({"purpose": "assistants"}, "purpose"), ({"expires": "1"}, "expires")])
+async def test_an_upload_that_means_something_else_is_refused(
+    tmp_path: Path, fields: dict[str, str], param: str
+) -> None:
+    async with office(tmp_path) as here:
+        check_error(await here.upload(b"x", **fields), 400, param)
+        assert (await here.client.get("/v1/files")).json()["data"] == []
+    assert not [*(tmp_path / "files").iterdir()]
+
+
+async def test_one_folder_has_one_server(tmp_path: Path) -> None:
+    async with office(tmp_path) as here:
+        with pytest.raises(InvalidConfig, match="--batch-dir"):
+            BatchDesk(tmp_path, answerer(here.server.backend, Limits(), "x"), Limits(), width=1)
+
+
+async def test_without_a_folder_there_are_no_batches_and_it_says_how_to_have_them() -> None:
+    async with served() as server:
+        for path in ("/v1/files", "/v1/files/x", "/v1/files/x/content", "/v1/batches", "/v1/batches/x/cancel"):
+            check_error(await server.client.get(path), 404, words="--batch-dir")
