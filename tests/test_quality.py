@@ -37,7 +37,7 @@ def test_weights_and_kv_are_quantised_on_request_and_measured() -> None:
     assert engine.about.kv_bytes * 2 == plain.about.kv_bytes
     metrics = EngineMetrics()
     metrics.facts = facts
-    text = render(metrics.snapshot(engine.ledger, engine.gauges()), model="m").decode()
+    text = render(metrics.snapshot(engine), model="m").decode()
     assert f'quire:canary_kl_nats{{engine="0",model_name="m"}} {facts["quire:canary_kl_nats"]}' in text
     assert len(tokens(engine)) == len(tokens(plain)) == 12
 

@@ -53,7 +53,7 @@ def main() -> None:
         engine.executor = Sticking(engine.executor)
     watch.listen(engine)
     link.sendall(frame(Ready(engine.about)))
-    EngineLoop(engine, link, lambda: metrics.snapshot(engine.ledger, engine.gauges()), watch).run()
+    EngineLoop(engine, link, lambda: metrics.snapshot(engine), watch).run()
 
 
 if __name__ == "__main__":

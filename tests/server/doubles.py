@@ -15,6 +15,7 @@ from quire.backends.native import NativeBackend
 from quire.observe.rim_metrics import RimMetrics
 from quire.server.app import create_app
 from quire.server.limits import Limits
+from quire.server.page import View
 from quire.text.chat import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 from quire.values import Request
@@ -87,6 +88,7 @@ async def served(
     port: FakePort | None = None,
     headers: dict[str, str] | None = None,
     room: int = 128,
+    view: View | None = None,
     about: dict[str, Any] | None = None,
     **rest: Any,
 ) -> AsyncIterator[Served]:
@@ -101,7 +103,7 @@ async def served(
         **rest,
     )
     await backend.start()
-    app = create_app(backend, limits=limits, api_keys=api_keys, version="9.9")
+    app = create_app(backend, limits=limits, api_keys=api_keys, version="9.9", view=view)
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server", headers=headers) as client:
         yield Served(port, backend, client, app)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 
-from quire.build.engine import build_engine
+from quire.build.engine import build_engine, count_compiles
 from quire.build.text import build_tokenizer
 from quire.config import Settings
-from quire.engine.executor import Executor
+from quire.engine.executor import Description, Executor
 from quire.engine.process import EngineLoop
 from quire.engine.watch import Watch
 from quire.engine.wire import Configure, Frames, Ready, Refused, frame
@@ -37,14 +38,22 @@ def main(wrap: Callable[[Executor], Executor] = lambda executor: executor) -> in
     except QuireError as error:
         link.sendall(frame(Refused(type(error).__name__, str(error))))
         return 2
-    metrics.facts = engine.about.facts
+    metrics.facts, metrics.cache = engine.about.facts, _cache_labels(settings, engine.about)
+    metrics.compiles = count_compiles(engine.about.device)
     watch.listen(engine)
     history.attach(engine.scheduler.kv)
     link.sendall(frame(Ready(engine.about)))
     grammars = Workshop(Compiler(partial(build_tokenizer, settings)))
-    EngineLoop(engine, link, lambda: metrics.snapshot(engine.ledger, engine.gauges()), watch, grammars, window).run()
+    EngineLoop(engine, link, lambda: metrics.snapshot(engine), watch, grammars, window).run()
     engine.close()
     return 0
+
+
+def _cache_labels(settings: Settings, about: Description) -> dict[str, str]:
+    """What vLLM's dashboards know of a KV cache, and our own options beside."""
+    asked = {name: str(value) for name, value in asdict(settings.cache).items()}
+    known = {"block_size": str(about.page_size), "num_gpu_blocks": str(about.pages)}
+    return asked | known | {"cache_dtype": settings.cache.kv_cache_dtype}
 
 
 def _settings(link: socket.socket) -> Settings:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from triton import knobs
 
 from quire.build.room import LARGEST, working_bytes
 from quire.config import Settings
@@ -86,3 +89,15 @@ def kinds(cap: int, tokens: int, largest: int) -> list[Key]:
     bodies = [Key(most, crowds[0], most)] + [Key(t, s, t) for t in mixed for s in crowds]
     heads = [Key(n, 0, 0, asked) for asked in (0, HOT, HOT | CUT) for n in decode]
     return bodies + [Key(n, n, 1) for n in decode] + [Key(decode[0], 0, 0, every), *heads]
+
+
+def count_compiles() -> Callable[[], int]:
+    """Counts the kernels that Triton compiles, or reads from its cache, from now on in this process."""
+    seen: list[str] = []
+
+    def heard(*, src: Any, **rest: Any) -> None:
+        seen.append(src.name)
+        log.warning("a kernel was compiled after the engine was ready: %s", src.name)
+
+    knobs.compilation.listener = heard
+    return lambda: len(seen)

@@ -162,6 +162,11 @@ def _gpu() -> Any:
     return import_module("quire.build.cuda")
 
 
+def count_compiles(device: str) -> Callable[[], int]:
+    """How many kernels have been compiled since this was called; on a CPU none is."""
+    return int if device == "cpu" else cast(Callable[[], int], _gpu().count_compiles())
+
+
 def _ops(device: torch.device) -> Ops:
     return ReferenceOps() if device.type == "cpu" else cast(Ops, _gpu().make_ops(device))
 

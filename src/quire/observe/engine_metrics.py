@@ -6,7 +6,7 @@ of it there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -14,95 +14,75 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire.engine.events import Completed, Gauges, StepRecord
-from quire.engine.ledger import Ledger
+from quire.engine.engine import Engine
+from quire.engine.events import Completed, StepRecord
+from quire.observe.engine_names import BUCKETS, COUNTERS, GAUGES, HISTOGRAMS, LABEL, SECONDS
 from quire.observe.histogram import Histogram
+from quire.observe.pool import PoolState, look
 from quire.values import Request
 
-_SHORT = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5)
-_SECONDS: tuple[float, ...] = (*_SHORT, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
-_STEP = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
-_COUNTS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
-_ITERATION = tuple(1 << i for i in range(15))
-
-_COUNTER_HELP: Mapping[str, str] = {
-    "vllm:prompt_tokens": "Prompt tokens of requests whose first token was made.",
-    "vllm:prompt_tokens_cached": "Prompt tokens whose K/V came from the prefix cache.",
-    "vllm:generation_tokens": "Tokens made.",
-    "vllm:num_preemptions": "Sequences that lost their pages to another and were queued again.",
-    "vllm:prefix_cache_queries": "Tokens looked up in the prefix cache.",
-    "vllm:prefix_cache_hits": "Tokens found there.",
-    "vllm:spec_decode_num_drafts": "Times drafts were verified.",
-    "vllm:spec_decode_num_draft_tokens": "Drafts fed.",
-    "vllm:spec_decode_num_accepted_tokens": "Drafts that were right.",
-    "quire:steps": "Steps committed.",
-    "quire:discarded_spans": "Spans whose result came after their request had ended.",
-    "quire:page_evictions": "Cached pages given to somebody else.",
-    "quire:step_failures": "Steps that could not be run.",
-}
-_GAUGE_HELP: Mapping[str, str] = {
-    "vllm:num_requests_running": "Requests with a place on the device.",
-    "vllm:num_requests_waiting": "Requests waiting for one.",
-    "vllm:kv_cache_usage_perc": "Share of KV blocks in use, 0 to 1.",
-    "vllm:gpu_cache_usage_perc": "Old name of vllm:kv_cache_usage_perc.",
-    "quire:pages_used": "KV blocks that sequences hold.",
-    "quire:pages_free": "KV blocks that can be taken, cached ones included.",
-    "quire:canary_top1_agreement": "Share of a probe's positions whose likeliest token quantising the weights kept.",
-    "quire:canary_kl_nats": "How far quantising the weights moved next-token distributions, mean KL divergence.",
-    "quire:canary_loss_nats": "Mean negative log-likelihood of the probe with quantised weights.",
-    "quire:canary_reference_loss_nats": "The same in higher precision.",
-    "quire:canary_kv_top1_agreement": "As quire:canary_top1_agreement, for K/V in float8.",
-    "quire:canary_kv_kl_nats": "As quire:canary_kl_nats, for K/V in float8.",
-    "quire:canary_kv_loss_nats": "As quire:canary_loss_nats, for K/V in float8.",
-    "quire:canary_kv_reference_loss_nats": "The same with K/V as the model makes it.",
-    "quire:kv_cache_float8_layers": "Layers whose K/V is kept in float8.",
-}
-_HISTOGRAM_HELP: Mapping[str, str] = {
-    "vllm:iteration_tokens_total": "Tokens fed a step.",
-    "vllm:request_queue_time_seconds": "From submission to a place on the device.",
-    "vllm:request_prefill_time_seconds": "From a place on the device to the first token.",
-    "vllm:request_decode_time_seconds": "From the first token to the last.",
-    "vllm:request_inference_time_seconds": "From a place on the device to the last token.",
-    "vllm:request_prompt_tokens": "Prompt tokens a request.",
-    "vllm:request_generation_tokens": "Tokens made a request.",
-    "vllm:request_num_preemptions": "Preemptions a request.",
-    "quire:step_seconds": "From launch to commit of a step.",
-}
-_BUCKETS: Mapping[str, tuple[float, ...]] = {
-    "vllm:iteration_tokens_total": _ITERATION,
-    "vllm:request_prompt_tokens": _COUNTS,
-    "vllm:request_generation_tokens": _COUNTS,
-    "vllm:request_num_preemptions": (0, 1, 2, 5, 10, 20, 50),
-    "quire:step_seconds": _STEP,
-}
+_LOOK_EVERY = 64
+"""Steps between two looks at every page of the pool."""
 
 
 class EngineMetrics:
     """Watches what the engine does. Costs a few microseconds a step."""
 
     def __init__(self) -> None:
-        self.histograms = {name: Histogram(_BUCKETS.get(name, _SECONDS)) for name in _HISTOGRAM_HELP}
-        self.failures = 0
+        self.histograms = {name: Histogram(BUCKETS.get(name, SECONDS)) for name in HISTOGRAMS}
+        self.failures = self.decodes = 0
+        self.pressure = {"preempted": 0, "sat-out": 0, "waits": 0}
         self.facts: Mapping[str, float] = MappingProxyType({})
         """Gauges that stay as they are: `Description.facts`."""
+        self.cache: Mapping[str, str] = MappingProxyType({})
+        """What is known of the KV cache, as labels."""
+        self.compiles: Callable[[], int] = int
+        """Kernels compiled since the engine was ready."""
+        self._computed: dict[str, int] = {}
+        self._spans: object = None
+        self._decodes = False
+        self._short = ""
+        self._pool = PoolState(0.0, 0.0, 0)
+        self._looked = 0
 
     def on_submit(self, request: Request, now: float) -> None:
         """Counted when it ends."""
 
     def on_step(self, record: StepRecord) -> None:
-        self.histograms["vllm:iteration_tokens_total"].observe(sum([span[1] for span in record.plan.spans]))
+        spans = record.plan.spans
+        if spans is not self._spans:
+            self._spans = spans
+            self._decodes = any(span[2] and span[1] == span[2] for span in spans)
+        self.decodes += self._decodes
+        if record.decisions:
+            self._decided(record)
+        self.histograms["vllm:iteration_tokens_total"].observe(sum([span[1] for span in spans]))
         self.histograms["quire:step_seconds"].observe(record.committed - record.launched)
         for ended in record.ended:
             self.on_end(ended)
 
+    def _decided(self, record: StepRecord) -> None:
+        short = ""
+        for what, id, by, n in record.decisions:
+            if what == "opened":
+                self._computed.setdefault(id, n)
+            elif what == "waits" and by == "pages":
+                short = id
+                self.pressure["waits"] += id != self._short
+            elif what in ("preempted", "sat-out"):
+                self.pressure[what] += 1
+        self._short = short
+
     def on_end(self, ended: Completed) -> None:
         observe, opened, first = self.histograms, ended.opened, ended.first_token
+        hits = self._computed.pop(ended.id, None)
         if opened is not None:
             observe["vllm:request_queue_time_seconds"].observe(opened - ended.submitted)
             observe["vllm:request_inference_time_seconds"].observe(ended.finished - opened)
             if first is not None:
                 observe["vllm:request_prefill_time_seconds"].observe(first - opened)
                 observe["vllm:request_decode_time_seconds"].observe(ended.finished - first)
+                observe["vllm:request_prefill_kv_computed_tokens"].observe(ended.prompt_tokens - (hits or 0))
         observe["vllm:request_prompt_tokens"].observe(ended.prompt_tokens)
         observe["vllm:request_generation_tokens"].observe(len(ended.tokens))
         observe["vllm:request_num_preemptions"].observe(ended.preemptions)
@@ -110,37 +90,62 @@ class EngineMetrics:
     def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
         self.failures += 1
 
-    def snapshot(self, ledger: Ledger, gauges: Gauges) -> dict[str, Any]:
+    def snapshot(self, engine: Engine) -> dict[str, Any]:
         """Plain data: everything /metrics says of the engine, as things stand now."""
-        pages = gauges.used_pages + gauges.free_pages
-        usage = gauges.used_pages / pages if pages else 0.0
         return {
-            "counters": {
-                "vllm:prompt_tokens": ledger.prompted,
-                "vllm:prompt_tokens_cached": ledger.cached,
-                "vllm:generation_tokens": ledger.generated,
-                "vllm:num_preemptions": gauges.preemptions,
-                "vllm:prefix_cache_queries": gauges.prefix_queried,
-                "vllm:prefix_cache_hits": gauges.prefix_hit,
-                "vllm:spec_decode_num_drafts": gauges.drafted[0],
-                "vllm:spec_decode_num_draft_tokens": gauges.drafted[1],
-                "vllm:spec_decode_num_accepted_tokens": gauges.drafted[2],
-                "quire:steps": ledger.steps,
-                "quire:discarded_spans": gauges.discarded_spans,
-                "quire:page_evictions": gauges.evictions,
-                "quire:step_failures": self.failures,
-            },
-            "gauges": {
-                "vllm:num_requests_running": gauges.running,
-                "vllm:num_requests_waiting": gauges.waiting,
-                "vllm:kv_cache_usage_perc": usage,
-                "vllm:gpu_cache_usage_perc": usage,
-                "quire:pages_used": gauges.used_pages,
-                "quire:pages_free": gauges.free_pages,
-                **self.facts,
-            },
+            "counters": self._counters(engine),
+            "gauges": self._gauges(engine),
             "histograms": {name: [h.counts, h.sum] for name, h in self.histograms.items()},
-            "accepted_at": list(gauges.accepted_at),
+            "cache": dict(self.cache),
+        }
+
+    def _counters(self, engine: Engine) -> dict[str, Any]:
+        ledger, gauges = engine.ledger, engine.gauges()
+        return {
+            "vllm:prompt_tokens": ledger.prompted,
+            "vllm:prompt_tokens_by_source": {
+                "local_compute": ledger.prompted - ledger.cached,
+                "local_cache_hit": ledger.cached,
+                "external_kv_transfer": 0,
+            },
+            "vllm:prompt_tokens_cached": ledger.cached,
+            "vllm:generation_tokens": ledger.generated,
+            "vllm:num_preemptions": gauges.preemptions,
+            "vllm:prefix_cache_queries": gauges.prefix_queried,
+            "vllm:prefix_cache_hits": gauges.prefix_hit,
+            "vllm:gpu_prefix_cache_queries": gauges.prefix_queried,
+            "vllm:gpu_prefix_cache_hits": gauges.prefix_hit,
+            "vllm:spec_decode_num_drafts": gauges.drafted[0],
+            "vllm:spec_decode_num_draft_tokens": gauges.drafted[1],
+            "vllm:spec_decode_num_accepted_tokens": gauges.drafted[2],
+            "vllm:spec_decode_num_accepted_tokens_per_pos": {str(i): n for i, n in enumerate(gauges.accepted_at)},
+            "quire:steps": ledger.steps,
+            "quire:decode_steps": self.decodes,
+            "quire:discarded_spans": gauges.discarded_spans,
+            "quire:pressure_events": dict(self.pressure),
+            "quire:page_evictions": gauges.evictions,
+            "quire:step_failures": self.failures,
+            "quire:jit_compiles_after_ready": self.compiles(),
+        }
+
+    def _gauges(self, engine: Engine) -> dict[str, Any]:
+        gauges, scheduler = engine.gauges(), engine.scheduler
+        pool, queued = scheduler.kv.pool, scheduler.waiting.queued
+        usage = gauges.used_pages / pool.pages if pool.pages else 0.0
+        if not scheduler.running or engine.ledger.steps - self._looked >= _LOOK_EVERY:
+            self._pool, self._looked = look(scheduler), engine.ledger.steps
+        return {
+            "vllm:num_requests_running": gauges.running,
+            "vllm:num_requests_waiting": gauges.waiting,
+            "vllm:num_requests_waiting_by_reason": {"capacity": queued, "deferred": gauges.waiting - queued},
+            "vllm:kv_cache_usage_perc": usage,
+            "vllm:gpu_cache_usage_perc": usage,
+            "quire:pages": {"held": gauges.used_pages, "cached": len(pool.shelf), "blank": len(pool.blank)},
+            "quire:pages_shared": self._pool.shared,
+            "quire:fragmentation_internal": self._pool.internal,
+            "quire:fragmentation_external": self._pool.external,
+            "quire:queue_tokens": sum([len(seq.tokens) for seq in scheduler.seqs.values() if seq.row is None]),
+            **self.facts,
         }
 
 
@@ -151,27 +156,40 @@ class _Snapshot(Collector):
     def collect(self) -> Iterator[Metric]:
         names, values = list(self.labels), list(self.labels.values())
         for name, value in self.snapshot["counters"].items():
-            counter = CounterMetricFamily(name, _COUNTER_HELP[name], labels=names)
-            counter.add_metric(values, value)
-            yield counter
+            yield _told(CounterMetricFamily(name, COUNTERS[name], labels=[*names, *_more(name)]), values, value)
         for name, value in self.snapshot["gauges"].items():
-            gauge = GaugeMetricFamily(name, _GAUGE_HELP[name], labels=names)
-            gauge.add_metric(values, value)
-            yield gauge
+            yield _told(GaugeMetricFamily(name, GAUGES[name], labels=[*names, *_more(name)]), values, value)
         for name, (counts, total) in self.snapshot["histograms"].items():
-            histogram = HistogramMetricFamily(name, _HISTOGRAM_HELP[name], labels=names)
+            histogram = HistogramMetricFamily(name, HISTOGRAMS[name], labels=names)
             histogram.add_metric(values, list(_cumulative(name, counts)), total)
             yield histogram
-        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
-        positions = CounterMetricFamily(name, "Drafts that were right, by position.", labels=[*names, "position"])
-        for position, count in enumerate(self.snapshot["accepted_at"]):
-            positions.add_metric([*values, str(position)], count)
-        yield positions
+        cache: Mapping[str, str] = self.snapshot["cache"]
+        info = GaugeMetricFamily(_INFO, GAUGES[_INFO], labels=[*names, *cache])
+        info.add_metric([*values, *cache.values()], 1)
+        yield info
+
+
+_INFO = "vllm:cache_config_info"
+
+
+def _more(name: str) -> list[str]:
+    return [LABEL[name]] if name in LABEL else []
+
+
+def _told(
+    family: CounterMetricFamily | GaugeMetricFamily, values: list[str], value: float | Mapping[str, float]
+) -> CounterMetricFamily | GaugeMetricFamily:
+    if isinstance(value, Mapping):
+        for label, each in value.items():
+            family.add_metric([*values, label], each)
+    else:
+        family.add_metric(values, value)
+    return family
 
 
 def _cumulative(name: str, counts: list[int]) -> Iterator[tuple[str, float]]:
     seen = 0
-    bounds = [str(float(b)) for b in _BUCKETS.get(name, _SECONDS)]
+    bounds = [str(float(b)) for b in BUCKETS.get(name, SECONDS)]
     for bound, count in zip([*bounds, "+Inf"], counts, strict=True):
         seen += count
         yield bound, seen

@@ -107,6 +107,7 @@ class History:
         self._keep, self._most, self._kept = keep, tokens, 0
         self._rows: dict[int, Story] = {}
         self._spans: object = None
+        self._partial = False
         self._number = 0
         self.page_size = 1
 
@@ -129,6 +130,8 @@ class History:
             self._grown(record)
         if plan.spans is not self._spans:
             self._spans = plan.spans
+            self._partial = any(not span.rows for span in plan.spans)
+        if self._partial:
             self._chunked(record)
         for event in record.events:
             if event[1]:

@@ -135,6 +135,9 @@ class LiveWindow:
                 self._tell(["out", at, story.number, 0 if other is None else other.number, n])
             elif what == "opened":
                 self._tell(["open", at, story.number, n])
+            elif what == "follows":
+                leader = self.history.stories.get(by)
+                self._tell(["hold", at, story.number, 0 if leader is None else leader.number, n])
             else:
                 self._tell(["sat", at, story.number])
 
@@ -150,7 +153,7 @@ class LiveWindow:
 
     def watch(self, on: bool) -> None:
         """Somebody watches and wants to begin; or nobody does any more."""
-        if on and not self.watched:
+        if on != self.watched:
             self._clear()
             self._leaving = []
         self.watched, self._whole = on, on

@@ -32,6 +32,8 @@ MOST_SESSIONS = 1024
 
 _SILENCE = 15.0
 """Seconds after which a comment shows that the stream lives."""
+_PATIENCE = 0.2
+"""Seconds that a first frame may take; then the stream begins without one."""
 _FOLDER = Path(__file__).parent / "static"
 _TYPES: Mapping[str, str] = {
     ".html": "text/html; charset=utf-8",
@@ -55,7 +57,7 @@ class View(Protocol):
         """Frames of JSON as they come. Raises Overloaded when too many watch."""
 
     async def explain(self, id: str) -> bytes:
-        """What happened to an answer as JSON, `null` if it is not known; to all known ones, if `id` is empty."""
+        """What happened to an answer as JSON, `null` if it is not known; a line for each known, if `id` is empty."""
 
 
 class Blank:
@@ -236,11 +238,14 @@ class Frames:
             await asyncio.gather(leaving, pump, return_exceptions=True)
 
     async def _pump(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-        await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
         async with aclosing(self._view.watch()) as frames:
             coming = asyncio.ensure_future(anext(frames))
             try:
+                await asyncio.wait((coming,), timeout=_PATIENCE)
+                if coming.done():
+                    coming.result()  # a refusal has a status of its own
+                await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
                 while True:
                     done, _ = await asyncio.wait((coming,), timeout=_SILENCE)
                     data = event(coming.result()) if done else KEEP_ALIVE

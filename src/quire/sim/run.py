@@ -16,6 +16,7 @@ from quire.engine.engine import Engine
 from quire.engine.events import Observer
 from quire.executors.costs import FREE, StepCost
 from quire.executors.synthetic import SyntheticExecutor
+from quire.observe.pool import look
 from quire.sim.workload import Load
 
 _SAMPLE = 16
@@ -102,18 +103,10 @@ def drive(engine: Engine, loads: Sequence[Load], tick: Callable[[int], None] = l
 
 
 def _fragmentation(engine: Engine, out: Outcome) -> None:
-    """Internal: slots in held pages that hold no token. External: what a contiguous allocator could not use of the
-    free pages (1 - longest free run / free); paging makes it harmless, which is why it is shown."""
-    scheduler = engine.scheduler
-    held = sum(len(s.blocks) for s in scheduler.running) * scheduler.kv.page_size
-    if held:
-        out.internal.append(1 - sum(s.computed for s in scheduler.running) / held)
-    refs, run, best, free = scheduler.kv.pool.refs, 0, 0, 0
-    for count in refs[1:]:
-        run = 0 if count else run + 1
-        best = max(best, run)
-        free += not count
-    out.external.append(1 - best / free if free else 0.0)
+    state = look(engine.scheduler)
+    if engine.scheduler.running:
+        out.internal.append(state.internal)
+    out.external.append(state.external)
 
 
 def peak_memory(work: Callable[[], Outcome]) -> int:

@@ -159,6 +159,12 @@ function lane(to, request, view, y, x, width) {
   }
   to.fillStyle = colour("bad");
   for (const { at } of request.outs) to.fillRect(x(at) - 1, middle - 9, 3, 18);
+  if (request.follows && request.what === "waiting") {
+    to.fillStyle = colour("soft");
+    to.textAlign = "right";
+    to.fillText(`for #${request.follows}'s prefix`, Math.max(90, x(request.at) - 6), middle);
+    to.textAlign = "left";
+  }
   if (request.ended === null) return;
   const end = x(request.ended);
   if (end > width - 4) return;

@@ -9,7 +9,7 @@ const KEEP_GAPS = 20000;
 class Request {
   constructor([, at, number, id, prompt, max, priority]) {
     Object.assign(this, { number, id, prompt, max, priority, at: at / 1e6 });
-    Object.assign(this, { first: null, ended: null, finish: null, hit: 0, made: 0, last: null, outs: [] });
+    Object.assign(this, { first: null, ended: null, finish: null, hit: 0, made: 0, last: null, outs: [], follows: 0 });
     this.parts = [["waiting", this.at, null]];
   }
 
@@ -79,6 +79,8 @@ export class World {
       request.hit = rest[0];
       request.become("prefill", seconds);
       if (this.head?.number === number) this.head = null;
+    } else if (what === "hold") {
+      request.follows = rest[0];
     } else if (what === "first") {
       if (request.first !== null) return;
       request.first = seconds;
