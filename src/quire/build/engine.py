@@ -148,7 +148,7 @@ def _load(settings: Settings, device: torch.device, canary: Canary | None) -> Mo
             locate(model.model, revision=model.revision, cache=model.download_dir),
             dtype=model.dtype,
             device=device,
-            ops=_ops(device),
+            ops=choose_ops(device),
             load_format=model.load_format,
             quantization=model.quantization,
             canary=canary,
@@ -167,7 +167,8 @@ def count_compiles(device: str) -> Callable[[], int]:
     return int if device == "cpu" else cast(Callable[[], int], _gpu().count_compiles())
 
 
-def _ops(device: torch.device) -> Ops:
+def choose_ops(device: torch.device) -> Ops:
+    """The kernels for a device."""
     return ReferenceOps() if device.type == "cpu" else cast(Ops, _gpu().make_ops(device))
 
 

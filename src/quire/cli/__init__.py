@@ -22,6 +22,7 @@ main = Root(
                 "structured": ("quire.bench.structured", "Measure what JSON schemas cost, on the embedded model."),
                 "cpu": ("quire.bench.cpu", "Measure decode on this CPU, beside transformers."),
                 "ladder": ("quire.bench.ladder", "Add one optimisation at a time and measure each on its workload."),
+                "logits": ("quire.bench.logits", "How far logits of real-size models are off."),
                 "paging": ("quire.bench.paging", "Compare K/V memory in one piece a sequence and in pages."),
                 "kernels": ("quire.bench.kernels", "Check and time every kernel on a CUDA device."),
             },
