@@ -157,10 +157,13 @@ async function save() {
 }
 
 async function open(file) {
+  const notice = find("notice");
+  notice.hidden = true;
   try {
     saved = await Tape.read(file);
   } catch (error) {
-    say("lost", error.message);
+    notice.textContent = error.message;
+    notice.hidden = false;
     return;
   }
   view.chosen = null;

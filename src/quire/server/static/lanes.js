@@ -40,8 +40,9 @@ export class Lanes {
     this.paint(view);
   }
 
-  /** The names at the left: real buttons, kept while the same request stays in the same place. */
+  /** The names at the left: real buttons, kept while the same request stays in the same place; focus goes with it. */
   label(view) {
+    const focused = this.rows.contains(document.activeElement) ? document.activeElement.dataset.number : undefined;
     this.shown.forEach((row, i) => {
       const old = this.rows.children[i];
       const fresh = this.named(row, view, old);
@@ -49,6 +50,9 @@ export class Lanes {
       else if (fresh !== old) old.replaceWith(fresh);
     });
     while (this.rows.children.length > this.shown.length) this.rows.lastElementChild.remove();
+    if (focused === undefined || this.rows.contains(document.activeElement)) return;
+    const moved = this.rows.querySelector(`[data-number="${focused}"]`) ?? this.box;
+    moved.focus({ preventScroll: true });
   }
 
   named(row, view, old) {

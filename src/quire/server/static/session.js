@@ -27,7 +27,7 @@ function ask() {
   return new Promise((done) => {
     form.onsubmit = async (event) => {
       event.preventDefault();
-      const key = form.querySelector("input");
+      const key = form.querySelector("#key");
       const wrong = await refused(key.value);
       form.querySelector(".wrong").textContent = wrong;
       key.value = "";

@@ -1,0 +1,187 @@
+"""The live page in a real browser, on a real server under load."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser
+
+from tests.browser import CHROMIUM, Crowd, Opened, chromium
+from tests.live import Live, serving
+
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="needs Chromium")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    few = ("--num-gpu-blocks-override", "96", "--max-num-seqs", "8")
+    with serving(tmp_path_factory.mktemp("ui"), *few) as server:
+        yield server
+
+
+def test_pages_fill_and_free_and_a_request_says_what_happened_to_it(live: Live, browser: Browser) -> None:
+    opened = Opened(browser, live.url)
+    page = opened.page
+    opened.wait("document.querySelector('#state').dataset.is === 'live'")
+    opened.wait("document.querySelector('#pages .count').textContent.startsWith('0 held')")
+    with Crowd(live.url, 12):
+        opened.wait("parseInt(document.querySelector('#pages .count').textContent) >= 40")
+        opened.wait("document.querySelectorAll('.rows button').length >= 12")
+        assert page.locator("#figures").inner_text().count("of 8 seats") == 1
+        opened.wait("document.querySelector('.one-step p').textContent.includes('decode')")
+        assert re.search(r"Step \d+ .* for \d+ requests?, \d+ tokens?: ", page.inner_text(".one-step"))
+        page.locator(".rows button").nth(2).click()
+        page.get_by_text("What happened, and why").wait_for()
+    opened.wait("document.querySelector('#pages .count').textContent.startsWith('0 held')")
+    told = page.locator("#story").inner_text()
+    for words in ("submitted:", "got a place on the device", "prefix cache:", "first token after", "finished:"):
+        assert words in told or words == "finished:", told
+    assert re.search(r"[1-9]\d* cached", page.locator("#pages .count").inner_text())
+    opened.wait("document.querySelectorAll('#figures .tile .value')[1].textContent === '0 of 8 seats'")
+    assert {url.split("/")[2] for url in opened.asked} == {live.url.split("/")[2]}, "nothing is asked of others"
+    assert opened.complaints == []
+    opened.close()
+
+
+def test_a_chat_streams_and_its_own_request_is_marked(live: Live, browser: Browser) -> None:
+    opened = Opened(browser, live.url)
+    page = opened.page
+    opened.wait("document.querySelector('#model').textContent.startsWith('embedded')")
+    page.fill("#say", "Tell me a story about a dog.")
+    page.press("#say", "Enter")
+    page.locator(".rows .own").wait_for()
+    grown = "(document.querySelector('.talk .assistant')?.textContent.length ?? 0) > "
+    opened.wait(grown + "5")
+    page.get_by_role("button", name="what happened to it").click()
+    assert "yours" in (page.locator(".rows .own").get_attribute("aria-label") or "")
+    assert len(page.locator(".talk .assistant").text_content() or "") > 40
+    page.get_by_text("What happened, and why").wait_for()
+    assert "chatcmpl-" in page.locator("#story code").inner_text()
+    page.get_by_role("tab", name="Chat").click()
+    page.fill("#say", "And a cat?")
+    page.get_by_role("button", name="Send").click()
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_role("button", name="Send").wait_for()
+    assert page.locator(".talk .error").count() == 0
+    assert opened.complaints == []
+    opened.close()
+    live.settled()
+
+
+def test_what_is_shown_can_be_held_saved_and_opened_again(live: Live, browser: Browser, tmp_path: Path) -> None:
+    opened = Opened(browser, live.url)
+    page = opened.page
+    opened.wait("document.querySelector('#state').dataset.is === 'live'")
+    with Crowd(live.url, 6):
+        page.wait_for_timeout(1500)
+        page.locator(".rows button").first.click()
+    page.keyboard.press("Escape")
+    page.locator("#requests").focus()
+    page.keyboard.press("Space")
+    assert page.locator("#state").inner_text() == "held"
+    page.locator("#when").focus()
+    for _ in range(3):
+        page.keyboard.press("PageDown")
+    assert page.locator("#moment").inner_text() not in ("", "−0.0 s")
+    with page.expect_download() as coming:
+        page.get_by_role("button", name="Save").click()
+    path = tmp_path / "saved.json"
+    coming.value.save_as(path)
+    saved = json.loads(path.read_text())
+    assert saved["frames"][0]["whole"] and saved["stories"]
+    opened.close()
+    alone = Opened(browser, live.url)
+    alone.page.set_input_files("#file", path)
+    alone.wait("document.querySelector('#state').textContent === 'a saved file'")
+    alone.wait("document.querySelectorAll('.rows button').length >= 6")
+    alone.page.locator(".rows button").last.click()
+    alone.page.get_by_text("What happened, and why").wait_for()
+    path.write_text('{"format": "something else"}')
+    alone.page.set_input_files("#file", path)
+    alone.wait("document.querySelector('#notice').textContent.includes('was not saved by this page')")
+    assert alone.complaints == []
+    alone.close()
+
+
+@pytest.mark.parametrize(("size", "theme"), [("desktop", "light"), ("desktop", "dark"), ("phone", "dark")])
+def test_everybody_can_read_it(live: Live, browser: Browser, size: str, theme: str) -> None:
+    opened = Opened(browser, live.url, size, theme)
+    page = opened.page
+    with Crowd(live.url, 4):
+        opened.wait("document.querySelectorAll('.rows button').length >= 3")
+        opened.wait("document.querySelectorAll('.one-step button').length >= 1")
+        page.fill("#say", "Hello")
+        page.press("#say", "Enter")
+        page.locator(".talk .assistant").wait_for()
+        assert opened.serious() == []
+        page.locator(".rows button").first.click()
+        page.get_by_text("What happened, and why").wait_for()
+        assert opened.serious() == []
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "nothing hangs out at the side"
+    heights = "[...document.querySelectorAll('header button, #side button')].map(button => button.offsetHeight)"
+    assert [height for height in page.evaluate(heights) if 0 < height < 24] == [], "a finger finds them"
+    assert opened.complaints == []
+    opened.close()
+
+
+def test_the_keyboard_reaches_everything(live: Live, browser: Browser) -> None:
+    opened = Opened(browser, live.url)
+    page = opened.page
+    with Crowd(live.url, 4):
+        opened.wait("document.querySelectorAll('.rows button').length >= 4")
+        page.locator(".lanes").focus()
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("Enter")
+        page.get_by_text("What happened, and why").wait_for()
+        page.locator(".bars").focus()
+        page.keyboard.press("ArrowLeft")
+        page.wait_for_timeout(300)
+        chosen = page.locator(".bars").get_attribute("aria-valuenow")
+        page.wait_for_timeout(300)
+        assert page.locator(".bars").get_attribute("aria-valuenow") == chosen
+        seen = set()
+        for _ in range(40):
+            page.keyboard.press("Tab")
+            seen.add(page.evaluate("document.activeElement.id || document.activeElement.className"))
+    assert {"pause", "save", "open", "theme", "span", "bars", "tab-story"} <= seen
+    page.locator("#theme").click()
+    assert page.evaluate("document.documentElement.dataset.theme") == "light"
+    page.locator("#theme").click()
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert opened.complaints == []
+    opened.close()
+
+
+def test_with_keys_a_browser_signs_in_once(browser: Browser, tmp_path: Path) -> None:
+    with serving(tmp_path, "--api-key", "sesame") as locked:
+        opened = Opened(browser, locked.url)
+        page = opened.page
+        page.get_by_label("API key").fill("guess")
+        page.get_by_role("button", name="Sign in").click()
+        page.get_by_text("not a key of this server").wait_for()
+        assert opened.serious() == []
+        page.get_by_label("API key").fill("sesame")
+        page.keyboard.press("Enter")
+        opened.wait("document.querySelector('#state').dataset.is === 'live'")
+        assert page.evaluate("document.cookie") == ""
+        page.fill("#say", "Hello")
+        page.press("#say", "Enter")
+        opened.wait("(document.querySelector('.talk .assistant')?.textContent.length ?? 0) > 5")
+        page.reload()
+        opened.wait("document.querySelector('#state').dataset.is === 'live'")
+        page.get_by_role("button", name="Sign out").click()
+        page.get_by_label("API key").wait_for()
+        unwelcome = [said for said in opened.complaints if "401" not in said]
+        assert unwelcome == []
+        opened.close()
