@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -14,17 +15,54 @@ from quire.core.kv import KV, prefix_index
 from quire.core.plan import Open, Plan, Span
 from quire.core.policy import ADMISSIONS
 from quire.core.scheduler import Scheduler
+from quire.core.speculate import Fixed
 from quire.engine.engine import Engine
 from quire.errors import StepFailed
 from quire.executors.cuda import CudaExecutor
 from quire.runner.device import PlainSteps
 from quire.runner.graphs import AtOnce
+from quire.runner.memory import allocate, layer_shapes
+from quire.runner.proposers import ModelProposer, NgramProposer, NoProposer, Proposer
 from quire.values import MANY, Request, Tokens
 from tests.executors.test_local import LONGEST, MODEL, OPENING, REQUESTS, RULED, WANT, Alternate, Fragile
 from tests.runner.tiny import POISON, VOCAB, Tiny
 
 
-def executor(model: Tiny = MODEL, *, pages: int = 8, size: int = 4, rows: int = 2, length: int = 16) -> CudaExecutor:
+class Doubtful(Tiny):
+    """Nearly the model: often right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = self.head + 0.3 * torch.randn(self.head.shape, generator=torch.Generator().manual_seed(1)).double()
+
+
+class Repeated(NgramProposer):
+    """Finds something almost everywhere."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth, shortest=1)
+
+
+class Unforeseen(Fixed):
+    """A depth nobody can foresee."""
+
+    def depth(self, seq: Any) -> int:
+        return hash((seq.order, len(seq.tokens))) % (self.most + 1)
+
+
+def proposer(kind: str, *, pages: int, size: int, rows: int) -> Proposer:
+    if kind == "none":
+        return NoProposer()
+    if kind == "ngram":
+        return Repeated(3)
+    draft = MODEL if kind == "twin" else Doubtful()
+    kv = allocate(layer_shapes(draft.spec.kv_shapes, torch.float64), pages=pages, page_size=size)
+    return ModelProposer(draft, kv, depth=3, rows=rows, device=torch.device("cpu"))
+
+
+def executor(
+    model: Tiny = MODEL, *, pages: int = 8, size: int = 4, rows: int = 2, length: int = 16, drafts: str = "none"
+) -> CudaExecutor:
     return CudaExecutor(
         model,
         pages=pages,
@@ -36,6 +74,7 @@ def executor(model: Tiny = MODEL, *, pages: int = 8, size: int = 4, rows: int = 
         device=torch.device("cpu"),
         steps=PlainSteps(),
         queue=AtOnce(),
+        proposer=proposer(drafts, pages=pages, size=size, rows=rows),
         depth=2,
     )
 
@@ -54,10 +93,20 @@ class House:
         reuse: bool = True,
         admit: str = "continuous",
         model: Tiny = MODEL,
+        drafts: str = "none",
+        policy: type[Fixed] = Fixed,
     ) -> None:
-        self.executor = executor(model, pages=pages, size=size, rows=16, length=LONGEST + 1)
+        self.executor = executor(model, pages=pages, size=size, rows=16, length=LONGEST + 1, drafts=drafts)
         kv = KV(pages, size, prefix_index(size, reuse))
-        self.scheduler = Scheduler(kv, rows=16, cap=cap, budget=feed[0], chunk=feed[1], admit=ADMISSIONS[admit])
+        self.scheduler = Scheduler(
+            kv,
+            rows=16,
+            cap=cap,
+            budget=feed[0],
+            chunk=feed[1],
+            admit=ADMISSIONS[admit],
+            speculation=policy(self.executor.describe().drafts),
+        )
         self.engine = Engine(self.scheduler, self.executor, depth=max(depth, 0))
         self.drawn = random.Random(7) if depth < 0 else None
         self.events: dict[str, list[Tokens]] = {}
@@ -83,6 +132,8 @@ AXES = {
     "feed": ((MANY, MANY), (16, 5), (9, MANY)),
     "admit": ("continuous", "static"),
     "cap": (3, 16),
+    "drafts": ("none", "ngram", "model", "twin"),
+    "policy": (Fixed, Unforeseen),
 }
 COMBOS = [dict(zip(AXES, v, strict=True)) for v in itertools.product(*AXES.values())]
 

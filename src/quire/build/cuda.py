@@ -11,14 +11,17 @@ import torch
 from triton import knobs
 
 from quire.build.room import LARGEST, working_bytes
+from quire.build.speculate import VERIFIED, WIDTHS, build_proposer, draft_layers, load_draft, speculative
 from quire.config import Settings
+from quire.config.speculative import parse
+from quire.core.speculate import depths
 from quire.engine.executor import Executor
 from quire.executors.cuda import CudaExecutor
 from quire.models.base import Model
 from quire.ops.base import Ops
 from quire.ops.triton.ops import TritonOps
 from quire.runner.graphs import CudaQueue, Key, coarse, crowd, padding
-from quire.runner.kernels import TritonSteps
+from quire.runner.kernels import ForcedSteps, TritonSteps
 from quire.runner.memory import GIB, layer_shapes, page_bytes, plan_pages
 from quire.runner.traits import CUT, HOT, PENALISED
 
@@ -43,10 +46,13 @@ def make_executor(
 ) -> Executor:
     """tokens: the most a step feeds; the rest as `build.engine.Limits`. Raises InvalidConfig when K/V does not fit."""
     cache, spec = settings.cache, model.spec
-    layers = layer_shapes(spec.kv_shapes, model.dtype)
+    draft = load_draft(settings, model, device, make_ops(device))
+    asked = parse(settings.scheduler.speculative_config)
+    drafts = 0 if asked is None else asked.num_speculative_tokens
+    layers = layer_shapes(spec.kv_shapes, model.dtype) + draft_layers(draft)
     largest = 0 if settings.execution.enforce_eager else LARGEST
     free, total = torch.cuda.mem_get_info(device)
-    work = working_bytes(spec, model.dtype, tokens=tokens, captured=largest, rows=cap)
+    work = working_bytes(spec, model.dtype, tokens=tokens, captured=largest, rows=cap * (1 + drafts))
     left = int(free - (1 - cache.gpu_memory_utilization) * total) - work
     pages = cache.num_gpu_blocks_override or plan_pages(
         layers,
@@ -55,6 +61,7 @@ def make_executor(
         max_model_len=max_model_len,
         budget=cache.kv_cache_memory_bytes or left,
     )
+    forced = None if asked is None else asked.synthetic_acceptance_rate
     began = time.monotonic()
     executor = CudaExecutor(
         model,
@@ -65,10 +72,14 @@ def make_executor(
         tokens=tokens,
         dtype=model.dtype,
         device=device,
-        steps=TritonSteps(device),
+        steps=TritonSteps(device) if forced is None else ForcedSteps(device, forced),
         queue=CudaQueue(device, largest),
+        proposer=build_proposer(settings, draft, pages=pages, page_size=page_size, rows=rows, device=device),
         depth=depth,
-        warm=kinds(cap, tokens, largest),
+        warm=kinds(cap, tokens, largest) + speculative(cap, min(tokens, LARGEST), drafts, draft is not None),
+        paces=[(n, d) for d in depths(drafts) for n in WIDTHS if n <= cap and n * (1 + d) <= VERIFIED]
+        if drafts
+        else (),
     )
     held = (pages + 1) * page_bytes(layers, page_size)
     after = torch.cuda.mem_get_info(device)[0]
@@ -87,8 +98,8 @@ def kinds(cap: int, tokens: int, largest: int) -> list[Key]:
     crowds = sorted({crowd(n) for n in range(1, cap + 1)}, reverse=True)
     most, every = coarse(tokens), HOT | CUT | PENALISED
     bodies = [Key(most, crowds[0], most)] + [Key(t, s, t) for t in mixed for s in crowds]
-    heads = [Key(n, 0, 0, asked) for asked in (0, HOT, HOT | CUT) for n in decode]
-    return bodies + [Key(n, n, 1) for n in decode] + [Key(decode[0], 0, 0, every), *heads]
+    heads = [Key.head(n, asked) for asked in (0, HOT, HOT | CUT) for n in decode]
+    return bodies + [Key(n, n, 1) for n in decode] + [Key.head(decode[0], every), *heads]
 
 
 def count_compiles() -> Callable[[], int]:

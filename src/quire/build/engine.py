@@ -90,7 +90,7 @@ def build_scheduler(settings: Settings, about: Description, limits: Limits) -> S
         chunk=limits.chunk,
         admit=ADMISSIONS[settings.scheduler.batching],
         order=ORDERS[settings.scheduler.scheduling_policy],
-        speculation=build_speculation(settings, about.drafts),
+        speculation=build_speculation(settings, about),
     )
 
 
@@ -182,7 +182,7 @@ def _executor(
 
 
 def _local(settings: Settings, model: Model, limits: Limits, layers: Sequence[LayerShape]) -> Executor:
-    cache, draft = settings.cache, load_draft(settings, model)
+    cache, draft = settings.cache, load_draft(settings, model, torch.device("cpu"), ReferenceOps())
     pages = cache.num_gpu_blocks_override or plan_pages(
         (*layers, *draft_layers(draft)),
         page_size=limits.page_size,

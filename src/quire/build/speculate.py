@@ -2,44 +2,81 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from quire.config import Settings
 from quire.config.speculative import SpeculativeConfig, parse
-from quire.core.speculate import Adaptive, Fixed, Speculation
+from quire.core.speculate import Adaptive, Fixed, Speculation, depths
+from quire.engine.executor import Description
 from quire.errors import InvalidConfig
 from quire.models.base import Model
-from quire.ops.reference import ReferenceOps
+from quire.ops.base import Ops
 from quire.runner.drafter import ModelDrafter
 from quire.runner.drafts import Drafter, NoDrafts
+from quire.runner.graphs import Key, coarse, crowd, padding
 from quire.runner.memory import LayerShape, allocate, layer_shapes
 from quire.runner.ngram import NgramDrafter
+from quire.runner.proposers import ModelProposer, NgramProposer, NoProposer, Proposer
+from quire.runner.traits import CUT, HOT
 from quire.weights.load import load_model
 from quire.weights.locate import EMBEDDED, embedded, locate
 
+log = logging.getLogger(__name__)
 
-def build_speculation(settings: Settings, most: int) -> Speculation:
-    """The policy for a drafter that can draft `most` tokens."""
+VERIFIED = 512
+"""Tokens up to which verifying is captured before it is asked for. Beyond, it is arithmetic that bounds, and drafts do
+not pay."""
+
+WIDTHS = tuple(1 << i for i in range(9))
+"""Rows at which a step's time is taken by depth of drafts."""
+
+
+def build_speculation(settings: Settings, about: Description) -> Speculation:
+    """The policy for an executor that drafts `about.drafts` tokens at most."""
     asked = parse(settings.scheduler.speculative_config)
-    return Adaptive(most) if asked is not None and asked.adaptive else Fixed(most)
+    if asked is None or not asked.adaptive:
+        return Fixed(about.drafts)
+    return Adaptive(about.drafts, about.paces, about.catch_up)
 
 
-def load_draft(settings: Settings, target: Model) -> Model | None:
+def load_draft(settings: Settings, target: Model, device: torch.device, ops: Ops) -> Model | None:
     """The draft model asked for, if one is. Raises InvalidConfig when it does not speak the target's tokens."""
     asked = parse(settings.scheduler.speculative_config)
-    if asked is None or asked.method != "draft_model":
+    if asked is None:
         return None
     model = settings.model
+    if asked.synthetic_acceptance_rate is not None and (model.load_format != "dummy" or device.type == "cpu"):
+        raise InvalidConfig(
+            "speculative_config: synthetic_acceptance_rate makes answers wrong: it is for --load-format dummy on a GPU",
+            param="speculative_config",
+        )
+    if asked.method != "draft_model":
+        return None
     if asked.model is None and model.model != EMBEDDED:
         raise InvalidConfig(
             "speculative_config needs a model: the folder or hub id of a draft", param="speculative_config"
         )
     folder = embedded() / "draft" if asked.model is None else locate(asked.model, cache=model.download_dir)
-    draft = load_model(folder, dtype=model.dtype, ops=ReferenceOps(), load_format=model.load_format, seed=model.seed)
+    draft = load_model(
+        folder,
+        dtype=model.dtype,
+        device=device,
+        ops=ops,
+        load_format=model.load_format,
+        quantization=asked.quantization,
+        seed=model.seed + 1,
+    )
     if draft.spec.vocab != target.spec.vocab:
         raise InvalidConfig(
             f"the draft has {draft.spec.vocab} tokens and the model {target.spec.vocab}: they need the same tokenizer",
             param="speculative_config",
+        )
+    if draft.spec.context < target.spec.context:
+        log.warning(
+            "the draft was made for %d tokens and the model for %d: drafts will be worse past that",
+            *(draft.spec.context, target.spec.context),
         )
     return draft
 
@@ -50,7 +87,7 @@ def draft_layers(draft: Model | None) -> tuple[LayerShape, ...]:
 
 
 def build_drafter(settings: Settings, draft: Model | None, *, pages: int, page_size: int, rows: int) -> Drafter:
-    """The drafter these settings ask for; `draft` is what `load_draft` found."""
+    """The drafter these settings ask for, on a CPU; `draft` is what `load_draft` found."""
     asked: SpeculativeConfig | None = parse(settings.scheduler.speculative_config)
     if asked is None:
         return NoDrafts()
@@ -67,3 +104,34 @@ def build_drafter(settings: Settings, draft: Model | None, *, pages: int, page_s
         rows=rows,
         device=torch.device("cpu"),
     )
+
+
+def build_proposer(
+    settings: Settings, draft: Model | None, *, pages: int, page_size: int, rows: int, device: torch.device
+) -> Proposer:
+    """The same for a device that drafts by itself."""
+    asked: SpeculativeConfig | None = parse(settings.scheduler.speculative_config)
+    if asked is None:
+        return NoProposer()
+    depth = asked.num_speculative_tokens
+    if draft is None:
+        return NgramProposer(depth, longest=asked.prompt_lookup_max, shortest=asked.prompt_lookup_min)
+    kv = allocate(draft_layers(draft), pages=pages, page_size=page_size, device=device)
+    return ModelProposer(draft, kv, depth=depth, rows=rows, device=device)
+
+
+def speculative(cap: int, tokens: int, drafts: int, model: bool) -> list[Key]:
+    """The steps that drafting adds: verification as deep as can pay, drafts, and what a draft model catches up with.
+
+    cap: sequences at once. tokens: up to which steps are captured. model: a draft model's.
+    """
+    wide = sorted({padding(n) for n in range(1, cap + 1)}, reverse=True)
+    deep = [(n, d) for d in depths(drafts) if d for n in wide if n * (1 + d) <= VERIFIED]
+    rows = sorted({padding(n * (1 + d)) for n, d in deep} - set(wide), reverse=True)
+    keys = [Key(n * (1 + d), n, 1 + d) for n, d in deep]
+    keys += [Key.head(n, asked) for asked in (0, HOT, HOT | CUT) for n in rows]
+    if not model:
+        return keys + [Key(n, n, drafts, 0, "draft") for n in sorted({n for n, _ in deep})]
+    keys += [Key(2 * n, n, d, asked, "draft") for asked in (0, HOT | CUT) for n, d in deep]
+    behind = sorted({coarse(n) for n in range(1, tokens + 1)}, reverse=True)
+    return keys + [Key(t, s, t, 0, "follow") for t in behind for s in {crowd(1), crowd(cap)}]

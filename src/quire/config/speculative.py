@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from quire.errors import InvalidConfig, nearest
 
 METHODS = ("ngram", "draft_model")
+MADE = ("fp8", "fp8_per_block", "int8", "int8_w8a8")
+"""How a draft can be quantised: what is made of plain weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +17,9 @@ class SpeculativeConfig:
     """How to draft. model: folder or hub id of the draft; for the embedded model its own draft is the default.
 
     num_speculative_tokens: the most drafted a step; how many are is measured (0 where drafting does not pay), unless
-    adaptive is false. prompt_lookup_max, prompt_lookup_min: lengths of suffixes that ngram looks for.
+    adaptive is false. prompt_lookup_max, prompt_lookup_min: lengths of suffixes that ngram looks for. quantization: of
+    the draft's plain weights while loading, one of `--quantization`'s first four. synthetic_acceptance_rate: for
+    benchmarks on random weights, whose drafts are never right: each counts as right with this chance.
     """
 
     method: str
@@ -24,6 +28,8 @@ class SpeculativeConfig:
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
     adaptive: bool = True
+    quantization: str = "auto"
+    synthetic_acceptance_rate: float | None = None
 
 
 def parse(text: str | None) -> SpeculativeConfig | None:
@@ -50,6 +56,11 @@ def parse(text: str | None) -> SpeculativeConfig | None:
             raise _wrong(f"{key} must be a whole number from 1 to 32, not {value!r}")
     if not isinstance(given.get("adaptive", True), bool):
         raise _wrong(f"adaptive must be true or false, not {given['adaptive']!r}")
+    rate = given.get("synthetic_acceptance_rate")
+    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1):
+        raise _wrong(f"synthetic_acceptance_rate must be from 0 to 1, not {rate!r}")
+    if given.get("quantization", "auto") not in ("auto", *MADE):
+        raise _wrong(f"quantization must be one of {', '.join(MADE)}; got {given['quantization']!r}")
     if not isinstance(given.get("model"), str | None):
         raise _wrong(f"model must be a name or folder, not {given['model']!r}")
     made = SpeculativeConfig(**given)

@@ -122,10 +122,8 @@ class Scheduler:
         Planned head first, preempted tail first: a victim never has a span in the plan being made.
         """
         left, speculation = min(self.budget, budget), self.speculation
-        spans: list[Span] = []
-        seqs: list[Sequence] = []
-        late: list[int] = []
-        drafts: list[int] = []
+        spans, seqs = list[Span](), list[Sequence]()
+        late, drafts = list[int](), list[int]()
         opened: list[Open] = []
         grown: list[tuple[int, tuple[int, ...]]] = []
         running, slots, i = self.running, MANY, 0
@@ -148,16 +146,18 @@ class Scheduler:
             n = seq.unfed + seq.drafting
             if n > self.chunk or n > left:
                 n = min(self.chunk, left)
-            upto = known + seq.reach - seq.unfed + n  # its furthest reach, whatever is accepted before it
+            rows = n - seq.unfed + 1
+            depth = speculation.depth(seq) if rows > 0 and speculation.most else 0
+            # its furthest reach, whatever is accepted before it; a draft model writes there as soon as it has sampled
+            upto = known + seq.reach - seq.unfed + n + depth
             i += 1
             if upto > seq.room and not self._grow(seq, upto, i, grown):
                 i = min(i, len(running))
                 continue
-            rows = n - seq.unfed + 1
             if rows > 0:
                 seq.pending += 1
                 seq.reach += rows
-                seq.unfed, seq.drafting = 1, speculation.depth(seq) if speculation.most else 0
+                seq.unfed, seq.drafting = 1, depth
                 if seq.constraint is not FREE:
                     late.append(len(spans))
             else:
@@ -226,7 +226,7 @@ class Scheduler:
         kv.open(seq)
         n = min(seq.unfed, self.chunk, left)
         whole = others and n < seq.unfed and self.chunk == MANY  # whole prompts wait for a step of their own
-        if whole or kv.need(seq, seq.computed + n) > kv.pool.free:
+        if whole or kv.need(seq, seq.computed + n + self.speculation.most) > kv.pool.free:
             kv.close(seq)
             return self._wait(seq, "budget" if whole else "pages")
         kv.claim(seq)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from quire.core.plan import Plan
@@ -82,13 +84,29 @@ class _Times:
         self.mean[depth] = mean + (min(seconds, 2 * mean) - mean) * max(0.05, 1 / count)
 
 
+def depths(most: int) -> tuple[int, ...]:
+    """Those that are tried where `most` can be drafted."""
+    return tuple(sorted({0, 1, 2, most // 2, 3 * most // 4, most} & set(range(most + 1))))
+
+
+def kind(width: int) -> int:
+    """Widths up to the same power of two are of one kind: its exponent."""
+    return max(0, width - 1).bit_length()
+
+
 class Adaptive:
     """The depth with the most expected tokens a second, 0 unless drafting pays by `MARGIN`.
 
     Depth d brings 1 + a + ... + a^d tokens when each draft is right with probability a (Leviathan et al.,
-    arXiv:2211.17192); a is measured. What a step costs at each depth is measured too, by width (rounded to a power of
-    two), since verifying is nearly free for one row and dear for many: each depth is tried for a few steps, and one
-    again ever more rarely. A sequence whose own drafts keep missing is drafted less than the rest.
+    arXiv:2211.17192); a is measured. What a step costs at each depth is measured too, by width (rounded up to a power
+    of two), since verifying is nearly free for one row and dear for many. A sequence whose own drafts keep missing is
+    drafted less than the rest.
+
+    paces: what the executor measured at its start, see `Description`: a depth not seen yet is expected to differ from
+    those seen by as much, so none is tried that is not expected to pay. Without them each is tried for a few steps, as
+    long as those before do not speak against it, and one again ever more rarely.
+    catch_up: seconds a token that a draft model lacks takes; a sequence is not drafted for if what is left of it cannot
+    pay that back.
     """
 
     MARGIN = 1.05
@@ -96,58 +114,105 @@ class Adaptive:
     """Steps for which a depth is tried: the first two are not alike in what they feed and what they draft."""
     AGAIN = 1024
     """Steps after which another depth is tried again, then twice as many: drafting one token where it was off."""
+    PROBES = 4
+    """Sequences drafted for in such a try, where it is only to learn whether drafts are right."""
     HOPELESS = 0.25
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.depths = sorted({0, 1, most // 2, most})
+    def __init__(
+        self, most: int, paces: Mapping[tuple[int, int], float] = MappingProxyType({}), catch_up: float = 0.0
+    ) -> None:
+        self.most, self.catch_up = most, catch_up
+        self.depths = depths(most)
         self.rate = 0.7
-        self.chosen = most
+        self.chosen = 0 if paces else most
+        self._paces: dict[int, dict[int, float]] = {}
+        for (width, depth), seconds in paces.items():
+            self._paces.setdefault(kind(width), {})[depth] = seconds
         self._rates: dict[int, float] = {}
         self._times: dict[int, _Times] = {}
+        self._saving = 0.0
+        self._followed: set[int] = set()
+        self._probed: set[int] = set()
         self._trial, self._left, self._steps, self._again = most, 0, 0, self.AGAIN
 
     def begin(self, width: int) -> None:
-        times = self._times.setdefault(width.bit_length(), _Times())
         self._steps += 1
         if self._left > 0:
             self._left -= 1
             self.chosen = self._trial
             return
-        untried = self._untried(times)
+        self._probed.clear()
+        untried = None if self._paces else self._untried(self._timed(width))
         if untried is not None:
             self._try(untried)
-        else:
-            self.chosen = self.best(times.mean)
-            if self._steps >= self._again:
-                self._again *= 2
-                self._try(0 if self.chosen else 1)
+            return
+        seconds = self.expected(width)
+        self.chosen = self.best(seconds)
+        if not self.chosen:
+            self._followed.clear()
+        self._saving = (seconds[0] - seconds[self.chosen] / self.tokens(self.chosen)) / max(1, width)
+        if self._steps >= self._again and not (self._paces and self.chosen):
+            self._again *= 2
+            self._try(0 if self.chosen else 1)
+
+    def _timed(self, width: int) -> _Times:
+        return self._times.setdefault(kind(width), _Times())
+
+    def expected(self, width: int) -> dict[int, float]:
+        """Seconds of a step by depth: as measured, or by what the start says of how depths differ."""
+        times, paces = self._timed(width), self._paces.get(kind(width), {0: 0.0})
+        seen = paces.keys() & times.mean.keys()
+        more = min((times.mean[d] - paces[d] for d in seen), default=0.0)
+        return {d: pace + more for d, pace in paces.items()} | times.mean
 
     def _untried(self, times: _Times) -> int | None:
-        """The next depth to try, from 0 up: where one loses clearly, deeper ones would lose more."""
+        """The next depth to try, from 0 up: where one loses, or the two before say that it will, deeper ones do."""
+        before = list[int]()
         for d in self.depths:
-            if times.count.get(d, 0) < self.TRIES - 2:
+            tried = times.count.get(d, 0) >= self.TRIES - 2
+            if len(before) > 1 and not tried:
+                near, far = before[-2:]
+                slope = (times.mean[far] - times.mean[near]) / (far - near)
+                if self._loses(times, d, times.mean[far] + slope * (d - far)):
+                    return None
+            if not tried:
                 return d
-            if self.tokens(d) * times.mean[0] < 0.9 * times.mean[d]:
+            if self._loses(times, d, times.mean[d]):
                 return None
+            before.append(d)
         return None
+
+    def _loses(self, times: _Times, depth: int, seconds: float) -> bool:
+        return depth > 0 and self.tokens(depth) * times.mean[0] < 0.97 * seconds
 
     def _try(self, depth: int) -> None:
         self.chosen = self._trial = depth
         self._left = self.TRIES - 1
 
-    def best(self, seconds: dict[int, float]) -> int:
+    def best(self, seconds: Mapping[int, float]) -> int:
         """The depth to choose when steps take `seconds` by depth."""
-        speed = {d: self.tokens(d) / took for d, took in seconds.items()}
-        found = max(speed, key=lambda d: speed[d])
-        return found if speed[found] > self.MARGIN * speed[0] else 0
+        speed = {d: self.tokens(d) / took for d, took in seconds.items() if took > 0}
+        found = max(speed, key=lambda d: speed[d], default=0)
+        return found if found and speed[found] > self.MARGIN * speed[0] else 0
 
     def tokens(self, depth: int) -> float:
         """Expected tokens of a row's step at this depth."""
         return sum(self.rate**i for i in range(depth + 1))
 
     def depth(self, seq: Sequence) -> int:
-        own = self._rates.get(seq.order, self.rate)
+        order = seq.order
+        if not self.chosen:
+            return 0
+        if self._left > 0 and self._paces:
+            if len(self._probed) < self.PROBES:
+                self._probed.add(order)
+            return int(order in self._probed)
+        if order not in self._followed:
+            length = len(seq.tokens)
+            if self.catch_up and (seq.limit - length) * self._saving < length * self.catch_up:
+                return 0
+            self._followed.add(order)
+        own = self._rates.get(order, self.rate)
         return self.chosen if own > self.HOPELESS or self._left else min(self.chosen, 1)
 
     def learn(self, seq: Sequence, fed: int, accepted: int) -> None:
@@ -160,10 +225,11 @@ class Adaptive:
 
     def forget(self, seq: Sequence) -> None:
         self._rates.pop(seq.order, None)
+        self._followed.discard(seq.order)
 
     def timed(self, plan: Plan, seconds: float) -> None:
         spans, drafts = plan.spans, plan.drafts
         depth = spans[0].rows - 1
         alike = all(s.n == s.rows == depth + 1 for s in spans) and all(d == depth for d in drafts)
         if alike and not plan.opened and depth in self.depths:
-            self._times.setdefault(len(spans).bit_length(), _Times()).add(depth, seconds)
+            self._timed(len(spans)).add(depth, seconds)

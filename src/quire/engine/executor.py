@@ -19,6 +19,8 @@ class Description:
     pages: pages it has, page 0 (which is nobody's) not counted. page_size: tokens a page. rows: sequences at once.
     max_model_len: longest sequence, in tokens. depth: steps to launch ahead of results (0 on a CPU, 1 on a GPU).
     drafts: tokens drafted a step. masks: whether spans may be masked. kv_bytes: of one page, all layers.
+    paces: seconds of a decode step by (rows, drafts), as measured at the start with no context; empty: not measured.
+    catch_up: seconds a token that a draft model has not been fed takes it.
     facts: gauges that stay as they are, by the names they have in /metrics.
     """
 
@@ -33,6 +35,8 @@ class Description:
     kv_bytes: int = 0
     device: str = "cpu"
     dtype: str = ""
+    paces: dict[tuple[int, int], float] = field(default_factory=dict)
+    catch_up: float = 0.0
     facts: dict[str, float] = field(default_factory=dict)
 
 

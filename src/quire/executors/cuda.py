@@ -13,6 +13,7 @@ from quire.runner.ahead import AheadRunner, Flight
 from quire.runner.device import DeviceSteps
 from quire.runner.graphs import Key, Queue
 from quire.runner.memory import allocate, layer_shapes, page_bytes
+from quire.runner.proposers import NoProposer, Proposer
 from quire.runner.rows import Rows
 from quire.runner.sampler import Sampler
 
@@ -22,7 +23,9 @@ class CudaExecutor:
 
     pages, page_size, rows, max_model_len, dtype: as `LocalExecutor`. tokens: the most a step feeds. depth: steps
     launched ahead of results at most. steps: the kernels around the forward. queue: the order of device work, and
-    whether it is captured. warm: the kinds of step to be ready for at once.
+    whether it is captured. proposer: where drafts come from. warm: the kinds of step to be ready for at once.
+    paces: (rows, drafts) of the decode steps whose time is taken at the start; catch_up: what a draft model
+    does to catch up, likewise.
     """
 
     def __init__(
@@ -38,18 +41,23 @@ class CudaExecutor:
         device: torch.device,
         steps: DeviceSteps,
         queue: Queue,
+        proposer: Proposer | None = None,
         depth: int = 1,
         warm: Iterable[Key] = (),
+        paces: Iterable[tuple[int, int]] = (),
+        catch_up: Key | None = None,
     ) -> None:
+        proposer = NoProposer() if proposer is None else proposer
         layers = layer_shapes(model.spec.kv_shapes, dtype)
         vocab_size = model.spec.vocab
         self.runner = AheadRunner(
             model,
             allocate(layers, pages=pages, page_size=page_size, device=device),
-            Rows(rows, max_model_len, page_size),
+            Rows(rows, max_model_len, page_size, proposer.depth),
             Sampler(vocab_size),
             steps,
             queue,
+            proposer,
             tokens=tokens,
             turns=depth + 2,
             device=device,
@@ -62,7 +70,10 @@ class CudaExecutor:
             max_model_len=max_model_len,
             vocab_size=vocab_size,
             depth=depth,
+            drafts=proposer.depth,
             kv_bytes=page_bytes(layers, page_size),
+            paces={(rows, drafts): self.runner.pace(rows, drafts) for rows, drafts in paces},
+            catch_up=self.runner.seconds([catch_up]) / catch_up.tokens if catch_up else 0.0,
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
         )

@@ -1,12 +1,13 @@
 """The runner of a device that is run ahead of: plans go out without waiting, tokens come home through a pinned ring.
 
-The device keeps the rows (`arena`) and feeds itself; the host keeps them too, a step behind, for what it samples
-itself. A step is sampled on the device when every row is plain greedy there; otherwise logits come home and the
-host's sampler draws, before anything is launched after it.
+The device keeps the rows (`arena`), drafts for itself and feeds itself; the host keeps them too, a step behind, for
+what it samples itself. A step is sampled on the device when it can sample every row of it; otherwise logits come home
+and the host's sampler draws, before anything is launched after it.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -15,15 +16,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.core.plan import STUCK, Mask, Plan, Result
+from quire.core.plan import Mask, Plan, Result, Span
 from quire.errors import StepFailed
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.runner.arena import Arena, Post, changes
-from quire.runner.device import DeviceSteps
+from quire.runner.arena import Arena, Piece, Post, changes
+from quire.runner.device import DROPPED, DeviceSteps
 from quire.runner.graphs import Done, Key, Mark, Queue, coarse, crowd, padding
-from quire.runner.results import Model, masked, result, score_prompt
+from quire.runner.proposers import Desk, Proposer
+from quire.runner.results import Model, masked, result, score_prompt, told
 from quire.runner.rows import Rows, Shape
-from quire.runner.sampler import BROKEN, Sampled, Sampler
+from quire.runner.sampler import Sampled, Sampler
 from quire.values import TokenLogprobs
 
 
@@ -39,6 +41,9 @@ class Flight:
         self.home: npt.NDArray[np.int32] | None = None
         self.mark: Mark = Done()
         self.hidden: Tensor | None = None
+        self.fed: Tensor | None = None
+        """Token ids, where the host samples behind drafts that only the device knows."""
+        self.drafting: Sequence[Key] = ()
         self.masks: Sequence[Sequence[Mask]] | None = None
         self.done: Result | None = None
         self.failure: Exception | None = None
@@ -74,28 +79,32 @@ class AheadRunner:
         sampler: Sampler,
         steps: DeviceSteps,
         queue: Queue,
+        proposer: Proposer,
         *,
         tokens: int,
         turns: int,
         device: torch.device,
     ) -> None:
-        self.model, self.kv, self.rows, self.sampler = model, kv, rows, sampler
+        self.model, self.kv, self.rows, self.sampler, self.proposer = model, kv, rows, sampler, proposer
         self.steps, self.queue, self.device = steps, queue, device
         spans = max(padding(rows.count), crowd(rows.count))
+        tokens = coarse(padding(max(tokens, spans * (1 + rows.drafts))))
         pinned = device.type == "cuda"
         with queue:
-            self.arena = Arena(rows, spans=spans, tokens=coarse(padding(tokens)), device=device)
+            self.arena = Arena(rows, spans=spans, tokens=tokens, device=device)
             self.post = Post(self.arena, turns=turns)
-            self.batch = self._batch(spans, coarse(padding(tokens)))
-            self.tokens = torch.zeros(spans, dtype=torch.int32, device=device)
-        self.ring = torch.zeros((turns, spans), dtype=torch.int32, pin_memory=pinned)
+            self.batch = self._batch(spans, tokens)
+            self.tokens = torch.zeros(self.arena.picks, dtype=torch.int32, device=device)
+        self.desk = Desk(self.arena, steps, self.batch, rows.max_model_len)
+        self.ring = torch.zeros((turns, self.arena.picks), dtype=torch.int32, pin_memory=pinned)
         self.turn = 0
         self.flight: deque[Flight] = deque()
         self.failure: Exception | None = None
         self.sent: tuple[object, int] | None = None
+        self.wanted: tuple[object, object] | None = None
         self.asked = 0
         self.picked: Tensor | None = None
-        """[S, hidden], made when the first forward says how wide and what numbers."""
+        """[R, hidden], made when the first forward says how wide and what numbers."""
 
     def _batch(self, spans: int, tokens: int) -> RaggedBatch:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -105,7 +114,7 @@ class AheadRunner:
             tokens=zeros(tokens),
             positions=zeros(tokens),
             slots=zeros(tokens),
-            query_start=self.arena.part("query_start", spans + 1),
+            query_start=self.arena.step.query_start,
             kv_len=zeros(spans, dtype=torch.int32),
             page_table=zeros(spans, self.arena.pages, dtype=torch.int32),
             page_size=self.rows.page_size,
@@ -154,7 +163,8 @@ class AheadRunner:
         self.queue.wait()
         self.failure = None
         self.rows.reset()
-        self.sent = None
+        self.proposer.reset()
+        self.sent = self.wanted = None
         with self.queue:
             self.arena.reset()
 
@@ -169,13 +179,33 @@ class AheadRunner:
         """Do everything once on padding, before there are rows, so that nothing is compiled or captured later."""
         with self.queue:
             for key in keys:
-                if key.spans:
-                    self.queue.run(key, lambda key=key: self._body(key))  # type: ignore[misc]
-                else:
-                    self.queue.run(key, lambda key=key: self._head(key))  # type: ignore[misc]
+                self._run(key)
             self.arena.reset()
             self.steps.scatter(self.arena.data, *self.post.one())
         self.queue.wait()
+
+    def pace(self, rows: int, drafts: int) -> float:
+        """Seconds of a decode step of so many rows that verifies and makes so many drafts each, on padding."""
+        shape = Shape.of(tuple(Span(r, 1 + drafts, 1 + drafts, 1 + drafts) for r in range(rows)))
+        keys = [Key.of(shape), Key.head(len(shape.picked), 0)]
+        if drafts:
+            keys += self.proposer.keys(shape, np.full(rows, drafts, np.intp), 0, len(self.batch.tokens))
+            self.proposer.reset()
+        return self.seconds(keys)
+
+    @torch.inference_mode()
+    def seconds(self, keys: Sequence[Key]) -> float:
+        """The least of a few times that doing all of it takes, while there are no rows."""
+        took = []
+        with self.queue:
+            for _ in range(4):
+                began = time.perf_counter()
+                for key in keys:
+                    self._run(key)
+                self.queue.wait()
+                took.append(time.perf_counter() - began)
+            self.arena.reset()
+        return min(took)
 
     # ---------------------------------------------------------------- out
 
@@ -184,33 +214,54 @@ class AheadRunner:
         epoch = rows.epoch
         shape = step.shape = rows.admit(plan)
         step.fresh = rows.epoch != epoch
-        if step.fresh and (shape.rows > 1).any():
-            raise StepFailed("this executor verifies no drafts")
         key = Key.of(shape)
         sent = (shape, key.spans)
         news = changes(self.arena, rows, plan, None if sent == self.sent else shape, key.spans)
         self.sent = sent
-        if (parcel := self.post.pack(news)) is not None:
-            self.steps.scatter(self.arena.data, *parcel)
         if step.fresh:
             self.asked = int(np.bitwise_or.reduce(rows.traits.bits[shape.row]))
+        step.drafting = self._drafting(plan, shape, news)
+        if (parcel := self.post.pack(news)) is not None:
+            self.steps.scatter(self.arena.data, *parcel)
         step.here = bool(plan.masked or shape.scored or self.asked & ~self.steps.offers)
         if shape.scored:
             step.hidden = self._body(key)
         else:
-            self.queue.run(key, lambda: self._body(key))
+            self._run(key)
         picks = len(shape.picked)
-        if not step.here and picks:
-            head = Key(padding(picks), 0, 0, self.asked)
-            self.queue.run(head, lambda: self._head(head))
+        if step.here:
+            step.fed = None if shape.even else self.batch.tokens[: int(shape.query_start[-1])]
+        elif picks:
+            self._run(Key.head(picks, self.asked))
             home = self.ring[self.turn, :picks]
             home.copy_(self.tokens[:picks], non_blocking=True)
             step.home = home.numpy()
             self.turn = (self.turn + 1) % len(self.ring)
         step.mark = self.queue.mark()
+        for key in () if step.here else step.drafting:
+            self._run(key)
+
+    def _drafting(self, plan: Plan, shape: Shape, news: list[Piece]) -> Sequence[Key]:
+        """What is to be run once this step has sampled; the device hears who wants how many drafts."""
+        self.proposer.admit(plan, shape, self.rows)
+        if not any(plan.drafts):
+            return ()
+        wanted = np.array(plan.drafts, dtype=np.intp)[shape.samples]
+        if self.wanted != (shape, plan.drafts):
+            self.wanted = shape, plan.drafts
+            news.append((self.arena.at["wanted"], wanted.astype(np.int32)))
+        return self.proposer.keys(shape, wanted, self.asked & self.steps.offers, len(self.batch.tokens))
+
+    def _run(self, key: Key) -> None:
+        if key.kind == "feed":
+            self.queue.run(key, lambda: self._body(key))
+        elif key.kind == "sample":
+            self.queue.run(key, lambda: self._head(key))
+        else:
+            self.queue.run(key, lambda: self.proposer.run(key, self.desk))
 
     def _body(self, key: Key) -> Tensor:
-        tokens, spans, most, _ = key
+        tokens, spans, most = key[:3]
         whole = self.batch
         batch = RaggedBatch(
             tokens=whole.tokens[:tokens],
@@ -223,17 +274,21 @@ class AheadRunner:
             max_query=most,
             max_kv=whole.max_kv,
         )
-        self.steps.stage(self.arena, batch, self.rows.max_model_len)
+        arena = self.arena
+        self.steps.stage(arena, arena.step, batch, self.rows.max_model_len)
         hidden = self.model.forward(batch, self.kv)
         if self.picked is None:
-            self.picked = hidden.new_zeros(len(whole.kv_len), hidden.shape[1])
-        self.steps.settle(self.arena, spans, hidden, self.picked[: min(tokens, spans)])
+            self.picked = hidden.new_zeros(arena.picks, hidden.shape[1])
+        picks = min(tokens, padding(spans * (1 + arena.drafts)))
+        self.steps.settle(arena, arena.step, spans, hidden, self.picked[:picks])
         return hidden
 
     def _head(self, key: Key) -> None:
         tokens = self.tokens[: key.tokens]
         assert self.picked is not None
-        self.steps.choose(self.arena, self.model.logits(self.picked[: key.tokens]), tokens, key.asked)
+        logits = self.model.logits(self.picked[: key.tokens])
+        self.steps.choose(self.arena, self.arena.step, logits, tokens, key.asked)
+        self.steps.verify(self.arena, tokens)
 
     # ---------------------------------------------------------------- home
 
@@ -244,13 +299,27 @@ class AheadRunner:
         if step.fresh:
             rows.check(shape)
         scores: dict[int, list[TokenLogprobs]] = {}
+        right: npt.NDArray[np.bool_] | None = None
         if step.here:
             with self.queue:
                 sampled, scores = self._sample(step, shape)
         else:
             sampled = told(step.home)
-        keep, failed = rows.settle(shape, sampled.tokens, sampled.bad)
+            right = ~shape.last & (np.append(sampled.tokens[1:], DROPPED) != DROPPED)
+        keep, failed = rows.settle(shape, sampled.tokens, sampled.bad, right)
+        if step.plan.drafts:
+            with self.queue:
+                self._guessed(step.plan, shape)
         step.done = result(step.plan, shape, sampled, keep, failed, scores, rows)
+
+    def _guessed(self, plan: Plan, shape: Shape) -> None:
+        """How many drafts every row has; and where a grammar is to follow them, which."""
+        rows = self.rows
+        rows.guessed[shape.sampled_row] = np.array(plan.drafts, dtype=np.intp)[shape.samples]
+        for s in plan.masked:
+            row = shape.spans[s].row
+            at = slice(int(rows.known[row]), int(rows.known[row] + rows.guessed[row]))
+            rows.tokens[row, at] = self.arena.history[row, at].cpu().numpy()
 
     def _sample(self, step: Flight, shape: Shape) -> tuple[Sampled, dict[int, list[TokenLogprobs]]]:
         """The host's part, rows being as they were when the step was fed; the device hears what was drawn."""
@@ -263,18 +332,17 @@ class AheadRunner:
         if not picks:
             return told(None), scores
         assert self.picked is not None
+        if step.fed is not None:
+            behind = np.flatnonzero(~shape.last)
+            row = shape.row_row[behind]
+            drafts = step.fed.cpu().numpy()[shape.picked[behind] + 1]
+            rows.tokens[row, rows.known[row] + shape.depth[behind]] = drafts
         sampled = self.sampler(
             self.model.logits(self.picked[:picks]), rows, shape, masked(step.plan, shape, step.masks)
         )
         tokens = self.tokens[:picks]
         tokens.copy_(torch.from_numpy(sampled.tokens.astype(np.int32)))
-        self.steps.append(self.arena, tokens)
+        self.steps.verify(self.arena, tokens)
+        for key in step.drafting:
+            self._run(key)
         return sampled, scores
-
-
-def told(home: npt.NDArray[np.int32] | None) -> Sampled:
-    """What the device sampled, and where it could not."""
-    tokens = np.zeros(0, np.intp) if home is None else home.astype(np.intp)
-    bad = tokens < 0
-    errors = {r: BROKEN if tokens[r] == -1 else STUCK for r in np.flatnonzero(bad).tolist()}
-    return Sampled(tokens, bad, errors, {})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,14 +15,16 @@ import torch
 from torch import Tensor
 
 from quire.core.plan import Plan
+from quire.runner.graphs import padding
 from quire.runner.rows import Rows, Shape
 from quire.runner.traits import HOT
 
 COLUMNS = (
-    *("known", "length", "prompt", "top_k", "stream"),
+    *("known", "length", "done", "prompt", "top_k", "stream"),
     *("temperature", "top_p", "min_p", "repetition", "frequency", "presence"),
 )
-"""A number a row: tokens of its history, those whose K/V is made, those of its prompt; how it is sampled."""
+"""A number a row: tokens of its history, those whose K/V is made, by the model and by a draft model, those of its
+prompt; how it is sampled."""
 
 FLOATS = COLUMNS.index("temperature")
 """From here on they are float32, kept as their bits."""
@@ -34,18 +37,42 @@ Piece = tuple["int | Ints32", Ints32]
 """Numbers, and where they go: from a place on, or each to its own."""
 
 
+class Lane(NamedTuple):
+    """What a forward is fed and which of its hidden states are picked: a step's own, and that of drafting.
+
+    counts [4]: tokens, spans, picks, chains. span_row [S], query_start [S+1], token_span [T]. picked, pick_row,
+    pick_at, pick_depth [R]: the token whose hidden state is picked, its row, where in its row's history the token that
+    it brings will stand, and how many drafts are before it. length: the column of tokens whose K/V is made.
+    """
+
+    counts: Tensor
+    span_row: Tensor
+    query_start: Tensor
+    token_span: Tensor
+    picked: Tensor
+    pick_row: Tensor
+    pick_at: Tensor
+    pick_depth: Tensor
+    length: Tensor
+
+
 class Arena:
     """The tensor and its parts as views of it. One row more than there are takes what padding writes.
 
     spans, tokens: the most a step has. Letters: S spans, T tokens fed, R logits rows, P pages, L tokens a history has.
+    A chain is a span that samples: its picks lie side by side, from `chain[c]` to `chain[c + 1]`, the token that each
+    brings being compared with the draft before the next. `wanted`: drafts to make for each chain.
     """
 
     def __init__(self, rows: Rows, *, spans: int, tokens: int, device: torch.device) -> None:
         self.count, self.device, self.spans = rows.count, device, spans
-        self.ceiling = rows.ceiling
+        self.ceiling, self.drafts, self.picks = rows.ceiling, rows.drafts, padding(spans * (1 + rows.drafts))
         self.pages, self.longest = rows.pages.shape[1], rows.tokens.shape[1]
-        sizes = {"counts": 4, "span_row": spans, "query_start": spans + 1, "token_span": tokens}
-        sizes |= {"picked": spans, "pick_row": spans, "pick_at": spans}
+        sizes = {"chain": spans + 1, "wanted": spans}
+        for lane, picks in (("step", self.picks), ("draft", spans)):
+            sizes |= {f"{lane}.counts": 4, f"{lane}.span_row": spans, f"{lane}.query_start": spans + 1}
+            sizes |= {f"{lane}.token_span": tokens, f"{lane}.picked": picks, f"{lane}.pick_row": picks}
+            sizes |= {f"{lane}.pick_at": picks, f"{lane}.pick_depth": picks}
         sizes |= dict.fromkeys(COLUMNS, rows.count + 1)
         sizes |= {"table": (rows.count + 1) * self.pages, "history": (rows.count + 1) * self.longest}
         self.at: dict[str, int] = {}
@@ -53,17 +80,24 @@ class Arena:
         for name, size in sizes.items():
             self.at[name] = end
             end += -(-size // 32) * 32
+        self.sizes = sizes
         self.data = torch.zeros(end, dtype=torch.int32, device=device)
         self.column_at = np.array([self.at[name] for name in COLUMNS], dtype=np.int32)
         self.table = self.part("table", sizes["table"]).view(-1, self.pages)
         self.history = self.part("history", sizes["history"]).view(-1, self.longest)
         self.columns = {name: self._column(name) for name in COLUMNS}
+        self.chain, self.wanted = self.part("chain"), self.part("wanted")
+        self.step, self.draft = self._lane("step", "length"), self._lane("draft", "done")
         self.reset()
 
-    def part(self, name: str, size: int) -> Tensor:
-        """The first `size` numbers of one of the step's arrays, or of a column."""
+    def part(self, name: str, size: int | None = None) -> Tensor:
+        """The first `size` numbers of one of the arrays, or of a column; all of them."""
         begin = self.at[name]
-        return self.data[begin : begin + size]
+        return self.data[begin : begin + (self.sizes[name] if size is None else size)]
+
+    def _lane(self, lane: str, length: str) -> Lane:
+        parts = {name: self.part(f"{lane}.{name}") for name in Lane._fields if name != "length"}
+        return Lane(**parts, length=self.columns[length])
 
     def _column(self, name: str) -> Tensor:
         column = self.part(name, self.count + 1)
@@ -72,8 +106,9 @@ class Arena:
     def reset(self) -> None:
         """No rows, and a step of no spans: all that is fed is padding."""
         self.data.zero_()
-        for name in ("span_row", "pick_row"):
-            self.part(name, self.spans).fill_(self.count)
+        for lane in (self.step, self.draft):
+            lane.span_row.fill_(self.count)
+            lane.pick_row.fill_(self.count)
         for name, value in OFF.items():
             self.columns[name].fill_(value)
 
@@ -118,7 +153,7 @@ class Post:
 
     def one(self) -> tuple[Tensor, Tensor]:
         """What `pack` makes of a number that changes nothing."""
-        sent = self.pack([(self.arena.at["counts"], np.zeros(1, dtype=np.int32))])
+        sent = self.pack([(self.arena.at["step.counts"], np.zeros(1, dtype=np.int32))])
         assert sent is not None
         return sent
 
@@ -155,8 +190,9 @@ def columns(rows: Rows, row: int) -> Ints32:
     """A row's numbers, in the order of COLUMNS."""
     t = rows.traits
     out = np.empty(len(COLUMNS), dtype=np.int32)
-    out[:4] = rows.known[row], rows.length[row], rows.prompt[row], min(int(t.top_k[row]) or OFF["top_k"], OFF["top_k"])
-    out[4] = t.stream[row : row + 1].view(np.int32)[0]
+    out[:4] = rows.known[row], rows.length[row], 0, rows.prompt[row]
+    out[4] = min(int(t.top_k[row]) or OFF["top_k"], OFF["top_k"])
+    out[5] = t.stream[row : row + 1].view(np.int32)[0]
     heat = t.temperature[row] if t.bits[row] & HOT else 0.0
     top_p = t.top_p[row] if t.top_p[row] < 1 else OFF["top_p"]
     floats = (heat, top_p, t.min_p[row], t.repetition[row], t.frequency[row], t.presence[row])
@@ -167,17 +203,20 @@ def columns(rows: Rows, row: int) -> Ints32:
 def layout(arena: Arena, shape: Shape, spans: int) -> list[tuple[int, Ints32]]:
     """A shape's arrays, padded to `spans` with spans of no tokens, and picks of the first token for nobody's row."""
     count, picks, tokens = len(shape.spans), len(shape.picked), int(shape.query_start[-1])
-    spare = np.full(spans, arena.count, dtype=np.int32)
+    heads = padding(picks)
+    row, pick_row = np.full(spans, arena.count, np.int32), np.full(heads, arena.count, np.int32)
     start = np.full(spans + 1, tokens, dtype=np.int32)
+    picked, depth = np.zeros(heads, np.int32), np.zeros(heads, np.int32)
     start[: count + 1] = shape.query_start
-    row, pick_row, picked = spare, spare.copy(), np.zeros(spans, dtype=np.int32)
-    row[:count], pick_row[:picks], picked[:picks] = shape.row, shape.row_row, shape.picked
+    row[:count], pick_row[:picks], picked[:picks], depth[:picks] = shape.row, shape.row_row, shape.picked, shape.depth
     parts = {
-        "counts": np.array((tokens, count, picks), dtype=np.int32),
-        "span_row": row,
-        "query_start": start,
-        "token_span": shape.token_span.astype(np.int32),
-        "picked": picked,
-        "pick_row": pick_row,
+        "step.counts": np.array((tokens, count, picks, len(shape.first)), dtype=np.int32),
+        "step.span_row": row,
+        "step.query_start": start,
+        "step.token_span": shape.token_span.astype(np.int32),
+        "step.picked": picked,
+        "step.pick_row": pick_row,
+        "step.pick_depth": depth,
+        "chain": np.append(shape.first, picks).astype(np.int32),
     }
     return [(arena.at[name], values) for name, values in parts.items()]

@@ -18,23 +18,29 @@ SMALL = (1, 2, 4, 8)
 
 
 class Key(NamedTuple):
-    """Which graph: tokens T and spans S, both padded, and the most tokens that a span may have.
+    """Which graph: its kind, tokens T and spans S, both padded, and the most tokens that a span may have.
 
-    A head's has its rows for tokens, no spans, and the traits that rows may have.
+    "feed": a forward. "sample": of its rows, `tokens` being how many, asked the traits that they may have. "follow":
+    a draft model's forward over what it has missed. "draft": up to `most` drafts for each of `spans` rows.
     """
 
     tokens: int
     spans: int
     most: int
     asked: int = 0
+    kind: str = "feed"
 
     @staticmethod
     def of(shape: Shape) -> Key:
-        """Decode alone, or any mix."""
-        fed, spans = int(shape.query_start[-1]), len(shape.spans)
-        if shape.max_query == 1:
-            return Key(padding(fed), padding(fed), 1)
+        """Decode or verification alone, or any mix."""
+        fed, spans, most = int(shape.query_start[-1]), len(shape.spans), shape.max_query
+        if most == int(shape.rows.max(initial=0)) and 4 * fed >= 3 * spans * most:
+            return Key(padding(spans) * most, padding(spans), most)
         return Key(coarse(fed), crowd(spans), coarse(fed))
+
+    @staticmethod
+    def head(picks: int, asked: int) -> Key:
+        return Key(padding(picks), 0, 0, asked, "sample")
 
 
 def padding(count: int) -> int:

@@ -21,14 +21,16 @@ class NgramDrafter:
         out = np.zeros((len(which), int(depth.max(initial=0))), dtype=np.int32)
         for q, (row, wanted) in enumerate(zip(which.tolist(), depth.tolist(), strict=True)):
             history = rows.tokens[row, : rows.known[row]]
-            at = lookup(history, self.longest, self.shortest)
-            follow = history[at : at + wanted]
-            out[q, : len(follow)] = follow
-            out[q, len(follow) :] = history[-1]
+            out[q, :wanted] = follow(history, lookup(history, self.longest, self.shortest), wanted)
         return out
 
     def reset(self) -> None:
         """Histories are the rows'."""
+
+
+def follow(history: npt.NDArray[np.int32], at: int, count: int) -> npt.NDArray[np.int32]:
+    """`count` tokens of the history from `at` on, its last one repeated past its end."""
+    return history[np.minimum(np.arange(at, at + count), len(history) - 1)]
 
 
 def lookup(history: npt.NDArray[np.int32], longest: int, shortest: int) -> int:

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-from quire.core.plan import Mask, Plan, Result
+from quire.core.plan import STUCK, Mask, Plan, Result
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.runner.logprobs import score
 from quire.runner.rows import Ints, Rows, Shape
-from quire.runner.sampler import Sampled
+from quire.runner.sampler import BROKEN, Sampled
 from quire.values import TokenLogprobs
 
 _CHUNK = 1 << 24
@@ -84,3 +85,12 @@ def masked(plan: Plan, shape: Shape, given: Sequence[Sequence[Mask]] | None) -> 
         at = int(shape.first[np.searchsorted(shape.samples, s)])
         out += [(at + i, each) for i, each in enumerate(masks)]
     return out
+
+
+def told(home: npt.NDArray[np.int32] | None) -> Sampled:
+    """What the device sampled, and where it could not."""
+    tokens = np.zeros(0, np.intp) if home is None else home.astype(np.intp)
+    errors = {r: BROKEN if tokens[r] == -1 else STUCK for r in np.flatnonzero((tokens == -1) | (tokens == -2)).tolist()}
+    bad = np.zeros(len(tokens), np.bool_)
+    bad[list(errors)] = True
+    return Sampled(tokens, bad, errors, {})

@@ -170,12 +170,15 @@ class Rows:
             span = shape.spans[int(np.argmax(wrong))]
             raise StepFailed(f"plan and rows disagree: {span} for a row with {unfed[np.argmax(wrong)]} tokens to feed")
 
-    def settle(self, shape: Shape, sampled: Ints, bad: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    def settle(
+        self, shape: Shape, sampled: Ints, bad: npt.NDArray[np.bool_], right: npt.NDArray[np.bool_] | None = None
+    ) -> tuple[Ints, Ints]:
         """Advance every row by what its span fed and sampled. sampled [R], bad [R]: rows without an answer.
 
         A draft is accepted when it is the token sampled at its place (sample-and-match), so the answer is the same
-        with any drafts. Returns how many of its rows each sampling span keeps [Q], 0 for a failed one, and which
-        sampled row failed it [Q] (-1: none). The drafts of the next step are to be written behind the history.
+        with any drafts. right [R]: whether the draft behind a row was, where the device has compared them itself.
+        Returns how many of its rows each sampling span keeps [Q], 0 for a failed one, and which sampled row failed it
+        [Q] (-1: none). The drafts of the next step are to be written behind the history.
         """
         self.length[shape.row[shape.fed]] += shape.n[shape.fed]
         row, first = shape.sampled_row, shape.first
@@ -183,7 +186,7 @@ class Rows:
         if len(first) == len(sampled) and not bad.any():  # one row each: nothing to match
             keep, failed = np.ones_like(first), np.full_like(first, -1)
         else:
-            match = ~shape.last & (self.tokens[shape.row_row, place] == sampled)
+            match = ~shape.last & (self.tokens[shape.row_row, place] == sampled) if right is None else right
             keep = np.minimum.reduceat(np.where(match, MANY, shape.depth), first) + 1
             fault = np.minimum.reduceat(np.where(bad, shape.depth, MANY), first)
             failed = np.where(fault < keep, first + fault, -1)

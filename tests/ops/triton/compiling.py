@@ -25,6 +25,9 @@ from quire.ops.triton.launch import HOPPER, Card
 from quire.ops.triton.ops import TritonOps
 from quire.ops.triton.sampler import sample
 from quire.ops.triton.settings import Settings
+from quire.runner.arena import Arena
+from quire.runner.kernels import ForcedSteps
+from quire.runner.rows import Rows
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 CAPABILITY, SHARED = int(sys.argv[1]), int(sys.argv[2])
@@ -100,6 +103,22 @@ def everything(ops: TritonOps) -> None:
     sample(torch.empty(8, 151936), *at, settings, ops.card, tally=ints(8, 151936))
 
 
+def around() -> None:
+    """What is around a forward: of a step, and of drafting."""
+    arena = Arena(Rows(4, 64, 16, 3), spans=8, tokens=64, device=torch.device("cpu"))
+    steps, tokens = ForcedSteps(torch.device("cpu"), 0.7), ints(16)
+    steps.card = Card(sms=132, capability=divmod(CAPABILITY, 10), dependent=CAPABILITY >= 90)
+    steps.scatter(arena.data, tokens, tokens)
+    for lane in (arena.step, arena.draft):
+        steps.stage(arena, lane, batch(8, 4), 64)
+        steps.settle(arena, lane, 8, halves(32, 4096), halves(8, 4096))
+    steps.verify(arena, tokens)
+    steps.lookup(arena, 8, 3, 4, 2)
+    for at in (-1, 0, 1):
+        steps.route(arena, 8, 16, at)
+    steps.place(arena, tokens)
+
+
 def main() -> None:
     driver.set_active(NoCard())
     plain, found = JITFunction.run, []
@@ -123,6 +142,7 @@ def main() -> None:
     options = MappingProxyType({"launch_pdl": True} if dependent else {})
     ops.card = Card(132, capability, dependent, "tf32x3", SHARED, options)
     everything(ops)
+    around()
     print(json.dumps(found))
 
 

@@ -3,50 +3,75 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from quire.core.kv import KV, prefix_index
 from quire.core.scheduler import Scheduler
+from quire.core.speculate import Fixed
 from quire.engine.engine import Engine
 from quire.executors.cuda import CudaExecutor
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import TritonOps
 from quire.runner.arena import Arena
-from quire.runner.device import DeviceSteps, PlainSteps
+from quire.runner.device import DROPPED, DeviceSteps, PlainSteps
 from quire.runner.graphs import AtOnce
 from quire.runner.kernels import TritonSteps
+from quire.runner.memory import allocate, layer_shapes
+from quire.runner.proposers import ModelProposer, NgramProposer, NoProposer, Proposer
 from quire.runner.rows import Rows
 from quire.values import Request, SamplingParams
 from tests.ops.triton.device import DEVICE
 from tests.runner.oracle import naive
 from tests.runner.tiny import VOCAB, Tiny
 
-PAGE, LENGTH, ROWS = 4, 40, 6
+PAGE, LENGTH, ROWS, DRAFTS = 4, 40, 6, 3
 
 
 def arena(seed: int) -> tuple[Arena, Rows, int]:
-    """Four spans of 3, 1, 5 and 0 tokens, three of which are picked, padded to 8 spans."""
+    """Four spans of 3, 1, 5 and 0 tokens, padded to 8 spans; the last two tokens of the first and the last three of the
+    third are picked, with drafts between them, of which the first is right, and then the second wrong."""
     draw = torch.Generator().manual_seed(seed)
-    rows = Rows(ROWS, LENGTH, PAGE)
+    rows = Rows(ROWS, LENGTH, PAGE, DRAFTS)
     made = Arena(rows, spans=16, tokens=64, device=DEVICE)
     number = lambda high, *shape: torch.randint(high, shape, generator=draw, dtype=torch.int32)  # noqa: E731
     made.history.copy_(number(1000, *made.history.shape))
     made.table.copy_(number(50, *made.table.shape))
-    made.columns["length"][:ROWS] = number(LENGTH - 6, ROWS).to(DEVICE)
+    made.columns["length"][:ROWS] = number(LENGTH - 9, ROWS).to(DEVICE) + 3
     made.columns["known"][:ROWS] = made.columns["length"][:ROWS] + 1
+    made.columns["done"][:ROWS] = made.columns["length"][:ROWS] - torch.tensor([0, -2, 1, 3, 0, 2], device=DEVICE)
     order = torch.randperm(ROWS, generator=draw)[:4].int()
-    put = lambda name, values: made.part(name, len(values)).copy_(torch.as_tensor(values))  # noqa: E731
-    put("counts", [9, 4, 3])
-    put("span_row", [*order.tolist(), *[ROWS] * 4])
-    put("query_start", [0, 3, 4, 9, 9, 9, 9, 9, 9])
-    put("token_span", [0, 0, 0, 1, 2, 2, 2, 2, 2])
-    put("picked", [2, 3, 8, 0])
-    put("pick_row", [*order[:3].tolist(), ROWS])
+    put = lambda part, values: part[: len(values)].copy_(torch.as_tensor(values))  # noqa: E731
+    step = made.step
+    put(step.counts, [9, 4, 6, 3])
+    put(step.span_row, [*order.tolist(), *[ROWS] * 4])
+    put(step.query_start, [0, 3, 4, 9, 9, 9, 9, 9, 9])
+    put(step.token_span, [0, 0, 0, 1, 2, 2, 2, 2, 2])
+    put(step.picked, [1, 2, 3, 6, 7, 8, 0, 0])
+    put(step.pick_row, [*order[[0, 0, 1, 2, 2, 2]].tolist(), ROWS, ROWS])
+    put(step.pick_depth, [0, 1, 0, 0, 1, 2, 0, 0])
+    put(made.chain, [0, 2, 3, 6])
+    put(made.wanted, [2, 0, 3])
     return made, rows, 8
+
+
+def both(seed: int) -> Iterator[tuple[DeviceSteps, Arena, int]]:
+    for steps in (TritonSteps(DEVICE), PlainSteps()):
+        made, _, spans = arena(seed)
+        yield steps, made, spans
+
+
+def sampled(made: Arena) -> torch.Tensor:
+    """Right behind the first draft of both, then wrong; -1 in the middle."""
+    step = made.step
+    row = [int(step.pick_row[i]) for i in (0, 3)]
+    right = [int(made.history[r, int(made.columns["known"][r])]) for r in row]
+    return torch.tensor([right[0], 5, -1, right[1], 1007, 9, 3, 3], dtype=torch.int32, device=DEVICE)
 
 
 def empty(made: Arena, spans: int, tokens: int) -> RaggedBatch:
@@ -55,7 +80,7 @@ def empty(made: Arena, spans: int, tokens: int) -> RaggedBatch:
         tokens=poison(tokens),
         positions=poison(tokens),
         slots=poison(tokens),
-        query_start=made.part("query_start", spans + 1),
+        query_start=made.step.query_start[: spans + 1],
         kv_len=poison(spans, dtype=torch.int32),
         page_table=poison(spans, made.pages, dtype=torch.int32),
         page_size=PAGE,
@@ -66,32 +91,76 @@ def empty(made: Arena, spans: int, tokens: int) -> RaggedBatch:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_a_step_feeds(seed: int) -> None:
-    got, want = [], []
-    for steps, out in ((TritonSteps(DEVICE), got), (PlainSteps(), want)):
-        made, _, spans = arena(seed)
+    found = []
+    for steps, made, spans in both(seed):
         batch = empty(made, spans, 16)
-        steps.stage(made, batch, LENGTH)
+        steps.stage(made, made.step, batch, LENGTH)
         held = -(-batch.kv_len // PAGE)
         seen = torch.arange(made.pages, device=DEVICE) < held[:, None]
-        out += [batch.tokens, batch.positions, batch.slots, batch.kv_len, batch.page_table.where(seen, 0)]
+        found.append([batch.tokens, batch.positions, batch.slots, batch.kv_len, batch.page_table.where(seen, 0)])
+    got, want = found
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
     assert want[0][9:].eq(0).all() and want[2][9:].eq(0).all()
 
 
-def test_where_what_a_step_made_goes() -> None:
+@pytest.mark.parametrize("seed", range(3))
+def test_where_what_a_step_made_goes(seed: int) -> None:
     draw = torch.Generator().manual_seed(5)
     hidden = torch.randn(16, 24, generator=draw).to(DEVICE)
-    made = []
-    for steps in (TritonSteps(DEVICE), PlainSteps()):
-        it, _, spans = arena(1)
-        out = torch.zeros(4, 24, device=DEVICE)
-        steps.settle(it, spans, hidden, out)
-        steps.append(it, torch.tensor([5, -1, 7], dtype=torch.int32, device=DEVICE))
-        made.append((it.data, out))
-    assert torch.equal(made[0][0], made[1][0])
-    assert torch.equal(made[0][1], made[1][1])
-    assert torch.equal(made[0][1][:3], hidden[[2, 3, 8]])
+    found = []
+    for steps, it, spans in both(seed):
+        out, tokens = torch.zeros(8, 24, device=DEVICE), sampled(it)
+        rows, before = it.step.pick_row[[0, 2, 3]].long(), it.columns["known"].clone()
+        steps.settle(it, it.step, spans, hidden, out)
+        steps.verify(it, tokens)
+        assert (it.columns["known"] - before)[rows].tolist() == [2, 1, 2]
+        assert torch.equal(it.columns["length"][rows], it.columns["known"][rows] - 1)
+        assert tokens[:6].tolist() == [*sampled(arena(seed)[0])[:5].tolist(), DROPPED]
+        found.append((it.data, out[:6], tokens[:6]))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(found[0][1], hidden[[1, 2, 3, 6, 7, 8]])
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("at", [(-1, 4), (-1, 32), (0, 8), (1, 4)])
+def test_what_a_draft_model_is_fed(seed: int, at: tuple[int, int]) -> None:
+    found = []
+    for steps, it, _ in both(seed):
+        steps.route(it, 4, at[1], at[0])
+        batch = empty(it, 4, at[1])
+        steps.stage(it, it.draft, replace(batch, query_start=it.draft.query_start[:5]), LENGTH)
+        total = int(it.draft.counts[0])
+        lane = [it.draft.query_start[:5], it.draft.token_span[:total], it.draft.picked[:4], it.draft.pick_row[:4]]
+        found.append(
+            [*lane, it.draft.pick_depth[:4], it.draft.counts[2], it.columns["done"], batch.tokens, batch.slots]
+        )
+        assert total <= at[1]
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_drafts_go_behind_the_history(seed: int) -> None:
+    found = []
+    for steps, it, _ in both(seed):
+        steps.route(it, 4, 8, 0)
+        steps.settle(it, it.draft, 4, torch.ones(8, 3, device=DEVICE), torch.zeros(4, 3, device=DEVICE))
+        steps.place(it, torch.tensor([11, 12, -1, 13], dtype=torch.int32, device=DEVICE))
+        found.append(it.history[:ROWS])
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_look_up_on_the_device_is_that_of_the_host(seed: int) -> None:
+    found = []
+    for steps, it, _ in both(seed):
+        rng = np.random.default_rng(seed)
+        it.history.copy_(torch.from_numpy(rng.integers(0, 4, it.history.shape, np.int32)))
+        steps.lookup(it, 4, 3, 4, 2)
+        found.append(it.history)
+    assert torch.equal(*found)
 
 
 def test_scatter_puts_numbers_in_their_places() -> None:
@@ -116,7 +185,18 @@ class Moved(Tiny):
             return super().forward(batch, kv)
 
 
-def house(steps: DeviceSteps, depth: int) -> Engine:
+def proposer(kind: str) -> Proposer:
+    if kind == "none":
+        return NoProposer()
+    if kind == "ngram":
+        return NgramProposer(2, shortest=1)
+    draft = Moved()
+    draft.head = draft.head + 0.1
+    kv = allocate(layer_shapes(draft.spec.kv_shapes, torch.float64), pages=40, page_size=PAGE, device=DEVICE)
+    return ModelProposer(draft, kv, depth=2, rows=8, device=DEVICE)
+
+
+def house(steps: DeviceSteps, depth: int, drafts: str) -> Engine:
     executor = CudaExecutor(
         Moved(),
         pages=40,
@@ -128,9 +208,12 @@ def house(steps: DeviceSteps, depth: int) -> Engine:
         device=DEVICE,
         steps=steps,
         queue=AtOnce(),
+        proposer=proposer(drafts),
         depth=2,
     )
-    scheduler = Scheduler(KV(40, PAGE, prefix_index(PAGE, True)), rows=8, cap=4, budget=24, chunk=7)
+    kv = KV(40, PAGE, prefix_index(PAGE, True))
+    speculation = Fixed(executor.describe().drafts)
+    scheduler = Scheduler(kv, rows=8, cap=4, budget=24, chunk=7, speculation=speculation)
     return Engine(scheduler, executor, depth=depth)
 
 
@@ -145,7 +228,8 @@ SAMPLING = (
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_house_on_these_kernels_answers_as_the_dense_loop(depth: int) -> None:
+@pytest.mark.parametrize("drafts", ["none", "ngram", "model"])
+def test_a_house_on_these_kernels_answers_as_the_dense_loop(drafts: str, depth: int) -> None:
     rng = random.Random(depth)
     asked = [
         Request(
@@ -157,7 +241,7 @@ def test_a_house_on_these_kernels_answers_as_the_dense_loop(depth: int) -> None:
         )
         for i, sampling in enumerate(SAMPLING)
     ]
-    engine = house(TritonSteps(DEVICE), depth)
+    engine = house(TritonSteps(DEVICE), depth, drafts)
     for request in asked:
         engine.add(request)
     while engine.has_pending_work:
@@ -165,6 +249,7 @@ def test_a_house_on_these_kernels_answers_as_the_dense_loop(depth: int) -> None:
     model = Tiny()
     answers = {done.id: list(done.tokens) for done in engine.completed_requests}
     assert answers == {request.id: naive(model, request) for request in asked}
+    assert drafts != "model" or engine.scheduler.drafted.accepted > 3
 
 
 @pytest.mark.parametrize("half", [1, 24, 64])

@@ -103,7 +103,7 @@ def choose_kernel(
                 greatest = tl.load(peaks + place, mask=block < total, other=float("-inf"))
                 bound = tl.where(greatest > above, bound, float("-inf"))
             token = opened(mine, bound, best, token, above, heat, key, vocab, BLOCKS, BLOCK)
-    tl.store(out + r, token)
+    tl.store(out + r, tl.where(bad > 0, -bad, token))
     tl.store(state + r, bad)
 
 
@@ -128,7 +128,7 @@ def opened(
 
 
 class Drawn(NamedTuple):
-    """tokens [R] int32; state [R] int32: FINE, BROKEN or STUCK."""
+    """tokens [R] int32, -state for a row that has none; state [R] int32: FINE, BROKEN or STUCK."""
 
     tokens: Tensor
     state: Tensor
@@ -136,13 +136,14 @@ class Drawn(NamedTuple):
 
 def sample(
     logits: Tensor, rows: Tensor, positions: Tensor, history: Tensor, prompt: Tensor, settings: Settings, card: Card,
-    asked: Asked = EVERYTHING, *, tally: Tensor,
+    asked: Asked = EVERYTHING, *, tally: Tensor, out: Tensor | None = None,
 ) -> Drawn:  # fmt: skip
     """One token for each row of logits [R, V] float32, which may be changed. Nothing is read back: it may be captured.
 
     rows [R] int32: the store's row of each, below 0 for none. positions [R] int32: the index in its sequence of the
     token drawn. history [., L] int32: the tokens of each of the store's rows, all before `positions` there; prompt [.]
     int32: how many of them are the prompt's. tally int32 [at least R, V], 0 before and after; unused without edits.
+    out [R] int32: where the tokens are to be.
     """
     count, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
@@ -150,7 +151,8 @@ def sample(
     winner, holder = logits.new_empty(2, count, chunks, dtype=torch.int32).unbind()
     blocks = chunks * (CHUNK // BLOCK)
     bounds, peaks = logits.new_empty(2, count, blocks if asked.hot else 1).unbind()
-    out, state = logits.new_zeros(2, count, dtype=torch.int32).unbind()
+    state = logits.new_zeros(count, dtype=torch.int32)
+    out = torch.zeros_like(state) if out is None else out
     s = settings
     same = {"DEPENDENT": card.dependent, **card.options}
     if asked.edited:

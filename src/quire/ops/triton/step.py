@@ -65,10 +65,12 @@ def stage_kernel(
 
 
 class Rows(NamedTuple):
-    """Views of an arena. counts, span_row, query_start, token_span, picked, pick_row: of the step, padded past its end.
+    """Views of an arena's rows and one of its lanes. counts, span_row, query_start, token_span, picked, pick_row,
+    pick_depth: of the step, padded past its end; counts [4]: tokens, spans, picks, chains.
 
     pick_at: where the token of each pick will stand, as `settle` notes. length, known: a number a row. table [rows, P]
-    and history [rows, L], contiguous. ceiling: what `known` stays at.
+    and history [rows, L], contiguous. chain [chains + 1]: where the picks of each begin; wanted: drafts for each.
+    ceiling: what `known` stays at. drafts: the most that a chain can have.
     """
 
     counts: Tensor
@@ -78,11 +80,15 @@ class Rows(NamedTuple):
     picked: Tensor
     pick_row: Tensor
     pick_at: Tensor
+    pick_depth: Tensor
     length: Tensor
     known: Tensor
     table: Tensor
     history: Tensor
+    chain: Tensor
+    wanted: Tensor
     ceiling: int
+    drafts: int
 
 
 def stage(rows: Rows, batch: RaggedBatch, longest: int, card: Card) -> None:
@@ -99,8 +105,8 @@ def stage(rows: Rows, batch: RaggedBatch, longest: int, card: Card) -> None:
 
 @triton.jit(do_not_specialize=["spans", "picks", "ceiling"])
 def settle_kernel(
-    query_start, span_row, picked, pick_row, pick_at, length, known, hidden, out, spans, picks, ceiling, columns,
-    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    counts, query_start, span_row, picked, pick_row, pick_at, pick_depth, length, known, hidden, out, spans, picks,
+    ceiling, columns, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program i: span i's row moves on; hidden state picked[i] is copied, and where its token will stand noted."""
     i = tl.program_id(0)
@@ -111,50 +117,58 @@ def settle_kernel(
         row = tl.load(span_row + i)
         if n > 0:
             tl.store(length + row, tl.minimum(tl.load(length + row) + n, ceiling - 1))
-    if i < picks:
+    if (i < picks) & (i < tl.load(counts + 2)):
         at = tl.arange(0, BLOCK)
         source = tl.load(picked + i).to(tl.int64) * columns
         line = tl.load(hidden + source + at, mask=at < columns, other=0.0)
         tl.store(out + i.to(tl.int64) * columns + at, line, mask=at < columns)
-        tl.store(pick_at + i, tl.load(known + tl.load(pick_row + i)))
+        tl.store(pick_at + i, tl.load(known + tl.load(pick_row + i)) + tl.load(pick_depth + i))
 
 
 def settle(rows: Rows, spans: int, hidden: Tensor, out: Tensor, card: Card) -> None:
-    """Every span's row has computed what it was fed; out [R, hidden]: the picked hidden states."""
+    """Every span's row has computed what it was fed; out [R, hidden]: the picked hidden states, as far as picked."""
     columns = hidden.shape[1]
     settle_kernel[(max(spans, len(out)),)](
-        *(rows.query_start, rows.span_row, rows.picked, rows.pick_row, rows.pick_at, rows.length, rows.known),
-        *(hidden, out, spans, len(out), rows.ceiling, columns),
+        *(rows.counts, rows.query_start, rows.span_row, rows.picked, rows.pick_row, rows.pick_at, rows.pick_depth),
+        *(rows.length, rows.known, hidden, out, spans, len(out), rows.ceiling, columns),
         BLOCK=block(columns), DEPENDENT=card.dependent, num_warps=4, **card.options,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["picks", "ceiling"])
-def append_kernel(
-    pick_row, known, history, drawn, state, tokens, picks, ceiling, width,
-    STATE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+@triton.jit(do_not_specialize=["most", "ceiling", "dropped"])
+def verify_kernel(
+    counts, chain, pick_row, pick_at, length, known, history, tokens, most, ceiling, dropped, width,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """STATE: tokens take what was drawn, or below 0 what went wrong. Either way they go behind the histories."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < picks
+    """A chain each: from its first token to the first that is not the draft at its place."""
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     wait(DEPENDENT)
     release(DEPENDENT)
-    token = tl.load(drawn + i, mask=inside, other=0)
-    if STATE:
-        bad = tl.load(state + i, mask=inside, other=0)
-        token = tl.where(bad > 0, -bad, token)
-        tl.store(tokens + i, token, mask=inside)
-    row = tl.load(pick_row + i, mask=inside, other=0).to(tl.int64)
-    at = tl.load(known + row, mask=inside, other=0)
-    tl.store(history + row * width + at, tl.maximum(token, 0), mask=inside)
-    tl.store(known + row, tl.minimum(at + 1, ceiling), mask=inside)
+    there = c < tl.load(counts + 3)
+    first, end = tl.load(chain + c, mask=there, other=0), tl.load(chain + c + 1, mask=there, other=0)
+    row = tl.load(pick_row + first, mask=there, other=0).to(tl.int64)
+    begin = tl.load(pick_at + first, mask=there, other=0)
+    keep, going = tl.zeros([BLOCK], tl.int32), there
+    for depth in range(most):
+        at, place = first + depth, history + row * width + begin + depth
+        inside = there & (at < end)
+        token = tl.load(tokens + at, mask=inside, other=0)
+        going = going & inside
+        draft = tl.load(place, mask=going & (at + 1 < end), other=-9)
+        tl.store(tokens + at, tl.where(going, token, dropped), mask=inside)
+        tl.store(place, tl.maximum(token, 0), mask=going)
+        keep += going.to(tl.int32)
+        going = going & (token == draft)
+    upto = tl.minimum(begin + keep, ceiling)
+    tl.store(known + row, upto, mask=there)
+    tl.store(length + row, upto - 1, mask=there)
 
 
-def append(rows: Rows, drawn: Tensor, state: Tensor | None, tokens: Tensor, card: Card) -> None:
-    """What was drawn goes behind the histories of `pick_row`, with `state` also to `tokens`; see `sampler.Drawn`."""
-    picks = len(tokens)
-    append_kernel[(triton.cdiv(picks, 256),)](
-        *(rows.pick_row, rows.known, rows.history, drawn, drawn if state is None else state, tokens, picks),
-        *(rows.ceiling, rows.history.shape[1]), STATE=state is not None, BLOCK=256,
-        DEPENDENT=card.dependent, **card.options,
+def verify(rows: Rows, tokens: Tensor, dropped: int, card: Card) -> None:
+    """tokens [R] go behind the histories, as far as they are right; those that are not put to the test: dropped."""
+    chains = min(len(tokens), len(rows.wanted))
+    verify_kernel[(triton.cdiv(chains, 64),)](
+        *(rows.counts, rows.chain, rows.pick_row, rows.pick_at, rows.length, rows.known, rows.history, tokens),
+        *(rows.drafts + 1, rows.ceiling, dropped, rows.history.shape[1]),
+        BLOCK=64, DEPENDENT=card.dependent, **card.options,
     )  # fmt: skip
