@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.layers.build import Build
-from quire.layers.formats import Format, Packed, Plain
+from quire.layers.formats import Format, Packed, Place, Plain, packed
 from quire.layers.parallel import Parallel, Solo, share
 from quire.ops.reference import ReferenceOps
 
@@ -117,13 +118,53 @@ def test_a_tied_head_is_the_embeddings_table_and_needs_no_tensor(format: Format)
     torch.testing.assert_close(embedding(torch.tensor([3, 1])), tensors["embed.weight"][[3, 1]])
 
 
-def test_once_sealed_only_the_final_form_is_held() -> None:
-    made = build(format=Packed)
-    made.columns(("a",), 6, ((4, 1),))
-    plain = weakref.ref(made.places["a.weight"][0].into)
-    assert plain() is not None
+def test_a_matrix_has_memory_only_from_its_first_number_to_its_last() -> None:
+    spare: list[Tensor] = []
+    made = build(format=partial(Packed, spare=spare))
+    made.columns(("a", "b"), 6, ((4, 1), (4, 1)))
+    made.columns(("c",), 6, ((4, 1),))
+    tensors = randoms(a__weight=(4, 6), b__weight=(4, 6), c__weight=(4, 6))
+    a, b, c = (made.places[f"{name}.weight"][0] for name in "abc")
+    tile = made.stored[0].tiles[0]
+    assert tile.memory is None
+    b.put(tensors["b.weight"])
+    memory = weakref.ref(tile.memory)
+    assert memory() is not None
+    a.put(tensors["a.weight"])
+    assert tile.memory is None
+    assert [memory()] == spare, "the next matrix is put together in it"
+    c.put(tensors["c.weight"])
+    assert [memory()] == spare
     made.seal()
-    assert plain() is None
+    assert memory() is None
+
+
+def test_a_large_matrix_is_kept_in_tiles_that_multiply_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "TILE", 3 * 6 * 4)
+    for transposed in (False, True):
+        made = build(format=Packed)
+        parts = (("c",) if transposed else ("a", "b")), 6, ((4, 1), (7, 1))
+        fused = made.columns(*parts, bias=True, transposed=transposed)
+        tensors = randoms(a__weight=(4, 6), b__weight=(7, 6), a__bias=(4,), b__bias=(7,))
+        whole, bias = (torch.cat([tensors[f"{n}.{kind}"] for n in "ab"]) for kind in ("weight", "bias"))
+        fill(made, {"c.weight": whole.T, "c.bias": bias} if transposed else tensors)
+        assert [tile.rows.stop - tile.rows.start for tile in made.stored[0].tiles] == [3, 3, 3, 2]
+        x = torch.randn(2, 6)
+        torch.testing.assert_close(fused(x), x @ whole.T + bias)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_place_is_filled_in_pieces(transposed: bool) -> None:
+    into = torch.zeros(10, 4)
+    whole = torch.randn(4, 12) if transposed else torch.randn(12, 4)
+    cut = (slice(0, 4), slice(1, 11)) if transposed else (slice(1, 11), slice(0, 4))
+    place = Place("a", tuple(whole.shape), cut, into, transposed)
+    pieces = list(place.pieces(9))
+    assert len(pieces) >= 4
+    assert max(piece.into.numel() for piece in pieces) <= 10
+    for piece in pieces:
+        piece.put(whole[piece.cut])
+    torch.testing.assert_close(into, whole[cut].T if transposed else whole[cut])
 
 
 def test_heads_are_shared_out_whole_and_scarce_ones_held_by_several() -> None:

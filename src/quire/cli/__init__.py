@@ -21,6 +21,7 @@ main = Root(
                 "http": ("quire.bench.http", "Measure a server on this GPU from several client processes."),
                 "structured": ("quire.bench.structured", "Measure what JSON schemas cost, on the embedded model."),
                 "cpu": ("quire.bench.cpu", "Measure decode on this CPU, beside transformers."),
+                "checkpoint": ("quire.bench.checkpoint", "Measure loading a checkpoint, beside what the disk can do."),
                 "ladder": ("quire.bench.ladder", "Add one optimisation at a time and measure each on its workload."),
                 "logits": ("quire.bench.logits", "How far logits of real-size models are off."),
                 "paging": ("quire.bench.paging", "Compare K/V memory in one piece a sequence and in pages."),

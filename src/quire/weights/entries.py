@@ -38,6 +38,22 @@ class Entry(Protocol):
     def read(self, cut: tuple[slice, ...]) -> Tensor:
         """The cut of the tensor, on the CPU. Raises InvalidModel for a file that ends too soon."""
 
+    def pour(self, cut: tuple[slice, ...], into: Tensor) -> None:
+        """What `read` gives, into a tensor of its shape, of any dtype and on any device."""
+
+
+class Readable(Protocol):
+    def read(self, cut: tuple[slice, ...]) -> Tensor: ...
+
+
+class Poured:
+    """An entry that is read first and copied then."""
+
+    __slots__ = ()
+
+    def pour(self: Readable, cut: tuple[slice, ...], into: Tensor) -> None:
+        into.copy_(self.read(cut))
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -67,9 +83,18 @@ class Span:
             take(self.file, self.start + first * inner * self.dtype.itemsize, whole)
         return whole.view(self.shape) if not self.shape else whole[(slice(None), *cut[1:])]
 
+    def pour(self, cut: tuple[slice, ...], into: Tensor) -> None:
+        """Without a copy between, where the bytes are the same there."""
+        rows = (cut[0] if cut else slice(None)).indices(self.shape[0] if self.shape else 1)
+        alike = into.dtype is self.dtype and into.shape[1:] == self.shape[1:] and into.is_contiguous()
+        if alike and into.device.type == "cpu" and into.numel():
+            take(self.file, self.start + rows[0] * into[0].nbytes, into)
+        else:
+            into.copy_(self.read(cut))
+
 
 @dataclass(frozen=True, slots=True)
-class Squeezed:
+class Squeezed(Poured):
     """A tensor whose first dimension, of one, is not counted."""
 
     whole: Entry

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel, nearest
-from quire.weights.entries import Entry, Span, take
+from quire.weights.entries import Entry, Poured, Span, take
 from quire.weights.gguf import Gguf, Held
 from quire.weights.gguf_blocks import BLOCKS
 
@@ -25,7 +25,7 @@ Change = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class Block(Poured):
     """A tensor stored in blocks, read as float32, whole rows at a time."""
 
     gguf: Gguf
@@ -59,7 +59,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
+class Changed(Poured):
     """A tensor a converter has changed, changed back as it is read."""
 
     whole: Entry
@@ -87,7 +87,7 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True)
-class Expert:
+class Expert(Poured):
     """One expert's matrix out of those of a layer."""
 
     whole: Entry

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +31,12 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all), the first time with 0 done."""
+
+READERS = 2
+"""Threads: while one waits for the disk, or copies out of the kernel, the other lays numbers out."""
+
+PIECE = 16 << 20
+"""Bytes filled at a time."""
 
 POOL = 1_048_573
 """Random numbers made for dummy weights, a prime: tiled over a matrix, no two of its rows begin alike."""
@@ -95,23 +103,37 @@ def choose_dtype(asked: DType, spec: ModelSpec, checkpoint: Checkpoint | None, d
 
 
 def choose_format(dtype: torch.dtype, device: torch.device) -> Format:
-    return Packed if packable(dtype, device) else Plain
+    return partial(Packed, spare=[]) if packable(dtype, device) else Plain
 
 
 def stream(build: Build, checkpoint: Checkpoint, progress: Progress) -> None:
     """Fill every place from the checkpoint, in the order of the files."""
     entries = named(build, checkpoint)
     match(build, checkpoint.folder.name, entries)
-    wanted = [(entry, build.places[name]) for name, entry in entries.items() if name in build.places]
+    wanted = [(entry, place) for name, entry in entries.items() for place in build.places.get(name, ())]
     wanted.sort(key=lambda pair: pair[0].order)
-    total = sum(size_of(place, entry) for entry, places in wanted for place in places)
+    total = sum(size_of(place, entry) for entry, place in wanted)
+    jobs = [(entry, piece) for entry, place in wanted for piece in place.pieces(PIECE // place.into.itemsize)]
     done = 0
     progress(done, total)
-    for entry, places in wanted:
-        for place in places:
-            place.put(entry.read(() if place.loose else place.cut))
-            done += size_of(place, entry)
+    pool = ThreadPoolExecutor(READERS, "load", initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        for count in pool.map(move, jobs):
+            done += count
             progress(done, total)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@torch.inference_mode()
+def move(job: tuple[Entry, Place]) -> int:
+    """Read one piece and put it in its place -> its bytes in the file."""
+    entry, place = job
+    if place.straight:
+        place.fill(partial(entry.pour, place.cut))
+    else:
+        place.put(entry.read(() if place.loose else place.cut))
+    return size_of(place, entry)
 
 
 def size_of(place: Place, entry: Entry) -> int:
@@ -179,13 +201,13 @@ def draw(build: Build, seed: int, progress: Progress) -> None:
     done = 0
     progress(done, total)
     for place, start in zip(places, starts, strict=True):
-        tile(place, pool, start)
+        place.fill(partial(tile, place, pool=pool, start=start))
         done += place.into.nbytes
         progress(done, total)
 
 
-def tile(place: Place, pool: torch.Tensor, start: int) -> None:
-    flat = place.into.view(-1)
+def tile(place: Place, into: torch.Tensor, pool: torch.Tensor, start: int) -> None:
+    flat = into.view(-1)
     once = min(POOL, flat.numel())
     scaled = torch.add(place.mean, pool[start : start + once], alpha=place.std).to(flat.dtype)
     whole = flat.numel() // once * once

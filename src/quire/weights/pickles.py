@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
-from quire.weights.entries import Entry
+from quire.weights.entries import Entry, Poured
 
 ZIP = b"PK\x03\x04"
 
 
 @dataclass(frozen=True, slots=True)
-class Mapped:
+class Mapped(Poured):
     """A tensor of a file that is mapped, not read: it takes memory as it is copied."""
 
     file: str

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,13 +15,37 @@ from torch import Tensor
 from quire.ops.base import Gate, Ops
 
 
+class Room(Protocol):
+    """Whose memory a place is part of. Both are called from several threads."""
+
+    def open(self, into: Tensor) -> Tensor:
+        """Numbers are about to come: where those of `into` go."""
+
+    def close(self, into: Tensor) -> None:
+        """They have come."""
+
+
+class Standing:
+    """Memory that is there from the first."""
+
+    def open(self, into: Tensor) -> Tensor:
+        return into
+
+    def close(self, into: Tensor) -> None:
+        return
+
+
+STANDING = Standing()
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where one checkpoint tensor goes: `into` takes its `cut`, turned about when `transposed`.
 
     shape: of the whole tensor in the checkpoint; where it is `loose`, dimensions of one do not count. stored: the one
     dtype it may have there; None for any floating one of two bytes or more. mean and std: of the random numbers that
-    stand in for it. shift: is added on the way.
+    stand in for it. shift: is added on the way. room: whose memory that is; `into` may be
+    its outline, without any of its own, until it is filled.
     """
 
     name: str
@@ -34,6 +58,7 @@ class Place:
     shift: float = 0.0
     stored: torch.dtype | None = None
     loose: bool = False
+    room: Room = STANDING
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether the checkpoint's tensor may have this shape."""
@@ -45,13 +70,40 @@ class Place:
         """Whether the checkpoint's tensor may be of this dtype."""
         return dtype is self.stored if self.stored else dtype.is_floating_point and dtype.itemsize > 1
 
+    @property
+    def straight(self) -> bool:
+        """Whether the cut's numbers are those kept, in their order."""
+        return not (self.transposed or self.loose or self.shift)
+
     def put(self, cut: Tensor) -> None:
         """Fill from the checkpoint's tensor, cut already; any floating dtype."""
         if self.loose:
             cut = cut.reshape(self.into.shape)
-        self.into.copy_(cut.t() if self.transposed else cut)
-        if self.shift:
-            self.into.add_(self.shift)
+
+        def write(into: Tensor) -> None:
+            into.copy_(cut.t() if self.transposed else cut)
+            if self.shift:
+                into.add_(self.shift)
+
+        self.fill(write)
+
+    def fill(self, write: Callable[[Tensor], object]) -> None:
+        """Let `write` fill it."""
+        write(self.room.open(self.into))
+        self.room.close(self.into)
+
+    def pieces(self, most: int) -> Iterator[Place]:
+        """The same in places of about `most` numbers, cut along the checkpoint's first dimension."""
+        if self.loose or not self.cut or self.into.numel() <= most:
+            yield self
+            return
+        rows, _, _ = self.cut[0].indices(self.shape[0])
+        count = self.into.shape[-1 if self.transposed else 0]
+        step = max(1, most * count // self.into.numel())
+        for at in range(0, count, step):
+            own = slice(at, min(count, at + step))
+            into = self.into[:, own] if self.transposed else self.into[own]
+            yield replace(self, cut=(slice(rows + own.start, rows + own.stop), *self.cut[1:]), into=into)
 
 
 class Part(NamedTuple):

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from quire.layers.formats.base import Matrix, Place, Quantised, bias_of, bias_places
 from quire.ops.base import Gate, Ops
-from quire.ops.packed import pack, packed_linear
 
 
 class Plain:
@@ -44,19 +43,3 @@ class Plain:
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
         return self.ops.linear(x, self.weight, self.bias, gate)
-
-
-class Packed(Plain):
-    """Laid out in the CPU's blocks: up to three times as fast as plain. A tied head's is a copy of its own."""
-
-    tiled: Tensor | None = None
-
-    def seal(self) -> None:
-        self.tiled = pack(self.weight)
-        del self.weight
-
-    def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
-        if self.tiled is None:
-            return super().apply(x, gate)
-        y = packed_linear(x, self.tiled, self.bias)
-        return y if not gate else self.ops.silu_mul(y) if gate == "silu" else self.ops.gelu_mul(y)

@@ -1,0 +1,41 @@
+"""Whoever waits for a model sees how far it is."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from quire.build.progress import loading
+
+GB = 10**9
+
+
+def run(total: int) -> None:
+    seconds = itertools.count(0, 3)
+    with loading("name", clock=lambda: float(next(seconds))) as tell:
+        for done in range(5):
+            tell(done * total // 4, total)
+
+
+def test_a_bar_is_drawn_where_somebody_watches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    run(8 * GB)
+    said = capsys.readouterr().err
+    assert "loading name" in said
+    assert "8.0/8.0 GB" in said
+    run(GB // 8)
+    assert "loading" not in capsys.readouterr().err
+
+
+def test_where_nobody_does_there_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    run(8 * GB)
+    assert capsys.readouterr().err.splitlines() == [
+        "loading name: 2.0 of 8.0 GB, 0.33 GB/s",
+        "loading name: 6.0 of 8.0 GB, 0.50 GB/s",
+    ]
+    run(GB // 8)
+    assert capsys.readouterr().err == ""
