@@ -9,13 +9,14 @@ from types import ModuleType
 import pytest
 
 import quire.config.document as configuration
+import quire.observe.document as metrics
 import quire.server.document as requests
 
 ROOT = Path(__file__).parents[1]
 PAGES = (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))
 
 
-@pytest.mark.parametrize("page", [configuration, requests], ids=["configuration", "requests"])
+@pytest.mark.parametrize("page", [configuration, requests, metrics], ids=["configuration", "requests", "metrics"])
 def test_what_is_written_from_the_code_is_current(page: ModuleType, request: pytest.FixtureRequest) -> None:
     written = ROOT / f"docs/{request.node.callspec.id}.md"
     assert written.read_text(encoding="utf-8") == page.markdown(), "run `make docs`"

@@ -109,6 +109,7 @@ class EngineMetrics:
                 "external_kv_transfer": 0,
             },
             "vllm:prompt_tokens_cached": ledger.cached,
+            "vllm:prompt_tokens_cached_by_source": {"device": ledger.cached},
             "vllm:generation_tokens": ledger.generated,
             "vllm:num_preemptions": gauges.preemptions,
             "vllm:prefix_cache_queries": gauges.prefix_queried,

@@ -14,6 +14,7 @@ COUNTERS: Mapping[str, str] = {
     "vllm:prompt_tokens": "Prompt tokens of requests whose first token was made.",
     "vllm:prompt_tokens_by_source": "Prompt tokens by where their K/V came from.",
     "vllm:prompt_tokens_cached": "Prompt tokens whose K/V came from the prefix cache.",
+    "vllm:prompt_tokens_cached_by_source": "The same, by where it was kept.",
     "vllm:generation_tokens": "Tokens made.",
     "vllm:num_preemptions": "Sequences that lost their pages to another and were queued again.",
     "vllm:prefix_cache_queries": "Tokens looked up in the prefix cache.",
@@ -77,6 +78,7 @@ BUCKETS: Mapping[str, tuple[float, ...]] = {
 
 LABEL: Mapping[str, str] = {
     "vllm:prompt_tokens_by_source": "source",
+    "vllm:prompt_tokens_cached_by_source": "source",
     "vllm:spec_decode_num_accepted_tokens_per_pos": "position",
     "vllm:num_requests_waiting_by_reason": "reason",
     "quire:pressure_events": "kind",
