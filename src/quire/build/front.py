@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
 import time
-from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import uvloop
 
@@ -22,7 +19,7 @@ from quire.config.settings import ServerConfig
 from quire.engine.client import EngineProcess
 from quire.observe.audience import Audience
 from quire.observe.engine_metrics import render
-from quire.observe.log import LoggedRim, log_stats
+from quire.observe.log import LoggedRim, telling
 from quire.observe.rim_metrics import RimMetrics
 from quire.server.app import create_app
 from quire.server.batch_runner import Answer
@@ -82,22 +79,13 @@ def serve(settings: Settings) -> None:
             *(name, url, time.monotonic() - began, text.tool_parser, text.reasoning_parser),
         ),
     )
-    uvloop.run(running if server.disable_log_stats else _telling(running, backend))
+    uvloop.run(running if server.disable_log_stats else telling(running, backend.stats, log))
 
 
 def _desk(server: ServerConfig, answer: Answer, limits: Limits) -> Desk:
     if server.batch_dir is None:
         return NoDesk()
     return BatchDesk(Path(server.batch_dir).expanduser(), answer, limits, width=server.batch_concurrency)
-
-
-async def _telling(running: Coroutine[Any, Any, None], backend: NativeBackend) -> None:
-    """Run, and log statistics beside."""
-    telling = asyncio.ensure_future(log_stats(backend.stats, log))
-    try:
-        await running
-    finally:
-        telling.cancel()
 
 
 def engine_process(settings: Settings, name: str) -> EngineProcess:

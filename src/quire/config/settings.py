@@ -1,4 +1,4 @@
-"""The options themselves: five frozen sections, and what must hold between their fields.
+"""The options themselves: six frozen sections, and what must hold between their fields.
 
 Names are vLLM's where users know them. None means 'auto' (or, where `unset` says so, 'none'): the composition
 root resolves it when it knows the device and the checkpoint, and nobody else does.
@@ -14,6 +14,8 @@ from typing import Any, Literal
 from quire.config.option import Option, option, options
 from quire.config.speculative import parse
 from quire.config.unknown import refuse
+from quire.config.upstream import UpstreamConfig
+from quire.config.upstream import check as check_upstream
 from quire.errors import InvalidConfig
 from quire.values import MANY
 
@@ -206,6 +208,7 @@ class Settings:
     scheduler: SchedulerConfig = SchedulerConfig()
     execution: ExecutionConfig = ExecutionConfig()
     server: ServerConfig = ServerConfig()
+    upstream: UpstreamConfig = field(default_factory=UpstreamConfig)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -253,6 +256,7 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
         "scheduler": SchedulerConfig,
         "execution": ExecutionConfig,
         "server": ServerConfig,
+        "upstream": UpstreamConfig,
     }
 )
 
@@ -265,6 +269,7 @@ def _check_together(settings: Settings) -> None:
     """What must hold between options that were both set; what is auto, the composition root makes fit."""
     model, cache, scheduler = settings.model, settings.cache, settings.scheduler
     parse(scheduler.speculative_config)
+    check_upstream(settings.upstream)
     budget, rows, longest = scheduler.max_num_batched_tokens, scheduler.max_num_seqs, model.max_model_len
     if budget and rows and budget < rows:
         raise InvalidConfig(

@@ -121,7 +121,7 @@ def nobody(path: str, headers: Mapping[str, str]) -> bool:
 
 
 class Guard:
-    """ASGI middleware: no key, no entry, whatever the path; and every answer carries the request's id.
+    """ASGI middleware: no key, no entry, whatever the path; and every answer and scope carries the request's id.
 
     admits: who else gets in, by path and headers.
     """
@@ -134,7 +134,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        id = request_id(headers)
+        scope["request_id"] = id = request_id(headers)
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -11,7 +11,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
-from quire.backends.base import Backend
+from quire.backends.base import Service
 from quire.errors import InvalidConfig
 from quire.server.desk import Desk, NoDesk
 
@@ -36,7 +36,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 async def serve(
     app: ASGIApp,
-    backend: Backend,
+    backend: Service,
     sock: socket.socket,
     *,
     shutdown_timeout: float = 30.0,
@@ -49,7 +49,7 @@ async def serve(
 
     After the signal new requests get 503 and Retry-After; those running may take `shutdown_timeout` seconds.
     desk: who works beside the answers; it starts after the backend and ends before it drains.
-    Raises what `Backend.start` raises; nothing listens before it has returned.
+    Raises what `Service.start` raises; nothing listens before it has returned.
     """
     desk = NoDesk() if desk is None else desk
     config = uvicorn.Config(
@@ -86,7 +86,7 @@ def url(sock: socket.socket) -> str:
 class _Server(uvicorn.Server):
     """uvicorn, draining before it closes its door: a refusal with a reason beats a closed port."""
 
-    def __init__(self, config: uvicorn.Config, backend: Backend, desk: Desk, timeout: float) -> None:
+    def __init__(self, config: uvicorn.Config, backend: Service, desk: Desk, timeout: float) -> None:
         super().__init__(config)
         self._backend, self._desk, self._timeout = backend, desk, timeout
         self._loop = asyncio.get_running_loop()
