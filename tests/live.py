@@ -11,13 +11,24 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from openai import OpenAI
 
 ROOT = Path(__file__).parents[1]
 _READY = re.compile(r"is ready at (http://\S+) after")
+
+
+class Memory(NamedTuple):
+    """Bytes."""
+
+    front: int
+    engine: int
+
+    @property
+    def total(self) -> int:
+        return self.front + self.engine
 
 
 class Live:
@@ -64,6 +75,14 @@ class Live:
             assert time.monotonic() < deadline, stats
             time.sleep(0.02)
 
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def memory(self) -> Memory:
+        """Resident bytes of the server and its engine."""
+        return Memory(resident(self.process.pid), resident(self.engine_pid()))
+
     def engine_pid(self) -> int:
         """The engine's process: the server's only child."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
@@ -76,6 +95,11 @@ class Live:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
+
+
+def resident(pid: int) -> int:
+    """Bytes of a process that are in memory."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def environment() -> dict[str, str]:

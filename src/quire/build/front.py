@@ -7,6 +7,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import uvloop
 
@@ -23,12 +24,16 @@ from quire.observe.log import LoggedRim, telling
 from quire.observe.rim_metrics import RimMetrics
 from quire.server.app import create_app
 from quire.server.batch_runner import Answer
+from quire.server.connection import Patience
 from quire.server.desk import BatchDesk, Desk, NoDesk
 from quire.server.doors import answerer
 from quire.server.limits import Limits
 from quire.server.run import listen
 from quire.server.run import serve as answer
 from quire.values import MANY
+
+_ENGINE = MappingProxyType({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"})
+"""On a CPU, oneDNN keeps 1,024 products of matrices ready, one a shape, some 150 kB each, and is no faster for it."""
 
 log = logging.getLogger("uvicorn.error")
 
@@ -56,7 +61,12 @@ def serve(settings: Settings) -> None:
         observer=LoggedRim(name, log) if server.enable_log_requests else RimMetrics(name),
         max_queued=settings.scheduler.max_num_queued_reqs,
     )
-    limits = Limits(max_body_bytes=server.max_body_bytes, priorities=settings.scheduler.scheduling_policy == "priority")
+    limits = Limits(
+        max_body_bytes=server.max_body_bytes,
+        max_n=server.max_n,
+        max_answers=min(1024, settings.scheduler.max_num_queued_reqs),
+        priorities=settings.scheduler.scheduling_policy == "priority",
+    )
     desk = _desk(server, answerer(backend, limits, f"quire-{__version__}"), limits)
     app = create_app(
         backend,
@@ -70,6 +80,13 @@ def serve(settings: Settings) -> None:
         app,
         backend,
         listen(server.host, server.port),
+        patience=Patience(
+            connections=server.max_connections,
+            header_bytes=server.max_header_bytes,
+            keep_alive=server.timeout_keep_alive,
+            read=server.read_timeout,
+            write=server.write_timeout,
+        ),
         shutdown_timeout=server.shutdown_timeout,
         log_level=server.uvicorn_log_level,
         root_path=server.root_path,
@@ -95,4 +112,5 @@ def engine_process(settings: Settings, name: str) -> EngineProcess:
         [sys.executable, "-m", "quire.build.child"],
         told,
         partial(render, model=name),
+        environment=_ENGINE,
     )

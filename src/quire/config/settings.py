@@ -186,6 +186,20 @@ class ServerConfig:
         None, "Folder for files and batches, this server's alone; none: there are no batches.", unset="none"
     )
     batch_concurrency: int = option(16, "Lines of a batch that are answered at once, in the gaps.", low=1, high=4096)
+    max_header_bytes: int = option(
+        32 << 10, "Largest head of a request accepted, first line and header fields together.", low=1024, high=1 << 30
+    )
+    max_n: int = option(128, "Most answers to one prompt: the largest n.", low=1, high=1024)
+    max_connections: int = option(
+        4096, "Clients connected at once; one more is refused with 503 and a Retry-After.", low=1, high=1 << 20
+    )
+    timeout_keep_alive: float = option(5.0, "Seconds a connection may wait between two requests.", low=0.1, high=86400)
+    read_timeout: float = option(
+        20.0, "Seconds a client may take to send a request's head, and each KiB of its body.", low=0.1, high=86400
+    )
+    write_timeout: float = option(
+        60.0, "Seconds a client may take to read each KiB of an answer that waits for it.", low=0.1, high=86400
+    )
     shutdown_timeout: float = option(
         30.0, "Seconds that running requests may still take after SIGTERM.", low=0, high=86400
     )

@@ -97,7 +97,7 @@ class Api:
         asked = await self._read(request, schemas.DetokenizeRequest)
         card = prompts.model(asked.model, self._backend)
         prompts.in_vocabulary(asked.tokens, "tokens", card)
-        return gone_or_json({"prompt": self._backend.decode(tuple(asked.tokens))})
+        return gone_or_json({"prompt": await prompts.decoded(asked.tokens, self._backend)})
 
     # ---------------------------------------------------------------- what there is, and how it is
 
