@@ -87,6 +87,7 @@ def build_scheduler(settings: Settings, about: Description, limits: Limits) -> S
         rows=about.rows,
         cap=limits.cap,
         budget=limits.budget,
+        gap=MANY if limits.chunk == MANY else max(limits.cap, limits.budget // 8),
         chunk=limits.chunk,
         admit=ADMISSIONS[settings.scheduler.batching],
         order=ORDERS[settings.scheduler.scheduling_policy],

@@ -24,7 +24,8 @@ class Scheduler:
     """Plans steps and commits their results.
 
     kv: the pages. rows: places on the device. cap: sequences running at once. budget: tokens a step.
-    chunk: prompt tokens a span (MANY: whole prompts). speculation: how many tokens to draft, for whom.
+    gap: tokens a step of those who run in the gaps, for whoever comes waits until it is over. chunk: prompt tokens a
+    span (MANY: whole prompts). speculation: how many tokens to draft, for whom.
     """
 
     def __init__(
@@ -34,12 +35,13 @@ class Scheduler:
         rows: int = 64,
         cap: int = MANY,
         budget: int = MANY,
+        gap: int = MANY,
         chunk: int = MANY,
         admit: Admission = continuous,
         order: Order = fcfs,
         speculation: Speculation | None = None,
     ) -> None:
-        self.kv, self.cap, self.budget, self.chunk = kv, min(cap, rows), budget, chunk
+        self.kv, self.cap, self.budget, self.gap, self.chunk = kv, min(cap, rows), budget, min(gap, budget), chunk
         self.admit, self.order = admit, order
         self.speculation: Speculation = Fixed(0) if speculation is None else speculation
         self.rows = list(range(rows - 1, -1, -1))
@@ -121,14 +123,14 @@ class Scheduler:
 
         Planned head first, preempted tail first: a victim never has a span in the plan being made.
         """
-        left, speculation = min(self.budget, budget), self.speculation
+        speculation = self.speculation
         spans, seqs = list[Span](), list[Sequence]()
         late, drafts = list[int](), list[int]()
         opened: list[Open] = []
         grown: list[tuple[int, tuple[int, ...]]] = []
         running, slots, i = self.running, MANY, 0
         self._short, self._decisions = False, self.waiting.unready()
-        self._make_way()
+        left = min(self._make_way(), budget)
         speculation.begin(len(running))
         while left > 0:
             if i >= len(running):
@@ -185,12 +187,17 @@ class Scheduler:
             span = seq.span = Span(seq.row, n, rows, logits)
         return span
 
-    def _make_way(self) -> None:
-        """Who runs in the gaps leaves as soon as anybody else could run. So the running are all of one kind."""
+    def _make_way(self) -> int:
+        """Who runs in the gaps leaves as soon as anybody else could run. So the running are all of one kind.
+
+        Tokens that these may feed.
+        """
         running, first = self.running, self.waiting.first()
         if running and running[0].priority >= IDLE and first is not None and first.priority < IDLE:
             for seq in running[:]:
                 self._preempt(seq, first)
+        on = running[0] if running else first
+        return self.budget if on is None or on.priority < IDLE else self.gap
 
     def _preempt(self, victim: Sequence, by: Sequence) -> None:
         """Back into the queue, with what was committed."""
