@@ -23,9 +23,8 @@ from quire.values import IDLE, MANY, FinishReason, Request, Tokens
 class Scheduler:
     """Plans steps and commits their results.
 
-    kv: the pages. rows: places on the device. cap: sequences running at once. budget: tokens a step.
-    gap: tokens a step of those who run in the gaps, for whoever comes waits until it is over. chunk: prompt tokens a
-    span (MANY: whole prompts). speculation: how many tokens to draft, for whom.
+    kv: the pages. rows: places on the device. cap: sequences running at once. budget: tokens a step; gap: of those in
+    the gaps. chunk: prompt tokens a span (MANY: whole prompts). speculation: how many tokens to draft, for whom.
     """
 
     def __init__(
@@ -123,14 +122,11 @@ class Scheduler:
 
         Planned head first, preempted tail first: a victim never has a span in the plan being made.
         """
-        speculation = self.speculation
-        spans, seqs = list[Span](), list[Sequence]()
-        late, drafts = list[int](), list[int]()
-        opened: list[Open] = []
-        grown: list[tuple[int, tuple[int, ...]]] = []
+        spans, seqs, opened = list[Span](), list[Sequence](), list[Open]()
+        late, drafts, grown = list[int](), list[int](), list[tuple[int, tuple[int, ...]]]()
         running, slots, i = self.running, MANY, 0
         self._short, self._decisions = False, self.waiting.unready()
-        left = min(self._make_way(), budget)
+        left, speculation = min(self._make_way(), budget), self.speculation
         speculation.begin(len(running))
         while left > 0:
             if i >= len(running):
@@ -188,10 +184,7 @@ class Scheduler:
         return span
 
     def _make_way(self) -> int:
-        """Who runs in the gaps leaves as soon as anybody else could run. So the running are all of one kind.
-
-        Tokens that these may feed.
-        """
+        """Who runs in the gaps leaves as soon as anybody else could run. Tokens that who is left may feed."""
         running, first = self.running, self.waiting.first()
         if running and running[0].priority >= IDLE and first is not None and first.priority < IDLE:
             for seq in running[:]:
