@@ -109,15 +109,19 @@ def environment() -> dict[str, str]:
 
 
 @contextmanager
-def serving(folder: Path, *args: str, ends: int = 0) -> Iterator[Live]:
+def serving(folder: Path, *args: str, ends: int = 0, module: str = "quire") -> Iterator[Live]:
     """`quire serve ARGS` on a port of the system's choice, stopped at the end; its log goes to `folder`.
 
-    ends: the exit code it is to have.
+    ends: the exit code it is to have. module: what is run, with the same arguments.
     """
     log = folder / "server.log"
     with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "quire", "serve", "--port", "0", *args], stdout=out, stderr=out, env=environment()
+            [sys.executable, "-m", module, "serve", "--port", "0", *args],
+            cwd=ROOT,
+            stdout=out,
+            stderr=out,
+            env=environment(),
         )
     live = None
     try:

@@ -66,7 +66,7 @@ def build_engine(
     torch.set_num_threads(settings.execution.threads or choose_threads(parameters(model.spec)))
     limits = resolve(settings, model.spec, device)
     layers, kept = build_kv(settings, model, device)
-    executor = _executor(settings, model, limits, device, layers)
+    executor = wrap(_executor(settings, model, limits, device, layers))
     engine = Engine(
         build_scheduler(settings, executor.describe(), limits),
         executor,

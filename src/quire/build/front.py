@@ -14,6 +14,7 @@ import uvloop
 from quire import __version__
 from quire.backends.base import ModelCard
 from quire.backends.native import NativeBackend
+from quire.build.patience import patience
 from quire.build.text import build_text
 from quire.config import OPTIONS, Settings
 from quire.config.settings import ServerConfig
@@ -24,7 +25,6 @@ from quire.observe.log import LoggedRim, telling
 from quire.observe.rim_metrics import RimMetrics
 from quire.server.app import create_app
 from quire.server.batch_runner import Answer
-from quire.server.connection import Patience
 from quire.server.desk import BatchDesk, Desk, NoDesk
 from quire.server.doors import answerer
 from quire.server.limits import Limits
@@ -38,13 +38,16 @@ _ENGINE = MappingProxyType({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"})
 log = logging.getLogger("uvicorn.error")
 
 
-def serve(settings: Settings) -> None:
-    """Serve until SIGTERM or Ctrl-C. Raises InvalidModel or InvalidConfig before anything listens."""
+def serve(settings: Settings, *, child: str = "quire.build.child") -> None:
+    """Serve until SIGTERM or Ctrl-C. Raises InvalidModel or InvalidConfig before anything listens.
+
+    child: the module that the engine's process runs.
+    """
     began = time.monotonic()
     text = build_text(settings)
     server = settings.server
     name = settings.model.served_model_name or settings.model.model
-    port = engine_process(settings, name)
+    port = engine_process(settings, name, child)
     backend = NativeBackend(
         port=port,
         tokenizer=text.tokenizer,
@@ -80,13 +83,7 @@ def serve(settings: Settings) -> None:
         app,
         backend,
         listen(server.host, server.port),
-        patience=Patience(
-            connections=server.max_connections,
-            header_bytes=server.max_header_bytes,
-            keep_alive=server.timeout_keep_alive,
-            read=server.read_timeout,
-            write=server.write_timeout,
-        ),
+        patience=patience(server),
         shutdown_timeout=server.shutdown_timeout,
         log_level=server.uvicorn_log_level,
         root_path=server.root_path,
@@ -105,11 +102,11 @@ def _desk(server: ServerConfig, answer: Answer, limits: Limits) -> Desk:
     return BatchDesk(Path(server.batch_dir).expanduser(), answer, limits, width=server.batch_concurrency)
 
 
-def engine_process(settings: Settings, name: str) -> EngineProcess:
+def engine_process(settings: Settings, name: str, child: str = "quire.build.child") -> EngineProcess:
     """The engine these settings describe, in a process of its own. Secrets stay here."""
     told = {key: value for key, value in settings.flat().items() if not OPTIONS[key].secret}
     return EngineProcess(
-        [sys.executable, "-m", "quire.build.child"],
+        [sys.executable, "-m", child],
         told,
         partial(render, model=name),
         environment=_ENGINE,

@@ -17,6 +17,7 @@ from quire import __version__
 from quire.backends.http1 import Headers, Origin
 from quire.backends.keeper import Keeper, Others, PrivateServer, free_port
 from quire.backends.upstream import UpstreamBackend
+from quire.build.patience import patience
 from quire.config import OPTIONS, Settings
 from quire.errors import InvalidConfig
 from quire.observe.audience import Audience
@@ -85,6 +86,7 @@ def relay(settings: Settings) -> None:
         app,
         backend,
         sock,
+        patience=patience(server),
         shutdown_timeout=server.shutdown_timeout,
         log_level=server.uvicorn_log_level,
         root_path=server.root_path,
