@@ -62,10 +62,12 @@ def command(
 
 
 def grouped(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Workloads by model, so that each is loaded once."""
-    models = dict.fromkeys(WORKLOADS[name].model for name in names)
-    for model in models:
-        yield model, [name for name in names if WORKLOADS[name].model == model]
+    """Workloads by model and its options, so that each is loaded once."""
+    while names:
+        first = WORKLOADS[names[0]]
+        same = [n for n in names if (WORKLOADS[n].model, WORKLOADS[n].options) == (first.model, first.options)]
+        yield first.model, same
+        names = [name for name in names if name not in same]
 
 
 def measured(folder: Path, model: str, names: Sequence[str], repeat: int, options: Mapping[str, Any]) -> Iterator[Row]:
@@ -79,8 +81,10 @@ def measured(folder: Path, model: str, names: Sequence[str], repeat: int, option
         yield {"workload": names[0], "batch": "", "error": str(error)}
         return
     context = WORKLOADS[names[0]].context
+    options = {"max_num_seqs": 256, **options, **WORKLOADS[names[0]].options}
+    stored = 1 if options.get("quantization") == "fp8" else 4 if options.get("dtype") == "float32" else 2
     written = time.perf_counter()
-    with LLM(str(place), load_format="dummy", max_model_len=context, max_num_seqs=256, **options) as llm:
+    with LLM(str(place), load_format="dummy", max_model_len=context, **options) as llm:
         ready = time.perf_counter() - written
         yield {"workload": f"start {model}", "batch": "", "seconds": ready, "shape_written_s": written - began}
         answer(llm, *prompts(8, (32, 64), (8, 8), seed=99))
@@ -89,7 +93,12 @@ def measured(folder: Path, model: str, names: Sequence[str], repeat: int, option
             for batch, row in timed(llm, WORKLOADS[name], repeat):
                 lengths = row.pop("lengths")
                 least = floor(
-                    spec, count, lengths, seats=256, shared=WORKLOADS[name].shared, prompts="ms_a_token" not in row
+                    *(spec, count, lengths),
+                    seats=options["max_num_seqs"],
+                    shared=WORKLOADS[name].shared,
+                    prompts="ms_a_token" not in row,
+                    itemsize=max(2, stored),
+                    stored=stored,
                 )
                 yield judged({"workload": name, "batch": batch, **row}, lengths, least)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from quire.models.spec import ModelSpec
 
@@ -13,7 +14,7 @@ from quire.models.spec import ModelSpec
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """batches empty: `count` requests at once, timed as a whole. Else, for each batch, the time of a token after the
-    first. Lengths in tokens, from and to; shared: a prefix that all prompts begin with."""
+    first. Lengths in tokens, from and to; shared: a prefix that all prompts begin with. options: of the engine."""
 
     model: str
     count: int = 0
@@ -22,6 +23,7 @@ class Workload:
     new: tuple[int, int]
     shared: int = 0
     context: int = 4096
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
 
 WORKLOADS: Mapping[str, Workload] = MappingProxyType(
@@ -33,6 +35,21 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
         "prefill-8b": Workload(model="llama-3.1-8b", count=64, prompt=(2048, 2048), new=(1, 1)),
         "latency-1b": Workload(model="llama-3.2-1b", batches=(1, 8), prompt=(128, 128), new=(256, 256)),
         "tpot-8b": Workload(model="llama-3.1-8b", batches=(1, 8, 64, 256), prompt=(512, 512), new=(128, 128)),
+        "tpot-fp8-8b": Workload(
+            model="qwen3-8b",
+            batches=(1, 64),
+            prompt=(512, 512),
+            new=(128, 128),
+            options=MappingProxyType({"quantization": "fp8", "canary": "off"}),
+        ),
+        "gpt2-fp32": Workload(
+            model="gpt2",
+            batches=(1, 8, 64, 256, 512),
+            prompt=(64, 64),
+            new=(128, 128),
+            context=1024,
+            options=MappingProxyType({"dtype": "float32", "max_num_seqs": 512}),
+        ),
         "tpot-gemma3-1b": Workload(model="gemma3-1b", batches=(1, 64), prompt=(512, 512), new=(128, 128)),
     }
 )
@@ -64,12 +81,14 @@ def floor(
     shared: int = 0,
     prompts: bool = True,
     itemsize: int = 2,
+    stored: int = 2,
 ) -> float:
     """Seconds that no engine can go below: for prompts, operations; for new tokens, weights once a step, K/V of all
     that came before once a token.
 
     parameters: of the checkpoint, a tied head counted once. lengths: (prompt, new) of each request. seats: sequences
-    at once. shared: prompt tokens computed once for all. prompts: count the time of prompts.
+    at once. shared: prompt tokens computed once for all. prompts: count the time of prompts. itemsize: bytes of a
+    number, stored: of one in the body's matrices.
     """
     embedding = 0 if spec.tie else spec.vocab * spec.hidden
     body = parameters - spec.vocab * spec.hidden - embedding
@@ -78,4 +97,5 @@ def floor(
     work = 2 * body * fed + 4 * spec.layers * spec.heads * spec.head_dim * pairs
     steps = max(*(new - 1 for _, new in lengths), sum(new - 1 for _, new in lengths) / seats)
     read = sum((new - 1) * (prompt + new / 2) for prompt, new in lengths) * spec.kv_bytes(itemsize)
-    return prompts * work / MATRIX + (steps * (parameters - embedding) * itemsize + read) / BANDWIDTH
+    weights = body * stored + spec.vocab * spec.hidden * itemsize
+    return prompts * work / MATRIX + (steps * weights + read) / BANDWIDTH

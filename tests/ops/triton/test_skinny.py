@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quire.ops.base import Gate
+from quire.ops.float8 import E4M3
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.launch import Card
 from quire.ops.triton.skinny import Recipe, product, recipe
@@ -13,12 +14,15 @@ from tests.ops.triton.device import DEVICE
 
 CARD, REFERENCE = Card.of(DEVICE), ReferenceOps()
 VECTOR, WIDE, MATRIX = Recipe(1, 4, 256, 2), Recipe(4, 2, 256, 2), Recipe(16, 16, 64, 4, 3)
+AHEAD, TALL = Recipe(16, 16, 32, 4, 3, 64), Recipe(16, 16, 64, 4, 3)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("gate", ["", "silu", "gelu"])
 @pytest.mark.parametrize(
-    ("how", "rows"), [(VECTOR, 1), (WIDE, 3), (MATRIX, 2), (MATRIX, 16)], ids=["vector", "few", "two", "sixteen"]
+    ("how", "rows"),
+    [(VECTOR, 1), (WIDE, 3), (MATRIX, 2), (MATRIX, 16), (AHEAD, 5), (TALL, 40)],
+    ids=["vector", "few", "two", "sixteen", "ahead", "forty"],
 )
 @pytest.mark.parametrize(("outputs", "inputs"), [(24, 192), (10, 100)], ids=["even", "odd"])
 def test_a_product_and_what_stands_around_it(
@@ -31,8 +35,28 @@ def test_a_product_and_what_stands_around_it(
     torch.testing.assert_close(got, REFERENCE.linear(x, weight, shift, gate), atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize("gate", ["", "silu"])
+@pytest.mark.parametrize(("how", "rows"), [(MATRIX, 2), (AHEAD, 5), (TALL, 40)], ids=["two", "ahead", "forty"])
+def test_a_matrix_of_eight_bits(how: Recipe, rows: int, gate: Gate) -> None:
+    torch.manual_seed(rows)
+    x, bias = torch.randn(rows, 192, device=DEVICE), torch.randn(24, device=DEVICE)
+    weight, scale = torch.randn(24, 192, device=DEVICE).to(E4M3), torch.rand(24, 1, device=DEVICE) + 0.1
+    got = product(x, weight, bias, how, CARD, gate, scale)
+    want = REFERENCE.scaled_linear(x, weight, scale, 192, 0, bias, gate)
+    assert float((got - want).norm() / want.norm()) < 1e-3
+
+
+def test_what_is_large_or_small_keeps_its_place_in_half_precision() -> None:
+    x = torch.tensor([[6e5, 1.0, 1e-3, -3e-6]], device=DEVICE)
+    weight, scale = torch.eye(4, 256, device=DEVICE).to(E4M3), torch.ones(4, 1, device=DEVICE)
+    got = product(torch.nn.functional.pad(x, (0, 252)), weight, None, MATRIX, CARD, "", scale)
+    torch.testing.assert_close(got, x, rtol=1e-3, atol=5e-7)
+
+
 def test_many_rows_are_left_to_the_library() -> None:
     assert recipe(17, 4096, 4096) is None
+    assert recipe(65, 14336, 4096, gated=True) is None
+    assert recipe(64, 14336, 4096, gated=True) is not None
     assert all(recipe(rows, 4096, 4096) is not None for rows in (1, 2, 16))
 
 

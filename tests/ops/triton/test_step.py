@@ -20,7 +20,7 @@ from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import TritonOps
 from quire.runner.arena import Arena
 from quire.runner.device import DROPPED, DeviceSteps, PlainSteps
-from quire.runner.graphs import AtOnce
+from quire.runner.graphs import AtOnce, CudaQueue
 from quire.runner.kernels import TritonSteps
 from quire.runner.memory import allocate, layer_shapes
 from quire.runner.proposers import ModelProposer, NgramProposer, NoProposer, Proposer
@@ -207,7 +207,7 @@ def house(steps: DeviceSteps, depth: int, drafts: str) -> Engine:
         dtype=torch.float64,
         device=DEVICE,
         steps=steps,
-        queue=AtOnce(),
+        queue=AtOnce() if DEVICE.type == "cpu" else CudaQueue(DEVICE, largest=0),
         proposer=proposer(drafts),
         depth=2,
     )

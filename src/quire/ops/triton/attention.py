@@ -29,13 +29,16 @@ def fold_blocks(
     """Blocks begin to end of a sequence into running maximum m, sum z and weighted sum acc of each row.
 
     A score is the product, bent by a soft cap if there is one, times `slope`: from there on, powers of two. MASKED:
-    some row may not see some of it. What is hidden from all is not read into v: a weight of 0 times NaN is NaN.
+    some row may not see some of it. What is hidden from all is not read into v: a weight of 0 times NaN is NaN. A
+    block's page is looked up a block ahead, so that nothing waits for it.
     """
     i, d = tl.arange(0, COLUMNS), tl.arange(0, BLOCK_D)
+    coming = tl.load(pages + begin * COLUMNS // PAGE, mask=begin < end, other=0)
     for b in tl.range(begin, end, num_stages=STAGES):
         at = b * COLUMNS + i
         if PAGE % COLUMNS == 0:
-            page = tl.load(pages + b * COLUMNS // PAGE).to(tl.int64)
+            page = coming.to(tl.int64)
+            coming = tl.load(pages + (b + 1) * COLUMNS // PAGE, mask=b + 1 < end, other=0)
             line = (page * GROUPS + group) * PAGE + b * COLUMNS % PAGE + i
         else:
             page = tl.load(pages + at // PAGE, mask=at < length, other=0).to(tl.int64)
@@ -86,7 +89,7 @@ def attention_kernel(
     CAP: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, REAL: tl.constexpr,
     PHASES: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    FIELDS: tl.constexpr, DEPENDENT: tl.constexpr,
+    AT_ONCE: tl.constexpr, FIELDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One piece, one K/V head. PHASES: blocks that all rows see go without a mask. REAL: rows there can be."""
     group, index = tl.program_id(0), tl.program_id(1)
@@ -133,7 +136,7 @@ def attention_kernel(
     if SPLIT and splits > 1:
         handed_in(parts, sums, arrived, out, acc, m + tl.log2(tl.maximum(z, 1e-30)), real, index, base, splits, group,
                   token * SHARE + first, tl.minimum(n * SHARE - first, ROWS),
-                  GROUPS, SHARE, DIM, ROWS, BLOCK_D, REAL)  # fmt: skip
+                  GROUPS, SHARE, DIM, ROWS, BLOCK_D, REAL, AT_ONCE)  # fmt: skip
     else:
         tl.store(out + place, acc.to(out.dtype.element_ty), mask=real)
 
@@ -142,7 +145,7 @@ def attention_kernel(
 def handed_in(
     parts, sums, arrived, out, acc, total, real, index, base, splits, group, first, rows,
     GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-    REAL: tl.constexpr,
+    REAL: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Leave a piece's part where the others' are; whoever is last puts them together."""
     line = (index * GROUPS + group) * ROWS + tl.arange(0, ROWS)
@@ -152,21 +155,22 @@ def handed_in(
     tl.debug_barrier()
     if tl.atomic_add(arrived + base * GROUPS + group, 1, sem="acq_rel") == splits - 1:
         tl.store(arrived + base * GROUPS + group, 0)
-        together(parts, sums, out, base, splits, group, first, rows, GROUPS, SHARE, DIM, ROWS, BLOCK_D, REAL)
+        together(
+            parts, sums, out, base, splits, group, first, rows,
+            GROUPS, SHARE, DIM, ROWS, BLOCK_D, REAL, AT_ONCE)  # fmt: skip
 
 
 @triton.jit
 def together(
     parts, sums, out, base, splits, group, first, rows,
     GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-    REAL: tl.constexpr,
+    REAL: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Write what all pieces of a tile amount to. Many are read at once: latency is what it costs.
 
     They were written by other multiprocessors, so this one's cache is passed by. REAL: a power of two that holds
     `rows`; row i is number first + i of the step's (token, head of this group) pairs.
     """
-    AT_ONCE: tl.constexpr = max(1, min(8, 4096 // (REAL * BLOCK_D)))
     s, r, d = tl.arange(0, AT_ONCE), tl.arange(0, REAL), tl.arange(0, BLOCK_D)
     m = tl.full([REAL], -1e30, tl.float32)
     z = tl.zeros([REAL], tl.float32)
@@ -191,13 +195,15 @@ def together(
 
 
 class Tile(NamedTuple):
-    """How a tile is worked on. a_card: programs wanted on a multiprocessor, which decides how far tiles are split."""
+    """How a tile is worked on. a_card: programs wanted on a multiprocessor, which decides how far tiles are split;
+    run: blocks below which a piece is not worth being put together with others."""
 
     rows: int
     columns: int
     warps: int
     stages: int
     a_card: int
+    run: int = 1
 
 
 def tiles(card: Card, share: int, dim: int, wide: int, most: int) -> list[tuple[Tile, int, int]]:
@@ -208,12 +214,14 @@ def tiles(card: Card, share: int, dim: int, wide: int, most: int) -> list[tuple[
     """
     few = max(1, 64 // share)
     columns = 64 if dim * wide <= 256 else 32 if dim * wide <= 512 else 16
-    small = Tile(16, columns, 2 if dim <= 128 and wide <= 2 else 4, 3, 4)
+    small = Tile(16, columns, 2 if dim <= 128 and wide <= 2 else 4, 2, 4, 64 // columns if columns > 16 else 1)
     if most <= few:
         rows = max(16, block(most * share)) if most * share <= 64 else 64
         return [(small._replace(rows=rows, warps=small.warps if rows == 16 else 4), 1, most)]
     short = max(1, 16 // share)
     hopper = (9, 0) <= card.capability < (10, 0)  # elsewhere operands take registers, too
+    if hopper and dim == 256 and wide <= 2:
+        return [(small, 1, short), (Tile(128, 64, 8, 2, 0), short + 1, most)]
     rows = 64 if dim * wide <= 512 and (hopper or wide <= 2) else 32
     warps = 4 if hopper or (dim <= 128 and wide <= 2) else 8
     large = Tile(rows, columns, warps, 3 if hopper and dim * wide <= 256 else 2, 0)
@@ -234,15 +242,17 @@ def attention(q: Tensor, kv: LayerKV, batch: Planned, scale: float, window: int,
     bend, slope = (scale / soft_cap, log2e) if soft_cap else (0.0, scale * log2e)
     for tile, least, most in tiles(card, share, dim, kv.k.element_size(), batch.max_query):
         room = spread(card, groups, tile.a_card)
-        work, fresh = batch.work(Tiling(share, tile.rows, tile.columns, least, most, room, window), groups)
+        work, fresh = batch.work(Tiling(share, tile.rows, tile.columns, least, most, room, tile.run, window), groups)
         bound = len(work.pieces)
+        real, wide = min(tile.rows, block(most * share)), block(dim, 16)
         parts = q.new_empty(bound * groups * tile.rows * dim if room else 1, dtype=torch.float32)
         sums = q.new_empty(bound * groups * tile.rows if room else 1, dtype=torch.float32)
         attention_kernel[(groups, bound)](
             *(q, kv.k, kv.v, batch.page_table, *work, out, parts, sums),
             *(bend, soft_cap, slope, kv.v_scale, window, batch.page_table.stride(0)),
             CAP=soft_cap > 0, GROUPS=groups, SHARE=share, DIM=dim, PAGE=page, ROWS=tile.rows, COLUMNS=tile.columns,
-            BLOCK_D=block(dim, 16), SPLIT=room > 0, REAL=min(tile.rows, block(most * share)), PHASES=tile.rows >= 64,
+            BLOCK_D=wide, SPLIT=room > 0, REAL=real, PHASES=tile.rows >= 64,
+            AT_ONCE=max(1, min(16, 4096 * tile.warps // (real * wide))),
             WINDOWED=window < batch.max_kv, STAGES=tile.stages, PRECISION=card.precision, FIELDS=FIELDS,
             DEPENDENT=card.dependent, num_warps=tile.warps, **({} if fresh else card.options),
         )  # fmt: skip

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.base import Angles, Gate, Norms
+from quire.ops.float8 import E4M3
 from quire.ops.grouped import grouped_linear
 from quire.ops.quantised import Restoring
 from quire.ops.ragged import LayerKV, RaggedBatch
@@ -50,6 +51,10 @@ class TritonOps(Restoring):
         bias: Tensor | None = None,
         gate: Gate = "",
     ) -> Tensor:
+        if scale.shape[1] == 1 and weight.dtype is E4M3 and x.dtype is torch.bfloat16:
+            quick = skinny.scaled_recipe(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
+            if quick is not None:
+                return skinny.product(x, weight, bias, quick, self.card, gate, scale)
         how = scaled.recipe(len(x), len(weight), x.shape[-1])
         if how is None or x.dtype is not torch.bfloat16:
             return super().scaled_linear(x, weight, scale, width, offset, bias, gate)

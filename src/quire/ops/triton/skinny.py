@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -69,40 +70,76 @@ def vector_kernel(
 
 @triton.jit
 def matrix_kernel(
-    x, weight, bias, out, rows, outputs, inputs,
-    GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    x, weight, scale, bias, out, rows, outputs, inputs,
+    GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs on the matrix units, whose narrow side takes the rows. EVEN: BLOCK_K divides the inputs."""
-    n, k, r = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, ROWS)
-    line = weight + tl.minimum(n, outputs - 1)[:, None].to(tl.int64) * inputs + k[None, :]
+    """BLOCK_N outputs on the matrix units, whose narrow side takes the rows. EVEN: BLOCK_K divides the inputs.
+
+    AHEAD inputs of the matrix are asked for before the wait and multiplied last: the loop's loads begin behind it.
+    SCALED: a matrix in eight bits, a scale a row, see `usable`. Programs of the same outputs follow each other.
+    """
+    n, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    held = (r < rows)[:, None]
+    line = weight + tl.minimum(n, outputs - 1)[:, None].to(tl.int64) * inputs
     far = outputs.to(tl.int64) * inputs
+    source = x + r[:, None].to(tl.int64) * inputs
+    early = tl.arange(0, max(AHEAD, 1))[None, :]
+    head, gated_head, first = early, early, early
+    if AHEAD > 0:
+        head = tl.load(line + early, eviction_policy="evict_first")
+        if GATE:
+            gated_head = tl.load(line + far + early, eviction_policy="evict_first")
     wait(DEPENDENT)
     release(DEPENDENT)
+    if AHEAD > 0:
+        first = usable(tl.load(source + early, mask=held, other=0.0), SCALED)
     y = tl.zeros([BLOCK_N, ROWS], tl.float32)
     z = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    for start in tl.range(0, inputs, BLOCK_K, num_stages=STAGES):
-        left = k < inputs - start
+    for start in tl.range(AHEAD, inputs, BLOCK_K, num_stages=STAGES):
+        at = start + k[None, :]
         if EVEN:
-            tile = tl.load(line + start, eviction_policy="evict_first")
+            tile = tl.load(line + at, eviction_policy="evict_first")
+            value = tl.load(source + at, mask=held, other=0.0)
         else:
-            tile = tl.load(line + start, mask=left[None, :], other=0.0)
-        place = x + r[:, None] * inputs + start + k[None, :]
-        if EVEN:
-            value = tl.load(place, mask=(r < rows)[:, None], other=0.0)
-        else:
-            value = tl.load(place, mask=(r < rows)[:, None] & left[None, :], other=0.0)
-        y = tl.dot(tile, tl.trans(value), y, input_precision=PRECISION)
+            tile = tl.load(line + at, mask=at < inputs, other=0.0)
+            value = tl.load(source + at, mask=held & (at < inputs), other=0.0)
+        value = usable(value, SCALED)
+        y = tl.dot(tile.to(value.dtype), tl.trans(value), y, input_precision=PRECISION)
         if GATE:
             if EVEN:
-                gated = tl.load(line + far + start, eviction_policy="evict_first")
+                gated = tl.load(line + far + at, eviction_policy="evict_first")
             else:
-                gated = tl.load(line + far + start, mask=left[None, :], other=0.0)
-            z = tl.dot(gated, tl.trans(value), z, input_precision=PRECISION)
-    place = r[None, :] * outputs + n[:, None]
+                gated = tl.load(line + far + at, mask=at < inputs, other=0.0)
+            z = tl.dot(gated.to(value.dtype), tl.trans(value), z, input_precision=PRECISION)
+    if AHEAD > 0:
+        y = tl.dot(head.to(first.dtype), tl.trans(first), y, input_precision=PRECISION)
+        if GATE:
+            z = tl.dot(gated_head.to(first.dtype), tl.trans(first), z, input_precision=PRECISION)
+    if SCALED:
+        y *= 16.0 * tl.load(scale + n, mask=n < outputs, other=0.0)[:, None]
+        if GATE:
+            z *= 16.0 * tl.load(scale + outputs + n, mask=n < outputs, other=0.0)[:, None]
+    place = r[None, :].to(tl.int64) * outputs + n[:, None]
     inside = (r < rows)[None, :] & (n < outputs)[:, None]
     given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
+
+
+@triton.jit
+def usable(x, SCALED: tl.constexpr):
+    """What x is multiplied as. By eight bits of floating point in half precision, which holds every one of them and is
+    made of them four times as cheaply as bfloat16: see `halves`."""
+    if SCALED and x.dtype != tl.float16:
+        return (x.to(tl.float32) * 0.0625).to(tl.float16)
+    else:
+        return x
+
+
+def halves(x: Tensor) -> Tensor:
+    """A sixteenth of x, float16: x may so reach 1,048,000, and what is below 0.001 is off by 5e-7 at most."""
+    return torch.mul(x, 0.0625, out=torch.empty_like(x, dtype=torch.float16))
 
 
 class Recipe(NamedTuple):
@@ -113,6 +150,7 @@ class Recipe(NamedTuple):
     inputs: int
     warps: int
     stages: int = 0
+    ahead: int = 0
 
     def fitted(self, card: Card, matrix: int, row: int) -> Recipe:
         """With as many stages as the card's shared memory has room for. matrix, row: bytes a number of them takes."""
@@ -120,8 +158,8 @@ class Recipe(NamedTuple):
         return self._replace(stages=min(self.stages, max(2, card.shared // stage))) if self.stages else self
 
 
-MOST = 16
-"""Rows above which a library's kernels are as good."""
+MOST, GATED_MOST, SCALED_MOST = 16, 64, 256
+"""Rows above which a library's kernels are as good; with a gate behind the product; with the matrix in eight bits."""
 
 
 def recipe(rows: int, outputs: int, inputs: int, gated: bool = False) -> Recipe | None:
@@ -130,40 +168,75 @@ def recipe(rows: int, outputs: int, inputs: int, gated: bool = False) -> Recipe 
     One row, or few of a small matrix: by multiply-adds, about 8,192 numbers of the matrix a program. More: on the
     matrix units; long rows of the matrix are cut into few outputs, so that there are programs enough.
     """
-    if rows > MOST:
+    if rows > (GATED_MOST if gated and outputs >= 8192 else MOST):
         return None
     if rows <= vectors(outputs, inputs):
         whole = block(inputs)
         return Recipe(rows, max(1, min(8, 8192 // whole)), whole, 4 if whole <= 2048 else 8)
-    if outputs <= 2048 or inputs >= 8192:
-        return Recipe(MOST, 16, 512, 2, 4)
-    if gated and outputs <= 4096:
-        return Recipe(MOST, 32, 128, 2, 6)
-    return Recipe(MOST, 64, 128, 4, 4 if gated or outputs > 8192 else 6)
+    some = block(rows, 8)
+    if rows > MOST:
+        return Recipe(some, 64, 128, 4, 4)
+    if gated:
+        return Recipe(some, 32, 128, 2, 6 if outputs <= 4096 else 3)
+    if (outputs <= 4096 or inputs >= 8192) and inputs % 256 == 0:
+        return Recipe(some, 16, 256, 2, 6, 512)
+    return Recipe(some, 64, 128, 4, 4 if outputs > 8192 else 6)
 
 
 def vectors(outputs: int, inputs: int) -> int:
     """Rows up to which multiply-adds win."""
-    return 1 if inputs > 8192 else 4 if outputs <= 2048 and inputs <= 4096 else 2
+    if inputs > 8192:
+        return 1 if inputs <= 16384 else 0
+    return 4 if outputs <= 2048 and inputs <= 4096 else 2
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, how: Recipe, card: Card, gate: Gate = "") -> Tensor:
-    """x [T, in], weight [out, in] -> [T, out], or [T, out / 2] gated."""
+def scaled_recipe(rows: int, outputs: int, inputs: int, gated: bool = False) -> Recipe | None:
+    """As `recipe`, for a matrix in eight bits of floating point with a scale a row."""
+    if rows > SCALED_MOST or inputs % 256:
+        return None
+    some = block(min(rows, 64), 8)
+    if rows > MOST:
+        return (
+            Recipe(some, 64, 128, 4, 4) if outputs > 4096 and not gated else Recipe(some, 32, 128, 4, 3 if gated else 6)
+        )
+    if rows > 8:
+        return Recipe(some, 32, 256, 2, 3 if gated else 6)
+    if gated:
+        return Recipe(some, 32, 256, 2, 3, 256) if rows <= 4 else Recipe(some, 64, 256, 8, 3, 256)
+    if outputs > 4096:
+        return Recipe(some, 64, 256, 4, 6)
+    return Recipe(some, 32, 256, 2, 6, 256) if rows > 4 and inputs >= 8192 else Recipe(some, 16, 512, 2, 6)
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    how: Recipe,
+    card: Card,
+    gate: Gate = "",
+    scale: Tensor | None = None,
+) -> Tensor:
+    """x [T, in], weight [out, in] -> [T, out], or [T, out / 2] gated. scale [out, 1]: what one stored unit of a row of
+    a float8 matrix stands for; such a one needs a recipe with stages."""
     x = x.contiguous()
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if gate else weight.shape[0]
     out = x.new_empty(rows, outputs)
-    args = (x, weight, x if bias is None else bias, out)
+    if scale is not None and rows > MOST:
+        x = halves(x)
+    shift = x if bias is None else bias
     same = {"GATE": gate != "", "GELU": gate == "gelu", "BIAS": bias is not None, "BLOCK_N": how.outputs,
             "BLOCK_K": how.inputs, "DEPENDENT": card.dependent, "num_warps": how.warps, **card.options}  # fmt: skip
-    grid = (triton.cdiv(outputs, how.outputs),)
+    columns = triton.cdiv(outputs, how.outputs)
     how = how.fitted(card, weight.element_size() * (2 if gate else 1), x.element_size())
     if how.stages:
-        matrix_kernel[grid](
-            *(*args, rows, outputs, inputs),
-            EVEN=inputs % how.inputs == 0, ROWS=how.rows, STAGES=how.stages, PRECISION=card.precision, **same,
+        matrix_kernel[(triton.cdiv(rows, how.rows), columns)](
+            *(x, weight, x if scale is None else scale, shift, out, rows, outputs, inputs),
+            SCALED=scale is not None, EVEN=inputs % how.inputs == 0, ROWS=how.rows,
+            AHEAD=how.ahead if how.ahead <= inputs else 0, STAGES=how.stages, PRECISION=card.precision, **same,
         )  # fmt: skip
     else:
         even = inputs == how.inputs and outputs % how.outputs == 0
-        vector_kernel[grid](*args, outputs, inputs, EVEN=even, ROWS=rows, **same)
+        vector_kernel[(columns,)](x, weight, shift, out, outputs, inputs, EVEN=even, ROWS=rows, **same)
     return out

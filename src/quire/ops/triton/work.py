@@ -29,7 +29,8 @@ class Tiling(NamedTuple):
     """What a list of pieces depends on, besides lengths. The same for every layer of most models.
 
     share: query heads a K/V head. rows, columns: a tile's size, columns being tokens. least, most: queries of the
-    spans it is for. spread: how many pieces to add at most, 0 not to split. window: as `Ops.attention`.
+    spans it is for. spread: how many pieces to add at most, 0 not to split. run: blocks a piece has at least where a
+    tile is split. window: as `Ops.attention`.
     """
 
     share: int
@@ -38,6 +39,7 @@ class Tiling(NamedTuple):
     least: int
     most: int
     spread: int
+    run: int
     window: int
 
     def bound(self, batch: RaggedBatch) -> int:
@@ -65,8 +67,8 @@ class Work(NamedTuple):
 @triton.jit
 def work_kernel(
     query_start, kv_len, pieces, count, spans, window, least, most,
-    SHARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPREAD: tl.constexpr, MOST: tl.constexpr,
-    BLOCK_S: tl.constexpr, FIELDS: tl.constexpr,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPREAD: tl.constexpr, RUN: tl.constexpr,
+    MOST: tl.constexpr, BLOCK_S: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """One program: all spans at once, a piece of each at a time. Long ones come first, so that none ends alone."""
     s = tl.arange(0, BLOCK_S)
@@ -80,7 +82,7 @@ def work_kernel(
     seen = tl.where(chosen, (length + COLUMNS - 1) // COLUMNS - first, 0)
     splits = tl.where(chosen, 1, 0)
     if SPREAD > 0:
-        each = tl.maximum((tl.sum(seen * tiles, 0) + SPREAD - 1) // SPREAD, 1)
+        each = tl.maximum((tl.sum(seen * tiles, 0) + SPREAD - 1) // SPREAD, RUN)
         splits = tl.minimum((seen + each - 1) // each, MOST)
     total = tiles * splits
     if BLOCK_S <= 512:
@@ -150,8 +152,8 @@ def listed(batch: RaggedBatch, tiling: Tiling, groups: int) -> Work:
     size = block(spans, 16)
     work_kernel[(1,)](
         *(batch.query_start, batch.kv_len, pieces, count, spans, tiling.window, tiling.least, tiling.most),
-        SHARE=tiling.share, ROWS=tiling.rows, COLUMNS=tiling.columns, SPREAD=tiling.spread, MOST=MOST_PIECES,
-        BLOCK_S=size, FIELDS=FIELDS, num_warps=max(1, min(8, size // 32)),
+        SHARE=tiling.share, ROWS=tiling.rows, COLUMNS=tiling.columns, SPREAD=tiling.spread, RUN=tiling.run,
+        MOST=MOST_PIECES, BLOCK_S=size, FIELDS=FIELDS, num_warps=max(1, min(8, size // 32)),
     )  # fmt: skip
     return Work(pieces, count, arrived)
 
