@@ -177,6 +177,7 @@ class Run:
             rows=64,
             cap=c["cap"],
             budget=budget,
+            gap=MANY if chunk == MANY else 5,
             chunk=chunk,
             admit=policy.ADMISSIONS[c["admit"]],
             order=policy.ORDERS[c["order"]],

@@ -11,13 +11,24 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from openai import OpenAI
 
 ROOT = Path(__file__).parents[1]
 _READY = re.compile(r"is ready at (http://\S+) after")
+
+
+class Memory(NamedTuple):
+    """Bytes."""
+
+    front: int
+    engine: int
+
+    @property
+    def total(self) -> int:
+        return self.front + self.engine
 
 
 class Live:
@@ -64,6 +75,14 @@ class Live:
             assert time.monotonic() < deadline, stats
             time.sleep(0.02)
 
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def memory(self) -> Memory:
+        """Resident bytes of the server and its engine."""
+        return Memory(resident(self.process.pid), resident(self.engine_pid()))
+
     def engine_pid(self) -> int:
         """The engine's process: the server's only child."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
@@ -78,6 +97,11 @@ class Live:
         return self.process.wait(60)
 
 
+def resident(pid: int) -> int:
+    """Bytes of a process that are in memory."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def environment() -> dict[str, str]:
     """No settings but those given, this checkout's code, one thread for the model."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("QUIRE_", "OPENAI_"))}
@@ -85,15 +109,19 @@ def environment() -> dict[str, str]:
 
 
 @contextmanager
-def serving(folder: Path, *args: str, ends: int = 0) -> Iterator[Live]:
+def serving(folder: Path, *args: str, ends: int = 0, module: str = "quire") -> Iterator[Live]:
     """`quire serve ARGS` on a port of the system's choice, stopped at the end; its log goes to `folder`.
 
-    ends: the exit code it is to have.
+    ends: the exit code it is to have. module: what is run, with the same arguments.
     """
     log = folder / "server.log"
     with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "quire", "serve", "--port", "0", *args], stdout=out, stderr=out, env=environment()
+            [sys.executable, "-m", module, "serve", "--port", "0", *args],
+            cwd=ROOT,
+            stdout=out,
+            stderr=out,
+            env=environment(),
         )
     live = None
     try:

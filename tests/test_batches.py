@@ -67,7 +67,8 @@ def test_people_come_first(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
         ask: dict[str, Any] = {"model": "embedded", "prompt": "Long ago", "max_tokens": 1500, "stream": True}
         with live.http.stream("POST", "/v1/completions", json={**ask, "ignore_eos": True}) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()  # to be kept: where it ends, so does the request
+            next(lines)
             time.sleep(0.25)  # statistics are told ten times a second
             alone = live.stats()
             assert alone["active_requests"] == 1 and alone["waiting_requests"] >= 15

@@ -47,7 +47,7 @@ TORCH_FREE = (
 )
 TORCH_FREE_MODULES = (
     *("quire.executors.synthetic", "quire.executors.costs", "quire.bench.engine"),
-    *("quire.build.text", "quire.build.front", "quire.weights.locate"),
+    *("quire.build.text", "quire.build.front", "quire.build.relay", "quire.weights.locate"),
 )
 
 LOADERS = {"quire.cli.lazy", "quire.weights.locate", "quire.bench.cpu", "quire.build.engine", "quire.look.diff"}

@@ -158,8 +158,6 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", {})
         for name, low, high in _RANGES:
             _within(name, getattr(self, name), low, high)
-        if self.repetition_penalty <= 0:
-            raise InvalidRequest("repetition_penalty must be above 0", param="repetition_penalty")
         if self.top_p <= 0:
             raise InvalidRequest("top_p must be above 0", param="top_p")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -194,7 +192,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("min_p", 0.0, 1.0),
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
-    ("repetition_penalty", 0.0, 100.0),
+    ("repetition_penalty", 0.01, 100.0),
     ("seed", -(1 << 63), (1 << 64) - 1),
     ("max_tokens", 1, MANY),
     ("min_tokens", 0, MANY),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -198,6 +200,8 @@ def spoil(folder: Path, how: str) -> None:
     elif how == "pickle with code":
         (folder / SINGLE).unlink()
         torch.save({"model.norm.weight": Trap(folder / "mark")}, folder / "pytorch_model.bin")
+    elif how in TEMPLATES:
+        (folder / "chat_template.jinja").write_text(TEMPLATES[how])
 
 
 class Trap:
@@ -206,17 +210,6 @@ class Trap:
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return Path.mkdir, (self.mark,)  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("how", BROKEN)
-def test_broken_input_is_one_clear_line_and_exit_code_2(tmp_path: Path, how: str) -> None:
-    spoil(tmp_path, how)
-    result = CliRunner().invoke(main, ["generate", "--model", str(tmp_path), "a", "--max-tokens", "1"])
-    assert result.exit_code == 2, result.output
-    assert BROKEN[how] in result.stderr
-    assert result.stderr.count("\n") == 1
-    assert "Traceback" not in result.output
-    assert not (tmp_path / "mark").exists()
 
 
 TEMPLATES = {
@@ -230,16 +223,27 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize("how", TEMPLATES)
-def test_a_hostile_template_is_one_clear_line_and_exit_code_2(
+SAID = BROKEN | {
+    "a template that calls itself": "the chat template fails: it calls itself without end",
+    "a template that includes itself": "it asks for another template, 'chat_template.jinja', and there is none",
+    "a template that counts for ever": "the chat template fails: it goes on without end",
+    "a template that reaches for Python": "it reaches for '__class__' of 'list', which is not a template's to touch",
+    "a template that reaches for a function's globals": "it reaches for '__globals__' of 'function'",
+}
+
+
+@pytest.mark.parametrize("how", SAID)
+def test_broken_and_hostile_input_is_one_clear_line_and_exit_code_2_and_nothing_of_it_runs(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spoil(tmp_path, "")
-    (tmp_path / "chat_template.jinja").write_text(TEMPLATES[how])
+    spoil(tmp_path, how)
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(main, ["chat", "--model", str(tmp_path)], input="hello\n")
-    assert result.exit_code == 2, result.output
-    said = [line for line in result.stderr.splitlines() if "chat template" in line]
-    assert len(said) == 1
-    assert "Traceback" not in result.output
+    command = [sys.executable, "-m", "quire", "serve", str(tmp_path), "--port", "0"]
+    served = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    inspected = run("inspect", tmp_path)
+    for code, said in (served.returncode, served.stderr), (inspected.exit_code, inspected.stderr):
+        assert code == 2, said
+        assert SAID[how] in said
+        assert said.count("\n") == 1
+    assert served.stdout == ""
     assert not (tmp_path / "mark").exists()

@@ -30,7 +30,7 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"min_p": 2}, "min_p", "between"),
     ({"presence_penalty": 3}, "presence_penalty", "between"),
     ({"frequency_penalty": -3}, "frequency_penalty", "between"),
-    ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "between 0.01"),
     ({"seed": "x"}, "seed", "expected int"),
     ({"seed": 1 << 70}, "seed", "between"),
     ({"stop": ""}, "stop", "empty"),

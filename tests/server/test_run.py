@@ -16,6 +16,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from quire.engine.executor import Description
 from quire.errors import InvalidConfig
+from quire.server.connection import Patience
 from quire.server.limits import Limits
 from quire.server.run import listen, serve, url
 from tests.backends.ports import FakePort, Script
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.anyio
 
 @asynccontextmanager
 async def running(
-    script: Script | None = answers, **rest: object
+    script: Script | None = answers, *, patience: Patience | None = None, **rest: object
 ) -> AsyncIterator[tuple[Served, str, asyncio.Task[None]]]:
     """A server on a free port, until the test ends it or leaves."""
     async with served(script, **rest) as server:  # type: ignore[arg-type]
@@ -37,6 +38,7 @@ async def running(
                 server.app,
                 server.backend,
                 sock,
+                patience=patience,
                 shutdown_timeout=2,
                 log_level="error",
                 on_ready=lambda told: up.set() if told == where else None,

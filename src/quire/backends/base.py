@@ -69,13 +69,35 @@ class ModelCard:
     reasoning_parser: ReasoningParser = "none"
 
 
-class Backend(Protocol):
-    """Answers calls. Used from one event loop only, but `encode`, `decode`, `render` and `token_text`: any thread."""
+class Service(Protocol):
+    """What lives behind the HTTP side. Used from one event loop only."""
 
     async def start(self) -> None:
         """Return when ready to serve. Raises InvalidModel, InvalidConfig or Unavailable."""
 
     async def close(self) -> None: ...
+
+    def stats(self) -> dict[str, Any]:
+        """`/stats`: the fields of docs/server.md, plain JSON."""
+
+    def metrics(self) -> bytes:
+        """`/metrics`: Prometheus text."""
+
+    def alive(self) -> bool:
+        """Liveness means progress: nothing outstanding, or the step counter advances."""
+
+    def ready(self) -> bool:
+        """Whether calls are accepted now."""
+
+    async def drain(self, timeout: float) -> None:
+        """Refuse new calls, wait up to `timeout` seconds for those running, abort the rest."""
+
+
+class Backend(Service, Protocol):
+    """Answers calls that it understands; `backends.upstream` passes on what it does not.
+
+    `encode`, `decode`, `render` and `token_text` may be used from any thread.
+    """
 
     def model(self) -> ModelCard: ...
 
@@ -100,18 +122,3 @@ class Backend(Protocol):
         Closing the iterator aborts the call. Raises Overloaded, InvalidRequest and DeadlineExceeded before the first
         delta, Unavailable and StepFailed at any time.
         """
-
-    def stats(self) -> dict[str, Any]:
-        """`/stats`: the fields of docs/server.md, plain JSON."""
-
-    def metrics(self) -> bytes:
-        """`/metrics`: Prometheus text."""
-
-    def alive(self) -> bool:
-        """Liveness means progress: nothing outstanding, or the step counter advances."""
-
-    def ready(self) -> bool:
-        """Whether calls are accepted now."""
-
-    async def drain(self, timeout: float) -> None:
-        """Refuse new calls, wait up to `timeout` seconds for those running, abort the rest."""

@@ -66,3 +66,32 @@ class Unobserved:
 
     def text(self) -> bytes:
         return b""
+
+
+class LaneObserver(Protocol):
+    """Hears of each request where answers are made elsewhere. Times are moments of one clock, in seconds."""
+
+    def on_ask(self, id: str, most: int, now: float) -> int:
+        """A request came, and may get `most` tokens, 0 if it does not say. Returns what it is called from now on."""
+
+    def on_sent(self, lane: int, where: str, now: float) -> None:
+        """It goes to this server."""
+
+    def on_made(self, lane: int, tokens: int, now: float) -> None:
+        """So many more tokens came."""
+
+    def on_end(self, lane: int, known_as: str, reason: str, prompt: int, tokens: int, now: float) -> None:
+        """It is over. known_as: what its answer was called, '' if there was none; prompt: its tokens, 0 if untold."""
+
+
+class NoLanes:
+    """Nobody watches."""
+
+    def on_ask(self, id: str, most: int, now: float) -> int:
+        return 0
+
+    def on_sent(self, lane: int, where: str, now: float) -> None: ...
+
+    def on_made(self, lane: int, tokens: int, now: float) -> None: ...
+
+    def on_end(self, lane: int, known_as: str, reason: str, prompt: int, tokens: int, now: float) -> None: ...

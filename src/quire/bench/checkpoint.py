@@ -65,6 +65,15 @@ whole = time.monotonic() - began
 print(json.dumps({"whole": whole, "before": before, "peak": peak(), "told": len(told)}))
 """
 
+FILL = """
+import sys, time
+import torch
+began = time.monotonic()
+torch.empty(int(sys.argv[1]), dtype=torch.uint8).fill_(1)
+print(time.monotonic() - began)
+"""
+"""Memory of the model's size is got and written to, and nothing read: a hypervisor may hand it out slowly."""
+
 
 @click.command("checkpoint")
 @click.option("--gib", type=click.FloatRange(min=0.1), default=8.0, show_default=True, help="Size of the checkpoint.")
@@ -72,7 +81,7 @@ print(json.dumps({"whole": whole, "before": before, "peak": peak(), "told": len(
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True)
 def command(gib: float, folder: Path | None, threads: int, repeat: int) -> None:
-    """Measure loading a sharded checkpoint: speed beside the disk's, and peak memory beside the model."""
+    """Measure loading a sharded checkpoint: speed beside the disk's and memory's, and peak memory beside the model."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
         size = write(Path(place), gib)
         runs = [measure(Path(place), size, threads) for _ in range(repeat)]
@@ -81,27 +90,33 @@ def command(gib: float, folder: Path | None, threads: int, repeat: int) -> None:
 
 
 def measure(folder: Path, size: int, threads: int) -> dict[str, float]:
-    """One sequential read, one load, one more read: the load is compared with the mean of both.
+    """One sequential read, one filling of memory, one load, one more read: the disk's speed is the mean of both.
 
     GB are 1e9 bytes. peak_*: the whole process, and what it grew by from before the load, both as shares of the model.
     busy: processes that wanted to run, of the last minute.
     """
     first = sequential(folder)
+    memory = size / json.loads(child(FILL, size))
     forget(folder)
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, str(folder), str(threads)], stdout=subprocess.PIPE, text=True, check=True
-    )
-    told = json.loads(done.stdout)
+    told = json.loads(child(LOAD, folder, threads))
     disk = size / statistics.mean((first, sequential(folder)))
     return {
         "disk_gb_s": round(disk / 1e9, 3),
         "load_gb_s": round(size / told["whole"] / 1e9, 3),
+        "memory_gb_s": round(memory / 1e9, 3),
         "share_of_disk": round(size / told["whole"] / disk, 3),
+        "share_of_slower": round(size / told["whole"] / min(disk, memory), 3),
         "peak_share_of_model": round(told["peak"] / size, 4),
         "peak_grown_share_of_model": round((told["peak"] - told["before"]) / size, 4),
         "progress_told": told["told"],
         "busy": os.getloadavg()[0],
     }
+
+
+def child(code: str, *words: object) -> str:
+    """What a process of its own prints."""
+    command = [sys.executable, "-c", code, *map(str, words)]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 def forget(folder: Path) -> None:

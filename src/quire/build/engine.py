@@ -66,7 +66,7 @@ def build_engine(
     torch.set_num_threads(settings.execution.threads or choose_threads(parameters(model.spec)))
     limits = resolve(settings, model.spec, device)
     layers, kept = build_kv(settings, model, device)
-    executor = _executor(settings, model, limits, device, layers)
+    executor = wrap(_executor(settings, model, limits, device, layers))
     engine = Engine(
         build_scheduler(settings, executor.describe(), limits),
         executor,
@@ -87,6 +87,7 @@ def build_scheduler(settings: Settings, about: Description, limits: Limits) -> S
         rows=about.rows,
         cap=limits.cap,
         budget=limits.budget,
+        gap=MANY if limits.chunk == MANY else max(limits.cap, limits.budget // 8),
         chunk=limits.chunk,
         admit=ADMISSIONS[settings.scheduler.batching],
         order=ORDERS[settings.scheduler.scheduling_policy],

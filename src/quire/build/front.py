@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
 import time
-from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
 import uvloop
 
 from quire import __version__
 from quire.backends.base import ModelCard
 from quire.backends.native import NativeBackend
+from quire.build.patience import patience
 from quire.build.text import build_text
 from quire.config import OPTIONS, Settings
 from quire.config.settings import ServerConfig
 from quire.engine.client import EngineProcess
 from quire.observe.audience import Audience
 from quire.observe.engine_metrics import render
-from quire.observe.log import LoggedRim, log_stats
+from quire.observe.log import LoggedRim, telling
 from quire.observe.rim_metrics import RimMetrics
 from quire.server.app import create_app
 from quire.server.batch_runner import Answer
@@ -33,16 +32,22 @@ from quire.server.run import listen
 from quire.server.run import serve as answer
 from quire.values import MANY
 
+_ENGINE = MappingProxyType({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"})
+"""On a CPU, oneDNN keeps 1,024 products of matrices ready, one a shape, some 150 kB each, and is no faster for it."""
+
 log = logging.getLogger("uvicorn.error")
 
 
-def serve(settings: Settings) -> None:
-    """Serve until SIGTERM or Ctrl-C. Raises InvalidModel or InvalidConfig before anything listens."""
+def serve(settings: Settings, *, child: str = "quire.build.child") -> None:
+    """Serve until SIGTERM or Ctrl-C. Raises InvalidModel or InvalidConfig before anything listens.
+
+    child: the module that the engine's process runs.
+    """
     began = time.monotonic()
     text = build_text(settings)
     server = settings.server
     name = settings.model.served_model_name or settings.model.model
-    port = engine_process(settings, name)
+    port = engine_process(settings, name, child)
     backend = NativeBackend(
         port=port,
         tokenizer=text.tokenizer,
@@ -59,7 +64,12 @@ def serve(settings: Settings) -> None:
         observer=LoggedRim(name, log) if server.enable_log_requests else RimMetrics(name),
         max_queued=settings.scheduler.max_num_queued_reqs,
     )
-    limits = Limits(max_body_bytes=server.max_body_bytes, priorities=settings.scheduler.scheduling_policy == "priority")
+    limits = Limits(
+        max_body_bytes=server.max_body_bytes,
+        max_n=server.max_n,
+        max_answers=min(1024, settings.scheduler.max_num_queued_reqs),
+        priorities=settings.scheduler.scheduling_policy == "priority",
+    )
     desk = _desk(server, answerer(backend, limits, f"quire-{__version__}"), limits)
     app = create_app(
         backend,
@@ -73,6 +83,7 @@ def serve(settings: Settings) -> None:
         app,
         backend,
         listen(server.host, server.port),
+        patience=patience(server),
         shutdown_timeout=server.shutdown_timeout,
         log_level=server.uvicorn_log_level,
         root_path=server.root_path,
@@ -82,7 +93,7 @@ def serve(settings: Settings) -> None:
             *(name, url, time.monotonic() - began, text.tool_parser, text.reasoning_parser),
         ),
     )
-    uvloop.run(running if server.disable_log_stats else _telling(running, backend))
+    uvloop.run(running if server.disable_log_stats else telling(running, backend.stats, log))
 
 
 def _desk(server: ServerConfig, answer: Answer, limits: Limits) -> Desk:
@@ -91,20 +102,12 @@ def _desk(server: ServerConfig, answer: Answer, limits: Limits) -> Desk:
     return BatchDesk(Path(server.batch_dir).expanduser(), answer, limits, width=server.batch_concurrency)
 
 
-async def _telling(running: Coroutine[Any, Any, None], backend: NativeBackend) -> None:
-    """Run, and log statistics beside."""
-    telling = asyncio.ensure_future(log_stats(backend.stats, log))
-    try:
-        await running
-    finally:
-        telling.cancel()
-
-
-def engine_process(settings: Settings, name: str) -> EngineProcess:
+def engine_process(settings: Settings, name: str, child: str = "quire.build.child") -> EngineProcess:
     """The engine these settings describe, in a process of its own. Secrets stay here."""
     told = {key: value for key, value in settings.flat().items() if not OPTIONS[key].secret}
     return EngineProcess(
-        [sys.executable, "-m", "quire.build.child"],
+        [sys.executable, "-m", child],
         told,
         partial(render, model=name),
+        environment=_ENGINE,
     )

@@ -12,13 +12,16 @@ from quire.config import OPTIONS, Option, load, refuse
 from quire.errors import InvalidConfig
 
 SECTIONS = tuple(dict.fromkeys(known.section for known in OPTIONS.values()))
-OFFLINE = tuple(section for section in SECTIONS if section != "server")
+OFFLINE = tuple(section for section in SECTIONS if section not in ("server", "upstream"))
+
+_REST = "quire.rest"
+"""Where what follows -- is kept between parsing and running."""
 
 
 class SettingsCommand(click.Command):
     """A command that takes the options of some sections (and `also` some more), and gets them as `settings`.
 
-    With `positional`, the model may also be named without a flag.
+    With `positional`, the model may also be named without a flag. `rest` names the option that takes what follows --.
     """
 
     def __init__(
@@ -27,9 +30,11 @@ class SettingsCommand(click.Command):
         sections: Sequence[str] = SECTIONS,
         also: Sequence[str] = (),
         positional: bool = False,
+        rest: str | None = None,
         params: Iterable[click.Parameter] = (),
         **attributes: Any,
     ) -> None:
+        self.rest = rest
         self.taken = [known for known in OPTIONS.values() if known.section in sections or known.name in also]
         own: list[click.Parameter] = [click.Argument(["model_given"], metavar="[MODEL]", required=False)]
         file = click.Option(["--config", "config_file"], metavar="FILE.yaml", help="Settings: 'option: value' lines.")
@@ -39,6 +44,9 @@ class SettingsCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         given = list(args)
+        if self.rest is not None and "--" in args:
+            at = args.index("--")
+            args, ctx.meta[_REST] = args[:at], tuple(args[at + 1 :])
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -53,6 +61,8 @@ class SettingsCommand(click.Command):
             value = ctx.params.pop(known.name)
             if value is not None and value != ():
                 flags[known.name] = value
+        if self.rest is not None and _REST in ctx.meta:
+            flags[self.rest] = (*flags.get(self.rest, ()), *ctx.meta[_REST])
         model = ctx.params.pop("model_given", None)
         if model is not None and flags.setdefault("model", model) != model:
             raise InvalidConfig(f"the model is named twice: {model} and --model {flags['model']}", param="model")

@@ -14,6 +14,7 @@ from quire.config.settings import (
 )
 from quire.config.sources import load
 from quire.config.unknown import refuse
+from quire.config.upstream import UpstreamConfig
 
 __all__ = [
     "OPTIONS",
@@ -24,6 +25,7 @@ __all__ = [
     "SchedulerConfig",
     "ServerConfig",
     "Settings",
+    "UpstreamConfig",
     "load",
     "refuse",
 ]

@@ -1,4 +1,4 @@
-"""The options themselves: five frozen sections, and what must hold between their fields.
+"""The options themselves: six frozen sections, and what must hold between their fields.
 
 Names are vLLM's where users know them. None means 'auto' (or, where `unset` says so, 'none'): the composition
 root resolves it when it knows the device and the checkpoint, and nobody else does.
@@ -14,6 +14,8 @@ from typing import Any, Literal
 from quire.config.option import Option, option, options
 from quire.config.speculative import parse
 from quire.config.unknown import refuse
+from quire.config.upstream import UpstreamConfig
+from quire.config.upstream import check as check_upstream
 from quire.errors import InvalidConfig
 from quire.values import MANY
 
@@ -184,6 +186,20 @@ class ServerConfig:
         None, "Folder for files and batches, this server's alone; none: there are no batches.", unset="none"
     )
     batch_concurrency: int = option(16, "Lines of a batch that are answered at once, in the gaps.", low=1, high=4096)
+    max_header_bytes: int = option(
+        32 << 10, "Largest head of a request accepted, first line and header fields together.", low=1024, high=1 << 30
+    )
+    max_n: int = option(128, "Most answers to one prompt: the largest n.", low=1, high=1024)
+    max_connections: int = option(
+        4096, "Clients connected at once; one more is refused with 503 and a Retry-After.", low=1, high=1 << 20
+    )
+    timeout_keep_alive: float = option(5.0, "Seconds a connection may wait between two requests.", low=0.1, high=86400)
+    read_timeout: float = option(
+        20.0, "Seconds a client may take to send a request's head, and each KiB of its body.", low=0.1, high=86400
+    )
+    write_timeout: float = option(
+        60.0, "Seconds a client may take to read each KiB of an answer that waits for it.", low=0.1, high=86400
+    )
     shutdown_timeout: float = option(
         30.0, "Seconds that running requests may still take after SIGTERM.", low=0, high=86400
     )
@@ -206,6 +222,7 @@ class Settings:
     scheduler: SchedulerConfig = SchedulerConfig()
     execution: ExecutionConfig = ExecutionConfig()
     server: ServerConfig = ServerConfig()
+    upstream: UpstreamConfig = field(default_factory=UpstreamConfig)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -253,6 +270,7 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
         "scheduler": SchedulerConfig,
         "execution": ExecutionConfig,
         "server": ServerConfig,
+        "upstream": UpstreamConfig,
     }
 )
 
@@ -265,6 +283,7 @@ def _check_together(settings: Settings) -> None:
     """What must hold between options that were both set; what is auto, the composition root makes fit."""
     model, cache, scheduler = settings.model, settings.cache, settings.scheduler
     parse(scheduler.speculative_config)
+    check_upstream(settings.upstream)
     budget, rows, longest = scheduler.max_num_batched_tokens, scheduler.max_num_seqs, model.max_model_len
     if budget and rows and budget < rows:
         raise InvalidConfig(

@@ -23,8 +23,8 @@ from quire.values import IDLE, MANY, FinishReason, Request, Tokens
 class Scheduler:
     """Plans steps and commits their results.
 
-    kv: the pages. rows: places on the device. cap: sequences running at once. budget: tokens a step.
-    chunk: prompt tokens a span (MANY: whole prompts). speculation: how many tokens to draft, for whom.
+    kv: the pages. rows: places on the device. cap: sequences running at once. budget: tokens a step; gap: of those in
+    the gaps. chunk: prompt tokens a span (MANY: whole prompts). speculation: how many tokens to draft, for whom.
     """
 
     def __init__(
@@ -34,12 +34,13 @@ class Scheduler:
         rows: int = 64,
         cap: int = MANY,
         budget: int = MANY,
+        gap: int = MANY,
         chunk: int = MANY,
         admit: Admission = continuous,
         order: Order = fcfs,
         speculation: Speculation | None = None,
     ) -> None:
-        self.kv, self.cap, self.budget, self.chunk = kv, min(cap, rows), budget, chunk
+        self.kv, self.cap, self.budget, self.gap, self.chunk = kv, min(cap, rows), budget, min(gap, budget), chunk
         self.admit, self.order = admit, order
         self.speculation: Speculation = Fixed(0) if speculation is None else speculation
         self.rows = list(range(rows - 1, -1, -1))
@@ -121,14 +122,11 @@ class Scheduler:
 
         Planned head first, preempted tail first: a victim never has a span in the plan being made.
         """
-        left, speculation = min(self.budget, budget), self.speculation
-        spans, seqs = list[Span](), list[Sequence]()
-        late, drafts = list[int](), list[int]()
-        opened: list[Open] = []
-        grown: list[tuple[int, tuple[int, ...]]] = []
+        spans, seqs, opened = list[Span](), list[Sequence](), list[Open]()
+        late, drafts, grown = list[int](), list[int](), list[tuple[int, tuple[int, ...]]]()
         running, slots, i = self.running, MANY, 0
         self._short, self._decisions = False, self.waiting.unready()
-        self._make_way()
+        left, speculation = min(self._make_way(), budget), self.speculation
         speculation.begin(len(running))
         while left > 0:
             if i >= len(running):
@@ -185,12 +183,14 @@ class Scheduler:
             span = seq.span = Span(seq.row, n, rows, logits)
         return span
 
-    def _make_way(self) -> None:
-        """Who runs in the gaps leaves as soon as anybody else could run. So the running are all of one kind."""
+    def _make_way(self) -> int:
+        """Who runs in the gaps leaves as soon as anybody else could run. Tokens that who is left may feed."""
         running, first = self.running, self.waiting.first()
         if running and running[0].priority >= IDLE and first is not None and first.priority < IDLE:
             for seq in running[:]:
                 self._preempt(seq, first)
+        on = running[0] if running else first
+        return self.budget if on is None or on.priority < IDLE else self.gap
 
     def _preempt(self, victim: Sequence, by: Sequence) -> None:
         """Back into the queue, with what was committed."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 from quire import errors
@@ -51,7 +53,7 @@ class EngineProcess:
     """A `Port` to an engine in a process of its own.
 
     argv: the command that starts it; the number of an inherited socket is appended. settings: what it is built
-    from. render: /metrics text of a metrics snapshot.
+    from. render: /metrics text of a metrics snapshot. environment: variables for it, where they are not set already.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class EngineProcess:
         render: Callable[[Mapping[str, Any]], bytes],
         *,
         backoff: float = 0.5,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        self.environment = dict(environment)
         self.argv, self.settings, self.render, self.backoff = list(argv), dict(settings), render, backoff
         self.process: subprocess.Popen[bytes] | None = None
         self.restarts = 0
@@ -90,6 +94,7 @@ class EngineProcess:
                 [*self.argv, str(there.fileno())],
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
+                env=self.environment | os.environ,
                 start_new_session=True,  # Ctrl-C is for the front: it drains first
             )
         finally:

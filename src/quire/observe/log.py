@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from quire.observe.rim_metrics import RimMetrics
@@ -78,3 +78,14 @@ async def log_stats(stats: Callable[[], Mapping[str, Any]], log: logging.Logger,
                 now.get("waiting_requests", 0),
                 100 * now.get("cache", {}).get("utilization", 0.0),
             )
+
+
+async def telling(
+    running: Coroutine[Any, Any, None], stats: Callable[[], Mapping[str, Any]], log: logging.Logger
+) -> None:
+    """Run, and log statistics beside."""
+    beside = asyncio.ensure_future(log_stats(stats, log))
+    try:
+        await running
+    finally:
+        beside.cancel()

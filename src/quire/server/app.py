@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,10 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from quire.backends.base import Backend, ModelCard
+from quire.backends.base import Backend, Delta, ModelCard, Service
 from quire.errors import InvalidRequest, QuireError, Unavailable
 from quire.server import answers, calls, faults, prompts, schemas
 from quire.server.desk import Desk, NoDesk
@@ -28,7 +28,7 @@ from quire.server.stream import EventStream, deltas, unless_gone
 from quire.server.tools import toolbox
 from quire.text.tools.styles import STYLES
 
-_METRICS = "text/plain; version=0.0.4; charset=utf-8"
+METRICS = "text/plain; version=0.0.4; charset=utf-8"
 _GONE = 499
 """nginx's code for a client that closed its request; nobody reads it."""
 
@@ -42,7 +42,7 @@ class Api:
 
     # ---------------------------------------------------------------- generation
 
-    async def generation(self, door: Door, request: Request) -> Response | EventStream:
+    async def generation(self, door: Door, request: Request) -> Response | EventStream[Delta]:
         """Any of DOORS."""
         asked = await self._read(request, door.asks)
         job = await door.job(asked, self._backend, self._limits)
@@ -51,17 +51,17 @@ class Api:
             chunks = door.chunks(asked, job, self._backend.token_text)
             return EventStream(said, chunks, keep_alive=self._limits.keep_alive)
         made = await unless_gone(request.receive, gather(job, self._backend))
-        return _json(made and door.whole(asked, job, *made, self._backend.token_text, self._by))
+        return gone_or_json(made and door.whole(asked, job, *made, self._backend.token_text, self._by))
 
     async def count(self, request: Request) -> Response:
         job = await counted(await self._read(request, CountRequest), self._backend, self._limits)
-        return _json({"input_tokens": len(job.calls[0].prompt)})
+        return gone_or_json({"input_tokens": len(job.calls[0].prompt)})
 
     async def generate(self, request: Request) -> Response:
         began = time.perf_counter()
         job = await calls.generate(await self._read(request, schemas.GenerateRequest), self._backend, self._limits)
         made = await unless_gone(request.receive, gather(job, self._backend))
-        return _json(made and answers.generated(job, made[0][0], time.perf_counter() - began))
+        return gone_or_json(made and answers.generated(job, made[0][0], time.perf_counter() - began))
 
     async def _read(self, request: Request, kind: type[schemas.T]) -> schemas.T:
         asked = schemas.parse(await read_body(request, self._limits), kind, self._limits)
@@ -84,7 +84,7 @@ class Api:
                 [asked.prompt or ""], asked.add_special_tokens is not False, self._backend
             )
         names = [self._backend.token_text(token)[0] for token in tokens] if asked.return_token_strs else None
-        return _json(
+        return gone_or_json(
             {
                 "count": len(tokens),
                 "max_model_len": card.max_model_len,
@@ -97,34 +97,18 @@ class Api:
         asked = await self._read(request, schemas.DetokenizeRequest)
         card = prompts.model(asked.model, self._backend)
         prompts.in_vocabulary(asked.tokens, "tokens", card)
-        return _json({"prompt": self._backend.decode(tuple(asked.tokens))})
+        return gone_or_json({"prompt": await prompts.decoded(asked.tokens, self._backend)})
 
     # ---------------------------------------------------------------- what there is, and how it is
 
     async def models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [_card(self._backend.model())]})
+        return gone_or_json({"object": "list", "data": [_card(self._backend.model())]})
 
     async def model(self, request: Request) -> Response:
-        return _json(_card(prompts.model(request.path_params["id"], self._backend)))
-
-    async def live(self, request: Request) -> Response:
-        if not self._backend.alive():
-            raise Unavailable("the engine makes no progress", code="not_alive")
-        return _json({"status": "ok"})
-
-    async def ready(self, request: Request) -> Response:
-        if not self._backend.ready():
-            raise Unavailable("requests are not accepted now", code="not_ready")
-        return _json({"status": "ok"})
-
-    async def stats(self, request: Request) -> Response:
-        return _json(self._backend.stats())
+        return gone_or_json(_card(prompts.model(request.path_params["id"], self._backend)))
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._backend.metrics(), media_type=_METRICS)
-
-    async def version(self, request: Request) -> Response:
-        return _json({"version": self._version})
+        return Response(self._backend.metrics(), media_type=METRICS)
 
 
 def create_app(
@@ -150,16 +134,45 @@ def create_app(
         Route("/v1/models/{id:path}", api.model),
         Route("/tokenize", api.tokenize, methods=["POST"]),
         Route("/detokenize", api.detokenize, methods=["POST"]),
-        Route("/health", api.live),
-        Route("/health/live", api.live),
-        Route("/health/ready", api.ready),
-        Route("/ping", api.live, methods=["GET", "POST"]),
-        Route("/stats", api.stats),
         Route("/metrics", api.metrics),
-        Route("/version", api.version),
+        *vitals(backend, version),
         *(NoDesk() if desk is None else desk).routes(),
         *page.routes(),
     ]
+    return assembled(routes, keys, page)
+
+
+def vitals(service: Service, version: str) -> list[Route]:
+    """How it is, whatever answers."""
+
+    async def live(request: Request) -> Response:
+        if not service.alive():
+            raise Unavailable("the engine makes no progress", code="not_alive")
+        return gone_or_json({"status": "ok"})
+
+    async def ready(request: Request) -> Response:
+        if not service.ready():
+            raise Unavailable("requests are not accepted now", code="not_ready")
+        return gone_or_json({"status": "ok"})
+
+    async def stats(request: Request) -> Response:
+        return gone_or_json(service.stats())
+
+    async def told(request: Request) -> Response:
+        return gone_or_json({"version": version})
+
+    return [
+        Route("/health", live),
+        Route("/health/live", live),
+        Route("/health/ready", ready),
+        Route("/ping", live, methods=["GET", "POST"]),
+        Route("/stats", stats),
+        Route("/version", told),
+    ]
+
+
+def assembled(routes: Sequence[BaseRoute], keys: Keys, page: Page) -> ASGIApp:
+    """Routes behind keys, errors in OpenAI's shape."""
     app = Starlette(
         routes=routes,
         middleware=[Middleware(Guard, keys=keys, admits=page.admits)],
@@ -173,7 +186,7 @@ def create_app(
     return app
 
 
-def _json(value: Any) -> Response:
+def gone_or_json(value: Any) -> Response:
     """JSON, or nothing for a client that left."""
     if value is None:
         return Response(status_code=_GONE)

@@ -9,8 +9,8 @@ from typing import Any
 
 from quire.backends.base import Backend, Call, ModelCard
 from quire.errors import InvalidRequest
-from quire.server.limits import Limits
-from quire.server.params import check_logprobs, sampling, told, truncated
+from quire.server.limits import Limits, check_answers
+from quire.server.params import check_logprobs, longest, sampling, told, truncated
 from quire.server.prompts import encoded, model, prompts, rendered
 from quire.server.schemas import Answers, ChatRequest, CompletionRequest, GenerateRequest, Sampling
 from quire.server.structure import structure
@@ -66,7 +66,9 @@ async def completion(asked: CompletionRequest, backend: Backend, limits: Limits)
     check_logprobs("logprobs", asked.logprobs, limits)
     scored_only = bool(asked.echo) and asked.max_tokens == 0
     echoed = asked.logprobs if asked.echo else None
-    several = await encoded(prompts(asked.prompt, card, limits), asked.add_special_tokens is not False, backend)
+    given = prompts(asked.prompt, card, limits)
+    check_answers(len(given), asked.n, limits)
+    several = await encoded(given, asked.add_special_tokens is not False, backend, longest(asked, card))
     most = 1 if scored_only else asked.max_tokens
     calls, left_out = [], 0
     for text, whole in several:
@@ -84,6 +86,7 @@ async def chat(asked: ChatRequest, backend: Backend, limits: Limits, kind: str =
     """kind: what the answer's id begins with. Raises InvalidRequest or UnknownModel naming the field."""
     card = model(asked.model, backend)
     top = (asked.top_logprobs or 0) if asked.logprobs else None
+    check_answers(1, asked.n, limits)
     if asked.top_logprobs and top is None:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     check_logprobs("top_logprobs", asked.top_logprobs, limits)
@@ -93,7 +96,7 @@ async def chat(asked: ChatRequest, backend: Backend, limits: Limits, kind: str =
             raise InvalidRequest("max_tokens and max_completion_tokens differ: send one", param="max_tokens")
         most, name = asked.max_completion_tokens, "max_completion_tokens"
     tools = toolbox(asked.tools, asked.tool_choice, asked.parallel_tool_calls, STYLES[card.tool_parser])
-    text, ids = await rendered(asked.messages, asked, backend, tools.shown)
+    text, ids = await rendered(asked.messages, asked, backend, tools.shown, longest(asked, card))
     thinking = None
     if card.reasoning_parser != "none":
         thinking = thinks_first(card.reasoning_parser, text, _begun(asked))
@@ -118,7 +121,7 @@ async def generate(asked: GenerateRequest, backend: Backend, limits: Limits) -> 
     several = prompts(asked.prompt, card, limits)
     if len(several) != 1:
         raise InvalidRequest("prompt: one prompt at a time here; /v1/completions takes several", param="prompt")
-    [(text, ids)] = await encoded(several, asked.add_special_tokens is not False, backend)
+    [(text, ids)] = await encoded(several, asked.add_special_tokens is not False, backend, card.max_model_len)
     params = sampling(asked, ids, card, limits, asked.max_new_tokens, 16, name="max_new_tokens")
     call = _call("gen-", text, ids, asked, params, limits)
     return Job(id=call.id, model=card.id, calls=[call])

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.errors import InvalidRequest, Overloaded, QuireError, Unauthorized, Unavailable
+from quire.errors import InvalidRequest, Overloaded, QuireError, TooLarge, Unauthorized, Unavailable
 
 _AGAIN = 5
 """Seconds after which to ask again when the server is starting, restarting or shutting down."""
@@ -71,6 +71,8 @@ def response(error: QuireError, path: str) -> Response:
         headers["retry-after"] = str(math.ceil(error.retry_after))
     elif isinstance(error, Unavailable):
         headers["retry-after"] = str(_AGAIN)
+    elif isinstance(error, TooLarge):
+        headers["connection"] = "close"  # what is left of the body is not wanted
     elif isinstance(error, Unauthorized):
         headers["www-authenticate"] = "Bearer"
     text = anthropic(error) if _speaks_anthropic(path) else of(error)

@@ -30,16 +30,21 @@ class Limits:
     """Bounds on one request. timeout: seconds until an answer ends, where the request does not say; inf for none.
 
     keep_alive: seconds of silence after which a stream sends a comment. priorities: whether the scheduler minds them.
+    max_containers: lists and objects in a body. max_answers: prompts times n, no more than may wait in the queue.
     """
 
     max_body_bytes: int = ServerConfig().max_body_bytes
     max_depth: int = 32
+    max_containers: int = 1 << 15
+    max_n: int = 128
+    max_answers: int = 1024
     max_logprobs: int = 20
     max_prompts: int = 1024
     max_stop_strings: int = 64
     max_stop_chars: int = 4096
     max_token_ids: int = 4096
     max_bad_words: int = 256
+    max_bad_chars: int = 8192
     timeout: float = math.inf
     keep_alive: float = 15.0
     priorities: bool = True
@@ -72,10 +77,15 @@ def _too_large(most: int) -> TooLarge:
     return TooLarge(f"the body is larger than this server takes ({most} bytes)", code="body_too_large")
 
 
-def check_depth(value: Any, most: int) -> None:
-    """Raises InvalidRequest if lists and objects are nested more than `most` deep. Costs nothing per number."""
+def check_depth(value: Any, limits: Limits) -> None:
+    """Raises InvalidRequest for lists and objects nested too deep, or too many of them. Costs nothing per number."""
     level: list[Any] = [value]
-    for _ in range(most + 1):
+    seen = 0
+    for _ in range(limits.max_depth + 1):
+        seen += len(level)
+        if seen > limits.max_containers:
+            most = limits.max_containers
+            raise InvalidRequest(f"the JSON has more than {most} lists and objects", code="json_too_large")
         deeper: list[Any] = []
         for one in level:
             inside = one.values() if isinstance(one, dict) else one
@@ -83,7 +93,19 @@ def check_depth(value: Any, most: int) -> None:
         if not deeper:
             return
         level = deeper
-    raise InvalidRequest(f"the JSON is nested more than {most} deep", code="json_too_deep")
+    raise InvalidRequest(f"the JSON is nested more than {limits.max_depth} deep", code="json_too_deep")
+
+
+def check_answers(prompts: int, n: int | None, limits: Limits) -> None:
+    """To be asked before anything is made per answer. Raises InvalidRequest naming n."""
+    n = 1 if n is None else n
+    if n > limits.max_n:
+        raise InvalidRequest(f"n must be between 1 and {limits.max_n} here, not {n}", param="n")
+    if prompts * n > limits.max_answers:
+        raise InvalidRequest(
+            f"{prompts} prompts with n {n} are {prompts * n} answers, and at most {limits.max_answers} go together",
+            param="n" if n > 1 else "prompt",
+        )
 
 
 class Keys:
@@ -121,7 +143,7 @@ def nobody(path: str, headers: Mapping[str, str]) -> bool:
 
 
 class Guard:
-    """ASGI middleware: no key, no entry, whatever the path; and every answer carries the request's id.
+    """ASGI middleware: no key, no entry, whatever the path; and every answer and scope carries the request's id.
 
     admits: who else gets in, by path and headers.
     """
@@ -134,7 +156,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        id = request_id(headers)
+        scope["request_id"] = id = request_id(headers)
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -13,7 +13,7 @@ from quire.server.limits import Limits
 from quire.server.prompts import in_vocabulary
 from quire.server.schemas import Answers, Sampling
 from quire.server.structure import structure
-from quire.values import SamplingParams
+from quire.values import MANY, SamplingParams
 
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields whose defaults a checkpoint may set in generation_config.json."""
@@ -85,6 +85,11 @@ def told(asked: Answers, made: SamplingParams, card: ModelCard, name: str | None
 _TOLD = ("n", "max_tokens", *_PLAIN, "logit_bias")
 
 
+def longest(asked: Answers, card: ModelCard) -> int:
+    """Tokens from which on a prompt is refused; as many as one likes, if it is to be cut."""
+    return card.max_model_len if asked.truncate_prompt_tokens is None else MANY
+
+
 def truncated(
     prompt: tuple[int, ...], asked: Answers, card: ModelCard, most: int | None
 ) -> tuple[tuple[int, ...], int]:
@@ -118,6 +123,10 @@ def _counts(asked: Sampling, card: ModelCard, limits: Limits) -> None:
         raise InvalidRequest(f"stop: at most {most} in all", param="stop")
     if len(asked.bad_words or ()) > limits.max_bad_words:
         raise InvalidRequest(f"bad_words: at most {limits.max_bad_words}", param="bad_words")
+    if sum(map(len, asked.bad_words or ())) > limits.max_bad_chars:
+        raise InvalidRequest(f"bad_words: at most {limits.max_bad_chars} characters in all", param="bad_words")
+    if len(asked.allowed_token_ids or ()) > card.vocab_size > 0:
+        raise InvalidRequest(f"allowed_token_ids: the vocabulary has {card.vocab_size}", param="allowed_token_ids")
     for name in ("stop_token_ids", "allowed_token_ids"):
         in_vocabulary(getattr(asked, name) or (), name, card)
     for name in ("stop_token_ids", "logit_bias"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -14,9 +14,13 @@ from quire.errors import InvalidRequest, UnknownModel
 from quire.server.fields import check
 from quire.server.limits import Limits
 from quire.server.schemas import ChatRequest, Prompt, TokenizeRequest
+from quire.values import MANY
 
 _LONG = 1 << 14
 """Characters from which on text is encoded in another thread, so that streams go on meanwhile."""
+
+_HOPELESS = 16
+"""Characters a token from which on a text is thought too long for a context, and tried."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MESSAGE = frozenset({"role", "content", "name", "reasoning", "reasoning_content", "tool_calls", "tool_call_id"})
@@ -75,12 +79,27 @@ def in_vocabulary(tokens: Sequence[int], where: str, card: ModelCard) -> None:
         raise InvalidRequest(f"{where}: {bad} is not in the vocabulary, 0 to {most - 1}", param=param)
 
 
+def _fits(texts: Iterable[Any], backend: Backend, most: int) -> None:
+    """Raises InvalidRequest for a text whose beginning alone is far too long: the rest is not worth encoding."""
+    for text in texts:
+        if isinstance(text, str) and len(text) > _HOPELESS * most:
+            begun = len(backend.encode(text[: _HOPELESS // 2 * most]))
+            if begun > 2 * most:
+                raise InvalidRequest(
+                    f"the prompt has more than {begun} tokens, and this model's context holds {most}, at least one of "
+                    "them for the answer: shorten the prompt",
+                    param="prompt",
+                    code="context_length_exceeded",
+                )
+
+
 async def encoded(
-    several: Sequence[str | tuple[int, ...]], special: bool, backend: Backend
+    several: Sequence[str | tuple[int, ...]], special: bool, backend: Backend, most: int = MANY
 ) -> list[tuple[str | None, tuple[int, ...]]]:
-    """(text, token ids) of each prompt."""
+    """(text, token ids) of each prompt. Raises InvalidRequest for one that has surely more than `most` tokens."""
 
     def encode() -> list[tuple[str | None, tuple[int, ...]]]:
+        _fits(several, backend, most)
         return [
             (one, backend.encode(one, add_special_tokens=special)) if isinstance(one, str) else (None, one)
             for one in several
@@ -90,13 +109,23 @@ async def encoded(
     return await asyncio.to_thread(encode) if long else encode()
 
 
+async def decoded(tokens: Sequence[int], backend: Backend) -> str:
+    """The text of token ids."""
+    ids = tuple(tokens)
+    return await asyncio.to_thread(backend.decode, ids) if len(ids) >= _LONG else backend.decode(ids)
+
+
 async def rendered(
     messages: list[dict[str, Any]],
     asked: ChatRequest | TokenizeRequest,
     backend: Backend,
     tools: list[dict[str, Any]] | None = None,
+    most: int = MANY,
 ) -> tuple[str, tuple[int, ...]]:
-    """The messages of a request as (text, token ids), by the model's template, which is told of `tools`."""
+    """The messages of a request as (text, token ids), by the model's template, which is told of `tools`.
+
+    Raises InvalidRequest for messages that surely have more than `most` tokens.
+    """
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     if not messages:
         raise InvalidRequest("messages is empty: give at least one message", param="messages")
@@ -108,6 +137,7 @@ async def rendered(
         )
 
     def render() -> tuple[str, tuple[int, ...]]:
+        _fits((message.get("content") for message in messages), backend, most)
         return backend.render(
             messages,
             tools=tools,

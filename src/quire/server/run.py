@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import socket
 from collections.abc import Callable
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from functools import partial
 from types import FrameType
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from quire.backends.base import Backend
+from quire.backends.base import Service
 from quire.errors import InvalidConfig
+from quire.server.connection import Connection, Patience
 from quire.server.desk import Desk, NoDesk
+
+_THREADS = 4
+"""For what would hold the loop up, such as long texts: as many whatever the machine and the load."""
+
+_M_MMAP_THRESHOLD = -3
+"""mallopt's name for the size from which on a block is a mapping of its own."""
+
+_LARGE = 256 << 10
+"""Bytes."""
 
 _LAST_BYTES = 5
 """Seconds that drained answers may take to reach slow readers."""
@@ -36,9 +50,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 async def serve(
     app: ASGIApp,
-    backend: Backend,
+    backend: Service,
     sock: socket.socket,
     *,
+    patience: Patience | None = None,
     shutdown_timeout: float = 30.0,
     log_level: str = "info",
     root_path: str = "",
@@ -49,12 +64,13 @@ async def serve(
 
     After the signal new requests get 503 and Retry-After; those running may take `shutdown_timeout` seconds.
     desk: who works beside the answers; it starts after the backend and ends before it drains.
-    Raises what `Backend.start` raises; nothing listens before it has returned.
+    Raises what `Service.start` raises; nothing listens before it has returned.
     """
     desk = NoDesk() if desk is None else desk
+    patience = Patience() if patience is None else patience
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=cast(Any, partial(Connection, patience=patience)),
         ws="none",
         lifespan="off",
         log_level=log_level,
@@ -62,8 +78,11 @@ async def serve(
         proxy_headers=False,
         server_header=False,
         root_path=root_path,
+        timeout_keep_alive=cast(int, patience.keep_alive),
         timeout_graceful_shutdown=_LAST_BYTES,
     )
+    _thrifty()
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, thread_name_prefix="rim"))
     try:
         await backend.start()
         await desk.start()
@@ -78,6 +97,18 @@ async def serve(
         sock.close()
 
 
+def _thrifty() -> None:
+    """Make glibc give large blocks back when they are freed: by default one body of megabytes teaches it not to."""
+    with suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
+
+
+def _tidy() -> None:
+    """Give back what small blocks have left free in between."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def url(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -86,11 +117,21 @@ def url(sock: socket.socket) -> str:
 class _Server(uvicorn.Server):
     """uvicorn, draining before it closes its door: a refusal with a reason beats a closed port."""
 
-    def __init__(self, config: uvicorn.Config, backend: Backend, desk: Desk, timeout: float) -> None:
+    def __init__(self, config: uvicorn.Config, backend: Service, desk: Desk, timeout: float) -> None:
         super().__init__(config)
         self._backend, self._desk, self._timeout = backend, desk, timeout
         self._loop = asyncio.get_running_loop()
         self._draining: asyncio.Task[None] | None = None
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second."""
+        if counter % 10 == 0:
+            now = self._loop.time()
+            for connection in list(self.server_state.connections):
+                cast(Connection, connection).look(now)
+        if counter % 100 == 50:
+            await asyncio.to_thread(_tidy)
+        return await super().on_tick(counter)
 
     async def listening(self, answering: asyncio.Future[None]) -> None:
         while not self.started and not answering.done():

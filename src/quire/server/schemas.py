@@ -166,7 +166,7 @@ def parse(body: bytes, kind: type[T], limits: Limits) -> T:
         raise InvalidRequest(f"the body is not JSON: {error}", code="invalid_json") from error
     if not isinstance(raw, dict):
         raise InvalidRequest(f"the body must be a JSON object, not {_name(raw)}", code="invalid_json")
-    check_depth(raw, limits.max_depth)
+    check_depth(raw, limits)
     kept = fields.check(raw, kind.__struct_fields__)
     _check_within(kept, _WITHIN, "")
     try:

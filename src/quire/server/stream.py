@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
 from quire.backends.base import Backend, Call, Delta
 from quire.errors import QuireError
-from quire.server.chunks import KEEP_ALIVE, Chunks
+from quire.server.chunks import KEEP_ALIVE
 
 T = TypeVar("T")
+D_contra = TypeVar("D_contra", contravariant=True)
 
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -81,7 +82,19 @@ async def _stop(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class EventStream:
+class Writer(Protocol[D_contra]):
+    """What a stream's parts look like as bytes (`chunks.Chunks`, of deltas)."""
+
+    def opening(self) -> bytes: ...
+
+    def of(self, delta: D_contra) -> bytes: ...
+
+    def closing(self) -> bytes: ...
+
+    def failed(self, error: Exception) -> bytes: ...
+
+
+class EventStream(Generic[D_contra]):
     """An ASGI answer that streams a job.
 
     The status goes out with the first delta, so that a refusal still gets one of its own; but after `keep_alive`
@@ -89,7 +102,9 @@ class EventStream:
     leave in one write, so a slow reader costs fewer writes, not more memory.
     """
 
-    def __init__(self, said: AsyncGenerator[list[Delta], None], chunks: Chunks, *, keep_alive: float) -> None:
+    def __init__(
+        self, said: AsyncGenerator[list[D_contra], None], chunks: Writer[D_contra], *, keep_alive: float
+    ) -> None:
         self._said, self._chunks, self._keep_alive = said, chunks, keep_alive
         self._started = self._spoke = False
 

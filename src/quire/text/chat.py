@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
 
-from jinja2 import TemplateError, meta, nodes, pass_context
+from jinja2 import BaseLoader, Environment, TemplateError, meta, nodes, pass_context
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -84,6 +84,13 @@ class _Budget:
         return numbers
 
 
+class _Alone(BaseLoader):
+    """A checkpoint has one template: what others it asks for are not there."""
+
+    def get_source(self, environment: Environment, template: str) -> NoReturn:
+        raise SecurityError(f"it asks for another template, {template!r}, and there is none")
+
+
 class _Metered(NodeTransformer):
     """Every turn of a loop and every call of a macro is counted: they need write nothing to go on for ever."""
 
@@ -117,7 +124,9 @@ class ChatTemplate:
 
         Raises InvalidModel if `source` is not a template.
         """
-        sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
+        sandbox = _Sandbox(
+            loader=_Alone(), trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+        )
         sandbox.filters["tojson"] = _tojson
         sandbox.filters[_TURN] = _turn
         del sandbox.globals["lipsum"]  # text without end is all it makes

@@ -123,6 +123,9 @@ def stream(build: Build, checkpoint: Checkpoint, progress: Progress) -> None:
             progress(done, total)
     finally:
         pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(
+            torch.get_num_threads()
+        )  # what the readers asked for themselves, new threads would inherit
 
 
 @torch.inference_mode()

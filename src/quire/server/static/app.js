@@ -74,7 +74,8 @@ function say(is, text) {
 }
 
 function introduce({ facts }) {
-  const about = `${facts.device}, ${facts.dtype}, ${facts.max_model_len} tokens of context, ${facts.budget} a step`;
+  const own = `${facts.device}, ${facts.dtype}, ${facts.max_model_len} tokens of context, ${facts.budget} a step`;
+  const about = facts.about ?? own;
   const model = find("model");
   if (model.textContent === `${chat.model} ${about}`) return;
   model.replaceChildren(element("b", { text: chat.model }), ` ${about}`);

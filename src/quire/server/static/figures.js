@@ -42,7 +42,8 @@ export class Figures {
     const spread = (value) => over(world.samples, view, (sample) => value(sample));
     this.throughput(view, spread);
     const waiting = world.now.waiting ? `${count(world.now.waiting)} waiting${this.head(world)}` : "none waiting";
-    this.set("running", String(world.now.running), ` of ${count(world.facts.seats)} seats`, waiting);
+    const seats = world.facts.seats ? ` of ${count(world.facts.seats)} seats` : "";
+    this.set("running", String(world.now.running), seats, waiting);
     this.line("running", spread((sample) => sample.running), "decode", world.facts.seats);
     this.blocks(world, spread);
     this.latency("first", world.firsts, view);

@@ -120,7 +120,7 @@ export class Pages {
     const all = world.facts.all_pages ?? pages;
     const more = all > pages ? `, the first ${count(pages)} of ${count(all)}` : "";
     const size = `${some(world.facts.page_size, "token")} each${more}`;
-    const used = percent(found.held / pages);
+    const used = percent(found.held / Math.max(1, pages));
     const says = `${count(found.held)} held (${used}), ${count(found.shared)} of them shared; ` +
       `${count(found.cached)} cached, ${count(found.blank)} blank; ${size}`;
     if (this.count.textContent !== says) this.count.textContent = says;

@@ -86,7 +86,8 @@ export class World {
       request.first = seconds;
       this.firsts.push([seconds, seconds - request.at]);
       request.become("decode", seconds);
-    } else if (what === "out") {
+    } else if (what === "made") this.sampled(number, seconds, rest[0]);
+    else if (what === "out") {
       request.outs.push({ at: seconds, by: rest[0], lost: rest[1] });
       request.last = null;
       request.become("waiting", seconds);

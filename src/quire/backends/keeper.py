@@ -1,0 +1,190 @@
+"""Who sees to it that upstreams run: nobody, or the parent of a private server, which is started again when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from quire.errors import InvalidConfig
+
+log = logging.getLogger("uvicorn.error")
+
+_SETTLED = 60.0
+"""Seconds after which a death counts as the first."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
+"""Seconds between two starts of a server that keeps dying."""
+_PATIENCE = 10.0
+"""Seconds that a server may take to end when it is told to."""
+_LAST_LINES = 12
+_LAST_BYTES = 64 << 10
+_DIE_WITH_PARENT = 1
+"""prctl's PR_SET_PDEATHSIG."""
+
+
+class Keeper(Protocol):
+    """Who sees to it that the upstreams run."""
+
+    async def start(self, on_death: Callable[[str], None]) -> None:
+        """on_death hears why no server answers any more. Raises InvalidConfig when nothing can be started."""
+
+    async def close(self) -> None: ...
+
+    def died(self) -> str | None:
+        """Why there is no hope that a server answers yet; None while there is."""
+
+    def ready(self) -> None:
+        """A server has answered."""
+
+
+class Others:
+    """Somebody else's servers: nothing to do."""
+
+    async def start(self, on_death: Callable[[str], None]) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def died(self) -> str | None:
+        return None
+
+    def ready(self) -> None: ...
+
+
+class PrivateServer:
+    """The `Keeper` of one process: argv, with `environment` added to ours; what it says is appended to `kept`.
+
+    It dies with us (on Linux, however we end), and ends when told to. One that ends before it was ever ready is not
+    started again: what is wrong with it is wrong for good.
+    """
+
+    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], kept: Path, *, pause: float = _FIRST_PAUSE):
+        self.argv, self.environment, self.kept, self.pause = list(argv), dict(environment), kept, pause
+        self.restarts = 0
+        self._process: asyncio.subprocess.Process | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._on_death: Callable[[str], None] = lambda why: None
+        self._why: str | None = None
+        self._was_ready = False
+
+    async def start(self, on_death: Callable[[str], None]) -> None:
+        self._on_death = on_death
+        await self._spawn()
+        log.info("%s runs as process %d; its log is %s", self.argv[0], self.pid, self.kept)
+        self._watching = asyncio.ensure_future(self._watch())
+
+    @property
+    def pid(self) -> int:
+        return -1 if self._process is None else self._process.pid
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        if self._process is None or self._process.returncode is not None:
+            return
+        self._signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self._process.wait(), _PATIENCE)
+        except TimeoutError:
+            log.warning("%s did not end within %g s and is killed", self.argv[0], _PATIENCE)
+        self._signal(signal.SIGKILL)  # its own children too
+        await self._process.wait()
+
+    def died(self) -> str | None:
+        return self._why
+
+    def ready(self) -> None:
+        self._was_ready = True
+
+    async def _spawn(self) -> None:
+        try:
+            with self.kept.open("ab") as out:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self.argv,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    env={**os.environ, **self.environment},
+                    start_new_session=True,  # Ctrl-C is for us: we drain first
+                    preexec_fn=_leash(),
+                )
+        except OSError as error:
+            what = error.filename or self.argv[0]
+            raise InvalidConfig(
+                f"cannot start {self.argv[0]!r}: {what}: {(error.strerror or str(error)).lower()}; "
+                "is it installed? See --vllm-command",
+                param="vllm_command",
+            ) from error
+
+    async def _watch(self) -> None:
+        """For ever: a server that ends is started again, after pauses that double while it keeps dying young."""
+        pause = 0.0
+        while True:
+            process, began = self._process, time.monotonic()
+            assert process is not None
+            code = await process.wait()
+            self._signal(signal.SIGKILL)  # children that outlived it hold the device
+            why = f"{self.argv[0]} ended with code {code}"
+            self._on_death(why)
+            for line in self.last_lines():
+                log.error("  | %s", line)
+            if not self._was_ready:
+                self._why = f"{why} before it was ready; its log is {self.kept}, and ends: {self._told()}"
+                return
+            pause = 0.0 if time.monotonic() - began > _SETTLED else pause
+            log.error("%s; its log is %s; it is started again in %.1f s", why, self.kept, pause)
+            pause = await self._again(pause)
+
+    async def _again(self, pause: float) -> float:
+        """Start it after a pause, and after a longer one if that fails; the pause for the next time."""
+        while True:
+            await asyncio.sleep(pause)
+            pause = min(max(2 * pause, self.pause), _LONGEST_PAUSE)
+            self.restarts += 1
+            try:
+                await self._spawn()
+                return pause
+            except InvalidConfig as error:
+                log.error("%s; again in %.1f s", error, pause)
+
+    def last_lines(self, most: int = _LAST_LINES) -> list[str]:
+        """The end of what it said."""
+        with self.kept.open("rb") as said:
+            said.seek(max(0, self.kept.stat().st_size - _LAST_BYTES))
+            lines = said.read().decode("utf-8", "replace").splitlines()
+        return [line.rstrip() for line in lines if line.strip()][-most:]
+
+    def _told(self) -> str:
+        """The line that says most: the last that names an error."""
+        lines = self.last_lines(200)
+        errors = [line for line in lines if "error" in line.lower()]
+        return ((errors or lines or ["(nothing)"])[-1].strip())[-400:]
+
+    def _signal(self, what: signal.Signals) -> None:
+        try:
+            os.killpg(self.pid, what)
+        except ProcessLookupError:
+            return
+
+
+def _leash() -> Callable[[], object] | None:
+    """What a child does before it begins, so that it ends when we do; only Linux can."""
+    if sys.platform != "linux":
+        return None
+    return partial(ctypes.CDLL(None).prctl, _DIE_WITH_PARENT, int(signal.SIGTERM))
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

@@ -1,0 +1,132 @@
+"""The server in front of other servers: no engine, no tokenizer, no torch."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import shlex
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import uvloop
+
+from quire import __version__
+from quire.backends.http1 import Headers, Origin
+from quire.backends.keeper import Keeper, Others, PrivateServer, free_port
+from quire.backends.upstream import UpstreamBackend
+from quire.build.patience import patience
+from quire.config import OPTIONS, Settings
+from quire.errors import InvalidConfig
+from quire.observe.audience import Audience
+from quire.observe.lanes import Lanes
+from quire.observe.log import LoggedRim, telling
+from quire.observe.rim_metrics import RimMetrics
+from quire.server.limits import Limits
+from quire.server.relay import create_relay_app
+from quire.server.run import listen
+from quire.server.run import serve as answer
+
+log = logging.getLogger("uvicorn.error")
+
+OURS = frozenset({"debug"})
+"""Options outside `server` and `upstream` that mean something without an engine."""
+
+VLLM: Mapping[str, str] = MappingProxyType(
+    {
+        name: "--" + name.replace("_", "-")
+        for name in (
+            *("served_model_name", "dtype", "load_format", "quantization", "max_model_len", "seed", "tokenizer"),
+            *("chat_template", "revision", "download_dir", "block_size", "num_gpu_blocks_override"),
+            *("kv_cache_memory_bytes", "gpu_memory_utilization", "kv_cache_dtype", "enable_prefix_caching"),
+            *("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "long_prefill_token_threshold"),
+            *("scheduling_policy", "enforce_eager", "speculative_config"),
+        )
+    }
+)
+"""Options that vLLM has by the same name and meaning: they are handed on."""
+
+
+def relay(settings: Settings) -> None:
+    """Serve until SIGTERM or Ctrl-C. Raises InvalidConfig or Unavailable before anything listens."""
+    began, server, upstream = time.monotonic(), settings.server, settings.upstream
+    handed = _handed_on(settings)
+    sock = listen(server.host, server.port)
+    key = upstream.upstream_api_key
+    keeper: Keeper = Others()
+    urls = upstream.upstream
+    if upstream.backend == "vllm":
+        port = free_port()
+        key = key or secrets.token_urlsafe(24)
+        keeper = _vllm(settings, port, key, handed)
+        urls = (f"http://127.0.0.1:{port}",)
+    name = settings.model.served_model_name or (settings.model.model if upstream.backend == "vllm" else "upstream")
+    lanes = Lanes(f"answered by {', '.join(urls)}")
+    backend = UpstreamBackend(
+        [Origin.parse(url) for url in dict.fromkeys(urls)],
+        keeper=keeper,
+        rim=LoggedRim(name, log) if server.enable_log_requests else RimMetrics(name),
+        lanes=lanes,
+        kind=upstream.backend,
+        headers=_key(key),
+        most=upstream.upstream_most,
+        affinity=upstream.upstream_affinity,
+        patience=upstream.upstream_start_timeout,
+    )
+    app = create_relay_app(
+        backend,
+        limits=Limits(max_body_bytes=server.max_body_bytes),
+        api_keys=server.api_key,
+        version=__version__,
+        view=Audience(lanes),
+    )
+    running = answer(
+        app,
+        backend,
+        sock,
+        patience=patience(server),
+        shutdown_timeout=server.shutdown_timeout,
+        log_level=server.uvicorn_log_level,
+        root_path=server.root_path,
+        on_ready=lambda url: log.info(
+            "%s is ready at %s after %.1f s; answers come from %s",
+            *(backend.name, url, time.monotonic() - began, ", ".join(urls)),
+        ),
+    )
+    uvloop.run(running if server.disable_log_stats else telling(running, backend.stats, log))
+
+
+def _key(key: str | None) -> Headers:
+    return [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
+
+
+def _handed_on(settings: Settings) -> list[str]:
+    """Flags for `vllm serve`. Raises InvalidConfig for an option that would do nothing."""
+    kind, flags = settings.upstream.backend, []
+    for name in settings.sources:
+        known, value = OPTIONS[name], settings.get(name)
+        if known.section in ("server", "upstream") or name in OURS or settings.source(name) == "default":
+            continue
+        if kind == "vllm" and name == "model":
+            continue
+        if kind != "vllm" or name not in VLLM:
+            where = "give vLLM's own option after --" if kind == "vllm" else "set it where the upstream is started"
+            raise InvalidConfig(f"{known.flag} is for our own engine, and backend is {kind}: {where}", param=name)
+        if known.kind == "switch":
+            flags.append(VLLM[name] if value else "--no-" + VLLM[name].removeprefix("--"))
+        elif value is not None:
+            flags += [VLLM[name], str(value)]
+    return flags
+
+
+def _vllm(settings: Settings, port: int, key: str, handed: list[str]) -> PrivateServer:
+    """`vllm serve` on loopback, with a key that only we know."""
+    upstream = settings.upstream
+    if settings.source("model") == "default":
+        raise InvalidConfig("backend vllm needs a model: name it with --model", param="model")
+    argv = [*shlex.split(upstream.vllm_command), "serve", settings.model.model, *handed]
+    argv += ["--host", "127.0.0.1", "--port", str(port), *upstream.vllm_args]
+    kept = upstream.vllm_log or tempfile.mkstemp(prefix="quire-vllm-", suffix=".log")[1]
+    return PrivateServer(argv, {"VLLM_API_KEY": key}, Path(kept).expanduser())

@@ -1,0 +1,254 @@
+"""HTTP in front of servers that speak it themselves: requests pass as they came, keys, limits and errors are ours."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Collection, Coroutine, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire.backends.passage import Passage
+from quire.backends.upstream import UpstreamBackend
+from quire.errors import DeadlineExceeded, InvalidRequest, QuireError, Unavailable
+from quire.observe.scrape import merged
+from quire.server import faults, schemas
+from quire.server.app import METRICS, assembled, gone_or_json, vitals
+from quire.server.chunks import DONE, event
+from quire.server.limits import Keys, Limits, deadline, read_body
+from quire.server.page import Page, View
+from quire.server.stream import EventStream, unless_gone
+
+T = TypeVar("T")
+
+_OURS = frozenset(
+    {
+        *(b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"),
+        *(b"host", b"content-length", b"accept-encoding", b"expect", b"x-request-id", b"cookie", b"x-request-timeout"),
+    }
+)
+"""Header fields of a request that end here: those of the connection, and what this server sees to."""
+
+_GENERATE = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+"""What observers hear of."""
+
+_KEYS = frozenset({b"authorization", b"x-api-key"})
+_THEIRS = frozenset(
+    {b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server", b"x-request-id"}
+)
+"""Header fields of an answer that go no further."""
+
+
+class _Peek(msgspec.Struct):
+    """What observers are told of a request; nothing depends on it."""
+
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
+    n: int | None = None
+
+
+_peek = msgspec.json.Decoder(_Peek)
+
+
+def peeked(body: bytes) -> tuple[int, int]:
+    """(most tokens, 0 if untold, answers) of a request."""
+    try:
+        asked = _peek.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return 0, 1
+    return asked.max_completion_tokens or asked.max_tokens or asked.max_output_tokens or 0, asked.n or 1
+
+
+class _Passed:
+    """An upstream's events as they came, and an error in the shape that clients of `path` expect."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def opening(self) -> bytes:
+        return b""
+
+    def of(self, data: bytes) -> bytes:
+        return data
+
+    def closing(self) -> bytes:
+        return b""
+
+    def failed(self, error: Exception) -> bytes:
+        if self._path.endswith("/v1/messages"):
+            return b"event: error\n" + event(faults.anthropic(error))
+        if self._path.endswith("/v1/responses"):
+            return b"event: error\n" + event(faults.of(error))
+        return event(faults.of(error)) + DONE
+
+
+class Relay:
+    """Upstream servers, answering over HTTP through this one. keys: whether clients' keys are for this server."""
+
+    def __init__(self, backend: UpstreamBackend, limits: Limits, *, keys: bool) -> None:
+        self._backend, self._limits, self._keys = backend, limits, keys
+
+    def routes(self) -> list[Route]:
+        paths = ("/v1/{path:path}", "/tokenize", "/detokenize", "/score", "/rerank", "/pooling", "/classify")
+        return [
+            Route("/v1/generate", self.generate, methods=["POST"]),
+            Route("/metrics", self.metrics),
+            *(Route(path, self.passed, methods=["GET", "POST", "DELETE"]) for path in paths),
+        ]
+
+    async def passed(self, request: Request) -> Response | _Relayed:
+        body = await read_body(request, self._limits) if request.method == "POST" else b""
+        until = _until(request.headers)
+        passage = await self._send(request, request.scope["raw_path"], body, until)
+        if passage is None:
+            return gone_or_json(None)
+        if passage.streams and passage.status < 400:
+            return _Relayed(passage, request.url.path, until, self._limits.keep_alive)
+        whole = await unless_gone(request.receive, _whole(passage, until))
+        if whole is None:
+            return gone_or_json(None)
+        if passage.status >= 400:
+            self._check(passage, whole)
+        headers = [(name, value) for name, value in passage.headers if name not in _THEIRS]
+        response = Response(whole, passage.status)
+        response.raw_headers[:] = [*headers, (b"content-length", b"%d" % len(whole))]
+        return response
+
+    async def generate(self, request: Request) -> Response:
+        """Our own short form, asked of the upstream as a completion."""
+        began, until = time.perf_counter(), _until(request.headers)
+        raw = await read_body(request, self._limits)
+        schemas.parse(raw, schemas.GenerateRequest, self._limits)
+        asked = msgspec.json.decode(raw)
+        if "max_new_tokens" in asked:
+            asked["max_tokens"] = asked.pop("max_new_tokens")
+        asked.setdefault("model", self._backend.name)
+        passage = await self._send(request, b"/v1/completions", msgspec.json.encode(asked), until)
+        whole = None if passage is None else await unless_gone(request.receive, _whole(passage, until))
+        if passage is None or whole is None:
+            return gone_or_json(None)
+        if passage.status >= 400:
+            self._check(passage, whole)
+            return Response(whole, passage.status, media_type="application/json")
+        return gone_or_json(_generated(whole, time.perf_counter() - began))
+
+    async def metrics(self, request: Request) -> Response:
+        theirs = await self._backend.scrape()
+        return Response(merged(self._backend.metrics(), theirs), media_type=METRICS)
+
+    # ---------------------------------------------------------------- on the way
+
+    async def _send(self, request: Request, path: bytes, body: bytes, until: float | None) -> Passage | None:
+        """None if the client left before there was a status."""
+        most, n = peeked(body)
+        id = request.scope["request_id"]
+        dropped = _OURS | _KEYS if self._keys or self._backend.keyed else _OURS
+        headers = [field for field in request.scope["headers"] if field[0] not in dropped]
+        headers.append((b"x-request-id", id.encode()))
+        target = path.decode("latin-1").removeprefix(request.scope.get("root_path", ""))
+        if query := request.scope.get("query_string"):
+            target += "?" + query.decode("latin-1")
+        generates = target.startswith(_GENERATE) and request.method == "POST"
+        work = self._backend.send(request.method, target, headers, body, id=id, most=most, n=n, told=generates)
+        return await unless_gone(request.receive, _by(until, work))
+
+    def _check(self, passage: Passage, whole: bytes) -> None:
+        """Raises what an upstream's refusal means, unless it says so itself in the right shape."""
+        if passage.status in (401, 403) and self._backend.keyed:
+            raise Unavailable(f"the upstream refused this server's key ({passage.status})", code="upstream_key")
+        try:
+            error = msgspec.json.decode(whole).get("error")
+        except (msgspec.DecodeError, AttributeError, RecursionError):
+            error = None
+        if not isinstance(error, dict):
+            raise Refused(passage.status, whole)
+
+
+class Refused(QuireError):
+    """An upstream refused a request in words that are not OpenAI's."""
+
+    def __init__(self, status: int, said: bytes) -> None:
+        words = " ".join(said[:2000].decode("utf-8", "replace").split())[:300]
+        super().__init__(f"the upstream answered {status}: {words or 'nothing'}", code="upstream_error")
+        self.status = status
+        self.kind = InvalidRequest.kind if status < 500 else QuireError.kind
+
+
+class _Relayed(EventStream[bytes]):
+    """A passage as a stream; whatever happens, the passage is closed."""
+
+    def __init__(self, passage: Passage, path: str, until: float | None, keep_alive: float) -> None:
+        super().__init__(_events(passage, until), _Passed(path), keep_alive=keep_alive)
+        self._passage = passage
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._passage.close()
+
+
+async def _events(passage: Passage, until: float | None) -> AsyncGenerator[list[bytes], None]:
+    while data := await _by(until, passage.read()):
+        yield [data]
+
+
+async def _whole(passage: Passage, until: float | None) -> bytes:
+    try:
+        parts = []
+        while data := await _by(until, passage.read()):
+            parts.append(data)
+        return b"".join(parts)
+    finally:
+        passage.close()
+
+
+def _until(headers: Mapping[str, str]) -> float | None:
+    """The loop's time at which an answer must be complete."""
+    seconds = deadline(headers)
+    return None if seconds is None else asyncio.get_running_loop().time() + seconds
+
+
+async def _by(until: float | None, work: Coroutine[Any, Any, T]) -> T:
+    try:
+        async with asyncio.timeout_at(until):
+            return await work
+    except TimeoutError as error:
+        raise DeadlineExceeded("the answer was not complete in time", param="x-request-timeout") from error
+
+
+def _generated(whole: bytes, seconds: float) -> dict[str, Any]:
+    """A completion in our own short form. Raises Unavailable if it is none."""
+    try:
+        made = msgspec.json.decode(whole)
+        choice = made["choices"][0]
+        return {
+            "request_id": made["id"],
+            "text": choice["text"],
+            "generated_tokens": made["usage"]["completion_tokens"],
+            "latency_ms": round(seconds * 1000, 3),
+            "finish_reason": choice["finish_reason"],
+            "model": made["model"],
+        }
+    except (msgspec.DecodeError, LookupError, TypeError) as error:
+        raise Unavailable(f"the upstream's completion is none: {error}", code="upstream_malformed") from error
+
+
+def create_relay_app(
+    backend: UpstreamBackend,
+    *,
+    limits: Limits,
+    api_keys: Collection[str],
+    version: str,
+    view: View,
+) -> ASGIApp:
+    """The ASGI application in front of a backend that the caller starts and closes. view: what the live page shows."""
+    keys = Keys(api_keys)
+    page, relay = Page(view, keys, limits), Relay(backend, limits, keys=keys.needed)
+    return assembled([*vitals(backend, version), *page.routes(), *relay.routes()], keys, page)

@@ -1,0 +1,113 @@
+"""A thousand hostile requests against a live server that is at work: they cost nobody but their senders."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.contract.poison import DOORS, Poison, poisons
+from tests.contract.streams import hear_all
+from tests.contract.wire import Answer, ask, send
+from tests.live import Live, serving
+
+POISONS = poisons()
+PATIENCE = 10.0
+"""Seconds within which everything is answered."""
+
+SHARE = 10
+"""Of how many poisons one runs every time; all of them do at night."""
+
+
+OPTIONS = ("--dtype", "float32", "--num-gpu-blocks-override", "512")
+"""Few K/V blocks, so that all of them have been written to, and are in memory, before memory is measured."""
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with serving(tmp_path_factory.mktemp("poison"), *OPTIONS) as live:
+        yield live
+
+
+async def swallow(port: int, some: Sequence[Poison], at_once: int = 4) -> dict[str, list[Answer]]:
+    """What each poison was answered; nothing for those that were not in time."""
+    heard: dict[str, list[Answer]] = {}
+    seats = asyncio.Semaphore(at_once)
+
+    async def one(poison: Poison) -> None:
+        async with seats:
+            try:
+                heard[poison.name] = await send(
+                    port, *poison.parts, pause=poison.pause, hang_up=poison.hang_up, seconds=PATIENCE
+                )
+            except TimeoutError:
+                heard[poison.name] = []
+
+    await asyncio.gather(*map(one, some))
+    return heard
+
+
+async def under_load(port: int, some: Sequence[Poison]) -> tuple[list[bytes], list[bytes], dict[str, list[Answer]]]:
+    """What 32 streams hear in quiet; what they hear again and again beside the poisons; and the poisons' answers."""
+    quiet = await hear_all(port)
+    eating = asyncio.ensure_future(swallow(port, some))
+    beside: list[bytes] = []
+    while not eating.done() or not beside:
+        beside = await hear_all(port)
+        if beside != quiet:
+            break
+    return quiet, beside, await eating
+
+
+LARGE = (
+    {"prompt": [5] * 2000, "max_tokens": 2, "prompt_logprobs": 20},
+    {"prompt": [5] * 2000, "max_tokens": 2, "n": 64},
+    {"prompt": "x", "max_tokens": 20, "guided_regex": "[ab]+"},
+)
+"""What brings in everything that stays in memory from its first use on."""
+
+
+async def warm(port: int) -> None:
+    await hear_all(port, 64, 200)
+    for body in LARGE:
+        assert (await ask(port, "POST", "/v1/completions", body)).status == 200
+
+
+def check(live: Live, some: Sequence[Poison]) -> None:
+    asyncio.run(warm(live.port))
+    before, process, engine = live.memory(), live.process.pid, live.engine_pid()
+    quiet, beside, heard = asyncio.run(under_load(live.port, some))
+    assert beside == quiet
+    wrong = [
+        (poison.name, [(answer.status, answer.body[:200]) for answer in heard[poison.name]])
+        for poison in some
+        if not heard[poison.name] or any(answer.status not in poison.statuses for answer in heard[poison.name])
+    ]
+    assert not wrong, wrong
+    assert live.process.poll() is None and (live.process.pid, live.engine_pid()) == (process, engine)
+    live.settled()
+    assert live.metric("vllm:kv_cache_usage_perc") == 0
+    assert "Traceback" not in live.log, live.log
+    deadline = time.monotonic() + 30
+    while (after := live.memory()).total > before.total * 1.05:
+        assert time.monotonic() < deadline, (before, after)
+        time.sleep(0.5)
+
+
+def test_there_is_enough_poison_and_every_door_gets_some() -> None:
+    assert len(POISONS) >= 80 and len({poison.name for poison in POISONS}) == len(POISONS)
+    for door in DOORS:
+        assert sum(door.path in poison.name for poison in POISONS) >= 80
+
+
+def test_poison_costs_nobody_but_its_sender(live: Live) -> None:
+    check(live, POISONS[::SHARE])
+
+
+@pytest.mark.nightly
+def test_all_of_the_poison_costs_nobody_but_its_sender(tmp_path: Path) -> None:
+    with serving(tmp_path, *OPTIONS) as fresh:
+        check(fresh, POISONS)

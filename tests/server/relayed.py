@@ -1,0 +1,89 @@
+"""A relay on a socket, in front of stubs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from quire.backends.http1 import Origin
+from quire.backends.keeper import Others
+from quire.backends.upstream import UpstreamBackend
+from quire.observe.audience import Audience
+from quire.observe.lanes import Lanes
+from quire.observe.rim_metrics import RimMetrics
+from quire.server.limits import Limits
+from quire.server.relay import create_relay_app
+from quire.server.run import listen, serve, url
+from tests.backends.stub import Stub
+
+
+@dataclass
+class Relayed:
+    backend: UpstreamBackend
+    lanes: Lanes
+    client: httpx.AsyncClient
+
+    async def complete(self, prompt: str, **rest: Any) -> httpx.Response:
+        return await self.client.post("/v1/completions", json={"model": "stub", "prompt": prompt, **rest})
+
+    async def text(self, prompt: str, **rest: Any) -> str:
+        """A stream's bytes as they came."""
+        response = await self.complete(prompt, stream=True, **rest)
+        assert response.status_code == 200, response.text
+        return response.text
+
+    async def settled(self) -> dict[str, Any]:
+        for _ in range(200):
+            stats: dict[str, Any] = (await self.client.get("/stats")).json()
+            if not stats["active_requests"]:
+                return stats
+            await asyncio.sleep(0.01)
+        raise AssertionError(stats)
+
+
+def backend_of(*stubs: Stub | str, key: str | None = None, lanes: Lanes | None = None, **rest: Any) -> UpstreamBackend:
+    settings: dict[str, Any] = {"most": 100, "affinity": False, "patience": 0.3, **rest}
+    return UpstreamBackend(
+        [Origin.parse(one if isinstance(one, str) else one.url) for one in stubs],
+        keeper=Others(),
+        rim=RimMetrics("stub"),
+        lanes=lanes or Lanes("stubs"),
+        kind="openai",
+        headers=[(b"authorization", b"Bearer " + key.encode())] if key else [],
+        **settings,
+    )
+
+
+@asynccontextmanager
+async def relaying(
+    *stubs: Stub,
+    key: str | None = None,
+    api_keys: tuple[str, ...] = (),
+    limits: Limits | None = None,
+    root_path: str = "",
+    **rest: Any,
+) -> AsyncIterator[Relayed]:
+    lanes = Lanes("stubs")
+    backend = backend_of(*stubs, key=key, lanes=lanes, **rest)
+    app = create_relay_app(backend, limits=limits or Limits(), api_keys=api_keys, version="test", view=Audience(lanes))
+    sock, up = listen("127.0.0.1", 0), asyncio.Event()
+    where = url(sock)
+    task = asyncio.ensure_future(
+        serve(app, backend, sock, log_level="error", root_path=root_path, on_ready=lambda told: up.set())
+    )
+    waiting = asyncio.ensure_future(up.wait())
+    await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED, timeout=10)
+    waiting.cancel()
+    if task.done():
+        task.result()
+    try:
+        async with httpx.AsyncClient(base_url=where, trust_env=False, timeout=10) as client:
+            yield Relayed(backend, lanes, client)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

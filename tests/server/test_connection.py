@@ -1,0 +1,215 @@
+"""What a client may drag out or pile up on its connection, each limit at its edge, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from quire.server.connection import Patience
+from quire.server.limits import Limits
+from tests.contract.wire import Answer, answers, request, send
+from tests.server.doubles import ANSWER, Served, says
+from tests.server.test_run import running
+
+pytestmark = pytest.mark.anyio
+
+ASK = {"prompt": "the", "max_tokens": 64}
+FINE = request("POST", "/v1/completions", ASK)
+KEPT = request("POST", "/v1/completions", ASK, {"Connection": "keep-alive"})
+STREAM = request("POST", "/v1/completions", {**ASK, "stream": True}, {"Connection": "keep-alive"})
+
+
+@asynccontextmanager
+async def listening(script: Any = "answers", *, limits: Limits | None = None, **patience: Any) -> AsyncIterator[Any]:
+    """(the served doubles, the port)."""
+    rest: dict[str, Any] = {} if script == "answers" else {"script": script}
+    if limits is not None:
+        rest["limits"] = limits
+    async with running(patience=Patience(**patience), **rest) as (server, where, _):
+        yield server, urlsplit(where).port
+
+
+def padded(size: int) -> bytes:
+    """A request whose head is of so many bytes, as they are counted: path, names and values."""
+    spent = len("/health") + len("Host127.0.0.1") + len("Connectionclose") + len("X-Pad")
+    return request("GET", "/health", None, {"X-Pad": "a" * (size - spent)})
+
+
+async def test_a_head_may_be_as_large_as_the_limit_and_no_larger() -> None:
+    async with listening(header_bytes=4096) as (_, port):
+        assert (await send(port, padded(4096)))[0].status == 200
+        [refused] = await send(port, padded(4097))
+        assert refused.status == 431 and "4096 bytes" in refused.json()["error"]["message"]
+        [flooded] = await send(port, padded(8 << 20))
+        assert flooded.status == 431
+
+
+async def test_a_head_that_never_ends_is_refused_when_it_is_too_long() -> None:
+    async with listening(header_bytes=4096) as (_, port):
+        [refused] = await send(port, b"GET /health HTTP/1.1\r\nX-Pad: ", *[b"a" * 1024] * 8)
+        assert refused.status == 431
+        [refused] = await send(port, b"GET /" + b"a" * 60_000)
+        assert refused.status == 431
+
+
+async def test_a_head_may_have_so_many_fields() -> None:
+    async with listening(headers=20) as (_, port):
+        for extra, status in ((18, 200), (19, 431)):
+            [answer] = await send(port, request("GET", "/health", None, {f"X-{i}": "v" for i in range(extra)}))
+            assert answer.status == status
+
+
+async def test_trailers_count_and_mean_nothing() -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n"
+    body = json.dumps(ASK).encode()
+    chunk = b"%x\r\n%s\r\n0\r\n" % (len(body), body)
+    async with listening(headers=20) as (_, port):
+        kind = b"Content-Type: application/json\r\n"
+        [late] = await send(port, head + b"\r\n" + chunk + kind + b"\r\n")
+        assert late.status == 415
+        [fine] = await send(port, head + kind + b"\r\n" + chunk + b"X-T: v\r\n\r\n")
+        assert fine.status == 200
+        [flood] = await send(port, head + kind + b"\r\n" + chunk + b"X-T: v\r\n" * 50 + b"\r\n")
+        assert flood.status in (200, 431)
+
+
+async def test_a_slow_head_gets_as_long_as_a_head_may_take() -> None:
+    async with listening(read=1.0) as (_, port):
+        drops = [FINE[i : i + 10] for i in range(0, len(FINE), 10)]
+        began = time.monotonic()
+        [late] = await send(port, *drops, pause=0.3)
+        assert late.status == 408 and 1.0 <= time.monotonic() - began < 3.5
+        [fine] = await send(port, *drops, pause=0.02)
+        assert fine.status == 200
+
+
+async def test_who_says_nothing_is_hung_up_on() -> None:
+    async with listening(read=0.5) as (_, port):
+        began = time.monotonic()
+        assert await send(port) == [Answer(0, {}, b"")]
+        assert 0.5 <= time.monotonic() - began < 3
+
+
+async def test_a_body_has_to_get_on() -> None:
+    large = request("POST", "/v1/completions", {**ASK, "user": "u" * 20_000})
+    async with listening(read=1.0) as (server, port):
+        [stuck] = await send(port, large[:5000], pause=0.0)
+        assert stuck.status == 408 and "did not get on" in stuck.json()["error"]["message"]
+        [dripping] = await send(port, large[:5000], *[b"u"] * 100, pause=0.1)
+        assert dripping.status == 408
+        parts = [large[i : i + 4000] for i in range(0, len(large), 4000)]
+        [slow] = await send(port, *parts, pause=0.5)
+        assert slow.status == 200
+        assert len(server.port.submitted) == 1
+
+
+async def test_between_requests_a_connection_waits_so_long() -> None:
+    async with listening(keep_alive=0.5, read=0.5) as (_, port):
+        began = time.monotonic()
+        [one] = await send(port, KEPT)
+        assert one.status == 200 and 0.4 <= time.monotonic() - began < 3
+        began = time.monotonic()
+        one, late = await send(port, KEPT, b"\r\n", pause=0.2)
+        assert (one.status, late.status) == (200, 408) and time.monotonic() - began < 3
+
+
+async def test_a_refusal_can_be_read_by_whoever_is_still_sending() -> None:
+    big = request("POST", "/v1/completions", b'{"prompt": "' + b"x" * (6 << 20) + b'"}')
+    async with listening(limits=Limits(max_body_bytes=1 << 20)) as (server, port):
+        [refused] = await send(port, big)
+        assert refused.status == 413 and refused.headers["connection"] == "close"
+        assert not server.port.submitted
+
+
+async def test_one_connection_more_than_there_may_be_is_told_so() -> None:
+    async with listening(connections=2) as (_, port):
+        others = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        [refused] = await send(port)
+        assert refused.status == 503 and "try again" in refused.json()["error"]["message"]
+        for _, writer in others:
+            writer.close()
+        await asyncio.sleep(0.1)
+        assert (await send(port, FINE))[0].status == 200
+
+
+async def test_requests_in_a_row_are_answered_in_order_however_many() -> None:
+    async with listening(keep_alive=0.3) as (_, port):
+        heard = await send(port, KEPT * 300 + request("GET", "/health"))
+        assert [a.status for a in heard] == [200] * 301
+        assert heard[299].json()["choices"][0]["text"] == ANSWER and heard[300].json() == {"status": "ok"}
+
+
+async def test_rubbish_behind_a_request_spoils_no_answer() -> None:
+    async with listening() as (_, port):
+        [stream] = await send(port, STREAM + b"\0rubbish\r\n\r\n")
+        assert stream.status == 200 and stream.body.endswith(b"data: [DONE]\n\n")
+        assert len(await send(port, KEPT * 3 + b"\0rubbish\r\n\r\n")) == 3
+
+
+async def test_who_leaves_is_noticed_whatever_was_sent_behind() -> None:
+    async with listening(None) as (server, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(STREAM * 3)
+        async with asyncio.timeout(5):
+            while not server.port.submitted:
+                await asyncio.sleep(0.005)
+            writer.transport.abort()
+            while not server.port.aborted:
+                await asyncio.sleep(0.005)
+        assert len(server.port.submitted) == 1
+
+
+async def deaf(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Ask for a stream, and read nothing."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 12)
+    writer.transport.pause_reading()  # type: ignore[attr-defined]
+    writer.write(STREAM)
+    return reader, writer
+
+
+async def tell(server: Served, text: str, times: int) -> None:
+    for _ in range(times):
+        server.port.say(server.port.submitted[0], *says(text))
+        await asyncio.sleep(0)
+
+
+async def test_a_reader_that_takes_nothing_is_hung_up_on_and_its_answer_ended() -> None:
+    async with listening(None, write=1.0) as (server, port):
+        _, writer = await deaf(port)
+        while not server.port.submitted:
+            await asyncio.sleep(0.005)
+        conn = next(iter(server.backend._lives))
+        async with asyncio.timeout(20):
+            while not server.port.aborted:
+                if len(conn.deltas) < 100:
+                    await tell(server, "dog " * 20, 50)
+                await asyncio.sleep(0.002)
+        assert server.port.aborted == [server.port.submitted[0].id]
+        writer.close()
+
+
+async def test_a_slow_reader_that_gets_on_hears_all() -> None:
+    async with listening(None, write=1.0) as (server, port):
+        reader, writer = await deaf(port)
+        while not server.port.submitted:
+            await asyncio.sleep(0.005)
+        for _ in range(20):
+            await tell(server, "dog " * 20, 20)
+            await asyncio.sleep(0.1)
+            writer.transport.resume_reading()  # type: ignore[attr-defined]
+            await asyncio.sleep(0.01)
+        server.port.say(server.port.submitted[0], *says("bye"), finish="stop", stop_token=1)
+        heard = bytearray()
+        while not heard.endswith(b"0\r\n\r\n"):
+            heard += await reader.read(1 << 16)
+        [answer] = answers(bytes(heard))
+        assert answer.body.endswith(b"data: [DONE]\n\n") and b"bye" in answer.body
+        writer.close()
