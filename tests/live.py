@@ -17,7 +17,7 @@ import httpx
 from openai import OpenAI
 
 ROOT = Path(__file__).parents[1]
-_READY = re.compile(r"is ready at (http://\S+) after")
+_READY = re.compile(r"is ready at (https?://\S+) after")
 
 
 class Memory(NamedTuple):

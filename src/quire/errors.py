@@ -58,13 +58,13 @@ class Unauthorized(QuireError):
 
 
 class Overloaded(QuireError):
-    """The waiting queue is full. `retry_after` is in seconds."""
+    """The waiting queue is full, or a key has used up what it may. `retry_after` is in seconds."""
 
     status = 429
     kind = "rate_limit_error"
 
-    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
-        super().__init__(message, code="queue_full")
+    def __init__(self, message: str, *, retry_after: float = 1.0, code: str = "queue_full") -> None:
+        super().__init__(message, code=code)
         self.retry_after = retry_after
 
 

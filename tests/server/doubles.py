@@ -14,8 +14,9 @@ from quire.backends.base import ModelCard
 from quire.backends.native import NativeBackend
 from quire.observe.rim_metrics import RimMetrics
 from quire.server.app import create_app
-from quire.server.limits import Limits
+from quire.server.limits import Keys, Limits
 from quire.server.page import View
+from quire.server.rates import Rates
 from quire.text.chat import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 from quire.values import Request
@@ -83,6 +84,8 @@ async def served(
     *,
     limits: Limits | None = None,
     api_keys: tuple[str, ...] = (),
+    admin_keys: tuple[str, ...] = (),
+    rates: Rates | None = None,
     defaults: dict[str, Any] | None = None,
     template: str | None = CHATML,
     port: FakePort | None = None,
@@ -103,7 +106,7 @@ async def served(
         **rest,
     )
     await backend.start()
-    app = create_app(backend, limits=limits, api_keys=api_keys, version="9.9", view=view)
+    app = create_app(backend, limits=limits, keys=Keys(api_keys, admin_keys), rates=rates, version="9.9", view=view)
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server", headers=headers) as client:
         yield Served(port, backend, client, app)

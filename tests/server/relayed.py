@@ -16,7 +16,8 @@ from quire.backends.upstream import UpstreamBackend
 from quire.observe.audience import Audience
 from quire.observe.lanes import Lanes
 from quire.observe.rim_metrics import RimMetrics
-from quire.server.limits import Limits
+from quire.server.limits import Keys, Limits
+from quire.server.rates import Rates
 from quire.server.relay import create_relay_app
 from quire.server.run import listen, serve, url
 from tests.backends.stub import Stub
@@ -70,7 +71,9 @@ async def relaying(
 ) -> AsyncIterator[Relayed]:
     lanes = Lanes("stubs")
     backend = backend_of(*stubs, key=key, lanes=lanes, **rest)
-    app = create_relay_app(backend, limits=limits or Limits(), api_keys=api_keys, version="test", view=Audience(lanes))
+    app = create_relay_app(
+        backend, limits=limits or Limits(), keys=Keys(api_keys), rates=Rates(), version="test", view=Audience(lanes)
+    )
     sock, up = listen("127.0.0.1", 0), asyncio.Event()
     where = url(sock)
     task = asyncio.ensure_future(

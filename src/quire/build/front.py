@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from functools import partial
@@ -17,6 +18,7 @@ from quire.backends.native import NativeBackend
 from quire.build.patience import patience
 from quire.build.text import build_text
 from quire.config import OPTIONS, Settings
+from quire.config.access import AccessConfig, check_files
 from quire.config.settings import ServerConfig
 from quire.engine.client import EngineProcess
 from quire.observe.audience import Audience
@@ -27,7 +29,8 @@ from quire.server.app import create_app
 from quire.server.batch_runner import Answer
 from quire.server.desk import BatchDesk, Desk, NoDesk
 from quire.server.doors import answerer
-from quire.server.limits import Limits
+from quire.server.limits import Keys, Limits
+from quire.server.rates import Rates
 from quire.server.run import listen
 from quire.server.run import serve as answer
 from quire.values import MANY
@@ -74,7 +77,8 @@ def serve(settings: Settings, *, child: str = "quire.build.child") -> None:
     app = create_app(
         backend,
         limits=limits,
-        api_keys=server.api_key,
+        keys=build_keys(settings),
+        rates=build_rates(settings.access),
         version=__version__,
         view=Audience(port),
         desk=desk,
@@ -87,6 +91,7 @@ def serve(settings: Settings, *, child: str = "quire.build.child") -> None:
         shutdown_timeout=server.shutdown_timeout,
         log_level=server.uvicorn_log_level,
         root_path=server.root_path,
+        tls=build_tls(settings.access),
         desk=desk,
         on_ready=lambda url: log.info(
             "%s is ready at %s after %.1f s; calls of tools: %s, thoughts: %s",
@@ -94,6 +99,22 @@ def serve(settings: Settings, *, child: str = "quire.build.child") -> None:
         ),
     )
     uvloop.run(running if server.disable_log_stats else telling(running, backend.stats, log))
+
+
+def build_keys(settings: Settings) -> Keys:
+    return Keys(settings.server.api_key, settings.access.admin_key)
+
+
+def build_rates(access: AccessConfig) -> Rates:
+    return Rates(access.max_requests_per_minute or math.inf, access.max_tokens_per_minute or math.inf)
+
+
+def build_tls(access: AccessConfig) -> tuple[str, str] | None:
+    """(key file, certificate file). Raises InvalidConfig unless they can be used."""
+    check_files(access)
+    return (
+        None if access.ssl_keyfile is None or access.ssl_certfile is None else (access.ssl_keyfile, access.ssl_certfile)
+    )
 
 
 def _desk(server: ServerConfig, answer: Answer, limits: Limits) -> Desk:

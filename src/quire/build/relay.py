@@ -17,6 +17,7 @@ from quire import __version__
 from quire.backends.http1 import Headers, Origin
 from quire.backends.keeper import Keeper, Others, PrivateServer, free_port
 from quire.backends.upstream import UpstreamBackend
+from quire.build.front import build_keys, build_rates, build_tls
 from quire.build.patience import patience
 from quire.config import OPTIONS, Settings
 from quire.errors import InvalidConfig
@@ -78,7 +79,8 @@ def relay(settings: Settings) -> None:
     app = create_relay_app(
         backend,
         limits=Limits(max_body_bytes=server.max_body_bytes),
-        api_keys=server.api_key,
+        keys=build_keys(settings),
+        rates=build_rates(settings.access),
         version=__version__,
         view=Audience(lanes),
     )
@@ -90,6 +92,7 @@ def relay(settings: Settings) -> None:
         shutdown_timeout=server.shutdown_timeout,
         log_level=server.uvicorn_log_level,
         root_path=server.root_path,
+        tls=build_tls(settings.access),
         on_ready=lambda url: log.info(
             "%s is ready at %s after %.1f s; answers come from %s",
             *(backend.name, url, time.monotonic() - began, ", ".join(urls)),
@@ -107,7 +110,7 @@ def _handed_on(settings: Settings) -> list[str]:
     kind, flags = settings.upstream.backend, []
     for name in settings.sources:
         known, value = OPTIONS[name], settings.get(name)
-        if known.section in ("server", "upstream") or name in OURS or settings.source(name) == "default":
+        if known.section in ("server", "access", "upstream") or name in OURS or settings.source(name) == "default":
             continue
         if kind == "vllm" and name == "model":
             continue

@@ -12,7 +12,7 @@ from quire.config import OPTIONS, Option, load, refuse
 from quire.errors import InvalidConfig
 
 SECTIONS = tuple(dict.fromkeys(known.section for known in OPTIONS.values()))
-OFFLINE = tuple(section for section in SECTIONS if section not in ("server", "upstream"))
+OFFLINE = tuple(section for section in SECTIONS if section not in ("server", "access", "upstream"))
 
 _REST = "quire.rest"
 """Where what follows -- is kept between parsing and running."""

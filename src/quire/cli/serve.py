@@ -15,9 +15,24 @@ from quire.config import Settings
 @click.command("serve", cls=SettingsCommand, positional=True, rest="vllm_args")
 def command(settings: Settings) -> None:
     """Serve MODEL over HTTP, in OpenAI's API, until SIGTERM or Ctrl-C."""
-    if not settings.server.api_key and not _loopback(settings.server.host):
-        click.echo(f"warning: anyone who reaches {settings.server.host} can use this server: set --api-key", err=True)
+    for line in warnings(settings):
+        click.secho(f"WARNING: {line}", err=True, fg="red", bold=True)
     (serve if settings.upstream.backend == "native" else relay)(settings)
+
+
+def warnings(settings: Settings) -> list[str]:
+    """What others could do to a server on a network."""
+    host, access = settings.server.host, settings.access
+    if _loopback(host):
+        return []
+    said = []
+    if not settings.server.api_key:
+        said.append(f"anyone who reaches {host} can use this server: set --api-key")
+    if not (settings.server.api_key or access.admin_key):
+        said.append(f"anyone who reaches {host} can see who asks for what: set --admin-key")
+    if access.ssl_keyfile is None:
+        said.append(f"what is said to {host}, keys too, can be read on its way: set --ssl-keyfile and --ssl-certfile")
+    return said
 
 
 def _loopback(host: str) -> bool:

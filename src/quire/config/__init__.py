@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.config.access import AccessConfig
 from quire.config.option import Option
 from quire.config.settings import (
     OPTIONS,
@@ -18,6 +19,7 @@ from quire.config.upstream import UpstreamConfig
 
 __all__ = [
     "OPTIONS",
+    "AccessConfig",
     "CacheConfig",
     "ExecutionConfig",
     "ModelConfig",

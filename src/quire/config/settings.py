@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
+from quire.config.access import AccessConfig
+from quire.config.access import check as check_access
 from quire.config.option import Option, option, options
 from quire.config.speculative import parse
 from quire.config.unknown import refuse
@@ -222,6 +224,7 @@ class Settings:
     scheduler: SchedulerConfig = SchedulerConfig()
     execution: ExecutionConfig = ExecutionConfig()
     server: ServerConfig = ServerConfig()
+    access: AccessConfig = field(default_factory=AccessConfig)
     upstream: UpstreamConfig = field(default_factory=UpstreamConfig)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -270,6 +273,7 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
         "scheduler": SchedulerConfig,
         "execution": ExecutionConfig,
         "server": ServerConfig,
+        "access": AccessConfig,
         "upstream": UpstreamConfig,
     }
 )
@@ -284,6 +288,7 @@ def _check_together(settings: Settings) -> None:
     model, cache, scheduler = settings.model, settings.cache, settings.scheduler
     parse(scheduler.speculative_config)
     check_upstream(settings.upstream)
+    check_access(settings.access, settings.upstream.backend)
     budget, rows, longest = scheduler.max_num_batched_tokens, scheduler.max_num_seqs, model.max_model_len
     if budget and rows and budget < rows:
         raise InvalidConfig(

@@ -72,8 +72,6 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
         "max_lora_rank": _NO_LORA,
         "max_cpu_loras": _NO_LORA,
         "uds": "see --host and --port",
-        "ssl_keyfile": _NO_TLS,
-        "ssl_certfile": _NO_TLS,
         "ssl_ca_certs": _NO_TLS,
         "allowed_origins": "put a proxy in front that sets CORS headers",
         "middleware": "put a proxy in front",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,11 +19,13 @@ from starlette.types import ASGIApp
 from quire.backends.base import Backend, Delta, ModelCard, Service
 from quire.errors import InvalidRequest, QuireError, Unavailable
 from quire.server import answers, calls, faults, prompts, schemas
+from quire.server.calls import Job
 from quire.server.desk import Desk, NoDesk
 from quire.server.doors import DOORS, Door, counted, gather
 from quire.server.limits import Guard, Keys, Limits, deadline, read_body
 from quire.server.messages import CountRequest
 from quire.server.page import Blank, Page, View
+from quire.server.rates import Rates
 from quire.server.stream import EventStream, deltas, unless_gone
 from quire.server.tools import toolbox
 from quire.text.tools.styles import STYLES
@@ -36,9 +38,9 @@ _GONE = 499
 class Api:
     """One backend, answering over HTTP."""
 
-    def __init__(self, backend: Backend, limits: Limits, version: str) -> None:
+    def __init__(self, backend: Backend, limits: Limits, version: str, rates: Rates) -> None:
         self._backend, self._limits, self._version = backend, limits, version
-        self._by = f"quire-{version}"
+        self._by, self._rates = f"quire-{version}", rates
 
     # ---------------------------------------------------------------- generation
 
@@ -47,10 +49,10 @@ class Api:
         asked = await self._read(request, door.asks)
         job = await door.job(asked, self._backend, self._limits)
         if job.stream:
-            said = deltas(self._backend, job.calls, job.n)
+            said = self._said(job, request)
             chunks = door.chunks(asked, job, self._backend.token_text)
             return EventStream(said, chunks, keep_alive=self._limits.keep_alive)
-        made = await unless_gone(request.receive, gather(job, self._backend))
+        made = await unless_gone(request.receive, gather(job, self._said(job, request), self._backend.token_text))
         return gone_or_json(made and door.whole(asked, job, *made, self._backend.token_text, self._by))
 
     async def count(self, request: Request) -> Response:
@@ -60,8 +62,13 @@ class Api:
     async def generate(self, request: Request) -> Response:
         began = time.perf_counter()
         job = await calls.generate(await self._read(request, schemas.GenerateRequest), self._backend, self._limits)
-        made = await unless_gone(request.receive, gather(job, self._backend))
+        made = await unless_gone(request.receive, gather(job, self._said(job, request), self._backend.token_text))
         return gone_or_json(made and answers.generated(job, made[0][0], time.perf_counter() - began))
+
+    def _said(self, job: Job, request: Request) -> AsyncGenerator[list[Delta], None]:
+        """The answers, on the account of who asked."""
+        prompts = sum(len(call.prompt) for call in job.calls)
+        return self._rates.metered(request.scope["key"], prompts, deltas(self._backend, job.calls, job.n))
 
     async def _read(self, request: Request, kind: type[schemas.T]) -> schemas.T:
         asked = schemas.parse(await read_body(request, self._limits), kind, self._limits)
@@ -115,7 +122,8 @@ def create_app(
     backend: Backend,
     *,
     limits: Limits | None = None,
-    api_keys: Collection[str] = (),
+    keys: Keys | None = None,
+    rates: Rates | None = None,
     version: str = "0",
     view: View | None = None,
     desk: Desk | None = None,
@@ -124,8 +132,9 @@ def create_app(
 
     view: what the live page shows.
     """
-    limits, keys = Limits() if limits is None else limits, Keys(api_keys)
-    api, page = Api(backend, limits, version), Page(view or Blank(), keys, limits)
+    limits, keys = Limits() if limits is None else limits, Keys() if keys is None else keys
+    rates = Rates() if rates is None else rates
+    api, page = Api(backend, limits, version, rates), Page(view or Blank(), keys, limits)
     routes = [
         *(Route(path, partial(api.generation, door), methods=["POST"]) for path, door in DOORS.items()),
         Route("/v1/messages/count_tokens", api.count, methods=["POST"]),
@@ -139,7 +148,7 @@ def create_app(
         *(NoDesk() if desk is None else desk).routes(),
         *page.routes(),
     ]
-    return assembled(routes, keys, page)
+    return assembled(routes, keys, page, rates)
 
 
 def vitals(service: Service, version: str) -> list[Route]:
@@ -171,11 +180,11 @@ def vitals(service: Service, version: str) -> list[Route]:
     ]
 
 
-def assembled(routes: Sequence[BaseRoute], keys: Keys, page: Page) -> ASGIApp:
+def assembled(routes: Sequence[BaseRoute], keys: Keys, page: Page, rates: Rates) -> ASGIApp:
     """Routes behind keys, errors in OpenAI's shape."""
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, keys=keys, admits=page.admits)],
+        middleware=[Middleware(Guard, keys=keys, admits=page.admits, rates=rates)],
         exception_handlers={
             QuireError: faults.raised,
             HTTPException: faults.routing,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from quire.backends.base import Backend
+from quire.backends.base import Backend, Delta
 from quire.errors import InvalidRequest, Unavailable
 from quire.server import answers, calls, schemas
 from quire.server import messages as anthropic
@@ -36,11 +36,11 @@ class Door(NamedTuple):
     whole: Callable[[Any, Job, Sequence[Gathered], Usage, TokenText, str], dict[str, Any]]
 
 
-async def gather(job: Job, backend: Backend) -> tuple[list[Gathered], Usage]:
-    """The whole answer. Raises what `Backend.stream` raises."""
-    usage = Usage(job, backend.token_text)
+async def gather(job: Job, told: AsyncGenerator[list[Delta], None], text: TokenText) -> tuple[list[Gathered], Usage]:
+    """The whole answer of what is told. Raises what `Backend.stream` raises."""
+    usage = Usage(job, text)
     choices = [Gathered(job.splitter()) for _ in range(len(job.calls) * job.n)]
-    async with aclosing(deltas(backend, job.calls, job.n)) as said:
+    async with aclosing(told) as said:
         async for ready in said:
             for delta in ready:
                 usage.add(delta)
@@ -105,7 +105,7 @@ def answerer(backend: Backend, limits: Limits, by: str) -> Callable[[str, bytes]
         job = behind(await door.job(asked, backend, limits), IDLE)
         if job.stream:
             raise InvalidRequest("stream: nobody listens to a stream here: leave it out", param="stream")
-        made, usage = await gather(job, backend)
+        made, usage = await gather(job, deltas(backend, job.calls, job.n), backend.token_text)
         if any(one.finish_reason == "abort" for one in made):
             raise Unavailable("the answer was broken off")
         return door.whole(asked, job, made, usage, backend.token_text, by)

@@ -16,8 +16,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.config.settings import ServerConfig
-from quire.errors import InvalidRequest, TooLarge, Unauthorized
+from quire.errors import InvalidRequest, Overloaded, TooLarge, Unauthorized
 from quire.server import faults
+from quire.server.rates import Rates
 
 OPEN = frozenset({"/health", "/health/live", "/health/ready"})
 """Paths that need no key, so that whoever restarts servers needs none."""
@@ -108,33 +109,58 @@ def check_answers(prompts: int, n: int | None, limits: Limits) -> None:
         )
 
 
-class Keys:
-    """API keys, kept and compared as digests of one length, so that time tells nothing."""
+ADMIN = ("/stats", "/metrics", "/v1/requests", "/ui")
+"""Paths that tell of other people's requests, and those below them."""
 
-    def __init__(self, keys: Collection[str]) -> None:
+ANYONE = -1
+"""Who asks, where no key is needed."""
+
+
+def for_admins(path: str) -> bool:
+    return any(path == one or path.startswith(one + "/") for one in ADMIN)
+
+
+class Keys:
+    """API keys, kept and compared as digests of one length, so that time tells nothing.
+
+    keys: open all but what is for admins. admin: open everything; where there are none, `keys` do.
+    """
+
+    def __init__(self, keys: Collection[str] = (), admin: Collection[str] = ()) -> None:
         self._salt = secrets.token_bytes(16)
-        self._known = [self._digest(key) for key in keys]
+        self._keys, self._admin = [self._digest(key) for key in keys], [self._digest(key) for key in admin]
 
     def _digest(self, key: str) -> bytes:
         return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), key=self._salt).digest()
 
     @property
     def needed(self) -> bool:
-        return bool(self._known)
+        return bool(self._keys)
 
-    def check(self, headers: Mapping[str, str]) -> None:
-        """Raises Unauthorized unless the bearer token, or x-api-key, is a known key, or there are none."""
-        if not self._known:
-            return
+    @property
+    def needed_for_admins(self) -> bool:
+        return bool(self._admin or self._keys)
+
+    def check(self, headers: Mapping[str, str], *, admin: bool = False) -> int:
+        """Whose key it is, as a number. Raises Unauthorized unless the bearer token, or x-api-key, is a key for this.
+
+        admin: it is for what is for admins. ANYONE where no key is needed.
+        """
+        needed = self._admin or self._keys if admin else self._keys
+        if not needed:
+            return ANYONE
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if "authorization" not in headers:
             scheme, given = "bearer", headers.get("x-api-key", "")
         digest = self._digest(given.strip())
-        matches = [hmac.compare_digest(digest, known) for known in self._known]
+        matches = [hmac.compare_digest(digest, known) for known in (*self._admin, *self._keys)]
+        matches = matches[: len(self._admin)] if admin and self._admin else matches
         if scheme.lower() != "bearer" or not any(matches):
+            which = "the admin key" if admin and self._admin else "an API key"
             raise Unauthorized(
-                "this server needs an API key: send the header 'Authorization: Bearer KEY'", code="invalid_api_key"
+                f"this needs {which}: send the header 'Authorization: Bearer KEY'", code="invalid_api_key"
             )
+        return matches.index(True)
 
 
 def nobody(path: str, headers: Mapping[str, str]) -> bool:
@@ -145,11 +171,18 @@ def nobody(path: str, headers: Mapping[str, str]) -> bool:
 class Guard:
     """ASGI middleware: no key, no entry, whatever the path; and every answer and scope carries the request's id.
 
-    admits: who else gets in, by path and headers.
+    admits: who else gets in, by path and headers. rates: what each key may ask for; scope["key"] says which it is.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, admits: Callable[[str, Mapping[str, str]], bool] = nobody) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        admits: Callable[[str, Mapping[str, str]], bool] = nobody,
+        rates: Rates | None = None,
+    ) -> None:
         self._app, self._keys, self._admits = app, keys, admits
+        self._rates = Rates() if rates is None else rates
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -164,12 +197,15 @@ class Guard:
             await send(message)
 
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path not in OPEN and not self._admits(path, headers):
-            try:
-                self._keys.check(headers)
-            except Unauthorized as error:
-                await faults.response(error, scope["path"])(scope, receive, named)
-                return
+        scope["key"] = ANYONE
+        try:
+            if path not in OPEN and not self._admits(path, headers):
+                scope["key"] = self._keys.check(headers, admin=for_admins(path))
+            if scope["method"] == "POST" and path.startswith("/v1/"):
+                self._rates.admit(scope["key"])
+        except (Unauthorized, Overloaded) as error:
+            await faults.response(error, scope["path"])(scope, receive, named)
+            return
         await self._app(scope, receive, named)
 
 

@@ -150,7 +150,7 @@ class Page:
     async def session(self, request: Request) -> Response:
         """Whether a key is needed, and whether this browser has shown one."""
         known = self._sessions.known(request.cookies.get(COOKIE, ""))
-        return _json({"needed": self._keys.needed, "signed_in": known or not self._keys.needed})
+        return _json({"needed": self._keys.needed_for_admins, "signed_in": known or not self._keys.needed_for_admins})
 
     async def sign_in(self, request: Request) -> Response:
         try:
@@ -158,7 +158,7 @@ class Page:
         except msgspec.DecodeError as error:
             raise InvalidRequest(f'send {{"key": "..."}}: {error}', param="key") from error
         try:
-            self._keys.check({"authorization": f"Bearer {key}"})
+            self._keys.check({"authorization": f"Bearer {key}"}, admin=True)
         except Unauthorized:
             raise Unauthorized("this is not a key of this server", code="invalid_api_key") from None
         answer = _json({"signed_in": True})
@@ -175,7 +175,7 @@ class Page:
 
     async def sign_out(self, request: Request) -> Response:
         self._sessions.close(request.cookies.get(COOKIE, ""))
-        answer = _json({"signed_in": not self._keys.needed})
+        answer = _json({"signed_in": not self._keys.needed_for_admins})
         answer.delete_cookie(COOKIE, path=request.scope.get("root_path", "") or "/", httponly=True, samesite="strict")
         return answer
 

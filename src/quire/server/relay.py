@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Collection, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,6 +22,7 @@ from quire.server.app import METRICS, assembled, gone_or_json, vitals
 from quire.server.chunks import DONE, event
 from quire.server.limits import Keys, Limits, deadline, read_body
 from quire.server.page import Page, View
+from quire.server.rates import Rates
 from quire.server.stream import EventStream, unless_gone
 
 T = TypeVar("T")
@@ -244,11 +245,11 @@ def create_relay_app(
     backend: UpstreamBackend,
     *,
     limits: Limits,
-    api_keys: Collection[str],
+    keys: Keys,
+    rates: Rates,
     version: str,
     view: View,
 ) -> ASGIApp:
     """The ASGI application in front of a backend that the caller starts and closes. view: what the live page shows."""
-    keys = Keys(api_keys)
     page, relay = Page(view, keys, limits), Relay(backend, limits, keys=keys.needed)
-    return assembled([*vitals(backend, version), *page.routes(), *relay.routes()], keys, page)
+    return assembled([*vitals(backend, version), *page.routes(), *relay.routes()], keys, page, rates)

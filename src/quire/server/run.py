@@ -57,13 +57,15 @@ async def serve(
     shutdown_timeout: float = 30.0,
     log_level: str = "info",
     root_path: str = "",
+    tls: tuple[str, str] | None = None,
     desk: Desk | None = None,
     on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Start `backend`, answer on `sock`, and return when SIGTERM or Ctrl-C came and everything has ended.
 
     After the signal new requests get 503 and Retry-After; those running may take `shutdown_timeout` seconds.
-    desk: who works beside the answers; it starts after the backend and ends before it drains.
+    tls: files of the private key and of the certificate. desk: who works beside the answers; it starts after the
+    backend and ends before it drains.
     Raises what `Service.start` raises; nothing listens before it has returned.
     """
     desk = NoDesk() if desk is None else desk
@@ -78,6 +80,8 @@ async def serve(
         proxy_headers=False,
         server_header=False,
         root_path=root_path,
+        ssl_keyfile=tls and tls[0],
+        ssl_certfile=tls and tls[1],
         timeout_keep_alive=cast(int, patience.keep_alive),
         timeout_graceful_shutdown=_LAST_BYTES,
     )
@@ -89,7 +93,7 @@ async def serve(
         server = _Server(config, backend, desk, shutdown_timeout)
         answering = asyncio.ensure_future(server.serve(sockets=[sock]))
         await server.listening(answering)
-        on_ready(url(sock))
+        on_ready(url(sock, "http" if tls is None else "https"))
         await answering
     finally:
         await desk.stop()
@@ -109,9 +113,9 @@ def _tidy() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def url(sock: socket.socket) -> str:
+def url(sock: socket.socket, scheme: str = "http") -> str:
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class _Server(uvicorn.Server):

@@ -1,0 +1,92 @@
+"""What each key may ask for, and what only admins may see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.server.rates import Rates
+from tests.server.doubles import check_error, served
+
+pytestmark = pytest.mark.anyio
+
+ADMINS = ("/stats", "/metrics", "/v1/requests", "/v1/requests/x/explain", "/ui/events")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+async def test_a_key_that_asks_too_often_is_told_when_to_come_back_and_others_go_on() -> None:
+    clock = Clock()
+    async with served(api_keys=("a", "b"), rates=Rates(requests=6, clock=clock)) as server:
+
+        async def ask(key: str) -> Any:
+            return await server.client.post("/v1/completions", json={"prompt": "the"}, headers=bearer(key))
+
+        assert [(await ask("a")).status_code for _ in range(8)] == [200] * 6 + [429] * 2
+        refused = await ask("a")
+        error = check_error(refused, 429, words="6 requests a minute")
+        assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
+        assert refused.headers["retry-after"] == "10"
+        assert (await ask("b")).status_code == 200
+        assert (await server.client.get("/v1/models", headers=bearer("a"))).status_code == 200
+        clock.now += 10.0
+        assert [(await ask("a")).status_code for _ in range(2)] == [200, 429]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_tokens_of_prompts_and_answers_are_counted_and_have_to_be_made_up_for(streamed: bool) -> None:
+    clock = Clock()
+    async with served(rates=Rates(tokens=60, clock=clock), room=400) as server:
+        used = 0
+        while (response := await server.post("/v1/completions", prompt="the " * 10, max_tokens=20)).status_code == 200:
+            used += response.json()["usage"]["total_tokens"]
+        over = used - 60
+        assert 0 <= over < used
+        assert response.headers["retry-after"] == str(over + 1)  # a token a second, and one is left to ask with
+        clock.now += over + 1
+        if streamed:
+            assert (await server.stream("/v1/completions", prompt="the " * 10, max_tokens=20))[-1]
+        else:
+            assert (await server.post("/v1/completions", prompt="the " * 10, max_tokens=20)).status_code == 200
+        check_error(await server.post("/v1/completions", prompt="the"), 429, words="tokens a minute")
+
+
+async def test_a_refused_request_costs_no_tokens() -> None:
+    async with served(rates=Rates(tokens=60, clock=Clock())) as server:
+        for _ in range(5):
+            check_error(await server.post("/v1/completions", prompt="the " * 25, max_tokens=2000), 400)
+        await server.complete()
+
+
+@pytest.mark.parametrize("path", ADMINS)
+@pytest.mark.parametrize("api_keys", [(), ("client",)])
+async def test_where_there_is_an_admin_key_only_it_shows_what_others_ask(path: str, api_keys: tuple[str, ...]) -> None:
+    async with served(api_keys=api_keys, admin_keys=("boss",)) as server:
+        for headers in ({}, bearer("client"), bearer("")):
+            check_error(await server.client.get(path, headers=headers), 401, words="the admin key")
+        if path != "/ui/events":  # it would never end
+            assert (await server.client.get(path, headers=bearer("boss"))).status_code in (200, 404)
+        assert (await server.client.get("/v1/models", headers=bearer("boss"))).status_code == 200
+        asked = await server.client.get("/v1/models", headers=bearer("client"))
+        assert asked.status_code == 200
+        assert (await server.client.get("/health")).status_code == 200
+        browser = await server.client.post("/ui/session", json={"key": "client"})
+        check_error(browser, 401)
+        assert (await server.client.post("/ui/session", json={"key": "boss"})).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["//stats", "/stats/", "/STATS", "/%73tats", "/v1/requests/", "/v1/../stats"])
+async def test_no_other_spelling_of_an_admin_path_opens_it(path: str) -> None:
+    async with served(admin_keys=("boss",)) as server:
+        assert (await server.client.get(f"http://server{path}")).status_code in (401, 404)
