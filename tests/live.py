@@ -131,3 +131,34 @@ def serving(folder: Path, *args: str, ends: int = 0, module: str = "quire") -> I
         code = live.stop() if live else process.kill()
         process.wait(60)
     assert code == ends, log.read_text()
+
+
+class Behind(Live):
+    """A server and another in front of it: what is asked is asked of the front, steps and pages are those behind it."""
+
+    def __init__(self, front: Live, native: Live) -> None:
+        self.front, self.native = front, native
+        self.process, self.url, self.http, self.openai = front.process, front.url, front.http, front.openai
+
+    @property
+    def log(self) -> str:
+        return self.native.log + self.front.log
+
+    def stats(self) -> dict[str, Any]:
+        return self.native.stats()
+
+    def engine_pid(self) -> int:
+        return self.native.engine_pid()
+
+
+@contextmanager
+def standing(where: str, folder: Path, *args: str) -> Iterator[Live]:
+    """`serving`, asked at the server itself (`native`) or through a front (`upstream`)."""
+    with serving(folder, *args) as native:
+        if where == "native":
+            yield native
+            return
+        inner = folder / "front"
+        inner.mkdir()
+        with serving(inner, "--backend", "openai", "--upstream", native.url) as front:
+            yield Behind(front, native)

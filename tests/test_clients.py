@@ -12,7 +12,7 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 from anthropic import Anthropic
 
-from tests.live import Live, serving
+from tests.live import Live, serving, standing
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -24,9 +24,9 @@ TOOL: Any = {"type": "function", "function": {"name": "weather", "description": 
 HI: Any = [{"role": "user", "content": "Tell me about the weather in Rome."}]
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with serving(tmp_path_factory.mktemp("clients"), "--dtype", "float32") as live:
+@pytest.fixture(scope="module", params=["native", "upstream"])
+def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with standing(request.param, tmp_path_factory.mktemp("clients"), "--dtype", "float32") as live:
         yield live
 
 

@@ -17,12 +17,13 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from tests.live import Live, environment, serving
+from tests.live import Live, environment, serving, standing
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with serving(tmp_path_factory.mktemp("live"), "--dtype", "float32", "--max-num-seqs", "32") as live:
+@pytest.fixture(scope="module", params=["native", "upstream"])
+def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = tmp_path_factory.mktemp("live")
+    with standing(request.param, folder, "--dtype", "float32", "--max-num-seqs", "32") as live:
         yield live
 
 

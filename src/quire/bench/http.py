@@ -15,18 +15,16 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
+from quire.bench.clients import figures, run
 from quire.bench.gpu import environment, peer
-from quire.bench.load import Job
 from quire.bench.shapes import SHAPES, write
 from quire.bench.watch import Watch
 from quire.bench.workloads import prompts
-from quire.observe.histogram import percentile
 
 COUNTS: Mapping[int, int] = {1: 20, 16: 100, 64: 384, 256: 1536}
 """Requests at a concurrency; others: six each."""
@@ -101,44 +99,10 @@ def idle(port: int) -> Iterator[float]:
 def measure(model: str, level: int, count: int, processes: int, port: int, *, seed: int) -> dict[str, Any]:
     """One level of concurrency, its streams shared out among processes."""
     ids, new = prompts(count, (128, 256), (32, 64), seed=seed)
-    workers = min(processes, level)
-    begin = time.time() + 1.0 + 0.25 * workers
-    running = []
-    for i in range(workers):
-        streams = level // workers + (i < level % workers)
-        job = Job(
-            host="127.0.0.1",
-            port=port,
-            model=model,
-            streams=streams,
-            prompts=ids[i::workers],
-            new=new[i::workers],
-            begin=begin,
-        )
-        process = subprocess.Popen(
-            [sys.executable, "-m", "quire.bench.load"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(asdict(job)))
-        process.stdin.close()
-        process.stdin = None
-        running.append(process)
-    parts = [json.loads(process.communicate()[0]) for process in running]
-    seconds = max(part["ended"] for part in parts) - min(part["began"] for part in parts)
-    tokens, events = sum(part["tokens"] for part in parts), sum(part["events"] for part in parts)
-    first = [x for part in parts for x in part["first"]]
-    gaps = [x for part in parts for x in part["gaps"]]
-    return {
-        "workload": f"http {model}",
-        "concurrency": level,
-        "requests": count,
-        "failed": sum(part["failed"] for part in parts),
-        "ours": tokens / seconds,
-        "tokens_an_event": tokens / max(1, events),
-        "ttft_ms": [1e3 * percentile(first, q) for q in (50, 99)],
-        "itl_ms": [1e3 * percentile(gaps, q) for q in (50, 99)],
-        "ms_a_token_mean": 1e3 * sum(gaps) / max(1, tokens - len(first)),
-    }
+    found = figures(run("127.0.0.1", port, model, ids, new, streams=level, processes=processes))
+    told = {name: found[name] for name in ("failed", "tokens_an_event", "ttft_ms", "itl_ms", "ms_a_token_mean")}
+    row = {"workload": f"http {model}", "concurrency": level, "requests": count, "ours": found["tokens_s"]}
+    return row | told
 
 
 async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -146,9 +110,11 @@ async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     try:
         while head := await reader.readuntil(b"\r\n\r\n"):
             size = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
-            new = json.loads(await reader.readexactly(size))["max_tokens"]
+            asked = json.loads(await reader.readexactly(size))
+            new, prompt = asked["max_tokens"], len(asked["prompt"])
             event = b'data: {"id":"x","object":"text_completion","choices":[{"index":0,"text":" word"}]}\n\n'
-            usage = f'data: {{"choices":[],"usage":{{"completion_tokens":{new}}}}}\n\ndata: [DONE]\n\n'.encode()
+            counts = f'{{"prompt_tokens":{prompt},"completion_tokens":{new}}}'
+            usage = f'data: {{"choices":[],"usage":{counts}}}\n\ndata: [DONE]\n\n'.encode()
             writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
             for _ in range(new):
                 writer.write(b"%x\r\n%s\r\n" % (len(event), event))

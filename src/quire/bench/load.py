@@ -30,11 +30,12 @@ class Job:
 
 @dataclass
 class Tally:
-    """Seconds to the first token and between events, and totals. began and ended: wall time."""
+    """Seconds to the first token and between events, and totals by usage. began and ended: wall time."""
 
     first: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     tokens: int = 0
+    prompted: int = 0
     events: int = 0
     failed: int = 0
     began: float = 0.0
@@ -72,6 +73,8 @@ async def answer(reader: asyncio.StreamReader, last: float, new: int, tally: Tal
         data = await reader.read(1 << 16)
         if not data:
             raise ConnectionError("the server hung up")
+        if not rest and not told and gaps is tally.first and not data.startswith(b"HTTP/1.1 200"):
+            raise ConnectionError(data.partition(b"\r\n")[0].decode("latin-1"))
         now = time.perf_counter()
         *events, rest = (rest + data).split(b"\n\n")
         for event in events:
@@ -79,8 +82,10 @@ async def answer(reader: asyncio.StreamReader, last: float, new: int, tally: Tal
                 gaps.append(now - last)
                 last, gaps = now, tally.gaps
                 tally.events += 1
-            elif b'"usage":{' in event:
-                told = json.loads(event[event.index(b"{") :])["usage"]["completion_tokens"]
+            elif b'"usage":' in event:
+                usage = json.loads(event[event.index(b"{") :])["usage"]
+                told = usage["completion_tokens"]
+                tally.prompted += usage["prompt_tokens"]
     tally.tokens += told
     tally.failed += told != new
 

@@ -1,0 +1,79 @@
+"""Servers that a benchmark starts, and stops when it is done with them. Their words go to a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+PATIENCE = 900.0
+"""Seconds until a server must be ready."""
+
+
+@contextmanager
+def vllm(command: str, model: str, rest: Sequence[str], port: int, log: Path) -> Iterator[str]:
+    """`vllm serve MODEL REST`; its address."""
+    argv = [*shlex.split(command), "serve", model, "--host", "127.0.0.1", "--port", str(port), *rest]
+    with started(argv, f"http://127.0.0.1:{port}", "/health", log) as url:
+        yield url
+
+
+@contextmanager
+def through(arguments: Sequence[str], port: int, log: Path) -> Iterator[str]:
+    """`quire serve ARGUMENTS`; its address."""
+    argv = [sys.executable, "-m", "quire", "serve", "--port", str(port), "--uvicorn-log-level", "info", *arguments]
+    with started(argv, f"http://127.0.0.1:{port}", "/health/ready", log) as url:
+        yield url
+
+
+@contextmanager
+def started(argv: Sequence[str], url: str, path: str, log: Path) -> Iterator[str]:
+    """A process that is ready when `path` answers 200. Raises ClickException with its last words when it is not."""
+    with log.open("ab") as said:
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True)
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while fetched(url + path) is None:
+            if process.poll() is not None or time.monotonic() > deadline:
+                last = log.read_text("utf-8", "replace").splitlines()[-8:]
+                code = "is not ready" if process.returncode is None else f"ended with code {process.returncode}"
+                raise click.ClickException("\n  ".join([f"{shlex.join(argv)} {code}; {log} ends:", *last]))
+            time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def fetched(url: str) -> bytes | None:
+    """What is there, None unless it is a 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return bytes(response.read()) if response.status == 200 else None
+    except (urllib.error.URLError, OSError):
+        return None
+
+
+def model_of(url: str) -> str:
+    """What a server calls its model. Raises ClickException."""
+    said = fetched(url.rstrip("/").removesuffix("/v1") + "/v1/models")
+    if said is None:
+        raise click.ClickException(f"{url} does not answer /v1/models")
+    known: Any = json.loads(said)
+    return str(known["data"][0]["id"])
