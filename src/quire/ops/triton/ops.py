@@ -24,6 +24,7 @@ class TritonOps(Restoring):
     def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
         """dependent: use programmatic dependent launch where the card has it."""
         self.card = Card.of(torch.device(device), dependent)
+        self.arrived = torch.zeros(scaled.COUNTERS, dtype=torch.int32, device=device)
 
     def prepare(self, batch: RaggedBatch) -> Planned:
         return batch if isinstance(batch, Planned) else Planned.of(batch)
@@ -55,10 +56,13 @@ class TritonOps(Restoring):
             quick = skinny.scaled_recipe(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
             if quick is not None:
                 return skinny.product(x, weight, bias, quick, self.card, gate, scale)
-        how = scaled.recipe(len(x), len(weight), x.shape[-1])
+        matrix = scaled.Quantised(weight, scale, width, offset)
+        fast = scaled.fitting(x, matrix, self.card)
+        how = scaled.recipe(len(x), len(weight), x.shape[-1], fast=fast)
         if how is None or x.dtype is not torch.bfloat16:
             return super().scaled_linear(x, weight, scale, width, offset, bias, gate)
-        return scaled.product(x, scaled.Quantised(weight, scale, width, offset), bias, how, self.card, gate)
+        how = scaled.gated(how) if gate else how
+        return scaled.product(x, matrix, bias, how, self.card, self.arrived, gate)
 
     def halved_linear(
         self,
@@ -74,7 +78,7 @@ class TritonOps(Restoring):
         if how is None or x.dtype is not torch.bfloat16:
             return super().halved_linear(x, weight, scale, zero, groups, bias, gate)
         matrix = scaled.Quantised(weight, scale, zero=zero, groups=groups)
-        return scaled.product(x, matrix, bias, how, self.card, gate)
+        return scaled.product(x, matrix, bias, how, self.card, self.arrived, gate)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rows.rms_norm(x, weight, eps, self.card)

@@ -1,19 +1,21 @@
 """Products with quantised matrices: numbers are restored on the way from memory to the multiplier, never in memory.
 
-A byte or half a byte is read for each number, so what is bound by reading gains two or four times. Activations stay as
-they are. See `Ops.scaled_linear` and `Ops.halved_linear`, and `skinny` for how few rows are multiplied.
+A byte or half a byte is read for each number, so what is bound by reading gains two or four times, if restoring keeps
+up: an H200 can spend five instructions on a number before it is what everything waits for. Activations stay as they
+are. See `Ops.scaled_linear` and `Ops.halved_linear`, and `skinny` for how few rows are multiplied.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from quire.ops.base import Gate
-from quire.ops.triton.launch import Card, block, release, wait
+from quire.ops.triton.launch import HOPPER, Card, block, release, wait
 from quire.ops.triton.skinny import Recipe, given
 
 
@@ -24,7 +26,8 @@ def restored(
 ):  # fmt: skip
     """Numbers [n, k] of the matrix, float32; when SCALES is 0 yet without their row's scale. k: BLOCK_K in a run.
 
-    SCALES: how many a row has in such a run: 0, one for all of the row; 1; 2, any number.
+    SCALES: how many a row has in such a run: 0, one for all of the row; 1; 2, any number. Only where it is 2 are they
+    put in here: otherwise sums are multiplied, which are fewer.
     """
     inside = (n < outputs)[:, None]
     row = n[:, None].to(tl.int64)
@@ -38,9 +41,6 @@ def restored(
         held = inside & (k < inputs)[None, :]
         numbers = tl.load(weight + row * inputs + k[None, :], mask=held, other=0.0).to(tl.float32)
         group = ((k + offset) // width)[None, :]
-    if SCALES == 1:
-        one = (tl.min(k, 0) + offset) // width
-        numbers *= tl.load(scale + n * count + one, mask=n < outputs, other=0.0)[:, None]
     if SCALES == 2:
         held = inside & (k < inputs)[None, :]
         place = row * count + group
@@ -81,42 +81,113 @@ def few_kernel(
         given(y, z, bias, out, r * outputs + n, n, outputs, n < outputs, GATE, GELU, BIAS)
 
 
+FOUR_AT_ONCE = tl.constexpr("""{
+.reg .b32 a, b, c, d, m;
+mov.b32 m, 0x7b807b80;
+prmt.b32 a, 0, $2, 0x5040;
+prmt.b32 b, 0, $2, 0x7060;
+shr.u32 c, a, 4;
+shr.u32 d, b, 4;
+and.b32 c, c, 0x07f007f0;
+and.b32 d, d, 0x07f007f0;
+lop3.b32 c, a, 0x80008000, c, 0xea;
+lop3.b32 d, b, 0x80008000, d, 0xea;
+mul.rn.bf16x2 $0, c, m;
+mul.rn.bf16x2 $1, d, m;
+}""")
+"""Four e4m3 numbers to bfloat16: exponent and fraction fit into its bits as they are, but for a factor of 2**120."""
+
+
+@triton.jit
+def tile_of(
+    weight, scale, zero, groups, n, k, outputs, inputs, count, width, offset,
+    HALVED: tl.constexpr, SCALES: tl.constexpr, BLOCK_K: tl.constexpr, FAST: tl.constexpr, EVEN: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """As `restored`, in DTYPE. FAST: bytes of e4m3, to bfloat16; only for a card. EVEN: BLOCK_K divides the inputs."""
+    if FAST:
+        line = weight + tl.minimum(n, outputs - 1)[:, None].to(tl.int64) * inputs + k[None, :]
+        if EVEN:
+            raw = tl.load(line)
+        else:
+            raw = tl.load(line, mask=(k < inputs)[None, :], other=0)
+        return tl.inline_asm_elementwise(FOUR_AT_ONCE, "=r,=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        return restored(
+            weight, scale, zero, groups, n, k, outputs, inputs, count, width, offset, HALVED, SCALES, BLOCK_K
+        ).to(DTYPE)
+
+
 @triton.jit
 def many_kernel(
-    x, weight, scale, zero, groups, bias, out, rows, outputs, inputs, count, width, offset,
+    x, weight, scale, zero, groups, bias, out, parts, arrived, rows, outputs, inputs, count, width, offset, length,
     GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, HALVED: tl.constexpr, SCALES: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
+    FAST: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of ROWS rows on the matrix units, in the dtype of x. Programs of the same outputs follow each
-    other, so that the matrix comes from memory once."""
+    other, so that the matrix comes from memory once. SPLITS: the inputs are cut into so many runs of `length`, that
+    there may be programs enough; whichever ends last adds them up, always in the same order."""
     n, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     whole = outputs * 2 if GATE else outputs
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    begin = tl.program_id(2) * length
     wait(DEPENDENT)
     release(DEPENDENT)
     y = tl.zeros([BLOCK_N, ROWS], tl.float32)
     z = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    for start in tl.range(0, inputs, BLOCK_K, num_stages=STAGES):
-        at = start + k
-        tile = restored(
-            weight, scale, zero, groups, n, at, whole, inputs, count, width, offset, HALVED, SCALES,
-            BLOCK_K)  # fmt: skip
-        held = (r < rows)[:, None] & (at < inputs)[None, :]
+    for start in tl.range(begin, tl.minimum(begin + length, inputs), BLOCK_K, num_stages=STAGES):
+        at, one = start + k, (start + offset) // width
+        held = (r < rows)[:, None]
+        if not EVEN:
+            held = held & (at < inputs)[None, :]
         value = tl.trans(tl.load(x + r[:, None].to(tl.int64) * inputs + at[None, :], mask=held, other=0.0))
-        y = tl.dot(tile.to(value.dtype), value, y, input_precision=PRECISION)
+        tile = tile_of(
+            weight, scale, zero, groups, n, at, whole, inputs, count, width, offset, HALVED, SCALES, BLOCK_K, FAST,
+            EVEN, DTYPE)  # fmt: skip
+        if SCALES == 1:
+            factor = tl.load(scale + n * count + one, mask=n < outputs, other=0.0)[:, None]
+            y += factor * tl.dot(tile, value, input_precision=PRECISION)
+        else:
+            y = tl.dot(tile, value, y, input_precision=PRECISION)
         if GATE:
-            gated = restored(
+            gated = tile_of(
                 weight, scale, zero, groups, n + outputs, at, whole, inputs, count, width, offset, HALVED, SCALES,
-                BLOCK_K)  # fmt: skip
-            z = tl.dot(gated.to(value.dtype), value, z, input_precision=PRECISION)
+                BLOCK_K, FAST, EVEN, DTYPE)  # fmt: skip
+            if SCALES == 1:
+                factor = tl.load(scale + (n + outputs) * count + one, mask=n < outputs, other=0.0)[:, None]
+                z += factor * tl.dot(gated, value, input_precision=PRECISION)
+            else:
+                z = tl.dot(gated, value, z, input_precision=PRECISION)
     if SCALES == 0:
         y *= tl.load(scale + n, mask=n < outputs, other=0.0)[:, None]
         if GATE:
             z *= tl.load(scale + outputs + n, mask=n < outputs, other=0.0)[:, None]
     place = r[None, :].to(tl.int64) * outputs + n[:, None]
     inside = (r < rows)[None, :] & (n < outputs)[:, None]
-    given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
+    if SPLITS == 1:
+        given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
+    else:
+        tile_at = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        tiles = tl.num_programs(0) * tl.num_programs(1)
+        SIZE: tl.constexpr = BLOCK_N * ROWS
+        number = tl.arange(0, BLOCK_N)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        mine = parts + (tl.program_id(2) * tiles + tile_at).to(tl.int64) * (2 * SIZE) + number
+        tl.store(mine, y)
+        if GATE:
+            tl.store(mine + SIZE, z)
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + tile_at, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(arrived + tile_at, 0)
+            y = tl.zeros([BLOCK_N, ROWS], tl.float32)
+            z = tl.zeros([BLOCK_N, ROWS], tl.float32)
+            for split in tl.static_range(SPLITS):  # written by other multiprocessors: this one's cache is passed by
+                theirs = parts + (split * tiles + tile_at).to(tl.int64) * (2 * SIZE) + number
+                y += tl.load(theirs, cache_modifier=".cg")
+                if GATE:
+                    z += tl.load(theirs + SIZE, cache_modifier=".cg")
+            given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
 
 
 MOST = 256
@@ -134,15 +205,47 @@ class Quantised(NamedTuple):
     groups: Tensor | None = None
 
 
-def recipe(rows: int, outputs: int, inputs: int, halved: bool = False) -> Recipe | None:
-    """As `skinny.recipe`, by the bytes a program reads; None where to restore the matrix whole."""
+RUN = 128
+"""Inputs that are multiplied at a time where four numbers are restored at once."""
+
+
+def fitting(x: Tensor, matrix: Quantised, card: Card) -> bool:
+    """Whether four numbers are restored at once: at few rows, for wider tiles read the matrix another way."""
+    one = x.dtype is torch.bfloat16 and matrix.weight.dtype is torch.float8_e4m3fn and card.capability >= HOPPER
+    return one and len(x) <= 16 and scales(matrix, RUN) < 2
+
+
+def recipe(rows: int, outputs: int, inputs: int, *, fast: bool = False, halved: bool = False) -> Recipe | None:
+    """What was fastest of many, H200 (docs/benchmarks); None where to restore the matrix whole. outputs: of the matrix.
+
+    fast: as `fitting` says.
+    """
     if rows > MOST:
         return None
+    if fast:
+        return Recipe(16, 32, RUN, 2, 5)
     if rows <= 2 and inputs <= 16384:
         whole = block(inputs)
         return Recipe(rows, max(1, min(8, 16384 // whole)), whole, 8)
-    small = outputs <= 2048
-    return Recipe(block(min(rows, 64), 16), 16 if small else 32 if halved else 64, 256 if small else 128, 4, 4)
+    if halved or rows <= 16:
+        small = outputs <= 2048
+        return Recipe(block(min(rows, 64), 16), 16 if small else 32 if halved else 64, 256 if small else 128, 4, 4)
+    return Recipe(block(rows, 32), 128, RUN, 8, 4) if rows <= 64 else Recipe(128, 64, RUN, 4, 3)
+
+
+def gated(how: Recipe) -> Recipe:
+    """The recipe for two matrices at once: what they are held in is shared out."""
+    return how if how.rows <= 16 else Recipe(min(how.rows, 64), 64, 64, 4, 3)
+
+
+def splits(how: Recipe, programs: int, inputs: int, card: Card) -> int:
+    """Into how many runs to cut the inputs: as many as give each multiprocessor 12 warps, each with work to do."""
+    wanted = max(1, 12 * card.sms // (how.warps * programs))
+    return 1 << min(3, min(wanted, max(1, inputs // (4 * how.inputs))).bit_length() - 1)
+
+
+COUNTERS = 1 << 14
+"""Tiles that can be cut into runs, one counter each, all 0 between kernels."""
 
 
 def scales(matrix: Quantised, run: int) -> int:
@@ -152,27 +255,39 @@ def scales(matrix: Quantised, run: int) -> int:
     return 1 if matrix.groups is None and matrix.width % run == 0 and matrix.offset % run == 0 else 2
 
 
-def product(x: Tensor, matrix: Quantised, bias: Tensor | None, how: Recipe, card: Card, gate: Gate = "") -> Tensor:
-    """x [T, in] times the matrix [out, in] -> [T, out], or [T, out / 2] gated."""
+def product(
+    x: Tensor, matrix: Quantised, bias: Tensor | None, how: Recipe, card: Card, arrived: Tensor, gate: Gate = ""
+) -> Tensor:
+    """x [T, in] times the matrix [out, in] -> [T, out], or [T, out / 2] gated. arrived: [COUNTERS] int32, zeros."""
     x = x.contiguous()
     rows, inputs = x.shape
     outputs = len(matrix.weight) // 2 if gate else len(matrix.weight)
     out = x.new_empty(rows, outputs)
-    scale = matrix.scale
+    weight, scale = matrix.weight, matrix.scale
     halved = matrix.groups is not None
     zero, groups = (scale, scale) if matrix.zero is None or matrix.groups is None else (matrix.zero, matrix.groups)
-    kind = scales(matrix, how.inputs)
+    fast, kind = fitting(x, matrix, card) and how.inputs == RUN, scales(matrix, how.inputs)
     # What waits in shared memory for a number of the matrix, its scale and zero point included, and for one of x.
     how = how.fitted(card, (2 if gate else 1) * (1 + 4 * (kind == 2) + 8 * halved), x.element_size())
     same = {"GATE": gate != "", "GELU": gate == "gelu", "BIAS": bias is not None, "HALVED": halved, "SCALES": kind,
             "ROWS": how.rows, "BLOCK_N": how.outputs, "BLOCK_K": how.inputs, "DEPENDENT": card.dependent,
             "num_warps": how.warps, **card.options}  # fmt: skip
-    tensors = (x, matrix.weight, scale, zero, groups, x if bias is None else bias, out)
     sizes = (outputs, inputs, scale.shape[1], matrix.width, matrix.offset)
     columns = triton.cdiv(outputs, how.outputs)
-    if how.stages:
-        grid = (triton.cdiv(rows, how.rows), columns)
-        many_kernel[grid](*tensors, rows, *sizes, STAGES=how.stages, PRECISION=card.precision, **same)
-    else:
-        few_kernel[(columns,)](*tensors, *sizes, **same)
+    given = (zero, groups, x if bias is None else bias, out)
+    if not how.stages:
+        few_kernel[(columns,)](x, weight, scale, *given, *sizes, **same)
+        return out
+    tiles = triton.cdiv(rows, how.rows)
+    runs = (
+        splits(how, tiles * columns * (2 if gate else 1), inputs, card)
+        if tiles * columns <= COUNTERS and not halved
+        else 1
+    )
+    parts = x.new_empty(runs * tiles * columns * 2 * how.rows * how.outputs if runs > 1 else 1, dtype=torch.float32)
+    length = triton.cdiv(triton.cdiv(inputs, how.inputs), runs) * how.inputs
+    many_kernel[(tiles, columns, runs)](
+        *(x, weight.view(torch.uint8) if fast else weight, scale, *given, parts, arrived, rows, *sizes, length),
+        SPLITS=runs, FAST=fast, EVEN=inputs % how.inputs == 0, STAGES=how.stages, PRECISION=card.precision, **same,
+    )  # fmt: skip
     return out
