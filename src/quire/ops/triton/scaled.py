@@ -119,6 +119,44 @@ def tile_of(
 
 
 @triton.jit
+def place_of(parts, split, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
+    """Where the sums of one run of this program's tile are left; those of the gate behind them."""
+    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    at = split * tl.num_programs(0) * tl.num_programs(1) + tile
+    number = tl.arange(0, BLOCK_N)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    return parts + at.to(tl.int64) * (2 * BLOCK_N * ROWS) + number
+
+
+@triton.jit
+def handed_in(
+    y, z, parts, arrived, GATE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Leave a run's sums where the others' are. Whether this was the last one of its tile."""
+    mine = place_of(parts, tl.program_id(2), BLOCK_N, ROWS)
+    tl.store(mine, y)
+    if GATE:
+        tl.store(mine + BLOCK_N * ROWS, z)
+    tl.debug_barrier()
+    counter = arrived + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit
+def added_up(y, z, parts, GATE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
+    """All runs' sums, always in the same order. Other multiprocessors wrote them: this one's cache is passed by."""
+    y, z = tl.zeros_like(y), tl.zeros_like(z)
+    for split in tl.static_range(SPLITS):
+        theirs = place_of(parts, split + tl.program_id(2) * 0, BLOCK_N, ROWS)
+        y += tl.load(theirs, cache_modifier=".cg")
+        if GATE:
+            z += tl.load(theirs + BLOCK_N * ROWS, cache_modifier=".cg")
+    return y, z
+
+
+@triton.jit
 def many_kernel(
     x, weight, scale, zero, groups, bias, out, parts, arrived, rows, outputs, inputs, count, width, offset, length,
     GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, HALVED: tl.constexpr, SCALES: tl.constexpr,
@@ -168,26 +206,9 @@ def many_kernel(
     inside = (r < rows)[None, :] & (n < outputs)[:, None]
     if SPLITS == 1:
         given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
-    else:
-        tile_at = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        tiles = tl.num_programs(0) * tl.num_programs(1)
-        SIZE: tl.constexpr = BLOCK_N * ROWS
-        number = tl.arange(0, BLOCK_N)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        mine = parts + (tl.program_id(2) * tiles + tile_at).to(tl.int64) * (2 * SIZE) + number
-        tl.store(mine, y)
-        if GATE:
-            tl.store(mine + SIZE, z)
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + tile_at, 1, sem="acq_rel") == SPLITS - 1:
-            tl.store(arrived + tile_at, 0)
-            y = tl.zeros([BLOCK_N, ROWS], tl.float32)
-            z = tl.zeros([BLOCK_N, ROWS], tl.float32)
-            for split in tl.static_range(SPLITS):  # written by other multiprocessors: this one's cache is passed by
-                theirs = parts + (split * tiles + tile_at).to(tl.int64) * (2 * SIZE) + number
-                y += tl.load(theirs, cache_modifier=".cg")
-                if GATE:
-                    z += tl.load(theirs + SIZE, cache_modifier=".cg")
-            given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
+    elif handed_in(y, z, parts, arrived, GATE, SPLITS, BLOCK_N, ROWS):
+        y, z = added_up(y, z, parts, GATE, SPLITS, BLOCK_N, ROWS)
+        given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
 
 
 MOST = 256
