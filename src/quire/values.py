@@ -156,7 +156,7 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         if self.logit_bias is None:
             object.__setattr__(self, "logit_bias", {})
-        for name, low, high in _RANGES:
+        for name, low, high in RANGES:
             _within(name, getattr(self, name), low, high)
         if self.top_p <= 0:
             raise InvalidRequest("top_p must be above 0", param="top_p")
@@ -184,7 +184,7 @@ class SamplingParams:
         return self.temperature < 1e-5
 
 
-_RANGES: tuple[tuple[str, float, float], ...] = (
+RANGES: tuple[tuple[str, float, float], ...] = (
     ("n", 1, 1024),
     ("temperature", 0.0, 100.0),
     ("top_p", 0.0, 1.0),

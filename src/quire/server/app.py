@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from quire.backends.base import Backend, Delta, ModelCard, Service
 from quire.errors import InvalidRequest, QuireError, Unavailable
-from quire.server import answers, calls, faults, prompts, schemas
+from quire.server import answers, calls, faults, openapi, prompts, schemas
 from quire.server.calls import Job
 from quire.server.desk import Desk, NoDesk
 from quire.server.doors import DOORS, Door, counted, gather
@@ -144,6 +144,7 @@ def create_app(
         Route("/tokenize", api.tokenize, methods=["POST"]),
         Route("/detokenize", api.detokenize, methods=["POST"]),
         Route("/metrics", api.metrics),
+        Route("/openapi.json", partial(_openapi, openapi.document(version))),
         *vitals(backend, version),
         *(NoDesk() if desk is None else desk).routes(),
         *page.routes(),
@@ -193,6 +194,10 @@ def assembled(routes: Sequence[BaseRoute], keys: Keys, page: Page, rates: Rates)
     )
     app.router.redirect_slashes = False
     return app
+
+
+async def _openapi(document: bytes, request: Request) -> Response:
+    return Response(document, media_type="application/json")
 
 
 def gone_or_json(value: Any) -> Response:

@@ -1,0 +1,159 @@
+"""`/openapi.json`: every path, and of its request every field in the table: honoured, a no-op, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from quire.server.batches import BatchRequest
+from quire.server.desk import ENDPOINTS as BATCHED
+from quire.server.doors import DOORS
+from quire.server.fields import NO_OPS, REFUSED
+from quire.server.limits import OPEN
+from quire.server.messages import CountRequest
+from quire.server.schemas import DetokenizeRequest, GenerateRequest, TokenizeRequest
+from quire.values import RANGES
+
+JSON, EVENTS, TEXT, BYTES = "application/json", "text/event-stream", "text/plain", "application/octet-stream"
+
+_MEANS: Mapping[str, str] = {
+    "200": "What was asked for",
+    "206": "The part that was asked for",
+    "400": "A field is wrong, and named",
+    "401": "A key is needed",
+    "404": "There is none of that name",
+    "408": "The request did not get on",
+    "413": "The request is too large",
+    "415": "The body is of another type",
+    "416": "There is no such part",
+    "429": "Too many wait, or this key asks too much: see Retry-After",
+    "431": "The head of the request is too large",
+    "503": "Not now: see Retry-After",
+    "504": "Nothing was made in time",
+}
+_ALWAYS = ("401", "408", "431", "503")
+_BODY = ("400", "404", "413", "415", "429")
+
+
+class Operation(NamedTuple):
+    """One method of one path. asks: the type of its body. gives: media types of what it answers. errors: statuses that
+    it has beside those of all. query: its parameters, by name, as JSON schemas. upload: it takes a file."""
+
+    method: str
+    path: str
+    about: str
+    asks: type[Struct] | None = None
+    gives: Sequence[str] = (JSON,)
+    errors: Sequence[str] = ()
+    query: Mapping[str, Mapping[str, Any]] = {}
+    upload: bool = False
+
+
+_LIST: Mapping[str, Mapping[str, Any]] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": 100},
+    "after": {"type": "string"},
+}
+_FILES = {**_LIST, "order": {"enum": ["asc", "desc"]}, "purpose": {"type": "string"}}
+
+_BOUNDS = {name: (low, high) for name, low, high in RANGES}
+_MESSAGE = {
+    "type": "object",
+    "properties": {"role": {"enum": ["system", "user", "assistant"]}, "content": {"type": "string"}},
+    "required": ["role", "content"],
+}
+
+OPERATIONS = (
+    *(Operation("post", path, "Generate", door.asks, (JSON, EVENTS), ("504",)) for path, door in DOORS.items()),
+    Operation("post", "/v1/generate", "Generate, in a short form", GenerateRequest, errors=("504",)),
+    Operation("post", "/v1/messages/count_tokens", "Count a prompt's tokens", CountRequest),
+    Operation("post", "/tokenize", "Text or messages to token ids", TokenizeRequest),
+    Operation("post", "/detokenize", "Token ids to text", DetokenizeRequest),
+    Operation("get", "/v1/models", "What is served"),
+    Operation("get", "/v1/models/{id}", "The model served", errors=("404",)),
+    Operation("post", "/v1/files", "Upload a file", errors=_BODY, upload=True),
+    Operation("get", "/v1/files", "Files", errors=("400", "404"), query=_FILES),
+    Operation("get", "/v1/files/{id}", "A file", errors=("404",)),
+    Operation("delete", "/v1/files/{id}", "Delete a file", errors=("400", "404")),
+    Operation("get", "/v1/files/{id}/content", "What is in a file", None, (BYTES,), ("206", "400", "404", "416")),
+    Operation("post", "/v1/batches", f"A batch of requests to one of {', '.join(BATCHED)}", BatchRequest),
+    Operation("get", "/v1/batches", "Batches", errors=("400", "404"), query=_LIST),
+    Operation("get", "/v1/batches/{id}", "A batch", errors=("404",)),
+    Operation("post", "/v1/batches/{id}/cancel", "Cancel a batch", errors=("400", "404", "429")),
+    Operation("get", "/v1/requests", "What was decided about requests", errors=("404",)),
+    Operation("get", "/v1/requests/{id}/explain", "What was decided about a request", errors=("404",)),
+    Operation("get", "/stats", "Counters"),
+    Operation("get", "/metrics", "Counters, for Prometheus", None, (TEXT,)),
+    Operation("get", "/version", "This server's version"),
+    *(Operation("get", path, "Whether it is well") for path in ("/ping", *sorted(OPEN))),
+)
+
+
+def document(version: str) -> bytes:
+    """OpenAPI 3.1."""
+    types = [operation.asks for operation in OPERATIONS if operation.asks is not None]
+    _, made = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
+    schemas = {name: _tabled(schema) for name, schema in made.items()}
+    schemas["Error"] = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
+    key = {"type": "http", "scheme": "bearer"}
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": "Quire", "version": version},
+            "paths": paths,
+            "components": {"schemas": schemas, "securitySchemes": {"key": key}},
+            "security": [{}, {"key": []}],
+        }
+    )
+
+
+def _tabled(schema: dict[str, Any]) -> dict[str, Any]:
+    """A request type with the rest of the table: what has no effect, and what is refused but for harmless values."""
+    known = schema.get("properties", {})
+    rest: dict[str, Any] = {name: {"description": f"no effect: {why}"} for name, why in NO_OPS.items()}
+    for name, refusal in REFUSED.items():
+        rest[name] = {"description": f"refused: {refusal.why}", "enum": [None, *refusal.harmless]}
+    narrowed = {name: _narrowed(name, one) for name, one in known.items()}
+    return {**schema, "properties": {**rest, **narrowed}, "additionalProperties": False}
+
+
+def _narrowed(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """With what the field's type alone does not say."""
+    if "anyOf" in schema:
+        return {**schema, "anyOf": [_narrowed(name, one) for one in schema["anyOf"]]}
+    kind = schema.get("type")
+    if kind in ("number", "integer") and name in _BOUNDS:
+        low, high = _BOUNDS[name]
+        return {**schema, "minimum": low, "maximum": high}
+    if kind == "array" and name == "messages":
+        return {**schema, "items": _MESSAGE, "minItems": 1}
+    return {**schema, "minLength": 1} if kind == "string" and name == "prompt" else schema
+
+
+def _operation(operation: Operation) -> dict[str, Any]:
+    errors = {*_ALWAYS, *operation.errors, *(_BODY if operation.asks is not None else ())}
+    failed = {"$ref": "#/components/schemas/Error"}
+    answers: dict[str, Any] = {
+        status: {"description": _MEANS[status], "content": {JSON: {"schema": failed}}} for status in sorted(errors)
+    }
+    if "206" in answers:
+        answers["206"]["content"] = {BYTES: {}}
+        answers["400"]["content"][TEXT] = answers["416"]["content"][TEXT] = {}
+    answers["200"] = {"description": _MEANS["200"], "content": {kind: {} for kind in operation.gives}}
+    told: dict[str, Any] = {"summary": operation.about, "responses": answers}
+    within = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    asked = [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
+    told["parameters"] = (within if "{id}" in operation.path else []) + asked
+    if operation.asks is not None:
+        body = {"schema": {"$ref": f"#/components/schemas/{operation.asks.__name__}"}}
+        told["requestBody"] = {"required": True, "content": {JSON: body}}
+    if operation.upload:
+        parts = {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}}
+        form = {"type": "object", "properties": parts, "required": list(parts), "additionalProperties": False}
+        told["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
+    return told

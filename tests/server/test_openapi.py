@@ -1,0 +1,46 @@
+"""/openapi.json says what the routes and the table of fields say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.server.doors import DOORS
+from quire.server.fields import NO_OPS, REFUSED
+from quire.server.openapi import OPERATIONS
+from tests.server.doubles import served
+
+pytestmark = pytest.mark.anyio
+
+
+async def paths() -> Any:
+    async with served() as server:
+        answer = await server.client.get("/openapi.json")
+        assert answer.headers["content-type"] == "application/json"
+        return answer.json(), server.app
+
+
+async def test_every_route_is_described_but_the_live_page() -> None:
+    document, app = await paths()
+    routes = {route.path.replace("{id:path}", "{id}") for route in app.routes}
+    undescribed = {path for path in routes - document["paths"].keys() if not path.startswith("/ui")}
+    assert undescribed <= {"/openapi.json", "/v1/files/{rest:path}", "/v1/batches/{rest:path}"}
+    assert {"/v1/files/{id}/content", "/v1/batches/{id}/cancel", *DOORS} <= document["paths"].keys()
+
+
+async def test_every_field_of_the_table_is_in_every_request() -> None:
+    document, _ = await paths()
+    for asks in (operation.asks for operation in OPERATIONS if operation.asks is not None):
+        schema = document["components"]["schemas"][asks.__name__]
+        assert schema["additionalProperties"] is False
+        assert set(schema["properties"]) == {*asks.__struct_fields__, *NO_OPS, *REFUSED}
+        for name in REFUSED.keys() - set(asks.__struct_fields__):
+            assert schema["properties"][name]["enum"] == [None, *REFUSED[name].harmless]
+
+
+async def test_health_says_that_it_needs_no_key_to_nobody_in_particular() -> None:
+    document, _ = await paths()
+    for path, methods in document["paths"].items():
+        for told in methods.values():
+            assert "200" in told["responses"] and told["summary"], path
