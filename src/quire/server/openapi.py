@@ -56,10 +56,10 @@ _LIST: Mapping[str, Mapping[str, Any]] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": 100},
     "after": {"type": "string"},
 }
-_FILES = {**_LIST, "order": {"enum": ["asc", "desc"]}, "purpose": {"type": "string"}}
+_FILES: Mapping[str, Mapping[str, Any]] = {**_LIST, "order": {"enum": ["asc", "desc"]}, "purpose": {"type": "string"}}
 
-_BOUNDS = {name: (low, high) for name, low, high in RANGES}
-_MESSAGE = {
+_BOUNDS: Mapping[str, tuple[float, float]] = {name: (low, high) for name, low, high in RANGES}
+_MESSAGE: Mapping[str, Any] = {
     "type": "object",
     "properties": {"role": {"enum": ["system", "user", "assistant"]}, "content": {"type": "string"}},
     "required": ["role", "content"],
