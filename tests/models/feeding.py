@@ -58,9 +58,8 @@ class Feeder:
         return [torch.cat(parts) for parts in outputs]
 
     def greedy(self, prompts: list[list[int]], count: int) -> list[list[int]]:
-        """The next `count` tokens of every prompt, all decoded together."""
-        logits = self.step(list(enumerate(prompts)))
-        answers: list[list[int]] = [[int(rows[-1].argmax())] for rows in logits]
+        """The next `count` tokens of every prompt: fed raggedly in chunks, then all decoded together."""
+        answers = [[int(rows[-1].argmax())] for rows in self.prompts(prompts, random.Random(count))]
         for _ in range(count - 1):
             logits = self.step([(i, answer[-1:]) for i, answer in enumerate(answers)])
             for answer, rows in zip(answers, logits, strict=True):

@@ -16,7 +16,7 @@ from quire.models.spec import ModelSpec
 from quire.values import MANY
 from quire.weights import load
 from tests.checkpoints import SHAPES, make
-from tests.models.feeding import Feeder
+from tests.models.feeding import LENGTHS, Feeder
 
 
 def plain(rope: Rope) -> Rope:
@@ -88,3 +88,21 @@ def test_every_feature_is_shown_by_at_least_one_shape(tmp_path: Path) -> None:
         spec = load.read_spec(load.read_config(tmp_path / shape))
         shown |= {name for name, change in WITHOUT.items() if change(spec) != spec}
     assert shown == set(WITHOUT)
+
+
+def test_every_family_comes_in_shapes_that_leave_no_way_out(tmp_path: Path) -> None:
+    """At least three, odd head counts and shared heads among them, prompts beyond each window and each rope's limit."""
+    families: dict[str, list[ModelSpec]] = {}
+    for shape in SHAPES:
+        make(tmp_path / shape, shape)
+        spec = load.read_spec(load.read_config(tmp_path / shape))
+        families.setdefault(spec.architecture, []).append(spec)
+        limits = [window for window in spec.windows if window < MANY]
+        limits += [rope.original for rope in (spec.rope, *spec.ropes)]
+        assert max(limits) < sorted(LENGTHS)[-2], shape
+    for name, specs in families.items():
+        assert len(specs) >= 3, name
+        assert any(spec.heads % 2 for spec in specs), name
+        ratios = {spec.heads // spec.kv_heads for spec in specs}
+        assert ratios == {1} if name == "GPT2LMHeadModel" else len(ratios) >= 2, name
+        assert len({spec.head_dim for spec in specs}) >= 2, name
