@@ -1,4 +1,5 @@
-"""How far logits are from transformers' in float32, by architecture and dtype: writes the table of docs/models.md.
+"""How far logits are from transformers' in float32, by architecture and dtype, and what quantising does to a trained
+model: writes the tables of docs/models.md.
 
 Each number is the largest over all tiny checkpoints of an architecture and all tokens of five prompts, fed raggedly in
 chunks. `python -m tests.models.errors` takes about a minute.
@@ -15,14 +16,22 @@ from types import MappingProxyType
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from quire.build.quality import build_canary
+from quire.build.text import build_tokenizer
+from quire.config import Settings
+from quire.weights.canary import PROBE, answers, compare, probe
+from quire.weights.kv import float8_layers
 from quire.weights.load import DType, load_model
+from quire.weights.locate import embedded
+from quire.weights.schemes import ONLINE
 from tests.checkpoints import SHAPES, make
+from tests.gguf_files import TYPES, write
 from tests.models.feeding import Feeder, prompts
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
-BEGIN, END = "<!-- errors -->\n", "<!-- /errors -->\n"
+CPU = torch.device("cpu")
 DTYPES: Mapping[DType, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 )
@@ -63,10 +72,40 @@ def table(shapes: Iterable[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def canaries() -> str:
+    """What the canary finds of the embedded model, quantised on request, and stored in GGUF's types."""
+    rows = []
+    settings = Settings.of()
+    for method in ONLINE:
+        canary = build_canary(settings)
+        assert canary is not None
+        model = load_model(embedded(), dtype="float32", quantization=method, canary=canary)
+        assert canary.quality is not None
+        rows.append((f"`--quantization {method}`", canary.quality))
+    model = load_model(embedded(), dtype="float32")
+    tokens = build_tokenizer(settings).encode(PROBE)
+    rows.append(("`--kv-cache-dtype fp8`", float8_layers(model, tokens, CPU)[1]))
+    reference = AutoModelForCausalLM.from_pretrained(embedded(), dtype=torch.float32)
+    before = answers(model, probe(model.spec.vocab, tokens), CPU)
+    with tempfile.TemporaryDirectory() as place:
+        for kind in TYPES:
+            path = Path(place) / f"{kind}.gguf"
+            write(path, reference, kind)
+            after = answers(load_model(path, dtype="float32"), probe(model.spec.vocab, tokens), CPU)
+            rows.append((f"GGUF {kind}", compare(before, after, probe(model.spec.vocab, tokens))))
+    lines = [f"| {name} | {100 * q.agreement:.1f} % | {q.kl:.1e} | {q.nll - q.before:+.4f} |" for name, q in rows]
+    return "\n".join(["| | next tokens that stay | KL, nats | loss, nats |", "|---|---|---|---|", *lines]) + "\n"
+
+
+def written(text: str, name: str, made: str) -> str:
+    """The page with the part between the marks called `name` made anew."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
+    return text.partition(begin)[0] + begin + made + end + text.partition(end)[2]
+
+
 def main() -> None:
     text = PAGE.read_text("utf-8")
-    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    PAGE.write_text(before + BEGIN + table(SHAPES) + END + after, "utf-8")
+    PAGE.write_text(written(written(text, "errors", table(SHAPES)), "canaries", canaries()), "utf-8")
 
 
 if __name__ == "__main__":

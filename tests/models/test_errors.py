@@ -10,7 +10,7 @@ from quire.models.registry import ARCHITECTURES
 from quire.weights.gguf import KINDS
 from quire.weights.schemes import ONLINE, READERS
 from tests.checkpoints import SHAPES
-from tests.models.errors import BEGIN, DTYPES, END, PAGE, table
+from tests.models.errors import DTYPES, PAGE, canaries, table
 
 TEXT = PAGE.read_text("utf-8")
 
@@ -20,9 +20,12 @@ def test_whatever_is_read_is_told(name: str) -> None:
     assert re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", TEXT)
 
 
+def cells(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+
+
 def test_the_table_has_every_architecture_every_dtype_and_errors_that_are_small() -> None:
-    lines = TEXT.partition(BEGIN)[2].partition(END)[0].splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    rows = cells(TEXT.partition("<!-- errors -->\n")[2].partition("<!-- /errors -->")[0])
     assert rows[0] == ["`model_type`", "shapes", "deviation", *DTYPES]
     families = [shape.split("-")[0] for shape in SHAPES]
     assert {row[0]: int(row[1]) for row in rows[2:]} == {family: families.count(family) for family in families}
@@ -36,3 +39,13 @@ def test_a_line_of_it_is_made_anew() -> None:
     assert (family, shapes) == ("gemma2", "1")
     assert float(deviation) >= 1
     assert float(exact) < 1e-4 < float(narrow.split()[0]) < float(half.split()[0]) < 0.3
+
+
+def test_what_is_stated_of_quantised_models_is_so() -> None:
+    """Up to what the rounding of another machine may move, of a few hundred tokens."""
+    stated = cells(TEXT.partition("<!-- canaries -->\n")[2].partition("<!-- /canaries -->")[0])
+    found = cells(canaries())
+    assert [row[0] for row in stated] == [row[0] for row in found]
+    for (name, share, kl, _), (_, now, kl_now, _) in zip(stated[2:], found[2:], strict=True):
+        assert abs(float(share.removesuffix(" %")) - float(now.removesuffix(" %"))) < 3, name
+        assert float(kl_now) < 2 * float(kl) + 1e-6, name
