@@ -125,10 +125,10 @@ class Crowd:
 
 
 def picture(opened: Opened, path: Path) -> None:
-    """A small PNG: as many colours as can be told apart."""
+    """A small PNG."""
     opened.page.screenshot(path=path)
     with Image.open(path) as image:
-        image.convert("RGB").quantize(192).save(path, optimize=True)
+        image.convert("RGB").save(path, optimize=True)
 
 
 def main(folder: Path) -> None:

@@ -279,3 +279,37 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_cached_tokens: int = 0
+
+
+class Origin(NamedTuple):
+    """Where a call came from, for logs and traces. request_id: of the HTTP request that brought it. traceparent,
+    tracestate: W3C trace context as it came, unchecked; empty if none did."""
+
+    request_id: str = ""
+    traceparent: str = ""
+    tracestate: str = ""
+
+
+UNKNOWN = Origin()
+
+
+class Ended(NamedTuple):
+    """How one answer ended, as the rim tells those who watch. Counts are tokens; seconds are what a client measures.
+
+    id: the call's; choice: which of its answers. cached: prompt tokens found in the prefix cache. tokens: told.
+    max_tokens: the most it might have got. first: from arrival to the first token, None if there was none. seconds:
+    from arrival to the end. detokenising: of that, spent on making text of tokens.
+    """
+
+    id: str
+    choice: int
+    reason: str
+    sampling: SamplingParams
+    origin: Origin
+    prompt: int
+    cached: int
+    tokens: int
+    max_tokens: int
+    first: float | None
+    seconds: float
+    detokenising: float = 0.0

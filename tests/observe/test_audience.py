@@ -94,6 +94,20 @@ def test_one_that_is_behind_costs_the_others_nothing() -> None:
     asyncio.run(story())
 
 
+def test_a_silence_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.observe.audience.SILENCE", 0.01)
+
+    async def story() -> None:
+        engine = Engine()
+        frames = Audience(engine).watch()
+        assert await anext(frames) == b""
+        engine.send(b"whole", True)
+        assert await anext(frames) == b"whole"
+        await frames.aclose()
+
+    asyncio.run(story())
+
+
 def test_there_is_a_most() -> None:
     async def story() -> None:
         audience = Audience(Engine())

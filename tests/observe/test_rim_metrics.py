@@ -4,8 +4,9 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.backends.observer import RimObserver, Unobserved
+from quire.backends.observer import RimObserver, Several, Unobserved
 from quire.observe.rim_metrics import RimMetrics
+from quire.values import UNKNOWN, Ended, SamplingParams
 
 VLLM_BOUNDS = {
     "vllm:time_to_first_token_seconds": (
@@ -30,7 +31,10 @@ def samples(metrics: RimMetrics) -> dict[tuple[str, str], float]:
 
 
 def end(metrics: RimObserver, reason: str = "stop", choice: int = 0) -> None:
-    metrics.on_end(reason, choice=choice, n=2, prompt=5, cached=0, tokens=11, max_tokens=64, first=0.1, seconds=1.1)
+    sampling = SamplingParams(n=2)
+    metrics.on_end(
+        Ended("c", choice, reason, sampling, UNKNOWN, 5, cached=0, tokens=11, max_tokens=64, first=0.1, seconds=1.1)
+    )
 
 
 def test_what_clients_saw_is_what_is_counted() -> None:
@@ -81,3 +85,15 @@ def test_two_of_them_share_nothing() -> None:
 def test_nobody_may_watch_too() -> None:
     end(Unobserved())
     assert Unobserved().text() == b""
+
+
+def test_several_hear_the_same() -> None:
+    one, other = RimMetrics("tiny"), RimMetrics("tiny")
+    both = Several(one, other)
+    both.on_first(0.1)
+    both.on_gap(0.2, 2)
+    both.on_surplus(1)
+    both.on_refused("draining")
+    end(both)
+    assert one.text() == other.text() != RimMetrics("tiny").text()
+    assert both.text() == 2 * one.text()

@@ -21,7 +21,8 @@ class Answer:
     """Detokenises, finds stop strings, and so owns finish_reason and what usage counts.
 
     `id` is the engine's name for it. `count` are the tokens whose text was told or held back for a stop string;
-    `surplus` those the engine made after one. `eos` are the ids that end a text by themselves, unnamed.
+    `surplus` those the engine made after one. `spent` are the seconds that all of this took. `eos` are the ids that end
+    a text by themselves, unnamed.
     """
 
     __slots__ = (
@@ -40,6 +41,7 @@ class Answer:
         "id",
         "index",
         "last",
+        "spent",
         "surplus",
     )
 
@@ -57,6 +59,7 @@ class Answer:
         self.count = self.surplus = self.cached = 0
         self.first: float | None = None
         self.last: float | None = None
+        self.spent = 0.0
         self._detokenizer, self._finder = detokenizer, finder
         self._include, self._min = sampling.include_stop_str_in_output, sampling.min_tokens
         self._searching = bool(sampling.stop)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from quire.text.reasoning import ReasoningParser
 from quire.text.tools.styles import ToolParser
-from quire.values import SamplingParams, TokenLogprobs
+from quire.values import UNKNOWN, Origin, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,7 @@ class Call:
     priority: int = 0
     salt: str = ""
     timeout: float = math.inf
+    origin: Origin = UNKNOWN
 
 
 class Delta(NamedTuple):

@@ -21,7 +21,7 @@ from quire.errors import DeadlineExceeded, InvalidRequest, Overloaded, QuireErro
 from quire.text.chat import ChatTemplate
 from quire.text.stop import StopStrings
 from quire.text.tokenizer import Tokenizer
-from quire.values import IDLE, Tokens
+from quire.values import IDLE, Ended, Tokens
 
 
 def _draw() -> int:
@@ -229,7 +229,9 @@ class NativeBackend:
                 else:
                     observer.on_gap(now - one.last, len(event.tokens))
                 one.last = now
+            began = time.perf_counter()
             delta = one.take(event)
+            one.spent += time.perf_counter() - began
             if delta is None:
                 continue
             if delta.finish_reason is not None:
@@ -262,15 +264,20 @@ class NativeBackend:
 
     def _tell_end(self, live: _Live, answer: Answer, reason: str, now: float) -> None:
         self._observer.on_end(
-            reason,
-            choice=answer.index,
-            n=live.call.sampling.n,
-            prompt=len(live.call.prompt),
-            cached=answer.cached,
-            tokens=answer.count,
-            max_tokens=live.max_new,
-            first=None if answer.first is None else answer.first - live.arrived,
-            seconds=now - live.arrived,
+            Ended(
+                live.call.id,
+                answer.index,
+                reason,
+                live.call.sampling,
+                live.call.origin,
+                prompt=len(live.call.prompt),
+                cached=answer.cached,
+                tokens=answer.count,
+                max_tokens=live.max_new,
+                first=None if answer.first is None else answer.first - live.arrived,
+                seconds=now - live.arrived,
+                detokenising=answer.spent,
+            )
         )
 
     def _on_death(self, reason: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from quire.values import Ended
+
 
 class RimObserver(Protocol):
     """Times are in seconds, as a client would have measured them; counts are tokens of one answer."""
@@ -14,20 +16,8 @@ class RimObserver(Protocol):
     def on_gap(self, seconds: float, tokens: int) -> None:
         """An answer got `tokens` more, so long after the ones before."""
 
-    def on_end(
-        self,
-        reason: str,
-        *,
-        choice: int,
-        n: int,
-        prompt: int,
-        cached: int,
-        tokens: int,
-        max_tokens: int,
-        first: float | None,
-        seconds: float,
-    ) -> None:
-        """An answer ended. `first` is None if it never got a token; else both count from arrival."""
+    def on_end(self, ended: Ended) -> None:
+        """An answer ended, in whatever way."""
 
     def on_refused(self, reason: str) -> None:
         """A call was turned away at the door."""
@@ -46,19 +36,7 @@ class Unobserved:
 
     def on_gap(self, seconds: float, tokens: int) -> None: ...
 
-    def on_end(
-        self,
-        reason: str,
-        *,
-        choice: int,
-        n: int,
-        prompt: int,
-        cached: int,
-        tokens: int,
-        max_tokens: int,
-        first: float | None,
-        seconds: float,
-    ) -> None: ...
+    def on_end(self, ended: Ended) -> None: ...
 
     def on_refused(self, reason: str) -> None: ...
 
@@ -66,6 +44,36 @@ class Unobserved:
 
     def text(self) -> bytes:
         return b""
+
+
+class Several:
+    """Observers that all hear the same, in order."""
+
+    def __init__(self, *observers: RimObserver) -> None:
+        self._observers = observers
+
+    def on_first(self, seconds: float) -> None:
+        for observer in self._observers:
+            observer.on_first(seconds)
+
+    def on_gap(self, seconds: float, tokens: int) -> None:
+        for observer in self._observers:
+            observer.on_gap(seconds, tokens)
+
+    def on_end(self, ended: Ended) -> None:
+        for observer in self._observers:
+            observer.on_end(ended)
+
+    def on_refused(self, reason: str) -> None:
+        for observer in self._observers:
+            observer.on_refused(reason)
+
+    def on_surplus(self, tokens: int) -> None:
+        for observer in self._observers:
+            observer.on_surplus(tokens)
+
+    def text(self) -> bytes:
+        return b"".join([observer.text() for observer in self._observers])
 
 
 class LaneObserver(Protocol):

@@ -19,6 +19,7 @@ from quire.backends.observer import LaneObserver, NoLanes, RimObserver, Unobserv
 from quire.backends.passage import Passage
 from quire.backends.remote import Away, Upstream
 from quire.errors import InvalidConfig, Overloaded, Unavailable
+from quire.values import UNKNOWN, Ended, SamplingParams
 
 log = logging.getLogger("uvicorn.error")
 
@@ -36,7 +37,7 @@ class _Ask:
     """One request under way: what is heard of it goes to the observers. told: whether it is worth it."""
 
     def __init__(self, backend: UpstreamBackend, id: str, most: int, n: int, told: bool) -> None:
-        self.backend, self.most, self.n, self.told = backend, most, n, told
+        self.backend, self.id, self.most, self.n, self.told = backend, id, most, n, told
         self.rim: RimObserver = backend.rim if told else Unobserved()
         self.lanes: LaneObserver = backend.lanes if told else NoLanes()
         self.arrived = self.last = backend.clock()
@@ -77,15 +78,19 @@ class _Ask:
         now = self.backend.clock()
         self.taken_by(None)
         self.rim.on_end(
-            reason,
-            choice=0,
-            n=self.n,
-            prompt=prompt,
-            cached=0,
-            tokens=tokens,
-            max_tokens=self.most,
-            first=None if self.first is None else self.first - self.arrived,
-            seconds=now - self.arrived,
+            Ended(
+                known_as or self.id,
+                0,
+                reason,
+                SamplingParams(n=self.n),
+                UNKNOWN._replace(request_id=self.id),
+                prompt,
+                cached=0,
+                tokens=tokens,
+                max_tokens=self.most,
+                first=None if self.first is None else self.first - self.arrived,
+                seconds=now - self.arrived,
+            )
         )
         self.lanes.on_end(self.lane, known_as, reason, prompt, tokens, now)
         self.backend.left(self.told, now)

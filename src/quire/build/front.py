@@ -15,14 +15,17 @@ import uvloop
 from quire import __version__
 from quire.backends.base import ModelCard
 from quire.backends.native import NativeBackend
+from quire.backends.observer import Several
 from quire.build.patience import patience
 from quire.build.text import build_text
+from quire.build.tracing import build_tracing
 from quire.config import OPTIONS, Settings
 from quire.config.access import AccessConfig, check_files
 from quire.config.settings import ServerConfig
 from quire.engine.client import EngineProcess
 from quire.observe.audience import Audience
 from quire.observe.engine_metrics import render
+from quire.observe.lines import log_config
 from quire.observe.log import LoggedRim, telling
 from quire.observe.rim_metrics import RimMetrics
 from quire.server.app import create_app
@@ -51,6 +54,7 @@ def serve(settings: Settings, *, child: str = "quire.build.child") -> None:
     server = settings.server
     name = settings.model.served_model_name or settings.model.model
     port = engine_process(settings, name, child)
+    tracing = build_tracing(server.otlp_traces_endpoint, port.explain, model=name)
     backend = NativeBackend(
         port=port,
         tokenizer=text.tokenizer,
@@ -64,7 +68,9 @@ def serve(settings: Settings, *, child: str = "quire.build.child") -> None:
             tool_parser=text.tool_parser,
             reasoning_parser=text.reasoning_parser,
         ),
-        observer=LoggedRim(name, log) if server.enable_log_requests else RimMetrics(name),
+        observer=Several(
+            RimMetrics(name), *([LoggedRim(log)] if server.enable_log_requests else []), *tracing.observers
+        ),
         max_queued=settings.scheduler.max_num_queued_reqs,
     )
     limits = Limits(
@@ -90,6 +96,7 @@ def serve(settings: Settings, *, child: str = "quire.build.child") -> None:
         patience=patience(server),
         shutdown_timeout=server.shutdown_timeout,
         log_level=server.uvicorn_log_level,
+        log_config=log_config(server.log_format),
         root_path=server.root_path,
         tls=build_tls(settings.access),
         desk=desk,
@@ -98,7 +105,8 @@ def serve(settings: Settings, *, child: str = "quire.build.child") -> None:
             *(name, url, time.monotonic() - began, text.tool_parser, text.reasoning_parser),
         ),
     )
-    uvloop.run(running if server.disable_log_stats else telling(running, backend.stats, log))
+    sent = tracing.around(running)
+    uvloop.run(sent if server.disable_log_stats else telling(sent, backend.stats, log))
 
 
 def build_keys(settings: Settings) -> Keys:

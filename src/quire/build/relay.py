@@ -16,6 +16,7 @@ import uvloop
 from quire import __version__
 from quire.backends.http1 import Headers, Origin
 from quire.backends.keeper import Keeper, Others, PrivateServer, free_port
+from quire.backends.observer import Several
 from quire.backends.upstream import UpstreamBackend
 from quire.build.front import build_keys, build_rates, build_tls
 from quire.build.patience import patience
@@ -23,6 +24,7 @@ from quire.config import OPTIONS, Settings
 from quire.errors import InvalidConfig
 from quire.observe.audience import Audience
 from quire.observe.lanes import Lanes
+from quire.observe.lines import log_config
 from quire.observe.log import LoggedRim, telling
 from quire.observe.rim_metrics import RimMetrics
 from quire.server.limits import Limits
@@ -54,6 +56,8 @@ def relay(settings: Settings) -> None:
     """Serve until SIGTERM or Ctrl-C. Raises InvalidConfig or Unavailable before anything listens."""
     began, server, upstream = time.monotonic(), settings.server, settings.upstream
     handed = _handed_on(settings)
+    if server.otlp_traces_endpoint is not None:
+        raise InvalidConfig("otlp_traces_endpoint: the servers behind this one make the answers: give it to them")
     sock = listen(server.host, server.port)
     key = upstream.upstream_api_key
     keeper: Keeper = Others()
@@ -68,7 +72,7 @@ def relay(settings: Settings) -> None:
     backend = UpstreamBackend(
         [Origin.parse(url) for url in dict.fromkeys(urls)],
         keeper=keeper,
-        rim=LoggedRim(name, log) if server.enable_log_requests else RimMetrics(name),
+        rim=Several(RimMetrics(name), *([LoggedRim(log)] if server.enable_log_requests else [])),
         lanes=lanes,
         kind=upstream.backend,
         headers=_key(key),
@@ -91,6 +95,7 @@ def relay(settings: Settings) -> None:
         patience=patience(server),
         shutdown_timeout=server.shutdown_timeout,
         log_level=server.uvicorn_log_level,
+        log_config=log_config(server.log_format),
         root_path=server.root_path,
         tls=build_tls(settings.access),
         on_ready=lambda url: log.info(

@@ -21,6 +21,7 @@ main = Root(
                 "http": ("quire.bench.http", "Measure a server on this GPU from several client processes."),
                 "batches": ("quire.bench.batches", "Measure what a batch in the gaps costs those who ask meanwhile."),
                 "pair": ("quire.bench.pair", "Measure a server directly and through Quire, side by side."),
+                "viewers": ("quire.bench.viewers", "Measure what watching the live page costs those being answered."),
                 "structured": ("quire.bench.structured", "Measure what JSON schemas cost, on the embedded model."),
                 "cpu": ("quire.bench.cpu", "Measure decode on this CPU, beside transformers."),
                 "checkpoint": ("quire.bench.checkpoint", "Measure loading a checkpoint, beside what the disk can do."),

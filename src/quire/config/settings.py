@@ -210,6 +210,12 @@ class ServerConfig:
     )
     disable_log_stats: bool = option(False, "Do not log throughput and load every ten seconds while there is work.")
     enable_log_requests: bool = option(False, "Log how each answer ended, with counts and times; never its text.")
+    log_format: Literal["text", "json"] = option("text", "How log lines look; json: an object a line, for programs.")
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "Where a trace of each request is sent, OTLP over HTTP (http://127.0.0.1:4318/v1/traces); needs quire[otel].",
+        unset="none",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,7 +82,6 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
         "sse_keep_alive_interval": "streams send tokens as they come and nothing between",
         "enable_log_outputs": "texts are never logged; see --enable-log-requests",
         "max_log_len": "texts are never logged; see --enable-log-requests",
-        "otlp_traces_endpoint": "see /metrics",
         "collect_detailed_traces": "see /metrics",
         "kv_cache_metrics": "see /metrics and /stats",
         "show_hidden_metrics_for_version": "metrics keep their names",

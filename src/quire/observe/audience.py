@@ -12,6 +12,9 @@ from quire.errors import Overloaded
 DEPTH = 20
 """Frames a viewer may be behind: three seconds."""
 
+SILENCE = 15.0
+"""Seconds after which a viewer gets an empty frame, to show that somebody is there."""
+
 MOST = 64
 """Viewers at once."""
 
@@ -45,7 +48,10 @@ class Audience:
         return len(self._viewers)
 
     async def watch(self) -> AsyncGenerator[bytes, None]:
-        """Frames as they come, a whole one first, and again after frames were missed. Raises Overloaded."""
+        """Frames as they come, a whole one first, and again after frames were missed; an empty one after a silence.
+
+        Raises Overloaded.
+        """
         if len(self._viewers) >= MOST:
             raise Overloaded(f"{MOST} viewers watch already, and no more may", retry_after=10)
         viewer = _Viewer()
@@ -60,7 +66,11 @@ class Audience:
                     yield viewer.frames.popleft()
                 if not viewer.behind:
                     viewer.news.clear()
-                    await viewer.news.wait()
+                    try:
+                        async with asyncio.timeout(SILENCE):
+                            await viewer.news.wait()
+                    except TimeoutError:
+                        yield b""
         finally:
             self._viewers.discard(viewer)
             self._rest()

@@ -7,60 +7,64 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from quire.observe.rim_metrics import RimMetrics
+from quire.values import Ended
 
 EVERY = 10.0
 """Seconds between two lines of statistics; none while nothing is made."""
 
 
-class LoggedRim(RimMetrics):
-    """Rim metrics that also log how each answer ended: counts and times, never its text."""
+class LoggedRim:
+    """A `RimObserver` that logs how each answer ended: ids, counts and times, never its text.
 
-    def __init__(self, model: str, log: logging.Logger) -> None:
-        super().__init__(model)
+    What a line says in words, its record also has as fields, for logs that programs read.
+    """
+
+    def __init__(self, log: logging.Logger) -> None:
         self._log = log
 
-    def on_end(
-        self,
-        reason: str,
-        *,
-        choice: int,
-        n: int,
-        prompt: int,
-        cached: int,
-        tokens: int,
-        max_tokens: int,
-        first: float | None,
-        seconds: float,
-    ) -> None:
-        super().on_end(
-            reason,
-            choice=choice,
-            n=n,
-            prompt=prompt,
-            cached=cached,
-            tokens=tokens,
-            max_tokens=max_tokens,
-            first=first,
-            seconds=seconds,
-        )
+    def on_first(self, seconds: float) -> None: ...
+
+    def on_gap(self, seconds: float, tokens: int) -> None: ...
+
+    def on_surplus(self, tokens: int) -> None: ...
+
+    def on_end(self, ended: Ended) -> None:
         self._log.info(
-            "answer %d of %d ended (%s): %d prompt tokens (%d cached), %d of at most %d new ones, "
+            "%s (request %s): answer %d of %d ended (%s): %d prompt tokens (%d cached), %d of at most %d new ones, "
             "first after %s, all after %.3f s",
-            choice + 1,
-            n,
-            reason,
-            prompt,
-            cached,
-            tokens,
-            max_tokens,
-            "-" if first is None else f"{first:.3f} s",
-            seconds,
+            ended.id,
+            ended.origin.request_id or "-",
+            ended.choice + 1,
+            ended.sampling.n,
+            ended.reason,
+            ended.prompt,
+            ended.cached,
+            ended.tokens,
+            ended.max_tokens,
+            "-" if ended.first is None else f"{ended.first:.3f} s",
+            ended.seconds,
+            extra={"fields": _fields(ended)},
         )
 
     def on_refused(self, reason: str) -> None:
-        super().on_refused(reason)
-        self._log.info("a request was refused: %s", reason)
+        self._log.info("a request was refused: %s", reason, extra={"fields": {"refused": reason}})
+
+    def text(self) -> bytes:
+        return b""
+
+
+def _fields(ended: Ended) -> dict[str, Any]:
+    return {
+        "id": ended.id,
+        "request_id": ended.origin.request_id or None,
+        "choice": ended.choice,
+        "finish_reason": ended.reason,
+        "prompt_tokens": ended.prompt,
+        "cached_tokens": ended.cached,
+        "completion_tokens": ended.tokens,
+        "first_token_seconds": ended.first,
+        "seconds": ended.seconds,
+    }
 
 
 async def log_stats(stats: Callable[[], Mapping[str, Any]], log: logging.Logger, every: float = EVERY) -> None:

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 
 from quire.observe.histogram import Histogram
+from quire.values import Ended
 
 # vLLM's bounds, with finer ones below: its dashboards go on working, and small models can be told apart.
 _ITL: tuple[float, ...] = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.015, 0.02)
@@ -55,28 +56,17 @@ class RimMetrics(Collector):
         for _ in range(tokens):
             self._gap.observe(each)
 
-    def on_end(
-        self,
-        reason: str,
-        *,
-        choice: int,
-        n: int,
-        prompt: int,
-        cached: int,
-        tokens: int,
-        max_tokens: int,
-        first: float | None,
-        seconds: float,
-    ) -> None:
+    def on_end(self, ended: Ended) -> None:
         histograms = self._histograms
-        self._ended[reason] = self._ended.get(reason, 0) + 1
-        histograms["vllm:e2e_request_latency_seconds"].observe(seconds)
-        histograms["vllm:request_max_num_generation_tokens"].observe(tokens)
-        if choice == 0:
-            histograms["vllm:request_params_n"].observe(n)
-            histograms["vllm:request_params_max_tokens"].observe(max_tokens)
-        if first is not None and tokens > 1:
-            histograms["vllm:request_time_per_output_token_seconds"].observe((seconds - first) / (tokens - 1))
+        self._ended[ended.reason] = self._ended.get(ended.reason, 0) + 1
+        histograms["vllm:e2e_request_latency_seconds"].observe(ended.seconds)
+        histograms["vllm:request_max_num_generation_tokens"].observe(ended.tokens)
+        if ended.choice == 0:
+            histograms["vllm:request_params_n"].observe(ended.sampling.n)
+            histograms["vllm:request_params_max_tokens"].observe(ended.max_tokens)
+        if ended.first is not None and ended.tokens > 1:
+            mean = (ended.seconds - ended.first) / (ended.tokens - 1)
+            histograms["vllm:request_time_per_output_token_seconds"].observe(mean)
 
     def on_refused(self, reason: str) -> None:
         self._refused[reason] = self._refused.get(reason, 0) + 1

@@ -21,8 +21,8 @@ from quire.errors import InvalidRequest, QuireError, Unavailable
 from quire.server import answers, calls, faults, openapi, prompts, schemas
 from quire.server.calls import Job
 from quire.server.desk import Desk, NoDesk
-from quire.server.doors import DOORS, Door, counted, gather
-from quire.server.limits import Guard, Keys, Limits, deadline, read_body
+from quire.server.doors import DOORS, Door, came, counted, gather
+from quire.server.limits import Guard, Keys, Limits, deadline, origin, read_body
 from quire.server.messages import CountRequest
 from quire.server.page import Blank, Page, View
 from quire.server.rates import Rates
@@ -47,7 +47,7 @@ class Api:
     async def generation(self, door: Door, request: Request) -> Response | EventStream[Delta]:
         """Any of DOORS."""
         asked = await self._read(request, door.asks)
-        job = await door.job(asked, self._backend, self._limits)
+        job = came(await door.job(asked, self._backend, self._limits), origin(request.scope))
         if job.stream:
             said = self._said(job, request)
             chunks = door.chunks(asked, job, self._backend.token_text)
@@ -61,7 +61,8 @@ class Api:
 
     async def generate(self, request: Request) -> Response:
         began = time.perf_counter()
-        job = await calls.generate(await self._read(request, schemas.GenerateRequest), self._backend, self._limits)
+        asked = await self._read(request, schemas.GenerateRequest)
+        job = came(await calls.generate(asked, self._backend, self._limits), origin(request.scope))
         made = await unless_gone(request.receive, gather(job, self._said(job, request), self._backend.token_text))
         return gone_or_json(made and answers.generated(job, made[0][0], time.perf_counter() - began))
 

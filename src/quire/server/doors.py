@@ -21,7 +21,7 @@ from quire.server.logprobs import TokenText
 from quire.server.messages_stream import MessageChunks
 from quire.server.responses_stream import ResponseBuilder, ResponseChunks, whole
 from quire.server.stream import deltas
-from quire.values import IDLE
+from quire.values import IDLE, Origin
 
 
 class Door(NamedTuple):
@@ -61,6 +61,11 @@ async def _responses(asked: stateless.ResponsesRequest, backend: Backend, limits
 def behind(job: Job, priority: int) -> Job:
     """The same job at another priority."""
     return replace(job, calls=[replace(call, priority=priority) for call in job.calls])
+
+
+def came(job: Job, origin: Origin) -> Job:
+    """The same job, and where it came from."""
+    return replace(job, calls=[replace(call, origin=origin) for call in job.calls])
 
 
 DOORS: Mapping[str, Door] = MappingProxyType(

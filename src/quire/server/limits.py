@@ -19,6 +19,7 @@ from quire.config.settings import ServerConfig
 from quire.errors import InvalidRequest, Overloaded, TooLarge, Unauthorized
 from quire.server import faults
 from quire.server.rates import Rates
+from quire.values import Origin
 
 OPEN = frozenset({"/health", "/health/live", "/health/ready"})
 """Paths that need no key, so that whoever restarts servers needs none."""
@@ -220,6 +221,12 @@ def deadline(headers: Mapping[str, str]) -> float | None:
         raise InvalidRequest(
             "the header X-Request-Timeout must be a number of seconds", param="x-request-timeout"
         ) from None
+
+
+def origin(scope: Scope) -> Origin:
+    """Where a request came from, as the Guard let it in."""
+    headers = Headers(scope=scope)
+    return Origin(scope.get("request_id", ""), headers.get("traceparent", ""), headers.get("tracestate", ""))
 
 
 def request_id(headers: Mapping[str, str]) -> str:

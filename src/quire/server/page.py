@@ -31,7 +31,7 @@ LASTS = 12 * 3600
 MOST_SESSIONS = 1024
 
 _SILENCE = 15.0
-"""Seconds after which a comment shows that the stream lives."""
+"""Seconds after which somebody who has nothing to see is told so."""
 _PATIENCE = 0.2
 """Seconds that a first frame may take; then the stream begins without one."""
 _FOLDER = Path(__file__).parent / "static"
@@ -54,7 +54,7 @@ class View(Protocol):
     """What there is to see."""
 
     def watch(self) -> AsyncGenerator[bytes, None]:
-        """Frames of JSON as they come. Raises Overloaded when too many watch."""
+        """Frames of JSON as they come, and an empty one after a silence. Raises Overloaded when too many watch."""
 
     async def explain(self, id: str) -> bytes:
         """What happened to an answer as JSON, `null` if it is not known; a line for each known, if `id` is empty."""
@@ -65,8 +65,8 @@ class Blank:
 
     async def watch(self) -> AsyncGenerator[bytes, None]:
         while True:
-            await asyncio.sleep(3600)
-            yield b"{}"
+            await asyncio.sleep(_SILENCE)
+            yield b""
 
     async def explain(self, id: str) -> bytes:
         return b"null"
@@ -239,22 +239,23 @@ class Frames:
 
     async def _pump(self, send: Send) -> None:
         async with aclosing(self._view.watch()) as frames:
-            coming = asyncio.ensure_future(anext(frames))
+            first = asyncio.ensure_future(anext(frames))
             try:
-                await asyncio.wait((coming,), timeout=_PATIENCE)
-                if coming.done():
-                    coming.result()  # a refusal has a status of its own
+                await asyncio.wait((first,), timeout=_PATIENCE)
+                if first.done():
+                    first.result()  # a refusal has a status of its own
                 await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
                 await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
-                while True:
-                    done, _ = await asyncio.wait((coming,), timeout=_SILENCE)
-                    data = event(coming.result()) if done else KEEP_ALIVE
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-                    if done:
-                        coming = asyncio.ensure_future(anext(frames))
+                await self._send(send, await first)
             finally:
-                coming.cancel()
-                await asyncio.gather(coming, return_exceptions=True)
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
+            async for frame in frames:
+                await self._send(send, frame)
+
+    async def _send(self, send: Send, frame: bytes) -> None:
+        data = event(frame) if frame else KEEP_ALIVE
+        await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 def _json(value: object) -> Response:

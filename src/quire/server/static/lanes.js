@@ -3,7 +3,7 @@
 import { colour, element, fit, owner, some } from "./draw.js";
 
 const ROW = 22;
-const MOST = { running: 64, waiting: 24, finished: 40 };
+const MOST = { running: 64, waiting: 10, finished: 40 };
 
 export class Lanes {
   /** pick(number) is called for the request that somebody chose. */

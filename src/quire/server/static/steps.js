@@ -63,7 +63,7 @@ export class Steps {
   }
 
   columns(to, width, height, view) {
-    const most = round(Math.max(...this.shown.map((step) => step.took), 0.001));
+    const most = scale(this.shown.map((step) => step.took));
     to.font = "11px system-ui, sans-serif";
     for (const share of [1, 0.5]) {
       const y = Math.round(height - share * (height - 10));
@@ -74,7 +74,7 @@ export class Steps {
     }
     this.shown.forEach((step, i) => {
       const left = width - (this.shown.length - i) * WIDE;
-      const high = (step.took / most) * (height - 10);
+      const high = Math.min(1, step.took / most) * (height - 10);
       let y = height;
       for (const what of KINDS) {
         if (!step[what]) continue;
@@ -82,6 +82,10 @@ export class Steps {
         to.fillStyle = colour(what);
         to.fillRect(left + 1, y - part, WIDE - 2, part);
         y -= part;
+      }
+      if (step.took > most) {
+        to.fillStyle = colour("bad");
+        to.fillRect(left + 1, y - 4, WIDE - 2, 3);
       }
       if (view.chosen !== null && step.spans.some(([number]) => number === view.chosen)) {
         to.fillStyle = colour("accent");
@@ -143,6 +147,13 @@ export class Steps {
     this.box.setAttribute("aria-valuenow", step.number);
     this.box.setAttribute("aria-valuetext", `Step ${step.number}: ${says}`);
   }
+}
+
+/** What the full height stands for: the slowest step, unless a few are so slow that the others could not be seen. */
+function scale(durations) {
+  const sorted = durations.toSorted((a, b) => a - b);
+  const usual = sorted[Math.floor(0.95 * (sorted.length - 1))] ?? 0;
+  return round(Math.max(0.001, Math.min(sorted.at(-1) ?? 0, 2 * usual)));
 }
 
 /** The next of 1, 2, 5, 10, ... ms above. */

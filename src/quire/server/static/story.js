@@ -129,7 +129,7 @@ function phases(seconds) {
   const words = element("p", { class: "told" });
   for (const name of parts) {
     const part = element("div", { class: name });
-    part.style.flexGrow = String(seconds[name]);
+    part.style.flexGrow = String((100 * seconds[name]) / (seconds.total || 1));
     bar.append(part);
     words.append(element("span", {}, `${name} `, element("b", { text: time(seconds[name]) })));
   }
