@@ -12,7 +12,7 @@ from quire.backends.native import NativeBackend
 from quire.errors import DeadlineExceeded, InvalidRequest, Overloaded, QuireError, StepFailed, Unavailable
 from quire.text.chat import ChatTemplate
 from quire.text.tokenizer import Tokenizer
-from quire.values import SamplingParams, Tokens
+from quire.values import Ended, SamplingParams, Tokens
 from tests.backends.ports import FakePort
 from tests.text.vocabulary import CHATML, byte_level
 
@@ -26,7 +26,7 @@ class Watching:
     """Keeps what the rim tells."""
 
     def __init__(self) -> None:
-        self.ends: list[dict[str, Any]] = []
+        self.ends: list[Ended] = []
         self.firsts = self.gaps = self.surplus = 0
         self.refused: list[str] = []
 
@@ -37,8 +37,8 @@ class Watching:
     def on_gap(self, seconds: float, tokens: int) -> None:
         self.gaps += tokens
 
-    def on_end(self, reason: str, **about: Any) -> None:
-        self.ends.append({"reason": reason, **about})
+    def on_end(self, ended: Ended) -> None:
+        self.ends.append(ended)
 
     def on_refused(self, reason: str) -> None:
         self.refused.append(reason)
@@ -89,8 +89,8 @@ async def test_an_answer_comes_as_text_with_its_tokens() -> None:
     assert [d.finish_reason for d in deltas if d.finish_reason] == ["stop"]
     tokens = len(says("a dog and a boat"))
     assert (watching.firsts, watching.gaps) == (1, tokens - 1)
-    assert watching.ends[0]["reason"] == "stop"
-    assert watching.ends[0]["tokens"] == tokens
+    assert watching.ends[0].reason == "stop"
+    assert watching.ends[0].tokens == tokens
 
 
 async def test_many_answers_do_not_mix() -> None:
@@ -141,7 +141,7 @@ async def test_a_reader_that_leaves_ends_its_answers() -> None:
     await first
     await stream.aclose()
     assert sorted(port.aborted) == ["c-0", "c-1"]
-    assert [e["reason"] for e in watching.ends] == ["abort", "abort"]
+    assert [e.reason for e in watching.ends] == ["abort", "abort"]
 
 
 async def test_a_reader_that_is_cancelled_ends_its_answers() -> None:

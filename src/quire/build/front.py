@@ -17,7 +17,7 @@ from quire.backends.base import ModelCard
 from quire.backends.native import NativeBackend
 from quire.backends.observer import Several
 from quire.build.patience import patience
-from quire.build.text import build_text
+from quire.build.text import Text, build_text
 from quire.build.tracing import build_tracing
 from quire.config import OPTIONS, Settings
 from quire.config.access import AccessConfig, check_files
@@ -59,15 +59,7 @@ def serve(settings: Settings, *, child: str = "quire.build.child") -> None:
         port=port,
         tokenizer=text.tokenizer,
         chat=text.template,
-        card=ModelCard(
-            id=name,
-            created=int(time.time()),
-            max_model_len=MANY,
-            root=settings.model.model,
-            defaults=text.defaults,
-            tool_parser=text.tool_parser,
-            reasoning_parser=text.reasoning_parser,
-        ),
+        card=_card(name, settings.model.model, text),
         observer=Several(
             RimMetrics(name), *([LoggedRim(log)] if server.enable_log_requests else []), *tracing.observers
         ),
@@ -107,6 +99,18 @@ def serve(settings: Settings, *, child: str = "quire.build.child") -> None:
     )
     sent = tracing.around(running)
     uvloop.run(sent if server.disable_log_stats else telling(sent, backend.stats, log))
+
+
+def _card(name: str, root: str, text: Text) -> ModelCard:
+    return ModelCard(
+        id=name,
+        created=int(time.time()),
+        max_model_len=MANY,
+        root=root,
+        defaults=text.defaults,
+        tool_parser=text.tool_parser,
+        reasoning_parser=text.reasoning_parser,
+    )
 
 
 def build_keys(settings: Settings) -> Keys:
