@@ -56,6 +56,7 @@ def test_a_server_and_a_quire_in_front_of_it_are_compared_and_everything_is_kept
     ]
     assert all(len(row["parts"][0]["first"]) == 6 and row["failed"] == 0 for row in raw)
     assert raw[2]["inputs"] == raw[3]["inputs"] != raw[0]["inputs"]
+    assert len({row["salt"] for row in raw}) == 4
     assert "stub is ready" in (tmp_path / "through.log").read_text() and (tmp_path / "gpu.json").exists()
 
 

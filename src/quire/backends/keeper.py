@@ -62,12 +62,22 @@ class Others:
 class PrivateServer:
     """The `Keeper` of one process: argv, with `environment` added to ours; what it says is appended to `kept`.
 
+    name: what it is called in our log.
+
     It dies with us (on Linux, however we end), and ends when told to. One that ends before it was ever ready is not
     started again: what is wrong with it is wrong for good.
     """
 
-    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], kept: Path, *, pause: float = _FIRST_PAUSE):
-        self.argv, self.environment, self.kept, self.pause = list(argv), dict(environment), kept, pause
+    def __init__(
+        self,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        kept: Path,
+        *,
+        name: str = "vllm",
+        pause: float = _FIRST_PAUSE,
+    ) -> None:
+        self.argv, self.environment, self.kept, self.name, self.pause = list(argv), dict(environment), kept, name, pause
         self.restarts = 0
         self._process: asyncio.subprocess.Process | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -78,7 +88,7 @@ class PrivateServer:
     async def start(self, on_death: Callable[[str], None]) -> None:
         self._on_death = on_death
         await self._spawn()
-        log.info("%s runs as process %d; its log is %s", self.argv[0], self.pid, self.kept)
+        log.info("%s runs as process %d; its log is %s", self.name, self.pid, self.kept)
         self._watching = asyncio.ensure_future(self._watch())
 
     @property
@@ -95,7 +105,7 @@ class PrivateServer:
         try:
             await asyncio.wait_for(self._process.wait(), _PATIENCE)
         except TimeoutError:
-            log.warning("%s did not end within %g s and is killed", self.argv[0], _PATIENCE)
+            log.warning("%s did not end within %g s and is killed", self.name, _PATIENCE)
         self._signal(signal.SIGKILL)  # its own children too
         await self._process.wait()
 
@@ -133,7 +143,7 @@ class PrivateServer:
             assert process is not None
             code = await process.wait()
             self._signal(signal.SIGKILL)  # children that outlived it hold the device
-            why = f"{self.argv[0]} ended with code {code}"
+            why = f"{self.name} ended with code {code}"
             self._on_death(why)
             for line in self.last_lines():
                 log.error("  | %s", line)

@@ -18,9 +18,20 @@ Part = dict[str, Any]
 
 
 def run(
-    host: str, port: int, model: str, ids: list[list[int]], new: list[int], *, streams: int, processes: int
+    host: str,
+    port: int,
+    model: str,
+    ids: list[list[int]],
+    new: list[int],
+    *,
+    streams: int,
+    processes: int,
+    salt: str = "",
 ) -> list[Part]:
-    """Ask for all of it, `streams` at once, shared out among at most `processes`. new: tokens for each prompt."""
+    """Ask for all of it, `streams` at once, shared out among at most `processes`. new: tokens for each prompt.
+
+    salt: of the prefix cache.
+    """
     workers = min(processes, streams)
     begin = time.time() + 1.0 + 0.25 * workers
     running = []
@@ -33,6 +44,7 @@ def run(
             prompts=ids[i::workers],
             new=new[i::workers],
             begin=begin,
+            salt=salt,
         )
         process = subprocess.Popen(
             [sys.executable, "-m", "quire.bench.load"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

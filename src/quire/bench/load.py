@@ -17,7 +17,10 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class Job:
-    """What one process does: `streams` requests at once until all `prompts` are answered, from wall time `begin` on."""
+    """What one process does: `streams` requests at once until all `prompts` are answered, from wall time `begin` on.
+
+    salt: prompts share no cached prefix with those of another salt; '' sends none.
+    """
 
     host: str
     port: int
@@ -26,6 +29,7 @@ class Job:
     prompts: list[list[int]]
     new: list[int]
     begin: float
+    salt: str = ""
 
 
 @dataclass
@@ -56,6 +60,7 @@ async def stream(job: Job, todo: Iterator[tuple[list[int], int]], tally: Tally) 
                     "ignore_eos": True,
                     "stream": True,
                     "stream_options": {"include_usage": True},
+                    **({"cache_salt": job.salt} if job.salt else {}),
                 }
             ).encode()
             head = f"POST /v1/completions HTTP/1.1\r\nHost: {job.host}\r\nContent-Type: application/json\r\n"

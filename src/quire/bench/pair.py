@@ -49,6 +49,7 @@ class Load:
     new: tuple[int, int]
     seed: int
     processes: int
+    salt: bool
 
     def asked(self, level: int, seed: int) -> tuple[list[list[int]], list[int]]:
         return prompts(self.requests or COUNTS.get(level, 6 * level), self.prompt, self.new, seed=seed)
@@ -68,6 +69,12 @@ class Load:
 @click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Rounds; medians are compared.")
 @click.option("--seed", default=7, show_default=True)
 @click.option("--processes", type=click.IntRange(1), default=2, show_default=True, help="Client processes at most.")
+@click.option(
+    "--salt/--no-salt",
+    default=True,
+    show_default=True,
+    help="Send a cache_salt of its own with each round of each side, so that whoever is second finds nothing cached.",
+)
 @click.option("--gate", default=0.91, show_default=True, help="Least ratio of tokens/s; less ends with code 1.")
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("pair"), show_default=True, help="Results' folder."
@@ -154,9 +161,16 @@ def _in_turn(load: Load, repeat: int, model: str, command: str, rest: Sequence[s
 def _round(load: Load, side: str, url: str, model: str, level: int, number: int, out: Path) -> dict[str, Any]:
     """One round of one side; number -1 warms up. Its raw results are kept."""
     ids, new = load.asked(level, load.seed + number)
-    where = Origin.parse(url)
-    parts = run(where.host, where.port, model, ids, new, streams=level, processes=load.processes)
-    row: dict[str, Any] = {"side": side, "url": url, "concurrency": level, "round": number, "model": model}
+    where, salt = Origin.parse(url), f"{side}-{level}-{number}" if load.salt else ""
+    parts = run(where.host, where.port, model, ids, new, streams=level, processes=load.processes, salt=salt)
+    row: dict[str, Any] = {
+        "side": side,
+        "url": url,
+        "concurrency": level,
+        "round": number,
+        "model": model,
+        "salt": salt,
+    }
     row |= {"inputs": hashlib.sha256(json.dumps([ids, new]).encode()).hexdigest()[:16], "asked": sum(new)}
     row |= figures(parts)
     with (out / "raw.jsonl").open("a") as raw:

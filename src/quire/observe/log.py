@@ -75,13 +75,9 @@ async def log_stats(stats: Callable[[], Mapping[str, Any]], log: logging.Logger,
         now = stats()
         fresh, made = now.get("generated_tokens", 0) - made, now.get("generated_tokens", 0)
         if fresh > 0:
-            log.info(
-                "%.1f tokens/s, %d running, %d waiting, %.1f %% of KV blocks used",
-                fresh / every,
-                now.get("active_requests", 0),
-                now.get("waiting_requests", 0),
-                100 * now.get("cache", {}).get("utilization", 0.0),
-            )
+            running, waiting, cache = now.get("active_requests", 0), now.get("waiting_requests", 0), now.get("cache")
+            blocks = f", {100 * cache['utilization']:.1f} % of KV blocks used" if cache else ""
+            log.info("%.1f tokens/s, %d running, %d waiting%s", fresh / every, running, waiting, blocks)
 
 
 async def telling(
