@@ -106,3 +106,16 @@ def test_every_family_comes_in_shapes_that_leave_no_way_out(tmp_path: Path) -> N
         ratios = {spec.heads // spec.kv_heads for spec in specs}
         assert ratios == {1} if name == "GPT2LMHeadModel" else len(ratios) >= 2, name
         assert len({spec.head_dim for spec in specs}) >= 2, name
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_wanted_alone_is_what_it_is_among_all(shape: str, tmp_path: Path) -> None:
+    make(tmp_path, shape)
+    model = load.load_model(tmp_path, dtype="float32")
+    found = []
+    for wanted in (None, torch.tensor([69, 3, 71], dtype=torch.int32)):
+        feeder = Feeder(model, page_size=16)
+        batch = feeder.pages.batch([(0, 0, list(range(70))), (1, 0, [5, 6])])
+        with torch.inference_mode():
+            found.append(model.forward(replace(batch, wanted=wanted), feeder.kv)[[69, 3, 71]])
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)

@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.layers.basic import RMSNorm
 from quire.layers.linear import Columns, Rows
 from quire.ops.base import Angles, Ops
-from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.ragged import LayerKV, RaggedBatch, chosen
 from quire.values import MANY
 
 
@@ -37,8 +37,11 @@ class Attention:
         self.qkv, self.out, self.heads, self.ops = qkv, out, heads, ops
         self.norms = norms and (norms[0].settings, norms[1].settings)
 
-    def __call__(self, x: Tensor, turn: Angles, batch: RaggedBatch, kv: LayerKV) -> Tensor:
-        """x [T, hidden], turn as `Rotary` makes it -> [T, hidden]."""
+    def __call__(
+        self, x: Tensor, turn: Angles, batch: RaggedBatch, kv: LayerKV, wanted: Tensor | None = None
+    ) -> Tensor:
+        """x [T, hidden], turn as `Rotary` makes it -> [T, hidden], or those of `wanted`."""
         h = self.heads
         q = self.ops.turn_and_write(self.qkv(x), h.count, kv, batch, turn, self.norms)
-        return self.out(self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap).flatten(1))
+        mixed = self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap).flatten(1)
+        return self.out(chosen(mixed, wanted))

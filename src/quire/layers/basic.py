@@ -29,9 +29,9 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual)."""
-        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+    def add(self, x: Tensor, residual: Tensor, before: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
+        """(norm of x + residual, x + residual), x normed by `before` first."""
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps, before.settings if before else None)
 
 
 class LayerNorm:

@@ -23,7 +23,10 @@ class Model(Protocol):
         """Of activations, and of K/V unless told otherwise."""
 
     def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
-        """Feed the batch -> hidden states [T, hidden], final norm on. Writes K/V into its slots, a LayerKV a layer."""
+        """Feed the batch -> hidden states [T, hidden], final norm on; where it says so only those `wanted`.
+
+        Writes K/V into its slots, a LayerKV a layer.
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Chosen hidden states [R, hidden] -> [R, V] float32."""

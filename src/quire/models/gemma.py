@@ -18,7 +18,7 @@ from quire.layers.basic import RMSNorm, Scaled
 from quire.layers.build import Build
 from quire.models.spec import FULL, SLIDING, Config, ModelSpec, read_decoder, read_locals, read_rope
 from quire.ops.base import Angles
-from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.ragged import LayerKV, RaggedBatch, chosen
 from quire.values import MANY
 
 VISION = ("vision_tower.*", "multi_modal_projector.*", "vision_model.*", "embed_vision.*")
@@ -54,13 +54,21 @@ class Block:
         self.after_mlp = norm("post_feedforward_layernorm")
 
     def __call__(
-        self, x: Tensor, residual: Tensor, turn: Angles, batch: RaggedBatch, kv: LayerKV
+        self,
+        x: Tensor,
+        residual: Tensor,
+        after: RMSNorm | None,
+        turn: Angles,
+        batch: RaggedBatch,
+        kv: LayerKV,
+        wanted: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """What the layer before added, and the stream without it -> the same after this layer. All [T, hidden]."""
-        x, residual = self.before_attention.add(x, residual)
-        x = self.after_attention(self.attention(x, turn, batch, kv))
-        x, residual = self.before_mlp.add(x, residual)
-        return self.after_mlp(self.mlp(x)), residual
+        """What the layer before makes, `after` still to be normed and added, and the stream without it -> the same of
+        this layer. All [T, hidden], or of `wanted` alone."""
+        x, residual = self.before_attention.add(x, residual, after)
+        x = self.attention(x, turn, batch, kv, wanted)
+        x, residual = self.before_mlp.add(x, chosen(residual, wanted), self.after_attention)
+        return self.mlp(x), residual
 
 
 class Gemma:
@@ -84,9 +92,12 @@ class Gemma:
         turns = {rope: turn(batch.positions) for rope, turn in self.turns.items()}
         residual = self.embedding(batch.tokens)
         x = residual.new_zeros(residual.shape)
+        after: RMSNorm | None = None
         for block, rope, cache in zip(self.blocks, self.spec.ropes, kv, strict=True):
-            x, residual = block(x, residual, turns[rope], batch, cache)
-        return self.norm.add(x, residual)[0]
+            wanted = batch.wanted if block is self.blocks[-1] else None
+            x, residual = block(x, residual, after, turns[rope], batch, cache, wanted)
+            after = block.after_mlp
+        return batch.placed(self.norm.add(x, residual, after)[0])
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)

@@ -11,7 +11,8 @@ from quire.layers.attention import Heads
 from quire.layers.build import Build
 from quire.layers.rope import STILL
 from quire.models.spec import Config, ModelSpec, read_stop
-from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.base import Angles
+from quire.ops.ragged import LayerKV, RaggedBatch, chosen
 from quire.values import MANY
 
 
@@ -32,9 +33,9 @@ class Block:
         self.before_mlp = build.layer_norm("ln_2", spec.hidden, spec.norm_eps)
         self.mlp = build.at("mlp").mlp("c_fc", "c_proj", spec.hidden, spec.mlp, spec.activation, transposed=True)
 
-    def __call__(self, x: Tensor, turn: tuple[Tensor, Tensor], batch: RaggedBatch, kv: LayerKV) -> Tensor:
-        """The residual stream [T, hidden], before and after."""
-        x = x + self.attention(self.before_attention(x), turn, batch, kv)
+    def __call__(self, x: Tensor, turn: Angles, batch: RaggedBatch, kv: LayerKV, wanted: Tensor | None) -> Tensor:
+        """The residual stream [T, hidden], before and after; after it of `wanted` alone."""
+        x = chosen(x, wanted) + self.attention(self.before_attention(x), turn, batch, kv, wanted)
         return x + self.mlp(self.before_mlp(x))
 
 
@@ -88,8 +89,8 @@ class GPT2:
         turn = self.still(batch.positions)
         x = self.embedding(batch.tokens) + self.positions(batch.positions)
         for block, cache in zip(self.blocks, kv, strict=True):
-            x = block(x, turn, batch, cache)
-        return self.norm(x)
+            x = block(x, turn, batch, cache, batch.wanted if block is self.blocks[-1] else None)
+        return batch.placed(self.norm(x))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)

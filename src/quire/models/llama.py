@@ -9,7 +9,8 @@ from torch import Tensor
 from quire.layers.attention import Heads
 from quire.layers.build import Build
 from quire.models.spec import Config, ModelSpec, read_decoder
-from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.base import Angles
+from quire.ops.ragged import LayerKV, RaggedBatch, chosen
 
 Mix = Callable[[Tensor], Tensor]
 """[T, hidden] -> [T, hidden]: an MLP, or experts."""
@@ -37,12 +38,13 @@ class Block:
         self.mlp = mlp
 
     def __call__(
-        self, x: Tensor, residual: Tensor, turn: tuple[Tensor, Tensor], batch: RaggedBatch, kv: LayerKV
+        self, x: Tensor, residual: Tensor, turn: Angles, batch: RaggedBatch, kv: LayerKV, wanted: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """What the layer before added, and the stream without it -> the same after this layer. All [T, hidden]."""
+        """What the layer before added, and the stream without it -> the same after this layer. All [T, hidden], or of
+        `wanted` alone."""
         x, residual = self.before_attention.add(x, residual)
-        x = self.attention(x, turn, batch, kv)
-        x, residual = self.before_mlp.add(x, residual)
+        x = self.attention(x, turn, batch, kv, wanted)
+        x, residual = self.before_mlp.add(x, chosen(residual, wanted))
         return self.mlp(x), residual
 
 
@@ -75,8 +77,8 @@ class Llama:
         residual = self.embedding(batch.tokens)
         x = residual.new_zeros(residual.shape)
         for block, cache in zip(self.blocks, kv, strict=True):
-            x, residual = block(x, residual, turn, batch, cache)
-        return self.norm.add(x, residual)[0]
+            x, residual = block(x, residual, turn, batch, cache, batch.wanted if block is self.blocks[-1] else None)
+        return batch.placed(self.norm.add(x, residual)[0])
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)

@@ -19,8 +19,11 @@ Angles = tuple[Tensor, Tensor]
 Gate = Literal["", "silu", "gelu"]
 """What a product's first half does to its second: nothing (it is all one), or as `silu_mul` and `gelu_mul` say."""
 
-Norms = tuple[tuple[Tensor, float], tuple[Tensor, float]]
-"""(weight [D], eps) of the RMS norms of q and of k."""
+Norm = tuple[Tensor, float]
+"""(weight, eps) of an RMS norm."""
+
+Norms = tuple[Norm, Norm]
+"""Those of q and of k, over D."""
 
 
 class Ops(Protocol):
@@ -81,8 +84,10 @@ class Ops(Protocol):
         The weight may be float32 whatever x is (Gemma's 1 + w, which would not survive rounding).
         """
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(rms_norm of the sum, the sum). `residual` may be overwritten by the sum."""
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, before: Norm | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(rms_norm of the sum, the sum). `residual` may be overwritten by the sum. before: x is normed so first."""
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension."""

@@ -76,6 +76,7 @@ class Paged(RaggedBatch):
             page_size=size,
             max_query=batch.max_query,
             max_kv=batch.max_kv,
+            wanted=batch.wanted,
             groups=tuple(group(batch, spans, counts[spans[0]], starts, lengths) for spans in together.values()),
             begun=table[at[:, 0], at[:, 1]].long(),
         )

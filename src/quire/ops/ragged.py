@@ -20,6 +20,8 @@ class RaggedBatch:
     kv_len [S] int32: tokens span s attends to, this step's included; its queries are the last of them (causal).
     page_table [S, P] int32: page of positions p*B:(p+1)*B; past the end, page 0 (SPARE).
     max_query, max_kv: bounds known to the host, for launch shapes only: kernels loop to kv_len.
+    wanted [R] int32: the tokens whose hidden states somebody asks for, None for all. Whatever stands behind the last
+    attention is done for them alone, see `chosen` and `placed`.
     """
 
     tokens: torch.Tensor
@@ -31,6 +33,19 @@ class RaggedBatch:
     page_size: int
     max_query: int
     max_kv: int
+    wanted: torch.Tensor | None = field(default=None, kw_only=True)
+
+    def placed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, n] of what is wanted, each at its token's place -> [T, n], anything elsewhere."""
+        if self.wanted is None:
+            return hidden
+        whole = hidden.new_empty(len(self.positions), hidden.shape[1])
+        return whole.index_copy_(0, self.wanted.long(), hidden)
+
+
+def chosen(x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
+    """Rows of x [T, n]."""
+    return x if wanted is None else x.index_select(0, wanted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import Angles, Gate, Norms
+from quire.ops.base import Angles, Gate, Norm, Norms
 from quire.ops.grouped import grouped_linear
 from quire.ops.paging import FEW, Group, Paged
 from quire.ops.quantised import Restoring
@@ -38,8 +38,10 @@ class ReferenceOps(Restoring):
             return torch.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
         return torch.rms_norm(x, weight.shape, weight, eps)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total = residual.add_(x)
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, before: Norm | None = None
+    ) -> tuple[Tensor, Tensor]:
+        total = residual.add_(self.rms_norm(x, *before) if before else x)
         return self.rms_norm(total, weight, eps), total
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

@@ -225,7 +225,7 @@ class AheadRunner:
             self.steps.scatter(self.arena.data, *parcel)
         step.here = bool(plan.masked or shape.scored or self.asked & ~self.steps.offers)
         if shape.scored:
-            step.hidden = self._body(key)
+            step.hidden = self._body(key, every=True)
         else:
             self._run(key)
         picks = len(shape.picked)
@@ -260,9 +260,12 @@ class AheadRunner:
         else:
             self.queue.run(key, lambda: self.proposer.run(key, self.desk))
 
-    def _body(self, key: Key) -> Tensor:
+    def _body(self, key: Key, *, every: bool = False) -> Tensor:
+        """Hidden states of the key's step: those that are picked, or every one."""
         tokens, spans, most = key[:3]
-        whole = self.batch
+        whole, arena = self.batch, self.arena
+        picks = min(tokens, padding(spans * (1 + arena.drafts)))
+        wanted = None if every or picks >= tokens else arena.step.picked[:picks].clamp(max=tokens - 1)
         batch = RaggedBatch(
             tokens=whole.tokens[:tokens],
             positions=whole.positions[:tokens],
@@ -273,13 +276,12 @@ class AheadRunner:
             page_size=whole.page_size,
             max_query=most,
             max_kv=whole.max_kv,
+            wanted=wanted,
         )
-        arena = self.arena
         self.steps.stage(arena, arena.step, batch, self.rows.max_model_len)
         hidden = self.model.forward(batch, self.kv)
         if self.picked is None:
             self.picked = hidden.new_zeros(arena.picks, hidden.shape[1])
-        picks = min(tokens, padding(spans * (1 + arena.drafts)))
         self.steps.settle(arena, arena.step, spans, hidden, self.picked[:picks])
         return hidden
 

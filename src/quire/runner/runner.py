@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -116,7 +117,10 @@ class Runner:
     def _feed(self, step: Step) -> None:
         rows = self.rows
         shape = step.shape = rows.fold(step.plan)
-        hidden = self.model.forward(ragged(rows, shape, self.device), self.kv)
+        batch = ragged(rows, shape, self.device)
+        if not shape.scored and 0 < len(shape.picked) < len(batch.tokens):
+            batch = replace(batch, wanted=torch.from_numpy(shape.picked.astype(np.int32)).to(self.device))
+        hidden = self.model.forward(batch, self.kv)
         for s in shape.scored:
             step.scores[s] = score_prompt(self.model, rows, shape, s, hidden, self.sampler.vocab_size)
         if len(shape.picked) == 0:

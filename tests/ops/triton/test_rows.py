@@ -29,6 +29,10 @@ def test_norms(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> 
     got, total = OPS.add_rms_norm(x, residual, weight, 0.1)
     torch.testing.assert_close(total, stream)
     torch.testing.assert_close(got, want, **close)
+    want, stream = REFERENCE.add_rms_norm(x, residual.clone(), weight, 0.1, (bias, 0.2))
+    got, total = OPS.add_rms_norm(x, residual, weight, 0.1, (bias, 0.2))
+    torch.testing.assert_close(total, stream, **close)
+    torch.testing.assert_close(got, want, **close)
 
 
 @DTYPES

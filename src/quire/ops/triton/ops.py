@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import Angles, Gate, Norms
+from quire.ops.base import Angles, Gate, Norm, Norms
 from quire.ops.float8 import E4M3
 from quire.ops.grouped import grouped_linear
 from quire.ops.quantised import Restoring
@@ -83,8 +83,10 @@ class TritonOps(Restoring):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rows.rms_norm(x, weight, eps, self.card)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return rows.rms_norm(x, weight, eps, self.card, residual), residual
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, before: Norm | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return rows.rms_norm(x, weight, eps, self.card, residual, before), residual
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return rows.layer_norm(x, weight, bias, eps, self.card)

@@ -7,21 +7,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.base import Norm
 from quire.ops.triton.launch import Card, block, release, wait
 
 
 @triton.jit
 def rms_kernel(
-    x, residual, weight, out, columns, eps, ADD: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+    x, residual, weight, before, out, columns, eps, before_eps,
+    ADD: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row a program. With ADD the sum is rounded, stored over `residual`, then normed."""
+    """One row a program. With ADD the sum is rounded, stored over `residual`, then normed; with BEFORE x is normed and
+    rounded first."""
     at = tl.arange(0, BLOCK)
     inside = at < columns
     scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     place = tl.program_id(0).to(tl.int64) * columns + at
+    first = scale
+    if BEFORE:
+        first = tl.load(before + at, mask=inside, other=0.0).to(tl.float32)
     wait(DEPENDENT)
     release(DEPENDENT)
     value = tl.load(x + place, mask=inside, other=0.0)
+    if BEFORE:
+        wide = value.to(tl.float32)
+        value = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / columns + before_eps) * first).to(value.dtype)
     if ADD:
         total = value.to(tl.float32) + tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
         value = total.to(value.dtype)
@@ -87,16 +96,19 @@ def warps(size: int) -> int:
     return min(16, max(1, size // 512))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, card: Card, residual: Tensor | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, card: Card, residual: Tensor | None = None, before: Norm | None = None
+) -> Tensor:
     """See `Ops.rms_norm`; with `residual`, `Ops.add_rms_norm`, the sum left in `residual`."""
     x = x.contiguous()
     columns = weight.numel()
     size = block(columns)
     out = torch.empty_like(x)
-    add = residual is not None
+    first, first_eps = before or (weight, eps)
     rms_kernel[(x.numel() // columns,)](
-        *(x, residual if add else x, weight, out, columns, eps),
-        ADD=add, BLOCK=size, DEPENDENT=card.dependent, num_warps=warps(size), **card.options,
+        *(x, x if residual is None else residual, weight, first, out, columns, eps, first_eps),
+        ADD=residual is not None, BEFORE=before is not None, BLOCK=size, DEPENDENT=card.dependent,
+        num_warps=warps(size), **card.options,
     )  # fmt: skip
     return out
 

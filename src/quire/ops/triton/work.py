@@ -130,6 +130,7 @@ class Planned(RaggedBatch):
             page_size=batch.page_size,
             max_query=batch.max_query,
             max_kv=batch.max_kv,
+            wanted=batch.wanted,
         )
 
     def work(self, tiling: Tiling, groups: int) -> tuple[Work, bool]:
