@@ -9,7 +9,7 @@ from typing import Any
 from tests.contract.wire import ask
 
 ANIMALS = ("dog", "cat", "bird", "fox")
-_VARIES = re.compile(rb'"(?:id":"[a-z]+-[0-9a-f]+|created":\d+)')
+_VARIES = re.compile(rb'"(?:id":"[a-z]+-[0-9a-f]+|created":\d+)|: keep-alive\n\n')
 
 
 def normal(i: int, tokens: int = 64) -> tuple[str, dict[str, Any]]:

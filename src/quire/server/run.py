@@ -29,6 +29,9 @@ _M_MMAP_THRESHOLD = -3
 _LARGE = 256 << 10
 """Bytes."""
 
+_UNREAD = 128 << 10
+"""Bytes of an answer that the system holds for a slow reader: some seconds of the fastest stream."""
+
 _LAST_BYTES = 5
 """Seconds that drained answers may take to reach slow readers."""
 
@@ -40,6 +43,7 @@ def listen(host: str, port: int) -> socket.socket:
         with ExitStack() as undo:
             sock = undo.enter_context(socket.socket(family, kind, proto))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD)
             sock.bind(address)
             undo.pop_all()
     except OSError as error:

@@ -1,0 +1,22 @@
+"""Hours of everything at once leave memory, descriptors, threads and pages as they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.contract.soak import OPTIONS, soak, told
+from tests.live import serving
+
+
+@pytest.mark.parametrize(
+    ("seconds", "share"), [(12, 0.1), pytest.param(3600, 0.05, marks=pytest.mark.nightly)], ids=["short", "an hour"]
+)
+def test_a_soak_leaves_all_as_it_was(tmp_path: Path, seconds: float, share: float) -> None:
+    with serving(tmp_path, *OPTIONS) as live:
+        figures = soak(live, seconds)
+    assert figures.rounds >= 6
+    assert all(sample.pages == 0 for sample in figures.samples)
+    for name in ("front", "engine", "descriptors", "threads"):
+        assert figures.drift(name) < share, told(figures)
