@@ -155,6 +155,24 @@ async def test_a_reader_that_is_cancelled_ends_its_answers() -> None:
     assert port.aborted == ["c-0"]
 
 
+async def test_what_a_reader_does_not_read_is_bounded() -> None:
+    port = FakePort()
+    backend = await rim(port, max_unread=10)
+    async with aclosing(backend.stream(call())) as stream:
+        first = asyncio.ensure_future(anext(stream))
+        await settle()
+        [request] = port.submitted
+        port.say(request, *TOKENIZER.encode("dog"))
+        await first
+        for told in range(20):
+            assert bool(port.aborted) == (told > 10)
+            port.say(request, *TOKENIZER.encode("cat"))
+        rest = [delta async for ready in stream for delta in ready]
+    assert port.aborted == [request.id]
+    assert len(rest) == 12 and rest[-1].finish_reason == "abort"
+    assert "".join(delta.text for delta in rest) == "cat" * 11
+
+
 async def test_a_full_queue_refuses_with_a_time_to_wait() -> None:
     port, watching = FakePort(), Watching()
     backend = await rim(port, watching, max_queued=2)

@@ -71,7 +71,8 @@ class NativeBackend:
     """Answers calls from one engine (the upper door; see base.Backend).
 
     card: its max_model_len and vocab_size are what the checkpoint says until `start`, then what the engine can hold.
-    max_queued: answers that may wait beyond those running. clock: seconds, the engine's clock too.
+    max_queued: answers that may wait beyond those running. max_unread: deltas of a call that may wait for their reader;
+    one more ends the call. clock: seconds, the engine's clock too.
     """
 
     def __init__(
@@ -83,12 +84,13 @@ class NativeBackend:
         chat: ChatTemplate | None = None,
         observer: RimObserver | None = None,
         max_queued: int = 2048,
+        max_unread: int = 1 << 15,
         clock: Callable[[], float] = time.monotonic,
         seeds: Callable[[], int] = _draw,
     ) -> None:
         self._port, self._tokenizer, self._card, self._chat = port, tokenizer, card, chat
         self._observer: RimObserver = Unobserved() if observer is None else observer
-        self._max_queued, self._clock, self._seeds = max_queued, clock, seeds
+        self._max_queued, self._max_unread, self._clock, self._seeds = max_queued, max_unread, clock, seeds
         self._seats: dict[str, tuple[_Live, Answer]] = {}
         self._lives: set[_Live] = set()
         self._left = Departures()
@@ -215,6 +217,7 @@ class NativeBackend:
         """One engine step: each answer gets what it can tell, and each reader is woken once."""
         now, seats, observer = self._clock(), self._seats, self._observer
         over: list[str] = []
+        unread: list[_Live] = []
         for event in batch:
             seat = seats.get(event.id)
             if seat is None:  # it ended here before the engine knew
@@ -240,7 +243,11 @@ class NativeBackend:
                 self._finish(live, one, delta, now)
             else:
                 live.deltas.append(delta)
+                if len(live.deltas) > self._max_unread:
+                    unread.append(live)
             live.wake()
+        for live in unread:
+            self._end(live, "abort")
         if over:
             self._port.abort(over)
 

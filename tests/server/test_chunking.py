@@ -1,0 +1,182 @@
+"""However an answer is cut into steps, its stream says what the whole answer says, at every door."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from quire.values import Request
+from tests.server.doubles import EOS, HI, TOKENIZER, Served, served
+
+TOOL = {"name": "now", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
+CALL = '<tool_call>\n{"name": "now", "arguments": {"a": "€ \\n😀"}}\n</tool_call>'
+PIECES = ("a dog", " ", "\n", "€5 😀", "e\u0301", "<think>", "</think>", CALL, "<tool_call>", "</tool_", "{", '"a": 1')
+
+Told = dict[str, Any]
+
+
+async def begun(server: Served, asked: asyncio.Future[httpx.Response]) -> Request:
+    """What the engine is asked for."""
+    before = len(server.port.submitted)
+    while len(server.port.submitted) == before:
+        await asyncio.sleep(0)
+        assert not asked.done(), asked.result().text
+    return server.port.submitted[-1]
+
+
+async def streamed(server: Served, path: str, body: Told, steps: list[list[int]]) -> str:
+    """The stream of an answer that is made in these steps."""
+    asked = asyncio.ensure_future(server.post(path, **body, stream=True))
+    request = await begun(server, asked)
+    for i, step in enumerate(steps):
+        last: Told = {"finish": "stop", "stop_token": EOS} if i == len(steps) - 1 else {}
+        server.port.say(request, *step, **last)
+        for _ in range(len(step) % 3):  # some steps are heard together
+            await asyncio.sleep(0)
+    response = await asked
+    assert response.status_code == 200, response.text
+    return response.text
+
+
+def data(text: str) -> list[Told]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def completion(chunks: list[Told]) -> Told:
+    choices = [chunk["choices"][0] for chunk in chunks]
+    return {"text": "".join(c["text"] for c in choices), "finish": choices[-1]["finish_reason"]}
+
+
+def completion_whole(answer: Told) -> Told:
+    [choice] = answer["choices"]
+    return {"text": choice["text"], "finish": choice["finish_reason"]}
+
+
+def chat(chunks: list[Told]) -> Told:
+    said: Told = {"content": "", "reasoning": "", "calls": []}
+    for chunk in chunks:
+        [choice] = chunk["choices"]
+        delta = choice["delta"]
+        said["content"] += delta.get("content") or ""
+        said["reasoning"] += delta.get("reasoning") or ""
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                assert call["index"] == len(said["calls"])
+                said["calls"].append([call["function"]["name"], ""])
+            said["calls"][call["index"]][1] += call["function"].get("arguments", "")
+    return {**said, "finish": chunks[-1]["choices"][0]["finish_reason"]}
+
+
+def chat_whole(answer: Told) -> Told:
+    [choice] = answer["choices"]
+    message = choice["message"]
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or ()]
+    return {
+        "content": message["content"] or "",
+        "reasoning": message.get("reasoning") or "",
+        "calls": calls,
+        "finish": choice["finish_reason"],
+    }
+
+
+def responses(events: list[Told]) -> Told:
+    said: Told = {"text": "", "reasoning": "", "calls": {}}
+    for event in events:
+        kind = event["type"]
+        if kind == "response.output_text.delta":
+            said["text"] += event["delta"]
+        elif kind.startswith("response.reasoning") and kind.endswith(".delta"):
+            said["reasoning"] += event["delta"]
+        elif kind == "response.function_call_arguments.delta":
+            said["calls"][event["output_index"]] = said["calls"].get(event["output_index"], "") + event["delta"]
+    assert responses_whole(events[-1]["response"]) == {**said, "calls": list(said["calls"].values())}
+    return {**said, "calls": list(said["calls"].values())}
+
+
+def responses_whole(answer: Told) -> Told:
+    said: Told = {"text": "", "reasoning": "", "calls": []}
+    for item in answer["output"]:
+        if item["type"] == "message":
+            said["text"] += "".join(part["text"] for part in item["content"])
+        elif item["type"] == "function_call":
+            said["calls"].append(item["arguments"])
+        else:
+            said["reasoning"] += "".join(part["text"] for part in item.get("content") or item["summary"])
+    return said
+
+
+def messages(events: list[Told]) -> Told:
+    said: Told = {"text": "", "thinking": "", "calls": {}}
+    for event in events:
+        if event["type"] == "content_block_delta":
+            delta = event["delta"]
+            if delta["type"] == "input_json_delta":
+                said["calls"][event["index"]] = said["calls"].get(event["index"], "") + delta["partial_json"]
+            elif delta["type"] in ("text_delta", "thinking_delta"):
+                kind = delta["type"].removesuffix("_delta")
+                said[kind] += delta[kind]
+    return {**said, "calls": [json.loads(call or "{}") for call in said["calls"].values()]}
+
+
+def messages_whole(answer: Told) -> Told:
+    said: Told = {"text": "", "thinking": "", "calls": []}
+    for block in answer["content"]:
+        if block["type"] == "tool_use":
+            said["calls"].append(block["input"])
+        else:
+            said[block["type"]] += block[block["type"]]
+    return said
+
+
+FUNCTION = {"type": "function", "function": TOOL}
+DOORS = (
+    ("/v1/completions", {"prompt": "the"}, completion, completion_whole),
+    ("/v1/chat/completions", {"messages": HI, "tools": [FUNCTION]}, chat, chat_whole),
+    ("/v1/responses", {"input": "hi", "tools": [{"type": "function", **TOOL}]}, responses, responses_whole),
+    (
+        "/v1/messages",
+        {
+            "messages": HI,
+            "model": "tiny",
+            "max_tokens": 900,
+            "tools": [{"name": "now", "input_schema": TOOL["parameters"]}],
+        },
+        messages,
+        messages_whole,
+    ),
+)
+
+
+@given(
+    pieces=st.lists(st.sampled_from(PIECES), min_size=1, max_size=5),
+    cuts=st.lists(st.integers(1, 7), max_size=60),
+    thinks=st.booleans(),
+)
+@example(pieces=[CALL, CALL], cuts=[], thinks=False)
+@example(pieces=["<think>", "€5 😀", "</think>", "a dog", CALL], cuts=[3, 1, 2] * 9, thinks=True)
+@settings(max_examples=40, deadline=None)
+def test_however_an_answer_is_cut_its_stream_says_the_whole(pieces: list[str], cuts: list[int], thinks: bool) -> None:
+    tokens = [*TOKENIZER.encode("".join(pieces)), EOS]
+    steps = []
+    while tokens:
+        size = cuts[len(steps)] if len(steps) < len(cuts) else 1
+        steps.append(tokens[:size])
+        tokens = tokens[size:]
+
+    async def story() -> None:
+        about = {"reasoning_parser": "qwen3" if thinks else "none"}
+        async with served(None, room=4000, about=about) as server:
+            for path, body, parts, whole in DOORS:
+                stream = parts(data(await streamed(server, path, body, steps)))
+                at_once = asyncio.ensure_future(server.post(path, **body))
+                everything = [token for step in steps for token in step]
+                server.port.say(await begun(server, at_once), *everything, finish="stop", stop_token=EOS)
+                assert stream == whole((await at_once).json()), path
+
+    asyncio.run(story())
