@@ -139,6 +139,7 @@ def test_the_keyboard_reaches_everything(live: Live, browser: Browser) -> None:
     page = opened.page
     with Crowd(live.url, 4):
         opened.wait("document.querySelectorAll('.rows button').length >= 4")
+        opened.wait("document.querySelectorAll('.one-step button').length >= 1")
         page.locator(".lanes").focus()
         page.keyboard.press("ArrowDown")
         page.keyboard.press("ArrowDown")
@@ -148,8 +149,9 @@ def test_the_keyboard_reaches_everything(live: Live, browser: Browser) -> None:
         page.keyboard.press("ArrowLeft")
         page.wait_for_timeout(300)
         chosen = page.locator(".bars").get_attribute("aria-valuenow")
-        page.wait_for_timeout(300)
+        page.wait_for_timeout(500)
         assert page.locator(".bars").get_attribute("aria-valuenow") == chosen
+        page.keyboard.press("Escape")
         seen = set()
         for _ in range(40):
             page.keyboard.press("Tab")
@@ -161,6 +163,21 @@ def test_the_keyboard_reaches_everything(live: Live, browser: Browser) -> None:
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     assert opened.complaints == []
     opened.close()
+
+
+def test_in_front_of_another_server_there_are_requests_and_chat(live: Live, browser: Browser, tmp_path: Path) -> None:
+    with serving(tmp_path, "--backend", "openai", "--upstream", live.url) as front:
+        opened = Opened(browser, front.url)
+        page = opened.page
+        opened.wait("document.querySelector('#state').dataset.is === 'live'")
+        page.fill("#say", "Tell me a story about a dog.")
+        page.press("#say", "Enter")
+        opened.wait("(document.querySelector('.talk .assistant')?.textContent.length ?? 0) > 5")
+        page.locator(".rows button").first.click()
+        page.get_by_text(f"sent to {live.url}").wait_for()
+        assert not page.locator("#pages").is_visible() and not page.locator("#steps").is_visible()
+        assert opened.complaints == []
+        opened.close()
 
 
 def test_with_keys_a_browser_signs_in_once(browser: Browser, tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ function say(is, text) {
 function introduce({ facts }) {
   const own = `${facts.device}, ${facts.dtype}, ${facts.max_model_len} tokens of context, ${facts.budget} a step`;
   const about = facts.about ?? own;
+  document.body.classList.toggle("elsewhere", !facts.pages);
   const model = find("model");
   if (model.textContent === `${chat.model} ${about}`) return;
   model.replaceChildren(element("b", { text: chat.model }), ` ${about}`);

@@ -29,7 +29,7 @@ export class Figures {
     })) {
       const [value, note] = [element("p", { class: "value" }), element("p", { class: "note" })];
       const canvas = element("canvas", { "aria-hidden": "true" });
-      section.append(element("div", { class: "tile" }, element("h2", { text: title }), value, note, canvas));
+      section.append(element("div", { class: `tile ${name}` }, element("h2", { text: title }), value, note, canvas));
       this.tiles[name] = { value, note, canvas };
     }
   }
@@ -44,7 +44,7 @@ export class Figures {
     const waiting = world.now.waiting ? `${count(world.now.waiting)} waiting${this.head(world)}` : "none waiting";
     const seats = world.facts.seats ? ` of ${count(world.facts.seats)} seats` : "";
     this.set("running", String(world.now.running), seats, waiting);
-    this.line("running", spread((sample) => sample.running), "decode", world.facts.seats);
+    this.line("running", spread((sample) => sample.running), "decode", world.facts.seats || undefined);
     this.blocks(world, spread);
     this.latency("first", world.firsts, view);
     this.latency("gap", world.gaps, view);
@@ -52,7 +52,7 @@ export class Figures {
   }
 
   throughput(view, spread) {
-    const quiet = view.live && view.at - (view.world.steps.at(-1)?.ended ?? 0) > 2;
+    const quiet = view.live && !view.world.now.running && view.at - view.world.at > 2;
     const rate = quiet ? 0 : view.world.rate(view.at);
     this.set("rate", count(rate), " tokens/s", `${count(view.world.now.generated)} made since the start`);
     this.line("rate", spread((sample) => sample.rate), "decode");
@@ -79,8 +79,8 @@ export class Figures {
 
   prefix(view) {
     const { world } = view;
-    const { queried, hit, drafted } = world.now;
-    const [, fed, right] = drafted;
+    const { queried, hit } = world.now;
+    const [, fed, right] = world.now.drafted || [0, 0, 0];
     const note = fed ? `${percent(right / fed)} of ${count(fed)} drafts right` : `${count(hit)} of ${count(queried)}`;
     this.set("prefix", queried ? percent(hit / queried) : "–", "", note);
     this.line("prefix", over(world.samples, view, (sample) => sample.share), "prefill", 1);

@@ -15,10 +15,14 @@ export class Steps {
     this.canvas = section.querySelector("canvas");
     this.detail = section.querySelector(".one-step");
     this.chosen = null;
+    this.held = Infinity;
     this.shown = [];
     this.told = null;
     this.toldAt = 0;
-    this.box.addEventListener("pointerdown", (event) => this.choose(this.shown[this.column(event)] ?? null));
+    this.box.addEventListener("pointerdown", (event) => {
+      const step = this.shown[this.column(event)];
+      this.choose(!step || step.number === this.chosen ? null : step);
+    });
     this.box.addEventListener("keydown", (event) => this.key(event));
     this.detail.addEventListener("click", (event) => {
       const button = event.target.closest("button");
@@ -31,8 +35,10 @@ export class Steps {
     return this.shown.length - 1 - Math.floor((width - event.offsetX) / WIDE);
   }
 
+  /** Look at one step, and hold those around it; at none: follow the latest. */
   choose(step) {
     this.chosen = step?.number ?? null;
+    this.held = step ? this.shown.at(-1).number : Infinity;
     this.told = null;
   }
 
@@ -53,10 +59,10 @@ export class Steps {
     const to = fit(this.canvas, width, height);
     const { steps } = view.world;
     let until = steps.length;
-    while (until > 0 && steps[until - 1].ended > view.at) until -= 1;
+    while (until > 0 && (steps[until - 1].ended > view.at || steps[until - 1].number > this.held)) until -= 1;
     this.shown = steps.slice(Math.max(0, until - Math.floor((width - 44) / WIDE)), until);
     const step = this.shown.find((each) => each.number === this.chosen) ?? this.shown.at(-1);
-    if (this.chosen !== null && step?.number !== this.chosen) this.chosen = null;
+    if (this.chosen !== null && step?.number !== this.chosen) this.choose(null);
     this.columns(to, width, height - FOOT, view);
     this.foot(to, width, height, view);
     this.tell(step, view);
@@ -126,7 +132,8 @@ export class Steps {
     const parts = KINDS.filter((what) => step[what]).map((what) => `${count(step[what])} ${what}`);
     const batch = `${some(step.spans.length, "request")}, ${some(step.fed, "token")}`;
     const says = `${time(step.took)} for ${batch}: ${parts.join(", ")}`;
-    const line = element("p", {}, element("b", { text: `Step ${step.number} ` }), says);
+    const held = this.chosen === null ? "" : ", held:";
+    const line = element("p", {}, element("b", { text: `Step ${step.number}${held} ` }), says);
     const spans = step.spans.map(([number, fed, rows]) => {
       const what = kind(fed, rows);
       const about = `Request ${number}: ${some(fed, "token")}, ${what}`;
