@@ -16,15 +16,21 @@ from quire.core.kv import KV, prefix_index
 from quire.core.scheduler import Scheduler
 from quire.core.speculate import Adaptive, Fixed, Speculation
 from quire.engine.engine import Engine
+from quire.executors.cuda import CudaExecutor
 from quire.executors.local import LocalExecutor
+from quire.llm import LLM
 from quire.models.base import Model
+from quire.runner.arena import Arena
+from quire.runner.device import DeviceSteps, PlainSteps
 from quire.runner.drafter import ModelDrafter
 from quire.runner.drafts import Drafter, NoDrafts
+from quire.runner.graphs import AtOnce
 from quire.runner.memory import allocate, layer_shapes
 from quire.runner.ngram import NgramDrafter, lookup
+from quire.runner.proposers import ModelProposer, NgramProposer, Proposer
 from quire.runner.rows import Ints, Rows
 from quire.text.tokenizer import Tokenizer
-from quire.values import GREEDY, Request, SamplingParams
+from quire.values import GREEDY, Request, SamplingParams, StructuredOutputs
 from quire.weights.load import load_model
 from quire.weights.locate import embedded
 
@@ -138,6 +144,103 @@ def test_the_embedded_draft_is_often_right_about_a_story() -> None:
     while it.has_pending_work:
         it.step()
     assert it.scheduler.drafted.accepted > 0.4 * it.scheduler.drafted.fed
+
+
+def ahead(kind: str, steps: DeviceSteps | None = None) -> Engine:
+    """The executor that runs ahead, drafts for itself and verifies there."""
+    proposer: Proposer = NgramProposer(4, shortest=1)
+    if kind == "model":
+        draft, device = models()[1], torch.device("cpu")
+        kv = allocate(layer_shapes(draft.spec.kv_shapes, torch.float32), pages=PAGES, page_size=SIZE)
+        proposer = ModelProposer(draft, kv, depth=4, rows=ROWS, device=device)
+    executor = CudaExecutor(
+        models()[0],
+        pages=PAGES,
+        page_size=SIZE,
+        rows=ROWS,
+        max_model_len=CONTEXT,
+        tokens=96,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        steps=steps or PlainSteps(),
+        queue=AtOnce(),
+        proposer=proposer,
+    )
+    kv_ = KV(PAGES, SIZE, prefix_index(SIZE, True))
+    return Engine(Scheduler(kv_, rows=ROWS, cap=12, budget=96, chunk=40, speculation=Drawn(4)), executor, depth=1)
+
+
+@pytest.mark.parametrize("kind", ["ngram", "model"])
+@pytest.mark.parametrize("greedy", [False, True])
+def test_answers_are_the_same_where_the_device_drafts(kind: str, greedy: bool) -> None:
+    """Greedy rows are sampled and verified there; the others by the host, from drafts it asks back."""
+    asked = [r for r in requests(48) if not greedy or r.sampling == GREEDY]
+    it = ahead(kind)
+    assert answers(it, asked) == {r.id: plain(48)[r.id] for r in asked}
+    assert it.scheduler.drafted.accepted > 5
+
+
+class OneTooMany(PlainSteps):
+    """A planted bug: the first wrong draft of a chain is accepted, too."""
+
+    def verify(self, arena: Arena, tokens: torch.Tensor) -> None:
+        for c in range(int(arena.step.counts[3])):
+            for i in range(int(arena.chain[c]), int(arena.chain[c + 1]) - 1):
+                draft = arena.history[int(arena.step.pick_row[i]), int(arena.step.pick_at[i])].clone()
+                if tokens[i] != draft:
+                    tokens[i] = draft
+                    break
+        super().verify(arena, tokens)
+
+
+def test_a_planted_draft_too_many_is_caught() -> None:
+    asked = [r for r in requests(48) if r.sampling == GREEDY]
+    assert answers(ahead("model", OneTooMany()), asked) != {r.id: plain(48)[r.id] for r in asked}
+
+
+DRAFTERS = ('{"method": "ngram", "adaptive": false}', '{"method": "draft_model", "adaptive": false}')
+
+
+@cache
+def library(config: str | None) -> LLM:
+    return LLM("embedded", dtype="float32", max_model_len=512, max_num_seqs=8, speculative_config=config)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "pets": {"type": "array", "items": {"enum": ["cat", "dog"]}},
+    },
+    "required": ["name", "pets"],
+    "additionalProperties": False,
+}
+ASKED = (
+    SamplingParams(temperature=0.0, max_tokens=40, structured_outputs=StructuredOutputs(json=SCHEMA)),
+    SamplingParams(
+        temperature=0.9, seed=3, max_tokens=40, structured_outputs=StructuredOutputs(regex="(cat|dog| and )+")
+    ),
+    SamplingParams(temperature=0.8, seed=4, n=3, max_tokens=30, logprobs=2),
+    SamplingParams(temperature=0.0, max_tokens=30, logprobs=1, prompt_logprobs=1),
+    SamplingParams(temperature=1.0, top_p=0.9, seed=5, n=2, max_tokens=30, presence_penalty=0.5),
+)
+
+
+@pytest.mark.parametrize("config", DRAFTERS)
+def test_grammars_choices_and_log_probabilities_are_the_same_with_drafts(config: str) -> None:
+    prompts = ["Once upon a time, Tom had a cat and a dog.", *["The cat and the dog and the cat and the dog"] * 4]
+    want = library(None).generate(prompts, list(ASKED), use_tqdm=False)
+    llm = library(config)
+    got = llm.generate(prompts, list(ASKED), use_tqdm=False)
+    assert llm._engine.scheduler.drafted.accepted > 20
+    for a, b, asked in zip(got, want, ASKED, strict=True):
+        assert [o.token_ids for o in a.outputs] == [o.token_ids for o in b.outputs]
+        assert len(a.outputs) == asked.n
+        for x, y in zip(a.outputs, b.outputs, strict=True):
+            assert (x.finish_reason, x.text) == (y.finish_reason, y.text)
+            for one, other in zip(x.logprobs or (), y.logprobs or (), strict=True):
+                assert (one.token, one.rank) == (other.token, other.rank)
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
 @pytest.mark.nightly

@@ -15,10 +15,13 @@ import torch
 from quire.core.kv import KV, prefix_index
 from quire.core.policy import ADMISSIONS, SHELVES
 from quire.core.scheduler import Scheduler
+from quire.core.speculate import Adaptive, Fixed, depths
 from quire.engine.engine import Engine
 from quire.executors.cuda import CudaExecutor
 from quire.executors.local import LocalExecutor
 from quire.runner.graphs import CudaQueue
+from quire.runner.memory import allocate, layer_shapes
+from quire.runner.proposers import ModelProposer, NgramProposer, NoProposer, Proposer
 from quire.values import MANY, Request, SamplingParams
 from quire.weights.load import load_model
 from tests import checkpoints
@@ -65,13 +68,13 @@ class Subject:
         device = torch.device("cuda")
         self.cpu = load_model(folder, dtype="float32")
         self.gpu = load_model(folder, dtype="float32", device=device, ops=triton_ops.TritonOps(device))
-        self.houses: dict[tuple[int, bool], CudaExecutor] = {}
+        self.houses: dict[tuple[int, bool, str], CudaExecutor] = {}
 
-    def executor(self, page_size: int, *, eager: bool) -> CudaExecutor:
+    def executor(self, page_size: int, *, eager: bool, drafts: str = "none") -> CudaExecutor:
         """Kept, so that what it captured is used again; empty."""
-        if (page_size, eager) not in self.houses:
+        if (page_size, eager, drafts) not in self.houses:
             device = torch.device("cuda")
-            self.houses[page_size, eager] = CudaExecutor(
+            self.houses[page_size, eager, drafts] = CudaExecutor(
                 self.gpu,
                 pages=PAGES,
                 page_size=page_size,
@@ -82,11 +85,22 @@ class Subject:
                 device=device,
                 steps=kernels.TritonSteps(device),
                 queue=CudaQueue(device, 0 if eager else 256),
+                proposer=self.proposer(drafts, page_size),
                 depth=2,
             )
-        found = self.houses[page_size, eager]
+        found = self.houses[page_size, eager, drafts]
         found.reset()
         return found
+
+    def proposer(self, kind: str, page_size: int) -> Proposer:
+        """The model drafts for itself: nearly always right, but that its sums have other shapes."""
+        if kind == "none":
+            return NoProposer()
+        if kind == "ngram":
+            return NgramProposer(3, shortest=1)
+        device, shapes = torch.device("cuda"), layer_shapes(self.gpu.spec.kv_shapes, torch.float32)
+        kv = allocate(shapes, pages=PAGES, page_size=page_size, device=device)
+        return ModelProposer(self.gpu, kv, depth=3, rows=ROWS, device=device)
 
     def local(self, requests: Sequence[Request]) -> dict[str, tuple[int, ...]]:
         executor = LocalExecutor(
@@ -118,11 +132,35 @@ def test_every_family_answers_as_on_the_cpu(shape: str, tmp_path_factory: pytest
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_every_sampling_setting_answers_as_on_the_cpu(eager: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.parametrize("drafts", ["none", "ngram", "model"])
+def test_every_sampling_setting_answers_as_on_the_cpu(
+    drafts: str, eager: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     it = subject("qwen3-gqa", tmp_path_factory.getbasetemp())
     requests = workload(checkpoints.VOCAB, 20, SAMPLING)
+    executor = it.executor(16, eager=eager, drafts=drafts)
+    for which in (requests, [r for r in requests if r.sampling in SAMPLING[:5]]):  # the host samples some, or none
+        executor.reset()
+        scheduler = Scheduler(
+            KV(PAGES, 16, prefix_index(16, True)),
+            rows=ROWS,
+            budget=96,
+            speculation=Fixed(executor.describe().drafts),
+        )
+        assert ask(Engine(scheduler, executor, depth=1), which) == it.local(which)
+        drafted = scheduler.drafted
+        assert drafts != "model" or drafted.accepted > 0.6 * drafted.fed
+
+
+def test_a_step_that_drafts_is_timed_and_leaves_no_trace(tmp_path_factory: pytest.TempPathFactory) -> None:
+    it = subject("qwen3-gqa", tmp_path_factory.getbasetemp())
+    executor = it.executor(16, eager=False, drafts="model")
+    paces = [executor.runner.pace(4, drafts) for drafts in (0, 1, 3)]
+    assert 0 < paces[0] < paces[1] < paces[2]
+    requests = workload(checkpoints.VOCAB, 8, (GREEDY,))
+    policy = Adaptive(3, {(n, d): executor.runner.pace(n, d) for n in (1, 2, 4, 8, 16, 32) for d in depths(3)})
     kv = KV(PAGES, 16, prefix_index(16, True))
-    engine = Engine(Scheduler(kv, rows=ROWS, budget=96), it.executor(16, eager=eager), depth=1)
+    engine = Engine(Scheduler(kv, rows=ROWS, budget=96, speculation=policy), executor, depth=1)
     assert ask(engine, requests) == it.local(requests)
 
 
@@ -136,6 +174,7 @@ AXES: dict[str, Sequence[Any]] = {
     "feed": ((MANY, MANY), (16, 5), (64, 7), (9, MANY)),
     "admit": ("continuous", "static"),
     "eager": (False, False, True),
+    "drafts": ("none", "ngram", "model"),
 }
 
 
@@ -152,8 +191,17 @@ def test_a_slice_of_the_lattice_on_the_gpu(share: int, tmp_path_factory: pytest.
         size, (budget, chunk) = c["page_size"], c["feed"]
         pages = min(PAGES, -(-longest // size) * c["tight"])
         kv = KV(pages, size, prefix_index(size, c["reuse"]), SHELVES[c["shelf"]]())
-        scheduler = Scheduler(kv, rows=ROWS, cap=c["cap"], budget=budget, chunk=chunk, admit=ADMISSIONS[c["admit"]])
+        executor = it.executor(size, eager=c["eager"], drafts=c["drafts"])
+        scheduler = Scheduler(
+            kv,
+            rows=ROWS,
+            cap=c["cap"],
+            budget=budget,
+            chunk=chunk,
+            admit=ADMISSIONS[c["admit"]],
+            speculation=Fixed(executor.describe().drafts),
+        )
         which = random.Random(str(c)).sample(range(16), 6)
-        engine = Engine(scheduler, it.executor(size, eager=c["eager"]), depth=c["depth"])
+        engine = Engine(scheduler, executor, depth=c["depth"])
         answers = ask(engine, [requests[i] for i in which])
         assert answers == {str(i): want[str(i)] for i in which}, c

@@ -61,7 +61,7 @@ def make_executor(
         max_model_len=max_model_len,
         budget=cache.kv_cache_memory_bytes or left,
     )
-    forced = None if asked is None else asked.synthetic_acceptance_rate
+    forced = None if asked is None else asked.chance()
     began = time.monotonic()
     executor = CudaExecutor(
         model,
@@ -77,9 +77,8 @@ def make_executor(
         proposer=build_proposer(settings, draft, pages=pages, page_size=page_size, rows=rows, device=device),
         depth=depth,
         warm=kinds(cap, tokens, largest) + speculative(cap, min(tokens, LARGEST), drafts, draft is not None),
-        paces=[(n, d) for d in depths(drafts) for n in WIDTHS if n <= cap and n * (1 + d) <= VERIFIED]
-        if drafts
-        else (),
+        paces=[(n, d) for d in depths(drafts) for n in WIDTHS if n <= cap and n * (1 + d) <= VERIFIED and drafts],
+        catch_up=None if draft is None else Key(most := coarse(min(tokens, LARGEST)), crowd(1), most, 0, "follow"),
     )
     held = (pages + 1) * page_bytes(layers, page_size)
     after = torch.cuda.mem_get_info(device)[0]

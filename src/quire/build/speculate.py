@@ -38,7 +38,7 @@ def build_speculation(settings: Settings, about: Description) -> Speculation:
     asked = parse(settings.scheduler.speculative_config)
     if asked is None or not asked.adaptive:
         return Fixed(about.drafts)
-    return Adaptive(about.drafts, about.paces, about.catch_up)
+    return Adaptive(about.drafts, about.paces, catch_up=about.catch_up, share=about.draft_kv)
 
 
 def load_draft(settings: Settings, target: Model, device: torch.device, ops: Ops) -> Model | None:
@@ -128,10 +128,10 @@ def speculative(cap: int, tokens: int, drafts: int, model: bool) -> list[Key]:
     wide = sorted({padding(n) for n in range(1, cap + 1)}, reverse=True)
     deep = [(n, d) for d in depths(drafts) if d for n in wide if n * (1 + d) <= VERIFIED]
     rows = sorted({padding(n * (1 + d)) for n, d in deep} - set(wide), reverse=True)
-    keys = [Key(n * (1 + d), n, 1 + d) for n, d in deep]
+    keys = [Key(padding(n * (1 + d)), n, 1 + d) for n, d in deep]
     keys += [Key.head(n, asked) for asked in (0, HOT, HOT | CUT) for n in rows]
     if not model:
         return keys + [Key(n, n, drafts, 0, "draft") for n in sorted({n for n, _ in deep})]
-    keys += [Key(2 * n, n, d, asked, "draft") for asked in (0, HOT | CUT) for n, d in deep]
+    keys += [Key(padding(2 * n), n, d, asked, "draft") for asked in (0, HOT | CUT) for n, d in deep]
     behind = sorted({coarse(n) for n in range(1, tokens + 1)}, reverse=True)
     return keys + [Key(t, s, t, 0, "follow") for t in behind for s in {crowd(1), crowd(cap)}]

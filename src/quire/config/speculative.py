@@ -19,7 +19,8 @@ class SpeculativeConfig:
     num_speculative_tokens: the most drafted a step; how many are is measured (0 where drafting does not pay), unless
     adaptive is false. prompt_lookup_max, prompt_lookup_min: lengths of suffixes that ngram looks for. quantization: of
     the draft's plain weights while loading, one of `--quantization`'s first four. synthetic_acceptance_rate: for
-    benchmarks on random weights, whose drafts are never right: each counts as right with this chance.
+    benchmarks on random weights, whose drafts are never right: the share of drafts that is to be accepted where
+    num_speculative_tokens are drafted.
     """
 
     method: str
@@ -30,6 +31,17 @@ class SpeculativeConfig:
     adaptive: bool = True
     quantization: str = "auto"
     synthetic_acceptance_rate: float | None = None
+
+    def chance(self) -> float | None:
+        """With which each draft, those before it being right, is right for that share to come out."""
+        if self.synthetic_acceptance_rate is None:
+            return None
+        low, high, most = 0.0, 1.0, self.num_speculative_tokens
+        for _ in range(50):
+            middle = (low + high) / 2
+            enough = sum(middle**i for i in range(1, most + 1)) >= most * self.synthetic_acceptance_rate
+            low, high = (low, middle) if enough else (middle, high)
+        return high
 
 
 def parse(text: str | None) -> SpeculativeConfig | None:

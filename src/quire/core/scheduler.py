@@ -127,7 +127,7 @@ class Scheduler:
         running, slots, i = self.running, MANY, 0
         self._short, self._decisions = False, self.waiting.unready()
         left, speculation = min(self._make_way(), budget), self.speculation
-        speculation.begin(len(running))
+        speculation.begin(min(self.cap, len(running) + len(self.waiting)))
         while left > 0:
             if i >= len(running):
                 if slots == MANY:

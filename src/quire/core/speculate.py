@@ -17,7 +17,7 @@ class Speculation(Protocol):
     most: int
 
     def begin(self, width: int) -> None:
-        """A plan is begun, with so many rows on the device."""
+        """A plan is begun, with so many sequences that run or could."""
 
     def depth(self, seq: Sequence) -> int:
         """Drafts to make for `seq` once the step being planned has sampled."""
@@ -102,11 +102,12 @@ class Adaptive:
     of two), since verifying is nearly free for one row and dear for many. A sequence whose own drafts keep missing is
     drafted less than the rest.
 
-    paces: what the executor measured at its start, see `Description`: a depth not seen yet is expected to differ from
-    those seen by as much, so none is tried that is not expected to pay. Without them each is tried for a few steps, as
-    long as those before do not speak against it, and one again ever more rarely.
+    paces: what the executor measured at its start, see `Description`: a depth not seen yet is expected to take as much
+    more than none, and `share` of what context adds to that for each draft, so none is tried that is not expected to
+    pay. Without them each is tried for a few steps, as long as those before do not speak against it, and one again
+    ever more rarely.
     catch_up: seconds a token that a draft model lacks takes; a sequence is not drafted for if what is left of it cannot
-    pay that back.
+    pay that back twice.
     """
 
     MARGIN = 1.05
@@ -119,9 +120,14 @@ class Adaptive:
     HOPELESS = 0.25
 
     def __init__(
-        self, most: int, paces: Mapping[tuple[int, int], float] = MappingProxyType({}), catch_up: float = 0.0
+        self,
+        most: int,
+        paces: Mapping[tuple[int, int], float] = MappingProxyType({}),
+        *,
+        catch_up: float = 0.0,
+        share: float = 0.0,
     ) -> None:
-        self.most, self.catch_up = most, catch_up
+        self.most, self.catch_up, self.share = most, catch_up, share
         self.depths = depths(most)
         self.rate = 0.7
         self.chosen = 0 if paces else most
@@ -142,15 +148,16 @@ class Adaptive:
             self.chosen = self._trial
             return
         self._probed.clear()
-        untried = None if self._paces else self._untried(self._timed(width))
+        untried = self._untried(self._timed(width))
         if untried is not None:
             self._try(untried)
             return
         seconds = self.expected(width)
         self.chosen = self.best(seconds)
-        if not self.chosen:
+        if self.chosen:
+            self._saving = (seconds[0] - seconds[self.chosen] / self.tokens(self.chosen)) / max(1, width)
+        else:
             self._followed.clear()
-        self._saving = (seconds[0] - seconds[self.chosen] / self.tokens(self.chosen)) / max(1, width)
         if self._steps >= self._again and not (self._paces and self.chosen):
             self._again *= 2
             self._try(0 if self.chosen else 1)
@@ -160,15 +167,14 @@ class Adaptive:
 
     def expected(self, width: int) -> dict[int, float]:
         """Seconds of a step by depth: as measured, or by what the start says of how depths differ."""
-        times, paces = self._timed(width), self._paces.get(kind(width), {0: 0.0})
-        seen = paces.keys() & times.mean.keys()
-        more = min((times.mean[d] - paces[d] for d in seen), default=0.0)
-        return {d: pace + more for d, pace in paces.items()} | times.mean
+        times, paces = self._timed(width), self._paces.get(kind(width), {})
+        more = max(0.0, times.mean.get(0, 0.0) - paces.get(0, 0.0))
+        return {d: pace + more * (1 + d * self.share) for d, pace in paces.items()} | times.mean
 
     def _untried(self, times: _Times) -> int | None:
         """The next depth to try, from 0 up: where one loses, or the two before say that it will, deeper ones do."""
         before = list[int]()
-        for d in self.depths:
+        for d in self.depths[: 1 if self._paces else None]:  # what is foreseen wants no trying, but for where it starts
             tried = times.count.get(d, 0) >= self.TRIES - 2
             if len(before) > 1 and not tried:
                 near, far = before[-2:]
@@ -200,20 +206,21 @@ class Adaptive:
         return sum(self.rate**i for i in range(depth + 1))
 
     def depth(self, seq: Sequence) -> int:
-        order = seq.order
-        if not self.chosen:
+        order, length = seq.order, len(seq.tokens)
+        rest = seq.limit - length
+        chosen = min(self.chosen, rest - seq.pending - 2)  # the step brings one at least, and one ends it
+        if chosen < 1:
             return 0
         if self._left > 0 and self._paces:
             if len(self._probed) < self.PROBES:
                 self._probed.add(order)
             return int(order in self._probed)
         if order not in self._followed:
-            length = len(seq.tokens)
-            if self.catch_up and (seq.limit - length) * self._saving < length * self.catch_up:
+            if self.catch_up and rest * self._saving < 2 * length * self.catch_up:
                 return 0
             self._followed.add(order)
         own = self._rates.get(order, self.rate)
-        return self.chosen if own > self.HOPELESS or self._left else min(self.chosen, 1)
+        return chosen if own > self.HOPELESS or self._left else 1
 
     def learn(self, seq: Sequence, fed: int, accepted: int) -> None:
         own = self._rates.get(seq.order, self.rate)

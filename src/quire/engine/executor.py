@@ -20,7 +20,8 @@ class Description:
     max_model_len: longest sequence, in tokens. depth: steps to launch ahead of results (0 on a CPU, 1 on a GPU).
     drafts: tokens drafted a step. masks: whether spans may be masked. kv_bytes: of one page, all layers.
     paces: seconds of a decode step by (rows, drafts), as measured at the start with no context; empty: not measured.
-    catch_up: seconds a token that a draft model has not been fed takes it.
+    catch_up: seconds a token that a draft model has not been fed takes it. draft_kv: its K/V bytes, as a share of the
+    model's.
     facts: gauges that stay as they are, by the names they have in /metrics.
     """
 
@@ -37,6 +38,7 @@ class Description:
     dtype: str = ""
     paces: dict[tuple[int, int], float] = field(default_factory=dict)
     catch_up: float = 0.0
+    draft_kv: float = 0.0
     facts: dict[str, float] = field(default_factory=dict)
 
 

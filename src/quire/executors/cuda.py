@@ -73,6 +73,7 @@ class CudaExecutor:
             drafts=proposer.depth,
             kv_bytes=page_bytes(layers, page_size),
             paces={(rows, drafts): self.runner.pace(rows, drafts) for rows, drafts in paces},
+            draft_kv=proposer.kv_bytes() / max(1, page_bytes(layers, page_size)),
             catch_up=self.runner.seconds([catch_up]) / catch_up.tokens if catch_up else 0.0,
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),

@@ -99,7 +99,7 @@ class ReferenceOps(Restoring):
     ) -> Tensor:
         paged = self.prepare(batch)
         parts = [attend(q, kv, paged, index, scale, window, soft_cap) for index in range(len(paged.groups))]
-        if len(parts) == 1:
+        if len(parts) == 1 and len(parts[0]) == len(q):
             return parts[0]
         out = torch.zeros_like(q)
         for group, part in zip(paged.groups, parts, strict=True):

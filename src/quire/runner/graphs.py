@@ -14,7 +14,8 @@ import torch
 
 from quire.runner.rows import Shape
 
-SMALL = (1, 2, 4, 8)
+SMALL = (1, 4, 8)
+"""Two rows take a third longer than four on an H200: see docs/benchmarks/speculation-h200-2026-11-21.md."""
 
 
 class Key(NamedTuple):
@@ -35,7 +36,7 @@ class Key(NamedTuple):
         """Decode or verification alone, or any mix."""
         fed, spans, most = int(shape.query_start[-1]), len(shape.spans), shape.max_query
         if most == int(shape.rows.max(initial=0)) and 4 * fed >= 3 * spans * most:
-            return Key(padding(spans) * most, padding(spans), most)
+            return Key(padding(padding(spans) * most), padding(spans), most)
         return Key(coarse(fed), crowd(spans), coarse(fed))
 
     @staticmethod

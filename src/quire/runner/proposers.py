@@ -44,6 +44,9 @@ class Proposer(Protocol):
     def run(self, key: Key, desk: Desk) -> None:
         """What a key stands for: depends on nothing else but the arena."""
 
+    def kv_bytes(self) -> int:
+        """Of a page."""
+
     def reset(self) -> None:
         """The device's rows and K/V are lost."""
 
@@ -61,6 +64,9 @@ class NoProposer:
 
     def run(self, key: Key, desk: Desk) -> None:
         """Nothing is asked for."""
+
+    def kv_bytes(self) -> int:
+        return 0
 
     def reset(self) -> None:
         """Nothing is kept."""
@@ -110,7 +116,7 @@ class ModelProposer:
                 missing -= fed
         self.behind[row] = 1 - wanted[wanted > 0]
         asked |= HOT | CUT if asked else 0  # few kinds to capture; who asks for less is answered the same
-        return [*out, Key(2 * padding(spans), padding(spans), int(wanted.max()), asked, "draft")]
+        return [*out, Key(padding(2 * padding(spans)), padding(spans), int(wanted.max()), asked, "draft")]
 
     def run(self, key: Key, desk: Desk) -> None:
         if key.kind == "follow":
@@ -143,6 +149,9 @@ class ModelProposer:
         picked = self.picked[: min(spans, tokens)]
         desk.steps.settle(arena, arena.draft, spans, hidden, picked)
         return picked
+
+    def kv_bytes(self) -> int:
+        return sum(2 * each.k[0].nbytes for each in self.kv)
 
     def reset(self) -> None:
         self.behind[:] = 0
