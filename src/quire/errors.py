@@ -11,6 +11,7 @@ QuireError
 ├── InvalidConfig            an option is unknown or cannot work (exit code 2 on the command line)
 ├── InvalidModel             a checkpoint is broken or not supported (exit code 2)
 └── StepFailed          500  the executor could not run a step; the engine finds whose fault it was
+    └── ExecutorLost         what runs the steps is gone, and every row with it: nobody's fault
 """
 
 from __future__ import annotations
@@ -96,6 +97,10 @@ class InvalidModel(QuireError):
 
 class StepFailed(QuireError):
     """A step could not be run at all: which request is at fault is for the engine to find out."""
+
+
+class ExecutorLost(StepFailed):
+    """What runs the steps is gone, and with it every row: the requests on it fail, and none is at fault."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

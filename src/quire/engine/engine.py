@@ -18,7 +18,7 @@ from quire.engine.executor import Executor, Handle
 from quire.engine.ledger import Ledger
 from quire.engine.pacer import NoPace, Pacer
 from quire.engine.recovery import Recovery
-from quire.errors import InvalidRequest, StepFailed
+from quire.errors import ExecutorLost, InvalidRequest, StepFailed
 from quire.values import GREEDY, MANY, FinishReason, Request, SamplingParams, Tokens
 
 _Flying = tuple[float, float, Handle]
@@ -66,6 +66,8 @@ class Engine:
         self._expire()
         try:
             self._step()
+        except ExecutorLost as lost:
+            self._give_up(lost)
         except StepFailed as failure:
             self._recover(failure)
         out, self._out = self._out, []
@@ -212,6 +214,17 @@ class Engine:
             observer.on_failure(str(failure), [s.request.id for s in suspects], now)
         if guilty is not None:  # what went wrong is for the log: it may name files and addresses
             self.abort(guilty.request.id, "error", f"the engine could not run this request ({_kind(failure)})")
+
+    def _give_up(self, lost: ExecutorLost) -> None:
+        """Every row is lost and nobody to blame: who had one fails, who waits may find the executor back."""
+        self.flight.clear()
+        self.executor.reset()
+        self.failures += 1
+        failed, now = self.recovery.lost(), self.clock.now()
+        for observer in self.observers:
+            observer.on_failure(str(lost), [s.request.id for s in failed], now)
+        for seq in failed:  # which executor, and why, is for the log
+            self.abort(seq.request.id, "error", "the executor was lost while this request ran: it may be sent again")
 
     # ---------------------------------------------------------------- what can be read
 

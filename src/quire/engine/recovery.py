@@ -52,6 +52,13 @@ class Recovery:
         self._next()
         return suspects, culprit
 
+    def lost(self) -> list[Sequence]:
+        """The device is gone, and no trial goes on. Who was on it."""
+        lost = self.scheduler.recover()
+        self.groups.clear()
+        self._next()
+        return lost
+
     def passed(self, seqs: Iterable[Sequence]) -> None:
         """These got through a step. When the whole group has, the next one is tried."""
         for seq in seqs:

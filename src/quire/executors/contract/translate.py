@@ -1,0 +1,159 @@
+"""The lower door's values as the contract's messages, and back. `proto/` says what each field means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+
+from quire.core.plan import Mask, Open, Plan, Result, Span
+from quire.engine.executor import Description
+from quire.executors.contract import executor_pb2 as pb
+from quire.values import SamplingParams, TokenLogprobs
+
+VERSION = 1
+"""Of the contract: both sides must speak the same."""
+
+_ALIKE = ("pages", "page_size", "rows", "max_model_len", "vocab_size", "drafts", "masks", "kv_bytes", "device", "dtype")
+_PLAIN = ("temperature", "top_k", "min_p", "presence_penalty", "frequency_penalty", "min_tokens")
+_OPTIONAL = ("logprobs", "prompt_logprobs")
+
+
+def describe(about: Description, instance: int) -> pb.Description:
+    """instance: of the server that says it."""
+    told = pb.Description(version=VERSION, instance=instance, depth=about.depth, facts=about.facts)
+    for name in _ALIKE:
+        setattr(told, name, getattr(about, name))
+    return told
+
+
+def described(told: pb.Description) -> Description:
+    return Description(**{name: getattr(told, name) for name in _ALIKE}, depth=told.depth, facts=dict(told.facts))
+
+
+def send_plan(plan: Plan, before: tuple[Span, ...]) -> pb.Plan:
+    """before: the spans of the step before, which are not said again when they are the same object."""
+    told = pb.Plan(masked=plan.masked, drafts=plan.drafts)
+    if plan.opened:
+        told.opened.extend(_open(each) for each in plan.opened)
+    if plan.grown:
+        told.grown.extend(pb.Growth(row=row, pages=pages) for row, pages in plan.grown)
+    if plan.spans is before:
+        told.same_spans = True
+    else:
+        told.spans.extend(chain.from_iterable(plan.spans))
+    return told
+
+
+def read_plan(told: pb.Plan, before: tuple[Span, ...]) -> Plan:
+    """Raises ValueError for spans that are not whole."""
+    if told.same_spans:
+        spans = before
+    else:
+        flat = iter(told.spans)
+        spans = tuple(Span(*four) for four in zip(flat, flat, flat, flat, strict=True))
+    return Plan(
+        tuple(_opened(each) for each in told.opened),
+        tuple((each.row, tuple(each.pages)) for each in told.grown),
+        spans,
+        tuple(told.masked),
+        tuple(told.drafts),
+    )
+
+
+def _open(one: Open) -> pb.Open:
+    s = one.sampling
+    sampling = pb.Sampling(logit_bias=s.logit_bias, **{name: getattr(s, name) for name in _PLAIN})
+    sampling.top_p, sampling.repetition_penalty = s.top_p, s.repetition_penalty
+    sampling.bad_words.extend(pb.TokenList(tokens=word) for word in s.bad_words_token_ids)
+    if s.allowed_token_ids is not None:
+        sampling.allowed.tokens.extend(s.allowed_token_ids)
+    for name in _OPTIONAL:
+        if (asked := getattr(s, name)) is not None:
+            setattr(sampling, name, asked)
+    return pb.Open(
+        row=one.row,
+        tokens=one.tokens,
+        start=one.start,
+        prompt=one.prompt,
+        seed=one.seed % (1 << 64),
+        choice=one.choice,
+        stop=sorted(one.stop),
+        limit=one.limit,
+        sampling=sampling,
+    )
+
+
+def _opened(told: pb.Open) -> Open:
+    s = told.sampling
+    sampling = SamplingParams(
+        **{name: getattr(s, name) for name in _PLAIN},
+        **{name: getattr(s, name) for name in _OPTIONAL if s.HasField(name)},
+        top_p=s.top_p if s.HasField("top_p") else 1.0,
+        repetition_penalty=s.repetition_penalty if s.HasField("repetition_penalty") else 1.0,
+        max_tokens=None,
+        logit_bias=dict(s.logit_bias),
+        bad_words_token_ids=tuple(tuple(word.tokens) for word in s.bad_words),
+        allowed_token_ids=tuple(s.allowed.tokens) if s.HasField("allowed") else None,
+    )
+    return Open(
+        told.row,
+        tuple(told.tokens),
+        told.start,
+        told.prompt,
+        sampling,
+        told.seed,
+        told.choice,
+        frozenset(told.stop),
+        told.limit,
+    )
+
+
+def send_masks(masks: Sequence[Sequence[Mask]]) -> pb.Masks:
+    return pb.Masks(spans=[pb.SpanMasks(rows=[pb.Mask(allowed=each) for each in rows]) for rows in masks])
+
+
+def read_masks(told: pb.Masks) -> list[list[Mask]]:
+    return [[each.allowed if each.HasField("allowed") else None for each in span.rows] for span in told.spans]
+
+
+def send_result(result: Result) -> pb.Result:
+    told = pb.Result(tokens=chain.from_iterable(result.tokens), errors=result.errors)
+    if any(len(tokens) != 1 for tokens in result.tokens):
+        told.counts.extend(map(len, result.tokens))
+    told.drafts.extend(pb.TokenList(tokens=drafts) for drafts in result.drafts)
+    for into, scores in ((told.logprobs, result.logprobs), (told.prompt_logprobs, result.prompt_logprobs)):
+        for span, each in scores.items():
+            into[span].scores.extend(_score(one) for one in each)
+    return told
+
+
+def read_result(told: pb.Result) -> Result:
+    flat = list(told.tokens)
+    tokens = _cut(flat, told.counts) if told.counts else [[token] for token in flat]
+    drafts = [list(each.tokens) for each in told.drafts]
+    return Result(tokens, drafts, _scores(told.logprobs), _scores(told.prompt_logprobs), dict(told.errors))
+
+
+def _cut(flat: list[int], counts: Iterable[int]) -> list[list[int]]:
+    out, at = [], 0
+    for count in counts:
+        out.append(flat[at : at + count])
+        at += count
+    return out
+
+
+def _score(one: TokenLogprobs) -> pb.Score:
+    tokens, logprobs = [token for token, _ in one.top], [logprob for _, logprob in one.top]
+    return pb.Score(
+        token=one.token, logprob=one.logprob, rank=one.rank, top_tokens=tokens, top_logprobs=logprobs
+    )
+
+
+def _scores(told: Mapping[int, pb.Scores]) -> dict[int, list[TokenLogprobs]]:
+    return {
+        span: [
+            TokenLogprobs(s.token, s.logprob, s.rank, tuple(zip(s.top_tokens, s.top_logprobs, strict=True)))
+            for s in each.scores
+        ]
+        for span, each in told.items()
+    }
