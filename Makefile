@@ -2,7 +2,7 @@
 PYTHON ?= python
 CODE = src tests training
 
-.PHONY: check format lint types test bench nightly docs errors wheel
+.PHONY: check format lint types test bench nightly docs errors wheel proto
 
 check: lint types test
 
@@ -38,3 +38,7 @@ errors:
 
 wheel:
 	$(PYTHON) -m pip wheel --no-deps --wheel-dir dist .
+
+# The wire contract's messages, from proto/.
+proto:
+	$(PYTHON) -m grpc_tools.protoc -Iproto --python_out=src --pyi_out=src proto/quire/executors/contract/executor.proto

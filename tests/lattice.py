@@ -14,6 +14,7 @@ from quire.core.constraint import FREE
 from quire.core.speculate import Fixed
 from quire.engine import engine
 from quire.values import IDLE, MANY, Request, SamplingParams
+from tests.executors.doors import Wired
 from tests.hash_model import POISON, SICK, VOCAB, HashDevice, logprob, naive
 
 
@@ -118,6 +119,7 @@ AXES: dict[str, Sequence[Any]] = {
     "late": (False, True),  # arrivals one a step, or all at once
     "order": ("fcfs", "priority"),
     "shelf": ("lru", "fifo"),
+    "door": ("here", "here", "here", "wire"),  # wire: plans, masks and results as messages of the gRPC contract
     "fails": (False, True),  # hiccups, a poison request and a sick one
 }
 
@@ -187,7 +189,8 @@ class Run:
         self.dev = HashDevice(self.pages, c["size"], eager=c["eager"], seed=str(self.rng.random()))
         if c["fails"]:
             self.dev.hiccup = self._hiccup
-        self.eng = house.Engine(self.sch, self.dev, depth=max(c["depth"], 0))
+        door = Wired(self.dev) if c["door"] == "wire" else self.dev
+        self.eng = house.Engine(self.sch, door, depth=max(c["depth"], 0))
         self.said: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[Any]] = {}
         self.prompt_logprobs: dict[str, list[Any]] = {}

@@ -50,7 +50,14 @@ TORCH_FREE_MODULES = (
     *("quire.build.text", "quire.build.front", "quire.build.relay", "quire.weights.locate"),
 )
 
-LOADERS = {"quire.cli.lazy", "quire.weights.locate", "quire.bench.cpu", "quire.build.engine", "quire.look.diff"}
+LOADERS = {
+    "quire.cli.lazy",
+    "quire.cli.executor",
+    "quire.weights.locate",
+    "quire.bench.cpu",
+    "quire.build.engine",
+    "quire.look.diff",
+}
 """Commands, the hub's slow client, transformers, which is compared with only where it is installed, and kernels, which
 need Triton."""
 

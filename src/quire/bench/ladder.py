@@ -23,7 +23,8 @@ from rich.table import Table
 
 from quire.bench.gpu import environment
 from quire.bench.shapes import SHAPES, write
-from quire.build.engine import build_engine, choose_device
+from quire.build.engine import build_engine
+from quire.build.limits import choose_device
 from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.models.registry import read_spec

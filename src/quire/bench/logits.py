@@ -18,7 +18,8 @@ from torch import Tensor
 
 from quire.bench.gpu import environment
 from quire.bench.shapes import SHAPES, write
-from quire.build.engine import choose_device, choose_ops
+from quire.build.engine import choose_ops
+from quire.build.limits import choose_device
 from quire.ops.base import Ops
 from quire.ops.reference import ReferenceOps
 from quire.weights.canary import answers

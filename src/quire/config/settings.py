@@ -1,4 +1,4 @@
-"""The options themselves: six frozen sections, and what must hold between their fields.
+"""The options themselves: eight frozen sections, and what must hold between their fields.
 
 Names are vLLM's where users know them. None means 'auto' (or, where `unset` says so, 'none'): the composition
 root resolves it when it knows the device and the checkpoint, and nobody else does.
@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from quire.config.access import AccessConfig
 from quire.config.access import check as check_access
+from quire.config.executor import ExecutorConfig
+from quire.config.executor import check as check_executor
 from quire.config.option import Option, option, options
 from quire.config.speculative import parse
 from quire.config.unknown import refuse
@@ -229,6 +231,7 @@ class Settings:
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     execution: ExecutionConfig = ExecutionConfig()
+    executor: ExecutorConfig = field(default_factory=ExecutorConfig)
     server: ServerConfig = ServerConfig()
     access: AccessConfig = field(default_factory=AccessConfig)
     upstream: UpstreamConfig = field(default_factory=UpstreamConfig)
@@ -278,6 +281,7 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
         "cache": CacheConfig,
         "scheduler": SchedulerConfig,
         "execution": ExecutionConfig,
+        "executor": ExecutorConfig,
         "server": ServerConfig,
         "access": AccessConfig,
         "upstream": UpstreamConfig,
@@ -295,6 +299,7 @@ def _check_together(settings: Settings) -> None:
     parse(scheduler.speculative_config)
     check_upstream(settings.upstream)
     check_access(settings.access, settings.upstream.backend)
+    check_executor(settings.executor)
     budget, rows, longest = scheduler.max_num_batched_tokens, scheduler.max_num_seqs, model.max_model_len
     if budget and rows and budget < rows:
         raise InvalidConfig(

@@ -70,6 +70,7 @@ class CudaExecutor:
             max_model_len=max_model_len,
             vocab_size=vocab_size,
             depth=depth,
+            tokens=tokens,
             drafts=proposer.depth,
             kv_bytes=page_bytes(layers, page_size),
             paces={(rows, drafts): self.runner.pace(rows, drafts) for rows, drafts in paces},

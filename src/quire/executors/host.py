@@ -82,7 +82,9 @@ class Host:
                 DESCRIBE: grpc.unary_unary_rpc_method_handler(
                     self._describe, pb.Hello.FromString, pb.Description.SerializeToString
                 ),
-                RUN: grpc.stream_stream_rpc_method_handler(self._run, pb.Command.FromString, pb.Answer.SerializeToString),
+                RUN: grpc.stream_stream_rpc_method_handler(
+                    self._run, pb.Command.FromString, pb.Answer.SerializeToString
+                ),
             },
         )
 
@@ -176,9 +178,10 @@ class Session:
     def _put(self, command: pb.Command | None) -> None:
         while not self.over.is_set():
             try:
-                return self.inbox.put(command, timeout=1.0)
+                self.inbox.put(command, timeout=1.0)
             except queue.Full:
                 continue
+            return
 
     def _obey(self, command: pb.Command) -> None:
         kind = command.WhichOneof("kind")

@@ -10,7 +10,7 @@ from typing import Any
 import click
 import torch
 
-from quire.build.engine import resolve
+from quire.build.limits import resolve
 from quire.build.room import LARGEST, working_bytes
 from quire.cli.options import SettingsCommand
 from quire.config import OPTIONS, Settings

@@ -13,7 +13,7 @@ class Hello(_message.Message):
     def __init__(self, version: _Optional[int] = ...) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("version", "instance", "pages", "page_size", "rows", "max_model_len", "vocab_size", "depth", "drafts", "masks", "kv_bytes", "device", "dtype", "facts")
+    __slots__ = ("version", "instance", "pages", "page_size", "rows", "max_model_len", "vocab_size", "depth", "drafts", "masks", "kv_bytes", "device", "dtype", "facts", "tokens", "paces", "catch_up")
     class FactsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,9 @@ class Description(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     FACTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PACES_FIELD_NUMBER: _ClassVar[int]
+    CATCH_UP_FIELD_NUMBER: _ClassVar[int]
     version: int
     instance: int
     pages: int
@@ -49,7 +52,20 @@ class Description(_message.Message):
     device: str
     dtype: str
     facts: _containers.ScalarMap[str, float]
-    def __init__(self, version: _Optional[int] = ..., instance: _Optional[int] = ..., pages: _Optional[int] = ..., page_size: _Optional[int] = ..., rows: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., depth: _Optional[int] = ..., drafts: _Optional[int] = ..., masks: _Optional[bool] = ..., kv_bytes: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., facts: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    tokens: int
+    paces: _containers.RepeatedCompositeFieldContainer[Pace]
+    catch_up: float
+    def __init__(self, version: _Optional[int] = ..., instance: _Optional[int] = ..., pages: _Optional[int] = ..., page_size: _Optional[int] = ..., rows: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., depth: _Optional[int] = ..., drafts: _Optional[int] = ..., masks: _Optional[bool] = ..., kv_bytes: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., facts: _Optional[_Mapping[str, float]] = ..., tokens: _Optional[int] = ..., paces: _Optional[_Iterable[_Union[Pace, _Mapping]]] = ..., catch_up: _Optional[float] = ...) -> None: ...
+
+class Pace(_message.Message):
+    __slots__ = ("rows", "drafts", "seconds")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    rows: int
+    drafts: int
+    seconds: float
+    def __init__(self, rows: _Optional[int] = ..., drafts: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Command(_message.Message):
     __slots__ = ("epoch", "step", "begin", "plan", "masks")

@@ -13,21 +13,26 @@ from quire.values import SamplingParams, TokenLogprobs
 VERSION = 1
 """Of the contract: both sides must speak the same."""
 
-_ALIKE = ("pages", "page_size", "rows", "max_model_len", "vocab_size", "drafts", "masks", "kv_bytes", "device", "dtype")
+_ALIKE = (
+    *("pages", "page_size", "rows", "max_model_len", "vocab_size", "depth", "tokens", "drafts", "masks", "kv_bytes"),
+    *("device", "dtype", "catch_up"),
+)
 _PLAIN = ("temperature", "top_k", "min_p", "presence_penalty", "frequency_penalty", "min_tokens")
 _OPTIONAL = ("logprobs", "prompt_logprobs")
 
 
 def describe(about: Description, instance: int) -> pb.Description:
     """instance: of the server that says it."""
-    told = pb.Description(version=VERSION, instance=instance, depth=about.depth, facts=about.facts)
+    told = pb.Description(version=VERSION, instance=instance, facts=about.facts)
     for name in _ALIKE:
         setattr(told, name, getattr(about, name))
+    told.paces.extend(pb.Pace(rows=r, drafts=d, seconds=seconds) for (r, d), seconds in about.paces.items())
     return told
 
 
 def described(told: pb.Description) -> Description:
-    return Description(**{name: getattr(told, name) for name in _ALIKE}, depth=told.depth, facts=dict(told.facts))
+    paces = {(each.rows, each.drafts): each.seconds for each in told.paces}
+    return Description(**{name: getattr(told, name) for name in _ALIKE}, paces=paces, facts=dict(told.facts))
 
 
 def send_plan(plan: Plan, before: tuple[Span, ...]) -> pb.Plan:
@@ -144,9 +149,7 @@ def _cut(flat: list[int], counts: Iterable[int]) -> list[list[int]]:
 
 def _score(one: TokenLogprobs) -> pb.Score:
     tokens, logprobs = [token for token, _ in one.top], [logprob for _, logprob in one.top]
-    return pb.Score(
-        token=one.token, logprob=one.logprob, rank=one.rank, top_tokens=tokens, top_logprobs=logprobs
-    )
+    return pb.Score(token=one.token, logprob=one.logprob, rank=one.rank, top_tokens=tokens, top_logprobs=logprobs)
 
 
 def _scores(told: Mapping[int, pb.Scores]) -> dict[int, list[TokenLogprobs]]:

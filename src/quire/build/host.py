@@ -1,0 +1,39 @@
+"""The executor around a model whose rows and pages this host keeps: its pool sized, its drafter made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from quire.build.limits import Limits
+from quire.build.speculate import build_drafter, draft_layers, load_draft
+from quire.config import Settings
+from quire.executors.local import LocalExecutor
+from quire.models.base import Model
+from quire.ops.reference import ReferenceOps
+from quire.runner.memory import LayerShape, cpu_budget, plan_pages
+
+
+def on_host(settings: Settings, model: Model, limits: Limits, layers: Sequence[LayerShape]) -> LocalExecutor:
+    """Raises InvalidConfig when K/V does not fit."""
+    cache, draft = settings.cache, load_draft(settings, model, torch.device("cpu"), ReferenceOps())
+    pages = cache.num_gpu_blocks_override or plan_pages(
+        (*layers, *draft_layers(draft)),
+        page_size=limits.page_size,
+        rows=limits.cap,
+        max_model_len=limits.max_model_len,
+        budget=cache.kv_cache_memory_bytes or cpu_budget(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
+    )
+    return LocalExecutor(
+        model,
+        pages=pages,
+        page_size=limits.page_size,
+        rows=limits.rows,
+        max_model_len=limits.max_model_len,
+        dtype=model.dtype,
+        drafter=build_drafter(settings, draft, pages=pages, page_size=limits.page_size, rows=limits.rows),
+        depth=limits.depth,
+        layers=layers,
+    )

@@ -1,0 +1,80 @@
+"""`quire executor`."""
+
+from __future__ import annotations
+
+import importlib
+import ipaddress
+import signal
+import threading
+from typing import Any
+
+import click
+
+from quire.cli.options import SettingsCommand
+from quire.config import Settings
+from quire.errors import InvalidConfig
+
+
+@click.command(
+    "executor",
+    cls=SettingsCommand,
+    positional=True,
+    sections=("model", "cache", "execution", "executor"),
+    also=("max_num_seqs", "max_num_batched_tokens", "lookahead", "speculative_config"),
+    params=[
+        click.Option(["--listen"], default="127.0.0.1:50051", metavar="HOST:PORT", help="Where [127.0.0.1:50051]."),
+        click.Option(["--tls-cert"], metavar="FILE", help="This executor's certificate (PEM), for TLS."),
+        click.Option(["--tls-key"], metavar="FILE", help="Its key (PEM)."),
+        click.Option(
+            ["--tls-client-ca"], metavar="FILE", help="Who signs engines' certificates (PEM): they must bring one."
+        ),
+    ],
+)
+def command(
+    settings: Settings, listen: str, tls_cert: str | None, tls_key: str | None, tls_client_ca: str | None
+) -> None:
+    """Run MODEL's steps for an engine elsewhere: `quire serve --executor grpc --executor-address HOST:PORT`."""
+    name, colon, port = listen.rpartition(":")
+    if not colon or not name or not port.isdecimal() or int(port) > 65535:
+        raise InvalidConfig(f"--listen must look like 127.0.0.1:50051, not {listen}", param="listen")
+    if (tls_cert is None) != (tls_key is None) or (tls_client_ca is not None and tls_cert is None):
+        raise InvalidConfig("TLS needs both --tls-cert and --tls-key", param="tls_cert")
+    if tls_client_ca is None and not _loopback(name):
+        click.echo(
+            f"warning: anyone who reaches {name} can use this executor: set --tls-cert, --tls-key and --tls-client-ca",
+            err=True,
+        )
+    build = _build()
+    credentials = None
+    if tls_cert is not None and tls_key is not None:
+        clients = None if tls_client_ca is None else build.read(tls_client_ca, "tls_client_ca")
+        credentials = build.Credentials(build.read(tls_cert, "tls_cert"), build.read(tls_key, "tls_key"), clients)
+    over = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: over.set())
+    host = build.host(settings, listen, credentials)
+    about = host.executor.describe()
+    click.echo(
+        f"{settings.model.model} is ready at {name}:{host.port}: {about.rows} rows, {about.pages} pages of "
+        f"{about.page_size} tokens, {about.dtype} on {about.device}"
+    )
+    over.wait()
+    host.stop()
+    host.executor.close()
+
+
+def _build() -> Any:
+    """The module that needs grpcio. Raises InvalidConfig where that is not installed."""
+    try:
+        return importlib.import_module("quire.build.grpc")
+    except ModuleNotFoundError as error:
+        raise InvalidConfig(
+            f"an executor needs a package that is not installed ({error.name}): pip install 'quire[grpc]'"
+        ) from error
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
