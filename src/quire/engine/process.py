@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from quire.engine.watch import Watch
 from quire.engine.window import NoWindow, Window
 from quire.engine.wire import Abort, Ask, Frames, Look, Seen, Submit, ToEngine, Told, Update, frame
 from quire.errors import InvalidRequest
+from quire.text.harmless import block
 from quire.values import Request, Tokens
 
 _STATS_EVERY = 0.1
@@ -81,7 +83,14 @@ class EngineLoop:
         elif isinstance(message, Look):
             self.window.watch(message.on)
         elif isinstance(message, Ask):
-            self.link.sendall(frame(Told(message.number, self.window.explain(message.id, self.engine.clock.now()))))
+            self.link.sendall(frame(Told(message.number, self._explained(message.id))))
+
+    def _explained(self, id: str) -> bytes:
+        try:
+            return self.window.explain(id, self.engine.clock.now())
+        except Exception:  # nobody's answer depends on it
+            print(block(traceback.format_exc()), file=sys.stderr, flush=True)
+            return b"null"
 
     def _add(self, request: Request) -> None:
         try:
@@ -89,7 +98,7 @@ class EngineLoop:
         except InvalidRequest as error:
             self.refused.append(Tokens(request.id, (), "error", error=str(error), param=error.param))
         except Exception as error:  # a request that something chokes on is that request's affair
-            traceback.print_exc()
+            print(block(traceback.format_exc()), file=sys.stderr, flush=True)
             why = f"the engine could not take this request ({type(error).__name__})"
             self.refused.append(Tokens(request.id, (), "error", error=why))
 

@@ -22,6 +22,7 @@ from quire.core.step import Decision
 from quire.engine.engine import Engine
 from quire.engine.events import Completed, StepRecord
 from quire.engine.wire import TELL
+from quire.text.harmless import harmless
 from quire.values import Request
 
 _UNKNOWN = 0.1
@@ -74,7 +75,7 @@ class Watch:
 
     def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
         who = ", ".join(suspects[:8]) + (f" and {len(suspects) - 8} more" if len(suspects) > 8 else "")
-        print(f"a step failed: {reason}\n  on the device: {who}", file=self.out, flush=True)
+        print(f"a step failed: {harmless(reason)}\n  on the device: {who}", file=self.out, flush=True)
 
     # ---------------------------------------------------------------- a report
 

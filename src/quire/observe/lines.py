@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from types import MappingProxyType
@@ -11,13 +10,7 @@ from typing import Any
 
 import msgspec
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What ends lines, moves cursors, or turns the direction of text."""
-
-
-def harmless(text: str) -> str:
-    """The same text on one line, what a terminal would obey spelled out."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+from quire.text.harmless import block, harmless
 
 
 class TextLines(logging.Formatter):
@@ -25,7 +18,8 @@ class TextLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line = f"{record.levelname + ':':<9} {harmless(record.getMessage())}"
-        return "\n".join([line, *(f"    {harmless(more)}" for more in _trace(self, record).splitlines())])
+        trace = _trace(self, record)
+        return f"{line}\n{block(trace)}" if trace else line
 
 
 class JsonLines(logging.Formatter):

@@ -1,0 +1,37 @@
+"""Those who look in are told, and nothing they ask can end the engine."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from quire.engine.process import EngineLoop
+from quire.engine.watch import Watch
+from quire.engine.window import NoWindow
+from quire.engine.wire import Ask, Frames, ToFront, Told
+from quire.sim.run import House
+
+
+class Broken(NoWindow):
+    """A window whose stories cannot be told."""
+
+    def explain(self, id: str, now: float) -> bytes:
+        raise KeyError(f"{id} \x1b[2J")
+
+
+def ask(window: NoWindow) -> list[Told]:
+    here, there = socket.socketpair()
+    with here, there:
+        EngineLoop(House().build(), there, dict, Watch(), window=window)._obey(Ask(3, "who"))
+        return list(Frames(ToFront).feed(here.recv(1 << 16)))
+
+
+def test_a_story_that_cannot_be_told_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ask(Broken()) == [Told(3, b"null")]
+    said = capsys.readouterr().err
+    assert "KeyError" in said and "\x1b" not in said
+
+
+def test_where_nobody_can_look_in_nothing_is_known() -> None:
+    assert ask(NoWindow()) == [Told(3, b"null")]
