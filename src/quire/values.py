@@ -19,6 +19,9 @@ MANY = 1 << 30
 IDLE = 1 << 30
 """The priority from which on a request runs only in the gaps: while nobody else runs or could."""
 
+Pooling = Literal["mean", "last"]
+"""How hidden states of a prompt become one vector: their mean, or that of the last token."""
+
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
 
@@ -116,7 +119,8 @@ class SamplingParams:
     `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off; `temperature` 0 is greedy. `seed` None lets the engine
     draw one. `stop` strings are found in text and belong to the rim; everything else reaches the executor.
     `max_tokens` None means as many as the context allows. `bad_words` are text too: the rim spells them as
-    `bad_words_token_ids`, token sequences of which none may be completed in the output.
+    `bad_words_token_ids`, token sequences of which none may be completed in the output. `pooling` asks for the prompt's
+    hidden states as one vector beside.
 
     Raises InvalidRequest naming the field, also for NaN and infinities.
     """
@@ -145,6 +149,7 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):  # vLLM takes a lone string too
@@ -170,6 +175,8 @@ class SamplingParams:
                 "is complete",
                 param="min_tokens",
             )
+        if self.pooling not in (None, "mean", "last"):
+            raise InvalidRequest("pooling must be mean or last", param="pooling")
         if any(not s for s in self.stop):
             raise InvalidRequest("stop strings must not be empty", param="stop")
         for token, bias in self.logit_bias.items():
@@ -241,7 +248,7 @@ class Tokens(NamedTuple):
 
     `prompt_logprobs` come with the chunk that computed them (position 0 has none). `cached` counts the prompt
     tokens whose K/V came from the prefix cache; `error` says what went wrong when finish is 'error', and `param` which
-    field of the request is to blame, if one is.
+    field of the request is to blame, if one is. `pooled`: float32 numbers, with the first token, if asked for.
     """
 
     id: str
@@ -253,6 +260,7 @@ class Tokens(NamedTuple):
     cached: int = 0
     error: str | None = None
     param: str | None = None
+    pooled: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

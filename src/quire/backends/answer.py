@@ -86,7 +86,8 @@ class Answer:
             told = read.text or (event.tokens and self._prompt is not None)  # echoes wait for the prompt's scores
             return self._delta(read.text) if told else None
         named = event.finish == "stop" and event.stop_token not in self._eos
-        return self.end(event.finish, read.text, reason=event.stop_token if named else None)
+        last = self.end(event.finish, read.text, reason=event.stop_token if named else None)
+        return last._replace(pooled=event.pooled) if event.pooled else last
 
     def end(self, finish: str, text: str = "", *, reason: int | str | None = None) -> Delta:
         """The last delta: nothing is held back any more, unless the last text completes a stop string."""

@@ -38,7 +38,7 @@ class Delta(NamedTuple):
     logprobs: per token in `tokens` when asked for. prompt_logprobs: with the first delta of choice 0, None for the
     first token. cached: prompt tokens whose K/V came from the prefix cache, with every delta. error: says what went
     wrong when finish_reason is 'error', and param which field of the request is to blame, if one is;
-    `Backend.stream` raises instead.
+    `Backend.stream` raises instead. pooled: the prompt as one vector of float32, with the last delta, if asked for.
     """
 
     index: int  # type: ignore[assignment] # nobody searches a delta, as tuple.index would
@@ -51,13 +51,15 @@ class Delta(NamedTuple):
     cached: int = 0
     error: str | None = None
     param: str | None = None
+    pooled: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
     """What /v1/models says of the model served. `defaults` are generation_config.json's sampling fields.
 
-    tool_parser, reasoning_parser: how its answers are told apart (see text.tools.styles and text.reasoning).
+    pools: whether it gives embeddings. tool_parser, reasoning_parser: how its answers are told apart (see
+    text.tools.styles and text.reasoning).
     """
 
     id: str
@@ -68,6 +70,7 @@ class ModelCard:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     tool_parser: ToolParser = "hermes"
     reasoning_parser: ReasoningParser = "none"
+    pools: bool = False
 
 
 class Service(Protocol):

@@ -104,7 +104,7 @@ class NativeBackend:
         self._port.subscribe(self._on_tokens, self._on_death)
         about = await self._port.start()
         limit = min(self._card.max_model_len, about.max_model_len, about.pages * about.page_size)
-        self._card = replace(self._card, max_model_len=limit, vocab_size=about.vocab_size)
+        self._card = replace(self._card, max_model_len=limit, vocab_size=about.vocab_size, pools=about.pools)
         self._stats = _nothing_yet(about)
 
     async def close(self) -> None:

@@ -46,9 +46,9 @@ class KV:
     def _known(self, seq: Sequence) -> list[int]:
         """What may be reused: all tokens but the last, which must be fed to have logits.
 
-        Whoever wants logits of its prompt tokens bypasses the hits, for those rows would never be computed.
+        Whoever wants something of all its prompt tokens bypasses the hits, for those rows would never be computed.
         """
-        return [] if seq.asks else seq.tokens[:-1]
+        return [] if seq.asks or seq.request.sampling.pooling == "mean" else seq.tokens[:-1]
 
     def coming(self, seq: Sequence) -> tuple[Sequence, int] | None:
         """Who is computing what `seq` would compute next, and up to which length, if that is worth waiting for."""

@@ -66,7 +66,8 @@ class Result(NamedTuple):
     """One step's answer. tokens: per span, what was sampled (drafts accepted, then one more).
 
     drafts: per masked span, the drafts its row will feed next. logprobs and prompt_logprobs: by span index, only
-    where asked for. errors: by span index, why that row has no answer; its tokens are empty.
+    where asked for. pooled: by span index, vectors of prompts that end. errors: by span
+    index, why that row has no answer; its tokens are empty.
     """
 
     tokens: list[list[int]]
@@ -74,3 +75,4 @@ class Result(NamedTuple):
     logprobs: dict[int, list[TokenLogprobs]] = {}  # noqa: RUF012 - never mutated: a shared empty default
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # noqa: RUF012
     errors: dict[int, str] = {}  # noqa: RUF012
+    pooled: dict[int, bytes] = {}  # noqa: RUF012

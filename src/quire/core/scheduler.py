@@ -306,7 +306,7 @@ class Scheduler:
             if told:
                 out.append(Tokens(seq.request.id, (), prompt_logprobs=told))
         else:
-            tokens, request, stop = seq.tokens, seq.request, None
+            tokens, request, stop, pooled = seq.tokens, seq.request, None, result.pooled.get(j, b"")
             first = len(tokens) == len(request.prompt)
             if span.rows > 1:
                 self.speculation.learn(seq, span.rows - 1, len(got) - 1)
@@ -316,7 +316,7 @@ class Scheduler:
                 finish, stop = seq.cut(got)
             seq.computed = len(tokens) - 1
             logprobs = tuple(result.logprobs[j][: len(got)]) if j in result.logprobs else ()
-            out.append(Tokens(request.id, tuple(got), finish, stop, logprobs, told, seq.hits if first else 0))
+            out.append(Tokens(request.id, tuple(got), finish, stop, logprobs, told, seq.hits * first, pooled=pooled))
         if seq.computed >= seq.mark:
             self.kv.publish(seq)
         if seq.followers and seq.computed >= min(upto for upto, _ in seq.followers):

@@ -19,8 +19,8 @@ class Description:
 
     pages: pages it has, page 0 (which is nobody's) not counted. page_size: tokens a page. rows: sequences at once.
     max_model_len: longest sequence, in tokens. depth: steps to launch ahead of results (0 on a CPU, 1 on a GPU).
-    tokens: the most a step may feed. drafts: tokens drafted a step. masks: whether spans may be masked. kv_bytes: of
-    one page, all layers.
+    tokens: the most a step may feed. drafts: tokens drafted a step. pools: whether prompts become vectors. masks:
+    whether spans may be masked. kv_bytes: of one page, all layers.
     paces: seconds of a decode step by (rows, drafts), as measured at the start with no context; empty: not measured.
     catch_up: seconds a token that a draft model has not been fed takes it. draft_kv: its K/V bytes, as a share of the
     model's.
@@ -36,6 +36,7 @@ class Description:
     tokens: int = MANY
     drafts: int = 0
     masks: bool = True
+    pools: bool = False
     kv_bytes: int = 0
     device: str = "cpu"
     dtype: str = ""

@@ -57,6 +57,7 @@ class LocalExecutor:
             vocab_size=vocab_size,
             depth=depth,
             drafts=drafter.depth,
+            pools=True,
             kv_bytes=page_bytes(layers, page_size),
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),

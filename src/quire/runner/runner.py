@@ -19,6 +19,7 @@ from quire.errors import StepFailed
 from quire.ops.ragged import LayerKV
 from quire.runner.batch import ragged
 from quire.runner.drafts import Drafter
+from quire.runner.pooling import Pool
 from quire.runner.results import Model, masked, result, score_prompt
 from quire.runner.rows import Rows, Shape
 from quire.runner.sampler import Sampler
@@ -33,6 +34,7 @@ class Step:
         self.shape: Shape | None = None
         self.logits: Tensor | None = None
         self.scores: dict[int, list[TokenLogprobs]] = {}
+        self.pooled: dict[int, bytes] = {}
         self.masks: Sequence[Sequence[Mask]] | None = None
         self.done: Result | None = None
         self.failure: Exception | None = None
@@ -73,7 +75,7 @@ class Runner:
         device: torch.device,
     ) -> None:
         self.model, self.kv, self.rows, self.sampler, self.drafter = model, kv, rows, sampler, drafter
-        self.device = device
+        self.device, self.pool = device, Pool()
         self.queue: deque[Step] = deque()
         self.failure: Exception | None = None
 
@@ -105,6 +107,7 @@ class Runner:
         self.queue.clear()
         self.failure = None
         self.rows.reset()
+        self.pool.reset()
         self.drafter.reset()
 
     def close(self) -> None:
@@ -123,6 +126,7 @@ class Runner:
         hidden = self.model.forward(batch, self.kv)
         for s in shape.scored:
             step.scores[s] = score_prompt(self.model, rows, shape, s, hidden, self.sampler.vocab_size)
+        step.pooled = self.pool.feed(rows, shape, hidden)
         if len(shape.picked) == 0:
             step.logits = hidden.new_empty((0, self.sampler.vocab_size), dtype=torch.float32)
             return
@@ -139,4 +143,4 @@ class Runner:
         if step.plan.drafts:
             depth = np.array(step.plan.drafts, dtype=np.intp)[shape.samples]
             rows.draft(shape.sampled_row, self.drafter.propose(rows, shape.sampled_row, depth), depth)
-        step.done = result(step.plan, shape, sampled, keep, failed, step.scores, rows)
+        step.done = result(step.plan, shape, sampled, keep, failed, step.scores, rows)._replace(pooled=step.pooled)

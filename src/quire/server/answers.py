@@ -63,7 +63,16 @@ class Usage:
 class Gathered:
     """One choice, put together from its deltas."""
 
-    __slots__ = ("_parts", "_splitter", "finish_reason", "logprobs", "prompt_logprobs", "stop_reason", "tokens")
+    __slots__ = (
+        "_parts",
+        "_splitter",
+        "finish_reason",
+        "logprobs",
+        "pooled",
+        "prompt_logprobs",
+        "stop_reason",
+        "tokens",
+    )
 
     def __init__(self, splitter: Splitter = PLAIN) -> None:
         self._splitter = splitter
@@ -72,9 +81,11 @@ class Gathered:
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.pooled = b""
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
     def add(self, delta: Delta) -> None:
+        self.pooled = self.pooled or delta.pooled
         self._parts += self._splitter.feed(delta.text)
         if delta.finish_reason is not None:
             self._parts += self._splitter.flush()

@@ -22,6 +22,7 @@ from quire.server import answers, calls, faults, openapi, prompts, schemas
 from quire.server.calls import Job
 from quire.server.desk import Desk, NoDesk
 from quire.server.doors import DOORS, Door, came, counted, gather
+from quire.server.embeddings import EmbeddingsRequest
 from quire.server.limits import Guard, Keys, Limits, deadline, origin, read_body
 from quire.server.messages import CountRequest
 from quire.server.page import Blank, Page, View
@@ -48,7 +49,7 @@ class Api:
         """Any of DOORS."""
         asked = await self._read(request, door.asks)
         job = came(await door.job(asked, self._backend, self._limits), origin(request.scope))
-        if job.stream:
+        if job.stream and door.chunks is not None:
             said = self._said(job, request)
             chunks = door.chunks(asked, job, self._backend.token_text)
             return EventStream(said, chunks, keep_alive=self._limits.keep_alive)
@@ -73,7 +74,7 @@ class Api:
 
     async def _read(self, request: Request, kind: type[schemas.T]) -> schemas.T:
         asked = schemas.parse(await read_body(request, self._limits), kind, self._limits)
-        if isinstance(asked, schemas.Sampling) and asked.timeout is None:
+        if isinstance(asked, schemas.Sampling | EmbeddingsRequest) and asked.timeout is None:
             asked.timeout = deadline(request.headers)
         return asked
 

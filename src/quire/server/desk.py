@@ -15,7 +15,7 @@ from quire.server.files import Files
 from quire.server.limits import Limits
 from quire.server.store import Lock, Store, UnknownFile
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 
 
 class Desk(Protocol):

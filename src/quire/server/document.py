@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 from quire.server import schemas
+from quire.server.embeddings import EmbeddingsRequest
 from quire.server.fields import NO_OPS, REFUSED
 from quire.server.messages import MessagesRequest
 from quire.server.responses import ResponsesRequest
@@ -18,6 +19,7 @@ ENDPOINTS: Mapping[str, type[Struct]] = {
     "chat": schemas.ChatRequest,
     "responses": ResponsesRequest,
     "messages": MessagesRequest,
+    "embeddings": EmbeddingsRequest,
     "generate": schemas.GenerateRequest,
     "tokenize": schemas.TokenizeRequest,
     "detokenize": schemas.DetokenizeRequest,
@@ -25,7 +27,7 @@ ENDPOINTS: Mapping[str, type[Struct]] = {
 
 HEAD = """# Fields of requests
 
-Written by `make docs` from `src/quire/server/{schemas,responses,messages,fields}.py`; do not edit.
+Written by `make docs` from `src/quire/server/{schemas,responses,messages,embeddings,fields}.py`; do not edit.
 
 A field is honoured, a no-op by definition, or refused with a 400 that names it and says why. Anything else is unknown
 and refused too, with the nearest known name. `null` is the same as not sent. Names and meanings are OpenAI's, and

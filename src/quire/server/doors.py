@@ -16,6 +16,7 @@ from quire.server import responses as stateless
 from quire.server.answers import Gathered, Usage
 from quire.server.calls import Job
 from quire.server.chunks import ChatChunks, Chunks, CompletionChunks
+from quire.server.embeddings import EmbeddingsRequest, embedding, embeddings
 from quire.server.limits import Limits
 from quire.server.logprobs import TokenText
 from quire.server.messages_stream import MessageChunks
@@ -27,12 +28,12 @@ from quire.values import IDLE, Origin
 class Door(NamedTuple):
     """One path. asks: the type of its requests. job, chunks, whole: what becomes of them, streamed or not.
 
-    `by` is the system fingerprint.
+    chunks is None where nothing is streamed. `by` is the system fingerprint.
     """
 
-    asks: type[schemas.Sampling]
+    asks: type[schemas.Sampling] | type[EmbeddingsRequest]
     job: Callable[[Any, Backend, Limits], Awaitable[Job]]
-    chunks: Callable[[Any, Job, TokenText], Chunks]
+    chunks: Callable[[Any, Job, TokenText], Chunks] | None
     whole: Callable[[Any, Job, Sequence[Gathered], Usage, TokenText, str], dict[str, Any]]
 
 
@@ -93,6 +94,12 @@ DOORS: Mapping[str, Door] = MappingProxyType(
             counted,
             lambda asked, job, text: MessageChunks(job, text),
             lambda asked, job, made, usage, text, by: anthropic.message(job, made[0], usage),
+        ),
+        "/v1/embeddings": Door(
+            EmbeddingsRequest,
+            embedding,
+            None,
+            lambda asked, job, made, usage, text, by: embeddings(asked, job, made, usage),
         ),
     }
 )

@@ -1,0 +1,126 @@
+"""OpenAI's Embeddings: the served model's hidden states of a text, pooled into one vector."""
+
+from __future__ import annotations
+
+import base64
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from quire.backends.base import Backend, Call, ModelCard
+from quire.errors import InvalidRequest
+from quire.server.answers import Gathered, Usage
+from quire.server.calls import Job
+from quire.server.limits import Limits, check_answers
+from quire.server.prompts import encoded, model, prompts
+from quire.server.schemas import Prompt
+from quire.values import Pooling, SamplingParams
+
+FORMATS = ("float", "base64")
+
+
+class EmbeddingsRequest(msgspec.Struct, kw_only=True):
+    """`POST /v1/embeddings`."""
+
+    input: Prompt
+    model: str | None = None
+    encoding_format: str | None = None
+    dimensions: int | None = None
+    pooling: str | None = None
+    normalize: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+
+
+async def embedding(asked: EmbeddingsRequest, backend: Backend, limits: Limits) -> Job:
+    """One call a text. Raises InvalidRequest or UnknownModel naming the field."""
+    card = model(asked.model, backend)
+    if not card.pools:
+        raise InvalidRequest(
+            "this engine gives no embeddings: its executor keeps hidden states on the device; serve with --device cpu",
+            code="unsupported",
+        )
+    if asked.encoding_format not in (None, *FORMATS):
+        raise InvalidRequest(f"encoding_format must be one of {', '.join(FORMATS)}", param="encoding_format")
+    if asked.dimensions is not None and asked.dimensions < 1:
+        raise InvalidRequest("dimensions must be at least 1", param="dimensions")
+    if asked.timeout is not None and not asked.timeout > 0:
+        raise InvalidRequest("timeout must be above 0 seconds", param="timeout")
+    if asked.priority and not limits.priorities:
+        raise InvalidRequest(
+            "priority means nothing here: start the server with --scheduling-policy priority", param="priority"
+        )
+    several = await _read(asked, backend, card, limits)
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooling=_pooling(asked))
+    calls = [
+        Call(
+            id=f"embd-{uuid.uuid4().hex}",
+            prompt=ids,
+            sampling=sampling,
+            priority=asked.priority or 0,
+            salt=asked.cache_salt or "",
+            timeout=limits.timeout if asked.timeout is None else asked.timeout,
+        )
+        for ids in several
+    ]
+    return Job(id=calls[0].id, model=card.id, calls=calls)
+
+
+def _pooling(asked: EmbeddingsRequest) -> Pooling:
+    if asked.pooling in (None, "mean"):
+        return "mean"
+    if asked.pooling == "last":
+        return "last"
+    raise InvalidRequest("pooling must be one of mean, last", param="pooling")
+
+
+async def _read(asked: EmbeddingsRequest, backend: Backend, card: ModelCard, limits: Limits) -> list[tuple[int, ...]]:
+    """The token ids of every text. Raises InvalidRequest naming `input`."""
+    try:
+        given = prompts(asked.input, card, limits)
+        check_answers(len(given), 1, limits)
+        several = [ids for _, ids in await encoded(given, asked.add_special_tokens is not False, backend)]
+    except InvalidRequest as error:
+        raise InvalidRequest(str(error).replace("prompt", "input", 1), param="input", code=error.code) from error
+    for i, ids in enumerate(several):
+        if not 0 < len(ids) < card.max_model_len:
+            raise InvalidRequest(
+                f"input[{i}] has {len(ids)} tokens, and must have from 1 to {card.max_model_len - 1}",
+                param="input",
+                code="context_length_exceeded",
+            )
+    return several
+
+
+def embeddings(asked: EmbeddingsRequest, job: Job, made: Sequence[Gathered], usage: Usage) -> dict[str, Any]:
+    """OpenAI's list of embeddings. Raises InvalidRequest for more dimensions than the model has."""
+    data = [
+        {"object": "embedding", "index": i, "embedding": _told(_vector(one.pooled, asked), asked)}
+        for i, one in enumerate(made)
+    ]
+    counted = {"prompt_tokens": usage.prompt, "total_tokens": usage.prompt}
+    return {"object": "list", "data": data, "model": job.model, "usage": counted}
+
+
+def _vector(pooled: bytes, asked: EmbeddingsRequest) -> npt.NDArray[np.float32]:
+    """The first `dimensions` numbers, of length 1 unless that is not wanted."""
+    vector: npt.NDArray[np.float32] = np.frombuffer(pooled, dtype="<f4")
+    if asked.dimensions is not None and asked.dimensions > len(vector):
+        raise InvalidRequest(f"dimensions must be at most {len(vector)} for this model", param="dimensions")
+    vector = vector[: asked.dimensions]
+    if asked.normalize is not False:
+        vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
+    return vector.astype("<f4")
+
+
+def _told(vector: npt.NDArray[np.float32], asked: EmbeddingsRequest) -> str | list[float]:
+    if asked.encoding_format == "base64":
+        return base64.b64encode(vector.tobytes()).decode()
+    numbers: list[float] = vector.tolist()
+    return numbers
