@@ -14,6 +14,11 @@ class Pool:
     def __init__(self) -> None:
         self._sums: dict[int, Tensor] = {}
 
+    def wants_all(self, rows: Rows, shape: Shape) -> bool:
+        """Whether more hidden states are wanted than those that are sampled at."""
+        pooling = rows.traits.pooling
+        return any(pooling[span.row] == "mean" for span in shape.spans)
+
     def feed(self, rows: Rows, shape: Shape, hidden: Tensor) -> dict[int, bytes]:
         """Vectors of the prompts that end in this step, by span: float32, little-endian.
 

@@ -121,7 +121,8 @@ class Runner:
         rows = self.rows
         shape = step.shape = rows.fold(step.plan)
         batch = ragged(rows, shape, self.device)
-        if not shape.scored and 0 < len(shape.picked) < len(batch.tokens):
+        every = shape.scored or self.pool.wants_all(rows, shape)
+        if not every and 0 < len(shape.picked) < len(batch.tokens):
             batch = replace(batch, wanted=torch.from_numpy(shape.picked.astype(np.int32)).to(self.device))
         hidden = self.model.forward(batch, self.kv)
         for s in shape.scored:
