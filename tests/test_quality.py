@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from quire.build.engine import build_engine
@@ -11,6 +13,7 @@ from quire.errors import InvalidConfig, InvalidModel
 from quire.layers.formats import online
 from quire.observe.engine_metrics import EngineMetrics, render
 from quire.values import GREEDY, Request
+from tests.live import serving
 
 SMALL = {"max_num_seqs": 2, "max_model_len": 256}
 
@@ -40,6 +43,16 @@ def test_weights_and_kv_are_quantised_on_request_and_measured() -> None:
     text = render(metrics.snapshot(engine), model="m").decode()
     assert f'quire:canary_kl_nats{{engine="0",model_name="m"}} {facts["quire:canary_kl_nats"]}' in text
     assert len(tokens(engine)) == len(tokens(plain)) == 12
+
+
+def test_a_server_prints_what_its_canary_found_and_tells_it_in_its_metrics(tmp_path: Path) -> None:
+    with serving(tmp_path, "--quantization", "int8", "--kv-cache-dtype", "fp8") as server:
+        assert 0.9 < server.metric("quire:canary_top1_agreement") <= 1
+        assert 0 < server.metric("quire:canary_kl_nats") < 0.01
+        assert 0 < server.metric("quire:canary_kv_kl_nats") < 0.01
+        assert server.metric("quire:kv_cache_float8_layers") == 8
+        assert "quantised weights: " in server.log
+        assert "K/V in float8 in 8 of 8 layers: " in server.log
 
 
 def test_what_spoils_the_model_is_refused_unless_told_otherwise(

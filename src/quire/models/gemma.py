@@ -172,12 +172,15 @@ def read_gemma(config: Config, architecture: str, *, every: int) -> ModelSpec:
         raise InvalidModel("config.json: use_bidirectional_attention: only causal attention is supported")
     spec = read_decoder(Config({"head_dim": 256, "tie_word_embeddings": True, **config.fields}), architecture)
     width = config.get(int, "sliding_window", default=0) or MANY
+    share = config.get(float, "query_pre_attn_scalar", default=256.0)
+    if share <= 0:
+        raise InvalidModel(f"config.json: query_pre_attn_scalar must be above 0, not {share:g}")
     return replace(
         spec,
         windows=tuple(width if local else MANY for local in read_locals(config, spec.layers, every=every)),
         ropes=(spec.rope,) * spec.layers,
         activation=config.get(str, "hidden_activation", "hidden_act", default="gelu_pytorch_tanh"),
-        scale=config.get(float, "query_pre_attn_scalar", default=256.0) ** -0.5,
+        scale=share**-0.5,
     )
 
 

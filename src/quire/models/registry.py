@@ -17,7 +17,7 @@ from quire.models.gpt2 import GPT2
 from quire.models.llama import Llama
 from quire.models.mistral import Mistral, Mixtral
 from quire.models.qwen import Qwen2, Qwen3, Qwen3Moe
-from quire.models.spec import Config, ModelSpec
+from quire.models.spec import Config, ModelSpec, check_sizes
 from quire.ops.reference import ReferenceOps
 
 
@@ -67,7 +67,7 @@ def read_spec(fields: Mapping[str, Any]) -> ModelSpec:
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise InvalidModel("config.json: architectures must be a list of names")
     name = names[0] or str(fields.get("model_type", "of no name"))
-    return find(name).read(Config(fields), name)
+    return check_sizes(find(name).read(Config(fields), name))
 
 
 def build_model(spec: ModelSpec, build: Build) -> Model:

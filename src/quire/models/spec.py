@@ -65,6 +65,10 @@ class ModelSpec:
         return sum(2 * heads * dim * itemsize for heads, dim in self.kv_shapes)
 
 
+LARGEST, MOST_LAYERS = 1 << 24, 1 << 12
+"""Sizes beyond these are damage, and would fail as arithmetic on the way."""
+
+
 class Config:
     """A config.json being read: every look names the field when it is missing or of the wrong kind."""
 
@@ -85,6 +89,8 @@ class Config:
                 )
             if kind is int and int(value) < 0:
                 raise InvalidModel(f"{self.where}: {name} must not be negative ({value})")
+            if kind is int and int(value) > MANY:
+                raise InvalidModel(f"{self.where}: {name} is too large to be meant ({value:.0e})")
             return value
         if default is None:
             raise InvalidModel(f"{self.where}: {names[0]} is missing")
@@ -101,6 +107,24 @@ class Config:
         return Config({}, f"{self.where}: {names[0]}")
 
 
+def check_sizes(spec: ModelSpec) -> ModelSpec:
+    """The spec, where every size can be meant. Raises InvalidModel naming the one that cannot."""
+    sizes = {
+        "hidden_size": spec.hidden,
+        "num_attention_heads": spec.heads,
+        "head_dim": spec.head_dim,
+        "intermediate_size": spec.mlp,
+        "vocab_size": spec.vocab,
+        "max_position_embeddings": spec.context,
+    }
+    if spec.experts is not None:
+        sizes |= {"the experts' width": spec.experts.width, "the number of experts": spec.experts.count}
+    for name, size in sizes.items():
+        if not 1 <= size <= LARGEST:
+            raise InvalidModel(f"config.json: {name} must be from 1 to {LARGEST:,}, not {size:,}")
+    return spec
+
+
 def read_decoder(config: Config, architecture: str) -> ModelSpec:
     """What Llama and those after it have in common; an architecture replaces what it does otherwise."""
     hidden = config.get(int, "hidden_size")
@@ -108,6 +132,8 @@ def read_decoder(config: Config, architecture: str) -> ModelSpec:
     heads = config.get(int, "num_attention_heads")
     if min(hidden, layers, heads) < 1:
         raise InvalidModel("config.json: hidden_size, num_hidden_layers and num_attention_heads must be above 0")
+    if layers > MOST_LAYERS:
+        raise InvalidModel(f"config.json: num_hidden_layers must be at most {MOST_LAYERS}, not {layers}")
     head_dim = config.get(int, "head_dim", default=hidden // heads)
     kv_heads = config.get(int, "num_key_value_heads", default=heads)
     if not kv_heads or heads % kv_heads:

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quire.errors import InvalidModel, InvalidRequest
 from quire.text.tokenizer import read_json
+from quire.values import SamplingParams
 
 _FIELDS: Mapping[str, str] = {
     "temperature": "temperature",
@@ -19,6 +21,14 @@ _FIELDS: Mapping[str, str] = {
 
 
 def sampling_defaults(folder: str | Path) -> dict[str, Any]:
-    """SamplingParams fields as the checkpoint's authors recommend them; absent ones are left out."""
+    """SamplingParams fields as the checkpoint's authors recommend them; absent ones are left out.
+
+    Raises InvalidModel for values that no request may have.
+    """
     config = read_json(Path(folder) / "generation_config.json")
-    return {ours: config[theirs] for theirs, ours in _FIELDS.items() if config.get(theirs) is not None}
+    found = {ours: config[theirs] for theirs, ours in _FIELDS.items() if config.get(theirs) is not None}
+    try:
+        SamplingParams(**found)
+    except (InvalidRequest, TypeError) as error:
+        raise InvalidModel(f"generation_config.json: {error}") from error
+    return found

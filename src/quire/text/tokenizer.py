@@ -157,10 +157,11 @@ def _asked(frame: tuple[int, ...], token: int | None, wanted: bool | None) -> tu
     return (token,) if wanted else tuple(t for t in frame if t != token)
 
 
-def _ids(eos: int | list[int] | None) -> list[int]:
-    if eos is None:
-        return []
-    return [eos] if isinstance(eos, int) else list(eos)
+def _ids(eos: Any) -> list[int]:
+    found = [eos] if isinstance(eos, int) else eos or []
+    if not isinstance(found, list) or not all(type(id) is int for id in found):
+        raise InvalidModel(f"generation_config.json or config.json: eos_token_id must be token ids, not {eos!r}")
+    return found
 
 
 def _named(config: Mapping[str, Any]) -> dict[str, str]:
@@ -176,15 +177,23 @@ def _named(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _declare(core: tokenizers.Tokenizer, declared: Mapping[str, Mapping[str, Any]]) -> None:
     """Add the tokens that only tokenizer_config.json knows. Raises InvalidModel if their ids cannot be kept."""
-    for id, about in sorted((int(id), about) for id, about in declared.items()):
-        content = about["content"]
-        if core.token_to_id(content) == id:
+    try:
+        wanted = [(int(id), _added(about)) for id, about in declared.items()]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise InvalidModel(
+            "tokenizer_config.json: added_tokens_decoder must map ids to tokens with a content"
+        ) from None
+    for id, token in sorted(wanted, key=lambda pair: pair[0]):
+        if core.token_to_id(token.content) == id:
             continue
-        flags = {k: about[k] for k in ("single_word", "lstrip", "rstrip", "normalized") if k in about}
-        token = tokenizers.AddedToken(content, special=bool(about.get("special")), **flags)
         (core.add_special_tokens if token.special else core.add_tokens)([token])
-        if core.token_to_id(content) != id:
+        if core.token_to_id(token.content) != id:
             raise InvalidModel(
-                f"tokenizer_config.json gives {content!r} the id {id}, "
-                f"but tokenizer.json makes it {core.token_to_id(content)}"
+                f"tokenizer_config.json gives {token.content!r} the id {id}, "
+                f"but tokenizer.json makes it {core.token_to_id(token.content)}"
             )
+
+
+def _added(about: Mapping[str, Any]) -> tokenizers.AddedToken:
+    flags = {k: about[k] for k in ("single_word", "lstrip", "rstrip", "normalized") if k in about}
+    return tokenizers.AddedToken(about["content"], special=bool(about.get("special")), **flags)

@@ -75,7 +75,12 @@ def load_model(
     build = Build(ops=ops or ReferenceOps(), parallel=parallel or Solo(), dtype=number, device=device, format=format)
     build.ignore(*(BESIDE if isinstance(format, Detected) else ()))
     with torch.inference_mode():
-        model = build_model(spec, build)
+        try:
+            model = build_model(spec, build)
+        except RuntimeError as error:  # torch has no narrower one for a CPU
+            if "memory" not in str(error):
+                raise
+            raise InvalidModel(f"there is no memory for {folder.name}: `quire plan` says what fits") from error
         if checkpoint is None:
             draw(build, seed, progress)
         else:
