@@ -152,13 +152,13 @@ class Behind(Live):
 
 
 @contextmanager
-def standing(where: str, folder: Path, *args: str) -> Iterator[Live]:
-    """`serving`, asked at the server itself (`native`) or through a front (`upstream`)."""
+def standing(where: str, folder: Path, *args: str, front: tuple[str, ...] = ()) -> Iterator[Live]:
+    """`serving`, asked at the server itself (`native`) or through another (`upstream`) that is started with `front`."""
     with serving(folder, *args) as native:
         if where == "native":
             yield native
             return
         inner = folder / "front"
         inner.mkdir()
-        with serving(inner, "--backend", "openai", "--upstream", native.url) as front:
-            yield Behind(front, native)
+        with serving(inner, "--backend", "openai", "--upstream", native.url, *front) as outer:
+            yield Behind(outer, native)

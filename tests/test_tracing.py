@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from tests.live import serving
+from tests.live import serving, standing
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -63,3 +63,16 @@ def test_a_request_is_traced_and_logged_by_its_id(collector: tuple[str, list[Any
     [line] = [line for line in lines if line.get("request_id") == "mine-1"]
     assert line["id"] == answer.json()["id"] and line["completion_tokens"] == 5
     assert not any(line["level"] == "critical" for line in lines)
+
+
+def test_a_request_that_is_passed_on_is_traced_too(collector: tuple[str, list[Any]], tmp_path: Path) -> None:
+    endpoint, spans = collector
+    with standing("upstream", tmp_path, front=("--otlp-traces-endpoint", endpoint)) as live:
+        asked = {"model": "embedded", "prompt": "A tale", "max_tokens": 5, "temperature": 0.5, "ignore_eos": True}
+        answer = live.http.post("/v1/completions", json=asked, headers={"traceparent": f"00-{TRACE}-{PARENT}-01"})
+    root = next(span for span in spans if span.parent_span_id.hex() == PARENT)
+    about = {attribute.key: attribute.value for attribute in root.attributes}
+    assert root.name == "text_completion upstream" and root.trace_id.hex() == TRACE
+    assert about["gen_ai.response.id"].string_value == answer.json()["id"]
+    assert about["gen_ai.usage.output_tokens"].int_value == 5
+    assert about["gen_ai.request.temperature"].double_value == 0.5

@@ -161,6 +161,7 @@ def _lives(pid: int) -> bool:
         (("--upstream", "http://x"), "backend openai"),
         (("--backend", "openai", "--upstream", "http://127.0.0.1:9", "--max-num-seqs", "4"), "--max-num-seqs"),
         (("--backend", "vllm", "--model", "m", "--lookahead", "1"), "after --"),
+        (("--backend", "openai", "--upstream", "http://127.0.0.1:9", "--batch-dir", "/tmp/b"), "batches"),
         (("--", "--tensor-parallel-size", "2"), "vllm_args"),
         (("--backend", "openai", "--upstrem", "http://x"), "--upstream"),
         (

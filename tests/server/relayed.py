@@ -67,12 +67,18 @@ async def relaying(
     api_keys: tuple[str, ...] = (),
     limits: Limits | None = None,
     root_path: str = "",
+    rates: Rates | None = None,
     **rest: Any,
 ) -> AsyncIterator[Relayed]:
     lanes = Lanes("stubs")
     backend = backend_of(*stubs, key=key, lanes=lanes, **rest)
     app = create_relay_app(
-        backend, limits=limits or Limits(), keys=Keys(api_keys), rates=Rates(), version="test", view=Audience(lanes)
+        backend,
+        limits=limits or Limits(),
+        keys=Keys(api_keys),
+        rates=rates or Rates(),
+        version="test",
+        view=Audience(lanes),
     )
     sock, up = listen("127.0.0.1", 0), asyncio.Event()
     where = url(sock)

@@ -11,6 +11,7 @@ import pytest
 
 from quire.errors import InvalidConfig, Unavailable
 from quire.server.limits import Limits
+from quire.server.rates import Rates
 from tests.backends.stub import EVENTS, HUGE, WHOLE, Stub, stub
 from tests.server.relayed import backend_of, relaying
 
@@ -199,6 +200,36 @@ async def test_limits_are_kept_in_front() -> None:
         assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1
         server.hold.set()
         assert (await held).text == STREAM
+
+
+@pytest.mark.parametrize("path", ["/v1/../metrics", "/v1/%2e%2e/admin", "/v1/a/./b"])
+async def test_a_path_cannot_climb_out(path: str) -> None:
+    async with stub() as server, relaying(server) as relay:
+        known = len(server.asked)
+        reader, writer = await asyncio.open_connection("127.0.0.1", relay.client.base_url.port)
+        writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        assert (await reader.read()).startswith(b"HTTP/1.1 404")
+        writer.close()
+        assert len(server.asked) == known
+
+
+async def test_tokens_count_against_the_keys_rate() -> None:
+    async with stub() as server, relaying(server, api_keys=("k",), rates=Rates(tokens=10)) as relay:
+        relay.client.headers["authorization"] = "Bearer k"
+        assert await relay.text("fine") == STREAM
+        assert (await relay.complete("fine")).status_code == 200
+        spent = await relay.complete("fine")
+        assert spent.status_code == 429 and spent.json()["error"]["code"] == "rate_limit_exceeded"
+
+
+async def test_an_end_cuts_what_is_not_over_in_time() -> None:
+    async with stub() as server, relaying(server) as relay:
+        held = asyncio.ensure_future(relay.complete("one", stream=True))
+        while len(server.asked) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        await relay.backend.drain(0.01)
+        assert "shutting down" in error_of((await held).text)["message"]
 
 
 async def test_a_path_prefix_is_taken_off() -> None:

@@ -93,6 +93,8 @@ class Passage:
                 if data:
                     return data
         except Broken as error:
+            if self._over:  # it was closed while somebody waited for more of it
+                raise Unavailable("the server is shutting down") from error
             why = f"{self._name} broke off this answer: {error}"
             self.close(why)
             raise Unavailable(why, code=error.code) from error

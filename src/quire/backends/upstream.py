@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -19,7 +19,8 @@ from quire.backends.observer import LaneObserver, NoLanes, RimObserver, Unobserv
 from quire.backends.passage import Passage
 from quire.backends.remote import Away, Upstream
 from quire.errors import InvalidConfig, Overloaded, Unavailable
-from quire.values import UNKNOWN, Ended, SamplingParams
+from quire.values import Ended, SamplingParams
+from quire.values import Origin as Caller
 
 log = logging.getLogger("uvicorn.error")
 
@@ -33,17 +34,31 @@ _PREFIX = 512
 """Bytes of a prompt that tell which server has seen it."""
 
 
-class _Ask:
-    """One request under way: what is heard of it goes to the observers. told: whether it is worth it."""
+class About(NamedTuple):
+    """What observers are told of a request. caller: its request_id is what it goes by here.
 
-    def __init__(self, backend: UpstreamBackend, id: str, most: int, n: int, told: bool) -> None:
-        self.backend, self.id, self.most, self.n, self.told = backend, id, most, n, told
-        self.rim: RimObserver = backend.rim if told else Unobserved()
-        self.lanes: LaneObserver = backend.lanes if told else NoLanes()
+    most: tokens it may get, 0 if untold. spend: hears how many tokens prompt and answer had, once they are known.
+    told: whether observers hear of it at all.
+    """
+
+    caller: Caller
+    most: int = 0
+    sampling: SamplingParams = SamplingParams()
+    spend: Callable[[int], None] = lambda tokens: None
+    told: bool = True
+
+
+class _Ask:
+    """One request under way: what is heard of it goes to the observers."""
+
+    def __init__(self, backend: UpstreamBackend, about: About) -> None:
+        self.backend, self.about = backend, about
+        self.rim: RimObserver = backend.rim if about.told else Unobserved()
+        self.lanes: LaneObserver = backend.lanes if about.told else NoLanes()
         self.arrived = self.last = backend.clock()
         self.first: float | None = None
         self.server: Upstream | None = None
-        self.lane = self.lanes.on_ask(id, most, self.arrived)
+        self.lane = self.lanes.on_ask(about.caller.request_id, about.most, self.arrived)
 
     def taken_by(self, server: Upstream | None) -> None:
         if self.server is not None:
@@ -75,25 +90,26 @@ class _Ask:
 
     def over(self, reason: str, prompt: int = 0, tokens: int = 0, known_as: str = "") -> None:
         """known_as: what the answer was called."""
-        now = self.backend.clock()
+        now, about = self.backend.clock(), self.about
         self.taken_by(None)
+        about.spend(prompt + tokens)
         self.rim.on_end(
             Ended(
-                known_as or self.id,
+                known_as or about.caller.request_id,
                 0,
                 reason,
-                SamplingParams(n=self.n),
-                UNKNOWN._replace(request_id=self.id),
+                about.sampling,
+                about.caller,
                 prompt,
                 cached=0,
                 tokens=tokens,
-                max_tokens=self.most,
+                max_tokens=about.most,
                 first=None if self.first is None else self.first - self.arrived,
                 seconds=now - self.arrived,
             )
         )
         self.lanes.on_end(self.lane, known_as, reason, prompt, tokens, now)
-        self.backend.left(self.told, now)
+        self.backend.left(about.told, now)
 
 
 _REASONS: Mapping[str, str] = {"length": "length", "max_tokens": "length", "abort": "abort", "timeout": "timeout"}
@@ -210,26 +226,13 @@ class UpstreamBackend:
 
     # ---------------------------------------------------------------- requests
 
-    async def send(
-        self,
-        method: str,
-        path: str,
-        headers: Headers,
-        body: bytes,
-        *,
-        id: str,
-        most: int = 0,
-        n: int = 1,
-        told: bool = True,
-    ) -> Passage:
+    async def send(self, method: str, path: str, headers: Headers, body: bytes, about: About) -> Passage:
         """Pass a request on; returns when the status has come. The caller reads the passage, and closes it.
 
-        id: what the request goes by here. most, n: tokens and answers asked for, 0 if untold. told: whether observers
-        hear of it.
         Raises Overloaded, and Unavailable when no server takes it.
         """
         self._admit()
-        ask = _Ask(self, id, most, n, told)
+        ask = _Ask(self, about)
         self._under_way += 1
         try:
             connection, server = await self._exchange(ask, method, path, [*headers, *self._headers], body)

@@ -7,19 +7,20 @@ import secrets
 import shlex
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 import uvloop
 
 from quire import __version__
-from quire.backends.http1 import Headers, Origin
+from quire.backends.http1 import Origin
 from quire.backends.keeper import Keeper, Others, PrivateServer, free_port
-from quire.backends.observer import Several
+from quire.backends.observer import RimObserver, Several
 from quire.backends.upstream import UpstreamBackend
 from quire.build.front import build_keys, build_rates, build_tls
 from quire.build.patience import patience
+from quire.build.tracing import build_tracing
 from quire.config import OPTIONS, Settings
 from quire.errors import InvalidConfig
 from quire.observe.audience import Audience
@@ -36,6 +37,14 @@ log = logging.getLogger("uvicorn.error")
 
 OURS = frozenset({"debug"})
 """Options outside `server` and `upstream` that mean something without an engine."""
+
+NOT_HERE: Mapping[str, str] = MappingProxyType(
+    {
+        "batch_dir": "batches are answered in the gaps of our own engine; send them where the upstream takes some",
+        "max_n": "requests are passed on as they are; the upstream has a bound of its own",
+    }
+)
+"""Options of the HTTP side that only our own engine can keep."""
 
 VLLM: Mapping[str, str] = MappingProxyType(
     {
@@ -56,8 +65,6 @@ def relay(settings: Settings) -> None:
     """Serve until SIGTERM or Ctrl-C. Raises InvalidConfig or Unavailable before anything listens."""
     began, server, upstream = time.monotonic(), settings.server, settings.upstream
     handed = _handed_on(settings)
-    if server.otlp_traces_endpoint is not None:
-        raise InvalidConfig("otlp_traces_endpoint: the servers behind this one make the answers: give it to them")
     sock = listen(server.host, server.port)
     key = upstream.upstream_api_key
     keeper: Keeper = Others()
@@ -67,19 +74,9 @@ def relay(settings: Settings) -> None:
         key = key or secrets.token_urlsafe(24)
         keeper = _vllm(settings, port, key, handed)
         urls = (f"http://127.0.0.1:{port}",)
-    name = settings.model.served_model_name or (settings.model.model if upstream.backend == "vllm" else "upstream")
     lanes = Lanes(f"answered by {', '.join(urls)}")
-    backend = UpstreamBackend(
-        [Origin.parse(url) for url in dict.fromkeys(urls)],
-        keeper=keeper,
-        rim=Several(RimMetrics(name), *([LoggedRim(log)] if server.enable_log_requests else [])),
-        lanes=lanes,
-        kind=upstream.backend,
-        headers=_key(key),
-        most=upstream.upstream_most,
-        affinity=upstream.upstream_affinity,
-        patience=upstream.upstream_start_timeout,
-    )
+    tracing = build_tracing(server.otlp_traces_endpoint, lanes.explain, model=_name(settings))
+    backend = _backend(settings, urls, key, keeper, lanes, tracing.observers)
     app = create_relay_app(
         backend,
         limits=Limits(max_body_bytes=server.max_body_bytes),
@@ -103,11 +100,37 @@ def relay(settings: Settings) -> None:
             *(backend.name, url, time.monotonic() - began, ", ".join(urls)),
         ),
     )
-    uvloop.run(running if server.disable_log_stats else telling(running, backend.stats, log))
+    sent = tracing.around(running)
+    uvloop.run(sent if server.disable_log_stats else telling(sent, backend.stats, log))
 
 
-def _key(key: str | None) -> Headers:
-    return [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
+def _backend(
+    settings: Settings,
+    urls: Sequence[str],
+    key: str | None,
+    keeper: Keeper,
+    lanes: Lanes,
+    traces: Sequence[RimObserver],
+) -> UpstreamBackend:
+    upstream = settings.upstream
+    logged = [LoggedRim(log)] if settings.server.enable_log_requests else []
+    return UpstreamBackend(
+        [Origin.parse(url) for url in dict.fromkeys(urls)],
+        keeper=keeper,
+        rim=Several(RimMetrics(_name(settings)), *logged, *traces),
+        lanes=lanes,
+        kind=upstream.backend,
+        headers=[] if key is None else [(b"authorization", b"Bearer " + key.encode())],
+        most=upstream.upstream_most,
+        affinity=upstream.upstream_affinity,
+        patience=upstream.upstream_start_timeout,
+    )
+
+
+def _name(settings: Settings) -> str:
+    """What metrics and traces call the model: known before an upstream says it."""
+    model = settings.model
+    return model.served_model_name or (model.model if settings.upstream.backend == "vllm" else "upstream")
 
 
 def _handed_on(settings: Settings) -> list[str]:
@@ -115,9 +138,11 @@ def _handed_on(settings: Settings) -> list[str]:
     kind, flags = settings.upstream.backend, []
     for name in settings.sources:
         known, value = OPTIONS[name], settings.get(name)
+        if name in NOT_HERE and value != known.default:
+            raise InvalidConfig(f"{known.flag}: {NOT_HERE[name]}", param=name)
         if known.section in ("server", "access", "upstream") or name in OURS or settings.source(name) == "default":
             continue
-        if kind == "vllm" and name == "model":
+        if (kind, name) in (("vllm", "model"), ("openai", "served_model_name")):
             continue
         if kind != "vllm" or name not in VLLM:
             where = "give vLLM's own option after --" if kind == "vllm" else "set it where the upstream is started"

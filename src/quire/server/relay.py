@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping
+from functools import partial
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import msgspec
 from starlette.requests import Request
@@ -14,16 +16,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.backends.passage import Passage
-from quire.backends.upstream import UpstreamBackend
+from quire.backends.upstream import About, UpstreamBackend
 from quire.errors import DeadlineExceeded, InvalidRequest, QuireError, Unavailable
 from quire.observe.scrape import merged
 from quire.server import faults, schemas
 from quire.server.app import METRICS, assembled, gone_or_json, vitals
 from quire.server.chunks import DONE, event
-from quire.server.limits import Keys, Limits, deadline, read_body
-from quire.server.page import Page, View
+from quire.server.limits import Keys, Limits, deadline, origin, read_body
+from quire.server.page import NotThere, Page, View
 from quire.server.rates import Rates
 from quire.server.stream import EventStream, unless_gone
+from quire.values import SamplingParams
 
 T = TypeVar("T")
 
@@ -51,19 +54,23 @@ class _Peek(msgspec.Struct):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     max_output_tokens: int | None = None
-    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
 
 
 _peek = msgspec.json.Decoder(_Peek)
 
 
-def peeked(body: bytes) -> tuple[int, int]:
-    """(most tokens, 0 if untold, answers) of a request."""
+def peeked(body: bytes) -> tuple[int, SamplingParams]:
+    """(most tokens, 0 if untold, how they are drawn) of a request; the upstream sees to what cannot be."""
     try:
         asked = _peek.decode(body)
-    except (msgspec.DecodeError, RecursionError):
-        return 0, 1
-    return asked.max_completion_tokens or asked.max_tokens or asked.max_output_tokens or 0, asked.n or 1
+        drawn = {name: getattr(asked, name) for name in ("temperature", "top_p", "seed")}
+        sampling = SamplingParams(**{name: value for name, value in drawn.items() if value is not None})
+    except (msgspec.DecodeError, RecursionError, QuireError):
+        return 0, SamplingParams()
+    return asked.max_completion_tokens or asked.max_tokens or asked.max_output_tokens or 0, sampling
 
 
 class _Passed:
@@ -92,8 +99,8 @@ class _Passed:
 class Relay:
     """Upstream servers, answering over HTTP through this one. keys: whether clients' keys are for this server."""
 
-    def __init__(self, backend: UpstreamBackend, limits: Limits, *, keys: bool) -> None:
-        self._backend, self._limits, self._keys = backend, limits, keys
+    def __init__(self, backend: UpstreamBackend, limits: Limits, rates: Rates, *, keys: bool) -> None:
+        self._backend, self._limits, self._rates, self._keys = backend, limits, rates, keys
 
     def routes(self) -> list[Route]:
         paths = ("/v1/{path:path}", "/tokenize", "/detokenize", "/score", "/rerank", "/pooling", "/classify")
@@ -147,16 +154,18 @@ class Relay:
 
     async def _send(self, request: Request, path: bytes, body: bytes, until: float | None) -> Passage | None:
         """None if the client left before there was a status."""
-        most, n = peeked(body)
-        id = request.scope["request_id"]
+        (most, sampling), caller = peeked(body), origin(request.scope)
         dropped = _OURS | _KEYS if self._keys or self._backend.keyed else _OURS
         headers = [field for field in request.scope["headers"] if field[0] not in dropped]
-        headers.append((b"x-request-id", id.encode()))
+        headers.append((b"x-request-id", caller.request_id.encode()))
         target = path.decode("latin-1").removeprefix(request.scope.get("root_path", ""))
+        if any(part in ("..", ".") for part in unquote(target).split("/")):
+            raise NotThere("a path with dots in it goes nowhere")
         if query := request.scope.get("query_string"):
             target += "?" + query.decode("latin-1")
         generates = target.startswith(_GENERATE) and request.method == "POST"
-        work = self._backend.send(request.method, target, headers, body, id=id, most=most, n=n, told=generates)
+        about = About(caller, most, sampling, partial(self._rates.spend, request.scope["key"]), generates)
+        work = self._backend.send(request.method, target, headers, body, about)
         return await unless_gone(request.receive, _by(until, work))
 
     def _check(self, passage: Passage, whole: bytes) -> None:
@@ -251,5 +260,5 @@ def create_relay_app(
     view: View,
 ) -> ASGIApp:
     """The ASGI application in front of a backend that the caller starts and closes. view: what the live page shows."""
-    page, relay = Page(view, keys, limits), Relay(backend, limits, keys=keys.needed)
+    page, relay = Page(view, keys, limits), Relay(backend, limits, rates, keys=keys.needed)
     return assembled([*vitals(backend, version), *page.routes(), *relay.routes()], keys, page, rates)
