@@ -197,7 +197,6 @@ async function enter() {
 
 function wire() {
   find("pause").addEventListener("click", () => hold(view.live));
-  find("back-to-live").addEventListener("click", () => hold(false));
   find("when").addEventListener("input", (event) => move(event.target.value / 1000));
   find("save").addEventListener("click", save);
   find("open").addEventListener("click", () => find("file").click());

@@ -16,7 +16,7 @@ export class Chat {
     this.messages = [];
     this.model = "";
     this.stopping = null;
-    this.talk.append(element("p", { class: "hint", text: "Your request will be marked in the lanes and on the map." }));
+    this.talk.append(element("p", { class: "hint", text: "Ask for something, and watch: your request is marked in the lanes and on the map." }));
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
       if (this.stopping) this.stopping.abort();

@@ -6,6 +6,7 @@ import { kind } from "./world.js";
 const KINDS = ["decode", "verify", "prefill", "chunk"];
 const WIDE = 9;
 const FOOT = 26;
+const LABELS = 56;
 const SLOW = 400;
 
 export class Steps {
@@ -60,7 +61,7 @@ export class Steps {
     const { steps } = view.world;
     let until = steps.length;
     while (until > 0 && (steps[until - 1].ended > view.at || steps[until - 1].number > this.held)) until -= 1;
-    this.shown = steps.slice(Math.max(0, until - Math.floor((width - 44) / WIDE)), until);
+    this.shown = steps.slice(Math.max(0, until - Math.floor((width - LABELS) / WIDE)), until);
     const step = this.shown.find((each) => each.number === this.chosen) ?? this.shown.at(-1);
     if (this.chosen !== null && step?.number !== this.chosen) this.choose(null);
     this.columns(to, width, height - FOOT, view);
