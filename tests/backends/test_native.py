@@ -173,6 +173,20 @@ async def test_what_a_reader_does_not_read_is_bounded() -> None:
     assert "".join(delta.text for delta in rest) == "cat" * 11
 
 
+async def test_an_answer_that_cannot_be_put_into_words_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
+    port = FakePort()
+    backend = await rim(port)
+    bad, good = (asyncio.ensure_future(collect(backend, call(id=id))) for id in ("bad", "good"))
+    await settle()
+    both = {request.id: request for request in port.submitted}
+    port.told([Tokens("bad-0", ("x",)), Tokens("good-0", tuple(TOKENIZER.encode("dog")))])  # type: ignore[arg-type]
+    port.say(both["good-0"], 1, finish="stop", stop_token=1)
+    with pytest.raises(StepFailed, match=r"could not be put into words \(TypeError\)"):
+        await bad
+    assert "".join(delta.text for delta in await good) == "dog"
+    assert port.aborted == ["bad-0"] and "Traceback" in caplog.text
+
+
 async def test_a_full_queue_refuses_with_a_time_to_wait() -> None:
     port, watching = FakePort(), Watching()
     backend = await rim(port, watching, max_queued=2)

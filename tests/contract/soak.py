@@ -6,6 +6,7 @@ What must be flat: resident memory, descriptors, threads, and pages once all is 
 from __future__ import annotations
 
 import asyncio
+import os
 import statistics
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quire.engine.wire import TELL
 from tests.contract.poison import Poison, poisons
 from tests.contract.streams import hear_all
 from tests.contract.wire import HOST, ask, request, send
@@ -54,8 +56,16 @@ class Figures(NamedTuple):
 
 
 def soak(live: Live, seconds: float) -> Figures:
-    """Rounds of streams beside hostile requests and clients that leave, for so long; each round ends in quiet."""
-    return asyncio.run(_soak(live, seconds))
+    """Rounds of streams beside hostile requests and clients that leave, for so long; each round ends in quiet.
+
+    What goes wrong is raised with what the server has to say of it.
+    """
+    try:
+        return asyncio.run(_soak(live, seconds))
+    except Exception as error:
+        os.kill(live.engine_pid(), TELL)
+        time.sleep(1.0)
+        raise AssertionError(f"{live.stats()}\n{live.log[-8000:]}") from error
 
 
 async def _soak(live: Live, seconds: float) -> Figures:

@@ -39,6 +39,27 @@ def test_the_loop_a_newcomer_writes_works() -> None:
     assert snapshot["cache"]["used_pages"] == 0 and snapshot["active_requests"] == 0
 
 
+class Breaking:
+    """An observer that cannot take anything."""
+
+    def _break(self, *_: object) -> None:
+        raise ZeroDivisionError("cannot look")
+
+    on_submit = on_step = on_end = on_failure = _break
+
+
+def test_who_watches_cannot_break_what_is_watched(capfd: pytest.CaptureFixture[str]) -> None:
+    engine = house().build(VirtualClock(), observers=[Breaking()])
+    engine.submit([1, 2, 3], 5)
+    engine.submit([4, 5], 50, id="gone")
+    engine.step()
+    engine.abort("gone")
+    run(engine)
+    assert [done.finish for done in engine.completed_requests] == ["abort", "length"]
+    assert engine.metrics_snapshot()["cache"]["used_pages"] == 0
+    assert "cannot look" in capfd.readouterr().err
+
+
 def test_an_idle_engine_steps_without_blocking() -> None:
     engine = house().build(VirtualClock())
     assert engine.step() == [] and not engine.has_pending_work

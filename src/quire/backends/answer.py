@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import traceback
 from dataclasses import replace
 from typing import NamedTuple
 
 from quire.backends.base import Delta
 from quire.text.detokenizer import Detokenizer
+from quire.text.harmless import block
 from quire.text.stop import StopFinder
 from quire.values import SamplingParams, TokenLogprobs, Tokens
+
+log = logging.getLogger("uvicorn.error")
 
 
 class _Read(NamedTuple):
@@ -128,6 +133,16 @@ class Answer:
         delta = Delta(self.index, text, self._tokens, self._logprobs, finish, reason, self._prompt, self.cached, error)
         self._tokens, self._logprobs, self._prompt = (), (), None
         return delta
+
+
+def told(answer: Answer, event: Tokens) -> Delta | None:
+    """As `Answer.take`; an answer that cannot be put into words ends by itself, and no other with it."""
+    try:
+        return answer.take(event)
+    except Exception as error:
+        log.error("an answer could not be put into words:\n%s", block(traceback.format_exc()))
+        why = f"this answer could not be put into words ({type(error).__name__})"
+        return Delta(answer.index, "", finish_reason="error", error=why)
 
 
 def sibling(sampling: SamplingParams, choice: int) -> SamplingParams:

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from quire.backends.answer import Answer
+from quire.backends.answer import Answer, told
 from quire.backends.base import Call, Delta, ModelCard
 from quire.backends.load import Departures
 from quire.backends.observer import RimObserver, Unobserved
@@ -233,7 +233,7 @@ class NativeBackend:
                     observer.on_gap(now - one.last, len(event.tokens))
                 one.last = now
             began = time.perf_counter()
-            delta = one.take(event)
+            delta = told(one, event)
             one.spent += time.perf_counter() - began
             if delta is None:
                 continue

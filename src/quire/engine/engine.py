@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import sys
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -19,6 +21,7 @@ from quire.engine.ledger import Ledger
 from quire.engine.pacer import NoPace, Pacer
 from quire.engine.recovery import Recovery
 from quire.errors import ExecutorLost, InvalidRequest, StepFailed
+from quire.text.harmless import block
 from quire.values import GREEDY, MANY, FinishReason, Request, SamplingParams, Tokens
 
 _Flying = tuple[float, float, Handle]
@@ -116,7 +119,7 @@ class Engine:
             self.gauges(),
         )
         for observer in self.observers:
-            observer.on_step(record)
+            _shown(observer.on_step, record)
 
     # ---------------------------------------------------------------- requests
 
@@ -173,7 +176,7 @@ class Engine:
         if request.deadline < math.inf:
             heapq.heappush(self._deadlines, (request.deadline, request.id))
         for observer in self.observers:
-            observer.on_submit(request, now)
+            _shown(observer.on_submit, request, now)
 
     def provide(self, id: str, constraint: Constraint) -> None:
         """The constraint that a request waited for is made. Requests that have ended are fine."""
@@ -192,7 +195,7 @@ class Engine:
                 self.recovery.passed(())
             self._out.append(Tokens(id, (), why, error=error, param=param))
             for observer in self.observers:
-                observer.on_end(ended)
+                _shown(observer.on_end, ended)
 
     def _expire(self) -> None:
         while self._deadlines and (self._deadlines[0][1] not in self.ledger.lives or self._overdue()):
@@ -211,7 +214,7 @@ class Engine:
         suspects, guilty = self.recovery.failed()
         now = self.clock.now()
         for observer in self.observers:
-            observer.on_failure(str(failure), [s.request.id for s in suspects], now)
+            _shown(observer.on_failure, str(failure), [s.request.id for s in suspects], now)
         if guilty is not None:  # what went wrong is for the log: it may name files and addresses
             self.abort(guilty.request.id, "error", f"the engine could not run this request ({_kind(failure)})")
 
@@ -299,6 +302,14 @@ def _tried(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         raise
     except Exception as failure:
         raise StepFailed(f"{type(failure).__name__}: {failure}") from failure
+
+
+def _shown(observe: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Tell an observer; what it cannot take is said, and is nobody else's affair."""
+    try:
+        observe(*args, **kwargs)
+    except Exception:
+        print(block(traceback.format_exc()), file=sys.stderr, flush=True)
 
 
 def _kind(failure: BaseException) -> str:

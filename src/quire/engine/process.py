@@ -92,6 +92,13 @@ class EngineLoop:
             print(block(traceback.format_exc()), file=sys.stderr, flush=True)
             return b"null"
 
+    def _picture(self, now: float, *, last: bool) -> tuple[bytes, bool] | None:
+        try:
+            return self.window.frame(self.engine, now, last=last)
+        except Exception:  # as little
+            print(block(traceback.format_exc()), file=sys.stderr, flush=True)
+            return None
+
     def _add(self, request: Request) -> None:
         try:
             self.engine.add(request, self.constraints.of(request))
@@ -128,5 +135,5 @@ class EngineLoop:
                 )
             )
         )
-        if (seen := self.window.frame(engine, now, last=idle)) is not None:
+        if (seen := self._picture(now, last=idle)) is not None:
             self.link.sendall(frame(Seen(*seen)))

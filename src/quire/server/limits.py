@@ -83,7 +83,7 @@ def check_depth(value: Any, limits: Limits) -> None:
     """Raises InvalidRequest for lists and objects nested too deep, or too many of them. Costs nothing per number."""
     level: list[Any] = [value]
     seen = 0
-    for _ in range(limits.max_depth + 1):
+    for _ in range(limits.max_depth):
         seen += len(level)
         if seen > limits.max_containers:
             most = limits.max_containers
