@@ -52,7 +52,7 @@ TORCH_FREE_MODULES = (
 
 LOADERS = {
     "quire.cli.lazy",
-    "quire.cli.executor",
+    "quire.build.extra",
     "quire.weights.locate",
     "quire.bench.cpu",
     "quire.build.engine",

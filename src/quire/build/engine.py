@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 
+from quire.build.extra import extra
 from quire.build.host import on_host
 from quire.build.limits import Limits, Made, choose_device, choose_threads, resolve
 from quire.build.progress import loading
@@ -22,7 +23,6 @@ from quire.engine.engine import Engine
 from quire.engine.events import Observer
 from quire.engine.executor import Description, Executor
 from quire.engine.pacer import LatencyPace, NoPace, Pacer
-from quire.errors import InvalidConfig
 from quire.models.base import Model
 from quire.models.registry import parameters
 from quire.ops.base import Ops
@@ -62,18 +62,7 @@ def build_engine(
 def make_executor(settings: Settings) -> Made:
     """What runs the steps, as `executor` says. Raises InvalidModel or InvalidConfig."""
     kind = settings.executor.executor
-    return _torch(settings) if kind == "local" else cast(Made, _door(kind).make(settings))
-
-
-def _door(kind: str) -> Any:
-    """The module that knows an executor of an extra, asked for by name: its packages may not be there."""
-    try:
-        return import_module(f"quire.build.{kind}")
-    except ModuleNotFoundError as error:
-        raise InvalidConfig(
-            f"--executor {kind} needs a package that is not installed ({error.name}): pip install 'quire[{kind}]'",
-            param="executor",
-        ) from error
+    return _torch(settings) if kind == "local" else cast(Made, extra(f"quire.build.{kind}", kind).make(settings))
 
 
 def _torch(settings: Settings) -> Made:

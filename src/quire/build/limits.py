@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
-from quire.config import Settings
+from quire.config import OPTIONS, Settings
 from quire.engine.executor import Executor
 from quire.errors import InvalidConfig
 from quire.models.spec import ModelSpec
@@ -33,6 +34,13 @@ class Made(NamedTuple):
     executor: Executor
     limits: Limits
     facts: dict[str, float]
+
+
+def refuse(settings: Settings, executor: str, fixed: Mapping[str, str]) -> None:
+    """Raises InvalidConfig for an option that was set where it would do nothing. fixed: by name, why."""
+    for name, why in fixed.items():
+        if settings.get(name) != OPTIONS[name].default:
+            raise InvalidConfig(f"{OPTIONS[name].flag} does not go with --executor {executor}: {why}", param=name)
 
 
 def choose_device(name: str) -> torch.device:

@@ -32,6 +32,7 @@ main = Root(
                 "kernels": ("quire.bench.kernels", "Check and time every kernel on a CUDA device."),
             },
         ),
+        "export-onnx": ("quire.cli.export_onnx", "Write a model as graphs for ONNX Runtime."),
         "executor": ("quire.cli.executor", "Run a model's steps for an engine elsewhere, over gRPC."),
         "inspect": ("quire.look.inspect", "Print what a model is, from headers alone."),
         "plan": ("quire.look.plan", "Print what serving a model takes, and the smallest change that fits."),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import ipaddress
 import signal
 import threading
-from typing import Any
 
 import click
 
+from quire.build.extra import extra
 from quire.cli.options import SettingsCommand
 from quire.config import Settings
 from quire.errors import InvalidConfig
@@ -44,7 +43,7 @@ def command(
             f"warning: anyone who reaches {name} can use this executor: set --tls-cert, --tls-key and --tls-client-ca",
             err=True,
         )
-    build = _build()
+    build = extra("quire.build.grpc", "grpc")
     credentials = None
     if tls_cert is not None and tls_key is not None:
         clients = None if tls_client_ca is None else build.read(tls_client_ca, "tls_client_ca")
@@ -61,16 +60,6 @@ def command(
     over.wait()
     host.stop()
     host.executor.close()
-
-
-def _build() -> Any:
-    """The module that needs grpcio. Raises InvalidConfig where that is not installed."""
-    try:
-        return importlib.import_module("quire.build.grpc")
-    except ModuleNotFoundError as error:
-        raise InvalidConfig(
-            f"an executor needs a package that is not installed ({error.name}): pip install 'quire[grpc]'"
-        ) from error
 
 
 def _loopback(host: str) -> bool:

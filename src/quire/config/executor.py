@@ -1,4 +1,4 @@
-"""Options of what runs the steps: this process's own layers, or another machine."""
+"""Options of what runs the steps: this process's own layers, ONNX Runtime, transformers, or another machine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from quire.errors import InvalidConfig
 class ExecutorConfig:
     """What runs the steps."""
 
-    executor: Literal["local", "grpc"] = option(
+    executor: Literal["local", "grpc", "onnx", "hf"] = option(
         "local",
-        "What runs the steps: local, our own layers in this process; grpc, a `quire executor` elsewhere.",
+        "What runs the steps: local, our own layers; onnx, ONNX Runtime on a folder that `quire export-onnx` wrote; "
+        "hf, Hugging Face transformers, slowly, for models we have no layers for; grpc, a `quire executor` elsewhere.",
     )
     executor_address: str | None = option(
         None, "HOST:PORT of the `quire executor` that runs the steps, for --executor grpc.", unset="none"
