@@ -60,8 +60,49 @@ def test_it_gains_where_there_is_something_to_gain_and_never_loses(
     assert on >= gain * off
 
 
+def paced(**off: float) -> Adaptive:
+    """At one row drafting is nearly free, at 64 dear."""
+    paces = {(1, 0): 1.0, (1, 1): 1.1, (1, 2): 1.2, (64, 0): 1.0, (64, 1): 3.0, (64, 2): 5.0}
+    return Adaptive(2, paces, **off)
+
+
+def decode(policy: Adaptive, width: int, depth: int, seconds: float, steps: int = 12) -> None:
+    spans = tuple(Span(i, 1 + depth, 1 + depth, 1 + depth) for i in range(width))
+    for _ in range(steps):
+        policy.begin(width)
+        policy.timed(Plan((), (), spans, (), (depth,) * width), seconds)
+
+
+def test_off_is_measured_first_and_then_only_what_is_foreseen_to_pay_is_tried() -> None:
+    policy = paced()
+    policy.begin(1)
+    assert policy.chosen == 0
+    decode(policy, 1, 0, 2.0)
+    assert policy.chosen == 2 and policy.expected(1) == {0: 2.0, 1: 2.1, 2: 2.2}
+    decode(policy, 64, 0, 2.0)
+    assert policy.chosen == 0
+
+
+def test_a_sequence_that_cannot_pay_back_what_the_draft_must_read_is_not_drafted_for() -> None:
+    policy = paced(catch_up=0.02)
+    decode(policy, 1, 0, 2.0)
+    short = Sequence(Request(id="a", prompt=(1,) * 400, max_new=9), 0, [1] * 400, 409)
+    long = Sequence(Request(id="b", prompt=(1,) * 400, max_new=900), 1, [1] * 400, 1300)
+    assert (policy.depth(short), policy.depth(long)) == (0, 2)
+
+
+def test_what_was_measured_in_a_slow_moment_does_not_last() -> None:
+    policy = paced()
+    decode(policy, 1, 0, 9.0)  # off was slow: drafts seem to pay
+    assert policy.chosen == 2
+    for _ in range(policy.CHECK + 20):
+        decode(policy, 1, policy.chosen, 5.0 if policy.chosen else 1.0, steps=1)
+    assert policy.chosen == 0
+
+
 def test_a_hopeless_sequence_is_drafted_less_and_forgotten_when_it_ends() -> None:
     policy, good, bad = Adaptive(4), seq(1), seq(2)
+    good.limit = bad.limit = 99
     for _ in range(60):
         policy.learn(good, 4, 4)
         policy.learn(bad, 4, 0)

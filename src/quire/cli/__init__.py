@@ -19,6 +19,7 @@ main = Root(
                 "engine": ("quire.bench.engine", "Measure the engine alone, on a synthetic executor."),
                 "gpu": ("quire.bench.gpu", "Measure workloads of real size on this GPU, beside a recorded peer."),
                 "speculate": ("quire.bench.speculate", "Measure a draft model of real size on this GPU, on and off."),
+                "drafts": ("quire.bench.drafts", "Measure speculation with the embedded model, on and off."),
                 "http": ("quire.bench.http", "Measure a server on this GPU from several client processes."),
                 "batches": ("quire.bench.batches", "Measure what a batch in the gaps costs those who ask meanwhile."),
                 "pair": ("quire.bench.pair", "Measure a server directly and through Quire, side by side."),

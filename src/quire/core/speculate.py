@@ -83,6 +83,10 @@ class _Times:
         # one slow step (a page fault, a noisy neighbour) must not decide: it counts for at most twice the mean
         self.mean[depth] = mean + (min(seconds, 2 * mean) - mean) * max(0.05, 1 / count)
 
+    def doubt(self, depth: int) -> None:
+        """What is measured next counts for more than what was."""
+        self.count[depth] = min(self.count.get(depth, 0), 1)
+
 
 def depths(most: int) -> tuple[int, ...]:
     """Those that are tried where `most` can be drafted."""
@@ -114,7 +118,9 @@ class Adaptive:
     TRIES = 6
     """Steps for which a depth is tried: the first two are not alike in what they feed and what they draft."""
     AGAIN = 1024
-    """Steps after which another depth is tried again, then twice as many: drafting one token where it was off."""
+    """Steps after which another depth is tried again, then twice as many: drafting one token where it was off..."""
+    CHECK = 128
+    """...and none where it was not, up to AGAIN: what was measured in a slow moment must not last."""
     PROBES = 4
     """Sequences drafted for in such a try, where it is only to learn whether drafts are right."""
     HOPELESS = 0.25
@@ -139,10 +145,11 @@ class Adaptive:
         self._saving = 0.0
         self._followed: set[int] = set()
         self._probed: set[int] = set()
-        self._trial, self._left, self._steps, self._again = most, 0, 0, self.AGAIN
+        self._trial, self._left = most, 0
+        self._waited, self._again, self._check = 0, self.AGAIN, self.CHECK
 
     def begin(self, width: int) -> None:
-        self._steps += 1
+        self._waited += 1
         if self._left > 0:
             self._left -= 1
             self.chosen = self._trial
@@ -158,9 +165,14 @@ class Adaptive:
             self._saving = (seconds[0] - seconds[self.chosen] / self.tokens(self.chosen)) / max(1, width)
         else:
             self._followed.clear()
-        if self._steps >= self._again and not (self._paces and self.chosen):
+        if self.chosen and self._waited >= self._check:
+            self._check = min(2 * self._check, self.AGAIN)
+            self._timed(width).doubt(0)
+            self._try(0)
+        elif not self.chosen and self._waited >= self._again:
             self._again *= 2
-            self._try(0 if self.chosen else 1)
+            self._timed(width).doubt(1)
+            self._try(1)
 
     def _timed(self, width: int) -> _Times:
         return self._times.setdefault(kind(width), _Times())
@@ -193,7 +205,7 @@ class Adaptive:
 
     def _try(self, depth: int) -> None:
         self.chosen = self._trial = depth
-        self._left = self.TRIES - 1
+        self._left, self._waited = self.TRIES - 1, 0
 
     def best(self, seconds: Mapping[int, float]) -> int:
         """The depth to choose when steps take `seconds` by depth."""
