@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +31,8 @@ TEXT = "Once upon a time there was a little dog who lived in a boat by the sea. 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     options = ("--dtype", "float32", "--max-num-batched-tokens", "32", "--max-num-seqs", "8")
-    with serving(tmp_path_factory.mktemp("embeddings"), *options) as live:
+    folder = tmp_path_factory.mktemp("embeddings")
+    with serving(folder, *options, "--batch-dir", str(folder / "batches")) as live:
         yield live
 
 
@@ -98,6 +101,27 @@ def test_they_run_in_one_batch_with_answers_and_change_none(live: Live) -> None:
     for i in (0, 11):
         alone = live.http.post("/v1/embeddings", json={"input": f"{i} {TEXT}"}).json()["data"][0]["embedding"]
         np.testing.assert_allclose(made[4 + i].json()["data"][0]["embedding"], alone, atol=1e-5)
+
+
+def test_a_batch_of_them_says_what_asking_says(live: Live) -> None:
+    texts = {f"q{i}": f"{i} dogs" for i in range(5)}
+    asked = [
+        {"custom_id": id, "method": "POST", "url": "/v1/embeddings", "body": {"input": text}}
+        for id, text in texts.items()
+    ]
+    data = "\n".join(map(json.dumps, asked)).encode()
+    file = live.openai.files.create(file=("in.jsonl", data), purpose="batch")
+    batch = live.openai.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+    deadline = time.monotonic() + 30
+    while (batch := live.openai.batches.retrieve(batch.id)).status != "completed":
+        assert time.monotonic() < deadline, batch
+        time.sleep(0.02)
+    lines = [json.loads(line) for line in live.openai.files.content(str(batch.output_file_id)).text.splitlines()]
+    assert {line["custom_id"] for line in lines} == texts.keys()
+    for line in lines:
+        asked_alone = live.http.post("/v1/embeddings", json={"input": texts[line["custom_id"]]}).json()
+        vectors = [one["data"][0]["embedding"] for one in (line["response"]["body"], asked_alone)]
+        np.testing.assert_allclose(*vectors, atol=1e-5)
 
 
 @pytest.mark.parametrize(
