@@ -20,6 +20,7 @@ MOST_HELD = 1 << 20
 
 _ENDS = re.compile(rb'"(?:finish_reason|stop_reason)":\s?"(\w+)"')
 _USAGE = re.compile(rb'"usage":\s?\{')
+_NO_CHOICE = re.compile(rb'"choices":\s?\[\]')
 _ID = re.compile(rb'"id":\s?"([\w.:\-]{1,128})"')
 _EVENT = b"data:"
 _DONE = b"[DONE]"
@@ -148,7 +149,7 @@ class Passage:
             for line in data.splitlines():
                 if line.startswith(_EVENT) and _USAGE.search(line):
                     self._used(line[len(_EVENT) :])
-                    fresh -= b'"choices":[]' in line
+                    fresh -= _NO_CHOICE.search(line) is not None
         ended = _ENDS.search(data)
         if ended:
             self.finish = ended[1].decode()
