@@ -162,6 +162,10 @@ def _lives(pid: int) -> bool:
         (("--backend", "openai", "--upstream", "http://127.0.0.1:9", "--max-num-seqs", "4"), "--max-num-seqs"),
         (("--backend", "vllm", "--model", "m", "--lookahead", "1"), "after --"),
         (("--backend", "openai", "--upstream", "http://127.0.0.1:9", "--batch-dir", "/tmp/b"), "batches"),
+        (
+            ("--backend", "openai", "--upstream", "http://[::1]:9,127.0.0.1:10", "--upstream-start-timeout", "0"),
+            "[::1]:9: nothing listens there; http://127.0.0.1:10: nothing",
+        ),
         (("--", "--tensor-parallel-size", "2"), "vllm_args"),
         (("--backend", "openai", "--upstrem", "http://x"), "--upstream"),
         (

@@ -68,7 +68,7 @@ def relay(settings: Settings) -> None:
     sock = listen(server.host, server.port)
     key = upstream.upstream_api_key
     keeper: Keeper = Others()
-    urls = upstream.upstream
+    urls = tuple(url.strip() for several in upstream.upstream for url in several.split(",") if url.strip())
     if upstream.backend == "vllm":
         port = free_port()
         key = key or secrets.token_urlsafe(24)

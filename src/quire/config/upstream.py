@@ -20,10 +20,16 @@ class UpstreamConfig:
         "`vllm serve` that is started, watched and started again.",
     )
     upstream: tuple[str, ...] = option(
-        (), "Address of a running server, http://HOST:PORT; several are allowed.", unset="none", metavar="URL"
+        (),
+        "Address of a running server, http://HOST:PORT; several are allowed (repeat the flag, or use commas).",
+        unset="none",
+        metavar="URL",
     )
     upstream_api_key: str | None = option(
-        None, "Key that is sent to the servers. Unset: the client's own, where this server wants none.", secret=True
+        None,
+        "Key that is sent to the servers. Unset: the client's own, where this server wants none.",
+        secret=True,
+        unset="none",
     )
     upstream_affinity: bool = option(
         False, "Send requests that begin alike to the same server, while it is not much busier than the others."
