@@ -184,24 +184,24 @@ class Adaptive:
         return {d: pace + more * (1 + d * self.share) for d, pace in paces.items()} | times.mean
 
     def _untried(self, times: _Times) -> int | None:
-        """The next depth to try, from 0 up: where one loses, or the two before say that it will, deeper ones do."""
+        """The next depth to try, from 0 up: where one loses much, or two say that the next will, deeper ones do."""
         before = list[int]()
         for d in self.depths[: 1 if self._paces else None]:  # what is foreseen wants no trying, but for where it starts
             tried = times.count.get(d, 0) >= self.TRIES - 2
             if len(before) > 1 and not tried:
                 near, far = before[-2:]
                 slope = (times.mean[far] - times.mean[near]) / (far - near)
-                if self._loses(times, d, times.mean[far] + slope * (d - far)):
+                if self._gain(times, d, times.mean[far] + slope * (d - far)) < 0.97:
                     return None
             if not tried:
                 return d
-            if self._loses(times, d, times.mean[d]):
+            if self._gain(times, d, times.mean[d]) < 0.75:  # a first draft bears what drafting costs at all
                 return None
             before.append(d)
         return None
 
-    def _loses(self, times: _Times, depth: int, seconds: float) -> bool:
-        return depth > 0 and self.tokens(depth) * times.mean[0] < 0.97 * seconds
+    def _gain(self, times: _Times, depth: int, seconds: float) -> float:
+        return self.tokens(depth) * times.mean[0] / max(seconds, 1e-9)
 
     def _try(self, depth: int) -> None:
         self.chosen = self._trial = depth
