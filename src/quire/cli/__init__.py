@@ -30,6 +30,7 @@ main = Root(
                 "ladder": ("quire.bench.ladder", "Add one optimisation at a time and measure each on its workload."),
                 "logits": ("quire.bench.logits", "How far logits of real-size models are off."),
                 "paging": ("quire.bench.paging", "Compare K/V memory in one piece a sequence and in pages."),
+                "doors": ("quire.bench.doors", "Measure decode through each executor, beside our own."),
                 "kernels": ("quire.bench.kernels", "Check and time every kernel on a CUDA device."),
             },
         ),
