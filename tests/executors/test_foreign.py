@@ -178,6 +178,7 @@ def test_a_model_we_have_no_layers_for_answers_as_transformers_does(make: Any, t
     with pytest.raises(InvalidModel, match="is not supported"):
         build_engine(Settings.of(model=str(tmp_path)))
     engine = build_engine(Settings.of(model=str(tmp_path), executor="hf", max_num_batched_tokens=64, max_num_seqs=4))
+    assert not engine.about.pools
     said = ask(engine, VOCAB)
     for prompt, answer in zip(prompts(VOCAB), said, strict=True):
         ids = torch.tensor([prompt])

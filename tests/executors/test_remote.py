@@ -119,7 +119,8 @@ def test_masks_and_descriptions_arrive_as_they_were_sent() -> None:
     assert read_masks(pb.Masks.FromString(send_masks(masks).SerializeToString())) == masks
     about = Description(
         pages=9, page_size=16, rows=4, max_model_len=99, vocab_size=50, depth=2, tokens=77, drafts=3, masks=False,
-        kv_bytes=1 << 40, device="cuda", dtype="bfloat16", paces={(1, 0): 0.25}, catch_up=0.5, facts={"a": 1.5},
+        kv_bytes=1 << 40, device="cuda", dtype="bfloat16", paces={(1, 0): 0.25}, catch_up=0.5, draft_kv=0.1,
+        facts={"a": 1.5},
     )  # fmt: skip
     assert described(pb.Description.FromString(describe(about, 1).SerializeToString())) == about
 

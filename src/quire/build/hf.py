@@ -49,5 +49,6 @@ def make(settings: Settings) -> Made:
         dtype=model.dtype,
         device=device,
         layers=(),
+        pools=False,  # what the model gives for hidden states are logits
     )
     return Made(executor, limits, {})

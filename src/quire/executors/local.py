@@ -21,7 +21,7 @@ class LocalExecutor:
 
     pages: of the pool, the spare one not counted. page_size: tokens a page. rows: sequences at once. max_model_len:
     longest sequence, in tokens. dtype: of K/V, unless `layers` says it for each. depth: steps worth launching ahead of
-    results; 0 where launch runs the forward at once, as on a CPU.
+    results; 0 where launch runs the forward at once, as on a CPU. pools: as `Description`.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class LocalExecutor:
         drafter: Drafter | None = None,
         depth: int = 0,
         layers: Sequence[LayerShape] | None = None,
+        pools: bool = True,
     ) -> None:
         drafter = NoDrafts() if drafter is None else drafter
         layers = layer_shapes(model.spec.kv_shapes, dtype) if layers is None else layers
@@ -57,7 +58,7 @@ class LocalExecutor:
             vocab_size=vocab_size,
             depth=depth,
             drafts=drafter.depth,
-            pools=True,
+            pools=pools,
             kv_bytes=page_bytes(layers, page_size),
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),

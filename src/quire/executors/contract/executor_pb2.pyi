@@ -13,7 +13,7 @@ class Hello(_message.Message):
     def __init__(self, version: _Optional[int] = ...) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("version", "instance", "pages", "page_size", "rows", "max_model_len", "vocab_size", "depth", "drafts", "masks", "kv_bytes", "device", "dtype", "facts", "tokens", "paces", "catch_up")
+    __slots__ = ("version", "instance", "pages", "page_size", "rows", "max_model_len", "vocab_size", "depth", "drafts", "masks", "kv_bytes", "device", "dtype", "facts", "tokens", "paces", "catch_up", "draft_kv")
     class FactsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,7 @@ class Description(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PACES_FIELD_NUMBER: _ClassVar[int]
     CATCH_UP_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_KV_FIELD_NUMBER: _ClassVar[int]
     version: int
     instance: int
     pages: int
@@ -55,7 +56,8 @@ class Description(_message.Message):
     tokens: int
     paces: _containers.RepeatedCompositeFieldContainer[Pace]
     catch_up: float
-    def __init__(self, version: _Optional[int] = ..., instance: _Optional[int] = ..., pages: _Optional[int] = ..., page_size: _Optional[int] = ..., rows: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., depth: _Optional[int] = ..., drafts: _Optional[int] = ..., masks: _Optional[bool] = ..., kv_bytes: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., facts: _Optional[_Mapping[str, float]] = ..., tokens: _Optional[int] = ..., paces: _Optional[_Iterable[_Union[Pace, _Mapping]]] = ..., catch_up: _Optional[float] = ...) -> None: ...
+    draft_kv: float
+    def __init__(self, version: _Optional[int] = ..., instance: _Optional[int] = ..., pages: _Optional[int] = ..., page_size: _Optional[int] = ..., rows: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., depth: _Optional[int] = ..., drafts: _Optional[int] = ..., masks: _Optional[bool] = ..., kv_bytes: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., facts: _Optional[_Mapping[str, float]] = ..., tokens: _Optional[int] = ..., paces: _Optional[_Iterable[_Union[Pace, _Mapping]]] = ..., catch_up: _Optional[float] = ..., draft_kv: _Optional[float] = ...) -> None: ...
 
 class Pace(_message.Message):
     __slots__ = ("rows", "drafts", "seconds")

@@ -15,7 +15,7 @@ VERSION = 1
 
 _ALIKE = (
     *("pages", "page_size", "rows", "max_model_len", "vocab_size", "depth", "tokens", "drafts", "masks", "kv_bytes"),
-    *("device", "dtype", "catch_up"),
+    *("device", "dtype", "catch_up", "draft_kv"),
 )
 _PLAIN = ("temperature", "top_k", "min_p", "presence_penalty", "frequency_penalty", "min_tokens")
 _OPTIONAL = ("logprobs", "prompt_logprobs")
