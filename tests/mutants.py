@@ -136,8 +136,8 @@ BUGS = [
     Bug(
         "prefix hits taken although prompt logits are wanted",
         K,
-        "[] if seq.asks else seq.tokens[:-1]",
-        "seq.tokens[:-1]",
+        "[] if seq.asks or ",
+        "[] if ",
     ),
     Bug("prompt log-probabilities told twice after a preemption", Q, "max(0, self.told - self.computed)", "0"),
     Bug(
