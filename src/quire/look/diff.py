@@ -16,6 +16,7 @@ from quire.cli.options import SettingsCommand
 from quire.config import Settings
 from quire.errors import InvalidConfig, InvalidModel
 from quire.look.inspect import tell
+from quire.models import gemma
 from quire.models.base import Model
 from quire.weights.canary import PROBE, feed, pages, probe
 from quire.weights.load import load_model
@@ -80,10 +81,15 @@ class Recorded:
 
     def __init__(self, block: Any, kept: list[Tensor]) -> None:
         self.block, self.kept = block, kept
+        self.after_mlp = block.after_mlp if isinstance(block, gemma.Block) else None  # left to the layer behind it
 
     def __call__(self, *args: Any) -> Any:
         out = self.block(*args)
-        self.kept.append(out[0] + out[1] if isinstance(out, tuple) else out.clone())
+        if isinstance(out, tuple):
+            added, residual = out
+            self.kept.append(residual + (self.after_mlp(added) if self.after_mlp else added))
+        else:
+            self.kept.append(out.clone())
         return out
 
 
