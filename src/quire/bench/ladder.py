@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,16 @@ class Rung:
 
 
 SHORT, LONG = (0.01, 0.03), (0.004, 0.06)
+DECODE = Rung(
+    name="cuda_graphs",
+    options={"enforce_eager": False},
+    unit="ms between tokens",
+    metric=typical,
+    first=8,
+    prompt=SHORT,
+    new=(0.03, 0.03),
+    cuda=True,
+)
 LADDER = (
     Rung(
         name="continuous_batching",
@@ -133,26 +143,8 @@ LADDER = (
         new=(0.008, 0.008),
         share=0.25,
     ),
-    Rung(
-        name="cuda_graphs",
-        options={"enforce_eager": False},
-        unit="ms between tokens",
-        metric=typical,
-        first=8,
-        prompt=SHORT,
-        new=(0.03, 0.03),
-        cuda=True,
-    ),
-    Rung(
-        name="fp8",
-        options={"quantization": "fp8"},
-        unit="ms between tokens",
-        metric=typical,
-        first=8,
-        prompt=SHORT,
-        new=(0.03, 0.03),
-        cuda=True,
-    ),
+    DECODE,
+    replace(DECODE, name="fp8", options={"quantization": "fp8"}),
 )
 
 

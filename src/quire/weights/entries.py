@@ -94,10 +94,11 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Squeezed(Poured):
-    """A tensor whose first dimension, of one, is not counted."""
+class Part(Poured):
+    """One of those that a tensor holds along its first dimension: an expert of a layer's, or the only one."""
 
     whole: Entry
+    number: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -117,10 +118,10 @@ class Squeezed(Poured):
 
     @property
     def size(self) -> int:
-        return self.whole.size
+        return self.whole.size // self.whole.shape[0]
 
     def read(self, cut: tuple[slice, ...]) -> Tensor:
-        return self.whole.read((slice(0, 1), *cut))[0]
+        return self.whole.read((slice(self.number, self.number + 1), *cut))[0]
 
 
 def take(file: Path, start: int, into: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel, nearest
-from quire.weights.entries import Entry, Poured, Span, take
+from quire.weights.entries import Entry, Part, Poured, Span, take
 from quire.weights.gguf import Gguf, Held
 from quire.weights.gguf_blocks import BLOCKS
 
@@ -84,37 +84,6 @@ class Changed(Poured):
 
     def read(self, cut: tuple[slice, ...]) -> Tensor:
         return self.change(self.whole.read(()))[cut]
-
-
-@dataclass(frozen=True, slots=True)
-class Expert(Poured):
-    """One expert's matrix out of those of a layer."""
-
-    whole: Entry
-    number: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.whole.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.whole.shape[1:]
-
-    @property
-    def order(self) -> tuple[str, int]:
-        return self.whole.order
-
-    @property
-    def kind(self) -> str:
-        return self.whole.kind
-
-    @property
-    def size(self) -> int:
-        return self.whole.size // self.whole.shape[0]
-
-    def read(self, cut: tuple[slice, ...]) -> Tensor:
-        return self.whole.read((slice(self.number, self.number + 1), *cut))[0]
 
 
 LLAMA_NAMES: Mapping[str, str] = MappingProxyType(
@@ -190,7 +159,7 @@ def gguf_entries(gguf: Gguf) -> dict[str, Entry]:
         theirs = transformers_name(gguf, name)
         entry = restored(gguf, name, theirs, entry)
         if "#" in theirs:
-            entries |= {theirs.replace("#", str(e)): Expert(entry, e) for e in range(entry.shape[0])}
+            entries |= {theirs.replace("#", str(e)): Part(entry, e) for e in range(entry.shape[0])}
         else:
             entries[theirs] = entry
     return entries

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from quire.errors import InvalidModel
-from quire.weights.entries import Entry, Squeezed
+from quire.weights.entries import Entry, Part
 
 OPENAI = re.compile(r"(?:model/)?(?:h(\d+)/(?:(attn|mlp)/)?(\w+)|(ln_f))/(w|b|g)|(?:model/)?(wte|wpe)")
 """GPT-2's variables as its authors named them: 'model/h0/attn/c_attn/w'."""
@@ -24,7 +24,7 @@ def translated(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
         )
     if not any("/" in name for name in entries):
         return entries
-    return {openai(name): Squeezed(entry) if lone(name, entry) else entry for name, entry in entries.items()}
+    return {openai(name): Part(entry) if lone(name, entry) else entry for name, entry in entries.items()}
 
 
 def openai(name: str) -> str:
