@@ -100,6 +100,39 @@ def test_what_was_measured_in_a_slow_moment_does_not_last() -> None:
     assert policy.chosen == 0
 
 
+def test_what_makes_ready_what_the_next_ones_find_does_not_decide() -> None:
+    policy, seen = Adaptive(4), set[int]()
+    for i in range(60):
+        policy.begin(1)
+        depth = policy.chosen
+        first = depth not in seen or i % 7 == 3
+        seen.add(depth)
+        spans = (Span(0, 1 + depth, 1 + depth, 1 + depth),)
+        policy.timed(Plan((), (), spans, (), (depth,)), (1 + 0.1 * depth) * (9 if first else 1))
+    assert policy.chosen == 4 and policy.expected(1) == pytest.approx({d: 1 + 0.1 * d for d in range(5)})
+
+
+def test_a_depth_that_was_measured_in_a_slow_moment_is_measured_again() -> None:
+    policy = Adaptive(2)
+    for depth, seconds in enumerate((1.0, 1.1, 9.0)):
+        for _ in range(policy.TRIES):
+            policy.begin(1)
+            assert policy.chosen == depth
+            policy.timed(Plan((), (), (Span(0, 1 + depth, 1 + depth, 1 + depth),), (), (depth,)), seconds)
+    for _ in range(4 * policy.CHECK):
+        policy.begin(1)
+        spans = (Span(0, 1 + policy.chosen, 1 + policy.chosen, 1 + policy.chosen),)
+        policy.timed(Plan((), (), spans, (), (policy.chosen,)), 1 + 0.1 * policy.chosen)
+    assert policy.chosen == 2
+
+
+def test_drafts_that_are_right_in_runs_are_worth_more_than_their_first_one_says() -> None:
+    policy = Adaptive(4)
+    for i in range(400):
+        policy.learn(seq(), 4, 4 if i % 2 else 0)  # all or none
+    assert policy.tokens(1) == pytest.approx(1.5, abs=0.05) and policy.tokens(4) == pytest.approx(3.0, abs=0.15)
+
+
 def test_a_hopeless_sequence_is_drafted_less_and_forgotten_when_it_ends() -> None:
     policy, good, bad = Adaptive(4), seq(1), seq(2)
     good.limit = bad.limit = 99

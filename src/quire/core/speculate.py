@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from types import MappingProxyType
 from typing import Protocol
 
@@ -71,21 +74,27 @@ class Fixed:
 
 
 class _Times:
-    """Measured seconds of pure decode steps at one width, by depth: moving averages."""
+    """Measured seconds of pure decode steps at one width, by depth: the lower quartile of the last few, for what comes
+    between (a noisy neighbour, the first step of a shape, which makes ready what the next ones find) only ever adds."""
+
+    KEPT = 12
 
     def __init__(self) -> None:
-        self.mean: dict[int, float] = {}
-        self.count: dict[int, int] = {}
+        self.typical: dict[int, float] = {}
+        self._last: dict[int, deque[float]] = {}
 
     def add(self, depth: int, seconds: float) -> None:
-        count = self.count[depth] = self.count.get(depth, 0) + 1
-        mean = self.mean.get(depth, seconds)
-        # one slow step (a page fault, a noisy neighbour) must not decide: it counts for at most twice the mean
-        self.mean[depth] = mean + (min(seconds, 2 * mean) - mean) * max(0.05, 1 / count)
+        last = self._last.setdefault(depth, deque(maxlen=self.KEPT))
+        last.append(seconds)
+        self.typical[depth] = sorted(last)[len(last) // 4]
+
+    def count(self, depth: int) -> int:
+        """How many were measured, of those that count."""
+        return len(self._last.get(depth, ()))
 
     def doubt(self, depth: int) -> None:
-        """What is measured next counts for more than what was."""
-        self.count[depth] = min(self.count.get(depth, 0), 1)
+        """What is measured next counts, what was until then."""
+        self._last.pop(depth, None)
 
 
 def depths(most: int) -> tuple[int, ...]:
@@ -101,10 +110,10 @@ def kind(width: int) -> int:
 class Adaptive:
     """The depth with the most expected tokens a second, 0 unless drafting pays by `MARGIN`.
 
-    Depth d brings 1 + a + ... + a^d tokens when each draft is right with probability a (Leviathan et al.,
-    arXiv:2211.17192); a is measured. What a step costs at each depth is measured too, by width (rounded up to a power
-    of two), since verifying is nearly free for one row and dear for many. A sequence whose own drafts keep missing is
-    drafted less than the rest.
+    Depth d brings 1 + a1 + a1 a2 + ... tokens when draft number i is right with probability ai where those before it
+    were (with one probability for all of them: Leviathan et al., arXiv:2211.17192); they are measured. What a step
+    costs at each depth is measured too, by width (rounded up to a power of two), since verifying is nearly free for one
+    row and dear for many. A sequence whose own drafts keep missing is drafted less than the rest.
 
     paces: what the executor measured at its start, see `Description`: a depth not seen yet is expected to take as much
     more than none, and `share` of what context adds to that for each draft, so none is tried that is not expected to
@@ -118,9 +127,10 @@ class Adaptive:
     TRIES = 6
     """Steps for which a depth is tried: the first two are not alike in what they feed and what they draft."""
     AGAIN = 1024
-    """Steps after which another depth is tried again, then twice as many: drafting one token where it was off..."""
+    """Steps after which drafting is tried again where it is off, then twice as many..."""
     CHECK = 128
-    """...and none where it was not, up to AGAIN: what was measured in a slow moment must not last."""
+    """...and another depth where it is on, twice as many up to AGAIN while that changes nothing: what was measured in a
+    slow moment must not last."""
     PROBES = 4
     """Sequences drafted for in such a try, where it is only to learn whether drafts are right."""
     HOPELESS = 0.25
@@ -135,18 +145,20 @@ class Adaptive:
     ) -> None:
         self.most, self.catch_up, self.share = most, catch_up, share
         self.depths = depths(most)
-        self.rate = 0.7
+        self.rates = [0.7] * most
+        """How often a draft is right where those before it were, by position: easy stretches make them rise."""
         self.chosen = 0 if paces else most
         self._paces: dict[int, dict[int, float]] = {}
         for (width, depth), seconds in paces.items():
             self._paces.setdefault(kind(width), {})[depth] = seconds
-        self._rates: dict[int, float] = {}
+        self._own: dict[int, float] = {}
         self._times: dict[int, _Times] = {}
         self._saving = 0.0
         self._followed: set[int] = set()
         self._probed: set[int] = set()
         self._trial, self._left = most, 0
         self._waited, self._again, self._check = 0, self.AGAIN, self.CHECK
+        self._settled = self._turn = 0
 
     def begin(self, width: int) -> None:
         self._waited += 1
@@ -165,14 +177,20 @@ class Adaptive:
             self._saving = (seconds[0] - seconds[self.chosen] / self.tokens(self.chosen)) / max(1, width)
         else:
             self._followed.clear()
-        if self.chosen and self._waited >= self._check:
-            self._check = min(2 * self._check, self.AGAIN)
-            self._timed(width).doubt(0)
-            self._try(0)
-        elif not self.chosen and self._waited >= self._again:
+        if self._waited >= (self._check if self.chosen else self._again):
+            self._retry(self._timed(width))
+
+    def _retry(self, times: _Times) -> None:
+        """Measure another depth anew, each in its turn; where paces say how they differ, the least other one."""
+        if not self.chosen:
             self._again *= 2
-            self._timed(width).doubt(1)
-            self._try(1)
+        else:
+            self._check = min(2 * self._check, self.AGAIN) if self.chosen == self._settled else self.CHECK
+            self._settled = self.chosen
+        others = [d for d in self.depths if d != self.chosen][: 1 if self._paces else None]
+        self._turn = next((d for d in others if d > self._turn), others[0])
+        times.doubt(self._turn)
+        self._try(self._turn)
 
     def _timed(self, width: int) -> _Times:
         return self._times.setdefault(kind(width), _Times())
@@ -180,28 +198,28 @@ class Adaptive:
     def expected(self, width: int) -> dict[int, float]:
         """Seconds of a step by depth: as measured, or by what the start says of how depths differ."""
         times, paces = self._timed(width), self._paces.get(kind(width), {})
-        more = max(0.0, times.mean.get(0, 0.0) - paces.get(0, 0.0))
-        return {d: pace + more * (1 + d * self.share) for d, pace in paces.items()} | times.mean
+        more = max(0.0, times.typical.get(0, 0.0) - paces.get(0, 0.0))
+        return {d: pace + more * (1 + d * self.share) for d, pace in paces.items()} | times.typical
 
     def _untried(self, times: _Times) -> int | None:
         """The next depth to try, from 0 up: where one loses much, or two say that the next will, deeper ones do."""
         before = list[int]()
         for d in self.depths[: 1 if self._paces else None]:  # what is foreseen wants no trying, but for where it starts
-            tried = times.count.get(d, 0) >= self.TRIES - 2
+            tried = times.count(d) >= self.TRIES - 2
             if len(before) > 1 and not tried:
                 near, far = before[-2:]
-                slope = (times.mean[far] - times.mean[near]) / (far - near)
-                if self._gain(times, d, times.mean[far] + slope * (d - far)) < 0.97:
+                slope = (times.typical[far] - times.typical[near]) / (far - near)
+                if self._gain(times, d, times.typical[far] + slope * (d - far)) < 0.97:
                     return None
             if not tried:
                 return d
-            if self._gain(times, d, times.mean[d]) < 0.75:  # a first draft bears what drafting costs at all
+            if self._gain(times, d, times.typical[d]) < 0.75:  # a first draft bears what drafting costs at all
                 return None
             before.append(d)
         return None
 
     def _gain(self, times: _Times, depth: int, seconds: float) -> float:
-        return self.tokens(depth) * times.mean[0] / max(seconds, 1e-9)
+        return self.tokens(depth) * times.typical[0] / max(seconds, 1e-9)
 
     def _try(self, depth: int) -> None:
         self.chosen = self._trial = depth
@@ -215,7 +233,7 @@ class Adaptive:
 
     def tokens(self, depth: int) -> float:
         """Expected tokens of a row's step at this depth."""
-        return sum(self.rate**i for i in range(depth + 1))
+        return sum(accumulate(self.rates[:depth], mul, initial=1.0))
 
     def depth(self, seq: Sequence) -> int:
         order, length = seq.order, len(seq.tokens)
@@ -231,19 +249,19 @@ class Adaptive:
             if self.catch_up and rest * self._saving < 2 * length * self.catch_up:
                 return 0
             self._followed.add(order)
-        own = self._rates.get(order, self.rate)
+        own = self._own.get(order, self.rates[0])
         return chosen if own > self.HOPELESS or self._left else 1
 
     def learn(self, seq: Sequence, fed: int, accepted: int) -> None:
-        own = self._rates.get(seq.order, self.rate)
+        own = self._own.get(seq.order, self.rates[0])
         for i in range(min(fed, accepted + 1)):  # those past the first wrong one were never put to the test
             hit = float(i < accepted)
             own += 0.1 * (hit - own)
-            self.rate += 0.02 * (hit - self.rate)
-        self._rates[seq.order] = own
+            self.rates[i] += 0.02 * (hit - self.rates[i])
+        self._own[seq.order] = own
 
     def forget(self, seq: Sequence) -> None:
-        self._rates.pop(seq.order, None)
+        self._own.pop(seq.order, None)
         self._followed.discard(seq.order)
 
     def timed(self, plan: Plan, seconds: float) -> None:

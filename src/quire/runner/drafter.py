@@ -35,6 +35,7 @@ class ModelDrafter:
         self.model, self.kv, self.depth, self.device = model, kv, depth, device
         self.done = np.zeros(rows, dtype=np.intp)
         self.sampler = Sampler(vocab_size)
+        self.shape = Shape.of(())
 
     def propose(self, rows: Rows, which: Ints, depth: Ints) -> npt.NDArray[np.int32]:
         most = int(depth.max(initial=0))
@@ -54,10 +55,11 @@ class ModelDrafter:
     def _sample(self, rows: Rows, row: Ints, n: Ints, i: int) -> npt.NDArray[np.int32]:
         """Feed each row its next n tokens; draft number i of each."""
         spans = tuple(Span(r, k, 1, 1) for r, k in zip(row.tolist(), n.tolist(), strict=True))
-        shape = replace(Shape.of(spans), depth=np.full(len(row), i))
+        if spans != self.shape.spans:
+            self.shape = Shape.of(spans)
+        shape = replace(self.shape, depth=np.full(len(row), i))
         hidden = self._feed(rows, shape)
         logits = self.model.logits(hidden[torch.from_numpy(shape.picked).to(self.device)])
-        self.sampler.forget()  # its recipe is for the rows of one shape
         return self.sampler(logits, rows, shape).tokens.astype(np.int32)
 
     def _catch_up(self, rows: Rows, live: Ints) -> None:

@@ -57,13 +57,15 @@ class Sampler:
         self.draw = Draw(vocab_size)
         self.vocab_size = vocab_size
         self._recipe: Recipe | None = None
-        self._epoch = -1
+        self._of: tuple[int, bytes] = (-1, b"")
+        """Epoch and rows that the recipe is for: a drafter samples for some of the rows only."""
 
     def __call__(self, logits: Tensor, rows: Rows, shape: Shape, masks: Sequence[tuple[int, Mask]] = ()) -> Sampled:
         """logits [R, V] float32 of the shape's sampled rows, used up; masks: (row, allowed) of rows under a grammar."""
         x = np.ascontiguousarray(logits.cpu().numpy())
-        if self._epoch != rows.epoch or self._recipe is None:
-            self._recipe, self._epoch = recipe(rows, shape, self.vocab_size), rows.epoch
+        of = rows.epoch, shape.row_row.tobytes()
+        if self._of != of or self._recipe is None:
+            self._recipe, self._of = recipe(rows, shape, self.vocab_size), of
         edits, scored, hot = self._recipe[:3]
         raw = torch.from_numpy(x[scored]) if len(scored) else None
         tokens, peak = _best(x)
@@ -87,10 +89,6 @@ class Sampler:
             wanted = rows.traits.logprobs[shape.row_row[scored]]
             logprobs = dict(zip(scored.tolist(), score(raw, tokens[scored], wanted), strict=True))
         return Sampled(tokens, bad, errors, logprobs)
-
-    def forget(self) -> None:
-        """The next batch is of other rows, whatever their epoch says."""
-        self._recipe = None
 
     def _random(self, x: Floats, rows: Rows, shape: Shape, recipe: Recipe) -> Ids:
         hot, cut = recipe.hot, recipe.cut
