@@ -90,6 +90,15 @@ def test_a_packed_matrix_multiplies_like_the_plain_one(dtype: torch.dtype, rows:
     torch.testing.assert_close(packed_linear(x, pack(weight), b).double(), exact, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", PACKABLE)
+@pytest.mark.parametrize("shape", [(128, 80), (512, 256), (320, 96)])
+def test_a_packed_product_gives_a_row_the_same_bits_in_any_company(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    weight, x = pack(torch.randn(shape).to(dtype)), torch.randn(40, shape[1]).to(dtype)
+    whole = packed_linear(x, weight, None)
+    for count in (1, 2, 3, 8, 17):
+        assert torch.equal(packed_linear(x[:count], weight, None), whole[:count])
+
+
 def test_only_what_the_cpu_computes_in_is_packed() -> None:
     assert not packable(torch.float16, CPU)
     assert not packable(torch.float32, torch.device("meta"))

@@ -10,7 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.errors import InvalidModel
+from quire.layers.formats import Plain
+from quire.layers.formats.packed import Packed
 from quire.models.base import Model
+from quire.ops.packed import packable
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.weights.files import INDEX, SINGLE, Checkpoint
 from quire.weights.load import load_model
@@ -84,6 +87,14 @@ def test_auto_dtype_is_the_checkpoints_and_float32_for_half_precision_on_a_cpu(f
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "dtype"}))
     save_file({k: v.bfloat16() for k, v in load_file(folder / SINGLE).items()}, folder / SINGLE)
     assert load_model(folder).embedding.weight.dtype is torch.bfloat16
+
+
+def test_a_draft_computes_the_same_by_other_products(folder: Path) -> None:
+    target, draft = load_model(folder), load_model(folder, draft=True)
+    torch.testing.assert_close(answer(draft), answer(target), atol=1e-5, rtol=1e-5)
+    if packable(torch.float32, torch.device("cpu")):
+        kinds = [type(model.blocks[0].attention.out.apply.__self__) for model in (target, draft)]  # type: ignore[attr-defined]
+        assert kinds == [Packed, Plain]
 
 
 def test_buffers_and_a_tied_head_stored_twice_are_passed_over(tmp_path: Path) -> None:

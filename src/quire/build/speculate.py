@@ -67,6 +67,7 @@ def load_draft(settings: Settings, target: Model, device: torch.device, ops: Ops
         load_format=model.load_format,
         quantization=asked.quantization,
         seed=model.seed + 1,
+        draft=True,
     )
     if draft.spec.vocab != target.spec.vocab:
         raise InvalidConfig(

@@ -13,7 +13,7 @@ import torch
 
 from quire.errors import InvalidModel
 from quire.layers.build import Build
-from quire.layers.formats import Format, Packed, Place, Plain
+from quire.layers.formats import SMALL, Format, Place, Plain, packed
 from quire.layers.formats.online import Online
 from quire.layers.parallel import Parallel, Solo
 from quire.models.base import Model
@@ -57,6 +57,7 @@ def load_model(
     quantization: str = AUTO,
     canary: Canary | None = None,
     seed: int = 0,
+    draft: bool = False,
     progress: Progress = quiet,
 ) -> Model:
     """The model in `folder`, ready to run.
@@ -64,14 +65,17 @@ def load_model(
     dtype "auto" is the checkpoint's own, but float32 for float16 on a CPU, which has no arithmetic for it.
     load_format "dummy" needs config.json only and draws weights from `seed`, at such scales that activations stay
     finite and logits have a standard deviation near 1. quantization: see `schemes.choose`; what is quantised is
-    watched by `canary`. Raises InvalidModel, in one line, for what cannot be loaded.
+    watched by `canary`. draft: it only guesses for another model, so its rows may round otherwise alone than in a
+    crowd, and small products take the quickest way. Raises InvalidModel, in one line, for what cannot be loaded.
     """
     folder, device = Path(folder), torch.device(device)
     config = read_config(folder)
     spec = read_spec(config)
     checkpoint = None if load_format == "dummy" else Checkpoint(folder)
     number = choose_dtype(dtype, spec, checkpoint, device)
-    format = choose(config, quantization, choose_format(number, device), checkpoint.entries if checkpoint else {})
+    format = choose(
+        config, quantization, choose_format(number, device, draft), checkpoint.entries if checkpoint else {}
+    )
     build = Build(ops=ops or ReferenceOps(), parallel=parallel or Solo(), dtype=number, device=device, format=format)
     build.ignore(*(BESIDE if isinstance(format, Detected) else ()))
     with torch.inference_mode():
@@ -107,8 +111,9 @@ def choose_dtype(asked: DType, spec: ModelSpec, checkpoint: Checkpoint | None, d
     return found or torch.float32
 
 
-def choose_format(dtype: torch.dtype, device: torch.device) -> Format:
-    return partial(Packed, spare=[]) if packable(dtype, device) else Plain
+def choose_format(dtype: torch.dtype, device: torch.device, draft: bool) -> Format:
+    least = SMALL if draft and dtype is torch.float32 else 0
+    return partial(packed, spare=[], least=least) if packable(dtype, device) else Plain
 
 
 def stream(build: Build, checkpoint: Checkpoint, progress: Progress) -> None:

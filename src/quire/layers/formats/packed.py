@@ -9,12 +9,30 @@ import torch
 from torch import Tensor
 
 from quire.layers.formats.base import Matrix, Place, Quantised, bias_of, bias_places
+from quire.layers.formats.plain import Plain
 from quire.ops.base import Gate, Ops
 from quire.ops.packed import pack, packed_linear
 
 TILE = 16 << 20
 """Bytes of some rows. Large enough that one multiplication more is nothing beside reading them; small beside a model,
 which is what loading takes in addition."""
+
+
+SMALL = 1 << 16
+"""Numbers in a float32 matrix that MKL has multiplied a few rows by before oneDNN begins: whatever the size, that looks
+for 10 us what to do. [128, 80] at 1 and 8 rows: 1.8 and 3.4 us, packed 10.5; [512, 256]: 7 and 29 us, packed 15, 20."""
+
+
+def packed(
+    matrix: Matrix, ops: Ops, shared: Tensor | None = None, *, spare: list[Tensor], least: int = 0
+) -> Packed | Plain:
+    """Packed, but for matrices of fewer than `least` numbers.
+
+    oneDNN gives a row the same bits whatever rows are with it; MKL does not (one row is a product of its own there). So
+    this is for whoever only guesses.
+    """
+    few = matrix.kept[0] * matrix.kept[1] < least
+    return Plain(matrix, ops, shared) if few else Packed(matrix, ops, shared, spare=spare)
 
 
 class Tile:
