@@ -13,7 +13,7 @@ import torch
 
 from quire.errors import InvalidModel
 from quire.layers.build import Build
-from quire.layers.formats import SMALL, Format, Place, Plain, packed
+from quire.layers.formats import SMALL, Format, Place, Plain, packed_if_large
 from quire.layers.formats.online import Online
 from quire.layers.parallel import Parallel, Solo
 from quire.models.base import Model
@@ -113,7 +113,7 @@ def choose_dtype(asked: DType, spec: ModelSpec, checkpoint: Checkpoint | None, d
 
 def choose_format(dtype: torch.dtype, device: torch.device, draft: bool) -> Format:
     least = SMALL if draft and dtype is torch.float32 else 0
-    return partial(packed, spare=[], least=least) if packable(dtype, device) else Plain
+    return partial(packed_if_large, spare=[], least=least) if packable(dtype, device) else Plain
 
 
 def stream(build: Build, checkpoint: Checkpoint, progress: Progress) -> None:

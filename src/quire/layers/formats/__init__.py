@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from quire.layers.formats.base import Format, Matrix, Part, Place, Quantised, Stored
-from quire.layers.formats.packed import SMALL, Packed, packed
+from quire.layers.formats.packed import SMALL, Packed, packed_if_large
 from quire.layers.formats.plain import Plain
 
-__all__ = ["SMALL", "Format", "Matrix", "Packed", "Part", "Place", "Plain", "Quantised", "Stored", "packed"]
+__all__ = ["SMALL", "Format", "Matrix", "Packed", "Part", "Place", "Plain", "Quantised", "Stored", "packed_if_large"]

@@ -23,7 +23,7 @@ SMALL = 1 << 16
 for 10 us what to do. [128, 80] at 1 and 8 rows: 1.8 and 3.4 us, packed 10.5; [512, 256]: 7 and 29 us, packed 15, 20."""
 
 
-def packed(
+def packed_if_large(
     matrix: Matrix, ops: Ops, shared: Tensor | None = None, *, spare: list[Tensor], least: int = 0
 ) -> Packed | Plain:
     """Packed, but for matrices of fewer than `least` numbers.
