@@ -14,9 +14,9 @@ from tests.text.vocabulary import byte_level
 TOKENIZER = Tokenizer(byte_level(), {"eos_token": "<|end|>"}, eos=[3])
 
 
-def spelled(prompt: int = 10, limit: int = 100, **fields: object) -> list[Request]:
+def spelled(prompt: int = 10, limit: int = 100, salt: str = "s", **fields: object) -> list[Request]:
     sampling = SamplingParams(**{"max_tokens": None, **fields})  # type: ignore[arg-type]
-    call = Call(id="c", prompt=tuple(range(5, 5 + prompt)), sampling=sampling, priority=3, salt="s")
+    call = Call(id="c", prompt=tuple(range(5, 5 + prompt)), sampling=sampling, priority=3, salt=salt)
     return requests(call, tokenizer=TOKENIZER, limit=limit, seed=77)
 
 
@@ -25,6 +25,13 @@ def test_n_answers_are_n_requests_of_one_seed() -> None:
     assert [(r.id, r.choice) for r in asked] == [("c-0", 0), ("c-1", 1), ("c-2", 2)]
     assert {r.seed for r in asked} == {77}
     assert [r.sampling.prompt_logprobs for r in asked] == [1, None, None]
+
+
+def test_a_salt_stays_apart_from_every_other_and_is_short() -> None:
+    salts = [spelled(salt=salt)[0].salt for salt in ("", "s", "s" * (3 << 20), "t" + "s" * (3 << 20), "\ud800")]
+    assert salts[0] == "" and len(set(salts)) == len(salts)
+    assert {len(salt) for salt in salts[1:]} == {32}
+    assert salts[1] == spelled()[0].salt, "and the same every time"
 
 
 def test_ends_are_the_models_own_and_the_requests() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ def requests(call: Call, *, tokenizer: Tokenizer, limit: int, seed: int, deadlin
     max_new = room(len(call.prompt), sampling, limit)
     seed = (seed if sampling.seed is None else sampling.seed) & _SEEDS
     eos = frozenset() if sampling.ignore_eos else tokenizer.eos
+    salt = _short(call.salt)
     ids = [f"{call.id}-{choice}" for choice in range(sampling.n)]
     return [
         Request(
@@ -45,7 +47,7 @@ def requests(call: Call, *, tokenizer: Tokenizer, limit: int, seed: int, deadlin
             choice=choice,
             priority=call.priority,
             deadline=deadline,
-            salt=call.salt,
+            salt=salt,
         )
         for choice, id in enumerate(ids)
     ]
@@ -100,3 +102,8 @@ def bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ..
                 raise InvalidRequest(f"{word!r} is not a word that could be avoided", param="bad_words")
             spelled[ids] = None
     return tuple(spelled)
+
+
+def _short(salt: str) -> str:
+    """A salt of any length as one of 32 characters: the prefix index and the histories of requests keep it."""
+    return salt and hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
