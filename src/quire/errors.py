@@ -103,6 +103,12 @@ class ExecutorLost(StepFailed):
     """What runs the steps is gone, and with it every row: the requests on it fail, and none is at fault."""
 
 
+def of(status: int, message: str, *, param: str | None = None) -> QuireError:
+    """The error that an engine in another process met, by the status it told; what it does not know is a 500."""
+    kinds = {kind.status: kind for kind in (InvalidRequest, TooLarge, Unavailable)}
+    return kinds.get(status, StepFailed)(message, param=param)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for an unknown `name`: ' Did you mean 'x'?' or the empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

@@ -207,7 +207,7 @@ class LLM:
                 del self._open[event.id]
                 ended.append(event.id)
                 if event.finish is None:  # a stop string: only the rim knows
-                    self._engine.abort(event.id)
+                    self._engine.abort(event.id, "stop")
         return ended
 
     def _forget(self, jobs: Sequence[_Job]) -> None:

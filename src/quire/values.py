@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from quire.errors import InvalidRequest
+from quire.errors import InvalidRequest, QuireError
 
 MANY = 1 << 30
 """'No limit', as a number: off is a degenerate value of the only path."""
@@ -247,8 +247,9 @@ class Tokens(NamedTuple):
     """What one request got from one step. `finish` is None while it goes on.
 
     `prompt_logprobs` come with the chunk that computed them (position 0 has none). `cached` counts the prompt
-    tokens whose K/V came from the prefix cache; `error` says what went wrong when finish is 'error', and `param` which
-    field of the request is to blame, if one is. `pooled`: float32 numbers, with the first token, if asked for.
+    tokens whose K/V came from the prefix cache; `error` says what went wrong when finish is 'error', `status` whose
+    mistake it is, as HTTP says it (`quire.errors.of`), and `param` which field of the request is to blame, if one is.
+    `pooled`: float32 numbers, with the first token, if asked for.
     """
 
     id: str
@@ -260,7 +261,13 @@ class Tokens(NamedTuple):
     cached: int = 0
     error: str | None = None
     param: str | None = None
+    status: int = 500
     pooled: bytes = b""
+
+
+def failed(id: str, error: QuireError) -> Tokens:
+    """How a request is told that it has failed, and why."""
+    return Tokens(id, (), "error", error=str(error), param=error.param, status=error.status)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.engine.executor import Description
 from quire.engine.port import OnDeath, OnTokens
-from quire.values import Request, TokenLogprobs, Tokens
+from quire.values import FinishReason, Request, TokenLogprobs, Tokens
 
 Script = Callable[[Request], Sequence[int]]
 """What the engine will say to a request, end tokens included; the fake stops where an engine would."""
@@ -24,6 +24,7 @@ class FakePort:
         self.script = script
         self.submitted: list[Request] = []
         self.aborted: list[str] = []
+        self.reasons: list[FinishReason] = []
         self.running: dict[str, tuple[Request, list[int]]] = {}
         self.up = False
         self.closed = False
@@ -54,8 +55,9 @@ class FakePort:
         if self.script and (self._task is None or self._task.done()):
             self._task = asyncio.get_running_loop().create_task(self._go())
 
-    def abort(self, ids: Sequence[str]) -> None:
+    def abort(self, ids: Sequence[str], why: FinishReason = "abort") -> None:
         self.aborted += ids
+        self.reasons += [why] * len(ids)
         for id in ids:
             self.running.pop(id, None)
 

@@ -9,7 +9,7 @@ import pytest
 
 from quire.backends.base import Backend, Call, Delta, ModelCard
 from quire.backends.native import NativeBackend
-from quire.errors import DeadlineExceeded, InvalidRequest, Overloaded, QuireError, StepFailed, Unavailable
+from quire.errors import DeadlineExceeded, InvalidRequest, Overloaded, QuireError, StepFailed, TooLarge, Unavailable
 from quire.text.chat import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 from quire.values import Ended, SamplingParams, Tokens
@@ -122,7 +122,7 @@ async def test_a_stop_string_ends_the_row_at_once_and_surplus_is_counted() -> No
     await settle()
     tokens = TOKENIZER.encode("the dog and")
     port.say("c-0", *tokens)
-    assert port.aborted == ["c-0"]
+    assert (port.aborted, port.reasons) == (["c-0"], ["stop"])
     port.say("c-0", *TOKENIZER.encode("more"))
     deltas = await task
     assert ("".join(d.text for d in deltas), deltas[-1].stop_reason) == ("the ", "dog")
@@ -140,7 +140,7 @@ async def test_a_reader_that_leaves_ends_its_answers() -> None:
     port.say("c-1", *TOKENIZER.encode("the"))
     await first
     await stream.aclose()
-    assert sorted(port.aborted) == ["c-0", "c-1"]
+    assert sorted(port.aborted) == ["c-0", "c-1"] and port.reasons == ["abort", "abort"]
     assert [e.reason for e in watching.ends] == ["abort", "abort"]
 
 
@@ -184,7 +184,7 @@ async def test_an_answer_that_cannot_be_put_into_words_ends_alone(caplog: pytest
     with pytest.raises(StepFailed, match=r"could not be put into words \(TypeError\)"):
         await bad
     assert "".join(delta.text for delta in await good) == "dog"
-    assert port.aborted == ["bad-0"] and "Traceback" in caplog.text
+    assert port.aborted == ["bad-0"] and port.reasons == ["error"] and "Traceback" in caplog.text
 
 
 async def test_a_full_queue_refuses_with_a_time_to_wait() -> None:
@@ -267,6 +267,23 @@ async def test_a_failed_request_fails_alone() -> None:
     with pytest.raises(StepFailed, match="no such page"):
         await bad
     assert "".join(d.text for d in await good) == "fine"
+
+
+@pytest.mark.parametrize(
+    ("told", "kind"), [(400, InvalidRequest), (413, TooLarge), (500, StepFailed), (503, Unavailable), (418, StepFailed)]
+)
+async def test_whose_mistake_a_failure_is_comes_with_it_whether_or_not_a_field_is_to_blame(
+    told: int, kind: type[QuireError]
+) -> None:
+    for param in (None, "prompt"):
+        port = FakePort()
+        backend = await rim(port)
+        bad = asyncio.ensure_future(collect(backend, call(id="bad")))
+        await settle()
+        port.told([Tokens("bad-0", (), "error", error="no such page", param=param, status=told)])
+        with pytest.raises(kind, match="no such page") as caught:
+            await bad
+        assert type(caught.value) is kind and caught.value.param == param
 
 
 async def test_draining_refuses_the_new_and_finishes_the_old() -> None:

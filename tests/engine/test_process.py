@@ -79,7 +79,7 @@ def test_an_impossible_request_comes_back_as_an_error_and_hurts_nobody() -> None
             rig.port.submit([ask("huge", 10_000), ask("fine")])
             await rig.until(lambda: rig.finish("fine") is not None and rig.finish("huge") is not None)
             assert rig.finish("huge") == "error" and rig.finish("fine") == "length"
-            assert any("KV blocks" in (e.error or "") for e in rig.events)
+            assert any("KV blocks" in (e.error or "") and e.status == 400 for e in rig.events)
 
     asyncio.run(story())
 
@@ -91,6 +91,9 @@ def test_an_abort_ends_the_request() -> None:
             await rig.until(lambda: len(rig.made("long")) > 2)
             rig.port.abort(["long", "unknown"])
             await rig.until(lambda: rig.finish("long") == "abort")
+            rig.port.submit([ask("found", 200)])
+            rig.port.abort(["found"], "stop")
+            await rig.until(lambda: rig.finish("found") == "stop")
             await rig.until(lambda: rig.port.snapshot()["cache"]["used_pages"] == 0)
 
     asyncio.run(story())

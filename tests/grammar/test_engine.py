@@ -245,10 +245,11 @@ def test_a_request_may_end_before_its_grammar_is_made() -> None:
     for id in ("gone", "refused", "expired"):
         house.add(ask(id, deadline=-1.0 if id == "expired" else float("inf")), PENDING)
     house.abort("gone")
-    house.abort("refused", "error", "no such grammar", param="guided_regex")
+    house.fail("refused", InvalidRequest("no such grammar", param="guided_regex"))
     events = {e.id: e for e in house.step()}
     assert [events[id].finish for id in ("gone", "refused", "expired")] == ["abort", "error", "timeout"]
-    assert events["refused"].param == "guided_regex" and events["gone"].param is None
+    assert (events["refused"].param, events["refused"].status) == ("guided_regex", 400)
+    assert events["gone"].param is None
     for id in events:
         house.provide(id, compiler()(STRUCTURES[0]).constraint())
     assert not house.has_pending_work and not house.can_step

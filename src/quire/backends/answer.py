@@ -80,7 +80,7 @@ class Answer:
         if event.cached:
             self.cached = event.cached
         if event.finish == "error":
-            return self._delta("", finish="error", error=event.error)._replace(param=event.param)
+            return self._delta("", finish="error", error=event.error)._replace(param=event.param, status=event.status)
         hidden = event.finish == "stop" and event.stop_token is not None and not self._include
         read = self._read(event.tokens[:-1] if hidden else event.tokens)
         if read.stop is not None:

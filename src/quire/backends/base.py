@@ -37,8 +37,9 @@ class Delta(NamedTuple):
     stop_reason: the stop string or stop token id that ended it; None for the model's own end tokens.
     logprobs: per token in `tokens` when asked for. prompt_logprobs: with the first delta of choice 0, None for the
     first token. cached: prompt tokens whose K/V came from the prefix cache, with every delta. error: says what went
-    wrong when finish_reason is 'error', and param which field of the request is to blame, if one is;
-    `Backend.stream` raises instead. pooled: the prompt as one vector of float32, with the last delta, if asked for.
+    wrong when finish_reason is 'error', status whose mistake it is and param which field of the request is to blame,
+    if one is; `Backend.stream` raises instead. pooled: the prompt as one vector of float32, with the last delta, if
+    asked for.
     """
 
     index: int  # type: ignore[assignment] # nobody searches a delta, as tuple.index would
@@ -51,6 +52,7 @@ class Delta(NamedTuple):
     cached: int = 0
     error: str | None = None
     param: str | None = None
+    status: int = 500
     pooled: bytes = b""
 
 

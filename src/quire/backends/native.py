@@ -6,10 +6,12 @@ import asyncio
 import math
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
+from quire import errors
 from quire.backends.answer import Answer, told
 from quire.backends.base import Call, Delta, ModelCard
 from quire.backends.load import Departures
@@ -17,11 +19,11 @@ from quire.backends.observer import RimObserver, Unobserved
 from quire.backends.spell import answer_to, requests
 from quire.engine.executor import Description
 from quire.engine.port import Port
-from quire.errors import DeadlineExceeded, InvalidRequest, Overloaded, QuireError, StepFailed, Unavailable
+from quire.errors import DeadlineExceeded, InvalidRequest, Overloaded, QuireError, Unavailable
 from quire.text.chat import ChatTemplate
 from quire.text.stop import StopStrings
 from quire.text.tokenizer import Tokenizer
-from quire.values import IDLE, Ended, Tokens
+from quire.values import IDLE, Ended, FinishReason, Tokens
 
 
 def _draw() -> int:
@@ -216,7 +218,7 @@ class NativeBackend:
     def _on_tokens(self, batch: Sequence[Tokens]) -> None:
         """One engine step: each answer gets what it can tell, and each reader is woken once."""
         now, seats, observer = self._clock(), self._seats, self._observer
-        over: list[str] = []
+        over: defaultdict[FinishReason, list[str]] = defaultdict(list)
         unread: list[_Live] = []
         for event in batch:
             seat = seats.get(event.id)
@@ -239,7 +241,7 @@ class NativeBackend:
                 continue
             if delta.finish_reason is not None:
                 if event.finish is None:
-                    over.append(event.id)
+                    over[cast(FinishReason, delta.finish_reason)].append(event.id)
                 self._finish(live, one, delta, now)
             else:
                 live.deltas.append(delta)
@@ -248,8 +250,8 @@ class NativeBackend:
             live.wake()
         for live in unread:
             self._end(live, "abort")
-        if over:
-            self._port.abort(over)
+        for why, ids in over.items():
+            self._port.abort(ids, why)
 
     def _finish(self, live: _Live, answer: Answer, delta: Delta, now: float) -> None:
         """An answer is complete. An error ends the whole call, and so does a deadline before any token."""
@@ -262,7 +264,7 @@ class NativeBackend:
         self._tell_end(live, answer, reason, now)
         if reason == "error":
             why = delta.error or "the engine could not run this request"
-            live.error = StepFailed(why) if delta.param is None else InvalidRequest(why, param=delta.param)
+            live.error = errors.of(delta.status, why, param=delta.param)
             return
         live.deltas.append(delta)
         if reason == "timeout" and not live.answers and not live.made:
@@ -302,16 +304,16 @@ class NativeBackend:
 
     # ---------------------------------------------------------------- ends that the rim brings
 
-    def _end(self, live: _Live, reason: str) -> None:
+    def _end(self, live: _Live, reason: FinishReason) -> None:
         """End every answer that goes on, with what there is."""
         now = self._clock()
         over = list(live.answers.values())
         for answer in over:
             self._finish(live, answer, answer.end(reason), now)
         live.wake()
-        self._port.abort([answer.id for answer in over])
+        self._port.abort([answer.id for answer in over], reason)
 
-    def _end_all(self, reason: str) -> None:
+    def _end_all(self, reason: FinishReason) -> None:
         for live in list(self._lives):
             if live.answers:
                 self._end(live, reason)

@@ -35,7 +35,7 @@ from quire.engine.wire import (
     frame,
 )
 from quire.errors import QuireError, Unavailable
-from quire.values import Request
+from quire.values import FinishReason, Request
 
 log = logging.getLogger("uvicorn.error")
 
@@ -175,9 +175,9 @@ class EngineProcess:
         if self._timer is None:
             self._look()
 
-    def abort(self, ids: Sequence[str]) -> None:
+    def abort(self, ids: Sequence[str], why: FinishReason = "abort") -> None:
         if self._link is not None:
-            self._link.say(Abort(list(ids)))
+            self._link.say(Abort(list(ids), why))
 
     def subscribe(self, on_tokens: OnTokens, on_death: OnDeath) -> None:
         self._on_tokens, self._on_death = on_tokens, on_death

@@ -20,9 +20,9 @@ from quire.engine.executor import Executor, Handle
 from quire.engine.ledger import Ledger
 from quire.engine.pacer import NoPace, Pacer
 from quire.engine.recovery import Recovery
-from quire.errors import ExecutorLost, InvalidRequest, StepFailed
+from quire.errors import ExecutorLost, InvalidRequest, QuireError, StepFailed, Unavailable
 from quire.text.harmless import block
-from quire.values import GREEDY, MANY, FinishReason, Request, SamplingParams, Tokens
+from quire.values import GREEDY, MANY, FinishReason, Request, SamplingParams, Tokens, failed
 
 _Flying = tuple[float, float, Handle]
 
@@ -185,15 +185,21 @@ class Engine:
             self.scheduler.waiting.ready(seq, constraint)
             self.recovery.admit(seq)
 
-    def abort(
-        self, id: str, why: FinishReason = "abort", error: str | None = None, *, param: str | None = None
-    ) -> None:
+    def abort(self, id: str, why: FinishReason = "abort") -> None:
         """End a request now; its pages are free within a step. Unknown and ended ids are fine."""
+        self._end(Tokens(id, (), why), why)
+
+    def fail(self, id: str, error: QuireError) -> None:
+        """The same, for a request that cannot be answered; its status says whose mistake that is."""
+        self._end(failed(id, error), "error")
+
+    def _end(self, told: Tokens, why: FinishReason) -> None:
+        id = told.id
         if self.scheduler.abort(id, why) is not None:
             ended = self.ledger.ended(id, why, self.clock.now())
             if self.recovery.active:
                 self.recovery.passed(())
-            self._out.append(Tokens(id, (), why, error=error, param=param))
+            self._out.append(told)
             for observer in self.observers:
                 _shown(observer.on_end, ended)
 
@@ -216,18 +222,18 @@ class Engine:
         for observer in self.observers:
             _shown(observer.on_failure, str(failure), [s.request.id for s in suspects], now)
         if guilty is not None:  # what went wrong is for the log: it may name files and addresses
-            self.abort(guilty.request.id, "error", f"the engine could not run this request ({_kind(failure)})")
+            self.fail(guilty.request.id, StepFailed(f"the engine could not run this request ({_kind(failure)})"))
 
     def _give_up(self, lost: ExecutorLost) -> None:
         """Every row is lost and nobody to blame: who had one fails, who waits may find the executor back."""
         self.flight.clear()
         self.executor.reset()
         self.failures += 1
-        failed, now = self.recovery.lost(), self.clock.now()
+        lives, now = self.recovery.lost(), self.clock.now()
         for observer in self.observers:
-            observer.on_failure(str(lost), [s.request.id for s in failed], now)
-        for seq in failed:  # which executor, and why, is for the log
-            self.abort(seq.request.id, "error", "the executor was lost while this request ran: it may be sent again")
+            observer.on_failure(str(lost), [s.request.id for s in lives], now)
+        for seq in lives:  # which executor, and why, is for the log
+            self.fail(seq.request.id, Unavailable("the executor was lost while this request ran: it may be sent again"))
 
     # ---------------------------------------------------------------- what can be read
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from quire.engine.executor import Description
-from quire.values import Request, Tokens
+from quire.values import FinishReason, Request, Tokens
 
 OnTokens = Callable[[Sequence[Tokens]], None]
 OnDeath = Callable[[str], None]
@@ -24,8 +24,8 @@ class Port(Protocol):
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. One that can never run comes back as Tokens with finish 'error'."""
 
-    def abort(self, ids: Sequence[str]) -> None:
-        """End these; their pages are free within a step. Unknown ids are fine."""
+    def abort(self, ids: Sequence[str], why: FinishReason = "abort") -> None:
+        """End these, for this reason; their pages are free within a step. Unknown ids are fine."""
 
     def subscribe(self, on_tokens: OnTokens, on_death: OnDeath) -> None:
         """`on_tokens` hears once a step; `on_death` when everything in flight was lost, with the reason."""

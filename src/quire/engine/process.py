@@ -15,9 +15,9 @@ from quire.engine.engine import Engine
 from quire.engine.watch import Watch
 from quire.engine.window import NoWindow, Window
 from quire.engine.wire import Abort, Ask, Frames, Look, Seen, Submit, ToEngine, Told, Update, frame
-from quire.errors import InvalidRequest
+from quire.errors import InvalidRequest, StepFailed
 from quire.text.harmless import block
-from quire.values import Request, Tokens
+from quire.values import Request, Tokens, failed
 
 _STATS_EVERY = 0.1
 """Seconds between two statistics while busy."""
@@ -79,7 +79,7 @@ class EngineLoop:
                 self._add(request)
         elif isinstance(message, Abort):
             for id in message.ids:
-                self.engine.abort(id)
+                self.engine.abort(id, message.why)
         elif isinstance(message, Look):
             self.window.watch(message.on)
         elif isinstance(message, Ask):
@@ -103,16 +103,16 @@ class EngineLoop:
         try:
             self.engine.add(request, self.constraints.of(request))
         except InvalidRequest as error:
-            self.refused.append(Tokens(request.id, (), "error", error=str(error), param=error.param))
+            self.refused.append(failed(request.id, error))
         except Exception as error:  # a request that something chokes on is that request's affair
             print(block(traceback.format_exc()), file=sys.stderr, flush=True)
             why = f"the engine could not take this request ({type(error).__name__})"
-            self.refused.append(Tokens(request.id, (), "error", error=why))
+            self.refused.append(failed(request.id, StepFailed(why)))
 
     def _provide(self) -> None:
         for id, made in self.constraints.made():
             if isinstance(made, InvalidRequest):
-                self.engine.abort(id, "error", str(made), param=made.param)
+                self.engine.fail(id, made)
             else:
                 self.engine.provide(id, made)
 

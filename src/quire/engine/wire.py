@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from quire.engine.executor import Description
-from quire.values import Request, Tokens
+from quire.values import FinishReason, Request, Tokens
 
 
 class Configure(msgspec.Struct, tag=True, frozen=True):
@@ -24,7 +24,10 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
+    """End these. why: what the front calls their end, so that the engine's records say the same."""
+
     ids: list[str]
+    why: FinishReason = "abort"
 
 
 class Look(msgspec.Struct, tag=True, frozen=True):

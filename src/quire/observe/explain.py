@@ -244,7 +244,7 @@ _SAYS: Mapping[str, Callable[[Story, Note, History], str]] = {
 _ENDS: Mapping[str, str] = {
     "stop": "ended at a stop token or stop string",
     "length": "ended at its limit",
-    "abort": "ended by the server: at a stop string, or because its client left",
+    "abort": "ended by the server, because its client left or the server was about to",
     "timeout": "ended at its deadline",
     "error": "failed",
 }
