@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 
 FLOORS = (
-    ("errors",),
+    ("errors", "heap"),
     ("values",),
     ("ops", "text"),
     ("core", "layers", "config"),
@@ -42,7 +42,7 @@ FORBIDDEN = {
 """What the order of the floors alone would still allow."""
 
 TORCH_FREE = (
-    *("values", "errors", "config", "text", "core", "engine"),
+    *("values", "errors", "heap", "config", "text", "core", "engine"),
     *("observe", "backends", "server", "sim", "cli"),
 )
 TORCH_FREE_MODULES = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,10 +14,16 @@ from typing import Any
 
 import pytest
 
+from quire import heap
 from quire.engine.client import EngineProcess
+from quire.engine.clock import VirtualClock
 from quire.engine.pace import Progress
-from quire.engine.wire import Update
+from quire.engine.process import EngineLoop
+from quire.engine.watch import Watch
+from quire.engine.wire import Submit, Update, frame
 from quire.errors import InvalidModel, QuireError, Unavailable
+from quire.executors.costs import StepCost
+from quire.sim.run import House
 from quire.values import Request, SamplingParams, Tokens
 
 CHILD = str(Path(__file__).with_name("synthetic_child.py"))
@@ -231,3 +238,19 @@ def test_engines_that_die_young_are_started_ever_more_slowly(caplog: pytest.LogC
             assert 2 <= rig.port.restarts <= 5  # at once, then after 0.2, 0.4, 0.8 s
 
     asyncio.run(story())
+
+
+def test_after_work_and_a_rest_memory_is_given_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    monkeypatch.setattr(heap, "trim", lambda: given.append(time.monotonic()))
+    monkeypatch.setattr("quire.engine.process._REST", 0.01)
+    front, back = socket.socketpair()
+    with front, back:
+        house = House(pages=64, page_size=4, max_num_seqs=4, cost=StepCost(0.01, 0.001)).build(VirtualClock())
+        loop = EngineLoop(house, back, dict, Watch())
+        assert loop._listen() and len(given) == 1 and loop._patience() is None
+        front.sendall(frame(Submit([ask("a")])))
+        assert loop._listen() and not loop.rested and len(given) == 1
+        while house.can_step:
+            house.step()
+        assert loop._listen() and len(given) == 2

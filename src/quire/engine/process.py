@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from quire import heap
 from quire.core.constraint import Constraints, NoConstraints
 from quire.engine.engine import Engine
 from quire.engine.watch import Watch
@@ -21,6 +22,9 @@ from quire.values import Request, Tokens, failed
 
 _STATS_EVERY = 0.1
 """Seconds between two statistics while busy."""
+
+_REST = 3.0
+"""Seconds of idleness after which memory is given back: what traffic with pauses would take again at once is kept."""
 
 
 class EngineLoop:
@@ -45,6 +49,7 @@ class EngineLoop:
         self.refused: list[Tokens] = []
         self.told = float("-inf")
         self.taken = 0
+        self.rested = False
 
     def run(self) -> None:
         """Until the front goes away, in the middle of a sentence or not."""
@@ -60,7 +65,7 @@ class EngineLoop:
         """Take what has been said; wait for it when idle. False: the front is gone."""
         busy = self.engine.can_step or bool(self.refused)
         while True:
-            wait = 0 if busy else self.constraints.patience()
+            wait = 0 if busy else self._patience()
             heard = select.select([self.link.fileno(), *self.constraints.wakers()], [], [], wait)[0]
             if self.link.fileno() in heard:
                 if not (data := self.link.recv(1 << 20)):
@@ -69,8 +74,22 @@ class EngineLoop:
                     self._obey(message)
             self._provide()
             if not heard:
+                self._rest(idle=not busy)
                 return True
-            busy = True
+            busy, self.rested = True, False
+
+    def _patience(self) -> float | None:
+        """Seconds to wait for something to be said; None for as long as it takes."""
+        patience = self.constraints.patience()
+        if self.rested:
+            return patience
+        return _REST if patience is None else min(patience, _REST)
+
+    def _rest(self, *, idle: bool) -> None:
+        """Nothing was said. After work, and once until there is more, give back what the work left free."""
+        if idle and not self.rested:
+            heap.trim()
+        self.rested = idle
 
     def _obey(self, message: ToEngine) -> None:
         if isinstance(message, Submit):

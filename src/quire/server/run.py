@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from types import FrameType
 from typing import Any, cast
@@ -15,6 +14,7 @@ from typing import Any, cast
 import uvicorn
 from starlette.types import ASGIApp
 
+from quire import heap
 from quire.backends.base import Service
 from quire.errors import InvalidConfig
 from quire.server.connection import Connection, Patience
@@ -23,11 +23,8 @@ from quire.server.desk import Desk, NoDesk
 _THREADS = 4
 """For what would hold the loop up, such as long texts: as many whatever the machine and the load."""
 
-_M_MMAP_THRESHOLD = -3
-"""mallopt's name for the size from which on a block is a mapping of its own."""
-
 _LARGE = 256 << 10
-"""Bytes."""
+"""Bytes of a block that is given back when it is freed: one body of megabytes must not teach the heap to keep it."""
 
 _UNREAD = 128 << 10
 """Bytes of an answer that the system holds for a slow reader: some seconds of the fastest stream."""
@@ -91,7 +88,7 @@ async def serve(
         timeout_keep_alive=cast(int, patience.keep_alive),
         timeout_graceful_shutdown=_LAST_BYTES,
     )
-    _thrifty()
+    heap.mapped_from(_LARGE)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, thread_name_prefix="rim"))
     try:
         await backend.start()
@@ -105,18 +102,6 @@ async def serve(
         await desk.stop()
         await backend.close()
         sock.close()
-
-
-def _thrifty() -> None:
-    """Make glibc give large blocks back when they are freed: by default one body of megabytes teaches it not to."""
-    with suppress(AttributeError, OSError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
-
-
-def _tidy() -> None:
-    """Give back what small blocks have left free in between."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def url(sock: socket.socket, scheme: str = "http") -> str:
@@ -140,7 +125,7 @@ class _Server(uvicorn.Server):
             for connection in list(self.server_state.connections):
                 cast(Connection, connection).look(now)
         if counter % 100 == 50:
-            await asyncio.to_thread(_tidy)
+            await asyncio.to_thread(heap.trim)
         return await super().on_tick(counter)
 
     async def listening(self, answering: asyncio.Future[None]) -> None:
