@@ -141,7 +141,7 @@ class PlainSteps:
         lane.span_row[:chains] = torch.where(n > 0, row, arena.count)
         lane.query_start[0], lane.query_start[1 : chains + 1] = 0, n.cumsum(0)
         total = int(n.sum())
-        lane.token_span[:total] = torch.repeat_interleave(torch.arange(chains), n.long())
+        lane.token_span[:total] = torch.repeat_interleave(torch.arange(chains, device=arena.device), n.long())
         lane.picked[:chains] = (lane.query_start[1 : chains + 1] - 1).clamp(min=0)
         lane.pick_row[:chains] = lane.span_row[:chains]
         lane.pick_depth[:chains] = at
