@@ -138,3 +138,40 @@ def test_thoughts_are_split_where_that_is_asked_for(tmp_path: Path) -> None:
         )
         assert thought == "I know."
         assert live.settled()["cache"]["used_pages"] == 0
+
+
+def test_fields_of_ours_go_through_openais_client(live: Any) -> None:
+    def ask(prompt: Any = "Once upon a time there was", **more: Any) -> Any:
+        return live.openai.completions.create(
+            model="embedded", prompt=prompt, max_tokens=12, temperature=0, extra_body=more
+        )
+
+    plain = ask(return_token_ids=True)
+    prompt, answer = plain.choices[0].prompt_token_ids, plain.choices[0].token_ids
+    assert len(prompt) == plain.usage.prompt_tokens and len(answer) == plain.usage.completion_tokens
+    assert ask(cache_salt="mine").choices[0].text == plain.choices[0].text
+    assert ask(prompt).choices[0].text == plain.choices[0].text
+    some = [answer[0], answer[1], 300]
+    assert set(ask(allowed_token_ids=some, return_token_ids=True).choices[0].token_ids) <= set(some)
+    unwanted = plain.choices[0].text.split()[0]
+    assert f" {unwanted} " not in f" {ask(bad_words=[unwanted]).choices[0].text} "
+    scores = ask(prompt_logprobs=1).choices[0].prompt_logprobs
+    assert len(scores) == len(prompt) and scores[0] is None
+    cut = ask(truncate_prompt_tokens=3, return_token_ids=True)
+    assert cut.usage.prompt_tokens == 3 and cut.choices[0].prompt_token_ids == prompt[-3:]
+    late = live.openai.completions.create(
+        model="embedded", prompt="Once", max_tokens=2000, temperature=0, extra_body={"timeout": 0.3, "ignore_eos": True}
+    )
+    assert late.choices[0].finish_reason == "timeout" and late.usage.completion_tokens > 0
+
+
+def test_usage_is_told_with_each_piece_where_asked(live: Any) -> None:
+    stream = live.openai.chat.completions.create(
+        model="embedded",
+        messages=HI,
+        max_tokens=8,
+        stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )
+    counts = [piece.usage.completion_tokens for piece in stream if piece.usage is not None]
+    assert counts == sorted(counts) and len(counts) > 3 and counts[-1] <= 8

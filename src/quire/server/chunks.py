@@ -148,10 +148,10 @@ class ChatChunks:
         choices = len(job.calls) * job.n
         self._splitters = [job.splitter() for _ in range(choices)]
         self._called = [False] * choices
+        self._opened = b"".join(map(self._opening, range(choices)))  # with the usage of before the first delta
 
     def opening(self) -> bytes:
-        said = [self._opening(index) for index in range(len(self._job.calls) * self._job.n)]
-        return b"".join(said)
+        return self._opened
 
     def _opening(self, index: int) -> bytes:
         call = self._job.calls[index // self._job.n]
