@@ -75,7 +75,7 @@ class Spoilt:
     """A sampler whose logits are NaN for some."""
 
     def __init__(self, inner: Sampler, seeds: dict[int, int]) -> None:
-        self.inner, self.seeds, self.vocab_size, self.forget = inner, seeds, inner.vocab_size, inner.forget
+        self.inner, self.seeds, self.vocab_size = inner, seeds, inner.vocab_size
 
     def __call__(self, logits: torch.Tensor, rows: Rows, shape: Shape, masks: Any = ()) -> Sampled:
         for i, row in enumerate(shape.row_row.tolist()):

@@ -133,7 +133,7 @@ async def test_a_schema_the_engine_refuses_is_a_400_before_any_token_streaming_o
             for request in requests:
                 structure = request.sampling.structured_outputs
                 why = f"{structure.param}: the JSON schema cannot be used: Invalid type: strng"
-                event = Tokens(request.id, (), "error", error=why, param=structure.param)
+                event = Tokens(request.id, (), "error", error=why, param=structure.param, status=400)
                 asyncio.get_running_loop().call_soon(self.told, [event])
 
     async with served(None, port=Refusing()) as server:

@@ -9,7 +9,8 @@ from typing import TypeAlias
 from quire.core.constraint import FREE, Constraint
 from quire.core.plan import STUCK, Open, Span
 from quire.core.reuse import Key, Node
-from quire.values import MANY, FinishReason, Request, TokenLogprobs, Tokens
+from quire.errors import InvalidRequest, StepFailed
+from quire.values import MANY, FinishReason, Request, TokenLogprobs, Tokens, failed
 
 Place: TypeAlias = tuple[int, Key]
 """A node of the prefix index (by identity) and the page of tokens that would follow it."""
@@ -94,7 +95,8 @@ class Sequence:
         sampling = self.request.sampling
         structure, allowed = sampling.structured_outputs, sampling.allowed_token_ids
         field = structure.param if structure else "bad_words" if allowed is None else "allowed_token_ids"
-        return Tokens(self.request.id, (), "error", error=why, param=field if why == STUCK else None)
+        blame = InvalidRequest(why, param=field) if why == STUCK else StepFailed(why)
+        return failed(self.request.id, blame)
 
     def __post_init__(self) -> None:
         self.asks = self.request.sampling.prompt_logprobs is not None and self.prompt_length > 1
