@@ -27,10 +27,12 @@ def run(
     streams: int,
     processes: int,
     salt: str = "",
+    key: str = "",
+    tls: bool = False,
 ) -> list[Part]:
     """Ask for all of it, `streams` at once, shared out among at most `processes`. new: tokens for each prompt.
 
-    salt: of the prefix cache.
+    salt: of the prefix cache. key: the server's.
     """
     workers = min(processes, streams)
     begin = time.time() + 1.0 + 0.25 * workers
@@ -45,6 +47,8 @@ def run(
             new=new[i::workers],
             begin=begin,
             salt=salt,
+            key=key,
+            tls=tls,
         )
         process = subprocess.Popen(
             [sys.executable, "-m", "quire.bench.load"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -61,19 +61,22 @@ def started(argv: Sequence[str], url: str, path: str, log: Path) -> Iterator[str
             process.wait()
 
 
-def fetched(url: str) -> bytes | None:
-    """What is there, None unless it is a 200."""
+def fetched(url: str, key: str = "") -> bytes | None:
+    """What is there, None unless it is a 200. key: the server's, if it wants one."""
+    asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
-        with urllib.request.urlopen(url, timeout=5) as response:
+        with urllib.request.urlopen(asked, timeout=5) as response:
             return bytes(response.read()) if response.status == 200 else None
     except (urllib.error.URLError, OSError):
         return None
 
 
-def model_of(url: str) -> str:
+def model_of(url: str, key: str = "") -> str:
     """What a server calls its model. Raises ClickException."""
-    said = fetched(url.rstrip("/").removesuffix("/v1") + "/v1/models")
+    said = fetched(url.rstrip("/").removesuffix("/v1") + "/v1/models", key)
     if said is None:
-        raise click.ClickException(f"{url} does not answer /v1/models")
+        raise click.ClickException(
+            f"{url} does not answer /v1/models: is a server there, and is it given its --api-key?"
+        )
     known: Any = json.loads(said)
     return str(known["data"][0]["id"])

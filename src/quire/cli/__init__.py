@@ -22,6 +22,7 @@ main = Root(
                 "drafts": ("quire.bench.drafts", "Measure speculation with the embedded model, on and off."),
                 "http": ("quire.bench.http", "Measure a server on this GPU from several client processes."),
                 "batches": ("quire.bench.batches", "Measure what a batch in the gaps costs those who ask meanwhile."),
+                "load": ("quire.bench.users", "Load a running server with 1 to 128 users, and write a report."),
                 "pair": ("quire.bench.pair", "Measure a server directly and through Quire, side by side."),
                 "viewers": ("quire.bench.viewers", "Measure what watching the live page costs those being answered."),
                 "structured": ("quire.bench.structured", "Measure what JSON schemas cost, on the embedded model."),
