@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from quire.bench.load import Job
@@ -17,48 +18,56 @@ Part = dict[str, Any]
 """One process's `load.Tally`, as plain JSON."""
 
 
-def run(
-    host: str,
-    port: int,
-    model: str,
-    ids: list[list[int]],
-    new: list[int],
-    *,
-    streams: int,
-    processes: int,
-    salt: str = "",
-    key: str = "",
-    tls: bool = False,
-) -> list[Part]:
-    """Ask for all of it, `streams` at once, shared out among at most `processes`. new: tokens for each prompt.
-
-    salt: of the prefix cache. key: the server's.
-    """
-    workers = min(processes, streams)
+def run(job: Job, processes: int, told: Callable[[int], None] | None = None) -> list[Part]:
+    """Share a job out among at most `processes`, and let them begin together, soon. told: hears how many more
+    requests have ended, from threads."""
+    workers = max(1, min(processes, job.streams, len(job.prompts)))
     begin = time.time() + 1.0 + 0.25 * workers
-    running = []
+    running, listening = [], []
     for i in range(workers):
-        job = Job(
-            host=host,
-            port=port,
-            model=model,
-            streams=streams // workers + (i < streams % workers),
-            prompts=ids[i::workers],
-            new=new[i::workers],
+        share = replace(
+            job,
+            streams=job.streams // workers + (i < job.streams % workers),
+            prompts=job.prompts[i::workers],
+            new=job.new[i::workers],
+            due=job.due[i::workers],
             begin=begin,
-            salt=salt,
-            key=key,
-            tls=tls,
+            told=told is not None,
         )
         process = subprocess.Popen(
-            [sys.executable, "-m", "quire.bench.load"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "quire.bench.load"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if told else None,
         )
         assert process.stdin is not None
-        process.stdin.write(json.dumps(asdict(job)))
+        process.stdin.write(json.dumps(asdict(share)).encode())
         process.stdin.close()
         process.stdin = None
+        if told is not None:
+            listening.append(threading.Thread(target=_listen, args=(process, told), daemon=True))
+            listening[-1].start()
         running.append(process)
-    return [json.loads(process.communicate()[0]) for process in running]
+    said = [process.communicate()[0] if told is None else _last(process) for process in running]
+    for thread in listening:
+        thread.join()
+    return [json.loads(each) for each in said]
+
+
+def _last(process: subprocess.Popen[bytes]) -> bytes:
+    """All of standard output, once it has ended, while somebody else reads standard error."""
+    assert process.stdout is not None
+    with process.stdout as said:
+        found = said.read()
+    process.wait()
+    return found
+
+
+def _listen(process: subprocess.Popen[bytes], told: Callable[[int], None]) -> None:
+    assert process.stderr is not None
+    with process.stderr as dots:
+        while data := dots.read1(4096):  # type: ignore[attr-defined]
+            told(data.count(b"."))
 
 
 def figures(parts: Sequence[Part]) -> dict[str, Any]:
@@ -69,6 +78,7 @@ def figures(parts: Sequence[Part]) -> dict[str, Any]:
     gaps = [x for part in parts for x in part["gaps"]]
     return {
         "failed": sum(part["failed"] for part in parts),
+        "seconds": seconds,
         "tokens": tokens,
         "prompted": sum(part["prompted"] for part in parts),
         "tokens_s": tokens / seconds,

@@ -20,9 +20,9 @@ from typing import Any
 
 import click
 
-from quire.bench.card import needed
 from quire.bench.clients import figures, run
 from quire.bench.gpu import environment, peer
+from quire.bench.load import Job
 from quire.bench.shapes import SHAPES, write
 from quire.bench.watch import Watch
 from quire.bench.workloads import prompts
@@ -40,8 +40,6 @@ COUNTS: Mapping[int, int] = {1: 20, 16: 100, 64: 384, 256: 1536}
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Also store figures and traces there.")
 def command(shape: str, levels: tuple[int, ...], processes: int, port: int, nothing: bool, path: Path | None) -> None:
     """Serve random weights of a public shape and measure: tokens/s, time to first token, time between tokens."""
-    if not nothing:
-        needed("for a server on a CPU there is `quire bench load`")
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, idle(port) if nothing else serving(folder, shape, port) as ready:
         found.append({"workload": f"ready {shape}", "seconds": ready})
@@ -102,7 +100,8 @@ def idle(port: int) -> Iterator[float]:
 def measure(model: str, level: int, count: int, processes: int, port: int, *, seed: int) -> dict[str, Any]:
     """One level of concurrency, its streams shared out among processes."""
     ids, new = prompts(count, (128, 256), (32, 64), seed=seed)
-    found = figures(run("127.0.0.1", port, model, ids, new, streams=level, processes=processes))
+    job = Job(host="127.0.0.1", port=port, model=model, streams=level, prompts=ids, new=new)
+    found = figures(run(job, processes))
     told = {name: found[name] for name in ("failed", "tokens_an_event", "ttft_ms", "itl_ms", "ms_a_token_mean")}
     row = {"workload": f"http {model}", "concurrency": level, "requests": count, "ours": found["tokens_s"]}
     return row | told

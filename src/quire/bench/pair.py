@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import platform
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -26,8 +23,9 @@ from quire import __version__
 from quire.backends.http1 import Origin
 from quire.backends.keeper import free_port
 from quire.bench.clients import figures, run
+from quire.bench.load import Job
 from quire.bench.started import model_of, through, vllm
-from quire.bench.watch import Watch, revision
+from quire.bench.watch import Watch, environment, revision
 from quire.bench.workloads import prompts
 from quire.errors import QuireError
 
@@ -162,7 +160,8 @@ def _round(load: Load, side: str, url: str, model: str, level: int, number: int,
     """One round of one side; number -1 warms up. Its raw results are kept."""
     ids, new = load.asked(level, load.seed + number)
     where, salt = Origin.parse(url), f"{side}-{level}-{number}" if load.salt else ""
-    parts = run(where.host, where.port, model, ids, new, streams=level, processes=load.processes, salt=salt)
+    job = Job(host=where.host, port=where.port, model=model, streams=level, prompts=ids, new=new, salt=salt)
+    parts = run(job, load.processes)
     row: dict[str, Any] = {
         "side": side,
         "url": url,
@@ -217,22 +216,6 @@ def compared(rows: Sequence[Mapping[str, Any]], level: int) -> dict[str, Any]:
         "ratios": ratios,
         "best_ratio": best[0] / best[1],
         "added_ttft_ms": statistics.median(added),
-    }
-
-
-def environment() -> dict[str, Any]:
-    """Where it ran. Of the variables only those that name vLLM's or Quire's options, and no secret."""
-    shown = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(("VLLM_", "QUIRE_", "CUDA_")) and "KEY" not in name
-    }
-    return {
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "cores": os.cpu_count(),
-        "variables": shown,
-        "argv": sys.argv[1:],
     }
 
 

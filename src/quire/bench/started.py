@@ -62,7 +62,7 @@ def started(argv: Sequence[str], url: str, path: str, log: Path) -> Iterator[str
 
 
 def fetched(url: str, key: str = "") -> bytes | None:
-    """What is there, None unless it is a 200. key: the server's, if it wants one."""
+    """What is there, None unless it is a 200. key: of the API."""
     asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
         with urllib.request.urlopen(asked, timeout=5) as response:
@@ -75,8 +75,6 @@ def model_of(url: str, key: str = "") -> str:
     """What a server calls its model. Raises ClickException."""
     said = fetched(url.rstrip("/").removesuffix("/v1") + "/v1/models", key)
     if said is None:
-        raise click.ClickException(
-            f"{url} does not answer /v1/models: is a server there, and is it given its --api-key?"
-        )
+        raise click.ClickException(f"{url} does not answer /v1/models: is a server there, and does it want a key?")
     known: Any = json.loads(said)
     return str(known["data"][0]["id"])

@@ -1,12 +1,16 @@
-"""What the GPU did meanwhile, and which code it was."""
+"""What the GPU did meanwhile, which code it was, and where it ran."""
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 
 class Watch:
@@ -60,3 +64,19 @@ def revision() -> str:
     except FileNotFoundError:
         return "unknown"
     return done.stdout.strip() or "unknown"
+
+
+def environment(secret: str = "") -> dict[str, Any]:
+    """Where it ran. Of the variables only those that name vLLM's or Quire's options; `secret` is not told."""
+    shown = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("VLLM_", "QUIRE_", "CUDA_")) and "KEY" not in name
+    }
+    return {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "variables": shown,
+        "argv": [each.replace(secret, "...") if secret else each for each in sys.argv[1:]],
+    }

@@ -1,0 +1,118 @@
+"""`quire bench report`: one page that shows what load tests found, several side by side, with nothing to fetch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quire.bench.serve import QUANTILES
+from quire.build.extra import extra
+from quire.errors import InvalidRequest
+
+_STYLE = """
+:root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
+body { max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
+.charts { display: flex; flex-wrap: wrap; gap: 1rem; }
+.charts svg { max-width: 100%; height: auto; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #8a8f9840; white-space: nowrap; }
+th { font-weight: 600; } th:first-child, td:first-child { text-align: left; }
+dt { font-weight: 600; } dd { margin: 0 0 .4rem 0; overflow-wrap: anywhere; }
+"""
+
+_COLUMNS = (
+    "load",
+    "answered",
+    "refused",
+    "requests/s",
+    "tokens/s in",
+    "tokens/s out",
+    "tokens an event",
+    "within goals",
+)
+_TIMES: Mapping[str, str] = {
+    "ttft": "first token",
+    "tpot": "a token",
+    "itl": "between events",
+    "e2el": "whole answer",
+}
+
+
+@click.command("report")
+@click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--output", type=click.Path(dir_okay=False, path_type=Path), default=Path("report.html"), show_default=True
+)
+def command(paths: tuple[Path, ...], output: Path) -> None:
+    """Draw what `quire bench serve` saved: one page, with each file's run as a line of its own."""
+    runs = [read(path) for path in paths]
+    output.write_text(page(runs, extra("quire.bench.draw", "report").charts(runs)), encoding="utf-8")
+    click.echo(f"{output}: open it in a browser")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A saved run. Raises InvalidRequest where it is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        levels = found["levels"]
+        whole = {"about", "goals"} <= found.keys() and levels and all("asked" in level for level in levels)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        whole = False
+        found = {}
+    if not whole:
+        raise InvalidRequest(f"{path} is not what `quire bench serve` saves", param="paths")
+    return dict(found)
+
+
+def page(runs: Sequence[Mapping[str, Any]], charts: Sequence[str]) -> str:
+    names = escape(" and ".join(run["about"]["label"] for run in runs))
+    parts = [
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Load test: {names}</title>',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<style>{_STYLE}</style></head><body><h1>Load test: {names}</h1>",
+        f'<div class="charts">{"".join(charts)}</div>',
+    ]
+    for run in runs:
+        parts.append(f"<h2>{escape(run['about']['label'])}</h2>{table(run)}{times(run)}{about(run)}")
+    return "\n".join((*parts, "</body></html>\n"))
+
+
+def table(run: Mapping[str, Any]) -> str:
+    rows = []
+    for level in run["levels"]:
+        refused = ", ".join(f"{count} x {status}" for status, count in level["statuses"].items() if status != "200")
+        good = "" if level["good"] is None else f"{100 * level['good'] / level['requests']:.0f} %"
+        speeds = (f"{level[name]:,.0f}" for name in ("prompt_tokens_s", "tokens_s"))
+        answered = f"{level['ok']} of {level['requests']}"
+        shown = (level["level"], answered, refused, f"{level['requests_s']:.2f}", *speeds)
+        rows.append((*shown, f"{level['tokens_an_event']:.2f}", good))
+    return grid(_COLUMNS, rows)
+
+
+def times(run: Mapping[str, Any]) -> str:
+    """Milliseconds, a row for each level and a column for each quantile."""
+    heads = ("milliseconds", *(f"{name} p{q}" for name in _TIMES.values() for q in QUANTILES))
+    rows = [(level["level"], *(f"{x:,.1f}" for what in _TIMES for x in level["ms"][what])) for level in run["levels"]]
+    return grid(heads, rows)
+
+
+def grid(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    top = "".join(f"<th>{escape(head)}</th>" for head in heads)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="wide"><table><tr>{top}</tr>{body}</table></div>'
+
+
+def about(run: Mapping[str, Any]) -> str:
+    told = {**run["about"], "goals, milliseconds": run["goals"] or "none"}
+    lines = (
+        f"<dt>{escape(str(k))}</dt><dd>{escape(v if isinstance(v, str) else json.dumps(v))}</dd>"
+        for k, v in told.items()
+    )
+    return f"<details><summary>How it was measured</summary><dl>{''.join(lines)}</dl></details>"

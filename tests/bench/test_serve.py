@@ -1,0 +1,195 @@
+"""`quire bench serve` asks what it was told to and keeps all it saw; `quire bench report` draws it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner, Result
+
+from quire.backends.keeper import free_port
+from quire.bench.asking import asked, recorded
+from quire.bench.gauges import seen
+from quire.bench.load import Asked, Job, Tally, run
+from quire.bench.serve import judged
+from quire.bench.started import fetched
+from quire.cli import main
+from tests.live import environment
+
+QUICK = ("--random-output-len", "3:5", "--random-input-len", "4:8", "--processes", "1", "--num-warmups", "2")
+GIVEN: dict[str, Any] = {
+    "users": (2,),
+    "rates": None,
+    "burstiness": 1.0,
+    "trace": None,
+    "speed": 1.0,
+    "shrink": 1.0,
+    "num_prompts": None,
+    "length": (4, 8),
+    "new": (3, 5),
+    "shared": 0,
+    "seed": 7,
+}
+
+
+@pytest.fixture(scope="module")
+def stub() -> Iterator[str]:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    process = subprocess.Popen([sys.executable, "-m", "quire.bench.stub", str(port), "2", "1"], env=environment())
+    try:
+        while fetched(url + "/v1/models") is None:
+            time.sleep(0.02)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def quire(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(each) for each in arguments])
+
+
+def test_users_are_answered_and_a_report_shows_it_and_no_key(stub: str, tmp_path: Path) -> None:
+    saved, shown = tmp_path / "load.json", tmp_path / "report.html"
+    load = ("--max-concurrency", "2,5", "--goodput", "ttft:1000,tpot:500", "--label", "a <b>", "--api-key", "sesame")
+    done = quire("bench", "serve", "--base-url", stub, *QUICK, *load, "--save-result", saved)
+    assert done.exit_code == 0, done.output
+    found = json.loads(saved.read_text())
+    assert [(level["users"], level["requests"], level["ok"], level["good"]) for level in found["levels"]] == [
+        (2, 20, 20, 20),
+        (5, 20, 20, 20),
+    ]
+    for level in found["levels"]:
+        every = [Asked(*one) for one in level["asked"]]
+        assert all(one.since < one.first <= one.ended and 3 <= one.new <= 5 and 4 <= one.prompt <= 8 for one in every)
+        assert level["ms"]["ttft"][0] >= 2.0 and level["tokens_s"] > 0
+    drawn = quire("bench", "report", saved, saved, "--output", shown)
+    assert drawn.exit_code == 0, drawn.output
+    page = shown.read_text()
+    assert "sesame" not in page + saved.read_text() + done.output and "<b>" not in page
+    charts = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert len(charts) == 4 + 2 * 3
+    assert all(len(list(ElementTree.fromstring(chart).iter())) > 50 for chart in charts)
+    assert page.count("<td>5 users</td>") == 4
+
+
+def test_requests_at_a_rate_come_when_they_are_due_and_wait_from_then_on(stub: str, tmp_path: Path) -> None:
+    saved = tmp_path / "load.json"
+    rate = ("--request-rate", "200", "--num-prompts", "40")
+    done = quire("bench", "serve", "--base-url", stub, *QUICK, *rate, "--save-result", saved)
+    assert done.exit_code == 0, done.output
+    [level] = json.loads(saved.read_text())["levels"]
+    assert (level["requests"], level["ok"]) == (40, 40)
+    [due] = [each.due for each in asked(**{**GIVEN, "rates": (200.0,), "num_prompts": 40})]
+    assert [one[0] for one in level["asked"]] == pytest.approx(due, abs=1e-3)
+    assert all(one[0] < one[1] <= one[2] for one in level["asked"])
+
+
+def test_a_rate_is_kept_on_average_and_comes_in_bursts_if_so_wished() -> None:
+    def gaps(burstiness: float) -> list[float]:
+        [level] = asked(**{**GIVEN, "rates": (50.0,), "num_prompts": 4000, "burstiness": burstiness})
+        return [b - a for a, b in zip([0.0, *level.due], level.due, strict=False)]
+
+    for burstiness, spread in ((1.0, 1.0), (0.25, 2.0), (100.0, 0.1)):
+        found = gaps(burstiness)
+        mean = sum(found) / len(found)
+        deviation = (sum((x - mean) ** 2 for x in found) / len(found)) ** 0.5
+        assert mean == pytest.approx(0.02, rel=0.1) and deviation / mean == pytest.approx(spread, rel=0.15)
+
+
+def test_a_trace_is_played_as_recorded_and_a_broken_line_is_named(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:17:03.9799600,4808,10"]
+    lines += ["2023-11-16 18:17:04.0319600,320,8", "2023-11-16 18:17:06.9799600,5,0"]
+    trace.write_text("\n".join(lines))
+    [level] = asked(**{**GIVEN, "trace": trace, "speed": 2.0, "shrink": 16.0})
+    assert level.due == pytest.approx([0.0, 0.026, 1.5], abs=1e-6)
+    assert ([len(prompt) for prompt in level.prompts], level.new) == ([300, 20, 1], [10, 8, 1])
+    assert len(asked(**{**GIVEN, "trace": trace, "num_prompts": 2})[0].due) == 2
+    trace.write_text("\n".join([*lines, "yesterday,1,1"]))
+    assert (
+        "line 5" in quire("bench", "serve", "--model", "m", "--base-url", "http://127.0.0.1:9", "--trace", trace).output
+    )
+    trace.write_text(lines[0])
+    with pytest.raises(Exception, match="no requests"):
+        recorded(trace, 1.0, 1.0, None, None)  # type: ignore[arg-type]
+
+
+def test_what_is_refused_or_breaks_is_counted_and_the_rest_goes_on() -> None:
+    answers = [
+        b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 0\r\nContent-Length: 0\r\n\r\n",
+        b"",
+        b'HTTP/1.1 200 OK\r\n\r\ndata: {"choices":[{}]}\n\ndata: {"error": {"message": "x"}}\n\n0\r\n\r\n',
+        b'HTTP/1.1 200 OK\r\n\r\ndata: {"choices":[{}]}\n\n'
+        b'data: {"choices":[],"usage":{"prompt_tokens":2,"completion_tokens":1}}\n\n0\r\n\r\n',
+    ]
+    left = iter(answers)
+
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while (await reader.readuntil(b"\r\n\r\n")) and (said := next(left)):
+            writer.write(said)
+            await reader.readexactly(10)
+        writer.close()
+
+    async def measured() -> Tally:
+        server = await asyncio.start_server(reply, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        job = Job(host="127.0.0.1", port=port, model="m", streams=1, prompts=[[1, 2]] * 4, new=[1] * 4)
+        tally = await run(job)
+        server.close()
+        return tally
+
+    tally = asyncio.run(measured())
+    assert [one.status for one in tally.asked] == [429, 0, 500, 200] and tally.failed == 3
+    row = judged([{**tally.__dict__}], {"ttft": 1e4})
+    assert (row["ok"], row["good"], row["statuses"]) == (1, 1, {"429": 1, "0": 1, "500": 1, "200": 1})
+
+
+def test_a_server_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    done = quire("bench", "serve", "--base-url", f"http://127.0.0.1:{free_port()}")
+    assert done.exit_code == 1 and "is a server there" in done.output and "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--max-concurrency", "1,0"),
+        ("--max-concurrency", "many"),
+        ("--request-rate", "nan"),
+        ("--random-input-len", "9:3"),
+        ("--random-output-len", "-4"),
+        ("--goodput", "speed:3"),
+        ("--burstiness", "0"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(option: str, value: str) -> None:
+    done = quire("bench", "serve", option, value)
+    assert done.exit_code == 2 and option in done.output
+
+
+def test_a_report_of_something_else_is_refused(tmp_path: Path) -> None:
+    for text in ("{}", "[1]", "no", '{"about": {}, "goals": {}, "levels": [{}]}'):
+        (tmp_path / "x.json").write_text(text)
+        done = quire("bench", "report", tmp_path / "x.json")
+        assert done.exit_code == 2 and "is not what `quire bench serve` saves" in done.output
+
+
+def test_gauges_are_read_by_the_names_that_vllm_and_quire_share() -> None:
+    text = (
+        "# TYPE vllm:num_requests_running gauge\n"
+        'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_running{engine="1"} 3.0\n'
+        '# TYPE vllm:generation_tokens_total counter\nvllm:generation_tokens_total{engine="0"} 40.0\n'
+        '# TYPE vllm:generation_tokens_created gauge\nvllm:generation_tokens_created{engine="0"} 1.7e9\n'
+    )
+    assert seen(text) == {"running": 5.0, "tokens": 40.0}
+    assert seen("<html>") == {} and seen("") == {}
