@@ -119,6 +119,8 @@ def test_int8_is_smaller_and_says_nearly_the_same(graphs: Path, tmp_path: Path) 
         ({"executor": "onnx"}, "embedded has no graph: `quire export-onnx embedded FOLDER`"),
         ({"executor": "onnx", "dtype": "bfloat16"}, "computes in float32"),
         ({"executor": "onnx", "quantization": "int8"}, "--quantization does not go with --executor onnx"),
+        ({"executor": "onnx", "deterministic": True}, "--deterministic does not go with --executor onnx: how ONNX"),
+        ({"executor": "hf", "deterministic": True}, "--deterministic does not go with --executor hf: how transformers"),
         ({"executor": "onnx", "kv_cache_dtype": "fp8"}, "K/V is float32"),
         ({"executor": "hf", "speculative_config": '{"method": "ngram"}'}, "cannot take a draft back"),
         ({"executor": "hf", "block_size": 16}, "a block a sequence"),

@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.ops import paging, reference
+from quire.ops.base import Ops
+from quire.ops.fixed import FixedOps
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
 from quire.values import MANY
 from tests.ops.batches import Pages, poisoned
 
 OPS = ReferenceOps()
+EVERY: dict[str, Ops] = {"reference": OPS, "fixed": FixedOps()}
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, soft_cap: float) -> Tensor:
@@ -66,7 +69,7 @@ def situations(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
-def check(s: dict, dtype: torch.dtype, tolerance: float) -> None:
+def check(s: dict, dtype: torch.dtype, tolerance: float, ops: Ops = OPS) -> None:
     torch.manual_seed(s["seed"])
     pages, kv = Pages(200, s["size"], s["seed"]), poisoned(200, s["groups"], s["size"], s["dim"], dtype)
     history = {
@@ -79,32 +82,35 @@ def check(s: dict, dtype: torch.dtype, tolerance: float) -> None:
     batch = feed(history, pages, kv, [(i, past, n) for i, (past, n) in enumerate(s["spans"])])
     q = torch.randn(len(batch.slots), s["heads"], s["dim"], dtype=dtype)
     scale = s["dim"] ** -0.5
-    got = OPS.attention(q, kv, batch, scale, s["window"], s["soft_cap"])
+    got = ops.attention(q, kv, batch, scale, s["window"], s["soft_cap"])
     starts = batch.query_start.tolist()
     for i in history:
         want = naive(q[starts[i] : starts[i + 1]], *history[i], scale, s["window"], s["soft_cap"])
         torch.testing.assert_close(got[starts[i] : starts[i + 1]].double(), want, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("kind", EVERY)
 @settings(deadline=None, max_examples=150, derandomize=True)
-@given(situations())
-def test_any_mixture_of_spans_windows_and_caps_attends_as_written_down(s: dict) -> None:
+@given(s=situations())
+def test_any_mixture_of_spans_windows_and_caps_attends_as_written_down(kind: str, s: dict) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paging, "FEW", s["few"])
         patch.setattr(reference, "FEW", s["few"])
         patch.setattr(reference, "TILE", s["tile"])
-        check(s, torch.float32, 2e-5)
+        check(s, torch.float32, 2e-5, EVERY[kind])
 
 
-def test_bfloat16_is_rounded_once_and_not_summed_in_bfloat16() -> None:
+@pytest.mark.parametrize("kind", EVERY)
+def test_bfloat16_is_rounded_once_and_not_summed_in_bfloat16(kind: str) -> None:
     s = {"spans": [(300, 1), (17, 1), (0, 40), (120, 3)], "heads": 6, "groups": 2, "dim": 32, "size": 16}
-    check(s | {"window": MANY, "soft_cap": 0.0, "seed": 1}, torch.bfloat16, 2e-2)
+    check(s | {"window": MANY, "soft_cap": 0.0, "seed": 1}, torch.bfloat16, 2e-2, EVERY[kind])
 
 
-def test_a_long_prompt_is_tiled_without_changing_the_answer() -> None:
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_long_prompt_is_tiled_without_changing_the_answer(kind: str) -> None:
     n = 2 * reference.TILE + 37
     s = {"spans": [(50, n)], "heads": 2, "groups": 1, "dim": 4, "size": 16, "window": 300, "soft_cap": 0.0, "seed": 2}
-    check(s, torch.float32, 2e-5)
+    check(s, torch.float32, 2e-5, EVERY[kind])
 
 
 def test_a_page_begun_is_cleared_of_what_its_last_owner_left() -> None:

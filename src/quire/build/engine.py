@@ -23,9 +23,11 @@ from quire.engine.engine import Engine
 from quire.engine.events import Observer
 from quire.engine.executor import Description, Executor
 from quire.engine.pacer import LatencyPace, NoPace, Pacer
+from quire.errors import InvalidConfig
 from quire.models.base import Model
 from quire.models.registry import parameters
 from quire.ops.base import Ops
+from quire.ops.fixed import FixedOps
 from quire.ops.reference import ReferenceOps
 from quire.runner.memory import LayerShape
 from quire.values import MANY
@@ -104,7 +106,7 @@ def _load(settings: Settings, device: torch.device, canary: Canary | None) -> Mo
             locate(model.model, revision=model.revision, cache=model.download_dir),
             dtype=model.dtype,
             device=device,
-            ops=choose_ops(device),
+            ops=choose_ops(device, settings.execution.deterministic),
             load_format=model.load_format,
             quantization=model.quantization,
             canary=canary,
@@ -123,9 +125,13 @@ def count_compiles(device: str) -> Callable[[], int]:
     return int if device == "cpu" else cast(Callable[[], int], _gpu().count_compiles())
 
 
-def choose_ops(device: torch.device) -> Ops:
-    """The kernels for a device."""
-    return ReferenceOps() if device.type == "cpu" else cast(Ops, _gpu().make_ops(device))
+def choose_ops(device: torch.device, deterministic: bool = False) -> Ops:
+    """The kernels for a device. deterministic: each row's bits are its own. Raises InvalidConfig where they are not."""
+    if device.type == "cpu":
+        return FixedOps() if deterministic else ReferenceOps()
+    if deterministic:
+        raise InvalidConfig("--deterministic works on a CPU only for now: add --device cpu", param="deterministic")
+    return cast(Ops, _gpu().make_ops(device))
 
 
 def _executor(

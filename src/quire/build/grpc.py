@@ -27,7 +27,7 @@ THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "kv_cache_dtype",
         ),
         "scheduler": ("lookahead",),
-        "execution": ("device", "threads", "enforce_eager"),
+        "execution": ("device", "threads", "enforce_eager", "deterministic"),
     }
 )
 """Options, by section, of whoever runs the steps: here they would do nothing."""

@@ -25,6 +25,7 @@ FIXED: Mapping[str, str] = MappingProxyType(
         "speculative_config": "its caches cannot take a draft back",
         "lookahead": "its steps run at once",
         "enforce_eager": "it has no graphs",
+        "deterministic": "how transformers sums depends on what else is in the batch",
     }
 )
 

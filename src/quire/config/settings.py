@@ -169,6 +169,11 @@ class ExecutionConfig:
         None, "CPU threads for the model; auto: OMP_NUM_THREADS, else the cores there are.", low=1, high=4096
     )
     enforce_eager: bool = option(False, "Launch every kernel of every step, without CUDA graphs; no meaning on a CPU.")
+    deterministic: bool = option(
+        False,
+        "The same bits of every token and log-probability alone, in a crowd, cold, warm, chunked, preempted and "
+        "speculated, for a price; `quire verify` proves it here and says what it is.",
+    )
     debug: bool = option(False, "Show the traceback of an error.")
 
 

@@ -58,6 +58,8 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
         "cudagraph_capture_sizes": _NO_COMPILE,
         "max_cudagraph_capture_size": _NO_COMPILE,
         "attention_backend": "it follows from --device",
+        "enable_deterministic_inference": "it is called --deterministic",
+        "batch_invariant": "it is called --deterministic",
         "performance_mode": "see --max-num-seqs and --max-num-batched-tokens",
         "spec_method": _SPECULATION,
         "spec_model": _SPECULATION,

@@ -217,6 +217,7 @@ class Build:
             mixture,
             act,
             self.parallel,
+            self.ops,
         )
 
     def router(self, name: str, hidden: int, count: int) -> Columns:

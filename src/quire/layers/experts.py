@@ -69,21 +69,19 @@ class Experts:
         mixture: Mixture,
         activation: Callable[[Tensor], Tensor],
         parallel: Parallel,
+        ops: Ops,
     ) -> None:
         self.router, self.gate_up, self.down, self.mixture = router, gate_up, down, mixture
-        self.activation, self.all_reduce = activation, parallel.all_reduce
+        self.activation, self.all_reduce, self.mix = activation, parallel.all_reduce, ops.mix
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
         used = self.mixture.used
         shares, chosen = self.router(x).float().softmax(-1).topk(used, dim=-1)
-        if self.mixture.renormalise:
-            shares = shares / shares.sum(-1, keepdim=True)
         owner, order = chosen.flatten().sort(stable=True)
         everyone = torch.arange(self.mixture.count, device=x.device, dtype=owner.dtype)
         ends = torch.searchsorted(owner, everyone, right=True).int()
         made = self.down(self.activation(self.gate_up(x[order // used], ends)), ends)
         back = torch.empty_like(made)
         back[order] = made
-        mixed = (back.view(-1, used, back.shape[-1]) * shares.to(x.dtype)[..., None]).sum(1)
-        return self.all_reduce(mixed)
+        return self.all_reduce(self.mix(back.view(-1, used, back.shape[-1]), shares, whole=self.mixture.renormalise))

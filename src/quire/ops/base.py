@@ -29,6 +29,10 @@ Norms = tuple[Norm, Norm]
 class Ops(Protocol):
     """What a device can do. `reference` is the plain answer, every other implementation is tested against it."""
 
+    @property
+    def rows(self) -> int:
+        """How many rows every product has, for formats that multiply by themselves: see `tiles.in_tiles`."""
+
     def prepare(self, batch: RaggedBatch) -> RaggedBatch:
         """The same batch with whatever every layer would otherwise work out again. Called once a forward.
 
@@ -77,6 +81,12 @@ class Ops(Protocol):
 
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """x [N, in], weight [E, out, in], ends [E] int32 -> [N, out]: rows ends[e - 1] to ends[e] by weight[e]."""
+
+    def mix(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
+        """made [T, K, n], shares [T, K] float32 -> [T, n]: each token's sum of what its experts made, by its shares.
+
+        whole: the shares of a token are made to sum to 1 first.
+        """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019).

@@ -1,18 +1,30 @@
-"""Products of runs of rows, each with a matrix of its own: what experts are made of."""
+"""Products of runs of rows, each with a matrix of its own, and their sums: what experts are made of."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.tiles import in_tiles
+from quire.values import MANY
 
-def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """See `Ops.grouped_linear`. On a GPU, bfloat16 rows of 16 bytes take torch's grouped GEMM."""
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, rows: int = MANY) -> Tensor:
+    """See `Ops.grouped_linear`. On a GPU, bfloat16 rows of 16 bytes take torch's grouped GEMM. rows: as `in_tiles`, on
+    a CPU."""
     if not x.is_cuda:
         stops = ends.tolist()
         runs = zip(weight, [0, *stops], stops, strict=False)
-        return torch.cat([F.linear(x[start:stop], each) for each, start, stop in runs if start < stop])
+        return torch.cat(
+            [
+                in_tiles(partial(F.linear, weight=each), x[start:stop], rows)
+                for each, start, stop in runs
+                if start < stop
+            ]
+        )
     if x.dtype is torch.bfloat16 and all(size % 8 == 0 for size in weight.shape[1:]):
         return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
     owner = torch.searchsorted(ends, torch.arange(len(x), device=x.device, dtype=ends.dtype), right=True)[:, None]
@@ -20,3 +32,9 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     for e, each in enumerate(weight):
         total = torch.where(owner == e, F.linear(x, each), total)
     return total
+
+
+def mix(made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
+    """See `Ops.mix`."""
+    shares = shares / shares.sum(-1, keepdim=True) if whole else shares
+    return (made * shares.to(made.dtype)[..., None]).sum(1)

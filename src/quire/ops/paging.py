@@ -47,10 +47,11 @@ class Paged(RaggedBatch):
     begun: Tensor
     tiles: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     targets: dict[int, Tensor] = field(default_factory=dict)
-    masks: dict[tuple[int, int, int], Tensor | None] = field(default_factory=dict)
+    masks: dict[tuple[int, ...], Tensor | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, batch: RaggedBatch) -> Paged:
+    def of(cls, batch: RaggedBatch, reach: int = 1) -> Paged:
+        """reach: tokens of which so many are read at a time; past a span's own end, anything that is its own."""
         starts = batch.query_start.tolist()
         lengths = batch.kv_len.tolist()
         counts = [stop - start for start, stop in pairwise(starts)]
@@ -77,7 +78,7 @@ class Paged(RaggedBatch):
             max_query=batch.max_query,
             max_kv=batch.max_kv,
             wanted=batch.wanted,
-            groups=tuple(group(batch, spans, counts[spans[0]], starts, lengths) for spans in together.values()),
+            groups=tuple(group(batch, spans, counts[spans[0]], starts, lengths, reach) for spans in together.values()),
             begun=table[at[:, 0], at[:, 1]].long(),
         )
 
@@ -121,7 +122,7 @@ class Paged(RaggedBatch):
         return self.masks[key]
 
 
-def group(batch: RaggedBatch, spans: list[int], n: int, starts: list[int], lengths: list[int]) -> Group:
+def group(batch: RaggedBatch, spans: list[int], n: int, starts: list[int], lengths: list[int], reach: int) -> Group:
     table = batch.page_table
     chosen = torch.tensor(spans, dtype=torch.int64, device=table.device)
     adjacent = spans[-1] - spans[0] + 1 == len(spans)
@@ -131,9 +132,10 @@ def group(batch: RaggedBatch, spans: list[int], n: int, starts: list[int], lengt
         offsets = batch.query_start.long()[chosen][:, None]
         rows = (offsets + torch.arange(n, device=table.device)).flatten()
     longest = max(lengths[span] for span in spans)
-    count = -(-longest // batch.page_size)
+    count = -(-(-(-longest // reach) * reach) // batch.page_size)
     kv_len = batch.kv_len.long()[chosen]
     pages = table[chosen, :count].long()
+    pages = torch.nn.functional.pad(pages, (0, count - pages.shape[1]))
     held = torch.arange(0, count * batch.page_size, batch.page_size, device=table.device) < kv_len[:, None]
     even = all(lengths[span] == longest for span in spans)
     return Group(n, rows, kv_len, longest, torch.where(held, pages, pages[:, :1]), even)

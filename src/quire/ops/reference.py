@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.base import Angles, Gate, Norm, Norms
-from quire.ops.grouped import grouped_linear
+from quire.ops.grouped import grouped_linear, mix
 from quire.ops.paging import FEW, Group, Paged
 from quire.ops.quantised import Restoring
 from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.tiles import in_tiles
 from quire.values import MANY
 
 TILE = 256
@@ -20,18 +23,25 @@ TILE = 256
 class ReferenceOps(Restoring):
     """See `base.Ops`. Any device, any floating dtype, any head count and head dim."""
 
+    rows = MANY
+    reach = 1
+    """See `Paged.of`."""
+
     def prepare(self, batch: RaggedBatch) -> Paged:
-        return batch if isinstance(batch, Paged) else Paged.of(batch)
+        return batch if isinstance(batch, Paged) else Paged.of(batch, self.reach)
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         return F.embedding(tokens, weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
-        y = F.linear(x, weight, bias)
+        y = in_tiles(partial(F.linear, weight=weight, bias=bias), x, self.rows)
         return y if not gate else self.silu_mul(y) if gate == "silu" else self.gelu_mul(y)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        return grouped_linear(x, weight, ends)
+        return grouped_linear(x, weight, ends, self.rows)
+
+    def mix(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
+        return mix(made, shares, whole=whole)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.dtype is not x.dtype:

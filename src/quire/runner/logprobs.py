@@ -21,7 +21,7 @@ def score(logits: Tensor, tokens: Ids, wanted: Ids) -> list[TokenLogprobs]:
         which = np.flatnonzero(counts == count)
         rows = logits if len(which) == len(tokens) else logits[torch.from_numpy(which)]
         chosen = rows.gather(1, torch.from_numpy(tokens[which])[:, None].to(torch.int64))
-        total = rows.logsumexp(1, keepdim=True)
+        total = torch.stack([row.logsumexp(0) for row in rows])[:, None]  # many at once are summed otherwise than one
         ranks = (rows > chosen).sum(1).add_(1).tolist()
         own = (chosen - total).squeeze(1).tolist()
         values, ids = _likeliest(rows, count)

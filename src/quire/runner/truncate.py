@@ -78,7 +78,8 @@ def _nuclei(logits: Floats, head: Floats, low: Floats, cut: Cut, which: Ids) -> 
     weight[head < low] = 0.0
     upto = weight.cumsum(1)
     mass = upto[:, -1:].copy()
-    wide = np.flatnonzero(head[:, -1] >= low[:, 0])  # what it is a share of reaches beyond the head
+    own = np.clip(np.where(cut.top_k < logits.shape[1], cut.top_k, 1), _HEAD, head.shape[1])  # whatever others ask for
+    wide = np.flatnonzero(np.take_along_axis(head, own - 1, 1) >= low)  # what it is a share of reaches beyond the head
     if len(wide):
         rows = logits[which[wide]]
         beyond = np.exp((rows - head[wide, :1]) / cut.temperature[wide])

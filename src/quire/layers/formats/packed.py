@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from threading import Lock
 
@@ -12,6 +13,7 @@ from quire.layers.formats.base import Matrix, Place, Quantised, bias_of, bias_pl
 from quire.layers.formats.plain import Plain
 from quire.ops.base import Gate, Ops
 from quire.ops.packed import pack, packed_linear
+from quire.ops.tiles import in_tiles
 
 TILE = 16 << 20
 """Bytes of some rows. Large enough that one multiplication more is nothing beside reading them; small beside a model,
@@ -28,8 +30,8 @@ def packed_if_large(
 ) -> Packed | Plain:
     """Packed, but for matrices of fewer than `least` numbers.
 
-    oneDNN gives a row the same bits whatever rows are with it; MKL does not (one row is a product of its own there). So
-    this is for whoever only guesses.
+    oneDNN gives a row of a matrix of up to some thousand columns the same bits whatever rows are with it; MKL does not
+    (one row is a product of its own there). So this is for whoever only guesses.
     """
     few = matrix.kept[0] * matrix.kept[1] < least
     return Plain(matrix, ops, shared) if few else Packed(matrix, ops, shared, spare=spare)
@@ -126,6 +128,6 @@ class Packed:
                 assert self.shared is not None, "a matrix is multiplied by before it is filled"
                 parts.append(self.ops.linear(x, self.shared[tile.rows], bias))
             else:
-                parts.append(packed_linear(x, tile.packed, bias))
+                parts.append(in_tiles(partial(packed_linear, weight=tile.packed, bias=bias), x, self.ops.rows))
         y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return y if not gate else self.ops.silu_mul(y) if gate == "silu" else self.ops.gelu_mul(y)

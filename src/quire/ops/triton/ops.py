@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.ops.base import Angles, Gate, Norm, Norms
 from quire.ops.float8 import E4M3
-from quire.ops.grouped import grouped_linear
+from quire.ops.grouped import grouped_linear, mix
 from quire.ops.quantised import Restoring
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton import attention, rows, scaled, skinny, turn
@@ -20,6 +20,8 @@ from quire.values import MANY
 class TritonOps(Restoring):
     """See `base.Ops`. Launches depend on shapes and on `max_query` and `max_kv` of the batch alone: lengths, query
     starts, pages and slots are read on the device, so a captured step serves any batch within them."""
+
+    rows = MANY
 
     def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
         """dependent: use programmatic dependent launch where the card has it."""
@@ -41,6 +43,9 @@ class TritonOps(Restoring):
 
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return grouped_linear(x, weight, ends)
+
+    def mix(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
+        return mix(made, shares, whole=whole)
 
     def scaled_linear(
         self,

@@ -1,0 +1,211 @@
+"""Deterministic mode: tokens and log-probabilities are the same to the bit, whatever happens around a request."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.core.kv import KV, prefix_index
+from quire.core.scheduler import Scheduler
+from quire.core.speculate import Fixed
+from quire.engine.engine import Engine
+from quire.executors.local import LocalExecutor
+from quire.models.base import Model
+from quire.ops.fixed import FixedOps
+from quire.ops.reference import ReferenceOps
+from quire.runner.drafts import NoDrafts
+from quire.runner.ngram import NgramDrafter
+from quire.values import GREEDY, MANY, Request, SamplingParams, TokenLogprobs
+from quire.weights.load import load_model
+from quire.weights.locate import embedded
+from tests import checkpoints
+
+SETTINGS = (
+    GREEDY,
+    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=1.0, top_p=0.9),
+    SamplingParams(temperature=1.2, top_k=30, min_p=0.01),
+    SamplingParams(temperature=0.9, presence_penalty=0.5, top_p=0.7, top_k=120),
+)
+CONTEXT = 256
+
+Answer = tuple[tuple[int, ...], tuple[TokenLogprobs, ...], tuple[TokenLogprobs, ...]]
+"""Tokens, their log-probabilities, and the prompt's."""
+
+
+class Kind(NamedTuple):
+    """A checkpoint, and how it is loaded."""
+
+    shape: str
+    dtype: str
+    quantization: str = "auto"
+
+
+class Situation(NamedTuple):
+    """What may happen around a request. pages: MANY for as many as can be used."""
+
+    pages: int = MANY
+    size: int = 16
+    budget: int = 512
+    chunk: int = MANY
+    cap: int = 64
+    reuse: bool = True
+    drafts: int = 0
+    depth: int = 0
+    warm: bool = False
+
+
+class Subject:
+    """A model, twelve requests, and what each is answered alone."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        rng, vocab = random.Random(5), model.spec.vocab
+        draw = lambda n: tuple(rng.randrange(vocab) for _ in range(n))  # noqa: E731
+        shared, words = draw(40), draw(5)
+        self.requests = [
+            Request(
+                id=str(i),
+                prompt=(shared if i % 3 == 0 else ()) + draw(rng.randrange(1, 90)) + words * (i % 4),
+                max_new=12,
+                sampling=replace(SETTINGS[i % 5], logprobs=i % 3, prompt_logprobs=1 if i == 4 else None),
+                seed=i * 7 + 1,
+            )
+            for i in range(12)
+        ]
+        self.alone: dict[str, Answer] = {}
+        for request in self.requests:
+            self.alone |= self.ask(self.engine(Situation(reuse=False)), [request])
+
+    def engine(self, s: Situation) -> Engine:
+        drafter = NgramDrafter(s.drafts, shortest=1) if s.drafts else NoDrafts()
+        pages = min(s.pages, 12 * -(-CONTEXT // s.size))
+        executor = LocalExecutor(
+            self.model,
+            pages=pages,
+            page_size=s.size,
+            rows=64,
+            max_model_len=CONTEXT,
+            dtype=self.model.dtype,
+            drafter=drafter,
+        )
+        kv = KV(pages, s.size, prefix_index(s.size, s.reuse))
+        scheduler = Scheduler(kv, rows=64, cap=s.cap, budget=s.budget, chunk=s.chunk, speculation=Fixed(s.drafts))
+        return Engine(scheduler, executor, depth=s.depth)
+
+    def ask(self, engine: Engine, requests: list[Request]) -> dict[str, Answer]:
+        got: dict[str, tuple[list[int], list[TokenLogprobs], list[TokenLogprobs]]] = {}
+        for request in requests:
+            got[request.id] = [], [], []
+            engine.add(request)
+        while engine.has_pending_work:
+            for event in engine.step():
+                assert event.error is None
+                for told, more in zip(
+                    got[event.id], (event.tokens, event.logprobs, event.prompt_logprobs), strict=True
+                ):
+                    told.extend(more)
+        return {id: tuple(map(tuple, told)) for id, told in got.items()}  # type: ignore[misc]
+
+    def check(self, s: Situation, order: int, count: int = 12) -> Engine:
+        """Some of them in a situation, twice if it is warm. The engine, to see that it happened."""
+        engine = self.engine(s)
+        asked = random.Random(order).sample(self.requests, count)
+        for _ in range(1 + s.warm):
+            answers = self.ask(engine, asked)
+        assert answers == {request.id: self.alone[request.id] for request in asked}, s
+        return engine
+
+
+@cache
+def subject(kind: Kind, base: Path) -> Subject:
+    folder = embedded() if kind.shape == "embedded" else base / f"deterministic-{kind.shape}"
+    if not folder.exists():
+        checkpoints.make(folder, kind.shape)
+    return Subject(load_model(folder, dtype=kind.dtype, quantization=kind.quantization, ops=FixedOps()))  # type: ignore[arg-type]
+
+
+SOME = (
+    Kind("embedded", "float32"),
+    Kind("embedded", "bfloat16"),
+    Kind("mixtral-gqa", "float32"),
+    Kind("qwen3_moe-gqa", "bfloat16"),
+    Kind("gemma2-gqa", "float32"),
+    Kind("gpt2-odd-heads", "bfloat16"),
+    Kind("qwen2-gqa", "float16"),
+    Kind("llama-gqa-tied", "bfloat16", "fp8"),
+    Kind("llama-gqa-tied", "float32", "int8_w8a8"),
+)
+SITUATIONS = {
+    "a crowd": Situation(),
+    "a warm cache": Situation(size=4, warm=True),
+    "small chunks": Situation(size=3, budget=24, chunk=7),
+    "no memory": Situation(pages=36, size=8, reuse=False),
+    "drafts": Situation(drafts=4, depth=1),
+}
+
+
+@pytest.mark.parametrize("kind", SOME, ids="-".join)
+def test_an_answer_has_the_same_bits_in_every_situation(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> None:
+    it = subject(kind, tmp_path_factory.getbasetemp())
+    seen = {name: it.check(s, 3).gauges() for name, s in SITUATIONS.items()}
+    assert seen["a warm cache"].prefix_hit > seen["a crowd"].prefix_hit
+    assert seen["no memory"].preemptions > 0
+    assert seen["drafts"].drafted[2] > 0, "some drafts were right"
+    assert seen["drafts"].drafted[1] > seen["drafts"].drafted[2], "and some wrong"
+
+
+situations = st.builds(
+    Situation,
+    pages=st.sampled_from([MANY, MANY, 160]),
+    size=st.sampled_from([1, 3, 8, 16, 256]),
+    budget=st.sampled_from([64, 65, 128, 512]),
+    chunk=st.sampled_from([1, 5, 32, 100, MANY]),
+    cap=st.sampled_from([1, 3, 64]),
+    reuse=st.booleans(),
+    drafts=st.sampled_from([0, 0, 1, 5]),
+    depth=st.sampled_from([0, 1, 2]),
+    warm=st.booleans(),
+).map(lambda s: s._replace(pages=max(s.pages, -(-CONTEXT // s.size))))
+
+
+@settings(deadline=None, max_examples=6, derandomize=True)
+@given(s=situations, order=st.integers(0, 99), kind=st.sampled_from(SOME[:5]))
+def test_an_answer_has_the_same_bits_whatever_happens(
+    tmp_path_factory: pytest.TempPathFactory, s: Situation, order: int, kind: Kind
+) -> None:
+    subject(kind, tmp_path_factory.getbasetemp()).check(s, order, 6)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shape", checkpoints.SHAPES)
+def test_every_architecture_has_the_same_bits_whatever_happens(
+    shape: str, dtype: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    it = subject(Kind(shape, dtype), tmp_path_factory.getbasetemp())
+    for s in SITUATIONS.values():
+        it.check(s, 3)
+
+    @settings(deadline=None, max_examples=12, derandomize=True)
+    @given(s=situations, order=st.integers(0, 99))
+    def whatever(s: Situation, order: int) -> None:
+        it.check(s, order)
+
+    whatever()
+
+
+def test_without_the_mode_the_last_bits_are_the_crowds(tmp_path: Path) -> None:
+    """What the tests above would not see if they compared nothing."""
+    it = subject(SOME[0], tmp_path)
+    other = Subject.__new__(Subject)
+    other.model, other.requests = load_model(embedded(), dtype="float32", ops=ReferenceOps()), it.requests
+    alone = other.ask(other.engine(Situation(reuse=False)), it.requests[1:2])
+    assert other.ask(other.engine(Situation()), it.requests)["1"][1] != alone["1"][1]
