@@ -133,7 +133,9 @@ def test_a_plan_adds_up_and_its_smallest_change_fits(tmp_path: Path) -> None:
     assert proposed[0] == ["kv_cache_memory_bytes"]
     assert ["kv_cache_dtype"] in proposed
     assert ["kv_cache_dtype", "max_model_len", "quantization"] in proposed
-    assert dict(told(settings, looked, 1 << 16, CPU))["smallest change"].startswith("none is enough")
+    tiny = dict(told(settings, looked, 1 << 16, CPU))
+    assert tiny["smallest change"].startswith("none is enough")
+    assert tiny["fits"].startswith("no: weights and activations take")
 
 
 def test_the_plan_is_what_the_engine_takes(tmp_path: Path) -> None:

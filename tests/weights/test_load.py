@@ -207,3 +207,11 @@ def test_dummy_weights_need_no_files_and_make_lively_finite_logits(folder: Path)
     assert len(set(first.argmax(-1).tolist())) > 10
     assert torch.equal(first, answer(load_model(folder, load_format="dummy", seed=3), 40))
     assert not torch.equal(first, answer(load_model(folder, load_format="dummy", seed=4), 40))
+
+
+def test_a_model_larger_than_the_memory_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    make(tmp_path, "llama-gqa-tied")
+    seen: list[int] = []
+    with pytest.raises(InvalidModel, match=r"no memory for .* GiB of weights, and there are 0.0 GiB; `quire plan`"):
+        load_model(tmp_path, room=1000, progress=lambda done, total: seen.append(done))
+    assert seen == []

@@ -66,3 +66,14 @@ def test_a_broken_line_is_unavailable_too(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(hub, "snapshot_download", snapshot)
     with pytest.raises(Unavailable, match="offline or cannot be reached"):
         locate.locate("owner/name")
+
+
+def test_a_folder_without_a_model_is_told_from_one_with(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(InvalidModel, match=r"there is no model in .*: it has neither config\.json nor a \.gguf file"):
+        locate.check(tmp_path)
+    for name in ("config.json", "hparams.json", "some.gguf"):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        (folder / name).write_text("{}")
+        locate.check(folder)

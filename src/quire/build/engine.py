@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -14,6 +15,7 @@ from quire.build.host import on_host
 from quire.build.limits import Limits, Made, choose_device, choose_threads, resolve
 from quire.build.progress import loading
 from quire.build.quality import build_canary, build_kv, found
+from quire.build.room import host_bytes
 from quire.build.speculate import build_speculation
 from quire.config import Settings
 from quire.core.kv import KV, prefix_index
@@ -112,6 +114,7 @@ def _load(settings: Settings, device: torch.device, canary: Canary | None) -> Mo
             canary=canary,
             seed=model.seed,
             progress=progress,
+            room=host_bytes() if device.type == "cpu" else math.inf,
         )
 
 

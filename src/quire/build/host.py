@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
 
 from quire.build.limits import Limits
+from quire.build.room import host_bytes
 from quire.build.speculate import build_drafter, draft_layers, load_draft
 from quire.config import Settings
 from quire.executors.local import LocalExecutor
@@ -24,7 +24,7 @@ def on_host(settings: Settings, model: Model, limits: Limits, layers: Sequence[L
         page_size=limits.page_size,
         rows=limits.cap,
         max_model_len=limits.max_model_len,
-        budget=cache.kv_cache_memory_bytes or cpu_budget(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
+        budget=cache.kv_cache_memory_bytes or cpu_budget(host_bytes()),
     )
     return LocalExecutor(
         model,

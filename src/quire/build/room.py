@@ -1,6 +1,10 @@
-"""What a step needs beside weights and K/V, computed: the engine sizes its pool by it, and `quire plan` tells it."""
+"""What memory there is, and what a step needs beside weights and K/V: pools are sized by it, `quire plan` tells it."""
 
 from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
 
 import torch
 
@@ -24,3 +28,28 @@ def working_bytes(spec: ModelSpec, dtype: torch.dtype, *, tokens: int, captured:
         )
 
     return step(tokens) + (step(min(tokens, captured)) + GRAPHS if captured else 0)
+
+
+def host_bytes(root: Path = Path("/")) -> int:
+    """Bytes of memory that may still be taken: free or of caches that give way, and within the container's limit.
+
+    Where there is no /proc (macOS), all there is. root: of the file system.
+    """
+    try:
+        told = (root / "proc/meminfo").read_text()
+    except OSError:
+        known = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+        return os.sysconf(known) * os.sysconf("SC_PAGE_SIZE")
+    free = 1024 * _number(r"^MemAvailable: +(\d+)", told)
+    group = root / "sys/fs/cgroup"
+    try:
+        limit, used = (group / "memory.max").read_text(), int((group / "memory.current").read_text())
+        cached = _number(r"^inactive_file (\d+)", (group / "memory.stat").read_text())
+    except OSError:
+        return free
+    return free if limit.strip() == "max" else max(0, min(free, int(limit) - used + cached))
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text, re.MULTILINE)
+    return int(found[1]) if found else 0

@@ -14,7 +14,7 @@ from quire.text.tokenizer import Tokenizer
 from quire.text.tools.styles import STYLES, ToolParser, style_of
 from quire.text.vocabularies import ends_of, from_gguf
 from quire.weights.gguf import find_gguf, read_gguf
-from quire.weights.locate import locate
+from quire.weights.locate import check, locate
 
 
 class Text(NamedTuple):
@@ -38,6 +38,7 @@ def build_text(settings: Settings) -> Text:
     """
     model = settings.model
     folder = locate(model.model, revision=model.revision, cache=model.download_dir)
+    check(folder)
     spoken = _spoken(settings)
     tokenizer, brought = _read(spoken)
     tools, thoughts = model.tool_call_parser, model.reasoning_parser

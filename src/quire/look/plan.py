@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import click
 import torch
 
 from quire.build.limits import resolve
-from quire.build.room import LARGEST, working_bytes
+from quire.build.room import LARGEST, host_bytes, working_bytes
 from quire.cli.options import SettingsCommand
 from quire.config import OPTIONS, Settings
 from quire.errors import InvalidConfig
@@ -85,7 +84,7 @@ def device_of(settings: Settings) -> torch.device:
 def free(device: torch.device) -> int:
     """Bytes. Raises InvalidConfig for a device that is not here."""
     if device.type == "cpu":
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return host_bytes()
     if not torch.cuda.is_available():
         raise InvalidConfig("--device cuda: torch sees no GPU here; --memory says how much one has", param="device")
     return int(torch.cuda.mem_get_info()[0])
@@ -142,7 +141,9 @@ def told(settings: Settings, looked: Looked, room: int, device: torch.device) ->
         yield "KV pool", f"{amount(taken)}: {asked.blocks:,} blocks, {whole:.1f} sequences of the whole length"
         yield "left", amount(room - asked.weights - asked.work - taken)
         return
-    yield "fits", f"no: {amount(asked.missing)} more must be left for K/V"
+    taken = asked.weights + asked.work
+    short = f"{amount(asked.missing)} more must be left for K/V"
+    yield "fits", f"no: {short if taken < room else f'weights and activations take {amount(taken)}'}"
     proposed = next(smaller(settings, looked, room, device), None)
     flags = {OPTIONS[name].flag: value for name, value in (proposed or {}).items()}
     none = f"none is enough: the weights alone are {amount(asked.weights)}"

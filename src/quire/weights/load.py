@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
@@ -59,6 +60,7 @@ def load_model(
     seed: int = 0,
     draft: bool = False,
     progress: Progress = quiet,
+    room: float = math.inf,
 ) -> Model:
     """The model in `folder`, ready to run.
 
@@ -66,7 +68,8 @@ def load_model(
     load_format "dummy" needs config.json only and draws weights from `seed`, at such scales that activations stay
     finite and logits have a standard deviation near 1. quantization: see `schemes.choose`; what is quantised is
     watched by `canary`. draft: it only guesses for another model, so its rows may round otherwise alone than in a
-    crowd, and small products take the quickest way. Raises InvalidModel, in one line, for what cannot be loaded.
+    crowd, and small products take the quickest way. room: bytes of memory there are, where a device does not say so
+    itself: a CPU promises any. Raises InvalidModel, in one line, for what cannot be loaded.
     """
     folder, device = Path(folder), torch.device(device)
     config = read_config(folder)
@@ -85,6 +88,10 @@ def load_model(
             if "memory" not in str(error):
                 raise
             raise InvalidModel(f"there is no memory for {folder.name}: `quire plan` says what fits") from error
+        held = sum(place.into.nbytes for places in build.places.values() for place in places)
+        if held > room:
+            sizes = f"{held / 2**30:.1f} GiB of weights, and there are {room / 2**30:.1f} GiB"
+            raise InvalidModel(f"there is no memory for {folder.name}: {sizes}; `quire plan` says what fits")
         if checkpoint is None:
             draw(build, seed, progress)
         else:

@@ -12,6 +12,9 @@ from quire.errors import InvalidModel
 EMBEDDED = "embedded"
 """The name of the model that comes with the package."""
 
+_DESCRIBED = ("config.json", "hparams.json", "adapter_config.json")
+"""Files that say what a model is, one of which has to be there: OpenAI's for GPT-2, too; adapters are refused later."""
+
 
 def locate(model: str, *, revision: str | None = None, cache: str | None = None) -> Path:
     """The folder (or GGUF file) of `model`: "embedded", a path, or a hub id such as "owner/name".
@@ -35,6 +38,12 @@ def locate(model: str, *, revision: str | None = None, cache: str | None = None)
         )
     hub = importlib.import_module("quire.weights.hub")  # loaded for hub ids only, so that others start sooner
     return Path(hub.fetch(model, revision, cache))
+
+
+def check(place: Path) -> None:
+    """Raises InvalidModel for a folder that holds no model: before anybody misses its tokenizer."""
+    if place.is_dir() and not any(place.glob("*.gguf")) and not any((place / name).is_file() for name in _DESCRIBED):
+        raise InvalidModel(f"there is no model in {place}: it has neither config.json nor a .gguf file")
 
 
 def embedded() -> Path:
