@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -162,6 +164,43 @@ def test_a_step_that_drafts_is_timed_and_leaves_no_trace(tmp_path_factory: pytes
     kv = KV(PAGES, 16, prefix_index(16, True))
     engine = Engine(Scheduler(kv, rows=ROWS, budget=96, speculation=policy), executor, depth=1)
     assert ask(engine, requests) == it.local(requests)
+
+
+def vectors(engine: Engine, requests: Sequence[Request]) -> dict[str, bytes]:
+    """Of those that were to be pooled."""
+    for request in requests:
+        engine.add(request)
+    made: dict[str, bytes] = {}
+    while engine.has_pending_work:
+        made |= {event.id: event.pooled for event in engine.step() if event.pooled}
+    return made
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_prompts_become_the_vectors_that_they_become_on_the_cpu(
+    depth: int, eager: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    it = subject("qwen3-gqa", tmp_path_factory.getbasetemp())
+    answers = workload(checkpoints.VOCAB, 12, (GREEDY,))
+    pooled = [
+        replace(one, id=f"{how}-{one.id}", max_new=1, sampling=SamplingParams(temperature=0.0, pooling=how))
+        for one in answers
+        for how in ("mean", "last")
+    ]
+    both = [one for pair in itertools.zip_longest(pooled, answers) for one in pair if one is not None]
+    local = LocalExecutor(it.cpu, pages=400, page_size=16, rows=ROWS, max_model_len=LENGTH, dtype=torch.float32)
+    want = vectors(Engine(Scheduler(KV(400, 16, prefix_index(16, True)), rows=ROWS), local), pooled)
+    executor = it.executor(16, eager=eager)
+    assert executor.describe().pools
+    kv = KV(PAGES, 16, prefix_index(16, True))
+    engine = Engine(Scheduler(kv, rows=ROWS, budget=96, chunk=17), executor, depth=depth)
+    made = vectors(engine, both)
+    assert made.keys() == want.keys() == {one.id for one in pooled}
+    for id, vector in made.items():
+        np.testing.assert_allclose(np.frombuffer(vector, "<f4"), np.frombuffer(want[id], "<f4"), atol=2e-4, err_msg=id)
+    said = {done.id: done.tokens for done in engine.completed_requests}
+    assert {one.id: said[one.id] for one in answers} == it.local(answers)
 
 
 AXES: dict[str, Sequence[Any]] = {

@@ -57,12 +57,16 @@ class Tiny:
 
     def dense(self, tokens: Sequence[int]) -> Tensor:
         """[len(tokens), V]: logits after each prefix."""
+        return self._score(self.states(tokens))
+
+    def states(self, tokens: Sequence[int]) -> Tensor:
+        """[len(tokens), H]: the hidden states that `forward` gives."""
         ids = torch.tensor(tokens)
         x = self.embedding[ids] + self.position[: len(tokens)]
         for layer in range(LAYERS):
             q, k, v = self._project(layer, x)
             x = torch.tanh(x + self._attend(q, k, v) @ self.out[layer])
-        return self._score(x)
+        return x
 
     def _score(self, hidden: Tensor) -> Tensor:
         logits = (hidden @ self.head).float()

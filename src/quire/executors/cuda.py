@@ -72,6 +72,7 @@ class CudaExecutor:
             depth=depth,
             tokens=tokens,
             drafts=proposer.depth,
+            pools=True,
             kv_bytes=page_bytes(layers, page_size),
             paces={(rows, drafts): self.runner.pace(rows, drafts) for rows, drafts in paces},
             draft_kv=proposer.kv_bytes() / max(1, page_bytes(layers, page_size)),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +18,12 @@ from torch import Tensor
 
 from quire.core.plan import Mask, Plan, Result, Span
 from quire.errors import StepFailed
-from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.ragged import LayerKV
 from quire.runner.arena import Arena, Piece, Post, changes
+from quire.runner.batch import blank, part
 from quire.runner.device import DROPPED, DeviceSteps
 from quire.runner.graphs import Done, Key, Mark, Queue, coarse, crowd, padding
+from quire.runner.pooling import Pool, vectors
 from quire.runner.proposers import Desk, Proposer
 from quire.runner.results import Model, masked, result, score_prompt, told
 from quire.runner.rows import Rows, Shape
@@ -43,6 +45,8 @@ class Flight:
         self.hidden: Tensor | None = None
         self.fed: Tensor | None = None
         """Token ids, where the host samples behind drafts that only the device knows."""
+        self.pooled: Mapping[int, Tensor] = {}
+        """Vectors that are on their way here."""
         self.drafting: Sequence[Key] = ()
         self.masks: Sequence[Sequence[Mask]] | None = None
         self.done: Result | None = None
@@ -93,34 +97,19 @@ class AheadRunner:
         with queue:
             self.arena = Arena(rows, spans=spans, tokens=tokens, device=device)
             self.post = Post(self.arena, turns=turns)
-            self.batch = self._batch(spans, tokens)
+            self.batch = blank(self.arena, rows, tokens)
             self.tokens = torch.zeros(self.arena.picks, dtype=torch.int32, device=device)
         self.desk = Desk(self.arena, steps, self.batch, rows.max_model_len)
         self.ring = torch.zeros((turns, self.arena.picks), dtype=torch.int32, pin_memory=pinned)
         self.turn = 0
         self.flight: deque[Flight] = deque()
+        self.pool = Pool()
         self.failure: Exception | None = None
         self.sent: tuple[object, int] | None = None
         self.wanted: tuple[object, object] | None = None
         self.asked = 0
         self.picked: Tensor | None = None
         """[R, hidden], made when the first forward says how wide and what numbers."""
-
-    def _batch(self, spans: int, tokens: int) -> RaggedBatch:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-
-        return RaggedBatch(
-            tokens=zeros(tokens),
-            positions=zeros(tokens),
-            slots=zeros(tokens),
-            query_start=self.arena.step.query_start,
-            kv_len=zeros(spans, dtype=torch.int32),
-            page_table=zeros(spans, self.arena.pages, dtype=torch.int32),
-            page_size=self.rows.page_size,
-            max_query=tokens,
-            max_kv=self.rows.max_model_len,
-        )
 
     # ---------------------------------------------------------------- the door
 
@@ -163,6 +152,7 @@ class AheadRunner:
         self.queue.wait()
         self.failure = None
         self.rows.reset()
+        self.pool.reset()
         self.proposer.reset()
         self.sent = self.wanted = None
         with self.queue:
@@ -224,10 +214,7 @@ class AheadRunner:
         if (parcel := self.post.pack(news)) is not None:
             self.steps.scatter(self.arena.data, *parcel)
         step.here = bool(plan.masked or shape.scored or self.asked & ~self.steps.offers)
-        if shape.scored:
-            step.hidden = self._body(key, every=True)
-        else:
-            self._run(key)
+        self._forward(step, shape, key)
         picks = len(shape.picked)
         if step.here:
             step.fed = None if shape.even else self.batch.tokens[: int(shape.query_start[-1])]
@@ -240,6 +227,18 @@ class AheadRunner:
         step.mark = self.queue.mark()
         for key in () if step.here else step.drafting:
             self._run(key)
+
+    def _forward(self, step: Flight, shape: Shape, key: Key) -> None:
+        """Hidden states of every token are for steps that want them: they stay outside the graphs."""
+        pool, hidden = self.pool, None
+        pool.admit(step.plan)
+        if shape.scored or pool.wants_all(shape):
+            hidden = self._body(key, every=True)
+        else:
+            self._run(key)
+        made = pool.feed(self.rows, shape, hidden, self.picked)
+        step.pooled = {s: one.to("cpu", non_blocking=True) for s, one in made.items()}
+        step.hidden = hidden if shape.scored else None
 
     def _drafting(self, plan: Plan, shape: Shape, news: list[Piece]) -> Sequence[Key]:
         """What is to be run once this step has sampled; the device hears who wants how many drafts."""
@@ -263,21 +262,10 @@ class AheadRunner:
     def _body(self, key: Key, *, every: bool = False) -> Tensor:
         """Hidden states of the key's step: those that are picked, or every one."""
         tokens, spans, most = key[:3]
-        whole, arena = self.batch, self.arena
+        arena = self.arena
         picks = min(tokens, padding(spans * (1 + arena.drafts)))
         wanted = None if every or picks >= tokens else arena.step.picked[:picks].clamp(max=tokens - 1)
-        batch = RaggedBatch(
-            tokens=whole.tokens[:tokens],
-            positions=whole.positions[:tokens],
-            slots=whole.slots[:tokens],
-            query_start=whole.query_start[: spans + 1],
-            kv_len=whole.kv_len[:spans],
-            page_table=whole.page_table[:spans],
-            page_size=whole.page_size,
-            max_query=most,
-            max_kv=whole.max_kv,
-            wanted=wanted,
-        )
+        batch = part(self.batch, tokens, spans, most, wanted)
         self.steps.stage(arena, arena.step, batch, self.rows.max_model_len)
         hidden = self.model.forward(batch, self.kv)
         if self.picked is None:
@@ -312,7 +300,8 @@ class AheadRunner:
         if step.plan.drafts:
             with self.queue:
                 self._guessed(step.plan, shape)
-        step.done = result(step.plan, shape, sampled, keep, failed, scores, rows)
+        done = result(step.plan, shape, sampled, keep, failed, scores, rows)
+        step.done = done._replace(pooled=vectors(step.pooled))
 
     def _guessed(self, plan: Plan, shape: Shape) -> None:
         """How many drafts every row has; and where a grammar is to follow them, which."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quire.ops.ragged import RaggedBatch
+from quire.runner.arena import Arena
 from quire.runner.rows import Ints, Rows, Shape
 
 
@@ -32,3 +34,38 @@ def ragged(rows: Rows, shape: Shape, device: torch.device, length: Ints | None =
     )
     tokens, positions, slots, query_start, lengths, table = (torch.from_numpy(a).to(device) for a in host)
     return RaggedBatch(tokens, positions, slots, query_start, lengths, table, size, shape.max_query, longest)
+
+
+def blank(arena: Arena, rows: Rows, tokens: int) -> RaggedBatch:
+    """A batch of the most that a step has, at a fixed place on the arena's device, for `DeviceSteps.stage` to fill."""
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=arena.device)
+
+    return RaggedBatch(
+        tokens=zeros(tokens),
+        positions=zeros(tokens),
+        slots=zeros(tokens),
+        query_start=arena.step.query_start,
+        kv_len=zeros(arena.spans, dtype=torch.int32),
+        page_table=zeros(arena.spans, arena.pages, dtype=torch.int32),
+        page_size=rows.page_size,
+        max_query=tokens,
+        max_kv=rows.max_model_len,
+    )
+
+
+def part(whole: RaggedBatch, tokens: int, spans: int, most: int, wanted: Tensor | None) -> RaggedBatch:
+    """The first so many tokens and spans of a batch, none of which has more than `most`."""
+    return RaggedBatch(
+        tokens=whole.tokens[:tokens],
+        positions=whole.positions[:tokens],
+        slots=whole.slots[:tokens],
+        query_start=whole.query_start[: spans + 1],
+        kv_len=whole.kv_len[:spans],
+        page_table=whole.page_table[:spans],
+        page_size=whole.page_size,
+        max_query=most,
+        max_kv=whole.max_kv,
+        wanted=wanted,
+    )

@@ -2,48 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from torch import Tensor
 
+from quire.core.plan import Plan
 from quire.runner.rows import Rows, Shape
+from quire.values import Pooling
 
 
 class Pool:
-    """By row, the sum of the hidden states fed since it was opened, which for a mean was at its first token."""
+    """The rows that are to be pooled, and of those that want a mean the sum of the hidden states fed so far.
+
+    What it is fed and what it gives stay where they are, and nothing here waits: a step may be pooled while the ones
+    before it are under way. Where no row pools, none is looked at.
+    """
 
     def __init__(self) -> None:
+        self._how: dict[int, Pooling] = {}
         self._sums: dict[int, Tensor] = {}
 
-    def wants_all(self, rows: Rows, shape: Shape) -> bool:
+    def admit(self, plan: Plan) -> None:
+        """What a plan opens. Whoever wants a mean begins at its first token."""
+        for one in plan.opened:
+            self._drop(one.row)
+            if one.sampling.pooling is not None:
+                self._how[one.row] = one.sampling.pooling
+
+    def wants_all(self, shape: Shape) -> bool:
         """Whether more hidden states are wanted than those that are sampled at."""
-        pooling = rows.traits.pooling
-        return any(pooling[span.row] == "mean" for span in shape.spans)
+        return bool(self._how) and any(self._how.get(span.row) == "mean" for span in shape.spans)
 
-    def feed(self, rows: Rows, shape: Shape, hidden: Tensor) -> dict[int, bytes]:
-        """Vectors of the prompts that end in this step, by span: float32, little-endian.
+    def feed(self, rows: Rows, shape: Shape, hidden: Tensor | None, picked: Tensor | None) -> dict[int, Tensor]:
+        """Vectors [H] of the prompts that end in this step, by span, float32 and nobody else's.
 
-        rows: as they were when the step was fed. hidden [T, H]: of the tokens fed.
+        hidden [T, H]: of the tokens fed, if `wants_all`. picked [R, H]: of those that are sampled at, if any are.
         """
-        made: dict[int, bytes] = {}
-        for s, span in enumerate(shape.spans):
-            how = rows.traits.pooling[span.row]
-            if how is None:
-                continue
-            start = int(shape.query_start[s])
-            part = hidden[start : start + span.n].float()
+        made: dict[int, Tensor] = {}
+        for s, span in enumerate(shape.spans if self._how else ()):
+            how = self._how.get(span.row)
             if how == "mean":
-                part = part.sum(0)
-                if rows.length[span.row]:
-                    part = part + self._sums[span.row]
-                self._sums[span.row] = part
-                part = part / int(rows.length[span.row] + span.n)
-            else:
-                part = part[-1]
-            if span.rows:
-                self._sums.pop(span.row, None)
-                made[s] = part.cpu().numpy().astype(np.dtype("<f4")).tobytes()
+                assert hidden is not None
+                start = int(shape.query_start[s])
+                part = hidden[start : start + span.n].float().sum(0)
+                self._sums[span.row] = part + self._sums[span.row] if span.row in self._sums else part
+            if how is not None and span.rows:
+                assert picked is not None
+                last = int(shape.first[np.searchsorted(shape.samples, s)]) + span.rows - 1
+                mean = how == "mean"
+                made[s] = self._sums[span.row] / int(rows.prompt[span.row]) if mean else picked[last].float().clone()
+                self._drop(span.row)
         return made
+
+    def _drop(self, row: int) -> None:
+        self._how.pop(row, None)
+        self._sums.pop(row, None)
 
     def reset(self) -> None:
         """Forget every row."""
+        self._how.clear()
         self._sums.clear()
+
+
+def vectors(made: Mapping[int, Tensor]) -> dict[int, bytes]:
+    """What a Result tells of them: float32, little-endian."""
+    return {s: one.cpu().numpy().astype(np.dtype("<f4")).tobytes() for s, one in made.items()}

@@ -19,7 +19,7 @@ from quire.errors import StepFailed
 from quire.ops.ragged import LayerKV
 from quire.runner.batch import ragged
 from quire.runner.drafts import Drafter
-from quire.runner.pooling import Pool
+from quire.runner.pooling import Pool, vectors
 from quire.runner.results import Model, masked, result, score_prompt
 from quire.runner.rows import Rows, Shape
 from quire.runner.sampler import Sampler
@@ -34,7 +34,7 @@ class Step:
         self.shape: Shape | None = None
         self.logits: Tensor | None = None
         self.scores: dict[int, list[TokenLogprobs]] = {}
-        self.pooled: dict[int, bytes] = {}
+        self.pooled: dict[int, Tensor] = {}
         self.masks: Sequence[Sequence[Mask]] | None = None
         self.done: Result | None = None
         self.failure: Exception | None = None
@@ -120,20 +120,22 @@ class Runner:
     def _feed(self, step: Step) -> None:
         rows = self.rows
         shape = step.shape = rows.fold(step.plan)
+        self.pool.admit(step.plan)
         batch = ragged(rows, shape, self.device)
-        every = shape.scored or self.pool.wants_all(rows, shape)
+        every = shape.scored or self.pool.wants_all(shape)
         if not every and 0 < len(shape.picked) < len(batch.tokens):
             batch = replace(batch, wanted=torch.from_numpy(shape.picked.astype(np.int32)).to(self.device))
         hidden = self.model.forward(batch, self.kv)
         for s in shape.scored:
             step.scores[s] = score_prompt(self.model, rows, shape, s, hidden, self.sampler.vocab_size)
-        step.pooled = self.pool.feed(rows, shape, hidden)
+        picked = hidden
+        if len(shape.picked) < len(hidden):
+            picked = hidden[torch.from_numpy(shape.picked).to(self.device)]
+        step.pooled = self.pool.feed(rows, shape, hidden, picked)
         if len(shape.picked) == 0:
             step.logits = hidden.new_empty((0, self.sampler.vocab_size), dtype=torch.float32)
             return
-        if len(shape.picked) < len(hidden):
-            hidden = hidden[torch.from_numpy(shape.picked).to(self.device)]
-        step.logits = self.model.logits(hidden)
+        step.logits = self.model.logits(picked)
 
     def _sample(self, step: Step) -> None:
         rows, shape = self.rows, step.shape
@@ -144,4 +146,5 @@ class Runner:
         if step.plan.drafts:
             depth = np.array(step.plan.drafts, dtype=np.intp)[shape.samples]
             rows.draft(shape.sampled_row, self.drafter.propose(rows, shape.sampled_row, depth), depth)
-        step.done = result(step.plan, shape, sampled, keep, failed, step.scores, rows)._replace(pooled=step.pooled)
+        done = result(step.plan, shape, sampled, keep, failed, step.scores, rows)
+        step.done = done._replace(pooled=vectors(step.pooled))

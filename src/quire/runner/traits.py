@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from quire.core.plan import Open
 from quire.runner.noise import stream
-from quire.values import Pooling
 
 HOT, CUT, ALLOWED, BANNED, BIASED, PENALISED, SCORED = (1 << i for i in range(7))
 """Samples at a temperature; truncates (top_k, top_p, min_p); allowed_token_ids; tokens that may be forbidden
@@ -51,7 +50,6 @@ class Traits:
         self.logprobs = np.zeros(count, dtype=np.intp)
         self.stream = np.zeros(count, dtype=np.uint32)
         self.prompt_logprobs: list[int | None] = [None] * count
-        self.pooling: list[Pooling | None] = [None] * count
         self.extras: list[Extras] = [NOTHING] * count
 
     def open(self, one: Open) -> None:
@@ -76,7 +74,6 @@ class Traits:
         self.logprobs[row] = 0 if s.logprobs is None else s.logprobs
         self.stream[row] = 0 if s.greedy else stream(one.seed, one.choice)
         self.prompt_logprobs[row] = s.prompt_logprobs
-        self.pooling[row] = s.pooling
         plain = not (banned or s.logit_bias) and s.allowed_token_ids is None
         self.extras[row] = NOTHING if plain else extras(one)
 

@@ -43,7 +43,7 @@ async def embedding(asked: EmbeddingsRequest, backend: Backend, limits: Limits) 
     card = model(asked.model, backend)
     if not card.pools:
         raise InvalidRequest(
-            "this engine gives no embeddings: its executor keeps hidden states on the device; serve with --device cpu",
+            "this engine gives no embeddings: its executor has no hidden states; serve with --executor local",
             code="unsupported",
         )
     if asked.encoding_format not in (None, *FORMATS):

@@ -13,7 +13,7 @@ class Hello(_message.Message):
     def __init__(self, version: _Optional[int] = ...) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("version", "instance", "pages", "page_size", "rows", "max_model_len", "vocab_size", "depth", "drafts", "masks", "kv_bytes", "device", "dtype", "facts", "tokens", "paces", "catch_up", "draft_kv")
+    __slots__ = ("version", "instance", "pages", "page_size", "rows", "max_model_len", "vocab_size", "depth", "drafts", "masks", "kv_bytes", "device", "dtype", "facts", "tokens", "paces", "catch_up", "draft_kv", "pools")
     class FactsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class Description(_message.Message):
     PACES_FIELD_NUMBER: _ClassVar[int]
     CATCH_UP_FIELD_NUMBER: _ClassVar[int]
     DRAFT_KV_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
     version: int
     instance: int
     pages: int
@@ -57,7 +58,8 @@ class Description(_message.Message):
     paces: _containers.RepeatedCompositeFieldContainer[Pace]
     catch_up: float
     draft_kv: float
-    def __init__(self, version: _Optional[int] = ..., instance: _Optional[int] = ..., pages: _Optional[int] = ..., page_size: _Optional[int] = ..., rows: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., depth: _Optional[int] = ..., drafts: _Optional[int] = ..., masks: _Optional[bool] = ..., kv_bytes: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., facts: _Optional[_Mapping[str, float]] = ..., tokens: _Optional[int] = ..., paces: _Optional[_Iterable[_Union[Pace, _Mapping]]] = ..., catch_up: _Optional[float] = ..., draft_kv: _Optional[float] = ...) -> None: ...
+    pools: bool
+    def __init__(self, version: _Optional[int] = ..., instance: _Optional[int] = ..., pages: _Optional[int] = ..., page_size: _Optional[int] = ..., rows: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., depth: _Optional[int] = ..., drafts: _Optional[int] = ..., masks: _Optional[bool] = ..., kv_bytes: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., facts: _Optional[_Mapping[str, float]] = ..., tokens: _Optional[int] = ..., paces: _Optional[_Iterable[_Union[Pace, _Mapping]]] = ..., catch_up: _Optional[float] = ..., draft_kv: _Optional[float] = ..., pools: _Optional[bool] = ...) -> None: ...
 
 class Pace(_message.Message):
     __slots__ = ("rows", "drafts", "seconds")
@@ -128,7 +130,7 @@ class Open(_message.Message):
     def __init__(self, row: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., prompt: _Optional[int] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., stop: _Optional[_Iterable[int]] = ..., limit: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias", "bad_words", "allowed", "logprobs", "prompt_logprobs")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias", "bad_words", "allowed", "logprobs", "prompt_logprobs", "pooling")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +151,7 @@ class Sampling(_message.Message):
     ALLOWED_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -162,7 +165,8 @@ class Sampling(_message.Message):
     allowed: TokenList
     logprobs: int
     prompt_logprobs: int
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., min_tokens: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., bad_words: _Optional[_Iterable[_Union[TokenList, _Mapping]]] = ..., allowed: _Optional[_Union[TokenList, _Mapping]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+    pooling: str
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., min_tokens: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., bad_words: _Optional[_Iterable[_Union[TokenList, _Mapping]]] = ..., allowed: _Optional[_Union[TokenList, _Mapping]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., pooling: _Optional[str] = ...) -> None: ...
 
 class TokenList(_message.Message):
     __slots__ = ("tokens",)
@@ -209,7 +213,7 @@ class Answer(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., result: _Optional[_Union[Result, _Mapping]] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class Result(_message.Message):
-    __slots__ = ("tokens", "counts", "drafts", "logprobs", "prompt_logprobs", "errors")
+    __slots__ = ("tokens", "counts", "drafts", "logprobs", "prompt_logprobs", "errors", "pooled")
     class LogprobsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -231,19 +235,28 @@ class Result(_message.Message):
         key: int
         value: str
         def __init__(self, key: _Optional[int] = ..., value: _Optional[str] = ...) -> None: ...
+    class PooledEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: bytes
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[bytes] = ...) -> None: ...
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ERRORS_FIELD_NUMBER: _ClassVar[int]
+    POOLED_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     counts: _containers.RepeatedScalarFieldContainer[int]
     drafts: _containers.RepeatedCompositeFieldContainer[TokenList]
     logprobs: _containers.MessageMap[int, Scores]
     prompt_logprobs: _containers.MessageMap[int, Scores]
     errors: _containers.ScalarMap[int, str]
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Iterable[_Union[TokenList, _Mapping]]] = ..., logprobs: _Optional[_Mapping[int, Scores]] = ..., prompt_logprobs: _Optional[_Mapping[int, Scores]] = ..., errors: _Optional[_Mapping[int, str]] = ...) -> None: ...
+    pooled: _containers.ScalarMap[int, bytes]
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Iterable[_Union[TokenList, _Mapping]]] = ..., logprobs: _Optional[_Mapping[int, Scores]] = ..., prompt_logprobs: _Optional[_Mapping[int, Scores]] = ..., errors: _Optional[_Mapping[int, str]] = ..., pooled: _Optional[_Mapping[int, bytes]] = ...) -> None: ...
 
 class Scores(_message.Message):
     __slots__ = ("scores",)

@@ -15,10 +15,10 @@ VERSION = 1
 
 _ALIKE = (
     *("pages", "page_size", "rows", "max_model_len", "vocab_size", "depth", "tokens", "drafts", "masks", "kv_bytes"),
-    *("device", "dtype", "catch_up", "draft_kv"),
+    *("device", "dtype", "catch_up", "draft_kv", "pools"),
 )
 _PLAIN = ("temperature", "top_k", "min_p", "presence_penalty", "frequency_penalty", "min_tokens")
-_OPTIONAL = ("logprobs", "prompt_logprobs")
+_OPTIONAL = ("logprobs", "prompt_logprobs", "pooling")
 
 
 def describe(about: Description, instance: int) -> pb.Description:
@@ -122,7 +122,7 @@ def read_masks(told: pb.Masks) -> list[list[Mask]]:
 
 
 def send_result(result: Result) -> pb.Result:
-    told = pb.Result(tokens=chain.from_iterable(result.tokens), errors=result.errors)
+    told = pb.Result(tokens=chain.from_iterable(result.tokens), errors=result.errors, pooled=result.pooled)
     if any(len(tokens) != 1 for tokens in result.tokens):
         told.counts.extend(map(len, result.tokens))
     told.drafts.extend(pb.TokenList(tokens=drafts) for drafts in result.drafts)
@@ -136,7 +136,8 @@ def read_result(told: pb.Result) -> Result:
     flat = list(told.tokens)
     tokens = _cut(flat, told.counts) if told.counts else [[token] for token in flat]
     drafts = [list(each.tokens) for each in told.drafts]
-    return Result(tokens, drafts, _scores(told.logprobs), _scores(told.prompt_logprobs), dict(told.errors))
+    scores = _scores(told.logprobs), _scores(told.prompt_logprobs)
+    return Result(tokens, drafts, *scores, dict(told.errors), dict(told.pooled))
 
 
 def _cut(flat: list[int], counts: Iterable[int]) -> list[list[int]]:
