@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config import OPTIONS, SchedulerConfig, Settings, load
-from quire.config.unknown import UNSUPPORTED
+from quire.config.unknown import ELSEWHERE, UNSUPPORTED
 from quire.errors import InvalidConfig
 
 SOURCE = Path(__file__).parents[1] / "src/quire"
@@ -214,4 +214,11 @@ def test_every_option_explains_itself_and_none_is_also_called_unsupported() -> N
     for known in OPTIONS.values():
         assert known.help.endswith((".", ")", "answer")), known.name
         known.check(known.default, known.name)
-    assert not set(OPTIONS) & set(UNSUPPORTED)
+    assert not set(OPTIONS) & {*UNSUPPORTED, *ELSEWHERE}
+    assert not set(UNSUPPORTED) & set(ELSEWHERE)
+
+
+def test_what_is_said_instead_is_an_option_there_is() -> None:
+    known = {known.flag for known in OPTIONS.values()} | {f"--no-{known.flag[2:]}" for known in OPTIONS.values()}
+    for name, instead in {**UNSUPPORTED, **ELSEWHERE}.items():
+        assert set(re.findall(r"--[a-z-]+", instead)) <= known, name

@@ -1,16 +1,23 @@
-"""What is written from the code is current, and links lead somewhere."""
+"""What is written from the code is current, links lead somewhere, and every command shown is one there is."""
 
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import click
 import pytest
+import yaml
 
 import quire.config.document as configuration
 import quire.observe.document as metrics
 import quire.server.document as requests
+from quire.cli import main
+from quire.config import OPTIONS, Settings
+from quire.config.unknown import UNSUPPORTED
 
 ROOT = Path(__file__).parents[1]
 PAGES = (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))
@@ -28,3 +35,78 @@ def test_links_between_pages_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         if not re.match(r"[a-z]+:", target):
             assert ((ROOT / page).parent / target).exists(), target
+
+
+def commands(text: str) -> Iterator[str]:
+    """Every `quire ...` line, in blocks and in sentences."""
+    shown = re.findall(r"^```(?:sh|bash)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    lines = [line for block in shown for line in block.replace("\\\n", " ").splitlines()]
+    lines += re.findall(r"^ {4}(.*)$", text, re.MULTILINE)
+    for line in (*lines, *re.findall(r"`([^`\n]+)`", text)):
+        for part in re.split(r"&&|\|(?= )", line):
+            words = part.split(" #")[0].strip()
+            if re.match(r"(?:\w+=\S+ )*quire [a-z]", words):
+                yield re.sub(r"^(?:\w+=\S+ )*quire |\[[^]]*\]|&$| \.\.\.$", "", words)
+
+
+SHOWN = sorted({(str(page.relative_to(ROOT)), line) for page in PAGES for line in commands(page.read_text("utf-8"))})
+
+
+@pytest.mark.parametrize(("page", "line"), SHOWN, ids=[line for _, line in SHOWN])
+def test_every_command_shown_is_one_there_is(
+    page: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as parsing goes: the subcommand, its options and the values they take."""
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(line)
+    for word in words:
+        if word.endswith(".json"):
+            (tmp_path / word).touch()
+    with click.Context(main) as context:
+        group: click.Command | None = main
+        while isinstance(group, click.Group) and words:
+            name = words.pop(0)
+            group = group.get_command(context, name)
+            assert group is not None, f"{page}: there is no command {name}"
+        assert group is not None
+        if words and not isinstance(group, click.Group):  # a bare name is only a mention
+            group.make_context(line, words, parent=context)
+
+
+def test_commands_are_found_in_blocks_and_sentences() -> None:
+    assert len(SHOWN) > 30
+    assert ("docs/executors.md", "serve my-graphs --executor onnx") in SHOWN
+    assert list(commands("```sh\nA=1 quire serve x # so\n```\n`quire plan M` or `quire bench`")) == [
+        "serve x",
+        "plan M",
+        "bench",
+    ]
+
+
+def test_options_named_in_prose_are_options_there_are() -> None:
+    known = {known.flag for known in OPTIONS.values()} | {f"--no-{known.flag[2:]}" for known in OPTIONS.values()}
+    known |= {f"--{name.replace('_', '-')}" for name in UNSUPPORTED} | set(_flags(main, click.Context(main)))
+    foreign = {"--extra-index-url", "--no-cache-dir", "--gpus", "--rm"}
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+        if "benchmarks" not in page.parts:  # those say what was run on the day
+            for quoted in re.findall(r"`([^`\n]+)`", text):
+                for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", quoted):
+                    assert flag in known | foreign, f"{page.relative_to(ROOT)}: there is no {flag}"
+
+
+def _flags(command: click.Command, context: click.Context) -> Iterator[str]:
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            member = command.get_command(context, name)
+            assert member is not None
+            yield from _flags(member, context)
+    for param in command.params:
+        yield from (*param.opts, *param.secondary_opts)
+
+
+def test_settings_shown_as_yaml_are_settings() -> None:
+    blocks = [b for page in PAGES for b in re.findall(r"^```yaml\n(.*?)^```$", page.read_text("utf-8"), re.S | re.M)]
+    assert blocks
+    for block in blocks:
+        Settings.of(**{name.replace("-", "_"): value for name, value in yaml.safe_load(block).items()})

@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from quire.bench.card import needed
 from quire.bench.shapes import SHAPES, write
 from quire.bench.watch import Watch, revision
 from quire.bench.workloads import WORKLOADS, Workload, floor, prompts
@@ -47,6 +48,7 @@ def command(
     path: Path | None,
 ) -> None:
     """Run workloads offline, through the library's door, and say how fast they were."""
+    needed("for a CPU there is `quire bench cpu`")
     found: list[Row] = []
     options = {"enforce_eager": eager, "latency_target_ms": latency_target_ms} | (
         {"max_num_batched_tokens": max_num_batched_tokens} if max_num_batched_tokens else {}

@@ -20,6 +20,7 @@ from typing import Any
 
 import click
 
+from quire.bench.card import needed
 from quire.bench.clients import figures, run
 from quire.bench.gpu import environment, peer
 from quire.bench.load import Job
@@ -40,6 +41,8 @@ COUNTS: Mapping[int, int] = {1: 20, 16: 100, 64: 384, 256: 1536}
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Also store figures and traces there.")
 def command(shape: str, levels: tuple[int, ...], processes: int, port: int, nothing: bool, path: Path | None) -> None:
     """Serve random weights of a public shape and measure: tokens/s, time to first token, time between tokens."""
+    if not nothing:
+        needed("for a server on a CPU there is `quire bench serve`")
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, idle(port) if nothing else serving(folder, shape, port) as ready:
         found.append({"workload": f"ready {shape}", "seconds": ready})

@@ -18,6 +18,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from quire.bench.card import needed
 from quire.bench.gpu import answer, decode, environment
 from quire.bench.shapes import SHAPES, write
 from quire.bench.workloads import BANDWIDTH, Workload, prompts
@@ -56,6 +57,7 @@ def command(
     path: Path | None,
 ) -> None:
     """Milliseconds a token by sequences at once, without drafts and with."""
+    needed("for a CPU there is `quire bench drafts`")
     work = Workload(model=model, batches=batches, prompt=(prompt, prompt), new=(new, new))
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as open_:

@@ -33,7 +33,7 @@ take `true` and `false` (also `yes`, `on`, `1` and so on); as flags they are `--
 `auto` is a value: what it becomes is decided when the device and the model are known.
 """
 
-FOOT = """## Options of vLLM's that Quire does not have
+FOOT = """## Options of other servers that Quire does not have
 
 Each is refused with its line.
 
