@@ -76,6 +76,10 @@ class Unavailable(QuireError):
     kind = "service_unavailable_error"
 
 
+class Interrupted(Unavailable):
+    """What was being answered stopped in the middle, through no fault that is known. It may be asked again."""
+
+
 class DeadlineExceeded(QuireError):
     """The request's deadline passed before anything was made."""
 
@@ -105,7 +109,7 @@ class ExecutorLost(StepFailed):
 
 def of(status: int, message: str, *, param: str | None = None) -> QuireError:
     """The error that an engine in another process met, by the status it told; what it does not know is a 500."""
-    kinds = {kind.status: kind for kind in (InvalidRequest, TooLarge, Unavailable)}
+    kinds = {kind.status: kind for kind in (InvalidRequest, TooLarge, Interrupted)}
     return kinds.get(status, StepFailed)(message, param=param)
 
 

@@ -9,7 +9,16 @@ import pytest
 
 from quire.backends.base import Backend, Call, Delta, ModelCard
 from quire.backends.native import NativeBackend
-from quire.errors import DeadlineExceeded, InvalidRequest, Overloaded, QuireError, StepFailed, TooLarge, Unavailable
+from quire.errors import (
+    DeadlineExceeded,
+    Interrupted,
+    InvalidRequest,
+    Overloaded,
+    QuireError,
+    StepFailed,
+    TooLarge,
+    Unavailable,
+)
 from quire.text.chat import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 from quire.values import Ended, SamplingParams, Tokens
@@ -247,7 +256,7 @@ async def test_the_engines_death_fails_what_is_in_flight_and_refuses_the_rest() 
     await settle()
     port.die("signal 9")
     for task in tasks:
-        with pytest.raises(Unavailable, match="signal 9"):
+        with pytest.raises(Interrupted, match="signal 9"):
             await task
     with pytest.raises(Unavailable, match="not ready"):
         await collect(backend, call(id="new"))
@@ -270,7 +279,7 @@ async def test_a_failed_request_fails_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "kind"), [(400, InvalidRequest), (413, TooLarge), (500, StepFailed), (503, Unavailable), (418, StepFailed)]
+    ("told", "kind"), [(400, InvalidRequest), (413, TooLarge), (500, StepFailed), (503, Interrupted), (418, StepFailed)]
 )
 async def test_whose_mistake_a_failure_is_comes_with_it_whether_or_not_a_field_is_to_blame(
     told: int, kind: type[QuireError]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from tests.contract.poison import DOORS, Poison, poisons
+from tests.contract.poison_desk import BATCHES, FILES, FORM, VECTORS, Errand, desk_poisons, errands, form
 from tests.contract.streams import hear_all
-from tests.contract.wire import Answer, ask, send
+from tests.contract.wire import Answer, ask, request, send
 from tests.live import Live, serving
 
-POISONS = poisons()
+POISONS = [*poisons(), *desk_poisons()]
+ERRANDS = errands()
 PATIENCE = 10.0
 """Seconds within which everything is answered."""
 
@@ -29,9 +33,13 @@ OPTIONS = ("--dtype", "float32", "--num-gpu-blocks-override", "512")
 """Few K/V blocks, so that all of them have been written to, and are in memory, before memory is measured."""
 
 
+def poisoned(folder: Path) -> AbstractContextManager[Live]:
+    return serving(folder, *OPTIONS, "--batch-dir", str(folder / "batches"))
+
+
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with serving(tmp_path_factory.mktemp("poison"), *OPTIONS) as live:
+    with poisoned(tmp_path_factory.mktemp("poison")) as live:
         yield live
 
 
@@ -53,16 +61,50 @@ async def swallow(port: int, some: Sequence[Poison], at_once: int = 4) -> dict[s
     return heard
 
 
-async def under_load(port: int, some: Sequence[Poison]) -> tuple[list[bytes], list[bytes], dict[str, list[Answer]]]:
-    """What 32 streams hear in quiet; what they hear again and again beside the poisons; and the poisons' answers."""
+async def send_off(port: int, some: Sequence[Errand]) -> dict[str, str]:
+    """The batch of each errand."""
+    begun = {}
+    for errand in some:
+        sent = request("POST", FILES, form(errand.data), {"Content-Type": FORM})
+        [file] = await send(port, sent, seconds=PATIENCE)
+        assert file.status == 200, (errand.name, file)
+        asked = {"input_file_id": file.json()["id"], "endpoint": errand.endpoint, "completion_window": "24h"}
+        batch = await ask(port, "POST", BATCHES, asked, seconds=PATIENCE)
+        assert batch.status == 200, (errand.name, batch)
+        begun[errand.name] = batch.json()["id"]
+    return begun
+
+
+def come_back(live: Live, errand: Errand, batch_id: str) -> None:
+    """How it ended, and that none of its lines broke anything; nothing of it stays but the batch."""
+    deadline = time.monotonic() + 60
+    while (batch := live.openai.batches.retrieve(batch_id)).status in ("validating", "in_progress", "finalizing"):
+        assert time.monotonic() < deadline, (errand.name, batch)
+        time.sleep(0.1)
+    assert batch.status == errand.ends, (errand.name, batch)
+    assert (batch.errors is not None) == (errand.ends == "failed")
+    told = batch.model_dump_json()
+    assert len(told) < 100_000 and "/tmp" not in told, told[:1000]
+    for file in filter(None, (batch.output_file_id, batch.error_file_id)):
+        for line in map(json.loads, live.openai.files.content(file).text.splitlines()):
+            assert line["response"]["status_code"] in (200, 400, 404, 422, 504), (errand.name, line)
+    for file in filter(None, (batch.input_file_id, batch.output_file_id, batch.error_file_id)):
+        live.openai.files.delete(file)
+
+
+async def under_load(
+    port: int, some: Sequence[Poison], errands: Sequence[Errand]
+) -> tuple[list[bytes], list[bytes], dict[str, list[Answer]], dict[str, str]]:
+    """What 32 streams hear in quiet; what they hear again and again beside the poisons; the poisons' answers, and the
+    errands' batches."""
     quiet = await hear_all(port)
-    eating = asyncio.ensure_future(swallow(port, some))
+    eating = asyncio.gather(swallow(port, some), send_off(port, errands))
     beside: list[bytes] = []
     while not eating.done() or not beside:
         beside = await hear_all(port)
         if beside != quiet:
             break
-    return quiet, beside, await eating
+    return quiet, beside, *await eating
 
 
 LARGE = (
@@ -79,11 +121,11 @@ async def warm(port: int) -> None:
         assert (await ask(port, "POST", "/v1/completions", body)).status == 200
 
 
-def check(live: Live, some: Sequence[Poison], *, more: float) -> None:
+def check(live: Live, some: Sequence[Poison], errands: Sequence[Errand], *, more: float) -> None:
     asyncio.run(warm(live.port))
     time.sleep(REST)
     before, process, engine = live.memory(), live.process.pid, live.engine_pid()
-    quiet, beside, heard = asyncio.run(under_load(live.port, some))
+    quiet, beside, heard, begun = asyncio.run(under_load(live.port, some, errands))
     assert beside == quiet
     wrong = [
         (poison.name, [(answer.status, answer.body[:200]) for answer in heard[poison.name]])
@@ -91,6 +133,8 @@ def check(live: Live, some: Sequence[Poison], *, more: float) -> None:
         if not heard[poison.name] or any(answer.status not in poison.statuses for answer in heard[poison.name])
     ]
     assert not wrong, wrong
+    for errand in errands:
+        come_back(live, errand, begun[errand.name])
     assert live.process.poll() is None and (live.process.pid, live.engine_pid()) == (process, engine)
     live.settled()
     assert live.metric("vllm:kv_cache_usage_perc") == 0
@@ -105,15 +149,17 @@ def test_there_is_enough_poison_and_every_door_gets_some() -> None:
     assert len(POISONS) >= 80 and len({poison.name for poison in POISONS}) == len(POISONS)
     for door in DOORS:
         assert sum(door.path in poison.name for poison in POISONS) >= 80
+    for path in (FILES, BATCHES, VECTORS):
+        assert sum(path.encode() in poison.parts[0][:80] for poison in desk_poisons()) >= 25
 
 
 def test_poison_costs_nobody_but_its_sender(live: Live) -> None:
-    check(live, POISONS[::SHARE], more=0.05)
+    check(live, POISONS[::SHARE], ERRANDS, more=0.05)
 
 
 @pytest.mark.nightly
 def test_all_of_the_poison_costs_nobody_but_its_sender(tmp_path: Path) -> None:
     """The second time: what the first one brought into memory to stay, such as compiled grammars, is there already."""
-    with serving(tmp_path, *OPTIONS) as fresh:
-        asyncio.run(under_load(fresh.port, POISONS))
-        check(fresh, POISONS, more=0.05)
+    with poisoned(tmp_path) as fresh:
+        asyncio.run(under_load(fresh.port, POISONS, ERRANDS))
+        check(fresh, POISONS, ERRANDS, more=0.05)

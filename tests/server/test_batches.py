@@ -12,11 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.errors import InvalidConfig
+from quire.errors import Interrupted, InvalidConfig, TooLarge
+from quire.server import batches, files
 from quire.server.app import create_app
 from quire.server.desk import BatchDesk
 from quire.server.doors import answerer
 from quire.server.limits import Limits
+from quire.server.store import Store
 from quire.values import IDLE
 from tests.server.doubles import ANSWER, Served, check_error, served
 
@@ -127,12 +129,14 @@ async def test_other_endpoints_take_batches_too(tmp_path: Path, url: str, body: 
         ((line("a", method="GET"),), "method must be POST"),
         ((line("a", url="/v1/completions"),), "url must be"),
         (({**line("a"), "body": "x" * 600},), "at most 512 bytes"),
+        ((line("é" * 513),), "custom_id has at most 512 characters"),
     ],
 )
 async def test_an_input_with_a_fault_fails_whole_and_says_where(
     tmp_path: Path, lines: tuple[Any, ...], words: str
 ) -> None:
-    async with office(tmp_path, limits=Limits(max_body_bytes=512)) as here:
+    limits = Limits(max_body_bytes=512 if "bytes" in words else Limits().max_body_bytes)
+    async with office(tmp_path, limits=limits) as here:
         batch = await here.until((await here.begin(*lines))["id"], "failed")
         [error] = batch["errors"]["data"][:1]
         assert words in error["message"] and here.server.port.submitted == []
@@ -147,6 +151,8 @@ async def test_an_input_with_a_fault_fails_whole_and_says_where(
         ({"input_file_id": "file-no"}, "id"),
         ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
         ({"metadata": {"a": 3}}, "metadata"),
+        ({"metadata": {"a" * 65: "x"}}, "metadata"),
+        ({"metadata": {"a": "x" * 513}}, "metadata"),
         ({"other": 3}, "other"),
     ],
 )
@@ -275,6 +281,64 @@ async def test_a_line_that_breaks_something_costs_only_itself(tmp_path: Path) ->
         assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
         [bad] = await here.lines(batch["error_file_id"])
         assert bad["response"]["status_code"] == 500 and "secret" not in json.dumps(bad)
+
+
+async def test_a_line_that_stops_the_engine_each_time_is_given_up_and_costs_no_other(tmp_path: Path) -> None:
+    under_way: dict[str, asyncio.Future[None]] = {}
+    asked: list[str] = []
+
+    def wrap(answer: Any) -> Any:
+        async def stops(path: str, body: bytes) -> Any:
+            id = json.loads(body)["messages"][0]["content"]
+            asked.append(id)
+            under_way[id] = asyncio.get_running_loop().create_future()
+            done, _ = await asyncio.wait([under_way[id]], timeout=0.05)
+            if id == "bad":
+                for one in under_way.values():
+                    if not one.done():
+                        one.set_result(None)
+                raise Interrupted("the engine stopped")
+            if done:
+                raise Interrupted("the engine stopped")
+            return await answer(path, body)
+
+        return stops
+
+    async with office(tmp_path, wrap=wrap) as here:
+        batch = await here.begin(line("a"), line("bad"), line("b"), line("c"), line("d"))
+        batch = await here.until(batch["id"], "completed")
+        assert batch["request_counts"] == {"total": 5, "completed": 4, "failed": 1}
+        [failed] = await here.lines(batch["error_file_id"])
+        assert failed["custom_id"] == "bad" and failed["response"]["status_code"] == 503
+        assert failed["response"]["body"]["error"]["message"] == "the engine stopped"
+    assert asked.count("bad") == 4 and max(asked.count(id) for id in "abcd") <= 3
+
+
+async def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "MOST_KEPT", 3)
+    monkeypatch.setattr(files, "MOST_FILES", 12)
+    async with office(tmp_path) as here:
+        made = [(await here.until((await here.begin(line("x")))["id"], "completed"))["id"] for _ in range(5)]
+        kept = (await here.client.get("/v1/batches")).json()["data"]
+        assert len(kept) == 3 and made[-1] in {one["id"] for one in kept}
+        assert len([*(tmp_path / "batches").glob("*.json")]) == 3
+        for _ in range(2):
+            assert (await here.upload(b"x")).status_code == 200
+        check_error(await here.upload(b"x"), 400, words="12 files")
+
+
+async def test_files_that_come_together_share_the_room_there_is(tmp_path: Path) -> None:
+    store = Store(tmp_path, "file")
+    incoming = files.Incoming(store, 100)
+    one, other = (tmp_path / name for name in ("one", "other"))
+    with one.open("wb") as first, other.open("wb") as second:
+        incoming.write(one, first, b"x" * 60)
+        incoming.write(other, second, b"x" * 30)
+        with pytest.raises(TooLarge, match="no room"):
+            incoming.write(other, second, b"x" * 20)
+        incoming.over(one)
+        incoming.write(other, second, b"x" * 20)
+    assert incoming.room == 50
 
 
 async def test_files_are_listed_by_pages_and_deleted(tmp_path: Path) -> None:

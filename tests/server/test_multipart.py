@@ -26,7 +26,7 @@ def upload(data: bytes, **fields: str) -> bytes:
 
 def read(body: bytes, sizes: list[int], most: int = 1 << 20) -> tuple[dict[str, str], bytes]:
     file = BytesIO()
-    form = Form(boundary(KIND), lambda name: file, most)
+    form = Form(boundary(KIND), lambda name: file.write, most)
 
     async def pieces() -> AsyncIterator[bytes]:
         rest = body

@@ -19,7 +19,7 @@ from quire.backends.observer import RimObserver, Unobserved
 from quire.backends.spell import answer_to, requests
 from quire.engine.executor import Description
 from quire.engine.port import Port
-from quire.errors import DeadlineExceeded, InvalidRequest, Overloaded, QuireError, Unavailable
+from quire.errors import DeadlineExceeded, Interrupted, InvalidRequest, Overloaded, QuireError, Unavailable
 from quire.text.chat import ChatTemplate
 from quire.text.stop import StopStrings
 from quire.text.tokenizer import Tokenizer
@@ -299,7 +299,7 @@ class NativeBackend:
                 del self._seats[answer.id]
                 self._tell_end(live, answer, "error", now)
             live.answers.clear()
-            live.error = Unavailable(f"the engine stopped while this request was running: {reason}")
+            live.error = Interrupted(f"the engine stopped while this request was running: {reason}")
             live.wake()
 
     # ---------------------------------------------------------------- ends that the rim brings

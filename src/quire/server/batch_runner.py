@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from quire.errors import Overloaded, QuireError, Unavailable
+from quire.errors import Interrupted, Overloaded, QuireError, Unavailable
 from quire.server import faults
 from quire.server.batches import Batches, Line
 
@@ -26,16 +26,21 @@ _PAUSE = 0.25
 """Seconds between looks for work, and before a server that is busy is asked again."""
 
 
+_TRIES = 3
+"""Times that a line whose answer was interrupted is asked again, by itself, before it counts as what interrupts."""
+
+
 class BatchRunner:
     """One batch after the other, `width` of its lines at once.
 
     An answer that did not come from the model (the engine was restarted, the server is shutting down) is not noted, and
-    its line is asked again, by this server or the next.
+    its line is asked again, by this server or the next; unless it is the line that the engine cannot bear.
     """
 
     def __init__(self, batches: Batches, answer: Answer, *, width: int) -> None:
         self._batches, self._answer, self._width = batches, answer, width
         self._task: asyncio.Task[None] | None = None
+        self._alone = asyncio.Lock()
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="batches")
@@ -103,20 +108,41 @@ class BatchRunner:
             self._batches.note(batch, line.custom_id, status, body, f"req_{uuid.uuid4().hex}")
 
     async def _one(self, endpoint: str, body: bytes) -> tuple[int, Any]:
+        """A line that stops the engine each time it is asked must not stop it for ever."""
+        try:
+            return await self._asked(endpoint, body)
+        except Interrupted:  # by itself, or by one beside it: who was interrupted goes on one at a time
+            async with self._alone:
+                for _ in range(_TRIES - 1):
+                    with contextlib.suppress(Interrupted):
+                        return await self._asked(endpoint, body)
+                try:
+                    return await self._asked(endpoint, body)
+                except Interrupted as error:
+                    return _failed(error)
+
+    async def _asked(self, endpoint: str, body: bytes) -> tuple[int, Any]:
+        """Raises Interrupted."""
         while True:
             try:
                 return 200, await self._answer(endpoint, body)
+            except Interrupted:
+                raise
             except (Unavailable, Overloaded):
                 await asyncio.sleep(_PAUSE)
             except Exception as error:
                 if not isinstance(error, QuireError):
                     log.exception("a line of a batch failed")
-                return getattr(error, "status", 500), msgspec.json.decode(faults.of(error))
+                return _failed(error)
 
     def _missed(self, batch: dict[str, Any]) -> None:
         done = self._batches.answered(batch)
         for line in self._left(batch, done):
             self._batches.miss(batch, line.custom_id, "batch_expired", "the completion window was over before its turn")
+
+
+def _failed(error: Exception) -> tuple[int, Any]:
+    return getattr(error, "status", 500), msgspec.json.decode(faults.of(error))
 
 
 def _expired(batch: dict[str, Any]) -> bool:

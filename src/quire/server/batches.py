@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -21,6 +21,12 @@ from quire.server.store import Store, new_id, page_of, whole_lines
 MOST_LINES = 50_000
 MOST_WAITING = 100
 """Batches that are not over."""
+
+MOST_KEPT = 10_000
+"""Batches: beyond, the oldest that are over are forgotten, for they are nobody's to delete."""
+
+MOST_ID = 512
+"""Characters of a custom_id: all of them are held together, to find one that is there twice."""
 
 _TOLD = 100
 """Errors of one input file that are told."""
@@ -78,8 +84,7 @@ class Batches:
             raise InvalidRequest("completion_window must be 24h", param="completion_window")
         if self.files.get(asked.input_file_id)["purpose"] != "batch":
             raise InvalidRequest("input_file_id must be a file with the purpose batch", param="input_file_id")
-        if len(asked.metadata or ()) > 16:
-            raise InvalidRequest("metadata: at most 16 entries", param="metadata")
+        _check_metadata(asked.metadata or {})
         if len(self.unfinished()) >= MOST_WAITING:
             raise Overloaded(f"{MOST_WAITING} batches are waiting, and no more may", retry_after=60)
         now = int(time.time())
@@ -99,6 +104,8 @@ class Batches:
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
             "metadata": asked.metadata,
         }
+        for old in self.store.newest(_over)[MOST_KEPT - 1 :] if len(self.store) >= MOST_KEPT else ():
+            self.store.forget(old["id"])
         self.store.put(batch)
         return _json(batch)
 
@@ -127,7 +134,7 @@ class Batches:
 
     def unfinished(self) -> list[dict[str, Any]]:
         """The oldest first."""
-        return [batch for batch in reversed(self.store.newest()) if batch["status"] not in OVER]
+        return self.store.newest(lambda batch: not _over(batch))[::-1]
 
     def reading(self, file: str) -> str | None:
         """The id of an unfinished batch that reads `file`."""
@@ -166,6 +173,8 @@ class Batches:
             one = msgspec.json.decode(line, type=Line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return f"not a request: {error}"
+        if len(one.custom_id) > MOST_ID:
+            return f"custom_id has at most {MOST_ID} characters"
         if one.custom_id in seen:
             return f"custom_id {one.custom_id[:64]!r} is there twice"
         seen.add(one.custom_id)
@@ -223,6 +232,20 @@ class Batches:
                 journal.replace(target)
         del batch["finishes_as"]
         self.turn(batch, status)
+
+
+def _over(batch: dict[str, Any]) -> bool:
+    return batch["status"] in OVER
+
+
+def _check_metadata(given: Mapping[str, str]) -> None:
+    """OpenAI's bounds. Raises InvalidRequest."""
+    if len(given) > 16:
+        raise InvalidRequest("metadata: at most 16 entries", param="metadata")
+    if any(len(name) > 64 or len(value) > 512 for name, value in given.items()):
+        raise InvalidRequest(
+            "metadata: names have at most 64 characters, and what they name at most 512", param="metadata"
+        )
 
 
 def _json(value: Any) -> Response:

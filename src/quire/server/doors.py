@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from quire.backends.base import Backend, Delta
-from quire.errors import InvalidRequest, Unavailable
+from quire.errors import Interrupted, InvalidRequest
 from quire.server import answers, calls, schemas
 from quire.server import messages as anthropic
 from quire.server import responses as stateless
@@ -108,7 +108,7 @@ DOORS: Mapping[str, Door] = MappingProxyType(
 def answerer(backend: Backend, limits: Limits, by: str) -> Callable[[str, bytes], Awaitable[dict[str, Any]]]:
     """(path, body) -> the whole answer, made in the gaps: while nobody else asks for anything.
 
-    It raises what the path would refuse with, and Unavailable for an answer that was broken off.
+    It raises what the path would refuse with, and Interrupted for an answer that was broken off.
     """
 
     async def answer(path: str, body: bytes) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def answerer(backend: Backend, limits: Limits, by: str) -> Callable[[str, bytes]
             raise InvalidRequest("stream: nobody listens to a stream here: leave it out", param="stream")
         made, usage = await gather(job, deltas(backend, job.calls, job.n), backend.token_text)
         if any(one.finish_reason == "abort" for one in made):
-            raise Unavailable("the answer was broken off")
+            raise Interrupted("the answer was broken off")
         return door.whole(asked, job, made, usage, backend.token_text, by)
 
     return answer

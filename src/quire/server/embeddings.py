@@ -85,7 +85,9 @@ async def _read(asked: EmbeddingsRequest, backend: Backend, card: ModelCard, lim
     try:
         given = prompts(asked.input, card, limits)
         check_answers(len(given), 1, limits)
-        several = [ids for _, ids in await encoded(given, asked.add_special_tokens is not False, backend)]
+        several = [
+            ids for _, ids in await encoded(given, asked.add_special_tokens is not False, backend, card.max_model_len)
+        ]
     except InvalidRequest as error:
         raise InvalidRequest(str(error).replace("prompt", "input", 1), param="input", code=error.code) from error
     for i, ids in enumerate(several):

@@ -7,6 +7,8 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
@@ -19,7 +21,32 @@ from quire.server.multipart import Form, boundary
 from quire.server.store import Store, new_id, page_of
 
 PURPOSES = ("batch",)
+MOST_FILES = 10_000
 _LONGEST_NAME = 200
+
+
+class Incoming:
+    """Files being uploaded: what has come of each counts at once, however many come together. in_all: bytes."""
+
+    def __init__(self, store: Store, in_all: int) -> None:
+        self._store, self._in_all = store, in_all
+        self._so_far: dict[Path, int] = {}
+
+    @property
+    def room(self) -> int:
+        """Bytes that may still come."""
+        return max(0, self._in_all - self._store.bytes - sum(self._so_far.values()))
+
+    def write(self, path: Path, file: BinaryIO, data: bytes) -> None:
+        """Raises TooLarge."""
+        if len(data) > self.room:
+            raise TooLarge("this server has no room for the file: delete others", param="file", code="no_room")
+        self._so_far[path] = self._so_far.get(path, 0) + len(data)
+        file.write(data)
+
+    def over(self, path: Path) -> None:
+        """It is a document of the store's, or nothing."""
+        self._so_far.pop(path, None)
 
 
 class Files:
@@ -28,7 +55,8 @@ class Files:
     def __init__(
         self, store: Store, in_use: Callable[[str], str | None], *, most: int = 200 << 20, in_all: int = 10 << 30
     ) -> None:
-        self._store, self._in_use, self._most, self._in_all = store, in_use, most, in_all
+        self._store, self._in_use, self._most = store, in_use, most
+        self._incoming = Incoming(store, in_all)
 
     def routes(self) -> list[Route]:
         return [
@@ -40,17 +68,21 @@ class Files:
         ]
 
     async def upload(self, request: Request) -> Response:
-        room = min(self._most, self._in_all - self._store.bytes)
+        if len(self._store) >= MOST_FILES:
+            raise InvalidRequest(
+                f"there are {MOST_FILES} files, and no more may be: delete some", code="too_many_files"
+            )
+        room = min(self._most, self._incoming.room)
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > room + (1 << 16):
-            raise TooLarge(f"the file is larger than this server takes ({max(room, 0)} bytes)", code="file_too_large")
+            raise TooLarge(f"the file is larger than this server takes ({room} bytes)", code="file_too_large")
         id = new_id("file-")
         path = self._store.part(id)
         opened: list[BinaryIO] = []
 
-        def opens(name: str) -> BinaryIO:
+        def opens(name: str) -> Callable[[bytes], None]:
             opened.append(path.open("wb"))
-            return opened[0]
+            return partial(self._incoming.write, path, opened[0])
 
         form = Form(boundary(request.headers.get("content-type", "")), opens, room)
         try:
@@ -65,6 +97,7 @@ class Files:
             for file in opened:
                 file.close()
             path.unlink(missing_ok=True)
+            self._incoming.over(path)
         return _json(document)
 
     def _document(self, id: str, fields: dict[str, str], opened: list[BinaryIO]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Callable
 from email.message import Message
-from typing import Protocol
 
 from quire.errors import InvalidRequest, TooLarge
 
@@ -15,10 +14,8 @@ _MOST_FIELD = 4096
 _MOST_PARTS = 16
 
 
-class Sink(Protocol):
-    """Where a file goes."""
-
-    def write(self, data: bytes, /) -> object: ...
+Sink = Callable[[bytes], object]
+"""Where a file goes, piece by piece."""
 
 
 def boundary(content_type: str) -> bytes:
@@ -86,7 +83,7 @@ class Form:
             self._left -= size
             if self._left < 0:
                 raise TooLarge("the file is larger than this server takes", param="file", code="file_too_large")
-            self._sink.write(data)
+            self._sink(data)
         elif self._name is not None:
             self._text += data
             if len(self._text) > _MOST_FIELD:

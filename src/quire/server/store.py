@@ -41,6 +41,8 @@ class Store:
         for path in sorted(folder.glob("*.json")):
             document = msgspec.json.decode(path.read_bytes())
             self._known[document["id"]] = document
+        self.bytes = sum(map(_bytes, self._known.values()))
+        """All data kept, by the documents' own word."""
         for path in folder.iterdir():
             if path.suffix in (".new", ".part") or (path.suffix == ".data" and path.stem not in self._known):
                 path.unlink()  # of a write or an upload that was killed
@@ -51,8 +53,12 @@ class Store:
             raise UnknownFile(f"there is no {self._what} {id[:64]!r}", param="id", code="not_found")
         return self._known[id]
 
+    def __len__(self) -> int:
+        return len(self._known)
+
     def put(self, document: dict[str, Any]) -> None:
         """Keep it: the old one is there until the new one is, whole."""
+        self.bytes += _bytes(document) - _bytes(self._known.get(document["id"]))
         self._known[document["id"]] = document
         path = self._path(document["id"], ".new")
         with path.open("wb") as file:
@@ -62,14 +68,15 @@ class Store:
         path.replace(path.with_suffix(".json"))
 
     def forget(self, id: str) -> None:
-        self.get(id)
+        self.bytes -= _bytes(self.get(id))
         del self._known[id]
         self._path(id, ".json").unlink(missing_ok=True)
         self._path(id, ".data").unlink(missing_ok=True)
 
-    def newest(self) -> list[dict[str, Any]]:
-        """All of them, the newest first."""
-        return sorted(self._known.values(), key=lambda one: (one["created_at"], one["id"]), reverse=True)
+    def newest(self, keep: Callable[[dict[str, Any]], bool] = bool) -> list[dict[str, Any]]:
+        """Those that are to be kept, or all; the newest first."""
+        kept = filter(keep, self._known.values())
+        return sorted(kept, key=lambda one: (one["created_at"], one["id"]), reverse=True)
 
     def data(self, id: str) -> Path:
         """Where its data is."""
@@ -87,10 +94,10 @@ class Store:
         assert _ID.fullmatch(id), id
         return self._folder / (id + suffix)
 
-    @property
-    def bytes(self) -> int:
-        """All data kept, by the documents' own word; the smallest file takes a block of the disk."""
-        return sum(max(one.get("bytes", 0), 4096) for one in list(self._known.values()))
+
+def _bytes(document: dict[str, Any] | None) -> int:
+    """Of its data: the smallest file takes a block of the disk."""
+    return 0 if document is None else max(document.get("bytes", 0), 4096)
 
 
 def page_of(
