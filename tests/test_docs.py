@@ -105,6 +105,29 @@ def _flags(command: click.Command, context: click.Context) -> Iterator[str]:
         yield from (*param.opts, *param.secondary_opts)
 
 
+@pytest.mark.parametrize("number", range(3))
+def test_each_example_of_the_library_runs(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/library.md").read_text("utf-8"), re.S | re.M)
+    assert len(blocks) == 3
+    exec(compile(blocks[number], "docs/library.md", "exec"), {})
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) >= [4, 10, 1][number]
+    assert said[-1].split()[0] in ("0", "800") or number == 0
+
+
+def test_each_switch_shown_can_be_set_alone() -> None:
+    """The table of switches: every flag in it, by itself, with the value it is shown with."""
+    text = (ROOT / "docs/library.md").read_text("utf-8")
+    shown = re.findall(r"`(--[^`]+)`", text[text.index("## Every optimisation") :])
+    assert len(shown) > 20
+    for one in shown:
+        with click.Context(main) as context:
+            serve = main.get_command(context, "config")
+            assert serve is not None
+            serve.make_context("config", shlex.split(one), parent=context)
+            main.main(["config", *shlex.split(one)], standalone_mode=False)
+
+
 def test_settings_shown_as_yaml_are_settings() -> None:
     blocks = [b for page in PAGES for b in re.findall(r"^```yaml\n(.*?)^```$", page.read_text("utf-8"), re.S | re.M)]
     assert blocks

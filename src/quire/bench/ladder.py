@@ -65,7 +65,9 @@ def typical(ran: Ran) -> float:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
     """options: what it switches on. first: requests at once. late: more, when those have begun. Lengths are shares of
-    the context, from and to; share: what all prompts begin with. cuda: it means nothing on a CPU."""
+    the context, from and to; share: what all prompts begin with. cuda: it means nothing on a CPU. forgets: without it,
+    no K/V outlives its step.
+    """
 
     name: str
     options: Mapping[str, Any]
@@ -77,6 +79,7 @@ class Rung:
     share: float = 0.0
     late: int = 0
     cuda: bool = False
+    forgets: bool = False
 
     def asked(self, context: int, scale: float, seed: int) -> tuple[Asked, Asked]:
         rng = random.Random(seed)
@@ -105,6 +108,16 @@ DECODE = Rung(
     cuda=True,
 )
 LADDER = (
+    Rung(
+        name="kv_cache",
+        options={},
+        unit="tok/s",
+        metric=rate,
+        first=4,
+        prompt=(0.03, 0.03),
+        new=(0.06, 0.06),
+        forgets=True,
+    ),
     Rung(
         name="continuous_batching",
         options={"batching": "continuous"},
@@ -199,7 +212,7 @@ def climb(folder: Path, shape: str, context: int, scale: float, repeat: int) -> 
             if rung is not None and before is not None:
                 after = measured(engine, rung, context, scale, repeat)
                 yield {"shape": shape, "rung": rung.name, "unit": rung.unit} | compared(rung, before, after)
-            before = None if above is None else measured(engine, above, context, scale, repeat)
+            before = None if above is None else measured(engine, above, context, scale, repeat, forgets=above.forgets)
         finally:
             engine.close()
             del engine
@@ -210,9 +223,12 @@ def compared(rung: Rung, before: float, after: float) -> dict[str, float]:
     return {"without": before, "with": after, "gain": after / before if rung.metric is rate else before / after}
 
 
-def measured(engine: Engine, rung: Rung, context: int, scale: float, repeat: int) -> float:
-    """The median of `repeat` runs, after one that is not counted."""
-    runs = [run(engine, *rung.asked(context, scale, seed)) for seed in range(repeat + 1)]
+def measured(engine: Engine, rung: Rung, context: int, scale: float, repeat: int, *, forgets: bool = False) -> float:
+    """The median of `repeat` runs, after one that is not counted. forgets: see `forgetful`."""
+    runs = []
+    for seed in range(repeat + 1):
+        first, late = rung.asked(context, scale, seed)
+        runs.append(forgetful(engine, first) if forgets else run(engine, first, late))
     return statistics.median(rung.metric(each) for each in runs[1:])
 
 
@@ -239,10 +255,24 @@ def run(engine: Engine, first: Sequence[tuple[list[int], int]], late: Sequence[t
     return ran
 
 
+def forgetful(engine: Engine, asked: Asked) -> Ran:
+    """Every token computed from the whole text before it: what decoding costs where no K/V is kept."""
+    texts = [list(prompt) for prompt, _ in asked]
+    left = [new for _, new in asked]
+    began = time.perf_counter()
+    while any(left):
+        ids = {engine.submit(text, 1): i for i, text in enumerate(texts) if left[i]}
+        while engine.has_pending_work:
+            for event in engine.step():
+                texts[ids[event.id]] += event.tokens
+                left[ids[event.id]] -= 1
+    return Ran(seconds=time.perf_counter() - began, new=sum(new for _, new in asked))
+
+
 def show(found: Sequence[Mapping[str, Any]]) -> None:
     table = Table(title="one optimisation at a time", title_justify="left")
     for column in ("shape", "with", "without it", "with it", "", "gain"):
-        table.add_column(column, justify="left" if column in ("shape", "with", "") else "right")
+        table.add_column(column, justify="left" if column in ("shape", "with", "") else "right", no_wrap=True)
     for row in found:
         table.add_row(
             row["shape"],
@@ -252,4 +282,4 @@ def show(found: Sequence[Mapping[str, Any]]) -> None:
             row["unit"],
             f"{row['gain']:.2f}",
         )
-    Console().print(table)
+    Console(width=100).print(table)
