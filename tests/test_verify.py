@@ -1,0 +1,135 @@
+"""`quire verify`: what it proves, what it catches, how it says so, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from quire.bench.verified import Difference, difference
+from quire.cli import main
+from quire.ops.fixed import FixedOps
+from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.reference import ReferenceOps
+from quire.values import MANY, TokenLogprobs
+
+SITUATIONS = [
+    "alone, once more",
+    "in a crowd",
+    "warm prefix cache",
+    "small chunks",
+    "preempted",
+    "drafts by look-up",
+    "drafts by look-up, all at once",
+    "drafts by a model",
+    "drafts by a model, all at once",
+]
+
+
+def verify(*args: str) -> Result:
+    return CliRunner().invoke(main, ["verify", "--max-model-len", "160", *args])
+
+
+def told(*args: str) -> tuple[int, dict[str, Any]]:
+    result = verify("--repeat", "0", "--json", *args)
+    return result.exit_code, json.loads(result.stdout)
+
+
+def test_deterministic_mode_keeps_its_promise_in_every_situation_and_every_one_came_about() -> None:
+    code, found = told("--deterministic", "--dtype", "bfloat16", "--requests", "8", "--new", "12")
+    rows = found["situations"]
+    assert code == 0 and found["equal"] and found["deterministic"]
+    assert [row["name"] for row in rows] == SITUATIONS
+    assert all(row["tokens"] == 8 * 12 and row["differ"] == 0 and row["first"] is None for row in rows)
+    assert all(row["happened"] > 0 for row in rows), rows
+
+
+class Crowded(FixedOps):
+    """A planted bug: attention sums as the shape of the batch has it."""
+
+    def attention(
+        self,
+        q: Any,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        scale: float,
+        window: int = MANY,
+        soft_cap: float = 0.0,
+    ) -> Any:
+        return ReferenceOps.attention(self, q, kv, batch, scale, window, soft_cap)
+
+
+class Untiled(FixedOps):
+    """A planted bug: products are of as many rows as there are."""
+
+    rows = MANY
+
+
+@pytest.mark.parametrize(("bug", "args"), [(Crowded, ()), (Untiled, ("--quantization", "fp8"))])
+def test_a_planted_dependence_on_the_batch_is_caught(
+    bug: type[FixedOps], args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.build.engine.FixedOps", bug)
+    code, found = told("--deterministic", "--dtype", "float32", "--requests", "4", "--new", "4", *args)
+    rows = {row["name"]: row for row in found["situations"]}
+    assert code == 1 and not found["equal"]
+    assert rows["alone, once more"]["differ"] == 0
+    assert rows["in a crowd"]["differ"] > 0
+    first = rows["in a crowd"]["first"]
+    assert first["alone"] != first["here"] and 0 < rows["in a crowd"]["apart"] < 1e-2
+
+
+def test_the_default_mode_says_where_it_differs_and_the_table_names_the_place() -> None:
+    result = verify("--dtype", "bfloat16", "--requests", "4", "--new", "4", "--repeat", "0")
+    assert result.exit_code == 1
+    assert "embedded, default mode" in result.stdout
+    assert "request 2, token 1" in result.stdout.replace("\n", " ")
+    assert "with --deterministic none does" in result.stdout
+    assert "price: not asked for" in result.stdout
+
+
+def test_the_price_is_both_modes_and_their_ratio() -> None:
+    result = verify("--deterministic", "--requests", "1", "--new", "2", "--repeat", "1")
+    assert result.exit_code == 0, result.output
+    assert "Every token and every log-probability is the same to the bit." in result.stdout
+    for workload in ("decode, 1 at once", "decode, 8 at once", "a prompt"):
+        line = next(line for line in result.stdout.splitlines() if workload in line)
+        off, on, ratio = (float(cell.replace(",", "")) for cell in line.split("│")[2:5])
+        assert ratio == pytest.approx(on / off, abs=0.02)
+
+
+def test_a_situation_that_did_not_come_about_is_not_called_a_proof() -> None:
+    result = verify("--deterministic", "--no-enable-prefix-caching", "--requests", "1", "--new", "1", "--repeat", "0")
+    line = next(line for line in result.stdout.splitlines() if "warm prefix cache" in line)
+    assert "it did not come about" in line
+
+
+def test_what_cannot_be_is_refused_in_a_line() -> None:
+    result = verify("--new", "170")
+    assert result.exit_code == 2
+    assert "answers of 170 tokens do not fit" in result.stderr
+    assert verify("--deterministc").exit_code == 2
+
+
+def test_speculation_as_configured_is_what_is_put_to_the_test() -> None:
+    config = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}'
+    code, found = told("--deterministic", "--speculative-config", config, "--requests", "3", "--new", "8")
+    assert code == 0
+    assert [row["name"] for row in found["situations"]][5:] == [
+        "drafts as configured",
+        "drafts as configured, all at once",
+    ]
+
+
+def one(token: int, logprob: float) -> TokenLogprobs:
+    return TokenLogprobs(token, logprob, 1)
+
+
+def test_a_difference_is_the_first_and_tells_how_far_likelihoods_moved_while_tokens_agreed() -> None:
+    alone = (one(1, -1.0), one(2, -1.0), one(3, -1.0), one(4, -1.0))
+    assert difference("a", alone, alone) is None
+    here = (one(1, -1.0), one(2, -1.5), one(7, -9.0))
+    assert difference("a", alone, here) == Difference("a", 1, (2, -1.0), (2, -1.5), 2, 0.5)
+    assert difference("a", alone, alone[:3]) == Difference("a", 3, (4, -1.0), None, 3, 0.0)
