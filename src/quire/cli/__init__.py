@@ -41,7 +41,7 @@ main = Root(
         "inspect": ("quire.look.inspect", "Print what a model is, from headers alone."),
         "plan": ("quire.look.plan", "Print what serving a model takes, and the smallest change that fits."),
         "diff": ("quire.look.diff", "Compare a model's activations with transformers', layer by layer."),
-        "verify": ("quire.cli.verify", "Prove that answers do not depend on load, cache, chunks or drafts."),
+        "verify": ("quire.look.verify", "Prove that answers do not depend on load, cache, chunks or drafts."),
         "demo": ("quire.sim.demo", "Show the engine's loop, step by step."),
         "config": ("quire.cli.show", "Print the effective settings and where each came from."),
         "version": ("quire.cli.version", "Print versions."),
