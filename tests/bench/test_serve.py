@@ -18,6 +18,7 @@ from click.testing import CliRunner, Result
 
 from quire.backends.keeper import free_port
 from quire.bench.asking import asked, recorded
+from quire.bench.draw import COLOURS
 from quire.bench.gauges import seen
 from quire.bench.load import Asked, Job, Tally, run
 from quire.bench.serve import judged
@@ -181,7 +182,34 @@ def test_a_report_of_something_else_is_refused(tmp_path: Path) -> None:
     for text in ("{}", "[1]", "no", '{"about": {}, "goals": {}, "levels": [{}]}'):
         (tmp_path / "x.json").write_text(text)
         done = quire("bench", "report", tmp_path / "x.json")
-        assert done.exit_code == 2 and "is not what `quire bench serve` saves" in done.output
+        assert done.exit_code == 2 and "is not what `quire bench serve`" in done.output
+
+
+def test_a_benchmark_beside_a_peer_is_drawn_with_who_is_ahead(tmp_path: Path) -> None:
+    rows = [
+        {"workload": "start x", "batch": "", "seconds": 3.0},
+        {"workload": "burst-x", "batch": "", "ours": 300.0, "peer": 100, "target": 200, "ceiling": 400.0},
+        {
+            "workload": "tpot-x",
+            "batch": "8",
+            "ms_a_token": 4.0,
+            "ours": 4.0,
+            "peer": 2.0,
+            "target": None,
+            "ceiling": 1.0,
+        },
+        {"workload": "http x", "concurrency": 64, "ours": 12.0, "peer": None, "target": None},
+    ]
+    saved, shown = tmp_path / "gpu.json", tmp_path / "report.html"
+    saved.write_text(json.dumps({"environment": {}, "rows": rows}))
+    assert quire("bench", "report", saved, "--output", shown).exit_code == 0
+    page = shown.read_text()
+    [chart] = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    said = "".join(ElementTree.fromstring(chart).itertext())
+    assert "burst-x" in said and "tpot-x, batch 8" in said and "http x" not in said
+    assert "300 / 100 tokens/s" in said and "4 / 2 ms a token" in said
+    assert chart.count(COLOURS[0]) >= 1 <= chart.count(COLOURS[1])
+    assert page.count("<tr>") == 1 + len(rows) and "<td>64</td><td>12.000</td><td></td>" in page
 
 
 def test_gauges_are_read_by_the_names_that_vllm_and_quire_share() -> None:

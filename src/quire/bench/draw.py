@@ -1,6 +1,6 @@
-"""Charts of load tests, as SVG that a page holds. Grey on nothing, so that they read on light and dark alike.
+"""Charts as SVG that a page holds: of load tests, and of benchmarks beside a peer.
 
-Needs matplotlib (extra `report`).
+Grey on nothing, so that they read on light and dark alike. Needs matplotlib (extra `report`).
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ Run = Mapping[str, Any]
 """What `quire bench serve` saved: `about`, `goals`, `levels`."""
 
 
+Row = Mapping[str, Any]
+"""What `quire bench gpu` and `quire bench http` say of a workload: `ours`, `peer`, `target`, `ceiling`."""
+
+
 def charts(runs: Sequence[Run]) -> list[str]:
     """Everything worth a look, as SVG, the comparison of all runs first."""
     with rc_context(dict(STYLE)):
@@ -63,10 +67,52 @@ def charts(runs: Sequence[Run]) -> list[str]:
         return [svg(figure) for figure in drawn]
 
 
+def bars(rows: Sequence[Row]) -> list[str]:
+    """How much faster than the recorded peer each workload is, and than the ceiling allows; as one SVG."""
+    kept = [row for row in rows if row.get("ours") and row.get("peer")][::-1]
+    with rc_context(dict(STYLE)):
+        figure, axes = plot("times the peer's speed; the tick is the target, the number ours and the peer's", 9.4, 1)
+        figure.set_size_inches(9.4, 0.8 + 0.27 * len(kept))
+        for at, row in enumerate(kept):
+            ratio = times(row, row["ours"])
+            axes.barh(at, ratio, 0.66, color=COLOURS[0] if ratio >= 1 else COLOURS[1], alpha=0.85)
+            unit = "ms a token" if slow(row) else "tokens/s"
+            said = f"{plain(rounded(row['ours']), None)} / {plain(rounded(row['peer']), None)} {unit}"
+            goal = times(row, row["target"]) if row.get("target") else ratio
+            axes.plot([goal] * 2, [at - 0.4, at + 0.4], color=GREY, linewidth=1.4)
+            end, apart = (max(ratio, goal), at), "offset points"
+            axes.annotate(said, end, xytext=(4, 0), textcoords=apart, va="center", fontsize=7.5)
+        axes.axvline(1.0, color=GREY, linewidth=0.9)
+        axes.set_yticks(range(len(kept)), [named(row) for row in kept])
+        axes.grid(visible=False, axis="y")
+        axes.set_xlim(0, 1.22 * max((times(row, row["ours"]) for row in kept), default=1.0))
+        return [svg(figure)]
+
+
+def slow(row: Row) -> bool:
+    """Whether less is better."""
+    return "ms_a_token" in row
+
+
+def times(row: Row, value: float) -> float:
+    """How many times the peer's speed `value` is."""
+    return float(row["peer"] / value if slow(row) else value / row["peer"])
+
+
+def rounded(value: float) -> float:
+    return round(value) if value >= 100 else float(f"{value:.3g}")
+
+
+def named(row: Row) -> str:
+    if "concurrency" in row:
+        return f"{row['workload']}, {row['concurrency']} at once"
+    return str(row["workload"]) + (f", batch {row['batch']}" if row["batch"] else "")
+
+
 def svg(figure: Figure) -> str:
     with io.StringIO() as out:
         figure.savefig(out, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
-        return out.getvalue().partition("<svg")[2].join(("<svg", ""))
+        return "<svg" + out.getvalue().partition("<svg")[2]
 
 
 def plot(title: str, width: float = 5.2, height: float = 2.9) -> tuple[Figure, Axes]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from quire.bench.serve import QUANTILES
+from quire.bench.serve import FILE, QUANTILES
 from quire.build.extra import extra
 from quire.errors import InvalidRequest
 
@@ -46,42 +46,56 @@ _TIMES: Mapping[str, str] = {
 
 
 @click.command("report")
-@click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option(
-    "--output", type=click.Path(dir_okay=False, path_type=Path), default=Path("report.html"), show_default=True
-)
+@click.argument("paths", nargs=-1, required=True, type=FILE)
+@click.option("--output", type=FILE, default=Path("report.html"), show_default=True, help="The page.")
 def command(paths: tuple[Path, ...], output: Path) -> None:
-    """Draw what `quire bench serve` saved: one page, with each file's run as a line of its own."""
-    runs = [read(path) for path in paths]
-    output.write_text(page(runs, extra("quire.bench.draw", "report").charts(runs)), encoding="utf-8")
+    """Draw what `quire bench serve` saved, each file a line of its own, and what `quire bench gpu` and `http` did."""
+    found = [read(path) for path in paths]
+    draw = extra("quire.bench.draw", "report")
+    runs = [each for each in found if "levels" in each]
+    rows = [row for each in found if "rows" in each for row in each["rows"]]
+    charts = [*(draw.charts(runs) if runs else ()), *(draw.bars(rows) if rows else ())]
+    output.write_text(page(runs, rows, charts), encoding="utf-8")
     click.echo(f"{output}: open it in a browser")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A saved run. Raises InvalidRequest where it is none."""
+    """Of `quire bench serve`, or of a benchmark beside a peer. Raises InvalidRequest where it is neither."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        levels = found["levels"]
-        whole = {"about", "goals"} <= found.keys() and levels and all("asked" in level for level in levels)
-    except (ValueError, KeyError, TypeError, AttributeError):
+        load = "levels" in found and {"about", "goals"} <= found.keys() and all("asked" in x for x in found["levels"])
+        whole = load or ("rows" in found and all("workload" in row for row in found["rows"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         whole = False
         found = {}
     if not whole:
-        raise InvalidRequest(f"{path} is not what `quire bench serve` saves", param="paths")
+        raise InvalidRequest(f"{path} is not what `quire bench serve`, `gpu` or `http` saves", param="paths")
     return dict(found)
 
 
-def page(runs: Sequence[Mapping[str, Any]], charts: Sequence[str]) -> str:
-    names = escape(" and ".join(run["about"]["label"] for run in runs))
+def page(runs: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], charts: Sequence[str]) -> str:
+    names = escape(" and ".join(run["about"]["label"] for run in runs)) or "beside a peer"
     parts = [
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Load test: {names}</title>',
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Quire bench: {names}</title>',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<style>{_STYLE}</style></head><body><h1>Load test: {names}</h1>",
+        f"<style>{_STYLE}</style></head><body><h1>{names}</h1>",
         f'<div class="charts">{"".join(charts)}</div>',
     ]
     for run in runs:
         parts.append(f"<h2>{escape(run['about']['label'])}</h2>{table(run)}{times(run)}{about(run)}")
+    if rows:
+        parts.append(f"<h2>Beside a peer</h2>{beside(rows)}")
     return "\n".join((*parts, "</body></html>\n"))
+
+
+def beside(rows: Sequence[Mapping[str, Any]]) -> str:
+    heads = ("workload", "at once", "ours", "peer", "target", "ceiling")
+    shown = []
+    for row in rows:
+        figures = (row.get(name) for name in heads[2:])
+        cells = ("" if x is None else f"{x:,.3f}" if x < 100 else f"{x:,.0f}" for x in figures)
+        shown.append((row["workload"], str(row.get("batch") or row.get("concurrency") or ""), *cells))
+    return grid(heads, shown)
 
 
 def table(run: Mapping[str, Any]) -> str:
