@@ -172,7 +172,7 @@ class ExecutionConfig:
     deterministic: bool = option(
         False,
         "The same bits of every token and log-probability alone, in a crowd, cold, warm, chunked, preempted and "
-        "speculated, for a price; `quire verify` proves it here and says what it is.",
+        "speculated, for a price.",
     )
     debug: bool = option(False, "Show the traceback of an error.")
 
