@@ -31,6 +31,10 @@ main = Root(
                 "checkpoint": ("quire.bench.checkpoint", "Measure loading a checkpoint, beside what the disk can do."),
                 "ladder": ("quire.bench.ladder", "Add one optimisation at a time and measure each on its workload."),
                 "logits": ("quire.bench.logits", "How far logits of real-size models are off."),
+                "profile": (
+                    "quire.bench.profile",
+                    "Profile steps: operators, TFLOP/s, and the share of the machine's.",
+                ),
                 "paging": ("quire.bench.paging", "Compare K/V memory in one piece a sequence and in pages."),
                 "doors": ("quire.bench.doors", "Measure decode through each executor, beside our own."),
                 "kernels": ("quire.bench.kernels", "Check and time every kernel on a CUDA device."),

@@ -16,7 +16,7 @@ from quire.layers.build import Build
 from quire.layers.formats import Plain
 from quire.layers.parallel import Solo
 from quire.layers.rope import Rope
-from quire.models.registry import build_model, parameters, read_spec
+from quire.models.registry import active, build_model, parameters, read_spec
 from quire.models.spec import ModelSpec
 from quire.ops.reference import ReferenceOps
 from quire.runner.memory import layer_shapes, page_bytes
@@ -134,13 +134,6 @@ def spoken(found: Text) -> Iterator[Fact]:
 
 def show(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     return ", ".join(f"{tokenizer.token_text(token)[0]!r} ({token})" for token in tokens) or "nothing"
-
-
-def active(spec: ModelSpec) -> int:
-    """Parameters a token meets."""
-    assert spec.experts is not None
-    idle = (spec.experts.count - spec.experts.used) * 3 * spec.hidden * spec.experts.width
-    return parameters(spec) - idle * (spec.layers - len(spec.experts.dense))
 
 
 def turn(rope: Rope) -> str:

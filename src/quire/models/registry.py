@@ -82,6 +82,14 @@ def parameters(spec: ModelSpec) -> int:
     return sum(place.into.numel() for places in build.places.values() for place in places)
 
 
+def active(spec: ModelSpec) -> int:
+    """Of them, those that a token meets."""
+    if spec.experts is None:
+        return parameters(spec)
+    idle = (spec.experts.count - spec.experts.used) * 3 * spec.hidden * spec.experts.width
+    return parameters(spec) - idle * (spec.layers - len(spec.experts.dense))
+
+
 def find(name: str) -> Architecture:
     known = ARCHITECTURES
     if name not in known:
