@@ -67,6 +67,14 @@ def test_a_vector_is_the_pooled_hidden_states_however_the_prompt_was_cut(live: L
     assert live.settled()["cache"]["used_pages"] == 0
 
 
+def test_a_mean_says_why_it_computed_all_of_its_prompt(live: Live) -> None:
+    for _ in range(2):
+        live.http.post("/v1/embeddings", json={"input": TEXT})
+    newest = live.http.get("/v1/requests").json()["requests"][0]["id"]
+    [told] = live.http.get(f"/v1/requests/{newest}/explain").json()["answers"]
+    assert "mean of all its hidden states" in told["prefix"]["why"]
+
+
 def test_every_form_of_input_and_output_says_the_same(live: Live) -> None:
     ids = live.http.post("/tokenize", json={"prompt": "a dog"}).json()["tokens"]
     create = live.openai.embeddings.create

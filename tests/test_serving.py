@@ -127,6 +127,27 @@ BAD: list[tuple[str, dict[str, Any] | bytes, int, str | None]] = [
 ]
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_request_that_ended_by_a_stop_string_says_so_when_asked(live: Live, n: int) -> None:
+    """The end is found in the front while the engine runs ahead, and is the engine's to tell of."""
+    ask: dict[str, Any] = {"model": "embedded", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 500}
+    whole = live.openai.completions.create(**{**ask, "max_tokens": 40}).choices[0].text
+    stop = whole[60:66]
+    answer = live.openai.completions.create(**ask, stop=[stop], n=n, extra_body={"ignore_eos": True})
+    assert all(choice.finish_reason == "stop" and stop not in choice.text for choice in answer.choices)
+    assert answer.usage is not None
+    live.settled()
+    story = live.http.get(f"/v1/requests/{answer.id}/explain").json()
+    assert story["id"] == answer.id and len(story["answers"]) == n
+    for told in story["answers"]:
+        assert (told["state"], told["finish_reason"]) == ("finished", "stop")
+        assert (
+            answer.usage.completion_tokens // n <= told["generated_tokens"] <= answer.usage.completion_tokens // n + 4
+        )
+        [end] = [event["says"] for event in told["events"] if event["what"] == "finished"]
+        assert "stop" in end and end.endswith(f", with {told['generated_tokens']} tokens made")
+
+
 @pytest.mark.parametrize(("name", "body", "status", "param"), BAD, ids=[b[0] for b in BAD])
 def test_bad_input_is_refused_by_name_and_the_next_request_is_served(
     live: Live, name: str, body: dict[str, Any] | bytes, status: int, param: str | None

@@ -129,6 +129,8 @@ def _prefix(history: History, story: Story) -> dict[str, Any]:
         return {**told, "why": "not looked up yet"}
     if story.request.sampling.prompt_logprobs is not None:
         return {**told, "why": "log-probabilities of the prompt were asked for, so all of it had to be computed"}
+    if story.request.sampling.pooling == "mean":
+        return {**told, "why": "the mean of all its hidden states was asked for, so all of it had to be computed"}
     most = (len(prompt) - 1) // size * size
     if hits >= most:
         why = "all that could be reused was" if hits else f"a prompt this short fills no block of {size} tokens"
@@ -205,7 +207,7 @@ def _events(
 
 def _opened(story: Story, note: Note, history: History) -> str:
     hit = f"{note.n} of {_count(len(story.request.prompt), 'prompt token')} came from the prefix cache"
-    return f"got a place on the device, with {note.width - 1} others in the step: {hit}"
+    return f"got a place on the device, with {_count(note.width - 1, 'other')} in the step: {hit}"
 
 
 def _chunk(story: Story, note: Note, history: History) -> str:
