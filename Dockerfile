@@ -9,6 +9,8 @@ COPY pyproject.toml README.md LICENSE ./
 COPY src src
 RUN pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} . && rm -rf /home/quire/src/*
 
+# Named volumes take over the owner of what they cover.
+RUN install -d -o quire -g quire /home/quire/.cache /home/quire/.cache/huggingface
 USER quire
 WORKDIR /home/quire
 ENV QUIRE_HOST=0.0.0.0

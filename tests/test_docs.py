@@ -86,7 +86,7 @@ def test_commands_are_found_in_blocks_and_sentences() -> None:
 def test_options_named_in_prose_are_options_there_are() -> None:
     known = {known.flag for known in OPTIONS.values()} | {f"--no-{known.flag[2:]}" for known in OPTIONS.values()}
     known |= {f"--{name.replace('_', '-')}" for name in UNSUPPORTED} | set(_flags(main, click.Context(main)))
-    foreign = {"--extra-index-url", "--no-cache-dir", "--gpus", "--rm"}
+    foreign = {"--build-arg", "--extra-index-url", "--no-cache-dir", "--gpus", "--rm"}
     for page in PAGES:
         text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
         if "benchmarks" not in page.parts:  # those say what was run on the day
