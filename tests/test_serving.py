@@ -17,7 +17,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from tests.live import Live, environment, serving, standing
+from tests.live import Behind, Live, environment, serving, standing
 
 
 @pytest.fixture(scope="module", params=["native", "upstream"])
@@ -138,12 +138,11 @@ def test_a_request_that_ended_by_a_stop_string_says_so_when_asked(live: Live, n:
     assert answer.usage is not None
     live.settled()
     story = live.http.get(f"/v1/requests/{answer.id}/explain").json()
-    assert story["id"] == answer.id and len(story["answers"]) == n
+    assert story["id"] == answer.id and len(story["answers"]) == (1 if isinstance(live, Behind) else n)
+    counted, made = answer.usage.completion_tokens, [told["generated_tokens"] for told in story["answers"]]
+    assert counted <= sum(made) <= counted + 4 * n  # what was made after the stop is counted by nobody else
     for told in story["answers"]:
         assert (told["state"], told["finish_reason"]) == ("finished", "stop")
-        assert (
-            answer.usage.completion_tokens // n <= told["generated_tokens"] <= answer.usage.completion_tokens // n + 4
-        )
         [end] = [event["says"] for event in told["events"] if event["what"] == "finished"]
         assert "stop" in end and end.endswith(f", with {told['generated_tokens']} tokens made")
 
