@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import platform
 import statistics
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -13,9 +15,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from quire.engine.clock import VirtualClock, WallClock
+from quire.engine.engine import Engine
 from quire.executors.costs import StepCost
 from quire.observe.engine_metrics import EngineMetrics
 from quire.observe.histogram import percentile
+from quire.observe.recorded import recorded
 from quire.sim.run import House, Outcome, drive, peak_memory
 from quire.sim.workload import Load, uniform
 
@@ -37,6 +41,7 @@ _POINTS = (50, 95, 99)
 @click.option("--step-ms", default=0.0, help="Simulated milliseconds a step takes; 0: only the engine's own time.")
 @click.option("--token-us", default=0.0, help="Simulated microseconds a token fed adds.")
 @click.option("--virtual", is_flag=True, help="Simulated time passes at once (needs --step-ms or --token-us).")
+@click.option("--recording-dir", type=click.Path(path_type=Path), help="Record the run there, for `quire replay`.")
 @click.option("--seed", default=7, show_default=True)
 @click.option("--repeat", default=1, show_default=True, help="Runs; the one with the median tokens/s is shown.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -50,6 +55,7 @@ def command(
     step_ms: float,
     token_us: float,
     virtual: bool,
+    recording_dir: Path | None,
     as_json: bool,
     **sizes: Any,
 ) -> None:
@@ -68,7 +74,8 @@ def command(
     if virtual and not house.cost.seconds(1):
         raise click.UsageError("--virtual needs simulated time: give --step-ms or --token-us")
     loads = uniform(requests, prompt=prompt, new=new, rate=rate, seed=seed)
-    outcomes = [_run(house, loads, virtual, quiet=as_json) for _ in range(repeat)]
+    make = Engine if recording_dir is None else recorded(recording_dir)
+    outcomes = [_run(house, loads, virtual, quiet=as_json, make=make) for _ in range(repeat)]
     outcome = sorted(outcomes, key=lambda o: o.tokens / o.seconds)[repeat // 2]
     outcome.peak_bytes = peak_memory(lambda: _run(house, loads[:10_000], virtual=True, quiet=True))
     found = report(outcome)
@@ -78,8 +85,8 @@ def command(
         _show(found)
 
 
-def _run(house: House, loads: list[Load], virtual: bool, quiet: bool) -> Outcome:
-    engine = house.build(VirtualClock() if virtual else WallClock(), [EngineMetrics()])
+def _run(house: House, loads: list[Load], virtual: bool, quiet: bool, make: Callable[..., Engine] = Engine) -> Outcome:
+    engine = house.build(VirtualClock() if virtual else WallClock(), [EngineMetrics()], make)
     with Progress(console=Console(stderr=True), transient=True, disable=quiet) as bar:
         task = bar.add_task("requests", total=len(loads))
         return drive(engine, loads, lambda done: bar.update(task, completed=done))

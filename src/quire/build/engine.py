@@ -15,6 +15,7 @@ from quire.build.host import on_host
 from quire.build.limits import Limits, Made, choose_device, choose_threads, resolve
 from quire.build.progress import loading
 from quire.build.quality import build_canary, build_kv, found
+from quire.build.recording import build_recording
 from quire.build.room import host_bytes
 from quire.build.speculate import build_speculation
 from quire.config import Settings
@@ -49,9 +50,10 @@ def build_engine(
 
     Raises InvalidModel or InvalidConfig.
     """
+    make = build_recording(settings.execution)
     executor, limits, facts = make_executor(settings)
     executor = wrap(executor)
-    engine = Engine(
+    engine = make(
         build_scheduler(settings, executor.describe(), limits),
         executor,
         depth=limits.depth,

@@ -46,6 +46,7 @@ main = Root(
         "plan": ("quire.look.plan", "Print what serving a model takes, and the smallest change that fits."),
         "diff": ("quire.look.diff", "Compare a model's activations with transformers', layer by layer."),
         "verify": ("quire.look.verify", "Prove that answers do not depend on load, cache, chunks or drafts."),
+        "replay": ("quire.sim.retell", "Make a recording's decisions again, and say why each was made."),
         "demo": ("quire.sim.demo", "Show the engine's loop, step by step."),
         "config": ("quire.cli.show", "Print the effective settings and where each came from."),
         "version": ("quire.cli.version", "Print versions."),

@@ -175,6 +175,15 @@ class ExecutionConfig:
         "speculated, for a price.",
     )
     debug: bool = option(False, "Show the traceback of an error.")
+    recording_dir: str | None = option(
+        None,
+        "Folder for a recording of what the scheduler decided and why, without prompts or answers, for `quire replay`; "
+        "none: nothing is recorded.",
+        unset="none",
+    )
+    recording_max_bytes: int = option(
+        256 << 20, "Largest size of all recordings in that folder: the oldest go first (64MiB works).", low=1 << 20
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

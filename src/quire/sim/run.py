@@ -39,8 +39,13 @@ class House:
     eviction_policy: str = "lru"
     cost: StepCost = FREE
 
-    def build(self, clock: Clock | None = None, observers: Iterable[Observer] = ()) -> Engine:
-        """The engine these settings describe."""
+    def build(
+        self,
+        clock: Clock | None = None,
+        observers: Iterable[Observer] = (),
+        make: Callable[..., Engine] = Engine,
+    ) -> Engine:
+        """The engine these settings describe. make: `Engine`, or what makes recorded ones."""
         clock = WallClock() if clock is None else clock
         rows = self.max_num_seqs * (1 + self.depth)
         index = prefix_index(self.page_size, self.prefix_caching)
@@ -56,7 +61,7 @@ class House:
         executor = SyntheticExecutor(
             pages=self.pages, page_size=self.page_size, rows=rows, depth=self.depth, cost=self.cost, clock=clock
         )
-        return Engine(scheduler, executor, depth=self.depth, clock=clock, observers=observers)
+        return make(scheduler, executor, depth=self.depth, clock=clock, observers=observers)
 
 
 @dataclass

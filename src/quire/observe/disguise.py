@@ -1,0 +1,53 @@
+"""Names for pages of tokens, in place of the tokens: equal beginnings keep equal names, and nothing else is left.
+
+Decisions depend on token ids in two ways only: whether pages are equal from the beginning on, and whether a token ends
+its request. So a page is named by a keyed hash of everything up to its end (as Mooncake's traces name blocks, USENIX
+FAST'25, but with a key), and the key is drawn anew for each recording and written nowhere.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+ROOT = 0
+"""The name of the page before the first."""
+
+STOP = 1
+"""The disguise of a token that ends its request; 0 is that of any other but a page's last, which is the page's name."""
+
+
+class Disguise:
+    """Of one recording. page_size in tokens; MANY: pages are never full, and need no names."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._key = secrets.token_bytes(32)
+
+    def name(self, before: int, tokens: Sequence[int]) -> int:
+        """The page of these tokens behind the page called `before`; 2 or more."""
+        said = array("q", tokens).tobytes()
+        digest = blake2b(said, digest_size=8, key=self._key, salt=before.to_bytes(8, "little")).digest()
+        return int.from_bytes(digest, "little") >> 1 | 2
+
+    def pages(self, tokens: Sequence[int]) -> list[int]:
+        """Names of the full pages of these tokens, which are a sequence's from its beginning."""
+        size, before, names = self.page_size, ROOT, []
+        for end in range(size, len(tokens) + 1, size):
+            before = self.name(before, tokens[end - size : end])
+            names.append(before)
+        return names
+
+    def salt(self, salt: str) -> str:
+        """Of a salt; an empty one stays so."""
+        return blake2b(salt.encode(), digest_size=8, key=self._key, person=b"salt").hexdigest() if salt else ""
+
+
+def disguised(tokens: int, names: Sequence[int], page_size: int) -> list[int]:
+    """So many tokens whose full pages have these names."""
+    out = [0] * tokens
+    for i, name in enumerate(names, 1):
+        out[i * page_size - 1] = name
+    return out

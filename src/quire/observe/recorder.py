@@ -1,0 +1,185 @@
+"""What the flight recorder writes down, as frames. What goes wrong with a recording ends it, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec
+
+from quire import __version__
+from quire.core.plan import Plan, Result, Span
+from quire.core.scheduler import Scheduler
+from quire.core.sequence import Sequence as Seq
+from quire.engine.events import Completed, StepRecord
+from quire.engine.executor import Description
+from quire.errors import ExecutorLost
+from quire.observe import tape
+from quire.observe.checkpoint import constraint_of, pack, told_of
+from quire.observe.disguise import ROOT, Disguise
+from quire.observe.ring import Ring
+from quire.values import Request
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+
+
+def _safely(record: Callable[Concatenate[Recorder, P], None]) -> Callable[Concatenate[Recorder, P], None]:
+    """What goes wrong in `record` ends the recording."""
+
+    def recording(self: Recorder, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self.on:
+            try:
+                record(self, *args, **kwargs)
+            except Exception as error:
+                self.on = False
+                log.error("the recording ends here, serving does not: %s: %s", type(error).__name__, error)
+
+    return recording
+
+
+class _Filling:
+    """A sequence whose pages fill: how many have names, the last name, and the step at which to look again."""
+
+    __slots__ = ("due", "name", "pages", "seq")
+
+    def __init__(self, seq: Seq, pages: int, name: int) -> None:
+        self.seq, self.pages, self.name, self.due = seq, pages, name, -1
+
+
+class Recorder:
+    """Writes frames; an observer of steps. One engine's."""
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+        self.on = True
+        self.run = secrets.token_hex(8)
+        self.frames = self.steps = self.depth = 0
+        self.at: list[float] = []
+        self._counts: list[int] = []
+        self._errors: list[int] = []
+        self._told: dict[int, int] = {}
+        self._landing = False
+        self._failed = ("masks", "", False)
+        self._spans: tuple[Span, ...] | None = None
+        self._filling: dict[str, _Filling] = {}
+        self._due: dict[int, list[_Filling]] = {}
+
+    def attach(self, scheduler: Scheduler, depth: int) -> None:
+        """From now on, the engine of this scheduler."""
+        self.scheduler, self.depth = scheduler, depth
+        self.disguise = Disguise(scheduler.kv.reuse.every)
+
+    @_safely
+    def write(self, frame: tape.Frame) -> None:
+        self.frames += 1
+        self.at = []
+        self.ring.write(tape.encode(frame))
+
+    @_safely
+    def begin(self, clock: float, about: Description, state: Callable[[], dict[str, Any]]) -> None:
+        """A new segment, which needs none of those before it."""
+        sizes = {name: getattr(about, name) for name in ("vocab_size", "max_model_len", "page_size", "pages", "rows")}
+        head = (tape.VERSION, __version__, self.run, self.ring.segments, time.time(), clock, sizes)
+        self.ring.begin(tape.encode(tape.Began([], *head, pack(state(), self.disguise))))
+        self._spans = None
+
+    # ---------------------------------------------------------------- what comes through the doors
+
+    @_safely
+    def arrived(self, request: Request, seq: Seq) -> None:
+        names = self.disguise.pages(request.prompt)
+        told = told_of(request, names, self.disguise.salt(request.salt))
+        self._filling[request.id] = _Filling(seq, len(names), names[-1] if names else ROOT)
+        self.write(tape.Arrived(*(self.at, *told, constraint_of(seq))))
+
+    @_safely
+    def launched(self, plan: Plan) -> None:
+        step = self.scheduler.flight[-1]
+        opened = []
+        if plan.opened:
+            ids = {span.row: seq.request.id for span, seq in zip(plan.spans, step.seqs, strict=True)}
+            for o in plan.opened:
+                id = ids[o.row]
+                opened.append((id, o.row, len(o.tokens), o.start, o.prompt, o.limit))
+                self._arm(self._filling[id])
+        spans = None if plan.spans is self._spans else plan.spans
+        self._spans = plan.spans
+        self.write(tape.Launched(self.at, opened, plan.grown, spans, plan.masked, plan.drafts, step.decisions))
+
+    @_safely
+    def came(self, result: Result) -> None:
+        self._counts = list(map(len, result.tokens))
+        self._errors = list(result.errors)
+        self._told = {j: len(rows) for j, rows in result.prompt_logprobs.items()} if result.prompt_logprobs else {}
+        self._landing = True
+
+    def failed(self, where: str, error: BaseException) -> None:
+        lost = isinstance(error, ExecutorLost)
+        while error.__cause__ is not None:
+            error = error.__cause__
+        self._failed = (where, type(error).__name__, lost)
+
+    @_safely
+    def reset(self) -> None:
+        self._landing, self._spans = False, None
+        self.write(tape.Reset(self.at, *self._failed))
+        self._failed = ("masks", "", False)
+
+    @_safely
+    def crashed(self, error: Exception) -> None:
+        if self._landing:
+            self._land([], [])
+        self.write(tape.Crashed(self.at, type(error).__name__))
+
+    # ---------------------------------------------------------------- an observer
+
+    def on_submit(self, request: Request, now: float) -> None:
+        """Heard at the door."""
+
+    @_safely
+    def on_step(self, record: StepRecord) -> None:
+        self.steps += 1
+        pages: list[tuple[int, int, int]] = []
+        for filling in self._due.pop(self.steps, ()):
+            if filling.due == self.steps:  # it may have ended just now: what it filled is published all the same
+                self._fill(filling, pages)
+        stops = []
+        for ended in record.ended:
+            del self._filling[ended.id]
+            if ended.finish == "stop":
+                stops.append((ended.id, ended.prompt_tokens + len(ended.tokens) - 1))
+        self._land(pages, stops)
+
+    def on_end(self, ended: Completed) -> None:
+        self._filling.pop(ended.id, None)
+
+    def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
+        """Seen at the door."""
+
+    def _land(self, pages: list[tuple[int, int, int]], stops: list[tuple[str, int]]) -> None:
+        self._landing = False
+        self.write(tape.Landed(self.at, self._counts, pages, stops, self._errors, self._told))
+
+    def _fill(self, filling: _Filling, pages: list[tuple[int, int, int]]) -> None:
+        """Name the pages that have filled since."""
+        tokens, size = filling.seq.tokens, self.disguise.page_size
+        while (end := (filling.pages + 1) * size) <= len(tokens):
+            filling.name = self.disguise.name(filling.name, tokens[end - size : end])
+            filling.pages += 1
+            pages.append((filling.seq.order, end - 1, filling.name))
+        if filling.seq.row is None or filling.seq.finish is not None:
+            filling.due = -1
+        else:
+            self._arm(filling)
+
+    def _arm(self, filling: _Filling) -> None:
+        """Look again when its next page may be full: a step brings a token and its drafts, and no more."""
+        seq, end = filling.seq, (filling.pages + 1) * self.disguise.page_size
+        if end >= seq.limit:  # its last token is never fed
+            return
+        missing = end - len(seq.tokens)
+        filling.due = due = self.steps + max(1, -(-missing // (1 + self.scheduler.speculation.most)))
+        self._due.setdefault(due, []).append(filling)

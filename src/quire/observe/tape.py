@@ -1,0 +1,216 @@
+"""A recording's format: frames of msgpack, each with its length and checksum, in segments that each begin with a state.
+
+Everything the engine decides follows from what is in it: the state a segment begins with, requests as they came and
+went, what the clock said, what steps brought home. The plans are there too, to be compared with. No token ids.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeAlias
+
+import msgspec
+
+from quire.core.plan import Span
+from quire.core.step import Decision
+from quire.errors import InvalidConfig
+from quire.values import FinishReason, Pooling
+
+MAGIC = b"quire\x00rec"
+VERSION = 1
+SUFFIX = ".quirerec"
+LARGEST = 1 << 28
+"""Bytes of the largest frame that is read: states are large, all else is small."""
+LONGEST = 1 << 24
+"""Tokens of the longest prompt that is read."""
+HEAD = struct.Struct("<II")
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=LONGEST)]
+
+
+class Frame(msgspec.Struct, array_like=True, frozen=True):
+    """at: what the clock said since the frame before, seconds of the engine's clock."""
+
+    at: list[float]
+
+
+class Began(Frame, tag=0, frozen=True):
+    """A segment. version: of this format. quire: whose engine. run: of which recording; number: which segment of it.
+
+    unix: wall-clock seconds at `clock` of the engine's. vocab_size, max_model_len, page_size, pages, rows: the
+    executor's. state: see `quire.observe.checkpoint`.
+    """
+
+    version: int
+    quire: str
+    run: str
+    number: int
+    unix: float
+    clock: float
+    about: dict[str, int]
+    state: Any
+
+
+class Launched(Frame, tag=1, frozen=True):
+    """A plan, written before the executor is given it. opened: (id, row, tokens, start, prompt, limit) each.
+
+    spans: None if they are the last plan's.
+    """
+
+    opened: list[tuple[str, int, int, int, int, int]]
+    grown: tuple[tuple[int, tuple[int, ...]], ...]
+    spans: tuple[Span, ...] | None
+    masked: tuple[int, ...]
+    drafts: tuple[int, ...]
+    why: list[Decision]
+
+
+class Landed(Frame, tag=2, frozen=True):
+    """The oldest step came home. counts: tokens by span. pages: (arrival number, position, name) where a page of tokens
+    was filled. stops: (id, position) of tokens that ended their request. errors: spans without an answer. told:
+    positions whose log-probabilities came, by span.
+    """
+
+    counts: list[_Count]
+    pages: list[tuple[int, int, int]] = []
+    stops: list[tuple[str, int]] = []
+    errors: list[int] = []
+    told: dict[int, _Count] = {}
+
+
+class Reset(Frame, tag=3, frozen=True):
+    """All steps in flight failed. where: launch, masks or result. kind: of the error at the bottom of it."""
+
+    where: str
+    kind: str
+    lost: bool
+
+
+class Idled(Frame, tag=4, frozen=True):
+    """A step in which nothing was launched and nothing came home."""
+
+
+class Arrived(Frame, tag=5, frozen=True):
+    """A request. tokens: of its prompt; pages: names of the full pages of them. asks: it wants log-probabilities of its
+    prompt. constraint: 0 none, 1 one, 2 one in the making. stops: whether any token ends it.
+    """
+
+    id: str
+    tokens: _Count
+    pages: list[int]
+    max_new: _Count
+    priority: int
+    deadline: float
+    salt: str
+    choice: int
+    stops: bool
+    asks: bool
+    pooling: Pooling | None
+    constraint: int
+
+
+class Provided(Frame, tag=6, frozen=True):
+    """The constraint that a request waited for was made."""
+
+    id: str
+
+
+class Left(Frame, tag=7, frozen=True):
+    """A request was ended from outside."""
+
+    id: str
+    why: FinishReason
+
+
+class Deepened(Frame, tag=8, frozen=True):
+    """From now on so many steps run ahead."""
+
+    depth: int
+
+
+class Crashed(Frame, tag=9, frozen=True):
+    """The engine itself broke. kind: of the error."""
+
+    kind: str
+
+
+AnyFrame: TypeAlias = Began | Launched | Landed | Reset | Idled | Arrived | Provided | Left | Deepened | Crashed
+
+encode = msgspec.msgpack.Encoder().encode
+
+
+class Segment(NamedTuple):
+    """One segment read: its beginning, what followed, and what is amiss at its end; empty: nothing is."""
+
+    began: Began
+    frames: list[AnyFrame]
+    amiss: str
+
+
+def segments(paths: list[Path]) -> Iterator[Segment]:
+    """The segments in these files, or in the folders among them, oldest first.
+
+    Raises InvalidConfig for what is no recording, or damaged anywhere but at its end.
+    """
+    for path in _files(paths):
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise InvalidConfig(f"{path}: {error.strerror}") from error
+        yield from _segments(path, data)
+
+
+def _files(paths: list[Path]) -> list[Path]:
+    found = []
+    for path in paths:
+        inside = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+        if not inside:
+            raise InvalidConfig(f"{path}: no recording is in this folder (files end in {SUFFIX})")
+        found += inside
+    return found
+
+
+def _segments(path: Path, data: bytes) -> Iterator[Segment]:
+    """Of one file, which may hold several, one behind the other."""
+    decode, place = msgspec.msgpack.Decoder(AnyFrame).decode, 0
+    began: Began | None = None
+    frames: list[AnyFrame] = []
+    if not data.startswith(MAGIC):
+        raise InvalidConfig(f"{path} is no recording of quire's: it begins with other bytes")
+    while True:
+        if data.startswith(MAGIC, place) or place >= len(data):
+            if began is not None:
+                yield Segment(began, frames, "")
+            if place >= len(data):
+                return
+            began, frames, place = None, [], place + len(MAGIC)
+        length, check = HEAD.unpack_from(data, place) if place + HEAD.size <= len(data) else (0, 0)
+        payload = data[place + HEAD.size : place + HEAD.size + length]
+        if length == 0 or len(payload) < length:
+            if began is None:
+                raise InvalidConfig(f"{path}: a segment without a beginning at byte {place}")
+            amiss = "it ends in the middle of a frame" if length else "it was not closed: the process was killed"
+            yield Segment(began, frames, amiss)
+            place = data.find(MAGIC, place)
+            if place < 0:
+                return
+            began = None
+            continue
+        if length > LARGEST or zlib.crc32(payload) != check:
+            raise InvalidConfig(f"{path} is damaged: the frame at byte {place} is not what was written")
+        try:
+            frame = decode(payload)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise InvalidConfig(f"{path} is damaged: the frame at byte {place}: {error}") from error
+        if isinstance(frame, Began) is (began is not None):
+            raise InvalidConfig(f"{path} is damaged: byte {place} is no place for a {type(frame).__name__}")
+        if isinstance(frame, Began):
+            began = frame
+            if frame.version != VERSION:
+                raise InvalidConfig(f"{path}: its format is {frame.version}, and this quire ({VERSION}) cannot read it")
+        else:
+            frames.append(frame)
+        place += HEAD.size + length

@@ -1,0 +1,183 @@
+"""What is in a recording, what is not, and what becomes of it where disks fill and processes die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from quire.cli import main
+from quire.engine.clock import VirtualClock
+from quire.engine.engine import Engine
+from quire.errors import InvalidConfig
+from quire.executors.costs import StepCost
+from quire.observe import ring, tape
+from quire.observe.disguise import Disguise
+from quire.observe.recorded import recorded
+from quire.sim.replay import replay
+from quire.sim.run import House, drive
+from quire.sim.workload import uniform
+from quire.values import MANY
+
+SECRET = 1_234_567_890_123
+"""A token id that would be found in any file it is written to."""
+
+
+def run(folder: Path, requests: int = 30, limit: int = 1 << 26) -> Engine:
+    house = House(pages=16, page_size=4, max_num_seqs=4, max_num_batched_tokens=16, chunk=16, cost=StepCost(0.01))
+    engine = house.build(VirtualClock(), make=recorded(folder, limit))
+    drive(engine, uniform(requests, prompt=(4, 24), new=(4, 16), shared=8, rate=8.0))
+    return engine
+
+
+def only(folder: Path) -> Path:
+    [path] = folder.glob(f"*{tape.SUFFIX}")
+    return path
+
+
+def read(path: Path) -> Result:
+    return CliRunner().invoke(main, ["replay", str(path)], env={"COLUMNS": "200"})
+
+
+def test_a_recording_is_bounded_and_can_be_replayed_from_what_is_left(tmp_path: Path) -> None:
+    limit = 1 << 20
+    engine = run(tmp_path, requests=4000, limit=limit)
+    engine.close()
+    segments = list(tape.segments([tmp_path]))
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= limit
+    assert segments[0].began.number > 0 and len(segments) > 2
+    again = replay(segments)
+    assert again.departure is None and again.engine.ledger.steps == engine.ledger.steps
+
+
+def test_recordings_of_earlier_processes_make_room_too(tmp_path: Path) -> None:
+    old = tmp_path / f"2000-{tape.SUFFIX}"
+    old.write_bytes(bytes(1 << 20))
+    (tmp_path / "notes.txt").write_text("mine")
+    run(tmp_path, limit=1 << 20).close()
+    assert not old.exists() and (tmp_path / "notes.txt").exists()
+
+
+def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
+    run(tmp_path / "new").close()
+    assert stat.S_IMODE(only(tmp_path / "new").stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+
+
+def test_names_keep_beginnings_and_nothing_else() -> None:
+    one, other = Disguise(4), Disguise(4)
+    tokens = [5, 6, 7, 8, 5, 6, 7, 8, 9]
+    names = one.pages(tokens)
+    assert len(set(names)) == 2, "the same page at another place has another name"
+    assert one.pages([*tokens[:8], 1, 2, 3, 4])[:2] == names and one.pages([4, *tokens[1:]])[1] != names[1]
+    assert set(other.pages(tokens)).isdisjoint(names), "names of two recordings cannot be compared"
+    assert one.salt("tenant") == one.salt("tenant") != other.salt("tenant") and one.salt("") == ""
+
+
+def test_no_token_salt_or_seed_is_written(tmp_path: Path) -> None:
+    house = House(pages=64, page_size=4)
+    engine = house.build(VirtualClock(), make=recorded(tmp_path, 1 << 22))
+    engine.about = engine.about.__class__(64, 4, 32, MANY, 1 << 50)
+    engine.submit([SECRET] * 9, 8, stop=[SECRET + 1], id="known")
+    engine.step()
+    engine._begin()  # type: ignore[attr-defined]
+    while engine.has_pending_work:
+        engine.step()
+    engine.close()
+    data = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert b"known" in data
+    for number in (SECRET, SECRET + 1):
+        assert number.to_bytes(8, "big") not in data and number.to_bytes(8, "little") not in data
+
+
+def test_a_process_killed_in_the_middle_leaves_all_it_decided(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from tests.observe.test_recorder import run;"
+        "run(Path(sys.argv[1])); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[2], check=False)
+    assert done.returncode == -signal.SIGKILL
+    [segment] = tape.segments([tmp_path])
+    again = replay([segment])
+    assert "killed" in segment.amiss and again.departure is None
+    assert again.engine.ledger.requests == 30
+
+
+@pytest.mark.parametrize("cut", [1, 3, 7, 40])
+def test_a_frame_cut_short_ends_the_recording_there(tmp_path: Path, cut: int) -> None:
+    run(tmp_path).close()
+    path = only(tmp_path)
+    path.write_bytes(path.read_bytes()[:-cut])
+    done = read(path)
+    assert done.exit_code == 0 and "note: segment 0: it " in done.output and "every decision is the same" in done.output
+
+
+def _flip(data: bytes) -> bytes:
+    at = len(data) // 2
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def _framed(*frames: bytes) -> bytes:
+    return tape.MAGIC + b"".join(tape.HEAD.pack(len(f), ring.zlib.crc32(f)) + f for f in frames)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (_flip, "is damaged: the frame at byte"),
+        (lambda data: b"", "is no recording"),
+        (lambda data: b"\x80\x04\x95pickled", "is no recording"),
+        (lambda data: data[: len(tape.MAGIC)], "a segment without a beginning"),
+        (lambda data: _framed(b"\xff" * 9), "is damaged"),
+        (lambda data: _framed(b"\x91" * 100_000), "is damaged"),
+        (lambda data: _framed(tape.encode(tape.Idled([]))), "no place for a Idled"),
+        (lambda data: _framed(tape.encode(tape.Began([], 99, "9", "r", 0, 0.0, 0.0, {}, []))), "its format is 99"),
+        (lambda data: _framed(tape.encode(tape.Began([], 1, "1", "r", 0, 0.0, 0.0, {}, []))), "no state of an engine"),
+        (
+            lambda data: _framed(tape.encode(tape.Began([], 1, "1", "r", 0, 0.0, 0.0, {}, [["os.system", []]]))),
+            "which this quire does not know",
+        ),
+        (lambda data: tape.MAGIC + tape.HEAD.pack(1 << 30, 0) + bytes(64), "a segment without a beginning"),
+    ],
+)
+def test_what_is_no_recording_is_refused_in_a_line(tmp_path: Path, spoil: Callable[[bytes], bytes], says: str) -> None:
+    run(tmp_path).close()
+    path = only(tmp_path)
+    path.write_bytes(spoil(path.read_bytes()))
+    done = read(path)
+    assert done.exit_code == 2 and says in done.output and done.output.count("\n") == 1, done.output
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(InvalidConfig, match=r"recording_dir: .*cannot be written to"):
+        recorded(tmp_path / "file" / "inside")
+    assert "no recording is in this folder" in read(tmp_path).output
+    assert read(tmp_path / "nowhere").exit_code == 2
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    taken = os.posix_fallocate
+    calls = []
+
+    def full(file: int, start: int, size: int) -> None:
+        calls.append(size)
+        if len(calls) > 1:
+            raise OSError(28, "No space left on device")
+        taken(file, start, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    engine = run(tmp_path, requests=3000, limit=1 << 20)
+    engine.close()
+    assert engine.ledger.requests == 3000 and "No space left" in caplog.text
+    assert len(calls) == 2, "it tries once"
+    assert replay(list(tape.segments([only(tmp_path)]))).departure is None

@@ -1,0 +1,191 @@
+"""A recording decides again what was decided, and says where changed code departs."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from quire.cli import main
+from quire.core.scheduler import Scheduler
+from quire.engine.clock import VirtualClock
+from quire.engine.engine import Engine
+from quire.executors.costs import StepCost
+from quire.observe import tape
+from quire.observe.checkpoint import CLASSES
+from quire.observe.recorded import RecordedEngine, recorded
+from quire.observe.recorder import Recorder
+from quire.observe.ring import Ring
+from quire.sim.replay import replay
+from quire.sim.run import House, drive
+from quire.sim.workload import uniform
+from quire.values import MANY
+from tests.lattice import AXES, Drawn, Run, combinations
+from tests.lattice import House as Classes
+from tests.mutants import BUGS, plant
+
+SAMPLE = random.Random(5).sample(list(combinations()), 40)
+
+
+class Short(Ring):
+    """Segments of so many frames."""
+
+    def __init__(self, folder: Path, frames: int) -> None:
+        super().__init__(folder, 1 << 26)
+        self.size, self.frames, self.written = 1 << 16, frames, 0
+
+    @property
+    def full(self) -> bool:
+        return self.written >= self.frames
+
+    def begin(self, first: bytes) -> None:
+        self.written = 0
+        super().begin(first)
+
+    def write(self, frame: bytes) -> None:
+        self.written += 1
+        super().write(frame)
+
+
+def record(folder: Path, combo: dict[str, Any], frames: int = MANY) -> Run:
+    """One combination of the lattice, recorded in segments of so many frames."""
+    ring = Short(folder, frames)
+    recorder = Recorder(ring)
+    run = Run(Classes(Engine=partial(RecordedEngine, recorder=recorder)), combo)
+    run.drive()
+    ring.close()
+    assert recorder.on
+    return run
+
+
+def as_drawn(combo: dict[str, Any]) -> Callable[[Engine], None]:
+    """The lattice's own speculation, which no recording can hold."""
+
+    def prepare(engine: Engine) -> None:
+        if combo["drafts"] < 0:
+            engine.scheduler.speculation = Drawn(combo["drafts"], random.Random(7))
+
+    return prepare
+
+
+def named(combo: dict[str, Any]) -> str:
+    return "-".join(str(value) for value in combo.values())
+
+
+def test_the_sample_has_every_value_of_every_axis() -> None:
+    for axis, values in AXES.items():
+        assert {combo[axis] for combo in SAMPLE} == set(values)
+
+
+@pytest.mark.parametrize("combo", SAMPLE, ids=named)
+def test_every_plan_of_the_lattice_is_made_again(tmp_path: Path, combo: dict[str, Any]) -> None:
+    run = record(tmp_path, combo)
+    again = replay(list(tape.segments([tmp_path])), prepare=as_drawn(combo))
+    assert again.departure is None and not again.under_way
+    assert again.engine.ledger.steps == run.eng.ledger.steps and again.engine.failures == run.eng.failures
+    assert again.engine.gauges() == run.eng.gauges()
+
+
+@pytest.mark.parametrize("combo", [c for c in SAMPLE if c["drafts"] >= 0][:8], ids=named)
+def test_every_segment_is_a_beginning(tmp_path: Path, combo: dict[str, Any]) -> None:
+    run = record(tmp_path, combo, frames=40)
+    segments = list(tape.segments([tmp_path]))
+    assert len(segments) > 2
+    for first in range(len(segments)):
+        again = replay(segments[first:])
+        assert again.departure is None and again.engine.ledger.steps == run.eng.ledger.steps
+        assert again.engine.gauges() == run.eng.gauges()
+
+
+def tight(folder: Path) -> Engine:
+    """Forty requests in too few pages, recorded."""
+    house = House(pages=12, page_size=4, max_num_seqs=4, max_num_batched_tokens=16, chunk=16, cost=StepCost(0.01))
+    engine = house.build(VirtualClock(), make=recorded(folder))
+    drive(engine, uniform(40, prompt=(4, 24), new=(4, 16), shared=8, rate=40.0))
+    engine.close()
+    return engine
+
+
+def shown(*args: str | Path, code: int = 0) -> Result:
+    done = CliRunner().invoke(main, ["replay", *map(str, args)], env={"COLUMNS": "200"})
+    assert done.exit_code == code, done.output
+    return done
+
+
+def test_a_changed_scheduler_is_told_from_the_recorded_one_at_the_first_step_that_departs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tight(tmp_path)
+    steps = json.loads(shown(tmp_path, "--json").output)["preemptions"]["each"]
+    contested = next(each["step"] for each in steps if each["request"] != each["for"])
+
+    def whoever_asks(self: Scheduler, seq: Any, i: int) -> Any:
+        return seq
+
+    monkeypatch.setattr(Scheduler, "_victim", whoever_asks)
+    said = shown(tmp_path, code=1).output
+    departed = json.loads(shown(tmp_path, "--json", code=1).output)
+    assert departed["same"] is False and departed["departure"]["step"] == contested
+    assert f"departs at step {departed['departure']['step']}" in said and "decided now" in said
+    assert departed["departure"]["recorded"] != departed["departure"]["decided"]
+
+
+COMBO = dict(zip(AXES, (1, 4, 1, True, 4, (16, 5), "continuous", 0, False, False, "fcfs", "lru", False), strict=True))
+PLANTED = {
+    "reserve forgets steps in flight": 5,
+    "gaps are not waited for": 43,
+    "a dropped cached page counts as blank": 5,
+    "short row preempts although pages are coming home": 6,
+    "who left still claims a page": 6,
+}
+"""And the step of COMBO at which each departs."""
+
+
+@pytest.mark.parametrize(
+    "bug", [bug for bug in BUGS if bug.name in PLANTED], ids=lambda bug: bug.name.replace(" ", "-")
+)
+def test_a_planted_bug_is_found_by_a_recording_of_before(tmp_path: Path, bug: Any) -> None:
+    record(tmp_path, COMBO)
+    house = plant(bug)
+    empty = house.Scheduler(house.KV(1, 1))
+    parts = (empty, empty.kv, empty.kv.pool, empty.waiting, house.RadixReuse(1))
+    known = {**CLASSES, **{type(part).__name__: type(part) for part in parts}}
+    again = replay(list(tape.segments([tmp_path])), known=known, make=house.Engine)
+    assert again.departure is not None and again.departure.step == PLANTED[bug.name]
+
+
+def test_the_summary_says_what_happened_and_why(tmp_path: Path) -> None:
+    engine = tight(tmp_path)
+    said = shown(tmp_path).output
+    assert "every decision is the same" in said
+    assert f"steps 1 to {engine.ledger.steps}" in said and "requests 40: ended 40 length" in said
+    assert f"preemptions {engine.scheduler.preempted} (" in said and "is preempted for" in said
+    assert "for free KV blocks" in said and "longest steps:" in said
+    found = json.loads(shown(tmp_path, "--json").output)
+    assert found["same"] and found["tokens"] == engine.ledger.generated
+    assert found["evictions"] == engine.scheduler.kv.pool.evictions
+    assert found["settings"]["pages"] == 12 and found["settings"]["budget"] == 16
+    assert len(found["preemptions"]["each"]) == engine.scheduler.preempted
+    assert found["time"]["executor"] == pytest.approx(engine.ledger.steps * 0.01)
+
+
+def test_one_request_and_one_step_are_told(tmp_path: Path) -> None:
+    tight(tmp_path)
+    each = json.loads(shown(tmp_path, "--json").output)["preemptions"]["each"][0]
+    life = shown(tmp_path, "--request", each["request"]).output
+    assert "to compute again" in life and "first token after" in life and "ended at its limit" in life
+    step = shown(tmp_path, "--step", each["step"]).output
+    assert f"step {each['step']}, " in step and each["says"] in step and "feed    row" in step
+    assert json.loads(shown(tmp_path, "--json", "--request", "req-3").output)["request"]["id"] == "req-3"
+
+
+def test_what_is_not_in_the_recording_is_said(tmp_path: Path) -> None:
+    engine = tight(tmp_path)
+    assert "no request 'req-99'" in shown(tmp_path, "--request", "req-99", code=2).output
+    assert f"it has 1 to {engine.ledger.steps}" in shown(tmp_path, "--step", "9999", code=2).output
