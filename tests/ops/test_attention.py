@@ -64,6 +64,7 @@ def situations(draw: st.DrawFn) -> dict[str, object]:
         "window": draw(st.sampled_from([MANY, 1, 3, 7])),
         "soft_cap": draw(st.sampled_from([0.0, 0.7, 5.0])),
         "few": draw(st.sampled_from([1, 4, 32])),
+        "worth": draw(st.sampled_from([0, 10, 512])),
         "tile": draw(st.sampled_from([2, 3, 256])),
         "seed": draw(st.integers(0, 1000)),
     }
@@ -94,6 +95,7 @@ def check(s: dict, dtype: torch.dtype, tolerance: float, ops: Ops = OPS) -> None
 @given(s=situations())
 def test_any_mixture_of_spans_windows_and_caps_attends_as_written_down(kind: str, s: dict) -> None:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paging, "WORTH", s["worth"])
         patch.setattr(paging, "FEW", s["few"])
         patch.setattr(reference, "FEW", s["few"])
         patch.setattr(reference, "TILE", s["tile"])
