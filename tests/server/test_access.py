@@ -44,6 +44,17 @@ async def test_a_key_that_asks_too_often_is_told_when_to_come_back_and_others_go
         assert [(await ask("a")).status_code for _ in range(2)] == [200, 429]
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/completions", "/v1/embeddings", "/v1/generate", "/v1/messages/count_tokens", "/tokenize", "/detokenize"],
+)
+async def test_every_door_counts_towards_a_keys_rate(path: str) -> None:
+    async with served(rates=Rates(requests=1, clock=Clock())) as server:
+        await server.client.post(path, json={})
+        assert (await server.client.post(path, json={})).status_code == 429
+        assert (await server.client.post("/ping")).status_code == 200
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_tokens_of_prompts_and_answers_are_counted_and_have_to_be_made_up_for(streamed: bool) -> None:
     clock = Clock()

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,14 @@ from tests.server.doubles import EOS, HI, TOKENIZER, Served, served
 
 TOOL = {"name": "now", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
 CALL = '<tool_call>\n{"name": "now", "arguments": {"a": "€ \\n😀"}}\n</tool_call>'
+TWO = {
+    "hermes": f"{CALL}\n{CALL}",
+    "llama3_json": '{"name": "now", "parameters": {"a": "€"}}; {"name": "now", "parameters": {}}',
+    "mistral": '[TOOL_CALLS][{"name": "now", "arguments": {"a": "😀"}}, {"name": "now", "arguments": {}}]',
+    "gemma": '```tool_code\n[now(a="€"), now()]\n```',
+}
+"""Two calls, as each family writes them."""
+
 PIECES = ("a dog", " ", "\n", "€5 😀", "e\u0301", "<think>", "</think>", CALL, "<tool_call>", "</tool_", "{", '"a": 1')
 
 Told = dict[str, Any]
@@ -70,6 +79,7 @@ def chat(chunks: list[Told]) -> Told:
                 assert call["index"] == len(said["calls"])
                 said["calls"].append([call["function"]["name"], ""])
             said["calls"][call["index"]][1] += call["function"].get("arguments", "")
+        assert delta or choice["finish_reason"], "a chunk says nothing"
     return {**said, "finish": chunks[-1]["choices"][0]["finish_reason"]}
 
 
@@ -157,11 +167,27 @@ DOORS = (
     pieces=st.lists(st.sampled_from(PIECES), min_size=1, max_size=5),
     cuts=st.lists(st.integers(1, 7), max_size=60),
     thinks=st.booleans(),
+    family=st.sampled_from(sorted(TWO)),
 )
-@example(pieces=[CALL, CALL], cuts=[], thinks=False)
-@example(pieces=["<think>", "€5 😀", "</think>", "a dog", CALL], cuts=[3, 1, 2] * 9, thinks=True)
+@example(pieces=[CALL, CALL], cuts=[], thinks=False, family="hermes")
+@example(pieces=["<think>", "€5 😀", "</think>", "a dog", CALL], cuts=[3, 1, 2] * 9, thinks=True, family="hermes")
 @settings(max_examples=40, deadline=None)
-def test_however_an_answer_is_cut_its_stream_says_the_whole(pieces: list[str], cuts: list[int], thinks: bool) -> None:
+def test_however_an_answer_is_cut_its_stream_says_the_whole(
+    pieces: list[str], cuts: list[int], thinks: bool, family: str
+) -> None:
+    asyncio.run(cut(pieces, cuts, {"reasoning_parser": "qwen3" if thinks else "none", "tool_parser": family}))
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("family", sorted(TWO))
+def test_two_calls_of_every_family_come_as_two_at_every_door(family: str, size: int) -> None:
+    told = asyncio.run(cut([TWO[family]], [size] * 400, {"tool_parser": family}))
+    for path, said in told.items():
+        assert path == "/v1/completions" or len(said["calls"]) == 2, (path, said)
+
+
+async def cut(pieces: list[str], cuts: list[int], about: Told) -> dict[str, Told]:
+    """What each door's stream says of an answer made in these steps: what its whole answer says."""
     tokens = [*TOKENIZER.encode("".join(pieces)), EOS]
     steps = []
     while tokens:
@@ -169,14 +195,12 @@ def test_however_an_answer_is_cut_its_stream_says_the_whole(pieces: list[str], c
         steps.append(tokens[:size])
         tokens = tokens[size:]
 
-    async def story() -> None:
-        about = {"reasoning_parser": "qwen3" if thinks else "none"}
-        async with served(None, room=4000, about=about) as server:
-            for path, body, parts, whole in DOORS:
-                stream = parts(data(await streamed(server, path, body, steps)))
-                at_once = asyncio.ensure_future(server.post(path, **body))
-                everything = [token for step in steps for token in step]
-                server.port.say(await begun(server, at_once), *everything, finish="stop", stop_token=EOS)
-                assert stream == whole((await at_once).json()), path
-
-    asyncio.run(story())
+    told = {}
+    async with served(None, room=4000, about=about) as server:
+        for path, body, parts, whole in DOORS:
+            told[path] = stream = parts(data(await streamed(server, path, body, steps)))
+            at_once = asyncio.ensure_future(server.post(path, **body))
+            everything = [token for step in steps for token in step]
+            server.port.say(await begun(server, at_once), *everything, finish="stop", stop_token=EOS)
+            assert stream == whole((await at_once).json()), path
+    return told

@@ -185,6 +185,22 @@ async def test_a_silent_stream_is_kept_alive() -> None:
     assert texts(events(text.replace(": keep-alive\n\n", ""))) == "dog"
 
 
+async def test_a_stream_that_holds_a_call_back_is_kept_alive_too() -> None:
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    async with served(None, room=1024, limits=Limits(keep_alive=0.01)) as server:
+        task = asyncio.ensure_future(server.post("/v1/chat/completions", messages=HI, stream=True, tools=tools))
+        await submitted(server)
+        request = server.port.submitted[0]
+        for token in TOKENIZER.encode("<tool_call>\n{"):
+            server.port.say(request, token)
+            await asyncio.sleep(0.02)
+        server.port.say(request, *TOKENIZER.encode('"name": "now"}</tool_call>'), 1, finish="stop", stop_token=1)
+        text = (await task).text
+    assert text.count(": keep-alive\n\n") >= 2
+    said = events(text.replace(": keep-alive\n\n", ""))
+    assert all(chunk["choices"][0]["delta"] or chunk["choices"][0]["finish_reason"] for chunk in said)
+
+
 async def test_tokens_that_are_ready_together_leave_in_one_write() -> None:
     async with served(None) as server:
         raw = Raw(server, "/v1/completions", prompt="a", stream=True)

@@ -140,11 +140,12 @@ class CompletionChunks:
 
 
 class ChatChunks:
-    """chat.completion.chunk chunks: a role, then content, then how it ended."""
+    """chat.completion.chunk chunks: a role, then content, then how it ended. What only marks a call says nothing."""
 
     def __init__(self, job: Job, token_text: TokenText) -> None:
         self._job, self._head, self._text = job, _Head(job, "chat.completion.chunk", token_text), token_text
         self._plain = job.top is None and not job.token_ids
+        self._needless = self._plain and not job.every_usage
         choices = len(job.calls) * job.n
         self._splitters = [job.splitter() for _ in range(choices)]
         self._called = [False] * choices
@@ -172,6 +173,8 @@ class ChatChunks:
         if delta.finish_reason is not None:
             parts = [*parts, *splitter.flush()]
         bodies = [self._body(part, index) for part in parts if part.kind != "reasoning" or self._job.reasons]
+        if not bodies and self._needless and delta.finish_reason is None:
+            return b""
         head, tail = self._head.of(index), self._head.tail()
         *before, last = bodies or [b'"delta":{}']
         said = b"".join([head + body + _PLAIN_TAIL + tail for body in before])

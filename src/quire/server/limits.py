@@ -24,6 +24,9 @@ from quire.values import Origin
 OPEN = frozenset({"/health", "/health/live", "/health/ready"})
 """Paths that need no key, so that whoever restarts servers needs none."""
 
+UNCOUNTED = OPEN | {"/ping"}
+"""Paths that may be asked as often as one likes, in whatever way."""
+
 _ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
@@ -202,7 +205,7 @@ class Guard:
         try:
             if path not in OPEN and not self._admits(path, headers):
                 scope["key"] = self._keys.check(headers, admin=for_admins(path))
-            if scope["method"] == "POST" and path.startswith("/v1/"):
+            if scope["method"] == "POST" and path not in UNCOUNTED:
                 self._rates.admit(scope["key"])
         except (Unauthorized, Overloaded) as error:
             await faults.response(error, scope["path"])(scope, receive, named)

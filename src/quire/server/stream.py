@@ -123,7 +123,9 @@ class EventStream(Generic[D_contra]):
         try:
             async with aclosing(self._said) as said:
                 async for ready in said:
-                    await self._send(send, b"".join(map(of, ready)))
+                    data = b"".join(map(of, ready))
+                    if data or not self._started:
+                        await self._send(send, data)
             last = self._chunks.closing()
         except Exception as error:
             if not self._started:
