@@ -50,10 +50,9 @@ def test_a_recording_is_bounded_and_can_be_replayed_from_what_is_left(tmp_path: 
     limit = 1 << 20
     engine = run(tmp_path, requests=4000, limit=limit)
     engine.close()
-    segments = list(tape.segments([tmp_path]))
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= limit
-    assert segments[0].began.number > 0 and len(segments) > 2
-    again = replay(segments)
+    again = replay(tape.Reel([tmp_path]))
+    assert again.began.number > 0 and again.segments > 2
     assert again.departure is None and again.engine.ledger.steps == engine.ledger.steps
 
 
@@ -104,9 +103,9 @@ def test_a_process_killed_in_the_middle_leaves_all_it_decided(tmp_path: Path) ->
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[2], check=False)
     assert done.returncode == -signal.SIGKILL
-    [segment] = tape.segments([tmp_path])
-    again = replay([segment])
-    assert "killed" in segment.amiss and again.departure is None
+    reel = tape.Reel([tmp_path])
+    again = replay(reel)
+    assert "killed" in reel.notes[0] and again.departure is None
     assert again.engine.ledger.requests == 30
 
 
@@ -116,7 +115,11 @@ def test_a_frame_cut_short_ends_the_recording_there(tmp_path: Path, cut: int) ->
     path = only(tmp_path)
     path.write_bytes(path.read_bytes()[:-cut])
     done = read(path)
-    assert done.exit_code == 0 and "note: segment 0: it " in done.output and "every decision is the same" in done.output
+    assert (
+        done.exit_code == 0
+        and "ends in the middle of a frame" in done.output
+        and "every decision is the same" in done.output
+    )
 
 
 def _flip(data: bytes) -> bytes:
@@ -180,4 +183,4 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
     engine.close()
     assert engine.ledger.requests == 3000 and "No space left" in caplog.text
     assert len(calls) == 2, "it tries once"
-    assert replay(list(tape.segments([only(tmp_path)]))).departure is None
+    assert replay(tape.Reel([only(tmp_path)])).departure is None

@@ -64,10 +64,10 @@ def record(folder: Path, combo: dict[str, Any], frames: int = MANY) -> Run:
     return run
 
 
-def as_drawn(combo: dict[str, Any]) -> Callable[[Engine], None]:
+def as_drawn(combo: dict[str, Any]) -> Callable[[Engine, tape.Began], None]:
     """The lattice's own speculation, which no recording can hold."""
 
-    def prepare(engine: Engine) -> None:
+    def prepare(engine: Engine, began: tape.Began) -> None:
         if combo["drafts"] < 0:
             engine.scheduler.speculation = Drawn(combo["drafts"], random.Random(7))
 
@@ -86,7 +86,7 @@ def test_the_sample_has_every_value_of_every_axis() -> None:
 @pytest.mark.parametrize("combo", SAMPLE, ids=named)
 def test_every_plan_of_the_lattice_is_made_again(tmp_path: Path, combo: dict[str, Any]) -> None:
     run = record(tmp_path, combo)
-    again = replay(list(tape.segments([tmp_path])), prepare=as_drawn(combo))
+    again = replay(tape.Reel([tmp_path]), prepare=as_drawn(combo))
     assert again.departure is None and not again.under_way
     assert again.engine.ledger.steps == run.eng.ledger.steps and again.engine.failures == run.eng.failures
     assert again.engine.gauges() == run.eng.gauges()
@@ -95,10 +95,11 @@ def test_every_plan_of_the_lattice_is_made_again(tmp_path: Path, combo: dict[str
 @pytest.mark.parametrize("combo", [c for c in SAMPLE if c["drafts"] >= 0][:8], ids=named)
 def test_every_segment_is_a_beginning(tmp_path: Path, combo: dict[str, Any]) -> None:
     run = record(tmp_path, combo, frames=40)
-    segments = list(tape.segments([tmp_path]))
+    segments = sorted(tmp_path.iterdir())
     assert len(segments) > 2
     for first in range(len(segments)):
-        again = replay(segments[first:])
+        again = replay(tape.Reel(segments[first:]))
+        assert again.segments == len(segments) - first and again.began.number == first
         assert again.departure is None and again.engine.ledger.steps == run.eng.ledger.steps
         assert again.engine.gauges() == run.eng.gauges()
 
@@ -118,11 +119,19 @@ def shown(*args: str | Path, code: int = 0) -> Result:
     return done
 
 
+def told(*args: str | Path, code: int = 0) -> dict[str, Any]:
+    """The only recording's report."""
+    found = json.loads(shown(*args, "--json", code=code).output)
+    [recording] = found["recordings"]
+    assert recording["same"] is found["same"] is (code == 0)
+    return dict(recording)
+
+
 def test_a_changed_scheduler_is_told_from_the_recorded_one_at_the_first_step_that_departs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tight(tmp_path)
-    steps = json.loads(shown(tmp_path, "--json").output)["preemptions"]["each"]
+    steps = told(tmp_path)["preemptions"]["each"]
     contested = next(each["step"] for each in steps if each["request"] != each["for"])
 
     def whoever_asks(self: Scheduler, seq: Any, i: int) -> Any:
@@ -130,7 +139,7 @@ def test_a_changed_scheduler_is_told_from_the_recorded_one_at_the_first_step_tha
 
     monkeypatch.setattr(Scheduler, "_victim", whoever_asks)
     said = shown(tmp_path, code=1).output
-    departed = json.loads(shown(tmp_path, "--json", code=1).output)
+    departed = told(tmp_path, code=1)
     assert departed["same"] is False and departed["departure"]["step"] == contested
     assert f"departs at step {departed['departure']['step']}" in said and "decided now" in said
     assert departed["departure"]["recorded"] != departed["departure"]["decided"]
@@ -156,7 +165,7 @@ def test_a_planted_bug_is_found_by_a_recording_of_before(tmp_path: Path, bug: An
     empty = house.Scheduler(house.KV(1, 1))
     parts = (empty, empty.kv, empty.kv.pool, empty.waiting, house.RadixReuse(1))
     known = {**CLASSES, **{type(part).__name__: type(part) for part in parts}}
-    again = replay(list(tape.segments([tmp_path])), known=known, make=house.Engine)
+    again = replay(tape.Reel([tmp_path]), known=known, make=house.Engine)
     assert again.departure is not None and again.departure.step == PLANTED[bug.name]
 
 
@@ -167,7 +176,7 @@ def test_the_summary_says_what_happened_and_why(tmp_path: Path) -> None:
     assert f"steps 1 to {engine.ledger.steps}" in said and "requests 40: ended 40 length" in said
     assert f"preemptions {engine.scheduler.preempted} (" in said and "is preempted for" in said
     assert "for free KV blocks" in said and "longest steps:" in said
-    found = json.loads(shown(tmp_path, "--json").output)
+    found = told(tmp_path)
     assert found["same"] and found["tokens"] == engine.ledger.generated
     assert found["evictions"] == engine.scheduler.kv.pool.evictions
     assert found["settings"]["pages"] == 12 and found["settings"]["budget"] == 16
@@ -177,12 +186,12 @@ def test_the_summary_says_what_happened_and_why(tmp_path: Path) -> None:
 
 def test_one_request_and_one_step_are_told(tmp_path: Path) -> None:
     tight(tmp_path)
-    each = json.loads(shown(tmp_path, "--json").output)["preemptions"]["each"][0]
+    each = told(tmp_path)["preemptions"]["each"][0]
     life = shown(tmp_path, "--request", each["request"]).output
     assert "to compute again" in life and "first token after" in life and "ended at its limit" in life
     step = shown(tmp_path, "--step", each["step"]).output
     assert f"step {each['step']}, " in step and each["says"] in step and "feed    row" in step
-    assert json.loads(shown(tmp_path, "--json", "--request", "req-3").output)["request"]["id"] == "req-3"
+    assert told(tmp_path, "--request", "req-3")["request"]["id"] == "req-3"
 
 
 def test_what_is_not_in_the_recording_is_said(tmp_path: Path) -> None:

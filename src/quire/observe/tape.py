@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -140,77 +140,76 @@ class Crashed(Frame, tag=9, frozen=True):
 AnyFrame: TypeAlias = Began | Launched | Landed | Reset | Idled | Arrived | Provided | Left | Deepened | Crashed
 
 encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(AnyFrame).decode
 
 
-class Segment(NamedTuple):
-    """One segment read: its beginning, what followed, and what is amiss at its end; empty: nothing is."""
+class Reel:
+    """The frames of recordings, one after another, read as they are asked for.
 
-    began: Began
-    frames: list[AnyFrame]
-    amiss: str
-
-
-def segments(paths: list[Path]) -> Iterator[Segment]:
-    """The segments in these files, or in the folders among them, oldest first.
-
-    Raises InvalidConfig for what is no recording, or damaged anywhere but at its end.
+    paths: files, and folders of them, whose files are read oldest first. next: the frame that `take` will return, None
+    at the end. notes: what was amiss, in words. Raises InvalidConfig, when it gets there, for what is no recording or
+    damaged elsewhere than at its end.
     """
-    for path in _files(paths):
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise InvalidConfig(f"{path}: {error.strerror}") from error
-        yield from _segments(path, data)
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self.notes: list[str] = []
+        self._frames = (frame for path in _files(paths) for frame in _read(path))
+        self.next: AnyFrame | None = None
+        self.take()
+
+    def take(self) -> AnyFrame | None:
+        taken, found = self.next, next(self._frames, None)
+        while isinstance(found, str):
+            self.notes.append(found)
+            found = next(self._frames, None)
+        self.next = found
+        return taken
 
 
-def _files(paths: list[Path]) -> list[Path]:
-    found = []
+def _files(paths: Iterable[Path]) -> Iterator[Path]:
     for path in paths:
         inside = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
         if not inside:
             raise InvalidConfig(f"{path}: no recording is in this folder (files end in {SUFFIX})")
-        found += inside
-    return found
+        yield from inside
 
 
-def _segments(path: Path, data: bytes) -> Iterator[Segment]:
-    """Of one file, which may hold several, one behind the other."""
-    decode, place = msgspec.msgpack.Decoder(AnyFrame).decode, 0
-    began: Began | None = None
-    frames: list[AnyFrame] = []
+def _read(path: Path) -> Iterator[AnyFrame | str]:
+    """The frames of one file, which may hold several segments, one behind the other; and what is amiss."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InvalidConfig(f"{path}: {error.strerror}") from error
     if not data.startswith(MAGIC):
         raise InvalidConfig(f"{path} is no recording of quire's: it begins with other bytes")
-    while True:
-        if data.startswith(MAGIC, place) or place >= len(data):
-            if began is not None:
-                yield Segment(began, frames, "")
-            if place >= len(data):
-                return
-            began, frames, place = None, [], place + len(MAGIC)
+    place, fresh = 0, False
+    while place < len(data):
+        if data.startswith(MAGIC, place):
+            place, fresh = place + len(MAGIC), True
         length, check = HEAD.unpack_from(data, place) if place + HEAD.size <= len(data) else (0, 0)
         payload = data[place + HEAD.size : place + HEAD.size + length]
         if length == 0 or len(payload) < length:
-            if began is None:
+            if fresh:
                 raise InvalidConfig(f"{path}: a segment without a beginning at byte {place}")
-            amiss = "it ends in the middle of a frame" if length else "it was not closed: the process was killed"
-            yield Segment(began, frames, amiss)
-            place = data.find(MAGIC, place)
-            if place < 0:
-                return
-            began = None
+            yield f"{path.name} " + (
+                "ends in the middle of a frame" if length else "was not closed: the process was killed, or still runs"
+            )
+            behind = data.find(MAGIC, place)
+            place = len(data) if behind < 0 else behind
             continue
         if length > LARGEST or zlib.crc32(payload) != check:
             raise InvalidConfig(f"{path} is damaged: the frame at byte {place} is not what was written")
-        try:
-            frame = decode(payload)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise InvalidConfig(f"{path} is damaged: the frame at byte {place}: {error}") from error
-        if isinstance(frame, Began) is (began is not None):
-            raise InvalidConfig(f"{path} is damaged: byte {place} is no place for a {type(frame).__name__}")
-        if isinstance(frame, Began):
-            began = frame
-            if frame.version != VERSION:
-                raise InvalidConfig(f"{path}: its format is {frame.version}, and this quire ({VERSION}) cannot read it")
-        else:
-            frames.append(frame)
-        place += HEAD.size + length
+        yield _frame(path, place, payload, fresh)
+        place, fresh = place + HEAD.size + length, False
+
+
+def _frame(path: Path, place: int, payload: bytes, fresh: bool) -> AnyFrame:
+    try:
+        frame: AnyFrame = _decode(payload)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidConfig(f"{path} is damaged: the frame at byte {place}: {error}") from error
+    if isinstance(frame, Began) is not fresh:
+        raise InvalidConfig(f"{path} is damaged: byte {place} is no place for a {type(frame).__name__}")
+    if isinstance(frame, Began) and frame.version != VERSION:
+        raise InvalidConfig(f"{path}: its format is {frame.version}, and this quire ({VERSION}) cannot read it")
+    return frame

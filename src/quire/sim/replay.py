@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.core.plan import Mask, Plan, Result
-from quire.core.step import Decision
 from quire.engine.engine import Engine
 from quire.engine.events import Observer
 from quire.engine.executor import Description
 from quire.errors import ExecutorLost, InvalidConfig, InvalidRequest, StepFailed
 from quire.observe import tape
 from quire.observe.checkpoint import CLASSES, CONSTRAINTS, GIVEN, STATE, Classes, request, restore
+from quire.sim.words import Told, lines, told
 from quire.values import TokenLogprobs
 
 _UNSEEN = TokenLogprobs(0, 0.0, 1)
@@ -39,25 +39,52 @@ class _Over(BaseException):
     """The recording ends here. Not an Exception: no engine may take it for a failing step."""
 
 
+class _Damaged(BaseException):
+    """It cannot be read any further."""
+
+
 class _Departed(BaseException):
     def __init__(self, what: str, recorded: list[str], decided: list[str]) -> None:
         self.what, self.recorded, self.decided = what, recorded, decided
 
 
 class Script:
-    """The frames of a recording in order, and what the clock said between them."""
+    """The frames of one recording in order, over all its segments, and what the clock said between them."""
 
-    def __init__(self, frames: Sequence[tape.AnyFrame], start: float) -> None:
-        self.frames, self.place = frames, 0
+    def __init__(self, reel: tape.Reel) -> None:
+        began = reel.take()
+        if not isinstance(began, tape.Began):
+            raise InvalidConfig("there is no recording to replay")
+        self.reel, self.began, self.last = reel, began, began
+        self.place = 0
         self._said: list[float] = []
         self._ahead = False
-        self._last = start
+        self._now = began.clock
+
+    @property
+    def coming(self) -> tape.AnyFrame | None:
+        """The next frame; None where the recording ends, or the next segment is not the one that follows."""
+        frame = self.reel.next
+        while isinstance(frame, tape.Began):
+            if (frame.run, frame.number) != (self.last.run, self.last.number + 1):
+                return None
+            self.last = frame
+            self._read()
+            frame = self.reel.next
+        return frame
+
+    def _read(self) -> None:
+        try:
+            self.reel.take()
+        except InvalidConfig as error:
+            raise _Damaged from error
 
     @property
     def next(self) -> tape.AnyFrame:
-        if self.place >= len(self.frames):
+        frame = self.coming
+        if frame is None:
             raise _Over
-        return self.frames[self.place]
+        return frame
 
     def take(self) -> tape.AnyFrame:
         """The next frame, done with."""
@@ -66,6 +93,7 @@ class Script:
             self._said = frame.at[::-1]
         self._ahead = False
         self.place += 1
+        self._read()
         return frame
 
     def now(self) -> float:
@@ -73,11 +101,16 @@ class Script:
         if not self._said and not self._ahead:
             self._said, self._ahead = self.next.at[::-1], True
         if self._said:
-            self._last = self._said.pop()
-        return self._last
+            self._now = self._said.pop()
+        return self._now
 
     def sleep_until(self, when: float) -> None:
         """Nobody waits in a replay."""
+
+    def leave(self) -> None:
+        """Go on to the next recording."""
+        while self.coming is not None:
+            self._read()
 
 
 class ScriptedHandle:
@@ -104,8 +137,7 @@ class ScriptedExecutor:
 
     def fails(self, where: str) -> None:
         """Raises what was raised here, if anything was."""
-        script = self.script
-        frame = script.frames[script.place] if script.place < len(script.frames) else None
+        frame = self.script.coming
         if isinstance(frame, tape.Reset) and frame.where == where:
             raise (ExecutorLost if frame.lost else StepFailed)(frame.kind)
 
@@ -157,55 +189,6 @@ class ScriptedExecutor:
         """There is nothing to give back."""
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
-    """A plan and why, as recordings have them."""
-
-    opened: Any
-    grown: Any
-    spans: Any
-    masked: Any
-    drafts: Any
-    why: Sequence[Decision]
-
-    @property
-    def plan(self) -> tuple[Any, ...]:
-        return (list(self.opened), self.grown, self.spans, self.masked, self.drafts)
-
-
-def told(plan: Plan, ids: Iterable[str], decisions: Sequence[Decision]) -> Told:
-    """As the recorder writes it. ids: whose spans the plan's are."""
-    whose = {span.row: id for id, span in zip(ids, plan.spans, strict=True)}
-    opened = [(whose[o.row], o.row, len(o.tokens), o.start, o.prompt, o.limit) for o in plan.opened]
-    return Told(opened, plan.grown, plan.spans, plan.masked, plan.drafts, decisions)
-
-
-def lines(told: Told) -> list[str]:
-    """A plan and why it was made so, a line for each row that opens, feeds or grows."""
-    out = [
-        f"open    row {row}: {id}, {tokens} tokens, {start} of them cached, at most {limit}"
-        for id, row, tokens, start, _, limit in told.opened
-    ]
-    drafts = told.drafts or (0,) * len(told.spans)
-    for j, ((row, n, rows, logits), draft) in enumerate(zip(told.spans, drafts, strict=False)):
-        more = f", drafts {draft}" * bool(draft) + ", masked" * (j in told.masked)
-        out.append(f"feed    row {row}: {n} tokens, sample {rows}{more}" + f", logits {logits}" * (logits != rows))
-    out += [f"pages   row {row}: {' '.join(map(str, pages))}" for row, pages in told.grown]
-    return out + [f"because {why(decision)}" for decision in told.why]
-
-
-def why(decision: Sequence[Any]) -> str:
-    """A decision as a sentence."""
-    what, id, by, n = decision
-    return {
-        "opened": f"{id} gets a row" + f", {n} tokens found in the prefix cache" * bool(n),
-        "follows": f"{id} waits for the first {n} tokens that {by} is computing",
-        "waits": f"{id} waits for {by}",
-        "preempted": f"{id} is preempted for {by}, with {n} tokens computed",
-        "sat-out": f"{id} sits this step out: its {by} are on their way home",
-    }.get(what, f"{what} {id} {by} {n}")
-
-
 def _said(frame: tape.AnyFrame) -> str:
     return {
         "Launched": "the recording has another step planned",
@@ -218,49 +201,59 @@ def _said(frame: tape.AnyFrame) -> str:
 
 @dataclass(slots=True)
 class Replay:
-    """What came of it. crash: what the engine broke with, where the recorded one broke too. under_way: the recording
-    ends in the middle of a step."""
+    """What came of it. segments: how many were read. crash: what the engine broke with, where the recorded one broke
+    too. under_way: the recording ends in the middle of a step."""
 
     engine: Engine
     began: tape.Began
+    segments: int = 1
     departure: Departure | None = None
     crash: Exception | None = None
     under_way: bool = False
 
 
 def replay(
-    segments: Sequence[tape.Segment],
+    reel: tape.Reel,
     observers: Iterable[Observer] = (),
     *,
     known: Classes = CLASSES,
     make: Callable[..., Engine] = Engine,
-    prepare: Callable[[Engine], None] = lambda engine: None,
+    prepare: Callable[[Engine, tape.Began], None] = lambda engine, began: None,
 ) -> Replay:
-    """Decide everything again. segments: of one recording, one after another.
+    """Decide the next recording of `reel` again; the reel stands behind it afterwards.
 
     known, make: the code to do it with. prepare: gives the engine what the recording could not hold. Raises
-    InvalidConfig where there is nothing to begin with.
+    InvalidConfig where there is nothing to begin with, or the recording is damaged.
     """
-    began = segments[0].began
-    script = Script([frame for segment in segments for frame in segment.frames], began.clock)
-    engine = _engine(began, script, observers, known, make)
-    prepare(engine)
-    out = Replay(engine, began)
+    script = Script(reel)
+    engine = _engine(script, observers, known, make)
+    prepare(engine, script.began)
+    out = Replay(engine, script.began)
     try:
-        while script.place < len(script.frames):
+        _play(script, out)
+        script.leave()
+    except _Damaged as damaged:
+        raise InvalidConfig(str(damaged.__cause__)) from damaged
+    out.segments = script.last.number - script.began.number + 1
+    return out
+
+
+def _play(script: Script, out: Replay) -> None:
+    engine = out.engine
+    try:
+        while script.coming is not None:
             _turn(engine, script)
     except _Over:
         out.under_way = True
     except _Departed as departed:
         out.departure = Departure(_number(engine), departed.what, departed.recorded, departed.decided)
     except Exception as error:
-        frame = script.frames[script.place] if script.place < len(script.frames) else None
+        frame = script.coming
         if isinstance(frame, tape.Crashed) and frame.kind == type(error).__name__:
             out.crash = error
         else:
             said = [_said(frame)] if isinstance(frame, tape.Crashed) else []
             out.departure = Departure(_number(engine), f"the engine breaks: {type(error).__name__}: {error}", said)
-    return out
 
 
 def _number(engine: Engine) -> int:
@@ -304,9 +297,8 @@ def _step(engine: Engine, script: Script, frame: tape.AnyFrame) -> None:
     script.take()
 
 
-def _engine(
-    began: tape.Began, script: Script, observers: Iterable[Observer], known: Classes, make: Callable[..., Engine]
-) -> Engine:
+def _engine(script: Script, observers: Iterable[Observer], known: Classes, make: Callable[..., Engine]) -> Engine:
+    began = script.began
     roots = restore(began.state, known)
     try:
         scheduler = roots["scheduler"]

@@ -16,71 +16,67 @@ from rich.text import Text
 
 from quire.errors import InvalidRequest, nearest
 from quire.observe import tape
-from quire.observe.explain import MISSING, explain
-from quire.sim.replay import Departure, Replay, lines, replay, told
+from quire.observe.explain import MISSING
+from quire.sim.replay import Departure, Replay, replay
 from quire.sim.tally import Tally
+from quire.sim.words import lines, told
 from quire.text.harmless import harmless
 
 
 @click.command("replay")
 @click.argument("path", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--run", "run", type=click.IntRange(1), help="Of several recordings, only this one (1: the oldest).")
 @click.option("--request", "request", metavar="ID", help="Tell the life of one request.")
 @click.option("--step", "step", type=click.IntRange(1), help="Tell what was decided in one step, and why.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(path: tuple[Path, ...], request: str | None, step: int | None, as_json: bool) -> None:
-    """Make the decisions of a recording (files, or a folder) again, with this code and no model, and compare each.
+def command(path: tuple[Path, ...], run: int | None, request: str | None, step: int | None, as_json: bool) -> None:
+    """Make the decisions of recordings (files, or a folder) again, with this code and no model, and compare each.
 
-    Exit code 0 if all are the same, 1 where one departs, 2 if PATH cannot be read.
+    Each start of an engine is a recording. Exit code 0 if all decisions are the same, 1 where one departs, 2 if PATH
+    cannot be read.
     """
-    found, notes = newest(tape.segments(list(path)))
-    tally = Tally(request, step)
-    again = replay(found, [tally], prepare=lambda engine: tally.begin(engine, found[0].began.clock))
-    if request is not None and tally.story is None:
-        tally.story = _unfinished(tally, request)
-    if step is not None and tally.step is None and (again.departure is None or again.departure.step != step):
-        raise InvalidRequest(f"no step {step} is in this recording: it has {tally.first_step} to {tally.last_step}")
+    reel, told = tape.Reel(path), list[dict[str, Any]]()
+    show = _Shown()
+    while reel.next is not None:
+        tally = Tally(request, step)
+        again = replay(reel, [tally], prepare=tally.begin)
+        notes, reel.notes = reel.notes, []
+        found = {"number": len(told) + 1, **report(again, tally, notes)}
+        told.append(found)
+        if not as_json and run in (None, found["number"]):
+            show.recording(again, found)
+    if run is not None and run > len(told):
+        raise InvalidRequest(f"there is no recording {run}: there are {len(told)}")
+    told = [found for found in told if run in (None, found["number"])]
+    _missed(told, request, step)
+    same = all(found["same"] for found in told)
     if as_json:
-        click.echo(json.dumps(report(again, tally, found, notes)))
-    else:
-        _show(again, tally, found, notes)
-    if again.departure is not None:
+        click.echo(json.dumps({"same": same, "recordings": told}))
+    if not same:
         sys.exit(1)
 
 
-def newest(segments: Any) -> tuple[list[tape.Segment], list[str]]:
-    """The last unbroken stretch of segments, and what is to be said about the rest."""
-    found: list[tape.Segment] = []
-    left = 0
-    for segment in segments:
-        last = found[-1].began if found else None
-        if last and (last.run, last.number + 1) != (segment.began.run, segment.began.number):
-            left += len(found)
-            found = []
-        found.append(segment)
-    notes = (
-        [f"{left} earlier segments are of other runs, and left out: name their files to replay them"] if left else []
-    )
-    return found, notes + [f"segment {s.began.number}: {s.amiss}" for s in found if s.amiss]
-
-
-def _unfinished(tally: Tally, request: str) -> dict[str, Any]:
-    story = explain(tally.history, request, tally.last)
-    if story is None:
-        hint = nearest(request, tally.history.stories)
+def _missed(told: list[dict[str, Any]], request: str | None, step: int | None) -> None:
+    """Raises InvalidRequest for what was asked for and is in no recording."""
+    if request is not None and not any("request" in found for found in told):
+        hint = nearest(request, [id for found in told for id in found["known"]])
         raise InvalidRequest(f"no request {harmless(request)!r} is in this recording.{hint}")
-    return story
+    departed = {found["departure"]["step"] for found in told if found["departure"]}
+    if step is not None and step not in departed and not any("step" in found for found in told):
+        has = " and ".join("{} to {}".format(*found["steps"]) for found in told)
+        raise InvalidRequest(f"no step {step} is in this recording: it has {has}")
 
 
-def report(again: Replay, tally: Tally, segments: list[tape.Segment], notes: list[str]) -> dict[str, Any]:
-    """Everything, plain JSON."""
-    began, out = segments[0].began, tally.report()
+def report(again: Replay, tally: Tally, notes: list[str]) -> dict[str, Any]:
+    """Everything that a replay showed, plain JSON."""
+    began, out, story = again.began, tally.report(), tally.life()
     scheduler = again.engine.scheduler
     departure = again.departure
     return {
         "quire": began.quire,
         "run": began.run,
         "began": began.unix,
-        "segments": len(segments),
+        "segments": again.segments,
         "notes": notes,
         "settings": {
             **{name: began.about[name] for name in ("pages", "page_size", "max_model_len")},
@@ -97,7 +93,7 @@ def report(again: Replay, tally: Tally, segments: list[tape.Segment], notes: lis
         "crash": again.crash and f"{type(again.crash).__name__}: {again.crash}",
         "under_way": _under_way(again) if again.under_way else [],
         **out,
-        **({"request": tally.story} if tally.story else {}),
+        **({"request": story} if story else {}),
         **({"step": tally.step} if tally.step else {}),
     }
 
@@ -117,28 +113,34 @@ def _under_way(again: Replay) -> list[str]:
 # -------------------------------------------------------------------- for people
 
 
-def _show(again: Replay, tally: Tally, segments: list[tape.Segment], notes: list[str]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    said = report(again, tally, segments, notes)
+class _Shown:
+    """Prints recordings as they are replayed."""
 
-    def say(line: str, style: str = "") -> None:
-        console.print(Text(harmless(line), style=style))
+    def __init__(self) -> None:
+        self.console = Console(highlight=False, soft_wrap=True)
 
-    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(said["began"]))
-    say(f"recorded by quire {said['quire']} from {when} on, {said['seconds']:.3f} s, segments: {said['segments']}")
-    for note in notes:
-        say(f"note: {note}", "yellow")
-    if tally.step:
-        _step(tally.step, say)
-    elif tally.story:
-        _life(tally.story, say)
-    else:
-        _summary(said, say)
-    if said["under_way"]:
-        say("under way when the recording ended:", "bold")
-        for line in said["under_way"]:
-            say(f"  {line}")
-    _verdict(again, said, console)
+    def say(self, line: str, style: str = "") -> None:
+        self.console.print(Text(harmless(line), style=style))
+
+    def recording(self, again: Replay, said: dict[str, Any]) -> None:
+        say = self.say
+        when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(said["began"]))
+        say(f"recording {said['number']}: quire {said['quire']}, from {when} on, {said['seconds']:.3f} s", "bold")
+        for note in said["notes"]:
+            say(f"note: {note}", "yellow")
+        if "step" in said:
+            _step(said["step"], say)
+        elif "request" in said:
+            _life(said["request"], say)
+        elif said["requests"]:
+            _summary(said, say)
+        else:
+            say("nothing was asked of it")
+        if said["under_way"]:
+            say("under way when the recording ended:", "bold")
+            for line in said["under_way"]:
+                say(f"  {line}")
+        _verdict(again, said, self.console)
 
 
 def _summary(said: dict[str, Any], say: Any) -> None:

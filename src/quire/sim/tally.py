@@ -10,7 +10,8 @@ from quire.engine.engine import Engine
 from quire.engine.events import Completed, StepRecord
 from quire.observe.explain import explain
 from quire.observe.history import History
-from quire.sim.replay import lines, told, why
+from quire.observe.tape import Began
+from quire.sim.words import lines, told, why
 from quire.values import Request
 
 KEPT = 200
@@ -39,9 +40,9 @@ class Tally:
         self.between = self.planning = self.running = 0.0
         self.gauges: Any = None
 
-    def begin(self, engine: Engine, clock: float) -> None:
+    def begin(self, engine: Engine, began: Began) -> None:
         """From the state that the recording begins with."""
-        self.first = self.last = self._home = clock
+        self.first = self.last = self._home = began.clock
         self.history.attach(engine.scheduler.kv)
         for life in engine.ledger.lives.values():
             seq = life.seq
@@ -119,6 +120,12 @@ class Tally:
             "after": record.gauges._asdict(),
         }
 
+    def life(self) -> dict[str, Any] | None:
+        """Of the request that is wanted, as far as it went; None: it is not here."""
+        if self.story is None and self.wanted is not None:
+            return explain(self.history, self.wanted, self.last)
+        return self.story
+
     def report(self) -> dict[str, Any]:
         """Plain JSON. Times in seconds."""
         gauges = self.gauges
@@ -134,6 +141,7 @@ class Tally:
             "evictions": gauges.evictions - self.evictions if gauges else 0,
             "discarded_spans": gauges.discarded_spans if gauges else 0,
             "waited": {name: {"steps": n, "seconds": self.lost[name]} for name, n in self.waited.most_common()},
+            "known": list(self.history.stories)[-100:],
             "time": {"executor": self.running, "planning": self.planning, "between": self.between},
             "longest_steps": [
                 {"step": number, "seconds": took, "rows": rows, "fed": fed}
