@@ -70,6 +70,7 @@ def test_keys_are_repeatable_and_never_printed() -> None:
         (["-q", "fp8"], "-q is not supported: say --quantization"),
         (["-O3"], "-O3 is not supported: there is no compile step"),
         (["--ctx-size", "4096"], "here it is --max-model-len"),
+        (["--max-waiting-requests", "16"], "here it is --max-num-queued-reqs"),
         (["--mem-fraction-static=0.8"], "here it is --gpu-memory-utilization"),
         (["--disable-radix-cache"], "here it is --no-enable-prefix-caching"),
         (["--port", "http"], "port (flag --port): must be a whole number"),

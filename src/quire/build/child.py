@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 
@@ -36,17 +37,23 @@ def main(wrap: Callable[[Executor], Executor] = lambda executor: executor) -> in
         watch = Watch()
         engine = build_engine(settings, observers=[metrics, watch, history, window], wrap=wrap)
     except QuireError as error:
-        link.sendall(frame(Refused(type(error).__name__, str(error))))
+        _tell(link, Refused(type(error).__name__, str(error)))
         return 2
     metrics.facts, metrics.cache = engine.about.facts, _cache_labels(settings, engine.about)
     metrics.compiles = count_compiles(engine.about.device)
     watch.listen(engine)
     history.attach(engine.scheduler.kv)
-    link.sendall(frame(Ready(engine.about)))
+    _tell(link, Ready(engine.about))
     grammars = Workshop(Compiler(partial(build_tokenizer, settings)))
     EngineLoop(engine, link, lambda: metrics.snapshot(engine), watch, grammars, window).run()
     engine.close()
     return 0
+
+
+def _tell(link: socket.socket, message: Ready | Refused) -> None:
+    """A front that has gone away meanwhile is noticed by whoever reads next."""
+    with suppress(ConnectionError):
+        link.sendall(frame(message))
 
 
 def _cache_labels(settings: Settings, about: Description) -> dict[str, str]:

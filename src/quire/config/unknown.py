@@ -163,7 +163,9 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "chunked_prefill_size": "--long-prefill-token-threshold",
         "mem_fraction_static": "--gpu-memory-utilization",
         "cuda_memory_fraction": "--gpu-memory-utilization",
-        "max_queued_requests": "--max-num-queued-reqs",
+        **dict.fromkeys(
+            ("max_queued_requests", "max_waiting_requests", "max_queue_size", "queue_size"), "--max-num-queued-reqs"
+        ),
         "schedule_policy": "--scheduling-policy",
         "disable_radix_cache": "--no-enable-prefix-caching",
         "disable_cuda_graph": "--enforce-eager",
