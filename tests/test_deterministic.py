@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,12 +17,17 @@ from quire.core.kv import KV, prefix_index
 from quire.core.scheduler import Scheduler
 from quire.core.speculate import Fixed
 from quire.engine.engine import Engine
+from quire.engine.executor import Executor
+from quire.executors.cuda import CudaExecutor
 from quire.executors.local import LocalExecutor
 from quire.models.base import Model
 from quire.ops.fixed import FixedOps
 from quire.ops.reference import ReferenceOps
+from quire.runner.device import DeviceSteps, PlainSteps
 from quire.runner.drafts import NoDrafts
+from quire.runner.graphs import AtOnce, Queue
 from quire.runner.ngram import NgramDrafter
+from quire.runner.proposers import NgramProposer, NoProposer
 from quire.values import GREEDY, MANY, Request, SamplingParams, TokenLogprobs
 from quire.weights.load import load_model
 from quire.weights.locate import embedded
@@ -84,18 +90,20 @@ class Subject:
         for request in self.requests:
             self.alone |= self.ask(self.engine(Situation(reuse=False)), [request])
 
-    def engine(self, s: Situation) -> Engine:
-        drafter = NgramDrafter(s.drafts, shortest=1) if s.drafts else NoDrafts()
-        pages = min(s.pages, 12 * -(-CONTEXT // s.size))
-        executor = LocalExecutor(
+    def executor(self, s: Situation, pages: int) -> Executor:
+        return LocalExecutor(
             self.model,
             pages=pages,
             page_size=s.size,
             rows=64,
             max_model_len=CONTEXT,
             dtype=self.model.dtype,
-            drafter=drafter,
+            drafter=NgramDrafter(s.drafts, shortest=1) if s.drafts else NoDrafts(),
         )
+
+    def engine(self, s: Situation) -> Engine:
+        pages = min(s.pages, 12 * -(-CONTEXT // s.size))
+        executor = self.executor(s, pages)
         kv = KV(pages, s.size, prefix_index(s.size, s.reuse))
         scheduler = Scheduler(kv, rows=64, cap=s.cap, budget=s.budget, chunk=s.chunk, speculation=Fixed(s.drafts))
         return Engine(scheduler, executor, depth=s.depth)
@@ -122,6 +130,30 @@ class Subject:
             answers = self.ask(engine, asked)
         assert answers == {request.id: self.alone[request.id] for request in asked}, s
         return engine
+
+
+class Ahead(Subject):
+    """The same by the executor of a device that is run ahead of. On a CPU its steps are plain torch."""
+
+    steps: DeviceSteps = PlainSteps()
+    queue: Queue = AtOnce()
+    device = torch.device("cpu")
+
+    def executor(self, s: Situation, pages: int) -> Executor:
+        return CudaExecutor(
+            self.model,
+            pages=pages,
+            page_size=s.size,
+            rows=64,
+            max_model_len=CONTEXT,
+            tokens=512,
+            dtype=self.model.dtype,
+            device=self.device,
+            steps=self.steps,
+            queue=self.queue,
+            proposer=NgramProposer(s.drafts, shortest=1) if s.drafts else NoProposer(),
+            depth=s.depth,
+        )
 
 
 @cache
@@ -154,12 +186,22 @@ SITUATIONS = {
 
 @pytest.mark.parametrize("kind", SOME, ids="-".join)
 def test_an_answer_has_the_same_bits_in_every_situation(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> None:
-    it = subject(kind, tmp_path_factory.getbasetemp())
+    seen_in_every_situation(subject(kind, tmp_path_factory.getbasetemp()))
+
+
+def seen_in_every_situation(it: Subject) -> None:
     seen = {name: it.check(s, 3).gauges() for name, s in SITUATIONS.items()}
     assert seen["a warm cache"].prefix_hit > seen["a crowd"].prefix_hit
     assert seen["no memory"].preemptions > 0
     assert seen["drafts"].drafted[2] > 0, "some drafts were right"
     assert seen["drafts"].drafted[1] > seen["drafts"].drafted[2], "and some wrong"
+
+
+def test_a_device_that_is_run_ahead_of_gives_the_same_bits(tmp_path_factory: pytest.TempPathFactory) -> None:
+    at_once = subject(SOME[2], tmp_path_factory.getbasetemp())
+    it = Ahead(at_once.model)
+    assert it.alone == at_once.alone
+    seen_in_every_situation(it)
 
 
 situations = st.builds(

@@ -19,6 +19,7 @@ from quire.engine.executor import Executor
 from quire.executors.cuda import CudaExecutor
 from quire.models.base import Model
 from quire.ops.base import Ops
+from quire.ops.triton.fixed import FixedTritonOps
 from quire.ops.triton.ops import TritonOps
 from quire.runner.graphs import CudaQueue, Key, coarse, crowd, padding
 from quire.runner.kernels import ForcedSteps, TritonSteps
@@ -28,8 +29,18 @@ from quire.runner.traits import CUT, HOT, PENALISED
 log = logging.getLogger(__name__)
 
 
-def make_ops(device: torch.device) -> Ops:
-    return TritonOps(device)
+def make_ops(device: torch.device, deterministic: bool = False) -> Ops:
+    return FixedTritonOps(device) if deterministic else TritonOps(device)
+
+
+def make_steps(settings: Settings, device: torch.device) -> TritonSteps:
+    """Deterministic, whatever is drawn is drawn by the host: a crowd may have rows that only it can sample, and the two
+    round otherwise."""
+    asked = parse(settings.scheduler.speculative_config)
+    forced = None if asked is None else asked.chance()
+    if forced is not None:
+        return ForcedSteps(device, forced)
+    return TritonSteps(device, offers=0) if settings.execution.deterministic else TritonSteps(device)
 
 
 def make_executor(
@@ -61,7 +72,6 @@ def make_executor(
         max_model_len=max_model_len,
         budget=cache.kv_cache_memory_bytes or left,
     )
-    forced = None if asked is None else asked.chance()
     began = time.monotonic()
     executor = CudaExecutor(
         model,
@@ -72,7 +82,7 @@ def make_executor(
         tokens=tokens,
         dtype=model.dtype,
         device=device,
-        steps=TritonSteps(device) if forced is None else ForcedSteps(device, forced),
+        steps=make_steps(settings, device),
         queue=CudaQueue(device, largest),
         proposer=build_proposer(settings, draft, pages=pages, page_size=page_size, rows=rows, device=device),
         depth=depth,

@@ -26,7 +26,6 @@ from quire.engine.engine import Engine
 from quire.engine.events import Observer
 from quire.engine.executor import Description, Executor
 from quire.engine.pacer import LatencyPace, NoPace, Pacer
-from quire.errors import InvalidConfig
 from quire.models.base import Model
 from quire.models.registry import parameters
 from quire.ops.base import Ops
@@ -131,12 +130,10 @@ def count_compiles(device: str) -> Callable[[], int]:
 
 
 def choose_ops(device: torch.device, deterministic: bool = False) -> Ops:
-    """The kernels for a device. deterministic: each row's bits are its own. Raises InvalidConfig where they are not."""
-    if device.type == "cpu":
-        return FixedOps() if deterministic else ReferenceOps()
-    if deterministic:
-        raise InvalidConfig("--deterministic works on a CPU only for now: add --device cpu", param="deterministic")
-    return cast(Ops, _gpu().make_ops(device))
+    """The kernels for a device. deterministic: each row's bits are its own."""
+    if device.type != "cpu":
+        return cast(Ops, _gpu().make_ops(device, deterministic))
+    return FixedOps() if deterministic else ReferenceOps()
 
 
 def _executor(

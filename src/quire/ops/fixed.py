@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.grouped import in_order, mix_in_order
 from quire.ops.paging import Group, Paged
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
@@ -57,9 +58,7 @@ class FixedOps(ReferenceOps):
         return bent.add_(1.0).mul_(exact).mul_(0.5).to(x.dtype)
 
     def mix(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
-        shares = shares / in_order(shares.unbind(1))[:, None] if whole else shares
-        parts = (made * shares.to(made.dtype)[..., None]).float()
-        return in_order(parts.unbind(1)).to(made.dtype)
+        return mix_in_order(made, shares, whole=whole)
 
     def attention(
         self,
@@ -74,14 +73,6 @@ class FixedOps(ReferenceOps):
         for index, group in enumerate(paged.groups):
             out[group.rows] = attend(q[group.rows], kv, paged, index, scale, window, soft_cap)
         return out
-
-
-def in_order(parts: tuple[Tensor, ...]) -> Tensor:
-    """Their sum, one after the other."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
 
 
 class Queries(NamedTuple):

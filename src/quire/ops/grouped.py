@@ -38,3 +38,18 @@ def mix(made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
     """See `Ops.mix`."""
     shares = shares / shares.sum(-1, keepdim=True) if whole else shares
     return (made * shares.to(made.dtype)[..., None]).sum(1)
+
+
+def mix_in_order(made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
+    """See `Ops.mix`; a token's sums are made in one order, however many tokens there are."""
+    shares = shares / in_order(shares.unbind(1))[:, None] if whole else shares
+    parts = (made * shares.to(made.dtype)[..., None]).float()
+    return in_order(parts.unbind(1)).to(made.dtype)
+
+
+def in_order(parts: tuple[Tensor, ...]) -> Tensor:
+    """Their sum, one after the other."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

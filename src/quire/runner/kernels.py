@@ -29,11 +29,9 @@ class Views(NamedTuple):
 class TritonSteps:
     """See `DeviceSteps`. Rows with lists of their own (bias, bans, allowed tokens) and masks are the host's."""
 
-    offers = HOT | CUT | PENALISED
-
-    def __init__(self, device: torch.device, *, dependent: bool = True) -> None:
-        """dependent: use programmatic dependent launch where the card has it."""
-        self.card = Card.of(device, dependent)
+    def __init__(self, device: torch.device, *, dependent: bool = True, offers: int = HOT | CUT | PENALISED) -> None:
+        """dependent: use programmatic dependent launch where the card has it. offers: as `DeviceSteps`, or fewer."""
+        self.card, self.offers = Card.of(device, dependent), offers
         self.views: Views | None = None
         self.tally = torch.zeros(0, 0, dtype=torch.int32, device=device)
 

@@ -1,5 +1,7 @@
 """Run as a program: compiles every kernel for a compute capability, without a card. See `test_compiles`.
 
+Arguments: the capability, the bytes of shared memory it has, and "float32" for deterministic products in that, too.
+
 Prints, as JSON, [kernel, bytes of shared memory, registers' worth of bytes spilled] of each.
 """
 
@@ -10,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +24,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.triton.fixed import FixedTritonOps
 from quire.ops.triton.launch import HOPPER, Card
 from quire.ops.triton.ops import TritonOps
 from quire.ops.triton.sampler import sample
@@ -103,6 +107,24 @@ def everything(ops: TritonOps) -> None:
     sample(torch.empty(8, 151936), *at, settings, ops.card, tally=ints(8, 151936))
 
 
+def alike(ops: FixedTritonOps) -> None:
+    """What depends on no batch: one way for each."""
+    for dtype in (BF16, *([torch.float32] if "float32" in sys.argv else [])):
+        x = halves(4, 4096, dtype=dtype)
+        ops.linear(x, halves(6144, 4096, dtype=dtype))
+        ops.linear(x, halves(6144, 4096, dtype=dtype), None, "silu")
+        ops.scaled_linear(x, torch.empty(6144, 4096, dtype=torch.int8), torch.empty(6144, 1), 4096, gate="silu")
+        if CAPABILITY >= 89:
+            ops.scaled_linear(x, torch.empty(6144, 4096, dtype=torch.float8_e4m3fn), torch.empty(6144, 32), 128)
+        scale, groups = torch.empty(6144, 32), torch.empty(4096, dtype=torch.int64)
+        ops.halved_linear(x, torch.empty(6144, 2048, dtype=torch.uint8), scale, scale, groups)
+        pool = LayerKV(*(halves(4, 8, 64, 128, dtype=dtype) for _ in "kv"))
+        ops.attention(halves(4, 32, 128, dtype=dtype), pool, batch(4, 1), 0.1)
+    angles, weight = (torch.empty(4, 64), torch.empty(4, 64)), halves(128)
+    kv = LayerKV(halves(4, 8, 64, 128), halves(4, 8, 64, 128))
+    ops.turn_and_write(halves(4, 48 * 128), 32, kv, batch(4, 1), angles, ((weight, 1e-6), (weight, 1e-6)))
+
+
 def around() -> None:
     """What is around a forward: of a step, and of drafting."""
     arena = Arena(Rows(4, 64, 16, 3), spans=8, tokens=64, device=torch.device("cpu"))
@@ -142,6 +164,9 @@ def main() -> None:
     options = MappingProxyType({"launch_pdl": True} if dependent else {})
     ops.card = Card(132, capability, dependent, "tf32x3", SHARED, options)
     everything(ops)
+    fixed = FixedTritonOps("cpu")
+    fixed.card = replace(ops.card, sms=0)
+    alike(fixed)
     around()
     print(json.dumps(found))
 

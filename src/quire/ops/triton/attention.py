@@ -210,11 +210,13 @@ def tiles(card: Card, share: int, dim: int, wide: int, most: int) -> list[tuple[
     """The launches for spans of up to `most` queries: (tile, least queries, most). wide: bytes a number of K/V.
 
     A few queries are rows of one small tile; longer spans, if there can be any, go to large tiles in a launch of
-    their own.
+    their own. All are rows of small ones where nothing may depend on the batch.
     """
     few = max(1, 64 // share)
     columns = 64 if dim * wide <= 256 else 32 if dim * wide <= 512 else 16
     small = Tile(16, columns, 2 if dim <= 128 and wide <= 2 else 4, 2, 4, 64 // columns if columns > 16 else 1)
+    if not card.sms:
+        return [(small, 1, most)]
     if most <= few:
         rows = max(16, block(most * share)) if most * share <= 64 else 64
         return [(small._replace(rows=rows, warps=small.warps if rows == 16 else 4), 1, most)]

@@ -23,8 +23,8 @@ HOPPER = (9, 0)
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A device as far as launches care. sms: multiprocessors. dependent: kernels are launched dependently. shared:
-    bytes of shared memory a program can have.
+    """A device as far as launches care. sms: multiprocessors to be kept busy; with none, how work is cut depends on no
+    batch. dependent: kernels are launched dependently. shared: bytes of shared memory a program can have.
 
     precision: how float32 tiles are multiplied; "tf32x3" is exact to float32 rounding on matrix units, "ieee" plain.
     """

@@ -1,0 +1,81 @@
+"""Ops by Triton kernels whose launches depend on no batch: each row's result is its own, to the bit.
+
+One tile for every product and one for all of attention, nothing split that would have to be put together, no library
+that chooses by shape. Few rows are multiplied in tiles of 64, and a long context is read by one program a K/V head:
+that is the price.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quire.ops.base import Gate
+from quire.ops.grouped import mix_in_order
+from quire.ops.quantised import round_tokens
+from quire.ops.triton import scaled, skinny
+from quire.ops.triton.ops import TritonOps
+from quire.ops.triton.skinny import Recipe
+
+PRODUCT, RESTORED, EXACT = Recipe(64, 64, 128, 4, 4), Recipe(64, 64, 64, 4, 3), Recipe(16, 32, 64, 4, 3)
+"""Of plain matrices, of those restored on the way, and of either in float32, which takes more registers."""
+
+
+class FixedTritonOps(TritonOps):
+    """See `base.Ops`."""
+
+    def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
+        super().__init__(device, dependent=dependent)
+        self.card = replace(self.card, sms=0)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
+        return skinny.product(x, weight, bias, how(x, PRODUCT), self.card, gate)
+
+    def scaled_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        width: int,
+        offset: int = 0,
+        bias: Tensor | None = None,
+        gate: Gate = "",
+    ) -> Tensor:
+        matrix = scaled.Quantised(weight, scale, width, offset)
+        return scaled.product(x, matrix, bias, how(x, RESTORED), self.card, self.arrived, gate)
+
+    def halved_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor,
+        groups: Tensor,
+        bias: Tensor | None = None,
+        gate: Gate = "",
+    ) -> Tensor:
+        matrix = scaled.Quantised(weight, scale, zero=zero, groups=groups)
+        return scaled.product(x, matrix, bias, how(x, RESTORED), self.card, self.arrived, gate)
+
+    def int8_linear(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+        rounded, steps = round_tokens(x)
+        sums = self.linear(rounded.bfloat16(), weight.bfloat16()).float()
+        out = (sums * steps * scale.t()).to(x.dtype)
+        return out if bias is None else out + bias
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        """Every expert multiplies every row: whose rows are whose is known on the device alone."""
+        owner = torch.searchsorted(ends, torch.arange(len(x), device=x.device, dtype=ends.dtype), right=True)[:, None]
+        total = x.new_zeros(len(x), weight.shape[1])
+        for e, each in enumerate(weight):
+            total = torch.where(owner == e, self.linear(x, each), total)
+        return total
+
+    def mix(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
+        return mix_in_order(made, shares, whole=whole)
+
+
+def how(x: Tensor, usual: Recipe) -> Recipe:
+    return EXACT if x.dtype is torch.float32 else usual
