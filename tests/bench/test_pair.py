@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +13,9 @@ from click.testing import CliRunner, Result
 
 from quire.backends.keeper import free_port
 from quire.bench.pair import Unlike, command, compared
-from quire.bench.started import fetched, through
-from tests.live import environment
+from quire.bench.started import through
 
 QUICK = ("--concurrency", "2", "--requests", "6", "--new", "3", "5", "--prompt", "4", "8", "--processes", "1")
-
-
-@pytest.fixture(scope="module")
-def upstream() -> Iterator[str]:
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen([sys.executable, "-m", "quire.bench.stub", str(port), "2", "1"], env=environment())
-    try:
-        while fetched(url + "/v1/models") is None:
-            time.sleep(0.02)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def pair(out: Path, *args: str) -> Result:

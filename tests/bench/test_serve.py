@@ -5,10 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -22,9 +18,7 @@ from quire.bench.draw import COLOURS
 from quire.bench.gauges import seen
 from quire.bench.load import Asked, Job, Tally, run
 from quire.bench.serve import judged
-from quire.bench.started import fetched
 from quire.cli import main
-from tests.live import environment
 
 QUICK = ("--random-output-len", "3:5", "--random-input-len", "4:8", "--processes", "1", "--num-warmups", "2")
 GIVEN: dict[str, Any] = {
@@ -42,28 +36,14 @@ GIVEN: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def stub() -> Iterator[str]:
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen([sys.executable, "-m", "quire.bench.stub", str(port), "2", "1"], env=environment())
-    try:
-        while fetched(url + "/v1/models") is None:
-            time.sleep(0.02)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
-
-
 def quire(*arguments: object) -> Result:
     return CliRunner().invoke(main, [str(each) for each in arguments])
 
 
-def test_users_are_answered_and_a_report_shows_it_and_no_key(stub: str, tmp_path: Path) -> None:
+def test_users_are_answered_and_a_report_shows_it_and_no_key(upstream: str, tmp_path: Path) -> None:
     saved, shown = tmp_path / "load.json", tmp_path / "report.html"
     load = ("--max-concurrency", "2,5", "--goodput", "ttft:1000,tpot:500", "--label", "a <b>", "--api-key", "sesame")
-    done = quire("bench", "serve", "--base-url", stub, *QUICK, *load, "--save-result", saved)
+    done = quire("bench", "serve", "--base-url", upstream, *QUICK, *load, "--save-result", saved)
     assert done.exit_code == 0, done.output
     found = json.loads(saved.read_text())
     assert [(level["users"], level["requests"], level["ok"], level["good"]) for level in found["levels"]] == [
@@ -84,10 +64,10 @@ def test_users_are_answered_and_a_report_shows_it_and_no_key(stub: str, tmp_path
     assert page.count("<td>5 users</td>") == 4
 
 
-def test_requests_at_a_rate_come_when_they_are_due_and_wait_from_then_on(stub: str, tmp_path: Path) -> None:
+def test_requests_at_a_rate_come_when_they_are_due_and_wait_from_then_on(upstream: str, tmp_path: Path) -> None:
     saved = tmp_path / "load.json"
     rate = ("--request-rate", "200", "--num-prompts", "40")
-    done = quire("bench", "serve", "--base-url", stub, *QUICK, *rate, "--save-result", saved)
+    done = quire("bench", "serve", "--base-url", upstream, *QUICK, *rate, "--save-result", saved)
     assert done.exit_code == 0, done.output
     [level] = json.loads(saved.read_text())["levels"]
     assert (level["requests"], level["ok"]) == (40, 40)
