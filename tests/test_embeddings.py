@@ -30,7 +30,16 @@ TEXT = "Once upon a time there was a little dog who lived in a boat by the sea. 
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    options = ("--dtype", "float32", "--max-num-batched-tokens", "32", "--max-num-seqs", "8")
+    options = (
+        "--dtype",
+        "float32",
+        "--max-num-batched-tokens",
+        "32",
+        "--max-num-seqs",
+        "8",
+        "--scheduling-policy",
+        "priority",
+    )
     folder = tmp_path_factory.mktemp("embeddings")
     with serving(folder, *options, "--batch-dir", str(folder / "batches")) as live:
         yield live
@@ -145,6 +154,7 @@ def test_a_batch_of_them_says_what_asking_says(live: Live) -> None:
         ({"input": "x", "dimensions": 0}, "dimensions"),
         ({"input": "x", "dimensions": 100000}, "dimensions"),
         ({"input": "x", "pooling": "max"}, "pooling"),
+        ({"input": "x", "priority": 1 << 30}, "priority"),
         ({"input": "x", "truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
         ({"input": "x", "dimension": 3}, "dimension"),
         ({}, "input"),

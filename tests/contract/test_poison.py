@@ -29,8 +29,9 @@ SHARE = 10
 """Of how many poisons one runs every time; all of them do at night."""
 
 
-OPTIONS = ("--dtype", "float32", "--num-gpu-blocks-override", "512")
-"""Few K/V blocks, so that all of them have been written to, and are in memory, before memory is measured."""
+OPTIONS = ("--dtype", "float32", "--num-gpu-blocks-override", "512", "--scheduling-policy", "priority")
+"""Few K/V blocks, so that all of them have been written to, and are in memory, before memory is measured.
+What has to be switched on to be poisoned is."""
 
 
 def poisoned(folder: Path) -> AbstractContextManager[Live]:

@@ -280,6 +280,21 @@ async def test_a_template_that_refuses_is_the_callers_error() -> None:
         assert error["code"] == "no_chat_template"
 
 
+@pytest.mark.parametrize("priority", [1 << 30, -(1 << 30), 10**30, -(10**30), (1 << 63) - 1])
+async def test_priorities_that_mean_something_else_or_cannot_be_sent_are_refused_at_every_door(priority: int) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    bodies: dict[str, dict[str, Any]] = {
+        COMPLETIONS: {"prompt": "a"},
+        "/v1/generate": {"prompt": "a"},
+        "/v1/chat/completions": {"messages": messages},
+        "/v1/responses": {"input": "a"},
+    }
+    async with served() as server:
+        for path, body in bodies.items():
+            check_error(await server.post(path, **body, priority=priority), 400, "priority", "lower being sooner")
+        assert server.port.submitted == []
+
+
 async def test_priorities_are_refused_where_nobody_minds_them() -> None:
     async with served(limits=Limits(priorities=False)) as server:
         check_error(await server.post(COMPLETIONS, prompt="a", priority=1), 400, "priority", "--scheduling-policy")

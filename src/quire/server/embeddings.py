@@ -15,7 +15,7 @@ from quire.backends.base import Backend, Call, ModelCard
 from quire.errors import InvalidRequest
 from quire.server.answers import Gathered, Usage
 from quire.server.calls import Job
-from quire.server.limits import Limits, check_answers
+from quire.server.limits import Limits, check_answers, check_haste
 from quire.server.prompts import encoded, model, prompts
 from quire.server.schemas import Prompt
 from quire.values import Pooling, SamplingParams
@@ -50,12 +50,7 @@ async def embedding(asked: EmbeddingsRequest, backend: Backend, limits: Limits) 
         raise InvalidRequest(f"encoding_format must be one of {', '.join(FORMATS)}", param="encoding_format")
     if asked.dimensions is not None and asked.dimensions < 1:
         raise InvalidRequest("dimensions must be at least 1", param="dimensions")
-    if asked.timeout is not None and not asked.timeout > 0:
-        raise InvalidRequest("timeout must be above 0 seconds", param="timeout")
-    if asked.priority and not limits.priorities:
-        raise InvalidRequest(
-            "priority means nothing here: start the server with --scheduling-policy priority", param="priority"
-        )
+    check_haste(asked.priority, asked.timeout, limits)
     several = await _read(asked, backend, card, limits)
     sampling = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooling=_pooling(asked))
     calls = [

@@ -19,7 +19,7 @@ from quire.config.settings import ServerConfig
 from quire.errors import InvalidRequest, Overloaded, TooLarge, Unauthorized
 from quire.server import faults
 from quire.server.rates import Rates
-from quire.values import Origin
+from quire.values import IDLE, Origin
 
 OPEN = frozenset({"/health", "/health/live", "/health/ready"})
 """Paths that need no key, so that whoever restarts servers needs none."""
@@ -111,6 +111,24 @@ def check_answers(prompts: int, n: int | None, limits: Limits) -> None:
             f"{prompts} prompts with n {n} are {prompts * n} answers, and at most {limits.max_answers} go together",
             param="n" if n > 1 else "prompt",
         )
+
+
+def check_haste(priority: int | None, timeout: float | None, limits: Limits) -> None:
+    """When a request is to be answered. Raises InvalidRequest naming the field.
+
+    From IDLE on a priority means something else, and the engine's wire carries no integer of any size.
+    """
+    if priority and not limits.priorities:
+        raise InvalidRequest(
+            "priority means nothing here: start the server with --scheduling-policy priority", param="priority"
+        )
+    if priority and not -IDLE < priority < IDLE:
+        raise InvalidRequest(
+            f"priority must be between {1 - IDLE} and {IDLE - 1}, lower being sooner, not {str(priority)[:24]}",
+            param="priority",
+        )
+    if timeout is not None and not timeout > 0:
+        raise InvalidRequest("timeout must be above 0 seconds", param="timeout")
 
 
 ADMIN = ("/stats", "/metrics", "/v1/requests", "/ui")

@@ -9,7 +9,7 @@ from typing import Any
 from quire.backends.base import ModelCard
 from quire.backends.spell import room
 from quire.errors import InvalidRequest
-from quire.server.limits import Limits
+from quire.server.limits import Limits, check_haste
 from quire.server.prompts import in_vocabulary
 from quire.server.schemas import Answers, Sampling
 from quire.server.structure import structure
@@ -132,12 +132,7 @@ def _counts(asked: Sampling, card: ModelCard, limits: Limits) -> None:
     for name in ("stop_token_ids", "logit_bias"):
         if len(getattr(asked, name) or ()) > limits.max_token_ids:
             raise InvalidRequest(f"{name}: at most {limits.max_token_ids} token ids", param=name)
-    if asked.priority and not limits.priorities:
-        raise InvalidRequest(
-            "priority means nothing here: start the server with --scheduling-policy priority", param="priority"
-        )
-    if asked.timeout is not None and not asked.timeout > 0:
-        raise InvalidRequest("timeout must be above 0 seconds", param="timeout")
+    check_haste(asked.priority, asked.timeout, limits)
 
 
 def _bias(given: dict[str, float], card: ModelCard) -> dict[int, float]:
