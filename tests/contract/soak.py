@@ -96,6 +96,7 @@ USUAL: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "n": 3}),
     ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 8, "logprobs": 3, "echo": True}),
     ("/v1/completions", {"prompt": "x", "max_tokens": 12, "guided_regex": "[a-c]{4}"}),
+    ("/v1/embeddings", {"input": ["a dog", "a boat"]}),
     ("/tokenize", {"prompt": "Once upon a time"}),
 )
 

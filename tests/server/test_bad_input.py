@@ -280,6 +280,23 @@ async def test_a_template_that_refuses_is_the_callers_error() -> None:
         assert error["code"] == "no_chat_template"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_prompt_too_long_is_refused_before_any_is_answered_or_the_others_are_read(stream: bool) -> None:
+    async with served(room=64) as server:
+        encoded = server.backend.encode
+        read: list[str] = []
+
+        def seen(text: str, **rest: Any) -> Any:
+            read.append(text)
+            return encoded(text, **rest)
+
+        server.backend.encode = seen  # type: ignore[method-assign]
+        response = await server.post(COMPLETIONS, prompt=["the", "the " * 100, "dog"], stream=stream)
+        error = check_error(response, 400, "prompt", "context holds 64")
+        assert error["code"] == "context_length_exceeded"
+        assert server.port.submitted == [] and read == ["the", "the " * 100]
+
+
 @pytest.mark.parametrize("priority", [1 << 30, -(1 << 30), 10**30, -(10**30), (1 << 63) - 1])
 async def test_priorities_that_mean_something_else_or_cannot_be_sent_are_refused_at_every_door(priority: int) -> None:
     messages = [{"role": "user", "content": "a"}]

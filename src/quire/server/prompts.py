@@ -85,25 +85,33 @@ def _fits(texts: Iterable[Any], backend: Backend, most: int) -> None:
         if isinstance(text, str) and len(text) > _HOPELESS * most:
             begun = len(backend.encode(text[: _HOPELESS // 2 * most]))
             if begun > 2 * most:
-                raise InvalidRequest(
-                    f"the prompt has more than {begun} tokens, and this model's context holds {most}, at least one of "
-                    "them for the answer: shorten the prompt",
-                    param="prompt",
-                    code="context_length_exceeded",
-                )
+                raise _too_long(f"more than {begun}", most)
+
+
+def _too_long(count: str, most: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"the prompt has {count} tokens, and this model's context holds {most}, at least one of them for the answer: "
+        "shorten the prompt",
+        param="prompt",
+        code="context_length_exceeded",
+    )
 
 
 async def encoded(
     several: Sequence[str | tuple[int, ...]], special: bool, backend: Backend, most: int = MANY
 ) -> list[tuple[str | None, tuple[int, ...]]]:
-    """(text, token ids) of each prompt. Raises InvalidRequest for one that has surely more than `most` tokens."""
+    """(text, token ids) of each prompt. Raises InvalidRequest for the first that leaves none of `most` tokens for an
+    answer, before the others are encoded."""
 
     def encode() -> list[tuple[str | None, tuple[int, ...]]]:
         _fits(several, backend, most)
-        return [
-            (one, backend.encode(one, add_special_tokens=special)) if isinstance(one, str) else (None, one)
-            for one in several
-        ]
+        found: list[tuple[str | None, tuple[int, ...]]] = []
+        for one in several:
+            text, ids = (one, backend.encode(one, add_special_tokens=special)) if isinstance(one, str) else (None, one)
+            if len(ids) >= most:
+                raise _too_long(str(len(ids)), most)
+            found.append((text, ids))
+        return found
 
     long = sum(len(one) for one in several if isinstance(one, str)) >= _LONG
     return await asyncio.to_thread(encode) if long else encode()
