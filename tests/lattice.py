@@ -120,6 +120,7 @@ AXES: dict[str, Sequence[Any]] = {
     "order": ("fcfs", "priority"),
     "shelf": ("lru", "fifo"),
     "fails": (False, True),  # hiccups, a poison request and a sick one
+    "pressure": ("preempt", "foresee", "reserve"),
 }
 
 
@@ -171,7 +172,8 @@ class Run:
         c = combo
         self.pages = -(-LONGEST // c["size"]) * c["tight"]
         index = house.RadixReuse(c["size"]) if c["reuse"] else house.NoReuse()
-        kv = house.KV(self.pages, c["size"], index, policy.SHELVES[c["shelf"]](), worth=4)
+        shelf, pressure = policy.SHELVES[c["shelf"]](), policy.PRESSURES[c["pressure"]]
+        kv = house.KV(self.pages, c["size"], index, shelf, worth=4, pressure=pressure)
         budget, chunk = c["feed"]
         self.sch = house.Scheduler(
             kv,
@@ -184,11 +186,12 @@ class Run:
             order=policy.ORDERS[c["order"]],
             speculation=Drawn(c["drafts"], random.Random(7)) if c["drafts"] < 0 else Fixed(c["drafts"]),
         )
-        self.rng = random.Random(repr(sorted(combo.items())))
+        work = sorted((axis, value) for axis, value in combo.items() if axis != "pressure")  # the same under each
+        self.rng = random.Random(repr(work))
         self.dev = HashDevice(self.pages, c["size"], eager=c["eager"], seed=str(self.rng.random()))
         if c["fails"]:
             self.dev.hiccup = self._hiccup
-        wired = random.Random(f"door {sorted(combo.items())}").random() < 0.25  # by messages of the gRPC contract
+        wired = random.Random(f"door {work}").random() < 0.25  # by messages of the gRPC contract
         door = Wired(self.dev) if wired else self.dev
         self.eng = house.Engine(self.sch, door, depth=max(c["depth"], 0))
         self.said: dict[str, list[int]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -26,7 +27,7 @@ def test_every_combination_gives_the_naive_loops_tokens(share: int) -> None:
 
 
 def test_pressure_preempts_and_reuse_hits_somewhere_in_the_sample() -> None:
-    runs = [lattice.run(c) for c in _sample("pressure", 60, tight=1, reuse=True, size=4)]
+    runs = [lattice.run(c) for c in _sample("pressure", 60, tight=1, reuse=True, size=4, pressure="preempt")]
     assert sum(r.sch.preempted for r in runs) > 50
     assert sum(r.followed for r in runs) > 50
     assert sum(r.sch.kv.hit for r in runs) > 1000
@@ -37,7 +38,10 @@ def test_pressure_preempts_and_reuse_hits_somewhere_in_the_sample() -> None:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda b: b.name)
 def test_planted_bug_is_caught(bug: Bug) -> None:
     house = plant(bug)
-    tight, failing = _sample(bug.name, 300, tight=1, size=1), _sample(bug.name, 300, fails=True, tight=2)
+    tight, failing = (
+        _sample(bug.name, 300, tight=1, size=1, pressure="preempt"),
+        _sample(bug.name, 300, fails=True, tight=2),
+    )
     for several in zip(_sample("catch " + bug.name, 300), tight, failing, strict=True):
         for combo in several:
             try:
@@ -59,5 +63,7 @@ def test_a_harmless_change_is_not_called_a_bug(change: Bug) -> None:
 @pytest.mark.parametrize("size", lattice.AXES["size"])
 @pytest.mark.parametrize("feed", lattice.AXES["feed"])
 def test_the_whole_lattice(depth: int, size: int, feed: tuple[int, int]) -> None:
-    for combo in lattice.combinations(lattice.AXES | {"depth": (depth,), "size": (size,), "feed": (feed,)}):
-        lattice.run(combo)
+    once = {"depth": (depth,), "size": (size,), "feed": (feed,), "pressure": ("",)}
+    pressures = itertools.cycle(lattice.AXES["pressure"])  # in turn: all with all would take a night of its own
+    for combo, pressure in zip(lattice.combinations(lattice.AXES | once), pressures, strict=False):
+        lattice.run(combo | {"pressure": pressure})

@@ -208,7 +208,7 @@ def test_a_salt_keeps_prefixes_apart() -> None:
 
 
 def test_preemption_resumes_and_is_counted() -> None:
-    engine = house(pages=8, max_num_seqs=4, prefix_caching=False).build(VirtualClock())
+    engine = house(pages=8, max_num_seqs=4, prefix_caching=False, pressure_policy="preempt").build(VirtualClock())
     for _ in range(4):
         engine.submit([1, 2, 3], 20)
     run(engine)

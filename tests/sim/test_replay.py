@@ -106,7 +106,8 @@ def test_every_segment_is_a_beginning(tmp_path: Path, combo: dict[str, Any]) -> 
 
 def tight(folder: Path) -> Engine:
     """Forty requests in too few pages, recorded."""
-    house = House(pages=12, page_size=4, max_num_seqs=4, max_num_batched_tokens=16, chunk=16, cost=StepCost(0.01))
+    sizes = {"pages": 12, "page_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "chunk": 16}
+    house = House(**sizes, pressure_policy="preempt", cost=StepCost(0.01))  # type: ignore[arg-type]
     engine = house.build(VirtualClock(), make=recorded(folder))
     drive(engine, uniform(40, prompt=(4, 24), new=(4, 16), shared=8, rate=40.0))
     engine.close()
@@ -145,7 +146,9 @@ def test_a_changed_scheduler_is_told_from_the_recorded_one_at_the_first_step_tha
     assert departed["departure"]["recorded"] != departed["departure"]["decided"]
 
 
-COMBO = dict(zip(AXES, (1, 4, 1, True, 4, (16, 5), "continuous", 0, False, False, "fcfs", "lru", False), strict=True))
+COMBO = dict(
+    zip(AXES, (1, 4, 1, True, 4, (16, 5), "continuous", 0, False, False, "fcfs", "lru", False, "preempt"), strict=True)
+)
 PLANTED = {
     "reserve forgets steps in flight": 5,
     "gaps are not waited for": 43,

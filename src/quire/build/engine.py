@@ -20,7 +20,7 @@ from quire.build.room import host_bytes
 from quire.build.speculate import build_speculation
 from quire.config import Settings
 from quire.core.kv import KV, prefix_index
-from quire.core.policy import ADMISSIONS, ORDERS, SHELVES
+from quire.core.policy import ADMISSIONS, ORDERS, PRESSURES, SHELVES
 from quire.core.scheduler import Scheduler
 from quire.engine.engine import Engine
 from quire.engine.events import Observer
@@ -83,9 +83,10 @@ def _torch(settings: Settings) -> Made:
 
 def build_scheduler(settings: Settings, about: Description, limits: Limits) -> Scheduler:
     """The scheduler for an executor that says this about itself."""
-    index = prefix_index(about.page_size, settings.cache.enable_prefix_caching)
+    cache = settings.cache
+    index, shelf = prefix_index(about.page_size, cache.enable_prefix_caching), SHELVES[cache.eviction_policy]()
     return Scheduler(
-        KV(about.pages, about.page_size, index, SHELVES[settings.cache.eviction_policy]()),
+        KV(about.pages, about.page_size, index, shelf, pressure=PRESSURES[cache.pressure_policy]),
         rows=about.rows,
         cap=limits.cap,
         budget=limits.budget,

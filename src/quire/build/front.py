@@ -21,7 +21,7 @@ from quire.build.text import Text, build_text
 from quire.build.tracing import build_tracing
 from quire.config import OPTIONS, Settings
 from quire.config.access import AccessConfig, check_files
-from quire.config.settings import ServerConfig
+from quire.config.server import ServerConfig
 from quire.engine.client import EngineProcess
 from quire.observe.audience import Audience
 from quire.observe.engine_metrics import render

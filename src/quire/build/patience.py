@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.config.settings import ServerConfig
+from quire.config.server import ServerConfig
 from quire.server.connection import Patience
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from quire.config.access import AccessConfig
 from quire.config.option import Option
+from quire.config.server import ServerConfig
 from quire.config.settings import (
     OPTIONS,
     CacheConfig,
     ExecutionConfig,
     ModelConfig,
     SchedulerConfig,
-    ServerConfig,
     Settings,
 )
 from quire.config.sources import load

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from quire.core.blocks import BlockPool, Shelf
+from quire.core.policy import Pressure, preempt
 from quire.core.reuse import NoReuse, RadixReuse, Reuse
 from quire.core.sequence import Place, Sequence
-from quire.values import MANY
+from quire.errors import InvalidRequest
+from quire.values import MANY, Request
 
 
 class KV:
     """Page accounting for all sequences. `page_size` is in tokens; contiguous KV is one page as long as the context.
 
-    worth: prompt tokens that another sequence is computing just now, from which on it pays to wait for them.
+    worth: prompt tokens that another sequence is computing just now, from which on it pays to wait for them. pressure:
+    how many pages each is to have before anybody else is let in.
     """
 
     def __init__(
@@ -21,8 +24,9 @@ class KV:
         reuse: Reuse | None = None,
         shelf: Shelf | None = None,
         worth: int = 64,
+        pressure: Pressure = preempt,
     ) -> None:
-        self.page_size, self.worth = page_size, worth
+        self.page_size, self.worth, self.pressure = page_size, worth, pressure
         self.reuse: Reuse = NoReuse() if reuse is None else reuse
         self.pool = BlockPool(pages, self.reuse, shelf)
         self.claims: dict[Place, Sequence] = {}
@@ -32,6 +36,16 @@ class KV:
     def pages_for(self, length: int) -> int:
         """Pages a sequence that ends at `length` tokens needs at most: its last token is never fed."""
         return -(-(length - 1) // self.page_size)
+
+    def check(self, request: Request) -> None:
+        """Raises InvalidRequest for what can never fit, however empty the pool is."""
+        need = self.pages_for(len(request.prompt) + request.max_new)
+        if need > self.pool.pages:
+            raise InvalidRequest(
+                f"prompt ({len(request.prompt)} tokens) and max_tokens ({request.max_new}) need {need} KV blocks, "
+                f"and there are {self.pool.pages}: shorten either, or give the server more KV memory",
+                param="prompt",
+            )
 
     def open(self, seq: Sequence) -> None:
         """Take what the cache has of its tokens."""
@@ -87,6 +101,10 @@ class KV:
     def need(self, seq: Sequence, upto: int) -> int:
         """Pages missing to write positions below `upto`."""
         return max(0, -(-min(upto, seq.limit - 1) // self.page_size) - len(seq.blocks))
+
+    def wants(self, seq: Sequence) -> int:
+        """Pages missing to what it is to have before anybody else is let in."""
+        return self.need(seq, self.pressure(seq, self.page_size))
 
     def extend(self, seq: Sequence, need: int) -> tuple[int, ...]:
         """Take `need` pages; the pages to send: the first time all of them, prefix hits included."""

@@ -54,6 +54,7 @@ class Scheduler:
         self.drafted = Drafted()
         self._same: tuple[Span, ...] = ()
         self._short = False
+        self._promised = -1
         self._decisions: list[Decision] = []
 
     # ---------------------------------------------------------------- requests come and go
@@ -61,17 +62,11 @@ class Scheduler:
     def add(self, request: Request, constraint: Constraint = FREE) -> Sequence:
         """Queue a request. Raises InvalidRequest if it could never run, or its id is taken."""
         limit = len(request.prompt) + request.max_new
-        need = self.kv.pages_for(limit)
         if not request.prompt:
             raise InvalidRequest("the prompt is empty: give at least one token", param="prompt")
         if request.max_new < 1:
             raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
-        if need > self.kv.pool.pages:
-            raise InvalidRequest(
-                f"prompt ({len(request.prompt)} tokens) and max_tokens ({request.max_new}) need {need} KV blocks, "
-                f"and there are {self.kv.pool.pages}: shorten either, or give the server more KV memory",
-                param="prompt",
-            )
+        self.kv.check(request)
         if request.id in self.seqs:
             raise InvalidRequest(f"a request with id {request.id!r} is already running", param="id")
         seq = Sequence(request, self.arrived, list(request.prompt), limit, constraint, self.order(request))
@@ -125,7 +120,7 @@ class Scheduler:
         spans, seqs, opened = list[Span](), list[Sequence](), list[Open]()
         late, drafts, grown = list[int](), list[int](), list[tuple[int, tuple[int, ...]]]()
         running, slots, i = self.running, MANY, 0
-        self._short, self._decisions = False, self.waiting.unready()
+        self._short, self._promised, self._decisions = False, -1, self.waiting.unready()
         left, speculation = min(self._make_way(), budget), self.speculation
         speculation.begin(min(self.cap, len(running) + len(self.waiting)))
         while left > 0:
@@ -226,10 +221,14 @@ class Scheduler:
         kv.open(seq)
         n = min(seq.unfed, self.chunk, left)
         whole = others and n < seq.unfed and self.chunk == MANY  # whole prompts wait for a step of their own
-        if whole or kv.need(seq, seq.computed + n + self.speculation.most) > kv.pool.free:
+        if self._promised < 0:
+            self._promised = sum(map(kv.wants, self.running))
+        need = max(kv.need(seq, seq.computed + n + self.speculation.most), wants := kv.wants(seq))
+        if whole or need > kv.pool.free - self._promised:
             kv.close(seq)
             return self._wait(seq, "budget" if whole else "pages")
         kv.claim(seq)
+        self._promised += wants
         self.waiting.pop()
         seq.row = self.rows.pop()
         self.running.append(seq)
@@ -255,6 +254,7 @@ class Scheduler:
             if victim is seq:
                 return False
         assert seq.row is not None
+        self._promised -= need
         grown.append((seq.row, self.kv.extend(seq, need)))
         return True
 

@@ -16,7 +16,7 @@ from typing import Any
 from quire.core import blocks, kv, queue, reuse, scheduler, sequence, speculate
 from quire.core.constraint import FREE, PENDING, Constraint
 from quire.core.plan import Open, Plan, Span
-from quire.core.policy import ADMISSIONS, ORDERS
+from quire.core.policy import ADMISSIONS, ORDERS, PRESSURES
 from quire.core.step import Decision, Step
 from quire.engine import ledger, pacer, recovery
 from quire.errors import InvalidConfig
@@ -58,7 +58,7 @@ CLASSES: Classes = MappingProxyType(
 )
 """What a state is made of."""
 
-_NAMED = MappingProxyType({f.__name__: f for f in (*ADMISSIONS.values(), *ORDERS.values())})
+_NAMED = MappingProxyType({f.__name__: f for f in (*ADMISSIONS.values(), *ORDERS.values(), *PRESSURES.values())})
 _TUPLES = MappingProxyType({kind.__name__: kind for kind in (Plan, Span, Open, Step, Decision)})
 _PLAIN = (int, float, str, bool, type(None))
 _MADE_ANEW = MappingProxyType({"KV": {"claims"}, "Ledger": {"completed"}, "RadixReuse": {"where"}})

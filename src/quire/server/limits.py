@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.config.settings import ServerConfig
+from quire.config.server import ServerConfig
 from quire.errors import InvalidRequest, Overloaded, TooLarge, Unauthorized
 from quire.server import faults
 from quire.server.rates import Rates

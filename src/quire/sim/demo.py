@@ -9,6 +9,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from quire.core.policy import PRESSURES
 from quire.core.scheduler import Scheduler
 from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
@@ -49,6 +50,7 @@ class Storyteller:
 @click.option("--new", type=(int, int), default=(3, 9), show_default=True, help="New tokens, from to.")
 @click.option("--shared", default=4, show_default=True, help="Prompt tokens that all requests begin with.")
 @click.option("--lookahead", default=0, show_default=True, help="Steps launched ahead of results.")
+@click.option("--pressure-policy", type=click.Choice(list(PRESSURES)), default="preempt", show_default=True)
 @click.option("--delay", default=0.0, show_default=True, help="Seconds to wait after each step.")
 @click.option("--seed", default=7, show_default=True)
 def command(
@@ -61,6 +63,7 @@ def command(
     new: tuple[int, int],
     shared: int,
     lookahead: int,
+    pressure_policy: str,
     delay: float,
     seed: int,
 ) -> None:
@@ -72,6 +75,7 @@ def command(
         max_num_batched_tokens=max_num_batched_tokens,
         chunk=max_num_batched_tokens,
         depth=lookahead,
+        pressure_policy=pressure_policy,
         cost=StepCost(base=0.01, per_token=0.001),
     )
     teller, console = Storyteller(), Console()

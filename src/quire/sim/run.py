@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.core.kv import KV, prefix_index
-from quire.core.policy import ADMISSIONS, ORDERS, SHELVES
+from quire.core.policy import ADMISSIONS, ORDERS, PRESSURES, SHELVES
 from quire.core.scheduler import Scheduler
 from quire.engine.clock import Clock, WallClock
 from quire.engine.engine import Engine
@@ -37,6 +37,7 @@ class House:
     batching: str = "continuous"
     scheduling_policy: str = "fcfs"
     eviction_policy: str = "lru"
+    pressure_policy: str = "foresee"
     cost: StepCost = FREE
 
     def build(
@@ -50,7 +51,13 @@ class House:
         rows = self.max_num_seqs * (1 + self.depth)
         index = prefix_index(self.page_size, self.prefix_caching)
         scheduler = Scheduler(
-            KV(self.pages, self.page_size, index, SHELVES[self.eviction_policy]()),
+            KV(
+                self.pages,
+                self.page_size,
+                index,
+                SHELVES[self.eviction_policy](),
+                pressure=PRESSURES[self.pressure_policy],
+            ),
             rows=rows,
             cap=self.max_num_seqs,
             budget=self.max_num_batched_tokens,
