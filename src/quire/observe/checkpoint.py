@@ -20,7 +20,7 @@ from quire.core.policy import ADMISSIONS, ORDERS, PRESSURES
 from quire.core.step import Decision, Step
 from quire.engine import ledger, pacer, recovery
 from quire.errors import InvalidConfig
-from quire.observe.disguise import ROOT, STOP, Disguise, disguised
+from quire.observe.disguise import STOP, Chain, Disguise, disguised
 from quire.values import Request, SamplingParams
 
 Classes = Mapping[str, Any]
@@ -132,22 +132,26 @@ class _Packer:
         index = scheduler.kv.reuse
         if type(index).__name__ != "RadixReuse":
             return
-        self._walk(index.root, ROOT)
+        self._walk(index.root, self.disguise.chain())
         flying = [s for step in scheduler.flight for s in (*step.seqs, *step.graves)]
         for seq in (*flying, *scheduler.seqs.values()):
             if seq.node is not None and id(seq.node) not in self.names:
-                names = self.disguise.pages(seq.tokens[: seq.mark - index.every])
-                self._walk(seq.node, names[-1] if names else ROOT)
+                self._walk(seq.node, self.disguise.begun(seq.tokens[: seq.mark - index.every])[0])
         for node, _ in index.where.values():
-            self._walk(node, id(node))
+            if id(node) not in self.names:
+                chain = self.disguise.chain()
+                chain.name([id(node)])
+                self._walk(node, chain)
 
-    def _walk(self, node: Any, name: int) -> None:
-        size, todo = self.disguise.page_size, [(node, name)]
+    def _walk(self, node: Any, chain: Chain) -> None:
+        size, todo = self.disguise.page_size, [(node, chain, 0)]
         while todo:
-            node, name = todo.pop()
+            node, chain, name = todo.pop()
             if id(node) not in self.names:
                 self.names[id(node)] = name
-                todo += [(below, self.disguise.name(name, key[-size:])) for key, (_, below) in node.items()]
+                for key, (_, below) in node.items():
+                    on = chain.copy()
+                    todo.append((below, on, on.name(key[-size:])))
 
     def _node(self, it: Any) -> list[Any]:
         kind = type(it).__name__

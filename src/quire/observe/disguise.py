@@ -12,11 +12,26 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
-ROOT = 0
-"""The name of the page before the first."""
-
 STOP = 1
 """The disguise of a token that ends its request; 0 is that of any other but a page's last, which is the page's name."""
+
+
+class Chain:
+    """The pages of one sequence, named one after another."""
+
+    __slots__ = ("_hash",)
+
+    def __init__(self, hash: blake2b) -> None:
+        self._hash = hash
+
+    def name(self, tokens: Sequence[int]) -> int:
+        """Of the next page, which has these tokens; 2 or more."""
+        hash = self._hash
+        hash.update(array("q", tokens))
+        return int.from_bytes(hash.copy().digest(), "little") >> 1 | 2
+
+    def copy(self) -> Chain:
+        return Chain(self._hash.copy())
 
 
 class Disguise:
@@ -25,20 +40,20 @@ class Disguise:
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self._key = secrets.token_bytes(32)
+        self._root = blake2b(digest_size=8, key=self._key)
 
-    def name(self, before: int, tokens: Sequence[int]) -> int:
-        """The page of these tokens behind the page called `before`; 2 or more."""
-        said = array("q", tokens).tobytes()
-        digest = blake2b(said, digest_size=8, key=self._key, salt=before.to_bytes(8, "little")).digest()
-        return int.from_bytes(digest, "little") >> 1 | 2
+    def chain(self) -> Chain:
+        """Of a sequence none of whose pages has a name."""
+        return Chain(self._root.copy())
+
+    def begun(self, tokens: Sequence[int]) -> tuple[Chain, list[int]]:
+        """Of a sequence that begins with these tokens, and the names of their full pages."""
+        size, chain = self.page_size, self.chain()
+        return chain, [chain.name(tokens[end - size : end]) for end in range(size, len(tokens) + 1, size)]
 
     def pages(self, tokens: Sequence[int]) -> list[int]:
         """Names of the full pages of these tokens, which are a sequence's from its beginning."""
-        size, before, names = self.page_size, ROOT, []
-        for end in range(size, len(tokens) + 1, size):
-            before = self.name(before, tokens[end - size : end])
-            names.append(before)
-        return names
+        return self.begun(tokens)[1]
 
     def salt(self, salt: str) -> str:
         """Of a salt; an empty one stays so."""

@@ -11,13 +11,13 @@ from typing import Any, Concatenate, ParamSpec
 from quire import __version__
 from quire.core.plan import Plan, Result, Span
 from quire.core.scheduler import Scheduler
-from quire.core.sequence import Sequence as Seq
+from quire.core.sequence import Sequence
 from quire.engine.events import Completed, StepRecord
 from quire.engine.executor import Description
 from quire.errors import ExecutorLost
 from quire.observe import tape
 from quire.observe.checkpoint import constraint_of, pack, told_of
-from quire.observe.disguise import ROOT, Disguise
+from quire.observe.disguise import Chain, Disguise
 from quire.observe.ring import Ring
 from quire.values import Request
 
@@ -41,12 +41,12 @@ def _safely(record: Callable[Concatenate[Recorder, P], None]) -> Callable[Concat
 
 
 class _Filling:
-    """A sequence whose pages fill: how many have names, the last name, and the step at which to look again."""
+    """A sequence whose pages fill: where the one that fills now ends, and the step at which to look again."""
 
-    __slots__ = ("due", "name", "pages", "seq")
+    __slots__ = ("chain", "due", "end", "seq")
 
-    def __init__(self, seq: Seq, pages: int, name: int) -> None:
-        self.seq, self.pages, self.name, self.due = seq, pages, name, -1
+    def __init__(self, seq: Sequence, chain: Chain, end: int) -> None:
+        self.seq, self.chain, self.end, self.due = seq, chain, end, -1
 
 
 class Recorder:
@@ -89,10 +89,11 @@ class Recorder:
     # ---------------------------------------------------------------- what comes through the doors
 
     @_safely
-    def arrived(self, request: Request, seq: Seq) -> None:
-        names = self.disguise.pages(request.prompt)
+    def arrived(self, request: Request, seq: Sequence) -> None:
+        size = self.disguise.page_size
+        chain, names = self.disguise.begun(request.prompt)
         told = told_of(request, names, self.disguise.salt(request.salt))
-        self._filling[request.id] = _Filling(seq, len(names), names[-1] if names else ROOT)
+        self._filling[request.id] = _Filling(seq, chain, (len(names) + 1) * size)
         self.write(tape.Arrived(*(self.at, *told, constraint_of(seq))))
 
     @_safely
@@ -100,9 +101,8 @@ class Recorder:
         step = self.scheduler.flight[-1]
         opened = []
         if plan.opened:
-            ids = {span.row: seq.request.id for span, seq in zip(plan.spans, step.seqs, strict=True)}
-            for o in plan.opened:
-                id = ids[o.row]
+            ids = [why.id for why in step.decisions if why.what == "opened"]  # in the order of rows, as `opened`
+            for id, o in zip(ids, plan.opened, strict=True):
                 opened.append((id, o.row, len(o.tokens), o.start, o.prompt, o.limit))
                 self._arm(self._filling[id])
         spans = None if plan.spans is self._spans else plan.spans
@@ -141,11 +141,18 @@ class Recorder:
 
     @_safely
     def on_step(self, record: StepRecord) -> None:
-        self.steps += 1
+        self.steps = step = self.steps + 1
         pages: list[tuple[int, int, int]] = []
-        for filling in self._due.pop(self.steps, ()):
-            if filling.due == self.steps:  # it may have ended just now: what it filled is published all the same
-                self._fill(filling, pages)
+        if (fillings := self._due.pop(step, None)) is not None:
+            size = self.disguise.page_size
+            for filling in fillings:
+                if filling.due == step:
+                    seq, end = filling.seq, filling.end
+                    tokens = seq.tokens
+                    while end <= len(tokens):
+                        pages.append((seq.order, end - 1, filling.chain.name(tokens[end - size : end])))
+                        filling.end = end = end + size
+                    self._arm(filling)
         stops = []
         for ended in record.ended:
             del self._filling[ended.id]
@@ -163,23 +170,14 @@ class Recorder:
         self._landing = False
         self.write(tape.Landed(self.at, self._counts, pages, stops, self._errors, self._told))
 
-    def _fill(self, filling: _Filling, pages: list[tuple[int, int, int]]) -> None:
-        """Name the pages that have filled since."""
-        tokens, size = filling.seq.tokens, self.disguise.page_size
-        while (end := (filling.pages + 1) * size) <= len(tokens):
-            filling.name = self.disguise.name(filling.name, tokens[end - size : end])
-            filling.pages += 1
-            pages.append((filling.seq.order, end - 1, filling.name))
-        if filling.seq.row is None or filling.seq.finish is not None:
-            filling.due = -1
-        else:
-            self._arm(filling)
-
     def _arm(self, filling: _Filling) -> None:
-        """Look again when its next page may be full: a step brings a token and its drafts, and no more."""
-        seq, end = filling.seq, (filling.pages + 1) * self.disguise.page_size
-        if end >= seq.limit:  # its last token is never fed
+        """Look again when its next page may be full: a step brings a token and its drafts, and no more.
+
+        Not while it has no row, nor for its last token, which is never fed.
+        """
+        seq, end = filling.seq, filling.end
+        if seq.row is None or end >= seq.limit:
             return
-        missing = end - len(seq.tokens)
-        filling.due = due = self.steps + max(1, -(-missing // (1 + self.scheduler.speculation.most)))
+        due = self.steps - (len(seq.tokens) - end) // (1 + self.scheduler.speculation.most)
+        filling.due = due = max(due, self.steps + 1)
         self._due.setdefault(due, []).append(filling)
