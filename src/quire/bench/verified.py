@@ -190,12 +190,16 @@ def requests(settings: Settings, made: Made, *, count: int, new: int) -> list[Re
 
 
 def engine(settings: Settings, made: Made, *, pages: int = 0, chunk: int = 0, watch: Watch | None = None) -> Engine:
-    """A new one around an executor that is there. pages, chunk: fewer than it has, smaller than usual; 0: not so."""
+    """A new one around an executor that is there. pages, chunk: fewer than it has, smaller than usual; 0: not so.
+
+    Where pages are few, requests are let in rashly, so that some lose theirs.
+    """
     executor, limits = made.executor, made.limits
     executor.reset()
     about = executor.describe()
     if pages:
         about = replace(about, pages=min(pages, about.pages))
+        settings = replace(settings, cache=replace(settings.cache, pressure_policy="preempt"))
     if chunk:
         limits = limits._replace(chunk=chunk, budget=max(limits.cap, chunk))
     observers = () if watch is None else (watch,)
