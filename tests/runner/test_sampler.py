@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from quire.core.plan import Mask, Open, Plan
 from quire.runner.sampler import BROKEN, STUCK, Sampled, Sampler
+from quire.runner.truncate import Cut, truncate
 from quire.values import GREEDY, SamplingParams, TokenLogprobs
 from tests.runner.bench_rows import opened
 from tests.runner.oracle import choose, edited
@@ -262,3 +263,28 @@ def test_a_nucleus_may_be_wider_than_the_first_look(top_p: float) -> None:
     drawn = set(got.tokens.tolist())
     assert drawn <= inside
     assert len(drawn) > 0.8 * len(inside)
+
+
+def test_a_nucleus_at_the_edge_of_a_token_is_the_same_whatever_others_ask_for() -> None:
+    """Its edge is put between the mass that two ways of adding up would give."""
+    moved = 0
+    for seed in range(20):
+        x = np.random.default_rng(seed).standard_normal((2, 300)).astype(np.float32)
+        far = math.log(0.05)
+        inside = np.sort(x[0][x[0] >= x[0].max() + np.float32(far)])[::-1]
+        exact = np.exp(inside - inside[0], dtype=np.float64)
+        rough = np.exp(x[0] - inside[0])
+        rough[x[0] < inside[-1]] = 0.0
+        middle = (float(exact.sum()) + float(rough.sum())) / 2
+        edge = float(exact.cumsum()[20]) / middle
+        moved += float(exact.sum()) != float(rough.sum())
+        alone, among = x[:1].copy(), x.copy()
+        truncate(alone, cut([0], [edge], [0.05]))
+        truncate(among, cut([0, 299], [edge, 0.5], [0.05, 0.0]))
+        assert np.array_equal(alone[0], among[0])
+    assert moved > 10, "the two ways differ, so the edges lie between"
+
+
+def cut(top_k: list[int], top_p: list[float], min_p: list[float]) -> Cut:
+    heat = np.ones(len(top_k), np.float32)
+    return Cut.of(heat, np.array(top_k), np.array(top_p), np.array(min_p, np.float32), 300)
