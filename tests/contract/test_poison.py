@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.contract.poison import DOORS, Poison, poisons
 from tests.contract.poison_desk import BATCHES, FILES, FORM, VECTORS, Errand, desk_poisons, errands, form
 from tests.contract.streams import hear_all
 from tests.contract.wire import Answer, ask, request, send
-from tests.live import Live, serving
+from tests.live import Live, serving, standing
 
 POISONS = [*poisons(), *desk_poisons()]
 ERRANDS = errands()
@@ -60,6 +61,15 @@ async def swallow(port: int, some: Sequence[Poison], at_once: int = 4) -> dict[s
 
     await asyncio.gather(*map(one, some))
     return heard
+
+
+def wronged(some: Sequence[Poison], heard: Mapping[str, list[Answer]], *also: int) -> list[tuple[str, Any]]:
+    """Those that had no answer in time, or one that they may not have; `also` may be had by all."""
+    return [
+        (poison.name, [(answer.status, answer.body[:200]) for answer in heard[poison.name]])
+        for poison in some
+        if not heard[poison.name] or any(a.status not in (*poison.statuses, *also) for a in heard[poison.name])
+    ]
 
 
 async def send_off(port: int, some: Sequence[Errand]) -> dict[str, str]:
@@ -128,11 +138,7 @@ def check(live: Live, some: Sequence[Poison], errands: Sequence[Errand], *, more
     before, process, engine = live.memory(), live.process.pid, live.engine_pid()
     quiet, beside, heard, begun = asyncio.run(under_load(live.port, some, errands))
     assert beside == quiet
-    wrong = [
-        (poison.name, [(answer.status, answer.body[:200]) for answer in heard[poison.name]])
-        for poison in some
-        if not heard[poison.name] or any(answer.status not in poison.statuses for answer in heard[poison.name])
-    ]
+    wrong = wronged(some, heard)
     assert not wrong, wrong
     for errand in errands:
         come_back(live, errand, begun[errand.name])
@@ -164,3 +170,14 @@ def test_all_of_the_poison_costs_nobody_but_its_sender(tmp_path: Path) -> None:
     with poisoned(tmp_path) as fresh:
         asyncio.run(under_load(fresh.port, POISONS, ERRANDS))
         check(fresh, POISONS, ERRANDS, more=0.05)
+
+
+@pytest.mark.nightly
+def test_all_of_the_poison_costs_a_server_in_front_nothing_either(tmp_path: Path) -> None:
+    """It takes JSON only, so uploads are a 415 there."""
+    with standing("upstream", tmp_path, *OPTIONS, "--batch-dir", str(tmp_path / "batches")) as live:
+        engine = live.engine_pid()
+        wrong = wronged(POISONS, asyncio.run(swallow(live.port, POISONS)), 415, 429)
+        assert not wrong, wrong
+        assert live.settled()["cache"]["used_pages"] == 0 and live.engine_pid() == engine
+        assert "Traceback" not in live.log, live.log

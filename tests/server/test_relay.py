@@ -161,6 +161,25 @@ async def test_a_deadline_ends_a_request_upstream_too() -> None:
         await relay.settled()
 
 
+@pytest.mark.parametrize("seconds", ["nan", "0", "-1", "-inf", "soon", ""])
+async def test_a_time_that_is_none_is_refused_in_front(seconds: str) -> None:
+    async with stub() as server, relaying(server) as relay:
+        known = len(server.asked)
+        for path, body in (("/v1/completions", {"prompt": "fine"}), ("/v1/generate", {"prompt": "fine"})):
+            refused = await relay.client.post(path, json=body, headers={"x-request-timeout": seconds})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "x-request-timeout"
+        assert len(server.asked) == known
+
+
+async def test_who_wants_the_head_alone_waits_for_no_body() -> None:
+    async with stub() as server, relaying(server) as relay:
+        for path in ("/v1/models", "/v1/models"):
+            whole = await relay.client.get(path)
+            head = await relay.client.head(path)
+            assert (head.status_code, head.content) == (200, b"")
+            assert head.headers["content-length"] == str(len(whole.content))
+
+
 async def test_silence_is_filled_with_comments_between_events() -> None:
     async with stub() as server, relaying(server, limits=Limits(keep_alive=0.05)) as relay:
         asyncio.get_running_loop().call_later(0.2, server.hold.set)

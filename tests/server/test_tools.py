@@ -284,4 +284,4 @@ async def test_the_timeout_header_counts_where_the_field_is_not_sent() -> None:
         response = await server.client.post(
             "/v1/completions", json={"prompt": "a"}, headers={"X-Request-Timeout": "nan"}
         )
-        check_error(response, 400, "timeout", "above 0")
+        check_error(response, 400, "x-request-timeout", "above 0")

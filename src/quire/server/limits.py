@@ -8,6 +8,7 @@ import math
 import re
 import secrets
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,16 +233,14 @@ class Guard:
 
 
 def deadline(headers: Mapping[str, str]) -> float | None:
-    """Seconds an answer may take, by the header X-Request-Timeout. Raises InvalidRequest if that is no number."""
+    """Seconds an answer may take, by the header X-Request-Timeout. Raises InvalidRequest if that is no time."""
     given = headers.get("x-request-timeout")
     if given is None:
         return None
-    try:
-        return float(given)
-    except ValueError:
-        raise InvalidRequest(
-            "the header X-Request-Timeout must be a number of seconds", param="x-request-timeout"
-        ) from None
+    with suppress(ValueError):
+        if (seconds := float(given)) > 0:  # NaN is not
+            return seconds
+    raise InvalidRequest("the header X-Request-Timeout must be a number of seconds above 0", param="x-request-timeout")
 
 
 def origin(scope: Scope) -> Origin:
