@@ -12,6 +12,7 @@ from typing import Any
 from click.testing import CliRunner
 
 from quire.cli import main
+from quire.server.limits import for_admins
 from tests.live import Live, serving
 
 PROMPT = "Once upon a time there was a little dog who lived by the sea, and every morning he "
@@ -40,6 +41,10 @@ def ask(live: Live, n: int) -> None:
         assert live.http.post("/v1/completions", json=body).status_code == 200
 
 
+def test_a_recording_is_for_admins_only() -> None:
+    assert for_admins("/v1/recording") and not for_admins("/v1/completions")
+
+
 def test_what_a_killed_server_decided_is_decided_again(tmp_path: Path) -> None:
     folder = tmp_path / "recordings"
     flags = ["--recording-dir", str(folder), "--num-gpu-blocks-override", "24", "--max-num-batched-tokens", "64"]
@@ -48,6 +53,10 @@ def test_what_a_killed_server_decided_is_decided_again(tmp_path: Path) -> None:
         with ThreadPoolExecutor(12) as pool:
             list(pool.map(lambda n: ask(live, n), range(24)))
         live.settled()
+        fetched = tmp_path / "fetched.quirerec"
+        fetched.write_bytes(live.http.get("/v1/recording").content)
+        [said] = again(fetched)
+        assert said["requests"] == 30 and not said["notes"] and fetched.stat().st_size < 1 << 20
         body = {"model": "embedded", "prompt": "A", "max_tokens": 350, "ignore_eos": True, "stream": True}
         with live.http.stream("POST", "/v1/completions", json=body) as answer:
             stream = answer.iter_bytes()

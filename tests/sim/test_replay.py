@@ -17,6 +17,7 @@ from quire.core.scheduler import Scheduler
 from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
 from quire.executors.costs import StepCost
+from quire.executors.synthetic import SyntheticHandle
 from quire.observe import tape
 from quire.observe.checkpoint import CLASSES
 from quire.observe.recorded import RecordedEngine, recorded
@@ -201,3 +202,38 @@ def test_what_is_not_in_the_recording_is_said(tmp_path: Path) -> None:
     engine = tight(tmp_path)
     assert "no request 'req-99'" in shown(tmp_path, "--request", "req-99", code=2).output
     assert f"it has 1 to {engine.ledger.steps}" in shown(tmp_path, "--step", "9999", code=2).output
+
+
+def broken_at(call: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler breaks when its so manieth step comes home."""
+    commit, calls = Scheduler.commit, []
+
+    def breaks(self: Scheduler, result: Any) -> Any:
+        calls.append(result)
+        if len(calls) == call:
+            raise error
+        return commit(self, result)
+
+    monkeypatch.setattr(Scheduler, "commit", breaks)
+
+
+def test_an_engine_that_broke_breaks_again_and_a_mended_one_departs_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        broken_at(7, AssertionError("pending"), patched)
+        with pytest.raises(AssertionError, match="pending"):
+            tight(tmp_path)
+    with monkeypatch.context() as patched:
+        broken_at(7, AssertionError("pending"), patched)
+        assert "the engine broke as it did then: AssertionError: pending" in shown(tmp_path).output
+    assert "where the recorded engine broke" in shown(tmp_path, code=1).output
+
+
+def test_a_step_that_never_came_home_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(SyntheticHandle, "result", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            tight(tmp_path)
+    said = shown(tmp_path).output
+    assert "under way when the recording ended:" in said and "req-0 gets a row" in said.split("under way")[1]

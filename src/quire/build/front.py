@@ -17,6 +17,7 @@ from quire.backends.base import ModelCard
 from quire.backends.native import NativeBackend
 from quire.backends.observer import Several
 from quire.build.patience import patience
+from quire.build.recording import recording_folder
 from quire.build.text import Text, build_text
 from quire.build.tracing import build_tracing
 from quire.config import OPTIONS, Settings
@@ -81,6 +82,7 @@ def serve(settings: Settings, *, child: str = "quire.build.child") -> None:
         version=__version__,
         view=Audience(port),
         desk=desk,
+        recording=recording_folder(settings.execution),
     )
     running = answer(
         app,

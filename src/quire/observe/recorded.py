@@ -175,10 +175,10 @@ class RecordedEngine(Engine):
         return roots | {"flight": [(planned, launched) for planned, launched, _ in self.flight]}
 
 
-def recorded(folder: str | Path, limit: int = 1 << 28) -> Callable[..., Engine]:
+def recorded(folder: Path, limit: int = 1 << 28) -> Callable[..., Engine]:
     """What makes engines that are recorded in `folder`, as `Engine` makes them. limit: bytes of all of it.
 
     Raises InvalidConfig if the folder cannot be written to.
     """
-    ring = Ring(Path(folder).expanduser(), limit)
+    ring = Ring(folder, limit)
     return lambda *parts, **rest: RecordedEngine(*parts, recorder=Recorder(ring), **rest)

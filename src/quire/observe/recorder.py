@@ -126,6 +126,7 @@ class Recorder:
     def reset(self) -> None:
         self._landing, self._spans = False, None
         self.write(tape.Reset(self.at, *self._failed))
+        log.warning("what led to the failed step is recorded in %s", self.ring.path)
         self._failed = ("masks", "", False)
 
     @_safely

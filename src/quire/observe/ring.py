@@ -34,6 +34,7 @@ class Ring:
         self.folder, self.limit = folder, limit
         self.size = max(LEAST, limit // SHARES)
         self.segments = 0
+        self.path = folder
         self._name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}"
         self._map: mmap.mmap | None = None
         self._file = -1
@@ -82,6 +83,7 @@ class Ring:
         self._used = len(MAGIC)
         self.write(first)
         new.rename(path)  # it is a recording now, and was none before
+        self.path = path
         self.segments += 1
 
     def write(self, frame: bytes) -> None:

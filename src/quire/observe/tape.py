@@ -174,6 +174,18 @@ def _files(paths: Iterable[Path]) -> Iterator[Path]:
         yield from inside
 
 
+def written(path: Path) -> bytes:
+    """What has been written of a segment, without the place it still has on disk. Raises OSError."""
+    data = path.read_bytes()
+    place = len(MAGIC)
+    while place + HEAD.size <= len(data):
+        length, _ = HEAD.unpack_from(data, place)
+        if length == 0 or place + HEAD.size + length > len(data):
+            break
+        place += HEAD.size + length
+    return data[:place]
+
+
 def _read(path: Path) -> Iterator[AnyFrame | str]:
     """The frames of one file, which may hold several segments, one behind the other; and what is amiss."""
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ from quire.server.limits import Guard, Keys, Limits, deadline, origin, read_body
 from quire.server.messages import CountRequest
 from quire.server.page import Blank, Page, View
 from quire.server.rates import Rates
+from quire.server.recordings import Recordings
 from quire.server.stream import EventStream, deltas, unless_gone
 from quire.server.tools import toolbox
 from quire.text.tools.styles import STYLES
@@ -129,10 +131,11 @@ def create_app(
     version: str = "0",
     view: View | None = None,
     desk: Desk | None = None,
+    recording: Path | None = None,
 ) -> ASGIApp:
     """The ASGI application around a backend that the caller starts and closes, and so the desk, which has batches.
 
-    view: what the live page shows.
+    view: what the live page shows. recording: the folder of the flight recorder's files.
     """
     limits, keys = Limits() if limits is None else limits, Keys() if keys is None else keys
     rates = Rates() if rates is None else rates
@@ -149,6 +152,7 @@ def create_app(
         Route("/openapi.json", partial(_openapi, openapi.document(version))),
         *vitals(backend, version),
         *(NoDesk() if desk is None else desk).routes(),
+        *Recordings(recording).routes(),
         *page.routes(),
     ]
     return assembled(routes, keys, page, rates)

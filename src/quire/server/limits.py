@@ -132,7 +132,7 @@ def check_haste(priority: int | None, timeout: float | None, limits: Limits) -> 
         raise InvalidRequest("timeout must be above 0 seconds", param="timeout")
 
 
-ADMIN = ("/stats", "/metrics", "/v1/requests", "/ui")
+ADMIN = ("/stats", "/metrics", "/v1/requests", "/v1/recording", "/ui")
 """Paths that tell of other people's requests, and those below them."""
 
 ANYONE = -1

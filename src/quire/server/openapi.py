@@ -84,6 +84,7 @@ OPERATIONS = (
     Operation("post", "/v1/batches/{id}/cancel", "Cancel a batch", errors=("400", "404", "429")),
     Operation("get", "/v1/requests", "What was decided about requests", errors=("404",)),
     Operation("get", "/v1/requests/{id}/explain", "What was decided about a request", errors=("404",)),
+    Operation("get", "/v1/recording", "What the flight recorder has written", None, (BYTES,), ("404",)),
     Operation("get", "/stats", "Counters"),
     Operation("get", "/metrics", "Counters, for Prometheus", None, (TEXT,)),
     Operation("get", "/version", "This server's version"),
