@@ -158,7 +158,9 @@ def test_an_answer_under_pressure_is_the_quiet_one(tmp_path: Path, live: Live) -
     async def crowd(where: Live) -> list[Any]:
         return await asyncio.gather(*(asyncio.to_thread(ask, where, i) for i in range(12)))
 
-    with serving(tmp_path, "--dtype", "float32", "--num-gpu-blocks-override", "30", "--lookahead", "1") as tight:
+    with serving(
+        tmp_path, "--dtype", "float32", "--num-gpu-blocks-override", "30", "--pressure-policy", "preempt"
+    ) as tight:
         pressed = asyncio.run(crowd(tight))
         assert tight.stats()["cache"]["pressure_events"] > 0
         tight.settled()

@@ -203,7 +203,7 @@ async def test_a_full_queue_refuses_with_a_time_to_wait() -> None:
     port.stats = {"active_requests": 1}
     readers = [asyncio.ensure_future(collect(backend, call(id=f"c{i}"))) for i in range(3)]
     await settle()
-    with pytest.raises(Overloaded, match="2 requests are waiting, and at most 2 may") as caught:
+    with pytest.raises(Overloaded, match="2 answers wait and 1 more are asked for, but at most 2 may wait") as caught:
         await collect(backend, call(id="late"))
     assert caught.value.retry_after >= 1
     assert watching.refused == ["max_num_queued_reqs"]

@@ -209,7 +209,7 @@ class NativeBackend:
         if waiting + more > self._max_queued:
             self._observer.on_refused("max_num_queued_reqs")
             raise Overloaded(
-                f"{waiting} requests are waiting, and at most {self._max_queued} may",
+                f"{waiting} answers wait and {more} more are asked for, but at most {self._max_queued} may wait",
                 retry_after=self._left.wait(waiting, now),
             )
 

@@ -47,8 +47,8 @@ class Asked(NamedTuple):
     """One request: seconds after `begin` when it was to be asked, of its first token (0 for none) and of its end.
 
     A request that had to wait for a free stream has been waiting since it was due; whoever is refused waits as long as
-    the server says before the next. status: of HTTP, 0 where the
-    connection broke, 500 where an error came in the stream.
+    the server says before the next. status: of HTTP, 0 where the connection broke, 500 where an error came in the
+    stream.
     """
 
     since: float
@@ -87,7 +87,7 @@ async def stream(job: Job, todo: Iterator[int], zero: float, tally: Tally) -> No
             if reader is None or writer is None:
                 reader, writer = await asyncio.open_connection(job.host, job.port, ssl=job.tls or None)
             writer.write(spoken(job, number))
-            one = await answer(reader, since, job.new[number], tally)
+            one = await answer(reader, since, tally)
         except FAILURES:
             one = Asked(since, 0.0, time.perf_counter(), 0, 0, 0)
         if one.status != 200 and writer is not None:
@@ -122,7 +122,7 @@ def spoken(job: Job, number: int) -> bytes:
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-async def answer(reader: asyncio.StreamReader, since: float, new: int, tally: Tally) -> Asked:
+async def answer(reader: asyncio.StreamReader, since: float, tally: Tally) -> Asked:
     """Read one streamed answer to its end; times by the monotonic clock."""
     head = await reader.readuntil(b"\r\n\r\n")
     status = int(head.split(b" ", 2)[1])
