@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
+import msgspec
 import pytest
 
+from quire.server.app import create_app
+from quire.server.desk import BatchDesk
+from quire.server.doors import answerer
+from quire.server.limits import OPEN, Keys, Limits
+from quire.server.openapi import document
 from quire.server.rates import Rates
 from tests.server.doubles import check_error, served
 
@@ -95,6 +103,75 @@ async def test_where_there_is_an_admin_key_only_it_shows_what_others_ask(path: s
         browser = await server.client.post("/ui/session", json={"key": "client"})
         check_error(browser, 401)
         assert (await server.client.post("/ui/session", json={"key": "boss"})).status_code == 200
+
+
+def spellings(path: str) -> list[str]:
+    """Of a path, as servers, proxies and routers may or may not take them for the same."""
+    first = path[1:2]
+    odd = [
+        f"/{path}",
+        f"{path}/",
+        f"{path}//",
+        f"/.{path}",
+        f"/x/..{path}",
+        f"/health/..{path}",
+        f"/health/%2e%2e{path}",
+    ]
+    odd += [
+        path.upper(),
+        path.title(),
+        f"/%{ord(first or '/'):02x}{path[2:]}",
+        f"{path};x=y",
+        f"{path}%00",
+        f"{path}%2f",
+    ]
+    return [
+        path,
+        *odd,
+        f"{path}?x=/health",
+        f"{path}#/health",
+        f"http://server{path}",
+        f"/health{path}",
+        f"\\{path[1:]}",
+    ]
+
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "FROB", "get")
+
+
+async def test_no_route_in_any_spelling_by_any_method_opens_without_a_key(tmp_path: Path) -> None:
+    """But health, and the page on which keys are typed in."""
+    async with served(api_keys=("secret",), admin_keys=("boss",)) as server:
+        answer = answerer(server.backend, Limits(), "x")
+        desk = BatchDesk(tmp_path, answer, Limits(), width=1)
+        app = create_app(server.backend, keys=Keys(("secret",), ("boss",)), desk=desk)
+        routes = {path.replace("{id}", "x") for path in msgspec.json.decode(document("0"))["paths"]}
+        open_to_all = set()
+        for path in sorted({*routes, "/openapi.json", "/docs", "/", "/nope"}):
+            for method in METHODS:
+                for spelling in spellings(path):
+                    if await status(app, method, spelling) != 401:
+                        open_to_all.add(unquote(spelling.partition("?")[0]))
+        await desk.stop()
+        assert open_to_all == OPEN
+
+
+async def status(app: Any, method: str, target: str) -> int:
+    """As a server would ask it of the application."""
+    path, _, query = target.partition("?")
+    scope = {"type": "http", "http_version": "1.1", "scheme": "http", "method": method, "root_path": "", "headers": []}
+    scope |= {"path": unquote(path), "raw_path": path.encode(), "query_string": query.encode(), "server": ("x", 80)}
+    seen: list[int] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            seen.append(message["status"])
+
+    await app(scope, receive, send)
+    return seen[0]
 
 
 @pytest.mark.parametrize("path", ["//stats", "/stats/", "/STATS", "/%73tats", "/v1/requests/", "/v1/../stats"])
