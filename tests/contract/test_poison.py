@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +17,7 @@ from tests.contract.poison import DOORS, Poison, poisons
 from tests.contract.poison_desk import BATCHES, FILES, FORM, VECTORS, Errand, desk_poisons, errands, form
 from tests.contract.streams import hear_all
 from tests.contract.wire import Answer, ask, request, send
-from tests.live import Live, serving, standing
+from tests.live import ROOT, Live, serving, standing
 
 POISONS = [*poisons(), *desk_poisons()]
 ERRANDS = errands()
@@ -43,6 +44,10 @@ def poisoned(folder: Path) -> AbstractContextManager[Live]:
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     with poisoned(tmp_path_factory.mktemp("poison")) as live:
         yield live
+
+
+INSIDE = (str(ROOT).encode(), sys.prefix.encode(), b"site-packages", b"Traceback", b".py", b" object at 0x", b"errno")
+"""What an error that tells of the server's inside has in it."""
 
 
 async def swallow(port: int, some: Sequence[Poison], at_once: int = 4) -> dict[str, list[Answer]]:
@@ -140,6 +145,9 @@ def check(live: Live, some: Sequence[Poison], errands: Sequence[Errand], *, more
     assert beside == quiet
     wrong = wronged(some, heard)
     assert not wrong, wrong
+    refused = [(name, answer.body) for name, told in heard.items() for answer in told if answer.status != 200]
+    told = [(name, body[:300]) for name, body in refused if any(word in body for word in INSIDE)]
+    assert not told, told
     for errand in errands:
         come_back(live, errand, begun[errand.name])
     assert live.process.poll() is None and (live.process.pid, live.engine_pid()) == (process, engine)
