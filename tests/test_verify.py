@@ -86,14 +86,14 @@ def test_the_default_mode_says_where_it_differs_and_the_table_names_the_place() 
     assert result.exit_code == 1
     assert "embedded, default mode" in result.stdout
     assert "request 2, token 1" in result.stdout.replace("\n", " ")
-    assert "with --deterministic none does" in result.stdout
+    assert "Some differ, by rounding, as they may in the default mode" in result.stdout
     assert "price: not asked for" in result.stdout
 
 
 def test_the_price_is_both_modes_and_their_ratio() -> None:
     result = verify("--deterministic", "--requests", "1", "--new", "2", "--repeat", "1")
     assert result.exit_code == 0, result.output
-    assert "Every token and every log-probability is the same to the bit." in result.stdout
+    assert "Every token and every log-probability compared is the same to the bit." in result.stdout
     for workload in ("decode, 1 at once", "decode, 8 at once", "a prompt"):
         line = next(line for line in result.stdout.splitlines() if workload in line)
         off, on, ratio = (float(cell.replace(",", "")) for cell in line.split("│")[2:5])
@@ -104,6 +104,16 @@ def test_a_situation_that_did_not_come_about_is_not_called_a_proof() -> None:
     result = verify("--deterministic", "--no-enable-prefix-caching", "--requests", "1", "--new", "1", "--repeat", "0")
     line = next(line for line in result.stdout.splitlines() if "warm prefix cache" in line)
     assert "it did not come about" in line
+    assert "Not put to the test: in a crowd, warm prefix cache, " in result.stdout.replace("\n", " ")
+
+
+def test_an_executor_without_the_mode_or_drafts_is_looked_at_and_says_what_it_lacks() -> None:
+    pytest.importorskip("transformers")
+    result = verify("--executor", "hf", "--requests", "2", "--new", "3", "--repeat", "1")
+    assert result.exit_code in (0, 1), "whatever transformers does"
+    said = " ".join(result.stdout.replace("│", " ").split())
+    assert "not tried" in said and "its caches cannot take a draft back" in said
+    assert "price: --deterministic does not go with --executor hf" in said
 
 
 def test_what_cannot_be_is_refused_in_a_line() -> None:

@@ -69,6 +69,7 @@ def command(ctx: click.Context, settings: Settings, requests: int, new: int, rep
                     "equal": equal(rows),
                     "situations": list(map(plain, rows)),
                     "price": [{**each._asdict(), "ratio": each.ratio} for each in cost],
+                    "unpriced": why,
                 }
             )
         )
@@ -137,8 +138,10 @@ def tell(first: Difference | None) -> str:
 
 
 def verdict(deterministic: bool, rows: Sequence[Row]) -> str:
+    idle = [row.name for row in rows if not row.happened[0]]
+    rest = f" Not put to the test: {', '.join(idle)}." if idle else ""
     if equal(rows):
-        return "Every token and every log-probability is the same to the bit."
+        return f"Every token and every log-probability compared is the same to the bit.{rest}"
     if deterministic:
-        return "Some differ: on this machine the mode does not keep its promise. Please report it, with --json."
-    return "Some differ, as they may in the default mode, by rounding; with --deterministic none does."
+        return f"Some differ: on this machine the mode does not keep its promise. Please report it, with --json.{rest}"
+    return f"Some differ, by rounding, as they may in the default mode; --deterministic is the one without.{rest}"
