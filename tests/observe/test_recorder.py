@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import stat
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
@@ -156,6 +159,44 @@ def test_what_is_no_recording_is_refused_in_a_line(tmp_path: Path, spoil: Callab
     path.write_bytes(spoil(path.read_bytes()))
     done = read(path)
     assert done.exit_code == 2 and says in done.output and done.output.count("\n") == 1, done.output
+
+
+def test_a_recording_made_to_hurt_hurts_nobody(tmp_path: Path) -> None:
+    run(tmp_path, requests=8).close()
+    path, rng = only(tmp_path), random.Random(3)
+    data, place = path.read_bytes(), len(tape.MAGIC)
+    frames: list[Any] = []
+    while place < len(data):
+        length, _ = tape.HEAD.unpack_from(data, place)
+        frames.append(msgspec.msgpack.decode(data[place + tape.HEAD.size : place + tape.HEAD.size + length]))
+        place += tape.HEAD.size + length
+
+    def spoilt(value: Any) -> Any:
+        if not isinstance(value, list) or not value or rng.random() < 0.1:
+            return rng.choice([0, -1, MANY, 1 << 62, None, "x", [], [5], True, 1.5, float("nan"), float("inf"), {}])
+        at = rng.randrange(len(value))
+        return [*value[:at], spoilt(value[at]), *value[at + 1 :]]
+
+    for _ in range(150):
+        at = rng.choice([0, rng.randrange(len(frames))])
+        made = [*frames[:at], spoilt(frames[at]), *frames[at + 1 :]]
+        path.write_bytes(_framed(*map(tape.encode, made)))
+        done = read(path)
+        assert done.exit_code in (0, 1, 2) and isinstance(done.exception, SystemExit | None), done.output
+
+
+def test_prompts_without_end_are_not_made_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    house = House(pages=64, page_size=1 << 18)
+    engine = house.build(VirtualClock(), make=recorded(tmp_path, 1 << 22))
+    for _ in range(3):
+        engine.submit(range(1 << 14), 4)
+    for _ in range(3):
+        engine.submit([0] * (1 << 17), 4)
+    engine.close()
+    assert read(only(tmp_path)).exit_code == 0
+    monkeypatch.setattr("quire.sim.replay.MOST", 1 << 18)
+    done = read(only(tmp_path))
+    assert done.exit_code == 2 and "the recording's sequences have more than 262144 tokens" in done.output
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ class Began(Frame, tag=0, frozen=True):
     quire: str
     run: str
     number: int
-    unix: float
+    unix: Annotated[float, msgspec.Meta(ge=0, le=1e11)]
     clock: float
     about: dict[str, int]
     state: Any
@@ -218,7 +218,7 @@ def _read(path: Path) -> Iterator[AnyFrame | str]:
 def _frame(path: Path, place: int, payload: bytes, fresh: bool) -> AnyFrame:
     try:
         frame: AnyFrame = _decode(payload)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidConfig(f"{path} is damaged: the frame at byte {place}: {error}") from error
     if isinstance(frame, Began) is not fresh:
         raise InvalidConfig(f"{path} is damaged: byte {place} is no place for a {type(frame).__name__}")

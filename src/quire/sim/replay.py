@@ -15,10 +15,12 @@ from quire.engine.events import Observer
 from quire.engine.executor import Description
 from quire.errors import ExecutorLost, InvalidConfig, InvalidRequest, StepFailed
 from quire.observe import tape
-from quire.observe.checkpoint import CLASSES, CONSTRAINTS, GIVEN, STATE, Classes, request, restore
+from quire.observe.checkpoint import CLASSES, CONSTRAINTS, GIVEN, MOST, STATE, Classes, request, restore
 from quire.sim.words import Told, lines, told
 from quire.values import TokenLogprobs
 
+_LARGE = 1 << 16
+"""Tokens from which on a prompt is worth a look at how many there are."""
 _UNSEEN = TokenLogprobs(0, 0.0, 1)
 
 
@@ -161,8 +163,10 @@ class ScriptedExecutor:
             raise _Departed(f"it waits for a step to come home where {_said(frame)}", [], [])
         self.script.take()
         step = self.scheduler.flight[0]
-        tokens = [[0] * count for count in frame.counts]
         try:
+            if sum(frame.counts) + sum(frame.told.values()) > tape.LONGEST:
+                raise ValueError
+            tokens = [[0] * count for count in frame.counts]
             place = {seq.order: j for j, seq in enumerate(step.seqs)} if frame.pages else {}
             for order, position, name in frame.pages:
                 j = place[order]
@@ -265,6 +269,9 @@ def _turn(engine: Engine, script: Script) -> None:
     frame = script.next
     if isinstance(frame, tape.Arrived):
         script.take()
+        live = engine.scheduler.seqs
+        if frame.tokens > _LARGE and frame.tokens + sum(len(seq.tokens) for seq in live.values()) > MOST:
+            raise _Damaged from InvalidConfig(f"the recording's sequences have more than {MOST} tokens")
         told = [getattr(frame, name) for name in frame.__struct_fields__[1:-1]]
         asked = request(told, engine.scheduler.kv.reuse.every)
         try:
