@@ -60,6 +60,18 @@ def test_a_victim_hears_who_took_its_blocks() -> None:
     assert "preempted" in watched.story(victims[0])["summary"]
 
 
+def test_what_a_victim_finds_of_its_own_answer_is_not_told_as_of_its_prompt() -> None:
+    watched = Watched(pages=10, max_num_seqs=3, pressure_policy="preempt")
+    ids = [watched.submit([i, i, i, i, i], new=20) for i in range(3)]
+    watched.run()
+    stories = [watched.story(id) for id in ids]
+    found = [e["says"] for s in stories for e in s["events"] if e["what"] == "opened" and "of its answer" in e["says"]]
+    assert found and all("4 of 5" in says or "5 of 5" in says for says in found)
+    assert [story["prefix"]["hit_tokens"] for story in stories] == [0, 0, 0]
+    listed = watched.explain("")["requests"]
+    assert [one["cached_tokens"] for one in listed] == [0, 0, 0] and all(one["preemptions"] for one in listed[:1])
+
+
 def test_a_prefix_hit_says_where_it_diverged_and_from_whom() -> None:
     watched = Watched()
     one = watched.submit([*range(1, 9), 50, 51, 52, 53, 54], new=2)

@@ -63,7 +63,7 @@ def brief(story: Story, now: float) -> dict[str, Any]:
         "state": state(story),
         "finish_reason": story.finish,
         "prompt_tokens": len(story.request.prompt),
-        "cached_tokens": story.hits,
+        "cached_tokens": story.cached,
         "generated_tokens": len(story.times),
         "preemptions": story.preemptions,
         "seconds": {
@@ -123,7 +123,7 @@ def _waiting(missing: str, head: str, seconds: float) -> str:
 
 def _prefix(history: History, story: Story) -> dict[str, Any]:
     """How much of the prompt was in the cache, where it stopped, and why it was not more."""
-    prompt, hits, size = story.request.prompt, story.hits, history.page_size
+    prompt, hits, size = story.request.prompt, story.cached, history.page_size
     told: dict[str, Any] = {"hit_tokens": hits, "prompt_tokens": len(prompt), "diverged_at": None, "from": None}
     if story.opened is None:
         return {**told, "why": "not looked up yet"}
@@ -206,7 +206,10 @@ def _events(
 
 
 def _opened(story: Story, note: Note, history: History) -> str:
-    hit = f"{note.n} of {_count(len(story.request.prompt), 'prompt token')} came from the prefix cache"
+    prompt = len(story.request.prompt)
+    told, again = min(note.n, prompt), note.n - prompt
+    hit = f"{told} of {_count(prompt, 'prompt token')} came from the prefix cache"
+    hit += f", and {again} of its answer" if again > 0 else ""
     return f"got a place on the device, with {_count(note.width - 1, 'other')} in the step: {hit}"
 
 

@@ -46,6 +46,7 @@ class Story:
     """One request from its submission on. Times are the engine clock's; `times` has one for each token made."""
 
     __slots__ = (
+        "cached",
         "chunks",
         "ended",
         "finish",
@@ -71,11 +72,12 @@ class Story:
         self.number, self.request, self.submitted = number, request, now
         self.opened: float | None = None
         self.resumed: float | None = None
-        """When it last got a place on the device."""
+        """When it got the place on the device at which it had its first token, or the last one while it has none."""
         self.first: float | None = None
         self.ended: float | None = None
         self.finish: FinishReason | None = None
-        self.hits = self.chunks = self.preemptions = self.unnoted = 0
+        self.hits = self.cached = self.chunks = self.preemptions = self.unnoted = 0
+        """hits: tokens of the pages it holds that were cached when it last got a place; cached: of its prompt, then."""
         self.waiting = True
         self.held: list[int] = []
         """Pages it holds, prefix hits first."""
@@ -173,7 +175,9 @@ class History:
                 row = next(opened).row
                 if story is None or story.ended is not None:
                     continue
-                story.held, story.hits, story.resumed, story.waiting = [], n, record.planned, False
+                story.held, story.hits, story.waiting = [], n, False
+                if story.first is None:
+                    story.cached, story.resumed = n, record.planned
                 self._rows[row] = story
                 if story.opened is None:
                     story.opened = record.planned

@@ -281,7 +281,7 @@ def _standing(story: Story, at: _At) -> dict[str, Any]:
         "first": at(story.first),
         "ended": at(story.ended),
         "finish": story.finish,
-        "hit": story.hits,
+        "hit": story.cached,
         "made": len(story.times),
         "preempted": story.preemptions,
     }
