@@ -164,6 +164,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "enabled"}}, "no thoughts"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
     ({"max_token": 3}, "max_tokens"),
+    ({"stop_sequences": ["a"], "stop": ["b"]}, "stop_sequences are the same"),
+    ({"stop_sequences": ["a"] * 65}, "stop_sequences: at most"),
+    ({"stop": ["a"] * 65}, "stop: at most"),
 ]
 
 

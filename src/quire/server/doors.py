@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -49,14 +50,35 @@ async def gather(job: Job, told: AsyncGenerator[list[Delta], None], text: TokenT
     return choices, usage
 
 
+_SPELLED_RESPONSES = MappingProxyType(
+    {"max_completion_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"}
+)
+_SPELLED_MESSAGES = MappingProxyType({"stop": "stop_sequences"})
+
+
+@contextmanager
+def spelled(asked: Any, names: Mapping[str, str]) -> Iterator[None]:
+    """Errors within name fields as this API does, unless the request has one of the other name itself."""
+    try:
+        yield
+    except InvalidRequest as error:
+        old, dot, rest = (error.param or "").partition(".")
+        if type(error) is not InvalidRequest or old not in names or getattr(asked, old, None) is not None:
+            raise
+        said = re.sub(rf"\b{old}\b(?!\[)", names[old], str(error))  # messages are numbered otherwise than items
+        raise InvalidRequest(said, param=names[old] + dot + rest, code=error.code) from error
+
+
 async def counted(asked: anthropic.CountRequest, backend: Backend, limits: Limits) -> Job:
     """Messages as a job. Raises InvalidRequest or UnknownModel naming the field."""
     thinks = backend.model().reasoning_parser != "none"
-    return await calls.chat(anthropic.as_chat(asked, thinks=thinks), backend, limits, "msg_")
+    with spelled(asked, _SPELLED_MESSAGES):
+        return await calls.chat(anthropic.as_chat(asked, thinks=thinks), backend, limits, "msg_")
 
 
 async def _responses(asked: stateless.ResponsesRequest, backend: Backend, limits: Limits) -> Job:
-    return await calls.chat(stateless.as_chat(asked), backend, limits, "resp_")
+    with spelled(asked, _SPELLED_RESPONSES):
+        return await calls.chat(stateless.as_chat(asked), backend, limits, "resp_")
 
 
 def behind(job: Job, priority: int) -> Job:

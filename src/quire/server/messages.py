@@ -49,6 +49,8 @@ def as_chat(asked: CountRequest, *, thinks: bool) -> ChatRequest:
         chat_template_kwargs=_thinking(asked.thinking, thinks),
     )
     if isinstance(asked, MessagesRequest):
+        if asked.stop is not None and asked.stop_sequences is not None:
+            raise InvalidRequest("stop and stop_sequences are the same: send one", param="stop_sequences")
         chat.max_tokens, chat.stream = asked.max_tokens, asked.stream
         chat.stop = asked.stop_sequences if asked.stop is None else asked.stop
     return chat
