@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,10 @@ from click.testing import CliRunner, Result
 
 from quire.cli import main
 from quire.core.scheduler import Scheduler
+from quire.core.speculate import Adaptive
 from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
+from quire.engine.pacer import LatencyPace
 from quire.executors.costs import StepCost
 from quire.executors.synthetic import SyntheticHandle
 from quire.observe import tape
@@ -145,6 +148,53 @@ def test_a_changed_scheduler_is_told_from_the_recorded_one_at_the_first_step_tha
     assert departed["same"] is False and departed["departure"]["step"] == contested
     assert f"departs at step {departed['departure']['step']}" in said and "decided now" in said
     assert departed["departure"]["recorded"] != departed["departure"]["decided"]
+
+
+def timed(combo: dict[str, Any], folder: Path) -> Run:
+    """Depth by measured times and chunks by measured times, on the wall's clock."""
+    recorder = Recorder(Short(folder, 60))
+    run = Run(Classes(Engine=partial(RecordedEngine, recorder=recorder)), combo)
+    paces = {(1 << i, d): 1e-4 * (1 + d / 4) for i in range(5) for d in (0, 1, 2, 3)}
+    run.sch.speculation = Adaptive(3, paces, catch_up=1e-7, share=0.01)
+    run.eng.pacer = LatencyPace(5e-5)
+    run.eng._begin()
+    run.drive()
+    run.eng.close()
+    return run
+
+
+@pytest.mark.parametrize("combo", [c for c in SAMPLE if c["drafts"] == 3][:6], ids=named)
+def test_what_was_decided_by_measured_times_is_decided_again(tmp_path: Path, combo: dict[str, Any]) -> None:
+    run = timed(combo, tmp_path)
+    files = sorted(tmp_path.iterdir())[1:]
+    for first in range(0, len(files), 2):
+        again = replay(tape.Reel(files[first:]))
+        assert again.departure is None and again.engine.ledger.steps == run.eng.ledger.steps
+        assert again.engine.gauges() == run.eng.gauges()
+        assert again.engine.pacer.fit() == run.eng.pacer.fit()  # type: ignore[attr-defined]
+        assert again.engine.scheduler.speculation.rates == run.sch.speculation.rates  # type: ignore[attr-defined]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(8))
+def test_all_night_plans_of_the_lattice_are_made_again(tmp_path: Path, seed: int) -> None:
+    for i, combo in enumerate(random.Random(seed).sample(list(combinations()), 200)):
+        run = record(tmp_path / str(i), combo, frames=100)
+        files = sorted((tmp_path / str(i)).iterdir())
+        for first in range(0, 1 if combo["drafts"] < 0 else len(files), 3):
+            again = replay(tape.Reel(files[first:]), prepare=as_drawn(combo))
+            assert again.departure is None and again.engine.gauges() == run.eng.gauges(), combo
+
+
+def test_the_worked_example_of_the_docs_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs/recording.md").read_text(encoding="utf-8")
+    found = re.search(r"<!-- worked -->\n```sh\n(.*?)```", page, re.DOTALL)
+    assert found
+    monkeypatch.chdir(tmp_path)
+    for line in found[1].splitlines():
+        done = CliRunner().invoke(main, line.split()[1:], env={"COLUMNS": "200"})
+        assert done.exit_code == 0, done.output
+    assert "for free KV blocks" in done.output and "every decision is the same" in done.output
 
 
 COMBO = dict(

@@ -159,7 +159,9 @@ class _Packer:
             return ["place", [self._edge(key, page, below) for key, (page, below) in it.items()]]
         if isinstance(it, dict):
             return [kind, [[self._value(k), self._value(v)] for k, v in it.items()]]
-        if isinstance(it, list | set | deque):
+        if isinstance(it, deque):
+            return [kind, [it.maxlen, [self._value(v) for v in it]]]
+        if isinstance(it, list | set):
             return [kind, [self._value(v) for v in it]]
         if kind not in CLASSES:
             return ["unknown", kind]
@@ -196,6 +198,8 @@ class _Packer:
         if isinstance(it, tuple):
             return [kind if kind in _TUPLES else "tuple", [self._value(v) for v in it]]
         if callable(it):
+            if it not in _NAMED.values():
+                raise TypeError(f"{it} is not among the policies that can be recorded")
             return ["function", it.__name__]
         number = self.numbers.get(id(it))
         if number is None:
@@ -205,11 +209,11 @@ class _Packer:
 
 
 def _fields(it: Any) -> Iterator[tuple[str, Any]]:
-    """What it has, but for functions that are no policy's."""
+    """What it has, but for methods that somebody has wrapped."""
     names = [field.name for field in fields(it)] if is_dataclass(it) else list(vars(it))
     for name in names:
         value = getattr(it, name)
-        if not callable(value) or value in _NAMED.values():
+        if not callable(value) or name not in vars(type(it)):
             yield name, value
 
 
@@ -229,7 +233,7 @@ def restore(nodes: Any, known: Classes = CLASSES) -> dict[str, Any]:
 class _Restorer:
     def __init__(self, nodes: Any, known: Classes) -> None:
         self.known, self.tokens = known, 0
-        self.made = [self._make(node[0]) for node in nodes]
+        self.made = [self._make(*node) for node in nodes]
         self.page_size = next(it.reuse.every for it in self._filled(nodes) if isinstance(it, known["KV"]))
         for it, node in zip(self.made, nodes, strict=True):
             if node[0] == "place":
@@ -242,10 +246,12 @@ class _Restorer:
         self.roots: dict[str, Any] = self.made[0]
         self._claims()
 
-    def _make(self, kind: str) -> Any:
+    def _make(self, kind: str, told: Any) -> Any:
         if kind == "unknown":
             return None
-        plain = {"list": list, "set": set, "dict": dict, "OrderedDict": OrderedDict, "deque": deque, "place": dict}
+        if kind == "deque":
+            return deque(maxlen=told[0])
+        plain = {"list": list, "set": set, "dict": dict, "OrderedDict": OrderedDict, "place": dict}
         if kind in plain:
             return plain[kind]()
         if kind not in self.known:
@@ -257,7 +263,7 @@ class _Restorer:
             if kind in ("dict", "OrderedDict"):
                 it.update((self._value(k), self._value(v)) for k, v in told)
             elif kind in ("list", "deque"):
-                it.extend(map(self._value, told))
+                it.extend(map(self._value, told if kind == "list" else told[1]))
             elif kind == "set":
                 it.update(map(self._value, told))
             elif kind not in ("place", "unknown"):

@@ -83,6 +83,7 @@ def report(again: Replay, tally: Tally, notes: list[str]) -> dict[str, Any]:
             **{name: getattr(scheduler, name) for name in ("cap", "budget", "gap", "chunk")},
             "order": scheduler.order.__name__,
             "admission": scheduler.admit.__name__,
+            "pressure": scheduler.kv.pressure.__name__,
             "speculation": _kind(scheduler.speculation),
             "pace": _kind(again.engine.pacer),
             "prefix": _kind(scheduler.kv.reuse),
