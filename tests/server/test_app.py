@@ -117,6 +117,25 @@ async def test_wrong_turns_get_the_whole_error_object(method: str, path: str, st
     assert ("allow" in response.headers) == (status == 405)
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/v1/completions/", "/v1/completions"),
+        ("/v1/embedding", "/v1/embeddings"),
+        ("/v1/health/ready", "/health/ready"),
+    ],
+)
+async def test_a_wrong_turn_hears_the_nearest_path(path: str, meant: str) -> None:
+    async with served() as server:
+        answered = await server.client.post(path)
+        far = await server.client.get("/" + "x" * 20_000)
+    check_error(answered, 404, words=f"POST {path}: not found. Did you mean '{meant}'?")
+    check_error(far, 404, words="not found")
+    assert "Did you mean" not in far.text
+
+
 PATHS = ["/v1/models", "/v1/completions", "/stats", "/metrics", "/version", "/ping", "/nope", "/health/x", "//health"]
 
 

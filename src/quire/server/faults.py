@@ -10,8 +10,9 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
-from quire.errors import InvalidRequest, Overloaded, QuireError, TooLarge, Unauthorized, Unavailable
+from quire.errors import InvalidRequest, Overloaded, QuireError, TooLarge, Unauthorized, Unavailable, nearest
 
 _AGAIN = 5
 """Seconds after which to ask again when the server is starting, restarting or shutting down."""
@@ -92,9 +93,16 @@ async def routing(request: Request, error: Exception) -> Response:
     message = f"{request.method} {request.url.path}: {HTTPStatus(status).phrase.lower()}"
     if status == 405 and error.headers:
         message += f"; allowed: {error.headers.get('Allow', '')}"
+    if status == 404 and (hint := nearest(request.url.path, _paths(request))):
+        message += "." + hint
     known = _speaks_anthropic(request.url.path)
     text = _anthropic(message, status) if known else body(message, InvalidRequest.kind, code=status)
     return Response(text, status, error.headers, "application/json")
+
+
+def _paths(request: Request) -> list[str]:
+    """Those that are always there."""
+    return [route.path for route in request.app.routes if isinstance(route, Route) and "{" not in route.path]
 
 
 async def unexpected(request: Request, error: Exception) -> Response:
