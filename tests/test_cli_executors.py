@@ -19,6 +19,10 @@ from quire.cli import main
         (["executor", "--tls-cert", "here.pem"], "TLS needs both --tls-cert and --tls-key"),
         (["executor", "--tls-cert", "no.pem", "--tls-key", "no.pem"], "tls_cert: no.pem cannot be read"),
         (["executor", "--executor", "onnx"], "embedded has no graph"),
+        (
+            ["generate", "--executor", "grpc", "--executor-address", "127.0.0.1:1", "--deterministic"],
+            "--deterministic is for whoever runs the steps: give it to `quire executor`",
+        ),
         (["generate", "--executor", "rpc"], "must be one of local, grpc, onnx, hf"),
     ],
 )

@@ -18,6 +18,7 @@ from quire.values import MANY
 
 THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
+        "execution": ("deterministic", "device", "threads", "enforce_eager"),
         "model": (
             *("dtype", "load_format", "quantization", "max_model_len"),
             *("canary", "canary_min_agreement", "canary_max_kl"),
@@ -27,7 +28,6 @@ THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "kv_cache_dtype",
         ),
         "scheduler": ("lookahead",),
-        "execution": ("device", "threads", "enforce_eager", "deterministic"),
     }
 )
 """Options, by section, of whoever runs the steps: here they would do nothing."""
