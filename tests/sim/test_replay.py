@@ -245,7 +245,8 @@ def test_one_request_and_one_step_are_told(tmp_path: Path) -> None:
     assert "to compute again" in life and "first token after" in life and "ended at its limit" in life
     step = shown(tmp_path, "--step", each["step"]).output
     assert f"step {each['step']}, " in step and each["says"] in step and "feed    row" in step
-    assert told(tmp_path, "--request", "req-3")["request"]["id"] == "req-3"
+    assert [life["id"] for life in told(tmp_path, "--request", "req-3")["request"]] == ["req-3"]
+    assert len(told(tmp_path, "--request", "req")["request"]) == 40, "a call's id is that of all its answers"
 
 
 def test_what_is_not_in_the_recording_is_said(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def _missed(told: list[dict[str, Any]], request: str | None, step: int | None) -
 
 def report(again: Replay, tally: Tally, notes: list[str]) -> dict[str, Any]:
     """Everything that a replay showed, plain JSON."""
-    began, out, story = again.began, tally.report(), tally.life()
+    began, out, lives = again.began, tally.report(), tally.told()
     scheduler = again.engine.scheduler
     departure = again.departure
     return {
@@ -94,7 +94,7 @@ def report(again: Replay, tally: Tally, notes: list[str]) -> dict[str, Any]:
         "crash": again.crash and f"{type(again.crash).__name__}: {again.crash}",
         "under_way": _under_way(again) if again.under_way else [],
         **out,
-        **({"request": story} if story else {}),
+        **({"request": lives} if lives else {}),
         **({"step": tally.step} if tally.step else {}),
     }
 
@@ -107,7 +107,8 @@ def _under_way(again: Replay) -> list[str]:
     """The steps that had not come home when the recording ended."""
     out = []
     for step in again.engine.scheduler.flight:
-        out += lines(told(step.plan, [seq.request.id for seq in step.seqs], step.decisions))
+        ids = [seq.request.id for seq in step.seqs]
+        out += lines(told(step.plan, ids, step.decisions), ids)
     return out
 
 
@@ -132,7 +133,8 @@ class _Shown:
         if "step" in said:
             _step(said["step"], say)
         elif "request" in said:
-            _life(said["request"], say)
+            for life in said["request"]:
+                _life(life, say)
         elif said["requests"]:
             _summary(said, say)
         else:

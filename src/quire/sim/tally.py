@@ -11,7 +11,7 @@ from quire.engine.events import Completed, StepRecord
 from quire.observe.explain import explain
 from quire.observe.history import History
 from quire.observe.tape import Began
-from quire.sim.words import lines, told, why
+from quire.sim import words
 from quire.values import Request
 
 KEPT = 200
@@ -25,7 +25,7 @@ class Tally:
     def __init__(self, request: str | None = None, step: int | None = None) -> None:
         self.wanted, self.asked = request, step
         self.history = History()
-        self.story: dict[str, Any] | None = None
+        self.lives: dict[str, dict[str, Any] | None] = {}
         self.step: dict[str, Any] | None = None
         self.requests = self.tokens = self.fed = self.failures = 0
         self.first = self.last = self._home = 0.0
@@ -76,7 +76,7 @@ class Tally:
                 self.again += n
                 if len(self.preempted) < KEPT:
                     told = {"step": record.number, "request": id, "for": by, "tokens": n}
-                    self.preempted.append(told | {"says": why((what, id, by, n))})
+                    self.preempted.append(told | {"says": words.why((what, id, by, n))})
         for ended in record.ended:
             self._end(ended)
         if record.number == self.asked:
@@ -92,8 +92,12 @@ class Tally:
 
     def _end(self, ended: Completed) -> None:
         self.ended[ended.finish] += 1
-        if ended.id == self.wanted:
-            self.story = explain(self.history, ended.id, ended.finished)
+        if self._wants(ended.id):
+            self.lives[ended.id] = explain(self.history, ended.id, ended.finished)
+
+    def _wants(self, id: str) -> bool:
+        """A call's id is that of all its answers, which have a number behind it."""
+        return self.wanted in (id, id.rpartition("-")[0])
 
     def _times(self, record: StepRecord, fed: int) -> None:
         """Where the time went: between steps, planning, or waiting for the executor."""
@@ -108,23 +112,23 @@ class Tally:
         (heapq.heappush if len(self.longest) < LONGEST else heapq.heappushpop)(self.longest, item)
 
     def _shown(self, record: StepRecord) -> dict[str, Any]:
-        plan = told(record.plan, record.ids, record.decisions)
+        plan = words.told(record.plan, record.ids, record.decisions)
         return {
             "step": record.number,
             "planned": record.planned - self.first,
             "seconds": record.committed - record.planned,
-            "plan": lines(plan),
+            "plan": words.lines(plan, record.ids),
             "requests": record.ids,
             "tokens": {event.id: len(event.tokens) for event in record.events},
             "ended": {ended.id: ended.finish for ended in record.ended},
             "after": record.gauges._asdict(),
         }
 
-    def life(self) -> dict[str, Any] | None:
-        """Of the request that is wanted, as far as it went; None: it is not here."""
-        if self.story is None and self.wanted is not None:
-            return explain(self.history, self.wanted, self.last)
-        return self.story
+    def told(self) -> list[dict[str, Any]]:
+        """Lives of the request that is wanted, one an answer, as far as they went; empty: it is not here."""
+        open = [id for id in self.history.stories if self._wants(id) and id not in self.lives]
+        found = self.lives | {id: explain(self.history, id, self.last) for id in open}
+        return [life for life in found.values() if life is not None]
 
     def report(self) -> dict[str, Any]:
         """Plain JSON. Times in seconds."""

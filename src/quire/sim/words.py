@@ -33,8 +33,8 @@ def told(plan: Plan, ids: Iterable[str], decisions: Sequence[Decision]) -> Told:
     return Told(opened, plan.grown, plan.spans, plan.masked, plan.drafts, decisions)
 
 
-def lines(told: Told) -> list[str]:
-    """A plan and why it was made so, a line for each row that opens, feeds or grows."""
+def lines(told: Told, ids: Sequence[str] = ()) -> list[str]:
+    """A plan and why it was made so, a line for each row that opens, feeds or grows. ids: whose the spans are."""
     out = [
         f"open    row {row}: {id}, {tokens} tokens, {start} of them cached, at most {limit}"
         for id, row, tokens, start, _, limit in told.opened
@@ -42,7 +42,8 @@ def lines(told: Told) -> list[str]:
     drafts = told.drafts or (0,) * len(told.spans)
     for j, ((row, n, rows, logits), draft) in enumerate(zip(told.spans, drafts, strict=False)):
         more = f", drafts {draft}" * bool(draft) + ", masked" * (j in told.masked)
-        out.append(f"feed    row {row}: {n} tokens, sample {rows}{more}" + f", logits {logits}" * (logits != rows))
+        more += f", logits {logits}" * (logits != rows) + (f"  {ids[j]}" if ids else "")
+        out.append(f"feed    row {row}: {n} tokens, sample {rows}{more}")
     out += [f"pages   row {row}: {' '.join(map(str, pages))}" for row, pages in told.grown]
     return out + [f"because {why(decision)}" for decision in told.why]
 
