@@ -139,6 +139,8 @@ class _Server(uvicorn.Server):
     def _leave(self) -> None:
         if self._draining is not None:
             self.should_exit = self.force_exit = True
+            for connection in list(self.server_state.connections):  # or Python 3.12 and later wait for them
+                cast(Connection, connection).transport.abort()
             return
         self._draining = self._loop.create_task(self._drain())
 
