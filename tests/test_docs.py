@@ -39,8 +39,9 @@ def test_links_between_pages_lead_somewhere(page: str) -> None:
 
 def commands(text: str) -> Iterator[str]:
     """Every `quire ...` line, in blocks and in sentences."""
+    text = text.replace("\\\n", " ")  # lines that go on
     shown = re.findall(r"^```(?:sh|bash)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    lines = [line for block in shown for line in block.replace("\\\n", " ").splitlines()]
+    lines = [line for block in shown for line in block.splitlines()]
     lines += re.findall(r"^ {4}(.*)$", text, re.MULTILINE)
     for line in (*lines, *re.findall(r"`([^`\n]+)`", text)):
         for part in re.split(r"&&|\|(?= )", line):

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from quire.core.policy import PRESSURES
 from quire.engine.clock import VirtualClock, WallClock
 from quire.engine.engine import Engine
 from quire.executors.costs import StepCost
@@ -36,6 +37,7 @@ _POINTS = (50, 95, 99)
 @click.option("--blocks", default=4096, show_default=True, help="KV blocks.")
 @click.option("--block-size", default=16, show_default=True, help="Tokens a block.")
 @click.option("--batching", type=click.Choice(["continuous", "static"]), default="continuous", show_default=True)
+@click.option("--pressure-policy", type=click.Choice(list(PRESSURES)), default="foresee", show_default=True)
 @click.option("--lookahead", default=0, show_default=True, help="Steps launched ahead of results.")
 @click.option("--prefix-caching/--no-prefix-caching", default=True, show_default=True)
 @click.option("--step-ms", default=0.0, help="Simulated milliseconds a step takes; 0: only the engine's own time.")
@@ -69,6 +71,7 @@ def command(
         depth=sizes["lookahead"],
         prefix_caching=sizes["prefix_caching"],
         batching=sizes["batching"],
+        pressure_policy=sizes["pressure_policy"],
         cost=StepCost(step_ms / 1e3, token_us / 1e6) if step_ms or token_us else House().cost,
     )
     if virtual and not house.cost.seconds(1):
