@@ -1,0 +1,59 @@
+"""The whole executor of a GPU, kernels and all, in the interpreter: the CPU path's tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.core.kv import KV, prefix_index
+from quire.core.scheduler import Scheduler
+from quire.core.speculate import Fixed
+from quire.engine.engine import Engine
+from quire.engine.executor import Executor
+from quire.executors.cuda import CudaExecutor
+from quire.executors.local import LocalExecutor
+from quire.ops.triton.ops import TritonOps
+from quire.runner.graphs import AtOnce
+from quire.runner.kernels import TritonSteps
+from quire.runner.proposers import NgramProposer
+from quire.values import Request, SamplingParams
+from quire.weights.load import load_model
+from tests import checkpoints
+
+SIZES: dict[str, Any] = {"pages": 40, "page_size": 16, "rows": 4, "max_model_len": 64, "dtype": torch.float32}
+SAMPLING = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.9, top_p=0.8),
+    SamplingParams(temperature=0.0, logit_bias={5: 4.0}, min_tokens=3),
+)
+
+
+def answers(executor: Executor, depth: int) -> list[tuple[int, ...]]:
+    speculation = Fixed(executor.describe().drafts)
+    scheduler = Scheduler(KV(40, 16, prefix_index(16, True)), rows=4, budget=24, speculation=speculation)
+    engine = Engine(scheduler, executor, depth=depth)
+    shared = tuple(range(20, 38))
+    for i, sampling in enumerate(SAMPLING):
+        engine.add(Request(id=str(i), prompt=(*shared, 7, 8, 7, 8, 7 + i), max_new=5, sampling=sampling, seed=i))
+    while engine.has_pending_work:
+        engine.step()
+    done = {one.id: one.tokens for one in engine.completed_requests}
+    return [done[str(i)] for i in range(len(SAMPLING))]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # hashes wrap around, as they do on a card
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/executors/test_gpu.py does it on the card")
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(shape, marks=() if shape == "qwen3-gqa" else pytest.mark.nightly) for shape in checkpoints.SHAPES],
+)
+def test_chunks_decode_drafts_and_samples_through_interpreted_kernels(shape: str, tmp_path: Path) -> None:
+    checkpoints.make(tmp_path, shape)
+    device = torch.device("cpu")
+    model = load_model(tmp_path, dtype="float32", device=device, ops=TritonOps(device))
+    steps, proposer = TritonSteps(device), NgramProposer(2, shortest=1)
+    executor = CudaExecutor(model, **SIZES, tokens=64, device=device, steps=steps, queue=AtOnce(), proposer=proposer)
+    assert answers(executor, 1) == answers(LocalExecutor(load_model(tmp_path, dtype="float32"), **SIZES), 0)
