@@ -154,7 +154,7 @@ def by_load(runs: Sequence[Run], title: str, what: Sequence[tuple[str, int | Non
 
 def spread(run: Run, what: str, title: str) -> Figure:
     """Which share of a level's requests took how long."""
-    figure, axes = plot(f"{run['about']['label']}: {title}")
+    figure, axes = plot(f"{run['about']['label']}: {title}", 4.5)
     levels = [level for level in run["levels"] if level["ok"]]
     for level, colour in zip(levels, colours(len(levels)), strict=True):
         end = 1 if what == "ttft" else 2
@@ -165,7 +165,7 @@ def spread(run: Run, what: str, title: str) -> Figure:
     axes.xaxis.set_minor_formatter(FuncFormatter(sparse))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_ylim(0, 1)
-    axes.legend()
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
