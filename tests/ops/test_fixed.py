@@ -144,8 +144,11 @@ def test_a_query_attends_to_the_same_bits_in_any_chunk_page_and_company(f: dict,
     assert torch.equal(subject.fed(chunks, size=f["size"], others=f["others"], seed=seed, **kinds), alone)
 
 
-def test_one_token_at_a_time_is_the_same_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = Attended(140, 2, 3, 16, torch.float32)
+@pytest.mark.parametrize("shape", [(2, 3, 16), (7, 1, 5), (7, 1, 10), (3, 2, 11)])
+def test_one_token_at_a_time_is_the_same_as_all_at_once(
+    shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = Attended(140, *shape, torch.float32)
     kinds = {"size": 16, "window": MANY, "soft_cap": 0.0, "others": 0, "seed": 0}
     whole = subject.fed([140], **kinds)
     assert torch.equal(subject.fed([1] * 140, **kinds), whole)

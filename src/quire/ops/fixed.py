@@ -25,6 +25,9 @@ from quire.values import MANY
 KEYS = 128
 """Positions of K/V multiplied at a time."""
 
+WIDE = 8
+"""Columns that a product's width is a multiple of: MKL sums the rows of [8, 128] by [128, 10] in two ways, by turns."""
+
 AT_ONCE = 256
 """Rows of queries a K/V head attends at once: bounds what a long chunk's scores take."""
 
@@ -152,8 +155,9 @@ def weigh(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, soft_cap:
         scores = scores.div_(soft_cap).tanh_().mul_(soft_cap)
     scores.view(spans, groups, runs, count, rows, KEYS).masked_fill_(~seen[:, None], -math.inf)
     weight = scores.sub_(scores.amax((1, 4), keepdim=True)).exp_()
-    whole, parts = weight.sum(-1, keepdim=True), products(weight, v)
-    return (in_order(parts.unbind(1)) / in_order(whole.unbind(1))).view(spans, groups, count, rows, dim)
+    whole, parts = weight.sum(-1, keepdim=True), products(weight, F.pad(v, (0, -dim % WIDE)))
+    made = in_order(parts.unbind(1)) / in_order(whole.unbind(1))
+    return made[..., :dim].view(spans, groups, count, rows, dim)
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
