@@ -38,6 +38,8 @@ def test_whatever_is_done_to_a_row_has_the_same_bits_in_any_company(dtype: torch
     ways = {
         "linear": lambda x: OPS.linear(x, weight),
         "gated": lambda x: OPS.linear(x, weight, gate="silu"),
+        "narrow": lambda x: OPS.linear(x, weight[:6], weight[:6, 0]),
+        "narrow gated": lambda x: OPS.linear(x, weight[:10], gate="gelu"),
         "scaled": lambda x: OPS.scaled_linear(x, eighth, scale, MANY),
         "int8": lambda x: OPS.int8_linear(x, weight.clamp(-1, 1).mul(99).to(torch.int8), scale),
         "silu": OPS.silu_mul,

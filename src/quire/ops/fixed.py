@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.base import Gate
 from quire.ops.grouped import in_order, mix_in_order
 from quire.ops.paging import Group, Paged
 from quire.ops.ragged import LayerKV, RaggedBatch
@@ -28,6 +29,9 @@ KEYS = 128
 WIDE = 8
 """Columns that a product's width is a multiple of: MKL sums the rows of [8, 128] by [128, 10] in two ways, by turns."""
 
+NARROW = 16
+"""Columns below which a matrix is widened, a router's say, for the same reason."""
+
 AT_ONCE = 256
 """Rows of queries a K/V head attends at once: bounds what a long chunk's scores take."""
 
@@ -37,6 +41,14 @@ class FixedOps(ReferenceOps):
 
     rows = ROWS
     reach = KEYS
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
+        out, more = len(weight), -len(weight) % NARROW if len(weight) < NARROW else 0
+        if not more:
+            return super().linear(x, weight, bias, gate)
+        wide = None if bias is None else F.pad(bias, (0, more))
+        y = super().linear(x, F.pad(weight, (0, 0, 0, more)), wide)[:, :out]
+        return y if not gate else self.silu_mul(y) if gate == "silu" else self.gelu_mul(y)
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         heads, half = q.shape[1], cos.shape[-1]
