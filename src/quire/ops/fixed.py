@@ -9,18 +9,18 @@ another way in what is left over at its end are spelled out in steps that it rou
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import Gate
 from quire.ops.grouped import in_order, mix_in_order
 from quire.ops.paging import Group, Paged
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
-from quire.ops.tiles import ROWS
+from quire.ops.tiles import ROWS, in_tiles
 from quire.values import MANY
 
 KEYS = 128
@@ -42,13 +42,12 @@ class FixedOps(ReferenceOps):
     rows = ROWS
     reach = KEYS
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
-        out, more = len(weight), -len(weight) % NARROW if len(weight) < NARROW else 0
-        if not more:
-            return super().linear(x, weight, bias, gate)
-        wide = None if bias is None else F.pad(bias, (0, more))
-        y = super().linear(x, F.pad(weight, (0, 0, 0, more)), wide)[:, :out]
-        return y if not gate else self.silu_mul(y) if gate == "silu" else self.gelu_mul(y)
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = len(weight)
+        if out < NARROW:
+            weight = F.pad(weight, (0, 0, 0, NARROW - out))
+            bias = None if bias is None else F.pad(bias, (0, NARROW - out))
+        return in_tiles(partial(F.linear, weight=weight, bias=bias), x, self.rows)[:, :out]
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         heads, half = q.shape[1], cos.shape[-1]

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.tiles import in_tiles
-from quire.values import MANY
+Product = Callable[[Tensor, Tensor], Tensor]
+"""(x [T, in], weight [out, in]) -> [T, out]."""
 
 
-def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, rows: int = MANY) -> Tensor:
-    """See `Ops.grouped_linear`. On a GPU, bfloat16 rows of 16 bytes take torch's grouped GEMM. rows: as `in_tiles`, on
-    a CPU."""
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, product: Product = F.linear) -> Tensor:
+    """See `Ops.grouped_linear`. On a GPU, bfloat16 rows of 16 bytes take torch's grouped GEMM."""
     if not x.is_cuda:
         stops = ends.tolist()
         runs = zip(weight, [0, *stops], stops, strict=False)
-        return torch.cat(
-            [
-                in_tiles(partial(F.linear, weight=each), x[start:stop], rows)
-                for each, start, stop in runs
-                if start < stop
-            ]
-        )
+        return torch.cat([product(x[start:stop], each) for each, start, stop in runs if start < stop])
     if x.dtype is torch.bfloat16 and all(size % 8 == 0 for size in weight.shape[1:]):
         return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    return by_owner(x, weight, ends, product)
+
+
+def by_owner(x: Tensor, weight: Tensor, ends: Tensor, product: Product) -> Tensor:
+    """The same, every matrix multiplying every row: whose rows are whose is known on the device alone."""
     owner = torch.searchsorted(ends, torch.arange(len(x), device=x.device, dtype=ends.dtype), right=True)[:, None]
     total = x.new_zeros(len(x), weight.shape[1])
     for e, each in enumerate(weight):
-        total = torch.where(owner == e, F.linear(x, each), total)
+        total = torch.where(owner == e, product(x, each), total)
     return total
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,7 +11,6 @@ from quire.ops.grouped import grouped_linear, mix
 from quire.ops.paging import FEW, Group, Paged
 from quire.ops.quantised import Restoring
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.ops.tiles import in_tiles
 from quire.values import MANY
 
 TILE = 256
@@ -33,12 +30,16 @@ class ReferenceOps(Restoring):
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         return F.embedding(tokens, weight)
 
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The multiplying part of `linear` and `grouped_linear`."""
+        return F.linear(x, weight, bias)
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
-        y = in_tiles(partial(F.linear, weight=weight, bias=bias), x, self.rows)
+        y = self.product(x, weight, bias)
         return y if not gate else self.silu_mul(y) if gate == "silu" else self.gelu_mul(y)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        return grouped_linear(x, weight, ends, self.rows)
+        return grouped_linear(x, weight, ends, self.product)
 
     def mix(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
         return mix(made, shares, whole=whole)

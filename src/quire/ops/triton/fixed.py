@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import Gate
-from quire.ops.grouped import mix_in_order
+from quire.ops.grouped import by_owner, mix_in_order
 from quire.ops.quantised import round_tokens
 from quire.ops.triton import scaled, skinny
 from quire.ops.triton.ops import TritonOps
@@ -66,12 +66,7 @@ class FixedTritonOps(TritonOps):
         return out if bias is None else out + bias
 
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        """Every expert multiplies every row: whose rows are whose is known on the device alone."""
-        owner = torch.searchsorted(ends, torch.arange(len(x), device=x.device, dtype=ends.dtype), right=True)[:, None]
-        total = x.new_zeros(len(x), weight.shape[1])
-        for e, each in enumerate(weight):
-            total = torch.where(owner == e, self.linear(x, each), total)
-        return total
+        return by_owner(x, weight, ends, self.linear)
 
     def mix(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
         return mix_in_order(made, shares, whole=whole)
