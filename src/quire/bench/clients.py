@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from quire.bench.load import Job
@@ -18,12 +19,12 @@ Part = dict[str, Any]
 """One process's `load.Tally`, as plain JSON."""
 
 
-def run(job: Job, processes: int, told: Callable[[int], None] | None = None) -> list[Part]:
+def run(job: Job, processes: int, told: Callable[[int], None] = lambda n: None) -> list[Part]:
     """Share a job out among at most `processes`, and let them begin together, soon. told: hears how many more
     requests have ended, from threads."""
     workers = max(1, min(processes, job.streams, len(job.prompts)))
     begin = time.time() + 1.0 + 0.25 * workers
-    running, listening = [], []
+    running = []
     for i in range(workers):
         share = replace(
             job,
@@ -32,42 +33,27 @@ def run(job: Job, processes: int, told: Callable[[int], None] | None = None) -> 
             new=job.new[i::workers],
             due=job.due[i::workers],
             begin=begin,
-            told=told is not None,
+            told=True,
         )
-        process = subprocess.Popen(
-            [sys.executable, "-m", "quire.bench.load"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE if told else None,
-        )
+        argv = [sys.executable, "-m", "quire.bench.load"]
+        process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdin is not None
-        process.stdin.write(json.dumps(asdict(share)).encode())
-        process.stdin.close()
-        process.stdin = None
-        if told is not None:
-            listening.append(threading.Thread(target=_listen, args=(process, told), daemon=True))
-            listening[-1].start()
+        with process.stdin as asked:
+            asked.write(json.dumps(asdict(share)).encode())
         running.append(process)
-    said = [process.communicate()[0] if told is None else _last(process) for process in running]
-    for thread in listening:
-        thread.join()
-    return [json.loads(each) for each in said]
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(partial(_heard, told=told), running))
 
 
-def _last(process: subprocess.Popen[bytes]) -> bytes:
-    """All of standard output, once it has ended, while somebody else reads standard error."""
+def _heard(process: subprocess.Popen[bytes], told: Callable[[int], None]) -> Part:
+    """What a process saw: behind a dot for each request that ended."""
     assert process.stdout is not None
     with process.stdout as said:
-        found = said.read()
+        while (first := said.read(1)) == b".":
+            told(1)
+        found: Part = json.loads(first + said.read())
     process.wait()
     return found
-
-
-def _listen(process: subprocess.Popen[bytes], told: Callable[[int], None]) -> None:
-    assert process.stderr is not None
-    with process.stderr as dots:
-        while data := dots.read1(4096):  # type: ignore[attr-defined]
-            told(data.count(b"."))
 
 
 def figures(parts: Sequence[Part]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class Job:
 
     new: tokens of each answer. due: seconds after `begin` when each prompt is asked; empty: as soon as a stream is
     free. salt: prompts share no cached prefix with those of another salt; '' sends none. key: of the API. told: write
-    a dot to standard error for each answer.
+    a dot for each request that has ended, before the tally.
     """
 
     host: str
@@ -97,8 +97,8 @@ async def stream(job: Job, todo: Iterator[int], zero: float, tally: Tally) -> No
         first = one.first and one.first - zero
         tally.asked.append(one._replace(since=one.since - zero, first=first, ended=one.ended - zero))
         if job.told:
-            sys.stderr.write(".")
-            sys.stderr.flush()
+            sys.stdout.write(".")
+            sys.stdout.flush()
     if writer is not None:
         writer.close()
 
