@@ -86,9 +86,8 @@ def command(base_url: str, model: str | None, api_key: str, path: Path, processe
     warmups, goals = given.pop("num_warmups"), given.pop("goals")
     levels = asked(**given)
     if warmups:
-        warm = levels[0]
-        first = slice(0, warmups)
-        run(replace(job, streams=warmups, prompts=warm.prompts[first], new=warm.new[first]), processes)
+        others = [prompt[::-1] for prompt in levels[0].prompts[:warmups]]  # or the first of the level were cached
+        run(replace(job, streams=warmups, prompts=others, new=levels[0].new[:warmups]), processes)
     found: list[dict[str, Any]] = []
     with Progress(console=Console(stderr=True), transient=True) as bars:
         for level in levels:
