@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
 import httpx
 
@@ -128,3 +129,22 @@ def check_error(response: httpx.Response, status: int, param: str | None = None,
         assert error["param"] == param, error
     assert words in error["message"], error
     return dict(error)
+
+
+async def status(app: Any, method: str, target: str, *, root_path: str = "") -> int:
+    """As a server would ask it of the application."""
+    path, _, query = target.partition("?")
+    scope = {"type": "http", "http_version": "1.1", "scheme": "http", "method": method, "headers": []}
+    scope |= {"root_path": root_path}
+    scope |= {"path": unquote(path), "raw_path": path.encode(), "query_string": query.encode(), "server": ("x", 80)}
+    seen: list[int] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            seen.append(message["status"])
+
+    await app(scope, receive, send)
+    return seen[0]

@@ -15,7 +15,7 @@ from quire.server.doors import answerer
 from quire.server.limits import OPEN, Keys, Limits
 from quire.server.openapi import document
 from quire.server.rates import Rates
-from tests.server.doubles import check_error, served
+from tests.server.doubles import check_error, served, status
 
 pytestmark = pytest.mark.anyio
 
@@ -154,24 +154,6 @@ async def test_no_route_in_any_spelling_by_any_method_opens_without_a_key(tmp_pa
                         open_to_all.add(unquote(spelling.partition("?")[0]))
         await desk.stop()
         assert open_to_all == OPEN
-
-
-async def status(app: Any, method: str, target: str) -> int:
-    """As a server would ask it of the application."""
-    path, _, query = target.partition("?")
-    scope = {"type": "http", "http_version": "1.1", "scheme": "http", "method": method, "root_path": "", "headers": []}
-    scope |= {"path": unquote(path), "raw_path": path.encode(), "query_string": query.encode(), "server": ("x", 80)}
-    seen: list[int] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: dict[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            seen.append(message["status"])
-
-    await app(scope, receive, send)
-    return seen[0]
 
 
 @pytest.mark.parametrize("path", ["//stats", "/stats/", "/STATS", "/%73tats", "/v1/requests/", "/v1/../stats"])

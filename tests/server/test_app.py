@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.errors import QuireError
 from quire.server.app import create_app
-from tests.server.doubles import ANSWER, TOKENIZER, check_error, served
+from tests.server.doubles import ANSWER, TOKENIZER, check_error, served, status
 
 pytestmark = pytest.mark.anyio
 
@@ -172,23 +172,7 @@ async def test_any_of_the_keys_opens() -> None:
 @pytest.mark.parametrize("path", ["/api/v1/models", "/health/../v1/models", "/api/health/../v1/models", "/apihealth"])
 async def test_a_path_prefix_opens_nothing(path: str) -> None:
     async with served(api_keys=("secret",)) as server:
-        status = await raw_status(server.app, path, root_path="/api")
-    assert status == 401
-
-
-async def raw_status(app: Any, path: str, root_path: str) -> int:
-    seen: list[int] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: dict[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            seen.append(message["status"])
-
-    scope = {"type": "http", "method": "GET", "path": path, "root_path": root_path, "query_string": b"", "headers": []}
-    await app(scope, receive, send)
-    return seen[0]
+        assert await status(server.app, "GET", path, root_path="/api") == 401
 
 
 async def test_requests_keep_the_id_their_client_gave() -> None:
