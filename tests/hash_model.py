@@ -67,6 +67,9 @@ class HashHandle:
         if self.device.eager:
             self.device.run()
 
+    def over(self) -> bool:
+        return self.got is not None
+
     def result(self) -> Result:
         return self.device.read(self)
 

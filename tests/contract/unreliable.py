@@ -40,7 +40,7 @@ class Broken:
     """A step that was launched, and did not come home."""
 
     def __init__(self, inner: Handle) -> None:
-        self.sample = inner.sample
+        self.sample, self.over = inner.sample, inner.over
 
     def result(self) -> Result:
         raise RuntimeError(f"CUDA error: an illegal memory access was encountered, {SECRET}")

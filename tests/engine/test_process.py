@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,10 +18,12 @@ import pytest
 from quire import heap
 from quire.engine.client import EngineProcess
 from quire.engine.clock import VirtualClock
+from quire.engine.engine import Engine
 from quire.engine.pace import Progress
 from quire.engine.process import EngineLoop
+from quire.engine.slack import NoSlack
 from quire.engine.watch import Watch
-from quire.engine.wire import Submit, Update, frame
+from quire.engine.wire import Abort, Submit, Update, frame
 from quire.errors import InvalidModel, QuireError, Unavailable
 from quire.executors.costs import StepCost
 from quire.sim.run import House
@@ -254,3 +257,33 @@ def test_after_work_and_a_rest_memory_is_given_back_once(monkeypatch: pytest.Mon
         while house.can_step:
             house.step()
         assert loop._listen() and len(given) == 2
+
+
+class Due(NoSlack):
+    """Plans are due at a moment of the machine's clock."""
+
+    at = 0.0
+
+    def left(self, fed: int, begun: float) -> float:
+        return max(0.0, self.at - time.monotonic())
+
+
+def test_until_the_next_plan_is_due_the_loop_goes_on_listening() -> None:
+    due, front, back = Due(), *socket.socketpair()
+    with front, back:
+        plain = House(pages=64, page_size=4, depth=1).build()
+        engine = Engine(plain.scheduler, plain.executor, depth=1, slack=due)
+        loop = EngineLoop(engine, back, dict, Watch())
+        engine.add(ask("first", 50))
+        engine.step()
+        due.at = time.monotonic() + 0.4
+        said = [frame(Submit([ask("second")])), frame(Submit([ask("third")])), frame(Abort(["second"]))]
+        timers = [threading.Timer(0.05 * i, front.sendall, [message]) for i, message in enumerate(said, 1)]
+        for timer in timers:
+            timer.start()
+        assert loop._listen() and time.monotonic() >= due.at
+        assert set(engine.scheduler.seqs) == {"first", "third"}
+        began = time.monotonic()
+        assert loop._listen() and time.monotonic() - began < 0.1, "what is due is not put off"
+        for timer in timers:
+            timer.join()

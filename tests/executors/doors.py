@@ -66,6 +66,9 @@ class Told:
         sent = translate.send_masks(masks).SerializeToString()
         self.inner.sample(translate.read_masks(pb.Masks.FromString(sent)))
 
+    def over(self) -> bool:
+        return self.inner.over()
+
     def result(self) -> Result:
         sent = translate.send_result(self.inner.result()).SerializeToString()
         return translate.read_result(pb.Result.FromString(sent))

@@ -181,6 +181,35 @@ def test_a_failure_keeps_its_cause_and_lasts_until_reset() -> None:
     assert it.launch(OPENING).result().tokens == [[int(MODEL.dense((1, 2, 3))[-1].argmax())]]
 
 
+class Far:
+    """A point in the order of work that is passed when somebody waits for it, unless the device breaks before."""
+
+    def __init__(self) -> None:
+        self.passed = self.broken = False
+
+    def query(self) -> bool:
+        if self.broken:
+            raise RuntimeError("an illegal memory access was encountered")
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.passed = self.query() or True
+
+
+def test_a_step_is_over_when_the_device_is_past_it_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    it, marks = executor(), [Far(), Far()]
+    monkeypatch.setattr(it.runner.queue, "mark", iter(marks).__next__)
+    step, broken = it.launch(OPENING), it.launch(Plan((), (), (Span(0, 1, 1, 1),)))
+    assert not step.over()
+    marks[0].passed = True
+    assert step.over() and not broken.over()
+    marks[1].broken = True
+    assert broken.over()
+    assert step.result().tokens and step.over()
+    with pytest.raises(StepFailed, match="illegal memory access"):
+        broken.result()
+
+
 @pytest.mark.parametrize(
     "plan",
     [

@@ -232,6 +232,22 @@ def test_a_step_that_takes_longer_than_its_deadline_fails_its_requests() -> None
     assert event.error == "the executor was lost while this request ran: it may be sent again"
 
 
+def test_a_step_is_over_when_its_answer_is_here() -> None:
+    executor = Stuck(**SIZES)
+    executor.free = threading.Event()
+    with served(executor) as remote:
+        handle = remote.launch(Plan((), (), ()))
+        assert not handle.over()
+        executor.free.set()
+        deadline = time.monotonic() + 10
+        while not handle.over():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert handle.result() == Result([], [])
+        remote.close()
+        assert handle.over(), "nothing is waited for where there is no connection"
+
+
 def test_commands_that_nobody_takes_up_wait_outside() -> None:
     """A client that sends and sends is not read further than a few steps ahead."""
     executor = Stuck(**SIZES)

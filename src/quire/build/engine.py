@@ -26,6 +26,7 @@ from quire.engine.engine import Engine
 from quire.engine.events import Observer
 from quire.engine.executor import Description, Executor
 from quire.engine.pacer import LatencyPace, NoPace, Pacer
+from quire.engine.slack import MeasuredSlack, NoSlack, Slack
 from quire.models.base import Model
 from quire.models.registry import parameters
 from quire.ops.base import Ops
@@ -58,6 +59,7 @@ def build_engine(
         depth=limits.depth,
         observers=observers,
         pacer=build_pacer(settings.scheduler.latency_target_ms),
+        slack=build_slack(settings.executor.executor),
         keep=keep,
     )
     engine.about = replace(engine.about, facts=engine.about.facts | facts)
@@ -101,6 +103,11 @@ def build_scheduler(settings: Settings, about: Description, limits: Limits) -> S
 def build_pacer(milliseconds: float) -> Pacer:
     """The pacer for a latency target; 0 for none."""
     return LatencyPace(milliseconds / 1e3) if milliseconds else NoPace()
+
+
+def build_slack(executor: str) -> Slack:
+    """How late steps are planned; at once where the device is elsewhere, for then the way there is what is hidden."""
+    return MeasuredSlack() if executor == "local" else NoSlack()
 
 
 def _load(settings: Settings, device: torch.device, canary: Canary | None) -> Model:

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 from typing import Any, ParamSpec, TypeVar
 
 from quire.core.constraint import FREE, Constraint
+from quire.core.plan import Plan
 from quire.core.scheduler import Scheduler
 from quire.engine.clock import Clock, WallClock
 from quire.engine.events import Completed, Gauges, Observer, StepRecord
@@ -20,6 +21,7 @@ from quire.engine.executor import Executor, Handle
 from quire.engine.ledger import Ledger
 from quire.engine.pacer import NoPace, Pacer
 from quire.engine.recovery import Recovery
+from quire.engine.slack import NoSlack, Slack
 from quire.errors import ExecutorLost, InvalidRequest, QuireError, StepFailed, Unavailable
 from quire.text.harmless import block
 from quire.values import GREEDY, MANY, FinishReason, Request, SamplingParams, Tokens, failed
@@ -46,12 +48,14 @@ class Engine:
         clock: Clock | None = None,
         observers: Iterable[Observer] = (),
         pacer: Pacer | None = None,
+        slack: Slack | None = None,
         keep: int = MANY,
     ) -> None:
         self.scheduler, self.executor, self.depth = scheduler, executor, depth
         self.clock: Clock = WallClock() if clock is None else clock
         self.observers = tuple(observers)
         self.pacer: Pacer = NoPace() if pacer is None else pacer
+        self.slack: Slack = NoSlack() if slack is None else slack
         self.about = executor.describe()
         self.flight: deque[_Flying] = deque()
         self.recovery = Recovery(scheduler)
@@ -82,6 +86,7 @@ class Engine:
         plan = scheduler.plan(self.pacer.budget(len(scheduler.running)))
         if plan:
             flight.append((planned, self.clock.now(), _tried(self.executor.launch, plan)))  # its forward starts now
+            self.slack.launched(planned)
         elif flight:
             self._commit()  # nothing to add: let one come home
         if plan and plan.masked:  # masks need every token before them
@@ -93,12 +98,15 @@ class Engine:
 
     def _commit(self) -> None:
         planned, launched, handle = self.flight.popleft()
+        waited = not _tried(handle.over)
         result = _tried(handle.result)
         step = self.scheduler.flight[0]
         events = self.scheduler.commit(result)
         now = self.clock.now()
         took = now - max(launched, self._committed)
-        self.pacer.learn(sum([span[1] for span in step.plan.spans]), took)
+        fed = _fed(step.plan)
+        self.pacer.learn(fed, took)
+        self.slack.learn(fed, took, waited=waited)
         if step.plan.drafts:
             self.scheduler.speculation.timed(step.plan, took)
         self._committed = now
@@ -252,6 +260,13 @@ class Engine:
         scheduler = self.scheduler
         return bool(scheduler.waiting.queued or scheduler.running or scheduler.flight or self._out)
 
+    def spare(self) -> float:
+        """Seconds for which the next `step` can wait, so that who comes meanwhile is in it; 0: it is due."""
+        if not self.flight:
+            return 0.0
+        _, launched, _ = self.flight[0]
+        return self.slack.left(_fed(self.scheduler.flight[0].plan), max(launched, self._committed))
+
     def gauges(self) -> Gauges:
         scheduler = self.scheduler
         kv, drafted = scheduler.kv, scheduler.drafted
@@ -298,6 +313,10 @@ class Engine:
 
     def close(self) -> None:
         self.executor.close()
+
+
+def _fed(plan: Plan) -> int:
+    return sum([span[1] for span in plan.spans])
 
 
 def _tried(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -52,6 +52,9 @@ class Handle(Protocol):
     def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
         """Hand in the masks of `plan.masked`, in order: one mask per sampled row. Called once, before `result`."""
 
+    def over(self) -> bool:
+        """Whether the device is through with the step, or it failed: `result` has nothing to wait for."""
+
     def result(self) -> Result:
         """Wait for the step. Raises StepFailed if it could not be run; then only `Executor.reset` helps."""
 

@@ -62,10 +62,10 @@ class EngineLoop:
                 self._tell(events)
 
     def _listen(self) -> bool:
-        """Take what has been said; wait for it when idle. False: the front is gone."""
+        """Take what has been said; wait for it when idle, or until the next plan is due. False: the front is gone."""
         busy = self.engine.can_step or bool(self.refused)
         while True:
-            wait = 0 if busy else self._patience()
+            wait = self.engine.spare() if busy else self._patience()
             heard = select.select([self.link.fileno(), *self.constraints.wakers()], [], [], wait)[0]
             if self.link.fileno() in heard:
                 if not (data := self.link.recv(1 << 20)):

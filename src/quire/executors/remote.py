@@ -41,6 +41,10 @@ class RemoteHandle:
     def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
         self.executor.send(pb.Command(epoch=self.epoch, step=self.step, masks=send_masks(masks)))
 
+    def over(self) -> bool:
+        """Whether an answer has arrived: the oldest step's is the first."""
+        return self.executor.answered()
+
     def result(self) -> Result:
         """Raises StepFailed, or ExecutorLost when the connection is gone or too long silent."""
         return self.executor.receive(self.epoch, self.step)
@@ -94,6 +98,10 @@ class RemoteExecutor:
                     raise StepFailed(answer.failure)
                 return read_result(answer.result)
         raise self._lost("there is no connection")
+
+    def answered(self) -> bool:
+        """Whether `receive` has something to read."""
+        return self.wire is None or self.wire.said()
 
     def reset(self) -> None:
         """A new epoch; on a new connection, made by the next step, where this one is broken."""
@@ -179,6 +187,10 @@ class Wire:
         if isinstance(answer, ExecutorLost):
             raise answer
         return answer
+
+    def said(self) -> bool:
+        """Whether `take` has no need to wait."""
+        return not self._in.empty()
 
     def close(self) -> None:
         self._out.put(None)

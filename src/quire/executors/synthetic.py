@@ -21,6 +21,9 @@ class SyntheticHandle:
     def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
         """Synthetic tokens obey no grammar: `describe` says so, and no masked span is ever planned."""
 
+    def over(self) -> bool:
+        return self.clock.now() >= self.done
+
     def result(self) -> Result:
         if self.done:
             self.clock.sleep_until(self.done)

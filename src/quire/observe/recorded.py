@@ -56,6 +56,9 @@ class RecordedHandle:
             self.recorder.failed("masks", error)
             raise
 
+    def over(self) -> bool:
+        return self.inner.over()
+
     def result(self) -> Result:
         try:
             result = self.inner.result()

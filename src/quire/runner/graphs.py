@@ -73,6 +73,9 @@ class Mark(Protocol):
     def synchronize(self) -> None:
         """Wait until all before it is done."""
 
+    def query(self) -> bool:
+        """Whether it is."""
+
 
 class Queue(Protocol):
     """The order of device work. A context manager: work begun inside belongs to it."""
@@ -100,6 +103,9 @@ class Done:
 
     def synchronize(self) -> None:
         return
+
+    def query(self) -> bool:
+        return True
 
 
 class AtOnce:
