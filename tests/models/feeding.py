@@ -40,7 +40,7 @@ class Feeder:
         """(sequence, its next tokens) -> logits of each token, [n, V] a span."""
         batch = self.pages.batch([(s, self.fed.get(s, 0), tokens) for s, tokens in spans], spare=1)
         with torch.inference_mode():
-            logits = self.model.logits(self.model.forward(batch, self.kv))
+            logits = self.model.logits(self.model.forward(batch, self.kv)).float()
         self.fed |= {s: self.fed.get(s, 0) + len(tokens) for s, tokens in spans}
         return list(logits.split([len(tokens) for _, tokens in spans]))
 

@@ -33,15 +33,15 @@ class Rows:
 
 
 class Head:
-    """The vocabulary's matrix, outputs cut: hidden states to logits, float32 and whole on every rank.
+    """The vocabulary's matrix, outputs cut: hidden states to logits, whole on every rank.
 
-    soft_cap c above 0 makes logits c * tanh(logit / c).
+    soft_cap c above 0 makes logits c * tanh(logit / c), in float32.
     """
 
     def __init__(self, stored: Stored, parallel: Parallel, soft_cap: float = 0.0) -> None:
         self.apply, self.all_gather, self.soft_cap = stored.apply, parallel.all_gather, soft_cap
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden] -> [R, V] float32."""
-        logits = self.all_gather(self.apply(hidden)).float()
-        return logits if not self.soft_cap else torch.tanh(logits / self.soft_cap) * self.soft_cap
+        """hidden [R, hidden] -> [R, V] as they were multiplied: who samples widens them."""
+        logits = self.all_gather(self.apply(hidden))
+        return logits if not self.soft_cap else torch.tanh(logits.float() / self.soft_cap) * self.soft_cap

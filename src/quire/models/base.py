@@ -29,4 +29,4 @@ class Model(Protocol):
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Chosen hidden states [R, hidden] -> [R, V] float32."""
+        """Chosen hidden states [R, hidden] -> [R, V], in the model's numbers or float32."""

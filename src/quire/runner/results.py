@@ -27,7 +27,7 @@ class Model(Protocol):
         """Hidden states [T, hidden] of the tokens fed; writes their K/V."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, V] float32, the caller's to change."""
+        """[R, hidden] -> [R, V], the caller's to change."""
 
 
 def score_prompt(model: Model, rows: Rows, shape: Shape, s: int, hidden: Tensor, vocab: int) -> list[TokenLogprobs]:
@@ -44,7 +44,7 @@ def score_prompt(model: Model, rows: Rows, shape: Shape, s: int, hidden: Tensor,
     out: list[TokenLogprobs] = []
     for at in range(begin, end, piece):
         upto = min(at + piece, end)
-        part = model.logits(hidden[first + at : first + upto]).cpu()
+        part = model.logits(hidden[first + at : first + upto]).float().cpu()
         targets = rows.tokens[row, at + 1 : upto + 1].astype(np.intp)
         out += score(part, targets, np.full(upto - at, wanted))
     return out

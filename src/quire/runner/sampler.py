@@ -61,8 +61,8 @@ class Sampler:
         """Epoch and rows that the recipe is for: a drafter samples for some of the rows only."""
 
     def __call__(self, logits: Tensor, rows: Rows, shape: Shape, masks: Sequence[tuple[int, Mask]] = ()) -> Sampled:
-        """logits [R, V] float32 of the shape's sampled rows, used up; masks: (row, allowed) of rows under a grammar."""
-        x = np.ascontiguousarray(logits.cpu().numpy())
+        """logits [R, V] of the shape's sampled rows, used up; masks: (row, allowed) of rows under a grammar."""
+        x = np.ascontiguousarray(logits.float().cpu().numpy())
         of = rows.epoch, shape.row_row.tobytes()
         if self._of != of or self._recipe is None:
             self._recipe, self._of = recipe(rows, shape, self.vocab_size), of

@@ -99,7 +99,9 @@ def answers(model: Model, tokens: Sequence[int], device: torch.device, kv: Seque
     caches = pages(model, len(tokens), device) if kv is None else kv
     middle = len(tokens) // 2
     halves = [half for half in ((0, middle), (middle, len(tokens))) if half[0] < half[1]]
-    return torch.cat([model.logits(model.forward(feed(tokens, *half, device), caches)).cpu() for half in halves])
+    return torch.cat(
+        [model.logits(model.forward(feed(tokens, *half, device), caches)).float().cpu() for half in halves]
+    )
 
 
 def feed(tokens: Sequence[int], start: int, stop: int, device: torch.device) -> RaggedBatch:

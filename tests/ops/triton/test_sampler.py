@@ -204,3 +204,22 @@ def test_noise_is_the_hosts_to_the_last_bit() -> None:
         held = oracle.fold(head, 0) % 32
         fresh = [np.float32(0 if i == held else oracle.unit(oracle.fold(key, 32 * block + i))) for i in range(32)]
         assert out.tolist() == [float(low + each) for each in fresh]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.9),
+        SamplingParams(temperature=0.9, top_p=0.7, top_k=40),
+        SamplingParams(temperature=0.9, repetition_penalty=1.3),
+    ],
+    ids=["greedy", "hot", "cut", "edited"],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_sixteen_bits_draw_what_they_would_draw_in_float32(
+    params: SamplingParams, dtype: torch.dtype
+) -> None:
+    logits = (torch.randn(6, 5000, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
+    rows = [Row(params, seed=seed) for seed in range(6)]
+    assert drawn(logits, rows) == drawn(logits.float(), rows)

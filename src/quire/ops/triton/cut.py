@@ -17,7 +17,7 @@ def weighed(
     for chunk in range(chunks):
         if tl.load(peak + chunk) > one:
             at = chunk * CHUNK + tl.arange(0, CHUNK)
-            x = tl.load(logits + at, mask=at < vocab, other=float("-inf"))
+            x = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
             i += (x > one).to(tl.int32)
             j += (x > two).to(tl.int32)
             k += (x > three).to(tl.int32)

@@ -38,7 +38,7 @@ def survey_kernel(
     row = tl.load(row_of + r)
     if row < 0:
         return
-    x = tl.load(logits + r.to(tl.int64) * vocab + at, mask=at < vocab, other=float("-inf"))
+    x = tl.load(logits + r.to(tl.int64) * vocab + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
     to = r * chunks + chunk
     tl.store(peak + to, tl.max(tl.where(x != x, float("inf"), x), 0))
     tl.store(winner + to, chunk * CHUNK + tl.argmax(x, 0))
@@ -117,7 +117,7 @@ def opened(
     while most > best:
         chosen = tl.argmax(bound, 0)
         at = chosen * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(logits + at, mask=at < vocab, other=float("-inf"))
+        x = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
         score = scores(tl.where(x > above, x, float("-inf")), heat, key, chosen, BLOCK)
         found = tl.max(score, 0)
         token = tl.where(found > best, chosen * BLOCK + tl.argmax(score, 0), token)
@@ -138,7 +138,7 @@ def sample(
     logits: Tensor, rows: Tensor, positions: Tensor, history: Tensor, prompt: Tensor, settings: Settings, card: Card,
     asked: Asked = EVERYTHING, *, tally: Tensor, out: Tensor | None = None,
 ) -> Drawn:  # fmt: skip
-    """One token for each row of logits [R, V] float32, which may be changed. Nothing is read back: it may be captured.
+    """One token for each row of logits [R, V], widened as they are read; they may be changed. Nothing is read back.
 
     rows [R] int32: the store's row of each, below 0 for none. positions [R] int32: the index in its sequence of the
     token drawn. history [., L] int32: the tokens of each of the store's rows, all before `positions` there; prompt [.]
@@ -147,10 +147,11 @@ def sample(
     """
     count, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
-    peak, held, raw = logits.new_empty(3, count, chunks).unbind()
+    logits = logits.float() if asked.edited else logits  # edits are not rounded
+    peak, held, raw = logits.new_empty(3, count, chunks, dtype=torch.float32).unbind()
     winner, holder = logits.new_empty(2, count, chunks, dtype=torch.int32).unbind()
     blocks = chunks * (CHUNK // BLOCK)
-    bounds, peaks = logits.new_empty(2, count, blocks if asked.hot else 1).unbind()
+    bounds, peaks = logits.new_empty(2, count, blocks if asked.hot else 1, dtype=torch.float32).unbind()
     state = logits.new_zeros(count, dtype=torch.int32)
     out = torch.zeros_like(state) if out is None else out
     s = settings
