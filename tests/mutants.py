@@ -115,7 +115,7 @@ BUGS = [
     ),
     Bug("decode span reused though the row moved", S, " or span.row != seq.row", ""),
     Bug("span reused though a verify is not a chunk", S, " or span.rows != rows", ""),
-    Bug("'same spans' compares lengths only", S, "if same == self._same:", "if len(same) == len(self._same):"),
+    Bug("'same spans' compares lengths only", S, "if self._same != (same :=", "if len(self._same) != len(same :="),
     Bug("prefix hits not sent", K, "sent = seq.room // self.page_size", "sent = len(seq.blocks)"),
     Bug(
         "an open row keeps its old draft count",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -94,3 +95,18 @@ def test_one_piece_a_sequence_is_wanted_once() -> None:
         while engine.has_pending_work:
             engine.step()
         assert engine.metrics_snapshot()["max_batch_observed"] == 4, policy
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_every_preemption_is_told_once(depth: int) -> None:
+    """Also one after which nobody could be fed, so that there was no plan to tell it with."""
+    seen, rng = Watching(), random.Random(5)
+    house = House(pages=8, page_size=4, max_num_seqs=3, depth=depth, prefix_caching=False, pressure_policy="preempt")
+    engine = house.build(VirtualClock(), [seen])
+    for i in range(40):
+        engine.submit([1] * rng.randint(1, 10), rng.randint(4, 20), id=f"r-{i}")
+    while engine.has_pending_work:
+        engine.step()
+    told = Counter(each.id for each in seen.decisions if each.what == "preempted")
+    assert told == {one.id: one.preemptions for one in engine.completed_requests if one.preemptions}
+    assert told.total() == engine.gauges().preemptions > 0

@@ -120,7 +120,9 @@ class Scheduler:
         spans, seqs, opened = list[Span](), list[Sequence](), list[Open]()
         late, drafts, grown = list[int](), list[int](), list[tuple[int, tuple[int, ...]]]()
         running, slots, i = self.running, MANY, 0
-        self._short, self._promised, self._decisions = False, -1, self.waiting.unready()
+        self._short, self._promised = False, -1
+        untold = [each for each in self._decisions if each.what == "preempted"]
+        self._decisions = untold + self.waiting.unready()
         left, speculation = min(self._make_way(), budget), self.speculation
         speculation.begin(min(self.cap, len(running) + len(self.waiting)))
         while left > 0:
@@ -139,22 +141,21 @@ class Scheduler:
             n = seq.unfed + seq.drafting
             if n > self.chunk or n > left:
                 n = min(self.chunk, left)
-            rows = n - seq.unfed + 1
-            depth = speculation.depth(seq) if rows > 0 and speculation.most else 0
+            rows = max(0, n - seq.unfed + 1)
+            depth = speculation.depth(seq) if rows and speculation.most else 0
             # its furthest reach, whatever is accepted before it; a draft model writes there as soon as it has sampled
             upto = known + seq.reach - seq.unfed + n + depth
             i += 1
             if upto > seq.room and not self._grow(seq, upto, i, grown):
                 i = min(i, len(running))
                 continue
-            if rows > 0:
+            if rows:
                 seq.pending += 1
                 seq.reach += rows
                 seq.unfed, seq.drafting = 1, depth
                 if seq.constraint is not FREE:
                     late.append(len(spans))
             else:
-                rows = 0
                 seq.unfed -= n
             spans.append(self._span(seq, n, rows))
             seqs.append(seq)
@@ -162,12 +163,11 @@ class Scheduler:
             left -= n
         if not spans:
             return None
-        same = tuple(spans)
-        if same == self._same:
-            same = self._same  # steady decoding is not a mode, it is an equality
-        self._same = same
-        plan = Plan(tuple(opened), tuple(grown), same, tuple(late), tuple(drafts) if speculation.most else ())
+        if self._same != (same := tuple(spans)):
+            self._same = same  # steady decoding is not a mode, it is an equality
+        plan = Plan(tuple(opened), tuple(grown), self._same, tuple(late), tuple(drafts) if speculation.most else ())
         self.flight.append(Step(plan, seqs, [seqs[j] for j in late], [], self._decisions))
+        self._decisions = []
         return plan
 
     def _span(self, seq: Sequence, n: int, rows: int) -> Span:
