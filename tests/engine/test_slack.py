@@ -43,11 +43,11 @@ class Device:
 
 @dataclass
 class Rig:
-    """A server's loop on a virtual clock. late: seconds by which its sleeps are too long. pace: of the next step."""
+    """A server's loop on a virtual clock. late: seconds by which its next sleep is too long. pace: of the next step."""
 
     slack: Callable[[VirtualClock], Slack] = MeasuredSlack
     host: float = HOST
-    late: float = 0.00005
+    late: Callable[[], float] = lambda: 0.00005
     depth: int = 1
     pace: Callable[[], float] = lambda: STEP
     waits: list[float] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Rig:
             while (left := engine.spare()) > 0:
                 until = clock.now() + left
                 heard = [c for c in coming if c[0] <= until]
-                upto = heard[0][0] if heard else until + self.late
+                upto = heard[0][0] if heard else until + self.late()
                 self.waits[-1] += upto - clock.now()
                 clock.sleep_until(upto)
                 self._take(coming)
@@ -130,9 +130,10 @@ def test_a_crowd_that_comes_over_the_length_of_a_step_is_served_by_one() -> None
     assert {round((rig.first[f"new-{share}"] - now) / STEP, 3) for share in shares} == {2.0}
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(("noise", "most"), [(0.0, 0.0001), (0.02, 0.001), (0.2, 0.001)])
-def test_the_device_is_kept_busy(noise: float, most: float) -> None:
-    rig = Rig(pace=noisy(3, noise)).warm()
+def test_the_device_is_kept_busy(noise: float, most: float, depth: int) -> None:
+    rig = Rig(pace=noisy(3, noise), depth=depth).warm()
     rig.run(2000)
     assert rig.idle(since=200) < most
     assert sum(rig.waits[200:]) > 0.5 * STEP * 2000, "and plans do wait"
@@ -140,10 +141,18 @@ def test_the_device_is_kept_busy(noise: float, most: float) -> None:
 
 def test_sleeps_that_are_too_long_are_allowed_for() -> None:
     """By a fifth of a step, more than the margin is at first."""
-    rig = Rig(late=0.2 * STEP).warm()
+    rig = Rig(late=lambda: 0.2 * STEP).warm()
     rig.run(2000)
     late = [dry for dry in rig.device.dry[200:] if dry]
     assert len(late) < 20 and sum(rig.waits[200:]) > 0.3 * STEP * 2000
+
+
+def test_a_host_that_is_stopped_for_a_step_now_and_then_waits_less() -> None:
+    """One sleep of a hundred: what that costs stays below half a percent, and most plans go on waiting."""
+    rng = random.Random(2)
+    rig = Rig(late=lambda: 0.00005 + (rng.random() < 0.01) * rng.uniform(0, STEP)).warm()
+    rig.run(4000)
+    assert rig.idle(since=200) < 0.005 and sum(rig.waits[200:]) > 0.4 * STEP * 4000
 
 
 def test_a_device_that_becomes_twice_as_fast_is_kept_busy_again_at_once() -> None:

@@ -19,6 +19,7 @@ from quire.core.speculate import Adaptive
 from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
 from quire.engine.pacer import LatencyPace
+from quire.engine.slack import MeasuredSlack
 from quire.executors.costs import StepCost
 from quire.executors.synthetic import SyntheticHandle
 from quire.observe import tape
@@ -279,6 +280,21 @@ def test_an_engine_that_broke_breaks_again_and_a_mended_one_departs_there(
         broken_at(7, AssertionError("pending"), patched)
         assert "the engine broke as it did then: AssertionError: pending" in shown(tmp_path).output
     assert "where the recorded engine broke" in shown(tmp_path, code=1).output
+
+
+def test_plans_that_waited_for_newcomers_are_made_again_without_waiting(tmp_path: Path) -> None:
+    clock, waits = VirtualClock(), 0
+    engine = House(depth=1, pages=64, page_size=4, cost=StepCost(0.01)).build(clock, make=recorded(tmp_path))
+    engine.slack = MeasuredSlack(clock)
+    for i in range(200):
+        if i % 5 == 0:
+            engine.submit([i] * 9, 12, timeout=0.1 if i % 3 else MANY)
+        engine.step()
+        waits += engine.spare() > 0
+        clock.sleep_until(clock.now() + engine.spare())
+    engine.close()
+    found = told(tmp_path)
+    assert waits > 150 and found["requests"] == 40 and found["steps"][1] == engine.ledger.steps
 
 
 def test_a_step_that_never_came_home_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
