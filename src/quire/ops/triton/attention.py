@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire.ops.ragged import LayerKV
 from quire.ops.triton.launch import Card, block, fetch, release, wait
+from quire.ops.triton.prefixes import Begun
 from quire.ops.triton.rows import tanh
 from quire.ops.triton.work import FIELDS, Planned, Tiling, spread
 
@@ -84,12 +85,29 @@ def ahead(
 
 
 @triton.jit
+def fold_parts(m, z, acc, row, real, parts, sums, count, lines, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The first `count` parts of `Begun` into m, z and acc."""
+    d = tl.arange(0, BLOCK_D)
+    for run in range(count):
+        line = row + run * lines
+        part = tl.load(parts + line[:, None] * DIM + d[None, :], mask=real, other=0.0)
+        total = tl.load(sums + line, mask=tl.max(real.to(tl.int32), 1) > 0, other=-1e30)
+        top = tl.maximum(m, total)
+        fade, weight = tl.exp2(m - top), tl.exp2(total - top)
+        acc = acc * fade[:, None] + part * weight[:, None]
+        z = z * fade + weight
+        m = top
+    return m, z, acc
+
+
+@triton.jit(do_not_specialize=["lines"])
 def attention_kernel(
-    q, k, v, table, pieces, count, arrived, out, parts, sums, bend, cap, slope, v_scale, window, columns,
+    q, k, v, table, pieces, count, arrived, out, parts, sums, begun_parts, begun_sums, bend, cap, slope, v_scale,
+    window, lines, columns,
     CAP: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, REAL: tl.constexpr,
     PHASES: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    AT_ONCE: tl.constexpr, FIELDS: tl.constexpr, DEPENDENT: tl.constexpr,
+    AT_ONCE: tl.constexpr, BEGUN: tl.constexpr, FIELDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One piece, one K/V head. PHASES: blocks that all rows see go without a mask. REAL: rows there can be."""
     group, index = tl.program_id(0), tl.program_id(1)
@@ -115,6 +133,8 @@ def attention_kernel(
     m = tl.full([ROWS], -1e20, tl.float32)  # above what hidden scores become: their weights are 0, whatever the row
     z = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    if BEGUN:
+        m, z, acc = fold_parts(m, z, acc, row, real, begun_parts, begun_sums, tl.load(piece + 8), lines, DIM, BLOCK_D)
     if PHASES:
         low, high = length - n + first // SHARE, length - n + tl.minimum((first + ROWS - 1) // SHARE, n - 1)
         clear = begin
@@ -230,8 +250,17 @@ def tiles(card: Card, share: int, dim: int, wide: int, most: int) -> list[tuple[
     return [(small, 1, short), (large, short + 1, most)]
 
 
-def attention(q: Tensor, kv: LayerKV, batch: Planned, scale: float, window: int, soft_cap: float, card: Card) -> Tensor:
-    """See `Ops.attention`. Rows of no span's are left unwritten.
+def slopes(scale: float, soft_cap: float) -> tuple[float, float]:
+    """What `fold_blocks` calls bend and slope, for products that are to be scaled."""
+    log2e = 1.4426950408889634
+    return (scale / soft_cap, log2e) if soft_cap else (0.0, scale * log2e)
+
+
+def attention(
+    q: Tensor, kv: LayerKV, batch: Planned, scale: float, window: int, soft_cap: float, card: Card,
+    begun: Begun | None = None,
+) -> Tensor:  # fmt: skip
+    """See `Ops.attention`. Rows of no span's are left unwritten. begun: what there is of the pages that spans share.
 
     The list of pieces is read before the wait, so the kernel right behind the one that makes it is launched plainly.
     """
@@ -239,23 +268,23 @@ def attention(q: Tensor, kv: LayerKV, batch: Planned, scale: float, window: int,
     _, groups, page, _ = kv.k.shape
     share = heads // groups
     out = torch.empty_like(q)
-    log2e = 1.4426950408889634
-    scale *= kv.k_scale
-    bend, slope = (scale / soft_cap, log2e) if soft_cap else (0.0, scale * log2e)
+    bend, slope = slopes(scale * kv.k_scale, soft_cap)
+    sharing = begun.sharing if begun else None
     for tile, least, most in tiles(card, share, dim, kv.k.element_size(), batch.max_query):
         room = spread(card, groups, tile.a_card)
-        work, fresh = batch.work(Tiling(share, tile.rows, tile.columns, least, most, room, tile.run, window), groups)
+        tiling = Tiling(share, tile.rows, tile.columns, least, most, room, tile.run, window, sharing)
+        work, fresh = batch.work(tiling, groups)
         bound = len(work.pieces)
         real, wide = min(tile.rows, block(most * share)), block(dim, 16)
         parts = q.new_empty(bound * groups * tile.rows * dim if room else 1, dtype=torch.float32)
         sums = q.new_empty(bound * groups * tile.rows if room else 1, dtype=torch.float32)
         attention_kernel[(groups, bound)](
-            *(q, kv.k, kv.v, batch.page_table, *work, out, parts, sums),
-            *(bend, soft_cap, slope, kv.v_scale, window, batch.page_table.stride(0)),
+            *(q, kv.k, kv.v, batch.page_table, *work, out, parts, sums, *(begun[:2] if begun else (parts, sums))),
+            *(bend, soft_cap, slope, kv.v_scale, window, len(q) * heads, batch.page_table.stride(0)),
             CAP=soft_cap > 0, GROUPS=groups, SHARE=share, DIM=dim, PAGE=page, ROWS=tile.rows, COLUMNS=tile.columns,
             BLOCK_D=wide, SPLIT=room > 0, REAL=real, PHASES=tile.rows >= 64,
             AT_ONCE=max(1, min(16, 4096 * tile.warps // (real * wide))),
-            WINDOWED=window < batch.max_kv, STAGES=tile.stages, PRECISION=card.precision, FIELDS=FIELDS,
-            DEPENDENT=card.dependent, num_warps=tile.warps, **({} if fresh else card.options),
+            WINDOWED=window < batch.max_kv, STAGES=tile.stages, PRECISION=card.precision, BEGUN=begun is not None,
+            FIELDS=FIELDS, DEPENDENT=card.dependent, num_warps=tile.warps, **({} if fresh else card.options),
         )  # fmt: skip
     return out

@@ -11,7 +11,7 @@ from quire.ops.float8 import E4M3
 from quire.ops.grouped import grouped_linear, mix
 from quire.ops.quantised import Restoring
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.ops.triton import attention, rows, scaled, skinny, turn
+from quire.ops.triton import attention, rows, scaled, shared, skinny, turn
 from quire.ops.triton.launch import Card
 from quire.ops.triton.work import Planned
 from quire.values import MANY
@@ -122,4 +122,6 @@ class TritonOps(Restoring):
         window: int = MANY,
         soft_cap: float = 0.0,
     ) -> Tensor:
-        return attention.attention(q, kv, self.prepare(batch), scale, window, soft_cap, self.card)
+        planned = self.prepare(batch)
+        begun = shared.begun(q, kv, planned, scale, window, soft_cap, self.card)
+        return attention.attention(q, kv, planned, scale, window, soft_cap, self.card, begun)

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from quire.ops.ragged import RaggedBatch
 from quire.ops.triton.launch import Card, block
+from quire.ops.triton.prefixes import Prefixes, Sharing, found
 from quire.values import MANY
 
-FIELDS = 8
-"""Numbers a piece has: first token, queries, first row, K/V length, first block, end block, span, and in one number
-its place among the tile's pieces and, from bit 16 on, how many those are."""
+FIELDS = 9
+"""Numbers a piece has: first token, queries, first row, K/V length, first block, end block, span, in one number its
+place among the tile's pieces and, from bit 16 on, how many those are, and how many parts of `Begun` it goes on from."""
 
 
 class Tiling(NamedTuple):
@@ -30,7 +31,7 @@ class Tiling(NamedTuple):
 
     share: query heads a K/V head. rows, columns: a tile's size, columns being tokens. least, most: queries of the
     spans it is for. spread: how many pieces to add at most, 0 not to split. run: blocks a piece has at least where a
-    tile is split. window: as `Ops.attention`.
+    tile is split. window: as `Ops.attention`. sharing: spans begin behind what they share in that way; None: do not.
     """
 
     share: int
@@ -41,6 +42,7 @@ class Tiling(NamedTuple):
     spread: int
     run: int
     window: int
+    sharing: Sharing | None = None
 
     def bound(self, batch: RaggedBatch) -> int:
         """More pieces than this there cannot be."""
@@ -66,9 +68,9 @@ class Work(NamedTuple):
 
 @triton.jit
 def work_kernel(
-    query_start, kv_len, pieces, count, spans, window, least, most,
+    query_start, kv_len, begun, pieces, count, spans, window, least, most,
     SHARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPREAD: tl.constexpr, RUN: tl.constexpr,
-    MOST: tl.constexpr, BLOCK_S: tl.constexpr, FIELDS: tl.constexpr,
+    MOST: tl.constexpr, BEGUN: tl.constexpr, BLOCK_S: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """One program: all spans at once, a piece of each at a time. Long ones come first, so that none ends alone."""
     s = tl.arange(0, BLOCK_S)
@@ -78,7 +80,9 @@ def work_kernel(
     length = tl.load(kv_len + s, mask=inside, other=0)
     chosen = inside & (n >= least) & (n <= most)
     tiles = tl.where(chosen, (n * SHARE + ROWS - 1) // ROWS, 0)
-    first = tl.maximum(length - n + 1 - window, 0) // COLUMNS
+    behind = tl.load(begun + s, mask=inside, other=0) if BEGUN else 0
+    parts = tl.load(begun + spans + s, mask=inside, other=0) if BEGUN else 0
+    first = tl.maximum(length - n + 1 - window, behind) // COLUMNS
     seen = tl.where(chosen, (length + COLUMNS - 1) // COLUMNS - first, 0)
     splits = tl.where(chosen, 1, 0)
     if SPREAD > 0:
@@ -96,7 +100,7 @@ def work_kernel(
         part = j % tl.maximum(splits, 1)
         low = tile * ROWS // SHARE
         high = tl.minimum((tile * ROWS + ROWS - 1) // SHARE, n - 1)
-        low_block = tl.maximum(length - n + low + 1 - window, 0) // COLUMNS
+        low_block = tl.maximum(length - n + low + 1 - window, behind) // COLUMNS
         blocks = (length - n + high) // COLUMNS + 1 - low_block
         size = (blocks + splits - 1) // tl.maximum(splits, 1)
         from_block = tl.minimum(part * size, blocks)
@@ -110,6 +114,7 @@ def work_kernel(
         tl.store(to + 5, low_block + tl.minimum(from_block + size, blocks), mask=here)
         tl.store(to + 6, s, mask=here)
         tl.store(to + 7, part + splits * 65536, mask=here)
+        tl.store(to + 8, tl.where(part == 0, parts, 0), mask=here)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +122,7 @@ class Planned(RaggedBatch):
     """A batch and the lists its layers share: made by the first that asks, found by the rest."""
 
     lists: dict[tuple[Tiling, int], Work] = field(default_factory=dict)
+    shared: dict[Sharing, Prefixes] = field(default_factory=dict)
 
     @classmethod
     def of(cls, batch: RaggedBatch) -> Planned:
@@ -142,19 +148,28 @@ class Planned(RaggedBatch):
             self.lists[tiling, groups] = listed(self, tiling, groups)
         return self.lists[tiling, groups], fresh
 
+    def prefixes(self, sharing: Sharing) -> tuple[Prefixes, bool]:
+        """Who shares what, and whether it has only now been found."""
+        fresh = sharing not in self.shared
+        if fresh:
+            self.shared[sharing] = found(self, sharing)
+        return self.shared[sharing], fresh
 
-def listed(batch: RaggedBatch, tiling: Tiling, groups: int) -> Work:
+
+def listed(batch: Planned, tiling: Tiling, groups: int) -> Work:
     """The list for a batch. Nothing is read back: it may be captured."""
     device, spans = batch.kv_len.device, len(batch.kv_len)
     bound = tiling.bound(batch)
     pieces = torch.empty(bound, FIELDS, dtype=torch.int32, device=device)
     count = torch.empty(1, dtype=torch.int32, device=device)
     arrived = torch.zeros(bound, groups, dtype=torch.int32, device=device)
+    begun = batch.prefixes(tiling.sharing)[0].begun if tiling.sharing else batch.kv_len
     size = block(spans, 16)
     work_kernel[(1,)](
-        *(batch.query_start, batch.kv_len, pieces, count, spans, tiling.window, tiling.least, tiling.most),
+        *(batch.query_start, batch.kv_len, begun, pieces, count, spans, tiling.window, tiling.least, tiling.most),
         SHARE=tiling.share, ROWS=tiling.rows, COLUMNS=tiling.columns, SPREAD=tiling.spread, RUN=tiling.run,
-        MOST=MOST_PIECES, BLOCK_S=size, FIELDS=FIELDS, num_warps=max(1, min(8, size // 32)),
+        MOST=MOST_PIECES, BEGUN=tiling.sharing is not None, BLOCK_S=size, FIELDS=FIELDS,
+        num_warps=max(1, min(8, size // 32)),
     )  # fmt: skip
     return Work(pieces, count, arrived)
 

@@ -1,0 +1,237 @@
+"""Pages that many sequences begin with are read once for several of them, and nobody's answer changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.reference import ReferenceOps
+from quire.ops.triton import prefixes, shared
+from quire.ops.triton.fixed import FixedTritonOps
+from quire.ops.triton.ops import TritonOps
+from quire.ops.triton.work import Planned
+from quire.values import MANY
+from tests.ops.batches import poisoned
+from tests.ops.triton.device import DEVICE, moved
+from tests.ops.triton.test_attention import padded
+
+OPS = TritonOps(DEVICE)
+PAGE = 64
+
+Crowd = list[tuple[str, int]]
+"""Of each sequence the pages it has in common with others, a letter each, and the tokens of its own."""
+
+ALL: Crowd = [("ab", 1 + 7 * i % 90) for i in range(34)]
+TWO: Crowd = [("ab" if i % 3 else "xyz", 1 + i) for i in range(34)]
+NESTED: Crowd = [("abcdefgh"[: 1 + i % 3] if i % 4 else "abxy", 20) for i in range(34)]
+LESS: Crowd = [*ALL[:20], ("a", 70), *ALL[20:]]
+NOBODY: Crowd = [("", 30 + i) for i in range(33)]
+LATER: Crowd = [(chr(200 + i) + "bcd", 5) for i in range(33)]
+WHOLE: Crowd = [("abc", 64) for _ in range(33)]
+LAST: Crowd = [("ab", 1) for _ in range(33)]
+EVERY = {
+    "all": ALL, "two groups": TWO, "nested": NESTED, "one has less": LESS, "nobody": NOBODY, "later": LATER,
+    "whole pages": WHOLE, "all but the last token": LAST,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def any_worth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "WORTH", 0)
+
+
+def situation(
+    crowd: Crowd, heads: int = 4, groups: int = 2, dim: int = 16, page: int = PAGE, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, LayerKV, RaggedBatch]:
+    """One query of each sequence, and a pool that is NaN wherever none of them has written."""
+    torch.manual_seed(0)
+    ids: dict[object, int] = {}
+    lengths = [len(common) * page + own for common, own in crowd]
+    tables = [
+        [ids.setdefault((i, p) if p >= len(common) else common[p], len(ids) + 1) for p in range(-(-length // page))]
+        for i, ((common, _), length) in enumerate(zip(crowd, lengths, strict=True))
+    ]
+    order = torch.randperm(len(ids)) + 1
+    table = torch.zeros(len(crowd), max(map(len, tables)) + 2, dtype=torch.int32)
+    kv = poisoned(len(ids) + 1, groups, page, dim, torch.float32)
+    for i, (pages, length) in enumerate(zip(tables, lengths, strict=True)):
+        for p, name in enumerate(pages):
+            at, held = int(order[name - 1]), min(page, length - p * page)
+            table[i, p] = at
+            if kv.k[at, :, :held].isnan().any():
+                kv.k[at, :, :held], kv.v[at, :, :held] = torch.randn(2, groups, held, dim)
+    past = torch.tensor(lengths) - 1
+    batch = RaggedBatch(
+        tokens=past,
+        positions=past,
+        slots=table[torch.arange(len(crowd)), past // page].long() * page + past % page,
+        query_start=torch.arange(len(crowd) + 1, dtype=torch.int32),
+        kv_len=torch.tensor(lengths, dtype=torch.int32),
+        page_table=table,
+        page_size=page,
+        max_query=1,
+        max_kv=max(lengths),
+    )
+    return torch.randn(len(crowd), heads, dim, dtype=dtype), LayerKV(kv.k.to(dtype), kv.v.to(dtype)), batch
+
+
+def check(
+    crowd: Crowd, heads: int = 4, groups: int = 2, dim: int = 16, page: int = PAGE, window: int = MANY,
+    soft_cap: float = 0.0, dtype: torch.dtype = torch.float32, tolerance: float = 2e-5, pads: int = 0,
+) -> Planned:  # fmt: skip
+    q, kv, batch = situation(crowd, heads, groups, dim, page, dtype)
+    want = ReferenceOps().attention(
+        q.float(), LayerKV(kv.k.float().nan_to_num(), kv.v.float().nan_to_num()), batch, dim**-0.5, window, soft_cap
+    )
+    if pads:
+        batch, q = padded(batch, pads), torch.cat((q, q.new_full((pads, heads, dim), float("nan"))))
+    planned = OPS.prepare(moved(batch))
+    for _ in "twice":  # a layer leaves the lists as the next one needs them
+        got = OPS.attention(q.to(DEVICE), moved(kv), planned, dim**-0.5, window, soft_cap).cpu()[: len(crowd)]
+        torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
+    return planned
+
+
+def depths(planned: Planned) -> list[int]:
+    """Tokens of each span that are read with others."""
+    ((found),) = planned.shared.values()
+    return found.begun[0].tolist()
+
+
+def lone(planned: Planned) -> int:
+    """Tokens, in whole blocks, that spans read by themselves."""
+    ((tiling, _),), ((work),) = planned.lists, planned.lists.values()
+    pieces = work.pieces[: int(work.total)].cpu()
+    return int((pieces[:, 5] - pieces[:, 4]).sum()) * tiling.columns
+
+
+def together(planned: Planned) -> int:
+    """Tokens that are read for several spans at once."""
+    ((sharing, found),) = planned.shared.items()
+    pieces = found.pieces[: int(found.counts[0])].cpu()
+    return int((pieces[:, 4] - pieces[:, 3]).sum()) * sharing.unit
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_what_is_shared_is_attended_to_as_what_is_not(kind: str) -> None:
+    check(EVERY[kind])
+
+
+def test_each_span_is_spared_what_its_group_reads() -> None:
+    assert depths(check(ALL)) == [128] * len(ALL)
+    assert depths(check(TWO)) == [128 if i % 3 else 192 for i in range(len(TWO))]
+    assert depths(check(LESS)) == [128] * 20 + [0] + [128] * 14
+    assert depths(check(NOBODY)) == [0] * len(NOBODY)
+    assert depths(check(LATER)) == [0] * len(LATER), "what comes before it is not the same"
+    assert depths(check(WHOLE)) == [192] * len(WHOLE)
+    assert depths(check([("abc", 0)] * 33)) == [128] * 33, "the last page is still written to"
+    assert depths(check([*[("ab", 9)] * 3, *NOBODY])) == [0] * (3 + len(NOBODY)), "three are no group"
+
+
+def test_of_nested_prefixes_each_span_takes_the_one_that_saves_most() -> None:
+    crowd = [*[("abcd", 9)] * 12, *[("axyz", 9)] * 12, *[("a", 9)] * 12]
+    assert depths(check(crowd)) == [256] * 24 + [64] * 12
+
+
+def test_shared_pages_are_read_once_for_as_many_spans_as_a_tile_holds() -> None:
+    crowd = [("abcdefgh", 30)] * 64
+    planned = check(crowd)
+    assert lone(planned) == 64 * 64, "a block of its own each"
+    assert together(planned) == 2 * 8 * 64, "32 spans of two rows fill a tile"
+
+
+def test_a_group_is_worth_it_from_what_it_is_spared_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    spared, token = 128 * (len(ALL) - 1), 2 * 2 * 16 * 4
+    monkeypatch.setattr(shared, "WORTH", spared * token)
+    assert depths(check(ALL)) == [128] * len(ALL)
+    monkeypatch.setattr(shared, "WORTH", (spared + 1) * token)
+    assert depths(check(ALL)) == [0] * len(ALL)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(3, 1), (7, 1), (2, 2), (30, 1)])
+def test_any_number_of_query_heads_shares_what_many_sequences_share(heads: int, groups: int) -> None:
+    check(TWO, heads, groups)
+
+
+@pytest.mark.parametrize(("dim", "page"), [(24, 16), (64, 16), (128, 64), (256, 32), (16, 256)])
+def test_any_head_dim_and_page(dim: int, page: int) -> None:
+    planned = check([("abcd", 5 + i) for i in range(33)], 2, 1, dim, page, tolerance=5e-5)
+    assert min(depths(planned)) == 4 * page
+
+
+def test_pages_smaller_than_a_block_are_shared_in_whole_blocks() -> None:
+    assert depths(check([("abcdefg", 3)] * 33, page=16)) == [64] * 33
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_half_precision_is_summed_in_float32(dim: int) -> None:
+    check(ALL, 6, 2, dim, dtype=torch.bfloat16, tolerance=2e-2)
+
+
+def test_a_soft_cap_bends_the_scores() -> None:
+    check(ALL, soft_cap=0.7)
+
+
+def test_pages_of_eight_bits_are_read_times_their_scales() -> None:
+    q, kv, batch = situation(ALL)
+    small = LayerKV(kv.k.to(torch.float8_e4m3fn), kv.v.to(torch.float8_e4m3fn), k_scale=0.5, v_scale=3.0)
+    exact = LayerKV(small.k.float().nan_to_num() * 0.5, small.v.float().nan_to_num() * 3.0)
+    got = OPS.attention(q.to(DEVICE), moved(small), OPS.prepare(moved(batch)), 0.25).cpu()
+    torch.testing.assert_close(got, ReferenceOps().attention(q, exact, batch, 0.25), atol=1e-5, rtol=1e-5)
+
+
+def test_layers_with_a_window_and_those_without_take_turns() -> None:
+    q, kv, batch = situation(ALL)
+    planned, whole = OPS.prepare(moved(batch)), LayerKV(kv.k.nan_to_num(), kv.v.nan_to_num())
+    for window in (100, MANY, 100, MANY):
+        got = OPS.attention(q.to(DEVICE), moved(kv), planned, 0.25, window).cpu()
+        want = ReferenceOps().attention(q, whole, batch, 0.25, window)
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+    assert len(planned.lists) == 2
+    assert depths(planned) == [128] * len(ALL)
+
+
+def test_spans_of_nobody_share_nothing() -> None:
+    planned = check(ALL[:20], pads=20)
+    assert depths(planned) == [128] * 20 + [0] * 20
+
+
+def test_what_a_table_holds_behind_its_end_is_not_looked_at() -> None:
+    q, kv, batch = situation(NOBODY)
+    batch.page_table[:] = torch.where(batch.page_table > 0, batch.page_table, 9)
+    planned = OPS.prepare(moved(batch))
+    OPS.attention(q.to(DEVICE), moved(kv), planned, 0.25)
+    assert depths(planned) == [0] * len(NOBODY)
+
+
+def test_256_sequences_share_long_prefixes_cut_into_runs() -> None:
+    crowd = [("abcdefghijklmnopqrstuvwxyz"[: 20 if i % 2 else 26], 3) for i in range(256)]
+    planned = check(crowd, 2, 1)
+    assert depths(planned) == [1280] * 256
+    ((found),) = planned.shared.values()
+    assert set(found.begun[1].tolist()) == {2}
+
+
+def test_few_sequences_mixed_steps_and_deterministic_ones_do_not_look() -> None:
+    q, kv, batch = situation(ALL)
+    fixed = FixedTritonOps(DEVICE)
+    for ops, given in ((OPS, replace(batch, max_query=2)), (fixed, batch)):
+        planned = ops.prepare(moved(given))
+        ops.attention(q.to(DEVICE), moved(kv), planned, 0.25)
+        assert not planned.shared
+    q, kv, batch = situation(ALL[: shared.CROWD - 1])
+    planned = OPS.prepare(moved(batch))
+    OPS.attention(q.to(DEVICE), moved(kv), planned, 0.25)
+    assert not planned.shared
+
+
+def test_no_list_is_longer_than_its_bound() -> None:
+    crowd = [(chr(97 + i // prefixes.LEAST), 3) for i in range(64)]
+    planned = check(crowd)
+    ((sharing, found),) = planned.shared.items()
+    assert int(found.counts[0]) == 64 // prefixes.LEAST <= sharing.bound(64) == len(found.pieces)
+    assert sorted(found.members.tolist()) == list(range(64))
