@@ -48,8 +48,9 @@ def copies(bytes_a_call: float, most: int = 64) -> int:
     return min(most, int(CACHE / bytes_a_call) + 1)
 
 
-def batch_of(spans: Sequence[tuple[int, int]], pages: int) -> RaggedBatch:
-    """spans: (tokens before, tokens fed) of each, over shuffled pages of a pool of `pages`."""
+def batch_of(spans: Sequence[tuple[int, int]], pages: int, shared: int = 0) -> RaggedBatch:
+    """spans: (tokens before, tokens fed) of each, over shuffled pages of a pool of `pages`. shared: pages that all
+    begin with."""
     device = torch.device("cuda")
     lengths = [past + n for past, n in spans]
     needed = [-(-length // PAGE) for length in lengths]
@@ -57,6 +58,7 @@ def batch_of(spans: Sequence[tuple[int, int]], pages: int) -> RaggedBatch:
     table = torch.zeros(len(spans), max(needed), dtype=torch.int32)
     for s, own in enumerate(torch.split(order, needed)):
         table[s, : len(own)] = own
+    table[:, :shared] = table[0, :shared]
     positions = torch.cat([torch.arange(past, past + n) for past, n in spans])
     span_of = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor([n for _, n in spans]))
     slots = table[span_of, positions // PAGE].long() * PAGE + positions % PAGE
@@ -89,22 +91,23 @@ class Heads:
         return f"{self.count}/{self.groups}x{self.dim} {kind}" + (f" window {self.window}" * (self.window < MANY))
 
 
-def attention(ops: TritonOps, name: str, heads: Heads, spans: Sequence[tuple[int, int]]) -> Case:
+def attention(ops: TritonOps, name: str, heads: Heads, spans: Sequence[tuple[int, int]], shared: int = 0) -> Case:
+    """shared: tokens, of whole pages, that all spans begin with."""
     width = heads.groups * heads.dim * heads.dtype.itemsize
-    held = sum(min(past + n, heads.window + n) for past, n in spans)
+    held = sum(min(past + n, heads.window + n) for past, n in spans) - shared * (len(spans) - 1)
     needed = sum(-(-(past + n) // PAGE) for past, n in spans) + 1
     pages = max(needed, CACHE // (2 * PAGE * width))
     k, v = (noise(pages, heads.groups, PAGE, heads.dim, dtype=heads.dtype) for _ in "kv")
     kv = LayerKV(k, v)
     tokens = sum(n for _, n in spans)
     q = noise(tokens, heads.count, heads.dim, dtype=heads.dtype)
-    batches = [ops.prepare(batch_of(spans, pages)) for _ in range(min(8, max(1, pages // needed)))]
+    batches = [ops.prepare(batch_of(spans, pages, shared // PAGE)) for _ in range(min(8, max(1, pages // needed)))]
     attend = partial(ops.attention, scale=heads.dim**-0.5, window=heads.window)
 
     def check() -> float:
         exact = ReferenceOps()
-        few = spans[:4]
-        part = batch_of(few, pages)
+        few = spans[: 64 if shared else 4]
+        part = batch_of(few, pages, shared // PAGE)
         rows = sum(n for _, n in few)
         whole = LayerKV(kv.k.float(), kv.v.float()) if pages * width < 1 << 30 else kv
         want = exact.attention(q[:rows].to(whole.k.dtype), whole, part, heads.dim**-0.5, heads.window)
@@ -140,6 +143,16 @@ def decode_cases(ops: TritonOps) -> Iterator[tuple[str, Callable[[], Case]]]:
         for count in (1, 64, 256):
             name = f"decode {count} x 1024"
             yield f"attention {name} {heads}", partial(attention, ops, name, heads, [(1023, 1)] * count)
+    for what, spans, shared in (
+        ("256 x 1100, 1024 shared", [(1099, 1)] * 256, 1024),
+        ("256 x 1100, none shared", [(1099, 1)] * 256, 0),
+        ("64 x 4200, 4096 shared", [(4199, 1)] * 64, 4096),
+        ("64 x 4200, none shared", [(4199, 1)] * 64, 0),
+        ("256 x 76, none shared", [(75, 1)] * 256, 0),
+        ("64 x 76, none shared", [(75, 1)] * 64, 0),
+    ):
+        heads = Heads(24, 8, 128)
+        yield f"attention prefix {what} {heads}", partial(attention, ops, f"prefix {what}", heads, spans, shared)
     for heads in (Heads(12, 12, 64, torch.float32), Heads(4, 1, 256), Heads(32, 8, 64)):
         yield f"attention prompt 4 x 1024 {heads}", partial(attention, ops, "prompt 4 x 1024", heads, [(0, 1024)] * 4)
 

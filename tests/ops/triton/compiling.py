@@ -77,7 +77,7 @@ def everything(ops: TritonOps) -> None:
     ops.turn_and_write(halves(4, 48 * 128), 32, kv, batch(4, 1), angles, ((w[:128], 1e-6), (w[:128], 1e-6)))
     for heads, groups, dim, dtype in ((32, 8, 128, BF16), (4, 1, 256, BF16), (12, 12, 64, torch.float32)):
         pool = LayerKV(*(halves(4, groups, 64, dim, dtype=dtype) for _ in "kv"))
-        for spans, n in ((4, 1), (2, 512)):
+        for spans, n in ((4, 1), (64, 1), (2, 512)):
             q = halves(spans * n, heads, dim, dtype=dtype)
             ops.attention(q, pool, batch(spans, n), dim**-0.5)
     for rows in (1, 4, 16):
@@ -87,8 +87,8 @@ def everything(ops: TritonOps) -> None:
     if CAPABILITY >= 89:  # before, eight bits of floating point are not known
         small = LayerKV(*(torch.empty(4, 8, 64, 128, dtype=torch.float8_e4m3fn) for _ in "kv"), k_scale=0.5)
         ops.turn_and_write(halves(4, 48 * 128), 32, small, batch(4, 1), angles)
-        for n in (1, 512):
-            ops.attention(halves(2 * n, 32, 128), small, batch(2, n), 0.1)
+        for spans, n in ((2, 1), (64, 1), (2, 512)):
+            ops.attention(halves(spans * n, 32, 128), small, batch(spans, n), 0.1)
         for rows in (1, 16, 64):
             weight = torch.empty(6144, 4096, dtype=torch.float8_e4m3fn)
             ops.scaled_linear(halves(rows, 4096), weight, torch.empty(6144, 1), 4096, gate="silu")

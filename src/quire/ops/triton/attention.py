@@ -226,6 +226,19 @@ class Tile(NamedTuple):
     run: int = 1
 
 
+def on_hopper(card: Card) -> bool:
+    """Elsewhere operands of the matrix units take registers, too."""
+    return (9, 0) <= card.capability < (10, 0)
+
+
+def large(card: Card, dim: int, wide: int) -> Tile:
+    """Of many rows. Its columns are those of tiles of few rows, so that one can go on where the other ends."""
+    columns = 64 if dim * wide <= 256 else 32 if dim * wide <= 512 else 16
+    rows = 64 if dim * wide <= 512 and (on_hopper(card) or wide <= 2) else 32
+    warps = 4 if on_hopper(card) or (dim <= 128 and wide <= 2) else 8
+    return Tile(rows, columns, warps, 3 if on_hopper(card) and dim * wide <= 256 else 2, 0)
+
+
 def tiles(card: Card, share: int, dim: int, wide: int, most: int) -> list[tuple[Tile, int, int]]:
     """The launches for spans of up to `most` queries: (tile, least queries, most). wide: bytes a number of K/V.
 
@@ -233,7 +246,7 @@ def tiles(card: Card, share: int, dim: int, wide: int, most: int) -> list[tuple[
     their own. All are rows of small ones where nothing may depend on the batch.
     """
     few = max(1, 64 // share)
-    columns = 64 if dim * wide <= 256 else 32 if dim * wide <= 512 else 16
+    columns = large(card, dim, wide).columns
     small = Tile(16, columns, 2 if dim <= 128 and wide <= 2 else 4, 2, 4, 64 // columns if columns > 16 else 1)
     if not card.sms:
         return [(small, 1, most)]
@@ -241,13 +254,9 @@ def tiles(card: Card, share: int, dim: int, wide: int, most: int) -> list[tuple[
         rows = max(16, block(most * share)) if most * share <= 64 else 64
         return [(small._replace(rows=rows, warps=small.warps if rows == 16 else 4), 1, most)]
     short = max(1, 16 // share)
-    hopper = (9, 0) <= card.capability < (10, 0)  # elsewhere operands take registers, too
-    if hopper and dim == 256 and wide <= 2:
+    if on_hopper(card) and dim == 256 and wide <= 2:
         return [(small, 1, short), (Tile(128, 64, 8, 2, 0), short + 1, most)]
-    rows = 64 if dim * wide <= 512 and (hopper or wide <= 2) else 32
-    warps = 4 if hopper or (dim <= 128 and wide <= 2) else 8
-    large = Tile(rows, columns, warps, 3 if hopper and dim * wide <= 256 else 2, 0)
-    return [(small, 1, short), (large, short + 1, most)]
+    return [(small, 1, short), (large(card, dim, wide), short + 1, most)]
 
 
 def slopes(scale: float, soft_cap: float) -> tuple[float, float]:

@@ -91,10 +91,13 @@ def choose_kernel(
         begin += BLOCK_P
         reach = tl.max(tl.where((s == mine) | (agreed < begin), 0, agreed), 0)
     units = agreed * PAGE // UNIT
-    depths = tl.sort(units, descending=True)
-    spared = tl.where(s + 1 >= LEAST, depths * s, 0)
-    best = tl.max(spared, 0)
-    depth = tl.where(best * UNIT >= worth, tl.max(tl.where(spared == best, depths, 0), 0), 0)
+    depth, best = 0, 0
+    deep = tl.max(units, 0)
+    while deep > 0:
+        count = tl.sum((units >= deep).to(tl.int32), 0)
+        spared = tl.where((count >= LEAST) & (deep * (count - 1) * UNIT >= worth), deep * (count - 1), 0)
+        depth, best = tl.where(spared > best, deep, depth), tl.maximum(spared, best)
+        deep = tl.max(tl.where(units < deep, units, 0), 0)
     tl.store(chosen + mine, depth)
     tl.store(chosen + spans + mine, tl.min(tl.where(units >= depth, s, BLOCK_S), 0))
 

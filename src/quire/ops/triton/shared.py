@@ -15,11 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.ragged import LayerKV
-from quire.ops.triton.attention import ahead, fold_blocks, slopes, tiles
+from quire.ops.triton.attention import ahead, fold_blocks, large, slopes
 from quire.ops.triton.launch import Card, block, release, wait
 from quire.ops.triton.prefixes import FIELDS, MOST_RUNS, Begun, Sharing
 from quire.ops.triton.work import Planned, spread
-from quire.values import MANY
 
 CROWD = 32
 """Spans from which on looking for what they share pays, whether or not they do."""
@@ -80,11 +79,11 @@ def begun(
     tokens, heads, dim = q.shape
     _, groups, page, _ = kv.k.shape
     share, wide, spans = heads // groups, kv.k.element_size(), len(batch.kv_len)
-    tile = tiles(card, share, dim, wide, MANY)[-1][0]
+    tile = large(card, dim, wide)
     members = tile.rows // share
     if not card.sms or batch.max_query > 1 or spans < CROWD or window < batch.max_kv or members < 2:
         return None
-    unit = math.lcm(page, tile.columns, tiles(card, share, dim, wide, 1)[0][0].columns)
+    unit = math.lcm(page, tile.columns)
     slots = spread(card, groups, A_CARD)
     runs = max(1, min(MOST_RUNS, slots // -(-spans // members)))
     sharing = Sharing(unit, members, runs, WORTH // (2 * groups * dim * wide))
