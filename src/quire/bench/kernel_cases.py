@@ -149,7 +149,6 @@ def decode_cases(ops: TritonOps) -> Iterator[tuple[str, Callable[[], Case]]]:
         ("64 x 4200, 4096 shared", [(4199, 1)] * 64, 4096),
         ("64 x 4200, none shared", [(4199, 1)] * 64, 0),
         ("256 x 76, none shared", [(75, 1)] * 256, 0),
-        ("64 x 76, none shared", [(75, 1)] * 64, 0),
     ):
         heads = Heads(24, 8, 128)
         yield f"attention prefix {what} {heads}", partial(attention, ops, f"prefix {what}", heads, spans, shared)

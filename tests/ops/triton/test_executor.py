@@ -15,6 +15,8 @@ from quire.engine.engine import Engine
 from quire.engine.executor import Executor
 from quire.executors.cuda import CudaExecutor
 from quire.executors.local import LocalExecutor
+from quire.ops.ragged import RaggedBatch
+from quire.ops.triton import prefixes, shared, work
 from quire.ops.triton.ops import TritonOps
 from quire.runner.graphs import AtOnce
 from quire.runner.kernels import TritonSteps
@@ -31,13 +33,14 @@ SAMPLING = (
 )
 
 
-def answers(executor: Executor, depth: int) -> list[tuple[int, ...]]:
+def answers(executor: Executor, depth: int, shared: int = 18) -> list[tuple[int, ...]]:
+    """shared: tokens that all prompts begin with."""
     speculation = Fixed(executor.describe().drafts)
     scheduler = Scheduler(KV(40, 16, prefix_index(16, True)), rows=4, budget=24, speculation=speculation)
     engine = Engine(scheduler, executor, depth=depth)
-    shared = tuple(range(20, 38))
     for i, sampling in enumerate(SAMPLING):
-        engine.add(Request(id=str(i), prompt=(*shared, 7, 8, 7, 8, 7 + i), max_new=5, sampling=sampling, seed=i))
+        prompt = (*(20 + j % 18 for j in range(shared)), 7, 8, 7, 8, 7 + i)
+        engine.add(Request(id=str(i), prompt=prompt, max_new=5, sampling=sampling, seed=i))
     while engine.has_pending_work:
         engine.step()
     done = {one.id: one.tokens for one in engine.completed_requests}
@@ -57,3 +60,28 @@ def test_chunks_decode_drafts_and_samples_through_interpreted_kernels(shape: str
     steps, proposer = TritonSteps(device), NgramProposer(2, shortest=1)
     executor = CudaExecutor(model, **SIZES, tokens=64, device=device, steps=steps, queue=AtOnce(), proposer=proposer)
     assert answers(executor, 1) == answers(LocalExecutor(load_model(tmp_path, dtype="float32"), **SIZES), 0)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the launches of a card are captured before lengths are known")
+def test_what_the_prefix_cache_gave_to_several_is_read_for_them_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[list[int]] = []
+
+    def found(batch: RaggedBatch, sharing: prefixes.Sharing) -> prefixes.Prefixes:
+        lists = prefixes.found(batch, sharing)
+        looked.append(lists.begun[0].tolist())
+        return lists
+
+    monkeypatch.setattr(shared, "CROWD", 2)
+    monkeypatch.setattr(shared, "WORTH", 0)
+    monkeypatch.setattr(prefixes, "LEAST", 2)
+    monkeypatch.setattr(work, "found", found)
+    checkpoints.make(tmp_path, "qwen3-gqa")
+    device, sizes = torch.device("cpu"), SIZES | {"max_model_len": 128}
+    model = load_model(tmp_path, dtype="float32", device=device, ops=TritonOps(device))
+    executor = CudaExecutor(model, **sizes, tokens=64, device=device, steps=TritonSteps(device), queue=AtOnce())
+    local = LocalExecutor(load_model(tmp_path, dtype="float32"), **sizes)
+    assert answers(executor, 1, shared=70) == answers(local, 0, shared=70)
+    assert [64, 64, 64] in (begun[:3] for begun in looked)

@@ -161,6 +161,16 @@ def test_a_group_is_worth_it_from_what_it_is_spared_on(monkeypatch: pytest.Monke
     assert depths(looked(ALL)) == [0] * len(ALL)
 
 
+def test_what_is_left_of_a_long_sequence_is_split_and_goes_on_from_the_shared_pages_once() -> None:
+    common = "abcdefghijklmnopqrstuvwxyz"[:20]
+    planned = check([*[(common, 3)] * 32, (common, 900)])
+    ((work),) = planned.lists.values()
+    pieces = work.pieces[: int(work.total)].cpu()
+    last = pieces[pieces[:, 6] == 32]
+    assert len(last) > 1
+    assert sorted(last[:, 8].tolist()) == [0] * (len(last) - 1) + [2]
+
+
 @pytest.mark.parametrize(("heads", "groups"), [(3, 1), (7, 1), (4, 2), (16, 1)])
 def test_any_number_of_query_heads_shares_what_many_sequences_share(heads: int, groups: int) -> None:
     check(TWO, heads, groups)

@@ -116,6 +116,7 @@ def attention_kernel(
     token, n, first, length = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 3)
     begin, end, span, split = tl.load(piece + 4), tl.load(piece + 5), tl.load(piece + 6), tl.load(piece + 7)
     here = index < tl.load(count)
+    before = tl.load(piece + 8) if BEGUN else 0
     pages = table + span.to(tl.int64) * columns
     if DEPENDENT:
         if here:
@@ -134,7 +135,7 @@ def attention_kernel(
     z = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     if BEGUN:
-        m, z, acc = fold_parts(m, z, acc, row, real, begun_parts, begun_sums, tl.load(piece + 8), lines, DIM, BLOCK_D)
+        m, z, acc = fold_parts(m, z, acc, row, real, begun_parts, begun_sums, before, lines, DIM, BLOCK_D)
     if PHASES:
         low, high = length - n + first // SHARE, length - n + tl.minimum((first + ROWS - 1) // SHARE, n - 1)
         clear = begin

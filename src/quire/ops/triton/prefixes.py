@@ -70,7 +70,7 @@ class Begun(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["spans", "worth"])
-def choose_kernel(
+def depth_kernel(
     query_start, kv_len, table, chosen, spans, columns, worth,
     PAGE: tl.constexpr, UNIT: tl.constexpr, LEAST: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
@@ -151,7 +151,7 @@ def found(batch: RaggedBatch, sharing: Sharing) -> Prefixes:
     chosen, begun, members = ints(2, spans), ints(2, spans), ints(spans)
     pieces, counts = ints(sharing.bound(spans), FIELDS), ints(2).zero_()
     size, most = block(spans, 16), -(-spans // sharing.members) * MOST_RUNS
-    choose_kernel[(spans,)](
+    depth_kernel[(spans,)](
         *(batch.query_start, batch.kv_len, batch.page_table, chosen, spans, batch.page_table.stride(0), sharing.worth),
         PAGE=batch.page_size, UNIT=sharing.unit, LEAST=LEAST, BLOCK_S=size, BLOCK_P=16, num_warps=4,
     )  # fmt: skip
