@@ -262,3 +262,29 @@ def test_no_list_is_longer_than_its_bound() -> None:
     ((sharing, found),) = planned.shared.items()
     assert int(found.counts[0]) == 64 // prefixes.LEAST <= sharing.bound(64) == len(found.pieces)
     assert sorted(found.members.tolist()) == list(range(64))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
+def test_a_captured_step_finds_anew_who_shares_what() -> None:
+    host_q, host_kv, host = situation(LATER * 4, 6, 2, 128)
+    q, kv, batch = host_q.to(DEVICE), moved(host_kv), moved(host)
+    whole = LayerKV(host_kv.k.nan_to_num(), host_kv.v.nan_to_num())
+
+    def layers() -> list[Tensor]:
+        planned = OPS.prepare(batch)
+        return [OPS.attention(q, kv, planned, 0.1) for _ in range(3)]
+
+    layers()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layers()
+    first = host.page_table[:, 0].clone()
+    for alike in (first, first[:1].expand(len(first)), first[torch.arange(len(first)) % 2], first):
+        host.page_table[:, 0] = alike
+        batch.page_table.copy_(host.page_table)
+        graph.replay()
+        want = ReferenceOps().attention(host_q, whole, host, 0.1)
+        for got in out:
+            torch.testing.assert_close(got.cpu(), want, atol=5e-5, rtol=5e-5)
