@@ -142,6 +142,8 @@ def test_each_span_is_spared_what_its_group_reads() -> None:
 def test_of_nested_prefixes_each_span_takes_the_one_that_saves_most() -> None:
     crowd = [*[("abcd", 9)] * 12, *[("axyz", 9)] * 12, *[("a", 9)] * 12]
     assert depths(looked(crowd)) == [256] * 24 + [64] * 12
+    pair = "abcdefghijklmnopqrst"
+    assert depths(looked([(pair, 9), (pair, 9), *[("a", 9)] * 12, *NOBODY[:20]])) == [64] * 14 + [0] * 20
 
 
 def test_shared_pages_are_read_once_for_as_many_spans_as_a_tile_holds() -> None:
