@@ -33,14 +33,14 @@ SAMPLING = (
 )
 
 
-def answers(executor: Executor, depth: int, shared: int = 18) -> list[tuple[int, ...]]:
+def answers(executor: Executor, depth: int, shared: int = 18, new: int = 5) -> list[tuple[int, ...]]:
     """shared: tokens that all prompts begin with."""
     speculation = Fixed(executor.describe().drafts)
     scheduler = Scheduler(KV(40, 16, prefix_index(16, True)), rows=4, budget=24, speculation=speculation)
     engine = Engine(scheduler, executor, depth=depth)
     for i, sampling in enumerate(SAMPLING):
         prompt = (*(20 + j % 18 for j in range(shared)), 7, 8, 7, 8, 7 + i)
-        engine.add(Request(id=str(i), prompt=prompt, max_new=5, sampling=sampling, seed=i))
+        engine.add(Request(id=str(i), prompt=prompt, max_new=new, sampling=sampling, seed=i))
     while engine.has_pending_work:
         engine.step()
     done = {one.id: one.tokens for one in engine.completed_requests}
@@ -83,5 +83,5 @@ def test_what_the_prefix_cache_gave_to_several_is_read_for_them_together(
     model = load_model(tmp_path, dtype="float32", device=device, ops=TritonOps(device))
     executor = CudaExecutor(model, **sizes, tokens=64, device=device, steps=TritonSteps(device), queue=AtOnce())
     local = LocalExecutor(load_model(tmp_path, dtype="float32"), **sizes)
-    assert answers(executor, 1, shared=70) == answers(local, 0, shared=70)
+    assert answers(executor, 1, shared=70, new=3) == answers(local, 0, shared=70, new=3)
     assert [64, 64, 64] in (begun[:3] for begun in looked)

@@ -237,10 +237,10 @@ def test_what_a_table_holds_behind_its_end_is_not_looked_at() -> None:
     assert depths(planned) == [0] * len(NOBODY)
 
 
-def test_256_sequences_share_long_prefixes_cut_into_runs() -> None:
-    crowd = [("abcdefghijklmnopqrstuvwxyz"[: 20 if i % 2 else 26], 3) for i in range(256)]
-    planned = check(crowd, 2, 1)
-    assert depths(planned) == [1280] * 256
+def test_256_sequences_share_long_prefixes_cut_into_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "LONG", 256)
+    planned = check([("abcdefghijkl"[: 8 if i % 2 else 12], 3) for i in range(256)])
+    assert depths(planned) == [512] * 256
     ((found),) = planned.shared.values()
     assert set(found.begun[1].tolist()) == {2}
 
