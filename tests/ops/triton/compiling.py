@@ -92,6 +92,7 @@ def everything(ops: TritonOps) -> None:
         for rows in (1, 16, 64):
             weight = torch.empty(6144, 4096, dtype=torch.float8_e4m3fn)
             ops.scaled_linear(halves(rows, 4096), weight, torch.empty(6144, 1), 4096, gate="silu")
+            ops.scaled_linear(halves(rows, 4096), weight, torch.empty(6144, 1), 4096)
             ops.scaled_linear(halves(rows, 4096), weight, torch.empty(6144, 32), 128)
     for rows in (1, 16, 64):
         weight = torch.empty(6144, 2048, dtype=torch.uint8)

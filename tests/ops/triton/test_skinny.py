@@ -9,12 +9,15 @@ from quire.ops.base import Gate
 from quire.ops.float8 import E4M3
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.launch import Card
-from quire.ops.triton.skinny import Recipe, product, recipe
+from quire.ops.triton.skinny import Recipe, cut, product, recipe, scaled_recipe
+from quire.ops.triton.split import COUNTERS
 from tests.ops.triton.device import DEVICE
 
 CARD, REFERENCE = Card.of(DEVICE), ReferenceOps()
 VECTOR, WIDE, MATRIX = Recipe(1, 4, 256, 2), Recipe(4, 2, 256, 2), Recipe(16, 16, 64, 4, 3)
 AHEAD, TALL = Recipe(16, 16, 32, 4, 3, 64), Recipe(16, 16, 64, 4, 3)
+RUNS, RUNS_AHEAD = Recipe(16, 16, 32, 4, 3, splits=4), Recipe(16, 16, 32, 4, 3, 64, 2)
+ARRIVED = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -36,7 +39,9 @@ def test_a_product_and_what_stands_around_it(
 
 
 @pytest.mark.parametrize("gate", ["", "silu"])
-@pytest.mark.parametrize(("how", "rows"), [(MATRIX, 2), (AHEAD, 5), (TALL, 40)], ids=["two", "ahead", "forty"])
+@pytest.mark.parametrize(
+    ("how", "rows"), [(VECTOR, 1), (MATRIX, 2), (AHEAD, 5), (TALL, 40)], ids=["one", "two", "ahead", "forty"]
+)
 def test_a_matrix_of_eight_bits(how: Recipe, rows: int, gate: Gate) -> None:
     torch.manual_seed(rows)
     x, bias = torch.randn(rows, 192, device=DEVICE), torch.randn(24, device=DEVICE)
@@ -44,6 +49,35 @@ def test_a_matrix_of_eight_bits(how: Recipe, rows: int, gate: Gate) -> None:
     got = product(x, weight, bias, how, CARD, gate, scale)
     want = REFERENCE.scaled_linear(x, weight, scale, 192, 0, bias, gate)
     assert float((got - want).norm() / want.norm()) < 1e-3
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("gate", ["", "silu"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "eight-bits"])
+@pytest.mark.parametrize(("how", "rows"), [(RUNS, 3), (RUNS_AHEAD, 5), (RUNS, 40)], ids=["three", "ahead", "forty"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(24, 256), (10, 100)], ids=["even", "odd"])
+def test_inputs_cut_into_runs_add_up(
+    outputs: int, inputs: int, how: Recipe, rows: int, scaled: bool, gate: Gate, bias: bool
+) -> None:
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, inputs, device=DEVICE), torch.randn(outputs, inputs, device=DEVICE)
+    shift, scale = torch.randn(outputs, device=DEVICE) if bias else None, torch.rand(outputs, 1, device=DEVICE) + 0.1
+    want = REFERENCE.linear(x, weight, shift, gate)
+    if scaled:
+        weight = weight.to(E4M3)
+        want = REFERENCE.scaled_linear(x, weight, scale, inputs, 0, shift, gate)
+    for _ in range(2):
+        got = product(x, weight, shift, how, CARD, gate, scale if scaled else None, ARRIVED)
+        assert float((got - want).norm() / want.norm()) < 1e-3
+        assert not ARRIVED.any(), "counters are left as they were found"
+
+
+def test_a_run_asks_ahead_for_no_more_than_the_shortest_has() -> None:
+    assert cut(RUNS, 256, 2) == (64, 4, 0)
+    assert cut(RUNS, 100, 2) == (32, 4, 0)
+    assert cut(RUNS_AHEAD, 256, 2) == (128, 2, 64)
+    assert cut(RUNS_AHEAD, 96, 2) == (64, 2, 0)
+    assert cut(RUNS, 256, COUNTERS + 1) == (256, 1, 0), "as many tiles have no counters"
 
 
 def test_what_is_large_or_small_keeps_its_place_in_half_precision() -> None:
@@ -73,3 +107,21 @@ def test_bfloat16_on_the_card(rows: int, gate: Gate, outputs: int, inputs: int) 
     got = product(x.bfloat16(), weight.bfloat16(), None, how, CARD, gate).float()
     want = REFERENCE.linear(x.bfloat16().float(), weight.bfloat16().float(), None, gate)
     assert float((got - want).norm() / want.norm()) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 33, 64, 200, 256])
+@pytest.mark.parametrize("gate", ["", "silu"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 12288), (2048, 14336)])
+def test_eight_bits_on_the_card(rows: int, gate: Gate, outputs: int, inputs: int) -> None:
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, inputs, device=DEVICE).bfloat16(), torch.randn(outputs, inputs, device=DEVICE)
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    stored = (weight / scale).to(E4M3)
+    how = scaled_recipe(rows, outputs // (2 if gate else 1), inputs, gate != "")
+    assert how is not None
+    want = REFERENCE.scaled_linear(x.float(), stored, scale, inputs, 0, None, gate)
+    first, *more = (product(x, stored, None, how, CARD, gate, scale, ARRIVED) for _ in range(20))
+    assert float((first.float() - want).norm() / want.norm()) < 1e-2
+    assert all(torch.equal(first, again) for again in more), "whoever ends last adds up in the same order"

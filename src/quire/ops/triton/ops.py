@@ -13,6 +13,7 @@ from quire.ops.quantised import Restoring
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton import attention, rows, scaled, shared, skinny, turn
 from quire.ops.triton.launch import Card
+from quire.ops.triton.split import COUNTERS
 from quire.ops.triton.work import Planned
 from quire.values import MANY
 
@@ -26,7 +27,7 @@ class TritonOps(Restoring):
     def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
         """dependent: use programmatic dependent launch where the card has it."""
         self.card = Card.of(torch.device(device), dependent)
-        self.arrived = torch.zeros(scaled.COUNTERS, dtype=torch.int32, device=device)
+        self.arrived = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
     def prepare(self, batch: RaggedBatch) -> Planned:
         return batch if isinstance(batch, Planned) else Planned.of(batch)
@@ -60,7 +61,7 @@ class TritonOps(Restoring):
         if scale.shape[1] == 1 and weight.dtype is E4M3 and x.dtype is torch.bfloat16:
             quick = skinny.scaled_recipe(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
             if quick is not None:
-                return skinny.product(x, weight, bias, quick, self.card, gate, scale)
+                return skinny.product(x, weight, bias, quick, self.card, gate, scale, self.arrived)
         matrix = scaled.Quantised(weight, scale, width, offset)
         fast = scaled.fitting(x, matrix, self.card)
         how = scaled.recipe(len(x), len(weight), x.shape[-1], fast=fast)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from quire.ops.base import Gate
 from quire.ops.triton.launch import HOPPER, Card, block, release, wait
-from quire.ops.triton.skinny import Recipe, given
+from quire.ops.triton.skinny import Recipe, given, settled, settles
+from quire.ops.triton.split import COUNTERS, added_up, handed_in
 
 
 @triton.jit
@@ -119,49 +120,11 @@ def tile_of(
 
 
 @triton.jit
-def place_of(parts, split, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
-    """Where the sums of one run of this program's tile are left; those of the gate behind them."""
-    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    at = split * tl.num_programs(0) * tl.num_programs(1) + tile
-    number = tl.arange(0, BLOCK_N)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    return parts + at.to(tl.int64) * (2 * BLOCK_N * ROWS) + number
-
-
-@triton.jit
-def handed_in(
-    y, z, parts, arrived, GATE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """Leave a run's sums where the others' are. Whether this was the last one of its tile."""
-    mine = place_of(parts, tl.program_id(2), BLOCK_N, ROWS)
-    tl.store(mine, y)
-    if GATE:
-        tl.store(mine + BLOCK_N * ROWS, z)
-    tl.debug_barrier()
-    counter = arrived + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    last = tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1
-    if last:
-        tl.store(counter, 0)
-    return last
-
-
-@triton.jit
-def added_up(y, z, parts, GATE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
-    """All runs' sums, always in the same order. Other multiprocessors wrote them: this one's cache is passed by."""
-    y, z = tl.zeros_like(y), tl.zeros_like(z)
-    for split in tl.static_range(SPLITS):
-        theirs = place_of(parts, split + tl.program_id(2) * 0, BLOCK_N, ROWS)
-        y += tl.load(theirs, cache_modifier=".cg")
-        if GATE:
-            z += tl.load(theirs + BLOCK_N * ROWS, cache_modifier=".cg")
-    return y, z
-
-
-@triton.jit
 def many_kernel(
     x, weight, scale, zero, groups, bias, out, parts, arrived, rows, outputs, inputs, count, width, offset, length,
     GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, HALVED: tl.constexpr, SCALES: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
-    FAST: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    FAST: tl.constexpr, EVEN: tl.constexpr, SETTLED: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of ROWS rows on the matrix units, in the dtype of x. Programs of the same outputs follow each
     other, so that the matrix comes from memory once. SPLITS: the inputs are cut into so many runs of `length`, that
@@ -188,7 +151,7 @@ def many_kernel(
             factor = tl.load(scale + n * count + one, mask=n < outputs, other=0.0)[:, None]
             y += factor * tl.dot(tile, value, input_precision=PRECISION)
         else:
-            y = tl.dot(tile, value, y, input_precision=PRECISION)
+            y = settled(tl.dot(tile, value, y, input_precision=PRECISION), SETTLED)
         if GATE:
             gated = tile_of(
                 weight, scale, zero, groups, n + outputs, at, whole, inputs, count, width, offset, HALVED, SCALES,
@@ -197,7 +160,7 @@ def many_kernel(
                 factor = tl.load(scale + (n + outputs) * count + one, mask=n < outputs, other=0.0)[:, None]
                 z += factor * tl.dot(gated, value, input_precision=PRECISION)
             else:
-                z = tl.dot(gated, value, z, input_precision=PRECISION)
+                z = settled(tl.dot(gated, value, z, input_precision=PRECISION), SETTLED)
     if SCALES == 0:
         y *= tl.load(scale + n, mask=n < outputs, other=0.0)[:, None]
         if GATE:
@@ -265,10 +228,6 @@ def splits(how: Recipe, programs: int, inputs: int, card: Card) -> int:
     return 1 << min(3, min(wanted, max(1, inputs // (4 * how.inputs))).bit_length() - 1)
 
 
-COUNTERS = 1 << 14
-"""Tiles that can be cut into runs, one counter each, all 0 between kernels."""
-
-
 def scales(matrix: Quantised, run: int) -> int:
     """What `restored` calls SCALES, for runs of so many columns."""
     if matrix.groups is None and matrix.scale.shape[1] == 1:
@@ -309,6 +268,7 @@ def product(
     length = triton.cdiv(triton.cdiv(inputs, how.inputs), runs) * how.inputs
     many_kernel[(tiles, columns, runs)](
         *(x, weight.view(torch.uint8) if fast else weight, scale, *given, parts, arrived, rows, *sizes, length),
-        SPLITS=runs, FAST=fast, EVEN=inputs % how.inputs == 0, STAGES=how.stages, PRECISION=card.precision, **same,
+        SPLITS=runs, FAST=fast, EVEN=inputs % how.inputs == 0, SETTLED=settles(how, card),
+        STAGES=how.stages, PRECISION=card.precision, **same,
     )  # fmt: skip
     return out

@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.base import Gate
-from quire.ops.triton.launch import Card, block, release, wait
+from quire.ops.triton.launch import HOPPER, Card, block, release, wait
 from quire.ops.triton.rows import activate
+from quire.ops.triton.split import COUNTERS, added_up, handed_in
 
 
 @triton.jit
@@ -34,14 +35,15 @@ def given(y, z, bias, out, place, n, outputs, inside, GATE: tl.constexpr, GELU: 
 
 @triton.jit
 def vector_kernel(
-    x, weight, bias, out, outputs, inputs,
-    GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    x, weight, scale, bias, out, outputs, inputs,
+    GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of each row by plain multiply-adds, in float32.
 
     The program's whole part of the matrix is in registers, asked for before the wait: what it waits for is short.
-    EVEN: BLOCK_K is all there is of the inputs, and there is no output over.
+    EVEN: BLOCK_K is all there is of the inputs, and there is no output over. SCALED: a matrix in eight bits, which are
+    widened when they are multiplied.
     """
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     line = weight + n[:, None].to(tl.int64) * inputs + k[None, :]
@@ -65,28 +67,35 @@ def vector_kernel(
         z = y
         if GATE:
             z = tl.sum(gated.to(tl.float32) * value, 1)
+        if SCALED:
+            y *= tl.load(scale + n, mask=n < outputs, other=0.0)
+            if GATE:
+                z *= tl.load(scale + outputs + n, mask=n < outputs, other=0.0)
         given(y, z, bias, out, r * outputs + n, n, outputs, n < outputs, GATE, GELU, BIAS)
 
 
 @triton.jit
 def matrix_kernel(
-    x, weight, scale, bias, out, rows, outputs, inputs,
+    x, weight, scale, bias, out, parts, arrived, rows, outputs, inputs, length,
     GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    SPLITS: tl.constexpr, SETTLED: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs on the matrix units, whose narrow side takes the rows. EVEN: BLOCK_K divides the inputs.
 
     AHEAD inputs of the matrix are asked for before the wait and multiplied last: the loop's loads begin behind it.
     SCALED: a matrix in eight bits, a scale a row, see `usable`. Programs of the same outputs follow each other.
+    SPLITS: the inputs are cut into so many runs of `length`, see `split`. SETTLED: see `settled`.
     """
     n, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    begin = tl.program_id(2) * length
+    end = tl.minimum(begin + length, inputs)
     held = (r < rows)[:, None]
     line = weight + tl.minimum(n, outputs - 1)[:, None].to(tl.int64) * inputs
     far = outputs.to(tl.int64) * inputs
     source = x + r[:, None].to(tl.int64) * inputs
-    early = tl.arange(0, max(AHEAD, 1))[None, :]
+    early = begin + tl.arange(0, max(AHEAD, 1))[None, :]
     head, gated_head, first = early, early, early
     if AHEAD > 0:
         head = tl.load(line + early, eviction_policy="evict_first")
@@ -98,7 +107,7 @@ def matrix_kernel(
         first = usable(tl.load(source + early, mask=held, other=0.0), SCALED)
     y = tl.zeros([BLOCK_N, ROWS], tl.float32)
     z = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    for start in tl.range(AHEAD, inputs, BLOCK_K, num_stages=STAGES):
+    for start in tl.range(begin + AHEAD, end, BLOCK_K, num_stages=STAGES):
         at = start + k[None, :]
         if EVEN:
             tile = tl.load(line + at, eviction_policy="evict_first")
@@ -114,6 +123,8 @@ def matrix_kernel(
             else:
                 gated = tl.load(line + far + at, mask=at < inputs, other=0.0)
             z = tl.dot(gated.to(value.dtype), tl.trans(value), z, input_precision=PRECISION)
+            z = settled(z, SETTLED)
+        y = settled(y, SETTLED)
     if AHEAD > 0:
         y = tl.dot(head.to(first.dtype), tl.trans(first), y, input_precision=PRECISION)
         if GATE:
@@ -124,7 +135,25 @@ def matrix_kernel(
             z *= 16.0 * tl.load(scale + outputs + n, mask=n < outputs, other=0.0)[:, None]
     place = r[None, :].to(tl.int64) * outputs + n[:, None]
     inside = (r < rows)[None, :] & (n < outputs)[:, None]
-    given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
+    if SPLITS == 1:
+        given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
+    elif handed_in(y, z, parts, arrived, GATE, SPLITS, BLOCK_N, ROWS):
+        y, z = added_up(y, z, parts, GATE, SPLITS, BLOCK_N, ROWS)
+        given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
+
+
+@triton.jit
+def settled(x, SETTLED: tl.constexpr):
+    """x, which a product on Hopper's asynchronous units is making, when it is made.
+
+    With one factor in registers, as numbers just made of eight bits are, products left under way at the loop's end
+    have their registers overwritten at its start: the assembler then lets each wait for the one before, and eight
+    take the time of eight (seen in the machine code). Something that reads x here ends them together.
+    """
+    if SETTLED:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return x
 
 
 @triton.jit
@@ -137,13 +166,26 @@ def usable(x, SCALED: tl.constexpr):
         return x
 
 
-def halves(x: Tensor) -> Tensor:
+@triton.jit
+def halves_kernel(x, out, size, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """BLOCK numbers of x as `usable` makes them, once for all programs of a product."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    tl.store(out + at, usable(tl.load(x + at, mask=at < size, other=0.0), True), mask=at < size)
+
+
+def halves(x: Tensor, card: Card) -> Tensor:
     """A sixteenth of x, float16: x may so reach 1,048,000, and what is below 0.001 is off by 5e-7 at most."""
-    return torch.mul(x, 0.0625, out=torch.empty_like(x, dtype=torch.float16))
+    out = torch.empty_like(x, dtype=torch.float16)
+    grid = (triton.cdiv(x.numel(), 2048),)
+    halves_kernel[grid](x, out, x.numel(), BLOCK=2048, DEPENDENT=card.dependent, **card.options)
+    return out
 
 
 class Recipe(NamedTuple):
-    """How a product is cut. rows: the most at once, a power of two. stages 0: by multiply-adds, the inputs whole."""
+    """How a product is cut. rows: the most at once, a power of two. stages 0: by multiply-adds, the inputs whole.
+    splits: the runs that the inputs are cut into, see `split`."""
 
     rows: int
     outputs: int
@@ -151,6 +193,7 @@ class Recipe(NamedTuple):
     warps: int
     stages: int = 0
     ahead: int = 0
+    splits: int = 1
 
     def fitted(self, card: Card, matrix: int, row: int) -> Recipe:
         """With as many stages as the card's shared memory has room for. matrix, row: bytes a number of them takes."""
@@ -216,27 +259,48 @@ def product(
     card: Card,
     gate: Gate = "",
     scale: Tensor | None = None,
+    arrived: Tensor | None = None,
 ) -> Tensor:
     """x [T, in], weight [out, in] -> [T, out], or [T, out / 2] gated. scale [out, 1]: what one stored unit of a row of
-    a float8 matrix stands for; such a one needs a recipe with stages."""
+    a float8 matrix stands for. arrived: [COUNTERS] int32, zeros; without, inputs are not cut into runs."""
     x = x.contiguous()
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if gate else weight.shape[0]
     out = x.new_empty(rows, outputs)
     if scale is not None and rows > MOST:
-        x = halves(x)
+        x = halves(x, card)
     shift = x if bias is None else bias
     same = {"GATE": gate != "", "GELU": gate == "gelu", "BIAS": bias is not None, "BLOCK_N": how.outputs,
-            "BLOCK_K": how.inputs, "DEPENDENT": card.dependent, "num_warps": how.warps, **card.options}  # fmt: skip
-    columns = triton.cdiv(outputs, how.outputs)
+            "BLOCK_K": how.inputs, "SCALED": scale is not None, "DEPENDENT": card.dependent, "num_warps": how.warps,
+            **card.options}  # fmt: skip
+    columns, factor = triton.cdiv(outputs, how.outputs), x if scale is None else scale
     how = how.fitted(card, weight.element_size() * (2 if gate else 1), x.element_size())
-    if how.stages:
-        matrix_kernel[(triton.cdiv(rows, how.rows), columns)](
-            *(x, weight, x if scale is None else scale, shift, out, rows, outputs, inputs),
-            SCALED=scale is not None, EVEN=inputs % how.inputs == 0, ROWS=how.rows,
-            AHEAD=how.ahead if how.ahead <= inputs else 0, STAGES=how.stages, PRECISION=card.precision, **same,
-        )  # fmt: skip
-    else:
+    if not how.stages:
         even = inputs == how.inputs and outputs % how.outputs == 0
-        vector_kernel[(columns,)](x, weight, shift, out, outputs, inputs, EVEN=even, ROWS=rows, **same)
+        vector_kernel[(columns,)](x, weight, factor, shift, out, outputs, inputs, EVEN=even, ROWS=rows, **same)
+        return out
+    tiles = triton.cdiv(rows, how.rows)
+    length, runs, ahead = cut(how, inputs, tiles * columns if arrived is not None else COUNTERS + 1)
+    size = runs * tiles * columns * 2 * how.rows * how.outputs
+    parts = x.new_empty(size, dtype=torch.float32) if runs > 1 else x
+    sums = (parts, x if arrived is None else arrived)
+    matrix_kernel[(tiles, columns, runs)](
+        *(x, weight, factor, shift, out, *sums, rows, outputs, inputs, length),
+        EVEN=inputs % how.inputs == 0, ROWS=how.rows, AHEAD=ahead, STAGES=how.stages, SPLITS=runs,
+        SETTLED=scale is not None and settles(how, card), PRECISION=card.precision, **same,
+    )  # fmt: skip
     return out
+
+
+def settles(how: Recipe, card: Card) -> bool:
+    """Whether products are made by units that need `settled`: Hopper's, which take 64 outputs by four warps."""
+    return card.capability[0] == HOPPER[0] and how.outputs >= 64 and how.warps >= 4
+
+
+def cut(how: Recipe, inputs: int, tiles: int) -> tuple[int, int, int]:
+    """(length, count) of the runs that inputs are cut into, one where there are more tiles than counters, and what each
+    of them asks for ahead."""
+    blocks = triton.cdiv(inputs, how.inputs)
+    each = triton.cdiv(blocks, how.splits if tiles <= COUNTERS else 1)
+    length, runs = each * how.inputs, triton.cdiv(blocks, each)
+    return length, runs, how.ahead if how.ahead <= inputs - (runs - 1) * length else 0
