@@ -94,6 +94,9 @@ def everything(ops: TritonOps) -> None:
             ops.scaled_linear(halves(rows, 4096), weight, torch.empty(6144, 1), 4096, gate="silu")
             ops.scaled_linear(halves(rows, 4096), weight, torch.empty(6144, 1), 4096)
             ops.scaled_linear(halves(rows, 4096), weight, torch.empty(6144, 32), 128)
+        for rows, inputs in ((8, 12288), (128, 12288), (256, 4096)):
+            weight = torch.empty(4096, inputs, dtype=torch.float8_e4m3fn)
+            ops.scaled_linear(halves(rows, inputs), weight, torch.empty(4096, 1), inputs)
     for rows in (1, 16, 64):
         weight = torch.empty(6144, 2048, dtype=torch.uint8)
         scale, groups = torch.empty(6144, 32), torch.empty(4096, dtype=torch.int64)

@@ -9,7 +9,7 @@ from quire.ops.base import Gate
 from quire.ops.float8 import E4M3
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.launch import Card
-from quire.ops.triton.skinny import Recipe, cut, product, recipe, scaled_recipe
+from quire.ops.triton.skinny import Recipe, cut, product, recipe, runs, scaled_recipe
 from quire.ops.triton.split import COUNTERS
 from tests.ops.triton.device import DEVICE
 
@@ -78,6 +78,28 @@ def test_a_run_asks_ahead_for_no_more_than_the_shortest_has() -> None:
     assert cut(RUNS_AHEAD, 256, 2) == (128, 2, 64)
     assert cut(RUNS_AHEAD, 96, 2) == (64, 2, 0)
     assert cut(RUNS, 256, COUNTERS + 1) == (256, 1, 0), "as many tiles have no counters"
+
+
+def test_small_matrices_are_cut_into_runs_until_there_are_programs_enough() -> None:
+    assert [(recipe(16, outputs, 3072) or VECTOR).splits for outputs in (1024, 4096, 8192)] == [4, 1, 1]
+    assert [runs(wanted, 4096) for wanted in (0, 1, 3, 6, 100)] == [1, 1, 2, 4, 8]
+    assert [runs(8, inputs) for inputs in (256, 1024, 2048)] == [1, 2, 4], "no run is shorter than 512"
+
+
+@pytest.mark.parametrize("rows", [2, 8, 16, 32, 64, 128, 256])
+def test_matrices_in_eight_bits_keep_a_card_busy_whatever_their_shape(rows: int) -> None:
+    for outputs, inputs in ((6144, 4096), (4096, 4096), (4096, 12288)):
+        how = scaled_recipe(rows, outputs, inputs)
+        assert how is not None
+        programs = -(-rows // how.rows) * -(-outputs // how.outputs) * how.splits
+        assert 128 <= programs <= 512, "about as many as an H200 runs at once"
+        assert how.inputs <= inputs // how.splits
+
+
+def test_a_gated_product_is_cut_where_that_fills_the_last_turn() -> None:
+    shapes = ((256, 12288), (256, 14336), (128, 12288))
+    found = [scaled_recipe(rows, outputs, 4096, gated=True) or VECTOR for rows, outputs in shapes]
+    assert [how.splits for how in found] == [2, 1, 1], "of 384 programs a turn has half left over, of 768 a tenth"
 
 
 def test_what_is_large_or_small_keeps_its_place_in_half_precision() -> None:

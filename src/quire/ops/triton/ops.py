@@ -38,7 +38,7 @@ class TritonOps(Restoring):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         how = skinny.recipe(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
         if how is not None and x.dtype is torch.bfloat16:
-            return skinny.product(x, weight, bias, how, self.card, gate)
+            return skinny.product(x, weight, bias, how, self.card, gate, arrived=self.arrived)
         y = F.linear(x, weight, bias)
         return y if not gate else self.silu_mul(y) if gate == "silu" else self.gelu_mul(y)
 

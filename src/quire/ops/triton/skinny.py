@@ -209,21 +209,22 @@ def recipe(rows: int, outputs: int, inputs: int, gated: bool = False) -> Recipe 
     """What was fastest of many, H200 (docs/benchmarks); None where a library's kernels were. outputs: of the result.
 
     One row, or few of a small matrix: by multiply-adds, about 8,192 numbers of the matrix a program. More: on the
-    matrix units; long rows of the matrix are cut into few outputs, so that there are programs enough.
+    matrix units; long rows of the matrix are cut into few outputs, small matrices' inputs into runs, so that there are
+    programs enough.
     """
     if rows > (GATED_MOST if gated and outputs >= 8192 else MOST):
         return None
     if rows <= vectors(outputs, inputs):
         whole = block(inputs)
         return Recipe(rows, max(1, min(8, 8192 // whole)), whole, 4 if whole <= 2048 else 8)
-    some = block(rows, 8)
+    some, small = block(rows, 8), min(outputs, inputs) <= 1024
     if rows > MOST:
         return Recipe(some, 64, 128, 4, 4)
     if gated:
-        return Recipe(some, 32, 128, 2, 6 if outputs <= 4096 else 3)
-    if (outputs <= 4096 or inputs >= 8192) and inputs % 256 == 0:
+        return Recipe(some, 64, 128, 4, 4) if small else Recipe(some, 32, 128, 2, 6 if outputs <= 4096 else 3)
+    if (outputs <= 4096 or inputs >= 8192) and inputs % 256 == 0 and not small:
         return Recipe(some, 16, 256, 2, 6, 512)
-    return Recipe(some, 64, 128, 4, 4 if outputs > 8192 else 6)
+    return Recipe(some, 64, 128, 4, 4 if outputs > 8192 else 6, splits=runs(4096 // outputs, inputs))
 
 
 def vectors(outputs: int, inputs: int) -> int:
@@ -233,22 +234,57 @@ def vectors(outputs: int, inputs: int) -> int:
     return 4 if outputs <= 2048 and inputs <= 4096 else 2
 
 
+def runs(wanted: int, inputs: int) -> int:
+    """The runs to cut inputs into, a power of two: at most 8, each of at least 512."""
+    return 1 << max(1, min(8, wanted, inputs // 512)).bit_length() - 1
+
+
 def scaled_recipe(rows: int, outputs: int, inputs: int, gated: bool = False) -> Recipe | None:
-    """As `recipe`, for a matrix in eight bits of floating point with a scale a row."""
+    """As `recipe`, for a matrix in eight bits of floating point with a scale a row.
+
+    By multiply-adds 32,768 numbers of it a program, a quarter with a gate. On the matrix units inputs are cut into runs
+    until about 16,384 outputs are being made; gated products, whose matrices are large, seldom.
+    """
     if rows > SCALED_MOST or inputs % 256:
         return None
-    some = block(min(rows, 64), 8)
-    if rows > MOST:
-        return (
-            Recipe(some, 64, 128, 4, 4) if outputs > 4096 and not gated else Recipe(some, 32, 128, 4, 3 if gated else 6)
-        )
-    if rows > 8:
-        return Recipe(some, 32, 256, 2, 3 if gated else 6)
+    if rows == 1 and inputs <= 8192:
+        whole = block(inputs)
+        return Recipe(1, min(8, (8192 if gated else 32768) // whole), whole, 4 if whole <= 4096 else 8)
     if gated:
-        return Recipe(some, 32, 256, 2, 3, 256) if rows <= 4 else Recipe(some, 64, 256, 8, 3, 256)
-    if outputs > 4096:
-        return Recipe(some, 64, 256, 4, 6)
-    return Recipe(some, 32, 256, 2, 6, 256) if rows > 4 and inputs >= 8192 else Recipe(some, 16, 512, 2, 6)
+        return gated_tile(rows, outputs)
+    how = scaled_tile(rows, outputs, inputs > 8192)
+    return how._replace(splits=runs((12288 if rows <= 8 else 16384) // (outputs * triton.cdiv(rows, how.rows)), inputs))
+
+
+def gated_tile(rows: int, outputs: int) -> Recipe:
+    if rows <= 8:
+        return Recipe(8, 64, 128, 4, 4) if outputs >= 8192 else Recipe(8, 32, 256, 2, 4)
+    if rows <= 16:
+        return Recipe(16, 32, 256, 1, 3)
+    if rows <= 64:
+        return Recipe(block(rows), 64, 128, 4, 4)
+    tiles = triton.cdiv(rows, 128) * triton.cdiv(outputs, 64)
+    return Recipe(128, 64, 64, 4, 4, splits=2 if filled(2 * tiles) > filled(tiles) else 1)
+
+
+def filled(programs: int) -> float:
+    """The share of an H200 that is busy, all its turns taken together, two programs on a multiprocessor."""
+    return programs / (264 * -(-programs // 264))
+
+
+def scaled_tile(rows: int, outputs: int, long: bool) -> Recipe:
+    """long: the rows of the matrix are."""
+    if rows <= 8:
+        return Recipe(8, 16, 512, 1, 4) if long else Recipe(8, 32, 256, 2, 4)
+    if rows <= 16:
+        return Recipe(16, 32, 256, 1, 4)
+    few = long or outputs <= 4096
+    if rows <= 32 and few:
+        return Recipe(32, 64, 256, 4, 3)
+    if rows <= 128 and few:
+        some = block(rows)
+        return Recipe(some, 128, 128, 8, 4 if some <= 64 else 3) if long else Recipe(64, 64, 128, 4, 4)
+    return Recipe(block(rows), 64, 128, 4, 4) if rows <= 64 else Recipe(128, 64, 128, 4, 3)
 
 
 def product(
