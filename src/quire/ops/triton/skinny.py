@@ -109,19 +109,11 @@ def matrix_kernel(
     z = tl.zeros([BLOCK_N, ROWS], tl.float32)
     for start in tl.range(begin + AHEAD, end, BLOCK_K, num_stages=STAGES):
         at = start + k[None, :]
-        if EVEN:
-            tile = tl.load(line + at, eviction_policy="evict_first")
-            value = tl.load(source + at, mask=held, other=0.0)
-        else:
-            tile = tl.load(line + at, mask=at < inputs, other=0.0)
-            value = tl.load(source + at, mask=held & (at < inputs), other=0.0)
-        value = usable(value, SCALED)
+        tile = part(line, at, inputs, EVEN)
+        value = usable(tl.load(source + at, mask=held if EVEN else held & (at < inputs), other=0.0), SCALED)
         y = tl.dot(tile.to(value.dtype), tl.trans(value), y, input_precision=PRECISION)
         if GATE:
-            if EVEN:
-                gated = tl.load(line + far + at, eviction_policy="evict_first")
-            else:
-                gated = tl.load(line + far + at, mask=at < inputs, other=0.0)
+            gated = part(line + far, at, inputs, EVEN)
             z = tl.dot(gated.to(value.dtype), tl.trans(value), z, input_precision=PRECISION)
             z = settled(z, SETTLED)
         y = settled(y, SETTLED)
@@ -140,6 +132,15 @@ def matrix_kernel(
     elif handed_in(y, z, parts, arrived, GATE, SPLITS, BLOCK_N, ROWS):
         y, z = added_up(y, z, parts, GATE, SPLITS, BLOCK_N, ROWS)
         given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
+
+
+@triton.jit
+def part(line, at, inputs, EVEN: tl.constexpr):
+    """Of rows of the matrix, which are read once."""
+    if EVEN:
+        return tl.load(line + at, eviction_policy="evict_first")
+    else:
+        return tl.load(line + at, mask=at < inputs, other=0.0)
 
 
 @triton.jit
