@@ -143,3 +143,17 @@ def test_pages_of_eight_bits_are_read_times_their_scales() -> None:
 def test_bfloat16_on_the_card(spans: Spans, dim: int) -> None:
     check(spans, 8, 2, dim, 64, dtype=torch.bfloat16, tolerance=2e-2)
     check(spans, 8, 2, dim, 64, window=100, soft_cap=5.0, dtype=torch.bfloat16, tolerance=2e-2)
+
+
+def test_many_long_contexts_are_shared_out_between_programs_that_begin_anywhere() -> None:
+    spans = [(300 + 61 * i % 700, 1) for i in range(20)]
+    q, kv, batch, held = situation(spans, 4, 2, 16, 16, torch.float32)
+    planned = OPS.prepare(moved(batch))
+    for _ in range(2):
+        got = OPS.attention(q.to(DEVICE), moved(kv), planned, 0.25).cpu()
+        for i, (k, v) in enumerate(held):
+            want = naive(q[i : i + 1], k, v, 0.25, MANY, 0.0)
+            torch.testing.assert_close(got[i : i + 1].double(), want, atol=2e-5, rtol=2e-5)
+    ((work,),) = (planned.lists.values(),)
+    assert work.starts is not None
+    assert not work.arrived.any()

@@ -100,31 +100,28 @@ def fold_parts(m, z, acc, row, real, parts, sums, count, lines, DIM: tl.constexp
     return m, z, acc
 
 
-@triton.jit(do_not_specialize=["lines"])
-def attention_kernel(
-    q, k, v, table, pieces, count, arrived, out, parts, sums, begun_parts, begun_sums, bend, cap, slope, v_scale,
-    window, lines, columns,
+@triton.jit
+def piece_of(pieces, at, FIELDS: tl.constexpr):
+    """See `work.FIELDS`."""
+    piece = pieces + at * FIELDS
+    token, n, first, length = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 3)
+    begin, end, span, split = tl.load(piece + 4), tl.load(piece + 5), tl.load(piece + 6), tl.load(piece + 7)
+    return token, n, first, length, begin, end, span, split, tl.load(piece + 8)
+
+
+@triton.jit
+def attend(
+    at, token, n, first, length, begin, end, span, split, before, q, k, v, table, arrived, out, parts, sums,
+    begun_parts, begun_sums, bend, cap, slope, v_scale, window, lines, columns,
     CAP: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, REAL: tl.constexpr,
     PHASES: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    AT_ONCE: tl.constexpr, BEGUN: tl.constexpr, FIELDS: tl.constexpr, DEPENDENT: tl.constexpr,
+    AT_ONCE: tl.constexpr, BEGUN: tl.constexpr,
 ):  # fmt: skip
-    """One piece, one K/V head. PHASES: blocks that all rows see go without a mask. REAL: rows there can be."""
-    group, index = tl.program_id(0), tl.program_id(1)
+    """Piece `at` of the list, one K/V head."""
+    group = tl.program_id(0)
     r, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    piece = pieces + index * FIELDS
-    token, n, first, length = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 3)
-    begin, end, span, split = tl.load(piece + 4), tl.load(piece + 5), tl.load(piece + 6), tl.load(piece + 7)
-    here = index < tl.load(count)
-    before = tl.load(piece + 8) if BEGUN else 0
     pages = table + span.to(tl.int64) * columns
-    if DEPENDENT:
-        if here:
-            ahead(k, v, pages, begin, group, GROUPS, DIM, PAGE, COLUMNS)
-    wait(DEPENDENT)
-    release(DEPENDENT)
-    if not here:
-        return
     query, head = (first + r) // SHARE, group * SHARE + (first + r) % SHARE
     position = length - n + query
     row = (token + query).to(tl.int64) * (GROUPS * SHARE) + head
@@ -153,13 +150,51 @@ def attention_kernel(
         m, z, acc, queries, position, begin, end, k, v, pages, group, length, bend, cap, slope, window,
         CAP, True, GROUPS, DIM, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION)  # fmt: skip
     acc = acc * (v_scale / tl.maximum(z, 1e-30))[:, None]
-    splits, base = split // 65536, index - split % 65536
+    splits, base = split // 65536, at - split % 65536
     if SPLIT and splits > 1:
-        handed_in(parts, sums, arrived, out, acc, m + tl.log2(tl.maximum(z, 1e-30)), real, index, base, splits, group,
+        handed_in(parts, sums, arrived, out, acc, m + tl.log2(tl.maximum(z, 1e-30)), real, at, base, splits, group,
                   token * SHARE + first, tl.minimum(n * SHARE - first, ROWS),
                   GROUPS, SHARE, DIM, ROWS, BLOCK_D, REAL, AT_ONCE)  # fmt: skip
     else:
         tl.store(out + place, acc.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["lines"])
+def attention_kernel(
+    q, k, v, table, pieces, count, arrived, starts, out, parts, sums, begun_parts, begun_sums, bend, cap, slope,
+    v_scale, window, lines, columns,
+    CAP: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, SEVERAL: tl.constexpr,
+    REAL: tl.constexpr, PHASES: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    AT_ONCE: tl.constexpr, BEGUN: tl.constexpr, FIELDS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A program's pieces, of which it may have SEVERAL, for one K/V head. SPLIT: a tile may be several pieces. PHASES:
+    blocks that all rows see go without a mask. REAL: rows there can be."""
+    group, index = tl.program_id(0), tl.program_id(1)
+    if SEVERAL:
+        index, stop = tl.load(starts + index), tl.load(starts + index + 1)
+    else:
+        stop = tl.minimum(index + 1, tl.load(count))
+    token, n, first, length, begin, end, span, split, before = piece_of(pieces, index, FIELDS)
+    if DEPENDENT:
+        if index < stop:
+            ahead(k, v, table + span.to(tl.int64) * columns, begin, group, GROUPS, DIM, PAGE, COLUMNS)
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    if SEVERAL:
+        for at in range(index, stop):
+            token, n, first, length, begin, end, span, split, before = piece_of(pieces, at, FIELDS)
+            attend(
+                at, token, n, first, length, begin, end, span, split, before, q, k, v, table, arrived, out, parts, sums,
+                begun_parts, begun_sums, bend, cap, slope, v_scale, window, lines, columns,
+                CAP, GROUPS, SHARE, DIM, PAGE, ROWS, COLUMNS, BLOCK_D, SPLIT, REAL, PHASES, WINDOWED, STAGES,
+                PRECISION, AT_ONCE, BEGUN)  # fmt: skip
+    elif index < stop:
+        attend(
+            index, token, n, first, length, begin, end, span, split, before, q, k, v, table, arrived, out, parts, sums,
+            begun_parts, begun_sums, bend, cap, slope, v_scale, window, lines, columns,
+            CAP, GROUPS, SHARE, DIM, PAGE, ROWS, COLUMNS, BLOCK_D, SPLIT, REAL, PHASES, WINDOWED, STAGES,
+            PRECISION, AT_ONCE, BEGUN)  # fmt: skip
 
 
 @triton.jit
@@ -216,8 +251,8 @@ def together(
 
 
 class Tile(NamedTuple):
-    """How a tile is worked on. a_card: programs wanted on a multiprocessor, which decides how far tiles are split;
-    run: blocks below which a piece is not worth being put together with others."""
+    """How a tile is worked on. a_card: programs a multiprocessor holds at once, which share all tiles; 0: a program
+    has one. run: blocks below which a share is not worth being put together with others."""
 
     rows: int
     columns: int
@@ -281,19 +316,20 @@ def attention(
     bend, slope = slopes(scale * kv.k_scale, soft_cap)
     sharing = begun.sharing if begun else None
     for tile, least, most in tiles(card, share, dim, kv.k.element_size(), batch.max_query):
-        room = spread(card, groups, tile.a_card)
+        room = spread(card, groups, tile.a_card) if most * share <= tile.rows else 0
         tiling = Tiling(share, tile.rows, tile.columns, least, most, room, tile.run, window, sharing)
         work, fresh = batch.work(tiling, groups)
-        bound = len(work.pieces)
+        bound, starts = len(work.arrived), work.starts
         real, wide = min(tile.rows, block(most * share)), block(dim, 16)
         parts = q.new_empty(bound * groups * tile.rows * dim if room else 1, dtype=torch.float32)
         sums = q.new_empty(bound * groups * tile.rows if room else 1, dtype=torch.float32)
-        attention_kernel[(groups, bound)](
-            *(q, kv.k, kv.v, batch.page_table, *work, out, parts, sums, *(begun[:2] if begun else (parts, sums))),
+        attention_kernel[(groups, bound if starts is None else room)](
+            *(q, kv.k, kv.v, batch.page_table, *work[:3], work.total if starts is None else starts, out, parts, sums),
+            *(begun[:2] if begun else (parts, sums)),
             *(bend, soft_cap, slope, kv.v_scale, window, len(q) * heads, batch.page_table.stride(0)),
             CAP=soft_cap > 0, GROUPS=groups, SHARE=share, DIM=dim, PAGE=page, ROWS=tile.rows, COLUMNS=tile.columns,
-            BLOCK_D=wide, SPLIT=room > 0, REAL=real, PHASES=tile.rows >= 64,
-            AT_ONCE=max(1, min(16, 4096 * tile.warps // (real * wide))),
+            BLOCK_D=wide, SPLIT=room > 0, SEVERAL=starts is not None, REAL=real, PHASES=tile.rows >= 64,
+            AT_ONCE=max(1, min(16 if starts is None else 4, 4096 * tile.warps // (real * wide))),
             WINDOWED=window < batch.max_kv, STAGES=tile.stages, PRECISION=card.precision, BEGUN=begun is not None,
             FIELDS=FIELDS, DEPENDENT=card.dependent, num_warps=tile.warps, **({} if fresh else card.options),
         )  # fmt: skip

@@ -1,9 +1,11 @@
-"""Who attends to what: a list of equal pieces, made on the device once a forward, walked by a fixed grid.
+"""Who attends to what: a list of pieces, made on the device once a forward, walked by a fixed grid.
 
 A graph's launches cannot depend on lengths, so lengths become data. A span's query heads that share a K/V head are
 laid out as rows, query by query; a tile is up to `rows` of them, a piece is a tile and some of the blocks of K/V it
-sees. When there are too few tiles to fill the card, each is split along K/V into pieces of about equal length, and
-whichever ends last puts them together (Flash-Decoding, Dao et al. 2023, with lengths read on the device).
+sees. Tiles of few rows are bound by reading. Short ones are each cut into pieces of about equal length, a program a
+piece; many long ones are laid end to end, and cut into equal shares, one for each program that the card holds at once.
+Where a cut goes through a tile, whichever of its pieces ends last puts them together (Flash-Decoding, Dao et al. 2023,
+and Stream-K, Osama et al. 2023, with lengths read on the device).
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ class Tiling(NamedTuple):
     """What a list of pieces depends on, besides lengths. The same for every layer of most models.
 
     share: query heads a K/V head. rows, columns: a tile's size, columns being tokens. least, most: queries of the
-    spans it is for. spread: how many pieces to add at most, 0 not to split. run: blocks a piece has at least where a
-    tile is split. window: as `Ops.attention`. sharing: spans begin behind what they share in that way; None: do not.
+    spans it is for. spread: programs among which blocks are shared out, each span being one tile; 0: a piece is a tile.
+    run: blocks a program has at least. window: as `Ops.attention`. sharing: spans begin behind what they share in that
+    way; None: they do not.
     """
 
     share: int
@@ -48,73 +51,117 @@ class Tiling(NamedTuple):
         """More pieces than this there cannot be."""
         spans, tokens = len(batch.kv_len), len(batch.positions)
         at_most = min(spans, tokens // self.least)
-        if not at_most:
-            return 1
-        whole = at_most if self.most * self.share <= self.rows else tokens * self.share // self.rows + at_most
-        return max(1, whole + min(self.spread, whole * (MOST_PIECES - 1)))
+        if self.most * self.share > self.rows and at_most:
+            at_most += tokens * self.share // self.rows
+        return max(1, at_most + self.spread)
 
 
 MOST_PIECES = 64
-"""Of one tile."""
+"""Of one tile, and one more."""
+
+CROWD = 16
+"""Spans above which a program may have several pieces; up to it all pieces are at work at once."""
+
+LONG = 6
+"""Blocks that pieces of equal shares have on average, at least: with less, beginning pieces costs more than evenness
+gains (measured, H200: docs/benchmarks)."""
 
 
 class Work(NamedTuple):
-    """pieces [bound, FIELDS] int32, of which `total` [1] are there; arrived [bound, G] int32, all 0 between kernels."""
+    """pieces [bound + 1, FIELDS] int32, `total` [1] of them there. arrived [bound, G] int32, all 0 between kernels.
+    starts [spread + 1] int32: the first piece of each program; None: a program has one."""
 
     pieces: Tensor
     total: Tensor
     arrived: Tensor
+    starts: Tensor | None
 
 
 @triton.jit
-def work_kernel(
-    query_start, kv_len, begun, pieces, count, spans, window, least, most,
-    SHARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPREAD: tl.constexpr, RUN: tl.constexpr,
-    MOST: tl.constexpr, BEGUN: tl.constexpr, BLOCK_S: tl.constexpr, FIELDS: tl.constexpr,
+def put(
+    pieces, at, here, token, n, row, length, begin, end, span, part, splits, parts, FIELDS: tl.constexpr
 ):  # fmt: skip
-    """One program: all spans at once, a piece of each at a time. Long ones come first, so that none ends alone."""
+    """A piece of each span that is `here` to its place in the list."""
+    to = pieces + at * FIELDS
+    tl.store(to, token, mask=here)
+    tl.store(to + 1, n, mask=here)
+    tl.store(to + 2, row, mask=here)
+    tl.store(to + 3, length, mask=here)
+    tl.store(to + 4, begin, mask=here)
+    tl.store(to + 5, end, mask=here)
+    tl.store(to + 6, span, mask=here)
+    tl.store(to + 7, part + splits * 65536, mask=here)
+    tl.store(to + 8, tl.where(part == 0, parts, 0), mask=here)
+
+
+@triton.jit
+def tiles_kernel(
+    query_start, kv_len, pieces, count, spans, window, least, most,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_S: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """One program: all spans at once, a tile of each at a time. Long spans come first, so that none ends alone."""
     s = tl.arange(0, BLOCK_S)
     inside = s < spans
-    start = tl.load(query_start + s, mask=inside, other=0)
-    n = tl.load(query_start + s + 1, mask=inside, other=0) - start
+    token = tl.load(query_start + s, mask=inside, other=0)
+    n = tl.load(query_start + s + 1, mask=inside, other=0) - token
     length = tl.load(kv_len + s, mask=inside, other=0)
     chosen = inside & (n >= least) & (n <= most)
-    tiles = tl.where(chosen, (n * SHARE + ROWS - 1) // ROWS, 0)
-    behind = tl.load(begun + s, mask=inside, other=0) if BEGUN else 0
-    parts = tl.load(begun + spans + s, mask=inside, other=0) if BEGUN else 0
-    first = tl.maximum(length - n + 1 - window, behind) // COLUMNS
-    seen = tl.where(chosen, (length + COLUMNS - 1) // COLUMNS - first, 0)
-    splits = tl.where(chosen, 1, 0)
-    if SPREAD > 0:
-        each = tl.maximum((tl.sum(seen * tiles, 0) + SPREAD - 1) // SPREAD, RUN)
-        splits = tl.minimum((seen + each - 1) // each, MOST)
-    total = tiles * splits
+    total = tl.where(chosen, (n * SHARE + ROWS - 1) // ROWS, 0)
+    seen = tl.where(chosen, length - tl.maximum(length - n + 1 - window, 0), 0)
     if BLOCK_S <= 512:
         longer = (seen[:, None] > seen[None, :]) | ((seen[:, None] == seen[None, :]) & (s[:, None] < s[None, :]))
-        begin = tl.sum(tl.where(longer, total[:, None], 0), 0)
+        first = tl.sum(tl.where(longer, total[:, None], 0), 0)
     else:
-        begin = tl.cumsum(total, 0) - total
+        first = tl.cumsum(total, 0) - total
     tl.store(count, tl.sum(total, 0))
     for j in range(tl.max(total, 0)):
-        tile = tiles - 1 - j // tl.maximum(splits, 1)
-        part = j % tl.maximum(splits, 1)
+        tile = total - 1 - j
         low = tile * ROWS // SHARE
         high = tl.minimum((tile * ROWS + ROWS - 1) // SHARE, n - 1)
-        low_block = tl.maximum(length - n + low + 1 - window, behind) // COLUMNS
-        blocks = (length - n + high) // COLUMNS + 1 - low_block
-        size = (blocks + splits - 1) // tl.maximum(splits, 1)
-        from_block = tl.minimum(part * size, blocks)
-        to = pieces + (begin + j) * FIELDS
-        here = j < total
-        tl.store(to, start, mask=here)
-        tl.store(to + 1, n, mask=here)
-        tl.store(to + 2, tile * ROWS, mask=here)
-        tl.store(to + 3, length, mask=here)
-        tl.store(to + 4, low_block + from_block, mask=here)
-        tl.store(to + 5, low_block + tl.minimum(from_block + size, blocks), mask=here)
-        tl.store(to + 6, s, mask=here)
-        tl.store(to + 7, part + splits * 65536, mask=here)
-        tl.store(to + 8, tl.where(part == 0, parts, 0), mask=here)
+        begin = tl.maximum(length - n + low + 1 - window, 0) // COLUMNS
+        end = (length - n + high) // COLUMNS + 1
+        put(pieces, first + j, j < total, token, n, tile * ROWS, length, begin, end, s, s * 0, s * 0 + 1, s * 0, FIELDS)
+
+
+@triton.jit
+def shares_kernel(
+    query_start, kv_len, begun, pieces, count, starts, spans, window, least, most,
+    COLUMNS: tl.constexpr, SPREAD: tl.constexpr, RUN: tl.constexpr, MOST: tl.constexpr, LONG: tl.constexpr,
+    MANY: tl.constexpr, BEGUN: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """One program: all spans at once, a piece of each at a time. Spans are cut into pieces of up to `each` blocks; or,
+    MANY, program w has blocks w * each to (w + 1) * each of all spans laid end to end."""
+    s, w = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_W)
+    inside = s < spans
+    token = tl.load(query_start + s, mask=inside, other=0)
+    n = tl.load(query_start + s + 1, mask=inside, other=0) - token
+    length = tl.load(kv_len + s, mask=inside, other=0)
+    chosen = inside & (n >= least) & (n <= most)
+    behind = tl.load(begun + s, mask=inside, other=0) if BEGUN else 0
+    parts = tl.load(begun + spans + s, mask=inside, other=0) if BEGUN else s * 0
+    low = tl.maximum(length - n + 1 - window, behind) // COLUMNS
+    seen = tl.where(chosen, (length + COLUMNS - 1) // COLUMNS - low, 0)
+    end, blocks = tl.cumsum(seen, 0), tl.sum(seen, 0)
+    begin = end - seen
+    each = tl.maximum((blocks + SPREAD - 1) // SPREAD, tl.maximum((tl.max(seen, 0) + MOST - 1) // MOST, RUN))
+    splits = (seen + each - 1) // each
+    even = blocks >= (LONG * (tl.sum(chosen.to(tl.int32), 0) + SPREAD) if MANY else blocks + 1)
+    mine, shift = tl.where(even, begin // each, 0), tl.where(even, begin, 0)
+    size = tl.where(even, each, (seen + splits - 1) // tl.maximum(splits, 1))
+    splits = tl.where(even & (seen > 0), (end - 1) // each - mine + 1, splits)
+    first, total = tl.cumsum(splits, 0) - splits, tl.sum(splits, 0)
+    tl.store(count, total)
+    if MANY:
+        busy = tl.where(even, (blocks + each - 1) // each, 0)
+        tl.store(starts + w, tl.where(even, total, w * total // SPREAD), mask=(w <= SPREAD) & (w >= busy))
+    for j in range(tl.max(splits, 0)):
+        since, until = (mine + j) * size - shift, (mine + j + 1) * size - shift
+        here = j < splits
+        put(
+            pieces, first + j, here, token, n, s * 0, length, low + tl.maximum(since, 0), low + tl.minimum(until, seen),
+            s, s * 0 + j, splits, parts, FIELDS)  # fmt: skip
+        if MANY:
+            tl.store(starts + mine + j, first + j, mask=here & (since >= tl.where(even, 0, 1 << 30)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,21 +206,32 @@ class Planned(RaggedBatch):
 def listed(batch: Planned, tiling: Tiling, groups: int) -> Work:
     """The list for a batch. Nothing is read back: it may be captured."""
     device, spans = batch.kv_len.device, len(batch.kv_len)
-    bound = tiling.bound(batch)
-    pieces = torch.empty(bound, FIELDS, dtype=torch.int32, device=device)
+    bound, size = tiling.bound(batch), block(spans, 16)
+    pieces = torch.empty(bound + 1, FIELDS, dtype=torch.int32, device=device)
     count = torch.empty(1, dtype=torch.int32, device=device)
     arrived = torch.zeros(bound, groups, dtype=torch.int32, device=device)
-    begun = batch.prefixes(tiling.sharing)[0].begun if tiling.sharing else batch.kv_len
-    size = block(spans, 16)
-    work_kernel[(1,)](
-        *(batch.query_start, batch.kv_len, begun, pieces, count, spans, tiling.window, tiling.least, tiling.most),
-        SHARE=tiling.share, ROWS=tiling.rows, COLUMNS=tiling.columns, SPREAD=tiling.spread, RUN=tiling.run,
-        MOST=MOST_PIECES, BEGUN=tiling.sharing is not None, BLOCK_S=size, FIELDS=FIELDS,
-        num_warps=max(1, min(8, size // 32)),
-    )  # fmt: skip
-    return Work(pieces, count, arrived)
+    several = tiling.spread > 0 and spans > CROWD
+    starts = torch.empty(tiling.spread + 1, dtype=torch.int32, device=device) if several else None
+    about = tiling.window, tiling.least, tiling.most
+    same = {"COLUMNS": tiling.columns, "BLOCK_S": size, "FIELDS": FIELDS, "num_warps": max(1, min(8, size // 32))}
+    if tiling.spread:
+        begun = batch.prefixes(tiling.sharing)[0].begun if tiling.sharing else batch.kv_len
+        shares_kernel[(1,)](
+            *(batch.query_start, batch.kv_len, begun, pieces, count, count if starts is None else starts),
+            *(spans, *about),
+            SPREAD=tiling.spread, RUN=tiling.run, MOST=MOST_PIECES, LONG=LONG, MANY=several,
+            BEGUN=tiling.sharing is not None, BLOCK_W=block(tiling.spread + 1), **same,
+        )  # fmt: skip
+    else:
+        tiles_kernel[(1,)](
+            *(batch.query_start, batch.kv_len, pieces, count, spans, *about),
+            SHARE=tiling.share,
+            ROWS=tiling.rows,
+            **same,
+        )
+    return Work(pieces, count, arrived, starts)
 
 
 def spread(card: Card, groups: int, a_card: int) -> int:
-    """Pieces to add at most, so that there are `a_card` programs a multiprocessor over all K/V heads."""
-    return -(-card.sms * a_card // groups)
+    """Programs of each K/V head, so that a multiprocessor has `a_card` over all of them."""
+    return max(card.sms * a_card // groups, min(1, card.sms * a_card))
