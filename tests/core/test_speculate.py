@@ -133,6 +133,19 @@ def test_drafts_that_are_right_in_runs_are_worth_more_than_their_first_one_says(
     assert policy.tokens(1) == pytest.approx(1.5, abs=0.05) and policy.tokens(4) == pytest.approx(3.0, abs=0.15)
 
 
+def test_positions_that_were_never_tested_do_not_keep_it_from_where_they_would_be() -> None:
+    pace = {0: 1.87, 1: 2.9, 2: 3.66, 4: 5.18, 6: 6.68, 8: 8.21}  # 3B behind 1B on an H200, one row
+    policy, rng, one = Adaptive(8, {(1, d): pace[d] for d in pace}), random.Random(1), seq()
+    for _ in range(60):
+        policy.begin(1)
+        depth = policy.depth(one)
+        spans = (Span(0, 1 + depth, 1 + depth, 1 + depth),)
+        policy.timed(Plan((), (), spans, (), (depth,)), pace[depth])
+        got = next((i for i in range(depth) if rng.random() > 0.92), depth)
+        policy.learn(one, depth, got)
+    assert policy.chosen in (4, 6, 8)
+
+
 def test_a_hopeless_sequence_is_drafted_less_and_forgotten_when_it_ends() -> None:
     policy, good, bad = Adaptive(4), seq(1), seq(2)
     good.limit = bad.limit = 99

@@ -134,6 +134,8 @@ class Adaptive:
     PROBES = 4
     """Sequences drafted for in such a try, where it is only to learn whether drafts are right."""
     HOPELESS = 0.25
+    PRIOR = 8
+    """Tests that what is assumed of a position counts for; in the long run the last fifty count."""
 
     def __init__(
         self,
@@ -146,7 +148,9 @@ class Adaptive:
         self.most, self.catch_up, self.share = most, catch_up, share
         self.depths = depths(most)
         self.rates = [0.7] * most
-        """How often a draft is right where those before it were, by position: easy stretches make them rise."""
+        """How often a draft is right where those before it were, by position: easy stretches make them rise. One that
+        was never put to the test is taken for as good as the last that was."""
+        self._tests = [0] * most
         self.chosen = 0 if paces else most
         self._paces: dict[int, dict[int, float]] = {}
         for (width, depth), seconds in paces.items():
@@ -257,7 +261,10 @@ class Adaptive:
         for i in range(min(fed, accepted + 1)):  # those past the first wrong one were never put to the test
             hit = float(i < accepted)
             own += 0.1 * (hit - own)
-            self.rates[i] += 0.02 * (hit - self.rates[i])
+            self._tests[i] += 1
+            self.rates[i] += max(0.02, 1.0 / (self.PRIOR + self._tests[i])) * (hit - self.rates[i])
+        reached = max(1, sum(tests > 0 for tests in self._tests))
+        self.rates[reached:] = [self.rates[reached - 1]] * (self.most - reached)
         self._own[seq.order] = own
 
     def forget(self, seq: Sequence) -> None:
