@@ -225,6 +225,16 @@ def test_a_step_takes_at_least_what_those_took_that_fed_about_as_much_or_less() 
     assert slack.left(16, clock.now()) == 0.0, "and of others nothing is known"
 
 
+def test_nobody_waits_for_less_than_what_is_worth_it() -> None:
+    clock = VirtualClock()
+    slack = MeasuredSlack(clock)
+    known(slack, 16, 2 * MeasuredSlack.WORTH, 10)
+    begun = clock.now()
+    assert slack.left(16, begun) > MeasuredSlack.WORTH
+    clock.time += MeasuredSlack.WORTH
+    assert slack.left(16, begun) == 0.0
+
+
 def test_a_result_that_was_there_teaches_only_if_the_plan_was_late() -> None:
     clock = VirtualClock()
     slack = MeasuredSlack(clock)

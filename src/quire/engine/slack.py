@@ -57,6 +57,8 @@ class MeasuredSlack:
     MARGIN = 0.1
     LEAST = 0.02
     SHRINK = 0.995
+    WORTH = 1e-3
+    """Seconds: for less nobody need wait. Waking up in time is not that sure, and steps so short keep nobody long."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock: Clock = WallClock() if clock is None else clock
@@ -70,8 +72,10 @@ class MeasuredSlack:
         if len(known) < self.KNOWN:
             return 0.0
         due = begun + min(known) * (1 - self.margin) - max(self._launches)
-        left = max(0.0, due - self.clock.now())
-        self._late = self._late or left > 0
+        left = due - self.clock.now()
+        if left < self.WORTH:
+            return 0.0
+        self._late = True
         return left
 
     def launched(self, planned: float) -> None:

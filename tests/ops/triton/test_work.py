@@ -70,6 +70,11 @@ def test_many_long_spans_are_shared_out_evenly(count: int, mean: int) -> None:
     assert max(map(sum, programs)) == -(-blocks // SPREAD), "nobody has more than an even share"
 
 
+def test_where_there_is_a_program_for_every_piece_each_has_one() -> None:
+    _, programs = shared_out([640] * 64, pads=5)
+    assert sorted(map(len, programs)) == [0] * 2 + [1] * 64
+
+
 def test_short_ones_are_cut_one_by_one_and_dealt_out() -> None:
     lengths = [random.Random(i).randint(100, 400) for i in range(64)]
     _, programs = shared_out(lengths, pads=2)
@@ -91,9 +96,9 @@ def test_one_long_sequence_has_no_more_pieces_than_are_quickly_put_together() ->
 
 def test_from_where_on_shares_are_even(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [700] * 70  # 11 blocks each; each of 66 programs has 12
-    monkeypatch.setattr(work, "LONG", 770 // (70 + SPREAD))
+    monkeypatch.setattr(work, "LONG", 12)
     _, even = shared_out(lengths)
-    monkeypatch.setattr(work, "LONG", 770 // (70 + SPREAD) + 1)
+    monkeypatch.setattr(work, "LONG", 13)
     _, dealt = shared_out(lengths)
     assert max(map(sum, even)) == 12
     assert max(map(sum, dealt)) == 22, "two of them"

@@ -18,7 +18,7 @@ from quire.ops.ragged import LayerKV
 from quire.ops.triton.launch import Card, block, fetch, release, wait
 from quire.ops.triton.prefixes import Begun
 from quire.ops.triton.rows import tanh
-from quire.ops.triton.work import FIELDS, Planned, Tiling, spread
+from quire.ops.triton.work import CROWD, FIELDS, Planned, Tiling, spread
 
 
 @triton.jit
@@ -251,8 +251,9 @@ def together(
 
 
 class Tile(NamedTuple):
-    """How a tile is worked on. a_card: programs a multiprocessor holds at once, which share all tiles; 0: a program
-    has one. run: blocks below which a share is not worth being put together with others."""
+    """How a tile is worked on. a_card: programs wanted on a multiprocessor, which decides how far few tiles are split;
+    0: not at all. run: blocks below which a piece is not worth being put together with others. slim: it takes 160
+    registers a thread, others nearly all there are."""
 
     rows: int
     columns: int
@@ -260,6 +261,12 @@ class Tile(NamedTuple):
     stages: int
     a_card: int
     run: int = 1
+    slim: bool = False
+
+    def spread(self, card: Card, groups: int, spans: int) -> int:
+        """Programs of each K/V head that spans are shared out to: many spans, to as many as the card holds at once."""
+        held = 2048 // (self.warps * (160 if self.slim else 256))
+        return spread(card, groups, min(self.a_card, 1) * held if spans > CROWD else self.a_card)
 
 
 def on_hopper(card: Card) -> bool:
@@ -283,7 +290,8 @@ def tiles(card: Card, share: int, dim: int, wide: int, most: int) -> list[tuple[
     """
     few = max(1, 64 // share)
     columns = large(card, dim, wide).columns
-    small = Tile(16, columns, 2 if dim <= 128 and wide <= 2 else 4, 2, 4, 64 // columns if columns > 16 else 1)
+    warps, run = 2 if dim <= 128 and wide <= 2 else 4, 64 // columns if columns > 16 else 1
+    small = Tile(16, columns, warps, 2, 4, run, slim=dim <= 64 and wide <= 2 and most == 1)
     if not card.sms:
         return [(small, 1, most)]
     if most <= few:
@@ -316,7 +324,7 @@ def attention(
     bend, slope = slopes(scale * kv.k_scale, soft_cap)
     sharing = begun.sharing if begun else None
     for tile, least, most in tiles(card, share, dim, kv.k.element_size(), batch.max_query):
-        room = spread(card, groups, tile.a_card) if most * share <= tile.rows else 0
+        room = tile.spread(card, groups, len(batch.kv_len)) if most * share <= tile.rows else 0
         tiling = Tiling(share, tile.rows, tile.columns, least, most, room, tile.run, window, sharing)
         work, fresh = batch.work(tiling, groups)
         bound, starts = len(work.arrived), work.starts

@@ -2,10 +2,10 @@
 
 A graph's launches cannot depend on lengths, so lengths become data. A span's query heads that share a K/V head are
 laid out as rows, query by query; a tile is up to `rows` of them, a piece is a tile and some of the blocks of K/V it
-sees. Tiles of few rows are bound by reading. Short ones are each cut into pieces of about equal length, a program a
-piece; many long ones are laid end to end, and cut into equal shares, one for each program that the card holds at once.
-Where a cut goes through a tile, whichever of its pieces ends last puts them together (Flash-Decoding, Dao et al. 2023,
-and Stream-K, Osama et al. 2023, with lengths read on the device).
+sees. Tiles of few rows are bound by reading. Each is cut into pieces of about equal length, as long as there are
+programs enough for them; else all are laid end to end and cut into equal shares, one for each program that the card
+holds at once. Where a cut goes through a tile, whichever of its pieces ends last puts them together (Flash-Decoding,
+Dao et al. 2023, and Stream-K, Osama et al. 2023, with lengths read on the device).
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ CROWD = 16
 """Spans above which a program may have several pieces; up to it all pieces are at work at once."""
 
 LONG = 6
-"""Blocks that pieces of equal shares have on average, at least: with less, beginning pieces costs more than evenness
-gains (measured, H200: docs/benchmarks)."""
+"""Blocks of an equal share, at least: with less, beginning pieces costs more than evenness gains (measured, H200)."""
 
 
 class Work(NamedTuple):
@@ -130,7 +129,7 @@ def shares_kernel(
     MANY: tl.constexpr, BEGUN: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """One program: all spans at once, a piece of each at a time. Spans are cut into pieces of up to `each` blocks; or,
-    MANY, program w has blocks w * each to (w + 1) * each of all spans laid end to end."""
+    MANY and too many for that, program w has blocks w * each to (w + 1) * each of all spans laid end to end."""
     s, w = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_W)
     inside = s < spans
     token = tl.load(query_start + s, mask=inside, other=0)
@@ -145,7 +144,7 @@ def shares_kernel(
     begin = end - seen
     each = tl.maximum((blocks + SPREAD - 1) // SPREAD, tl.maximum((tl.max(seen, 0) + MOST - 1) // MOST, RUN))
     splits = (seen + each - 1) // each
-    even = blocks >= (LONG * (tl.sum(chosen.to(tl.int32), 0) + SPREAD) if MANY else blocks + 1)
+    even = tl.where(each >= LONG, tl.sum(splits, 0), 0) > (SPREAD if MANY else 1 << 30)
     mine, shift = tl.where(even, begin // each, 0), tl.where(even, begin, 0)
     size = tl.where(even, each, (seen + splits - 1) // tl.maximum(splits, 1))
     splits = tl.where(even & (seen > 0), (end - 1) // each - mine + 1, splits)
