@@ -15,12 +15,12 @@ from quire.core.kv import KV, prefix_index
 from quire.core.plan import Open, Plan, Span
 from quire.core.policy import ADMISSIONS
 from quire.core.scheduler import Scheduler
-from quire.core.speculate import Fixed
+from quire.core.speculate import Adaptive, Fixed, depths
 from quire.engine.engine import Engine
 from quire.errors import StepFailed
 from quire.executors.cuda import CudaExecutor
 from quire.runner.device import PlainSteps
-from quire.runner.graphs import AtOnce
+from quire.runner.graphs import AtOnce, Key
 from quire.runner.memory import allocate, layer_shapes
 from quire.runner.proposers import ModelProposer, NgramProposer, NoProposer, Proposer
 from quire.values import MANY, Request, Tokens
@@ -263,3 +263,57 @@ def test_it_describes_itself_and_closing_lets_go_of_the_pool() -> None:
     assert (about.dtype, about.device, about.drafts, about.depth) == ("float64", "cpu", 0, 2)
     it.close()
     assert not it.runner.kv
+
+
+class Noted(AtOnce):
+    """Remembers which kinds of step there were."""
+
+    def __init__(self) -> None:
+        self.seen: set[Key] = set()
+
+    def run(self, key: Key, work: Callable[[], object]) -> None:
+        self.seen.add(key)
+        work()
+
+
+class Eager(Adaptive):
+    """Thinks that drafts cost next to nothing."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most, {(1 << w, d): 1.0 + 0.001 * d for w in range(5) for d in depths(most)})
+
+    def timed(self, plan: Plan, seconds: float) -> None:
+        super().timed(plan, 1.0 + 0.001 * (plan.spans[0].rows - 1))
+
+
+@pytest.mark.parametrize("most", [1, 3, 8])
+def test_every_kind_of_step_is_known_at_the_start_however_deep_drafts_are_and_where_answers_end(most: int) -> None:
+    cuda = pytest.importorskip("quire.build.cuda")
+    rows, length, queue = 4, 40, Noted()
+    kv = allocate(layer_shapes(MODEL.spec.kv_shapes, torch.float64), pages=60, page_size=4)
+    house = CudaExecutor(
+        MODEL,
+        pages=60,
+        page_size=4,
+        rows=rows,
+        max_model_len=length,
+        tokens=64,
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+        steps=PlainSteps(),
+        queue=queue,
+        proposer=ModelProposer(MODEL, kv, depth=most, rows=rows, device=torch.device("cpu")),
+        depth=1,
+    )
+    scheduler = Scheduler(
+        KV(60, 4, prefix_index(4, True)), rows=rows, cap=2, budget=64, chunk=16, speculation=Eager(most)
+    )
+    engine = Engine(scheduler, house, depth=1)
+    for i, (prompt, new) in enumerate(itertools.product((1, 5, 9), range(14, 30))):
+        engine.submit([2 + i % 7] * prompt, new)
+    while engine.has_pending_work:
+        engine.step()
+    drafted = scheduler.drafted
+    assert drafted.by_position[most - 1] > 0, "as deep as it goes"
+    known = {*cuda.kinds(rows, 64, 64), *cuda.speculative(rows, 64, most, True)}
+    assert queue.seen <= known, sorted(queue.seen - known)

@@ -242,8 +242,9 @@ class Adaptive:
     def depth(self, seq: Sequence) -> int:
         order, length = seq.order, len(seq.tokens)
         rest = seq.limit - length
-        chosen = min(self.chosen, rest - seq.pending - 2)  # the step brings one at least, and one ends it
-        if chosen < 1:
+        most = min(self.chosen, rest - seq.pending - 2)  # the step brings one at least, and one ends it
+        chosen = max((d for d in self.depths if d <= most), default=0)  # others nothing was made ready for
+        if not chosen:
             return 0
         if self._left > 0 and self._paces:
             if len(self._probed) < self.PROBES:
