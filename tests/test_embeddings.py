@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from quire.core.plan import Open, Plan, Span
+from quire.errors import InvalidRequest
+from quire.llm import LLM
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
 from quire.runner.batch import ragged
@@ -173,3 +175,18 @@ async def test_an_engine_that_cannot_says_so() -> None:
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+def test_the_library_gives_the_same_vectors(live: Live) -> None:
+    with LLM("embedded", dtype="float32", max_num_seqs=4, max_num_batched_tokens=32) as llm:
+        first, second = llm.embed([TEXT, "a dog"], use_tqdm=False)
+        (last,) = llm.embed(TEXT, pooling="last", dimensions=8, normalize=False, use_tqdm=False)
+        with pytest.raises(InvalidRequest, match="at least 1") as refused:
+            llm.embed("a dog", dimensions=0, use_tqdm=False)
+        assert refused.value.param == "dimensions"
+        assert llm.generate("a dog", use_tqdm=False)[0].finished, "who was refused leaves nothing behind"
+    states = hidden(list(first.prompt_token_ids))
+    np.testing.assert_allclose(first.outputs.embedding, unit(states.mean(0)), atol=2e-5)
+    np.testing.assert_allclose(last.outputs.embedding, states[-1][:8], atol=2e-4)
+    told = live.openai.embeddings.create(model="embedded", input="a dog").data[0].embedding
+    np.testing.assert_allclose(second.outputs.embedding, told, atol=2e-5)

@@ -266,6 +266,12 @@ def test_no_prompts_have_no_answers(llm: LLM) -> None:
     assert llm.generate([]) == []
 
 
+def test_vectors_are_refused_where_there_are_no_hidden_states(llm: LLM, engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match="no hidden states"):
+        llm.embed("abc")
+    assert not engine.has_pending_work
+
+
 def test_options_are_checked_before_anything_is_loaded(llm: LLM) -> None:
     with pytest.raises(InvalidConfig, match="max_num_seqs"):
         LLM(max_num_sqs=3)

@@ -17,6 +17,7 @@ from rich.progress import Progress
 from quire.backends.answer import Answer
 from quire.backends.base import Call, Delta
 from quire.backends.spell import answer_to, requests
+from quire.backends.vectors import vector
 from quire.build.engine import build_engine
 from quire.build.text import build_text
 from quire.config import Settings
@@ -25,7 +26,14 @@ from quire.grammar.llguidance import Compiler
 from quire.grammar.workshop import Workshop
 from quire.text.stop import StopStrings
 from quire.text.tokenizer import Tokenizer
-from quire.values import CompletionOutput, RequestOutput, SamplingParams
+from quire.values import (
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    Pooling,
+    RequestOutput,
+    SamplingParams,
+)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
@@ -59,9 +67,28 @@ class LLM:
 
         `use_tqdm` (vLLM's name) shows progress where somebody watches. Raises InvalidRequest naming the field.
         """
-        alone = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        several = cast("Sequence[Prompt]", [prompts] if alone else prompts)
-        return self._run([self._encoded(prompt) for prompt in several], sampling_params, use_tqdm)
+        return [job.output() for job in self._run(self._read(prompts), sampling_params, use_tqdm)]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling = "mean",
+        dimensions: int | None = None,
+        normalize: bool = True,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector for each prompt, in order, of the model's hidden states: their mean, or the last one.
+
+        dimensions: how many numbers, the first ones, all if None; `normalize`: of length 1. Raises InvalidRequest
+        naming the field, also where the executor has no hidden states.
+        """
+        if not self._engine.about.pools:
+            raise InvalidRequest("this engine gives no embeddings: its executor has no hidden states", param="prompts")
+        asked = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooling=pooling)
+        return [
+            job.embedding(dimensions, normalize=normalize) for job in self._run(self._read(prompts), asked, use_tqdm)
+        ]
 
     def chat(
         self,
@@ -91,7 +118,8 @@ class LLM:
         }
         alone = len(messages) > 0 and isinstance(messages[0], Mapping)
         several = cast("Sequence[Sequence[Message]]", [messages] if alone else messages)
-        return self._run([self._rendered(talk, **rendering) for talk in several], sampling_params, use_tqdm)
+        talks = [self._rendered(talk, **rendering) for talk in several]
+        return [job.output() for job in self._run(talks, sampling_params, use_tqdm)]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[str, None, None]:
         """The pieces of the first answer's text as they come. Closing the iterator ends the request."""
@@ -123,6 +151,11 @@ class LLM:
 
     # ---------------------------------------------------------------- prompts
 
+    def _read(self, prompts: Prompt | Sequence[Prompt]) -> list[tuple[str | None, tuple[int, ...]]]:
+        alone = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        several = cast("Sequence[Prompt]", [prompts] if alone else prompts)
+        return [self._encoded(prompt) for prompt in several]
+
     def _encoded(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         if isinstance(prompt, Mapping):
             known = {"prompt", "prompt_token_ids"} & set(prompt)
@@ -150,7 +183,7 @@ class LLM:
         prompts: Sequence[tuple[str | None, tuple[int, ...]]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         watch: bool,
-    ) -> list[RequestOutput]:
+    ) -> list[_Job]:
         each = _for_each(params or self.default_sampling_params(), len(prompts))
         jobs: list[_Job] = []
         try:
@@ -167,7 +200,7 @@ class LLM:
                     progress.advance(task, len(ended))
         finally:
             self._forget(jobs)
-        return [job.output() for job in jobs]
+        return jobs
 
     def _stream(self, text: str | None, ids: tuple[int, ...], params: SamplingParams) -> Generator[str, None, None]:
         job = _Job(Call(id=f"llm-{next(self._names)}", prompt=ids, text=text, sampling=params))
@@ -238,6 +271,15 @@ class _Job:
             prompt_logprobs=next((told for delta in first if (told := delta.prompt_logprobs)), None),
             num_cached_tokens=max(delta.cached for delta in first),
         )
+
+    def embedding(self, dimensions: int | None, *, normalize: bool) -> EmbeddingRequestOutput:
+        """Raises InvalidRequest for a prompt that could not be computed, and for dimensions there are not."""
+        last = self.choices[0][-1]
+        if not last.pooled:
+            raise InvalidRequest(last.error or "the prompt came to no vector", param="prompts")
+        numbers = vector(last.pooled, dimensions, normalize=normalize)
+        outputs = EmbeddingOutput(tuple(numbers.tolist()))
+        return EmbeddingRequestOutput(self.call.id, self.call.prompt, outputs, num_cached_tokens=last.cached)
 
     def _completion(self, index: int, deltas: Sequence[Delta]) -> CompletionOutput:
         wanted = self.call.sampling.logprobs is not None

@@ -296,6 +296,24 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """A text as numbers (vLLM's shape)."""
+
+    embedding: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """A prompt and its vector (vLLM's shape)."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: EmbeddingOutput
+    finished: bool = True
+    num_cached_tokens: int = 0
+
+
 class Origin(NamedTuple):
     """Where a call came from, for logs and traces. request_id: of the HTTP request that brought it. traceparent,
     tracestate: W3C trace context as it came, unchecked; empty if none did."""

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.backends.base import Backend, Call, ModelCard
+from quire.backends.vectors import vector
 from quire.errors import InvalidRequest
 from quire.server.answers import Gathered, Usage
 from quire.server.calls import Job
@@ -89,22 +90,13 @@ async def _read(asked: EmbeddingsRequest, backend: Backend, card: ModelCard, lim
 def embeddings(asked: EmbeddingsRequest, job: Job, made: Sequence[Gathered], usage: Usage) -> dict[str, Any]:
     """OpenAI's list of embeddings. Raises InvalidRequest for more dimensions than the model has."""
     data = [
-        {"object": "embedding", "index": i, "embedding": _told(_vector(one.pooled, asked), asked)}
-        for i, one in enumerate(made)
+        {"object": "embedding", "index": i, "embedding": _told(each, asked)}
+        for i, each in enumerate(
+            vector(one.pooled, asked.dimensions, normalize=asked.normalize is not False) for one in made
+        )
     ]
     counted = {"prompt_tokens": usage.prompt, "total_tokens": usage.prompt}
     return {"object": "list", "data": data, "model": job.model, "usage": counted}
-
-
-def _vector(pooled: bytes, asked: EmbeddingsRequest) -> npt.NDArray[np.float32]:
-    """The first `dimensions` numbers, of length 1 unless that is not wanted."""
-    vector: npt.NDArray[np.float32] = np.frombuffer(pooled, dtype="<f4")
-    if asked.dimensions is not None and asked.dimensions > len(vector):
-        raise InvalidRequest(f"dimensions must be at most {len(vector)} for this model", param="dimensions")
-    vector = vector[: asked.dimensions]
-    if asked.normalize is not False:
-        vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
-    return vector.astype("<f4")
 
 
 def _told(vector: npt.NDArray[np.float32], asked: EmbeddingsRequest) -> str | list[float]:
