@@ -124,7 +124,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages", "messages[0].name must be text"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages", "needs a function with a name"),
     ({"messages": [{"role": "user", "content": "", "tool_calls": [{}]}]}, "messages", "belongs to assistants"),
-    ({"messages": [{"role": "user", "content": "dog " * 500}]}, "prompt", "context holds 128"),
+    ({"messages": [{"role": "user", "content": "dog " * 500}]}, "messages", "context holds 128"),
     ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
     ({"logprobs": 3}, "logprobs", "expected bool"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
@@ -295,6 +295,21 @@ async def test_one_prompt_too_long_is_refused_before_any_is_answered_or_the_othe
         error = check_error(response, 400, "prompt", "context holds 64")
         assert error["code"] == "context_length_exceeded"
         assert server.port.submitted == [] and read == ["the", "the " * 100]
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [(CHAT, "messages"), ("/v1/responses", "input"), (COMPLETIONS, "prompt")],
+)
+@pytest.mark.parametrize(("words", "most"), [(100, 4), (10, 4000)])
+async def test_what_is_too_long_is_named_as_the_path_names_it(path: str, field: str, words: int, most: int) -> None:
+    text = "the " * words
+    said = {"messages": [{"role": "user", "content": text}], "input": text, "prompt": text}[field]
+    limit = "max_output_tokens" if field == "input" else "max_tokens"
+    async with served(room=64) as server:
+        response = await server.post(path, **{field: said, limit: most})
+        check_error(response, 400, field if words > most else limit, "context holds 64")
+        assert server.port.submitted == []
 
 
 @pytest.mark.parametrize("priority", [1 << 30, -(1 << 30), 10**30, -(10**30), (1 << 63) - 1])

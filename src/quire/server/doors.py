@@ -50,10 +50,16 @@ async def gather(job: Job, told: AsyncGenerator[list[Delta], None], text: TokenT
     return choices, usage
 
 
+_SPELLED_CHAT = MappingProxyType({"prompt": "messages"})
 _SPELLED_RESPONSES = MappingProxyType(
-    {"max_completion_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"}
+    {
+        "max_completion_tokens": "max_output_tokens",
+        "messages": "input",
+        "prompt": "input",
+        "response_format": "text.format",
+    }
 )
-_SPELLED_MESSAGES = MappingProxyType({"stop": "stop_sequences"})
+_SPELLED_MESSAGES = MappingProxyType({"stop": "stop_sequences", "prompt": "messages"})
 
 
 @contextmanager
@@ -65,7 +71,8 @@ def spelled(asked: Any, names: Mapping[str, str]) -> Iterator[None]:
         old, dot, rest = (error.param or "").partition(".")
         if type(error) is not InvalidRequest or old not in names or getattr(asked, old, None) is not None:
             raise
-        said = re.sub(rf"\b{old}\b(?!\[)", names[old], str(error))  # messages are numbered otherwise than items
+        # Messages are numbered otherwise than items, and "the prompt" is what comes of either.
+        said = re.sub(rf"(?<!the )\b{old}\b(?!\[)", names[old], str(error))
         raise InvalidRequest(said, param=names[old] + dot + rest, code=error.code) from error
 
 
@@ -74,6 +81,11 @@ async def counted(asked: anthropic.CountRequest, backend: Backend, limits: Limit
     thinks = backend.model().reasoning_parser != "none"
     with spelled(asked, _SPELLED_MESSAGES):
         return await calls.chat(anthropic.as_chat(asked, thinks=thinks), backend, limits, "msg_")
+
+
+async def _chat(asked: schemas.ChatRequest, backend: Backend, limits: Limits) -> Job:
+    with spelled(asked, _SPELLED_CHAT):
+        return await calls.chat(asked, backend, limits)
 
 
 async def _responses(asked: stateless.ResponsesRequest, backend: Backend, limits: Limits) -> Job:
@@ -101,7 +113,7 @@ DOORS: Mapping[str, Door] = MappingProxyType(
         ),
         "/v1/chat/completions": Door(
             schemas.ChatRequest,
-            calls.chat,
+            _chat,
             lambda asked, job, text: ChatChunks(job, text),
             lambda asked, job, made, usage, text, by: answers.chat(job, made, usage, text, by),
         ),
