@@ -14,10 +14,10 @@ from typing import Any, Self, cast
 from rich.console import Console
 from rich.progress import Progress
 
+from quire.backends import vectors
 from quire.backends.answer import Answer
 from quire.backends.base import Call, Delta
 from quire.backends.spell import answer_to, requests
-from quire.backends.vectors import vector
 from quire.build.engine import build_engine
 from quire.build.text import build_text
 from quire.config import Settings
@@ -83,8 +83,7 @@ class LLM:
         dimensions: how many numbers, the first ones, all if None; `normalize`: of length 1. Raises InvalidRequest
         naming the field, also where the executor has no hidden states.
         """
-        if not self._engine.about.pools:
-            raise InvalidRequest("this engine gives no embeddings: its executor has no hidden states", param="prompts")
+        vectors.check(dimensions, pools=self._engine.about.pools)
         asked = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooling=pooling)
         return [
             job.embedding(dimensions, normalize=normalize) for job in self._run(self._read(prompts), asked, use_tqdm)
@@ -277,7 +276,7 @@ class _Job:
         last = self.choices[0][-1]
         if not last.pooled:
             raise InvalidRequest(last.error or "the prompt came to no vector", param="prompts")
-        numbers = vector(last.pooled, dimensions, normalize=normalize)
+        numbers = vectors.vector(last.pooled, dimensions, normalize=normalize)
         outputs = EmbeddingOutput(tuple(numbers.tolist()))
         return EmbeddingRequestOutput(self.call.id, self.call.prompt, outputs, num_cached_tokens=last.cached)
 

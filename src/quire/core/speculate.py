@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -243,9 +244,9 @@ class Adaptive:
         order, length = seq.order, len(seq.tokens)
         rest = seq.limit - length
         most = min(self.chosen, rest - seq.pending - 2)  # the step brings one at least, and one ends it
-        chosen = max((d for d in self.depths if d <= most), default=0)  # others nothing was made ready for
-        if not chosen:
+        if most < 1:
             return 0
+        chosen = self.depths[bisect_right(self.depths, most) - 1]  # nothing was made ready for others
         if self._left > 0 and self._paces:
             if len(self._probed) < self.PROBES:
                 self._probed.add(order)

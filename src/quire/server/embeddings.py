@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.backends.base import Backend, Call, ModelCard
-from quire.backends.vectors import vector
+from quire.backends.vectors import check, vector
 from quire.errors import InvalidRequest
 from quire.server.answers import Gathered, Usage
 from quire.server.calls import Job
@@ -42,15 +42,9 @@ class EmbeddingsRequest(msgspec.Struct, kw_only=True):
 async def embedding(asked: EmbeddingsRequest, backend: Backend, limits: Limits) -> Job:
     """One call a text. Raises InvalidRequest or UnknownModel naming the field."""
     card = model(asked.model, backend)
-    if not card.pools:
-        raise InvalidRequest(
-            "this engine gives no embeddings: its executor has no hidden states; serve with --executor local",
-            code="unsupported",
-        )
+    check(asked.dimensions, pools=card.pools)
     if asked.encoding_format not in (None, *FORMATS):
         raise InvalidRequest(f"encoding_format must be one of {', '.join(FORMATS)}", param="encoding_format")
-    if asked.dimensions is not None and asked.dimensions < 1:
-        raise InvalidRequest("dimensions must be at least 1", param="dimensions")
     check_haste(asked.priority, asked.timeout, limits)
     several = await _read(asked, backend, card, limits)
     sampling = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooling=_pooling(asked))

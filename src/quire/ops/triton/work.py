@@ -94,17 +94,22 @@ def put(
 
 
 @triton.jit
+def spans_of(query_start, kv_len, s, spans, least, most):
+    """Of spans s: the first token, how many, the K/V length, and whether the list is for as many."""
+    inside = s < spans
+    token = tl.load(query_start + s, mask=inside, other=0)
+    n = tl.load(query_start + s + 1, mask=inside, other=0) - token
+    return token, n, tl.load(kv_len + s, mask=inside, other=0), inside & (n >= least) & (n <= most)
+
+
+@triton.jit
 def tiles_kernel(
     query_start, kv_len, pieces, count, spans, window, least, most,
     SHARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_S: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """One program: all spans at once, a tile of each at a time. Long spans come first, so that none ends alone."""
     s = tl.arange(0, BLOCK_S)
-    inside = s < spans
-    token = tl.load(query_start + s, mask=inside, other=0)
-    n = tl.load(query_start + s + 1, mask=inside, other=0) - token
-    length = tl.load(kv_len + s, mask=inside, other=0)
-    chosen = inside & (n >= least) & (n <= most)
+    token, n, length, chosen = spans_of(query_start, kv_len, s, spans, least, most)
     total = tl.where(chosen, (n * SHARE + ROWS - 1) // ROWS, 0)
     seen = tl.where(chosen, length - tl.maximum(length - n + 1 - window, 0), 0)
     if BLOCK_S <= 512:
@@ -131,13 +136,9 @@ def shares_kernel(
     """One program: all spans at once, a piece of each at a time. Spans are cut into pieces of up to `each` blocks; or,
     MANY and too many for that, program w has blocks w * each to (w + 1) * each of all spans laid end to end."""
     s, w = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_W)
-    inside = s < spans
-    token = tl.load(query_start + s, mask=inside, other=0)
-    n = tl.load(query_start + s + 1, mask=inside, other=0) - token
-    length = tl.load(kv_len + s, mask=inside, other=0)
-    chosen = inside & (n >= least) & (n <= most)
-    behind = tl.load(begun + s, mask=inside, other=0) if BEGUN else 0
-    parts = tl.load(begun + spans + s, mask=inside, other=0) if BEGUN else s * 0
+    token, n, length, chosen = spans_of(query_start, kv_len, s, spans, least, most)
+    behind = tl.load(begun + s, mask=s < spans, other=0) if BEGUN else 0
+    parts = tl.load(begun + spans + s, mask=s < spans, other=0) if BEGUN else s * 0
     low = tl.maximum(length - n + 1 - window, behind) // COLUMNS
     seen = tl.where(chosen, (length + COLUMNS - 1) // COLUMNS - low, 0)
     end, blocks = tl.cumsum(seen, 0), tl.sum(seen, 0)
