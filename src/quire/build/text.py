@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.config import Settings
+from quire.errors import InvalidModel
 from quire.text.chat import ChatTemplate
 from quire.text.generation import sampling_defaults
 from quire.text.reasoning import ReasoningParser, parser_of
@@ -40,7 +42,11 @@ def build_text(settings: Settings) -> Text:
     folder = locate(model.model, revision=model.revision, cache=model.download_dir)
     check(folder)
     spoken = _spoken(settings)
-    tokenizer, brought = _read(spoken)
+    try:
+        tokenizer, brought = _read(spoken)
+    except InvalidModel:
+        _judge(settings, folder)
+        raise
     tools, thoughts = model.tool_call_parser, model.reasoning_parser
     chosen = None if tools == "auto" else STYLES[tools]
     template = ChatTemplate.from_folder(
@@ -57,6 +63,16 @@ def build_text(settings: Settings) -> Text:
         (chosen or style_of(source)).name,
         parser_of(source) if thoughts == "auto" else thoughts,
     )
+
+
+def _judge(settings: Settings, folder: Path) -> None:
+    """Raises InvalidModel where the model is none that we know, for no tokenizer would help it.
+
+    Who knows that needs torch, without which this side does otherwise: asked only where nothing can start anyway.
+    """
+    if settings.executor.executor == "local":
+        fields = import_module("quire.weights.files").read_config(folder)
+        import_module("quire.models.registry").read_spec(fields)
 
 
 def build_tokenizer(settings: Settings) -> Tokenizer:
