@@ -28,7 +28,7 @@ def test_a_server_and_a_quire_in_front_of_it_are_compared_and_everything_is_kept
     summary = json.loads((tmp_path / "summary.json").read_text())
     [level] = summary["levels"]
     assert level["concurrency"] == 2 and level["ratio"] == level["ratios"][0] > 0.05
-    assert summary["about"]["revision"] and summary["about"]["load"]["seed"] == 7
+    assert summary["about"]["environment"]["revision"] and summary["about"]["load"]["seed"] == 7
     raw = [json.loads(line) for line in (tmp_path / "raw.jsonl").read_text().splitlines()]
     assert [(row["side"], row["round"]) for row in raw] == [
         ("direct", -1),

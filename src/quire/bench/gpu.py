@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-import platform
-import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +19,7 @@ from rich.table import Table
 
 from quire.bench.card import needed
 from quire.bench.shapes import SHAPES, write
-from quire.bench.watch import Watch, revision
+from quire.bench.watch import Watch, environment
 from quire.bench.workloads import WORKLOADS, Workload, floor, prompts
 from quire.errors import InvalidModel
 from quire.llm import LLM
@@ -175,18 +172,6 @@ def peer() -> dict[str, Any]:
     """What the peer was measured at on the same card."""
     found: dict[str, Any] = json.loads(files("quire.bench").joinpath("data/peer-h200.json").read_text())
     return found
-
-
-def environment() -> dict[str, Any]:
-    asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    there = shutil.which(asked[0]) is not None
-    return {
-        "card": subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() if there else None,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "revision": revision(),
-    }
 
 
 def show(found: Sequence[Row]) -> None:

@@ -22,10 +22,10 @@ import click
 
 from quire.bench.card import needed
 from quire.bench.clients import figures, run
-from quire.bench.gpu import environment, peer
+from quire.bench.gpu import peer
 from quire.bench.load import Job
 from quire.bench.shapes import SHAPES, write
-from quire.bench.watch import Watch
+from quire.bench.watch import Watch, environment
 from quire.bench.workloads import prompts
 
 COUNTS: Mapping[int, int] = {1: 20, 16: 100, 64: 384, 256: 1536}

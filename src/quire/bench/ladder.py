@@ -21,8 +21,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from quire.bench.gpu import environment
 from quire.bench.shapes import SHAPES, write
+from quire.bench.watch import environment
 from quire.build.engine import build_engine
 from quire.build.limits import choose_device
 from quire.config import Settings

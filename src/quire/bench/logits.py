@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from quire.bench.gpu import environment
 from quire.bench.shapes import SHAPES, write
+from quire.bench.watch import environment
 from quire.build.engine import choose_ops
 from quire.build.limits import choose_device
 from quire.ops.base import Ops

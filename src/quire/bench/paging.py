@@ -16,8 +16,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from quire.bench.gpu import environment
 from quire.bench.shapes import SHAPES, write
+from quire.bench.watch import environment
 from quire.build.engine import build_engine
 from quire.config import Settings
 from quire.engine.engine import Engine

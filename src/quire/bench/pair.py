@@ -25,7 +25,7 @@ from quire.backends.keeper import free_port
 from quire.bench.clients import figures, run
 from quire.bench.load import Job
 from quire.bench.started import model_of, through, vllm
-from quire.bench.watch import Watch, environment, revision
+from quire.bench.watch import Watch, environment
 from quire.bench.workloads import prompts
 from quire.errors import QuireError
 
@@ -98,7 +98,7 @@ def command(
         raise click.UsageError("arguments after -- are for a vLLM that is started here: leave out --direct")
     given = Load(**load)
     out.mkdir(parents=True, exist_ok=True)
-    about: dict[str, Any] = {"quire": __version__, "revision": revision(), "environment": environment()}
+    about: dict[str, Any] = {"quire": __version__, "environment": environment()}
     about |= {"load": asdict(given), "gate": gate, "repeat": repeat, "direct": direct, "model": model}
     about["arguments"] = list(rest)
     with Watch() as watch:

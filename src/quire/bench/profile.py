@@ -23,7 +23,7 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from quire.bench.shapes import SHAPES, write
-from quire.bench.watch import Watch, environment, revision
+from quire.bench.watch import Watch, environment
 from quire.build.engine import build_engine
 from quire.config import Settings
 from quire.engine.engine import Engine
@@ -56,7 +56,7 @@ def command(shape: str, trace: Path | None, path: Path | None, top: int, peak: f
     """Profile prefill and decode: tokens/s, the share of the machine's arithmetic, and what takes longest."""
     with tempfile.TemporaryDirectory() as folder:
         found = profiled(locate(shape) if shape == "embedded" else write(Path(folder), shape), trace, peak, **given)
-    found["about"] = {"shape": shape, "revision": revision(), "environment": environment(), **given}
+    found["about"] = {"shape": shape, "environment": environment(), **given}
     show(found, top)
     if path is not None:
         path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -29,7 +29,7 @@ from quire.bench.clients import figures, run
 from quire.bench.gauges import Gauges
 from quire.bench.load import Asked, Job
 from quire.bench.started import fetched, model_of
-from quire.bench.watch import Watch, environment, revision
+from quire.bench.watch import Watch, environment
 from quire.observe.histogram import percentile
 
 USERS = "1,2,4,8,16,32,64,128"
@@ -81,7 +81,7 @@ def command(base_url: str, model: str | None, api_key: str, path: Path, processe
     job = Job(host=where.host, port=where.port, model=model, streams=1, prompts=[], new=[], key=api_key)
     job = replace(job, path=where.prefix, tls=where.tls)
     about: dict[str, Any] = {"label": given.pop("label") or model, "model": model, "server": base_url}
-    about |= {"quire": __version__, "revision": revision(), "environment": environment(api_key)}
+    about |= {"quire": __version__, "environment": environment(api_key)}
     about |= {"version": json.loads(fetched(f"{base_url.rstrip('/').removesuffix('/v1')}/version", api_key) or b"{}")}
     warmups, goals = given.pop("num_warmups"), given.pop("goals")
     levels = asked(**given)

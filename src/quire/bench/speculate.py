@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from quire.bench.card import needed
-from quire.bench.gpu import answer, decode, environment
+from quire.bench.gpu import answer, decode
 from quire.bench.shapes import SHAPES, write
+from quire.bench.watch import environment
 from quire.bench.workloads import BANDWIDTH, Workload, prompts
 from quire.config.speculative import SpeculativeConfig
 from quire.core.speculate import Drafted

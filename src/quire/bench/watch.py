@@ -58,25 +58,35 @@ class Watch:
 
 def revision() -> str:
     """The commit of the tree this code lies in, "unknown" where it lies in none."""
-    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    try:
-        done = subprocess.run(asked, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"
+    return _told(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]) or "unknown"
 
 
 def environment(secret: str = "") -> dict[str, Any]:
-    """Where it ran. Of the variables only those that name vLLM's or Quire's options; `secret` is not told."""
+    """Where it ran, and with which torch, if any. Of the variables only those that name vLLM's or Quire's options, or
+    CUDA's; `secret` is not told."""
     shown = {
         name: value
         for name, value in os.environ.items()
         if name.startswith(("VLLM_", "QUIRE_", "CUDA_")) and "KEY" not in name
     }
+    torch = sys.modules.get("torch")  # who asks a server needs none
     return {
+        "revision": revision(),
+        "card": _told(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]),
+        "torch": torch and torch.__version__,
+        "cuda": torch and torch.version.cuda,
         "python": platform.python_version(),
         "system": platform.platform(),
         "cores": os.cpu_count(),
         "variables": shown,
         "argv": [each.replace(secret, "...") if secret else each for each in sys.argv[1:]],
     }
+
+
+def _told(asked: list[str]) -> str | None:
+    """What a command says; None where it says nothing, or is not there."""
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() or None
