@@ -56,10 +56,11 @@ LOADERS = {
     "quire.weights.locate",
     "quire.bench.cpu",
     "quire.build.engine",
+    "quire.build.text",
     "quire.look.diff",
 }
-"""Commands, the hub's slow client, transformers, which is compared with only where it is installed, and kernels, which
-need Triton."""
+"""Commands, the hub's slow client, transformers, which is compared with only where it is installed, kernels, which
+need Triton, and what knows models, which needs torch: the rim asks it only where nothing can start anyway."""
 
 READ_ONLY = ("Mapping[", "Sequence[", "Collection[")
 """Annotations under which mypy lets nobody write."""
