@@ -199,6 +199,8 @@ class Run:
         self.prompt_logprobs: dict[str, list[Any]] = {}
         self.finish: dict[str, str] = {}
         self.last_hiccup = -40
+        self.emptied = random.Random(f"resets {work}")  # in some, the prefix cache is emptied now and then
+        self.empties = c["reuse"] and self.emptied.random() < 0.25
         self.followed = 0
         self._stamp()
 
@@ -244,6 +246,9 @@ class Run:
                 suspect = self.eng.recovery.groups[0][0].request.id
                 doomed.setdefault(suspect, n)
                 self.eng.abort(suspect)
+            if self.empties and self.emptied.random() < 0.1:
+                self.eng.reset_prefix_cache()
+                assert not self.sch.kv.reuse.match(REQUESTS[0].prompt, "")[0], "something is found after a reset"
             for event in self.eng.step():
                 self._hear(event)
             check(self.sch, self.dev)

@@ -201,6 +201,14 @@ def test_a_repeated_prompt_is_read_from_the_cache(llm: LLM) -> None:
     assert first.outputs == second.outputs
 
 
+def test_after_a_reset_nothing_is_read_from_the_cache(llm: LLM) -> None:
+    cached = []
+    for _ in range(2):
+        cached.append(llm.generate("abcdefghij", SamplingParams(max_tokens=1))[0].num_cached_tokens)
+        llm.reset_prefix_cache()
+    assert cached == [0, 0]
+
+
 def test_without_params_the_models_own_defaults_hold(llm: LLM) -> None:
     assert llm.default_sampling_params(top_k=5) == SamplingParams(temperature=0.5, top_k=5)
     assert llm.generate("a")[0].outputs[0].text == "bcdefghijklmnopq"

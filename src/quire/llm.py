@@ -137,6 +137,10 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         return self._text.tokenizer
 
+    def reset_prefix_cache(self) -> None:
+        """Prompts from now on find nothing computed before."""
+        self._engine.reset_prefix_cache()
+
     def close(self) -> None:
         """Give memory and device back."""
         self._engine.close()

@@ -28,6 +28,7 @@ class FakePort:
         self.running: dict[str, tuple[Request, list[int]]] = {}
         self.up = False
         self.closed = False
+        self.resets = 0
         self.stats: dict[str, Any] = {}
         self.stepping = asyncio.Event()
         self.stepping.set()
@@ -60,6 +61,9 @@ class FakePort:
         self.reasons += [why] * len(ids)
         for id in ids:
             self.running.pop(id, None)
+
+    def reset_prefix_cache(self) -> None:
+        self.resets += 1
 
     def subscribe(self, on_tokens: OnTokens, on_death: OnDeath) -> None:
         self.told, self.died = on_tokens, on_death

@@ -94,6 +94,26 @@ def test_an_impossible_request_comes_back_as_an_error_and_hurts_nobody() -> None
     asyncio.run(story())
 
 
+def test_after_a_reset_nothing_computed_before_is_found_and_who_runs_goes_on() -> None:
+    async def story() -> None:
+        async with Rig() as rig:
+
+            async def cached(id: str, *, reset: bool) -> int:
+                rig.port.submit([ask(id, 40, prompt=range(1, 100))])
+                await rig.until(lambda: bool(rig.made(id)))
+                if reset:
+                    rig.port.reset_prefix_cache()
+                await rig.until(lambda: rig.finish(id) is not None)
+                assert len(rig.made(id)) == 40
+                return max(event.cached for event in rig.events if event.id == id)
+
+            assert [await cached("a", reset=True), await cached("b", reset=True)] == [0, 0]
+            assert await cached("c", reset=False) == 0
+            assert await cached("d", reset=False) > 0
+
+    asyncio.run(story())
+
+
 def test_an_abort_ends_the_request() -> None:
     async def story() -> None:
         async with Rig(step=0.01) as rig:

@@ -97,6 +97,21 @@ def test_a_prefix_that_was_evicted_says_who_was_given_its_block() -> None:
     assert f"{two} was given the block" in prefix["why"]
 
 
+def test_a_prefix_that_was_forgotten_in_a_reset_says_so() -> None:
+    watched = Watched()
+    first = watched.submit(range(1, 18))
+    watched.run()
+    watched.engine.reset_prefix_cache()
+    second = watched.submit(range(1, 18))
+    watched.run()
+    story = watched.story(second)
+    assert story["prefix"]["hit_tokens"] == 0
+    assert story["prefix"]["why"] == f"{first} had the same first 17 tokens, but the prefix cache was emptied since"
+    third = watched.submit(range(1, 18))
+    watched.run()
+    assert watched.story(third)["prefix"]["hit_tokens"] == 16
+
+
 def test_other_salts_are_not_compared_and_wanted_prompt_logprobs_explain_themselves() -> None:
     watched = Watched()
     watched.submit([1, 2, 3, 4, 5, 6], new=2)

@@ -45,6 +45,16 @@ def test_pages_fill_and_free_and_shared_ones_have_more_holders() -> None:
     assert watched.frames[-1]["now"]["used"] == 0
 
 
+def test_a_viewer_sees_at_once_that_the_prefix_cache_was_emptied_also_while_nothing_runs() -> None:
+    watched = Watched()
+    watched.submit(range(1, 18))
+    watched.run()
+    assert pages(watched.frames)
+    watched.engine.reset_prefix_cache()
+    watched.step()
+    assert pages(watched.frames) == truth(watched) == {}
+
+
 def test_each_request_is_told_from_its_coming_to_its_end() -> None:
     watched = Watched(max_num_seqs=1)
     one, two = watched.submit([1, 2, 3], new=2), watched.submit([4, 5], new=3)

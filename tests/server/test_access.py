@@ -19,7 +19,7 @@ from tests.server.doubles import check_error, served, status
 
 pytestmark = pytest.mark.anyio
 
-ADMINS = ("/stats", "/metrics", "/v1/requests", "/v1/requests/x/explain", "/ui/events")
+ADMINS = ("/stats", "/load", "/metrics", "/v1/requests", "/v1/requests/x/explain", "/ui/events")
 
 
 class Clock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -77,6 +78,33 @@ async def test_stats_have_the_fields_dashboards_read() -> None:
         *("page_size", "max_pages", "used_pages", "free_pages", "active_sequences", "pressure_events"),
         *("evictions", "utilization", "policy"),
     }
+
+
+async def test_the_load_counts_prompts_being_answered_as_routers_of_vllm_read_it() -> None:
+    async with served() as server:
+        assert (await server.client.get("/load")).json() == {"server_load": 0}
+        server.port.stepping.clear()
+        body = {"model": "tiny", "prompt": ["hello", "hello"], "max_tokens": 5}
+        asked = asyncio.ensure_future(server.client.post("/v1/completions", json=body))
+        while len(server.port.running) < 2:
+            await asyncio.sleep(0)
+        assert (await server.client.get("/load")).json() == {"server_load": 2}
+        server.port.stepping.set()
+        assert (await asked).status_code == 200
+        assert (await server.client.get("/load")).json() == {"server_load": 0}
+
+
+async def test_the_prefix_cache_is_emptied_with_vllms_words_and_nobody_is_told_more_than_happens() -> None:
+    async with served() as server:
+        for target in ("", "?reset_running_requests=false", "?reset_external=0"):
+            answer = await server.client.post("/reset_prefix_cache" + target)
+            assert (answer.status_code, answer.content) == (200, b"")
+        assert server.port.resets == 3
+        refused = await server.client.post("/reset_prefix_cache?reset_running_requests=true")
+        check_error(refused, 400, param="reset_running_requests", words="must be false")
+        unknown = await server.client.post("/reset_prefix_cache?reset_externals=0")
+        check_error(unknown, 400, param="reset_externals", words="Did you mean 'reset_external'?")
+        assert server.port.resets == 3
 
 
 async def test_metrics_are_prometheus_text_of_engine_and_rim() -> None:

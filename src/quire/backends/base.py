@@ -86,6 +86,9 @@ class Service(Protocol):
     def stats(self) -> dict[str, Any]:
         """`/stats`: the fields of docs/server.md, plain JSON."""
 
+    def load(self) -> int:
+        """`/load`: prompts being answered, those that wait included."""
+
     def metrics(self) -> bytes:
         """`/metrics`: Prometheus text."""
 
@@ -121,6 +124,9 @@ class Backend(Service, Protocol):
 
     def token_text(self, token: int) -> tuple[str, bytes]:
         """How one token is shown in log-probabilities: as text, and as its exact bytes."""
+
+    def reset_prefix_cache(self) -> None:
+        """Calls from now on find nothing computed before. Raises Unavailable where there is no engine just now."""
 
     def stream(self, call: Call) -> AsyncGenerator[list[Delta], None]:
         """Deltas as they come, those that are ready together in one list; ends when every choice has finished.

@@ -339,5 +339,11 @@ class NativeBackend:
     def stats(self) -> dict[str, Any]:
         return {"running": self._port.ready(), "model": self._card.id, **self._stats, **self._port.snapshot()}
 
+    def load(self) -> int:
+        return len(self._lives)
+
+    def reset_prefix_cache(self) -> None:
+        self._port.reset_prefix_cache()
+
     def metrics(self) -> bytes:
         return self._port.prometheus() + self._observer.text()

@@ -320,6 +320,9 @@ class UpstreamBackend:
             ],
         }
 
+    def load(self) -> int:
+        return self._under_way
+
     def metrics(self) -> bytes:
         return self.rim.text()
 

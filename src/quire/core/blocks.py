@@ -121,7 +121,7 @@ class BlockPool:
                 self.blank.append(page)
 
     def clear(self) -> None:
-        """Every unheld page is blank again: the device lost its contents. Nobody may hold a page."""
+        """Every page that nobody holds is blank, and every other will be: what they hold is not found again."""
         self.reuse.clear()
         while len(self.shelf):
             self.blank.append(self.shelf.take())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from quire.core.blocks import BlockPool, Shelf
 from quire.core.policy import Pressure, preempt
 from quire.core.reuse import NoReuse, RadixReuse, Reuse
@@ -32,6 +34,7 @@ class KV:
         self.claims: dict[Place, Sequence] = {}
         self.queried = 0
         self.hit = 0
+        self.resets = 0
 
     def pages_for(self, length: int) -> int:
         """Pages a sequence that ends at `length` tokens needs at most: its last token is never fed."""
@@ -141,6 +144,14 @@ class KV:
         for seq in list(self.claims.values()):
             self.unclaim(seq)
         self.pool.clear()
+
+    def forget(self, seqs: Iterable[Sequence]) -> None:
+        """What was computed until now is found by nobody again; `seqs`, who go on, keep their pages to themselves."""
+        for seq in seqs:
+            self.unclaim(seq)
+            seq.node, seq.mark = None, MANY
+        self.pool.clear()
+        self.resets += 1
 
 
 def prefix_index(page_size: int, enabled: bool) -> Reuse:

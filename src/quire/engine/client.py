@@ -22,6 +22,7 @@ from quire.engine.wire import (
     Abort,
     Ask,
     Configure,
+    Forget,
     Frames,
     Look,
     Ready,
@@ -168,16 +169,24 @@ class EngineProcess:
     # ---------------------------------------------------------------- the port
 
     def submit(self, requests: Sequence[Request]) -> None:
-        if self._link is None or not self._link.was_ready:
-            raise Unavailable("the engine is starting: try again in a moment", code="engine_starting")
+        link = self._ready_link()
         self._progress.asked(time.monotonic())
-        self._link.say(Submit(list(requests)))
+        link.say(Submit(list(requests)))
         if self._timer is None:
             self._look()
 
     def abort(self, ids: Sequence[str], why: FinishReason = "abort") -> None:
         if self._link is not None:
             self._link.say(Abort(list(ids), why))
+
+    def reset_prefix_cache(self) -> None:
+        self._ready_link().say(Forget())
+
+    def _ready_link(self) -> _Link:
+        """Raises Unavailable while there is no engine to speak to."""
+        if self._link is None or not self._link.was_ready:
+            raise Unavailable("the engine is starting: try again in a moment", code="engine_starting")
+        return self._link
 
     def subscribe(self, on_tokens: OnTokens, on_death: OnDeath) -> None:
         self._on_tokens, self._on_death = on_tokens, on_death
@@ -224,12 +233,11 @@ class EngineProcess:
         self._on_frame = on_frame
 
     async def explain(self, id: str) -> bytes:
-        if self._link is None or not self._link.was_ready:
-            raise Unavailable("the engine is starting: try again in a moment", code="engine_starting")
+        link = self._ready_link()
         number = next(self._numbers)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
-        self._link.say(Ask(number, id))
+        link.say(Ask(number, id))
         try:
             return await answer
         finally:

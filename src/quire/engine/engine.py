@@ -218,6 +218,10 @@ class Engine:
     def _overdue(self) -> bool:
         return self._deadlines[0][0] <= self.clock.now()
 
+    def reset_prefix_cache(self) -> None:
+        """Whoever is opened from now on finds nothing of what was computed until now; who runs goes on."""
+        self.scheduler.kv.forget(self.scheduler.seqs.values())
+
     # ---------------------------------------------------------------- failure
 
     def _recover(self, failure: StepFailed) -> None:
@@ -284,6 +288,7 @@ class Engine:
             discarded_spans=sum(scheduler.wasted.values()),
             drafted=(drafted.spans, drafted.fed, drafted.accepted),
             accepted_at=tuple(drafted.by_position),
+            resets=kv.resets,
         )
 
     def metrics_snapshot(self) -> dict[str, Any]:

@@ -27,6 +27,8 @@ class Gauges(NamedTuple):
     """Verify spans, drafts fed, drafts accepted."""
     accepted_at: tuple[int, ...] = ()
     """Drafts accepted, by position."""
+    resets: int = 0
+    """Times that the prefix cache was emptied."""
 
 
 class Completed(NamedTuple):

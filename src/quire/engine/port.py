@@ -27,6 +27,9 @@ class Port(Protocol):
     def abort(self, ids: Sequence[str], why: FinishReason = "abort") -> None:
         """End these, for this reason; their pages are free within a step. Unknown ids are fine."""
 
+    def reset_prefix_cache(self) -> None:
+        """Requests submitted from now on find nothing computed before. Raises Unavailable where there is no engine."""
+
     def subscribe(self, on_tokens: OnTokens, on_death: OnDeath) -> None:
         """`on_tokens` hears once a step; `on_death` when everything in flight was lost, with the reason."""
 

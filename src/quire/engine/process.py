@@ -15,7 +15,7 @@ from quire.core.constraint import Constraints, NoConstraints
 from quire.engine.engine import Engine
 from quire.engine.watch import Watch
 from quire.engine.window import NoWindow, Window
-from quire.engine.wire import Abort, Ask, Frames, Look, Seen, Submit, ToEngine, Told, Update, frame
+from quire.engine.wire import Abort, Ask, Forget, Frames, Look, Seen, Submit, ToEngine, Told, Update, frame
 from quire.errors import InvalidRequest, StepFailed
 from quire.text.harmless import block
 from quire.values import Request, Tokens, failed
@@ -99,6 +99,8 @@ class EngineLoop:
         elif isinstance(message, Abort):
             for id in message.ids:
                 self.engine.abort(id, message.why)
+        elif isinstance(message, Forget):
+            self.engine.reset_prefix_cache()
         elif isinstance(message, Look):
             self.window.watch(message.on)
         elif isinstance(message, Ask):

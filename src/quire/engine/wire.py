@@ -30,6 +30,10 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     why: FinishReason = "abort"
 
 
+class Forget(msgspec.Struct, tag=True, frozen=True):
+    """Empty the prefix cache."""
+
+
 class Look(msgspec.Struct, tag=True, frozen=True):
     """Somebody watches and begins with a whole picture; or nobody does any more."""
 
@@ -90,7 +94,7 @@ class Told(msgspec.Struct, tag=True, frozen=True):
     story: bytes
 
 
-ToEngine = Configure | Submit | Abort | Look | Ask
+ToEngine = Configure | Submit | Abort | Forget | Look | Ask
 ToFront = Ready | Refused | Update | Seen | Told
 
 _HEAD = struct.Struct("<I")

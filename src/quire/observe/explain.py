@@ -142,8 +142,10 @@ def _prefix(history: History, story: Story) -> dict[str, Any]:
     name = other.request.id
     if shared < hits + size:
         return {**told, "why": f"the longest match, {name}, differs from token {shared} on; blocks hold {size} tokens"}
-    taken = other.lost.get(hits // size)
-    if taken is not None and taken[0] <= (story.resumed or 0.0):
+    taken, resumed = other.lost.get(hits // size), story.resumed or 0.0
+    if (other.opened or 0.0) < history.emptied <= min(resumed, taken[0] if taken else resumed):
+        return {**told, "why": f"{name} had the same first {shared} tokens, but the prefix cache was emptied since"}
+    if taken is not None and taken[0] <= resumed:
         return {
             **told,
             "evicted_by": taken[1],

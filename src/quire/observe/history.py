@@ -106,6 +106,9 @@ class History:
         """By page: whose tokens are in it, and which of that request's pages it is."""
         self.dropped: list[int] = []
         """Pages of those whom the last step preempted."""
+        self.emptied = float("-inf")
+        """When the prefix cache was: not later than in the step planned then."""
+        self._resets = 0
         self._keep, self._most, self._kept = keep, tokens, 0
         self._rows: dict[int, Story] = {}
         self._spans: object = None
@@ -126,6 +129,8 @@ class History:
     def on_step(self, record: StepRecord) -> None:
         plan, stories, now = record.plan, self.stories, record.committed
         self.dropped = []
+        if record.gauges.resets != self._resets:
+            self._resets, self.emptied = record.gauges.resets, record.planned
         if record.decisions:
             self._decided(record)
         if plan.grown:

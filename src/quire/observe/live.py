@@ -54,6 +54,7 @@ class LiveWindow:
         self._last, self._last_whole = float("-inf"), float("-inf")
         self._leaving: list[tuple[int, list[int]]] = []
         self._waiting = ""
+        self._resets = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -163,6 +164,8 @@ class LiveWindow:
         """The next frame, and whether it is whole; None when it is not time. last: the engine falls idle after this."""
         if not self.watched or not (last or now - self._last >= EVERY):
             return None
+        if engine.scheduler.kv.resets != self._resets:
+            self._resets, self._whole = engine.scheduler.kv.resets, True
         if not (self._whole or self._steps or self._told or self._leaving):
             return None
         self._last = now

@@ -161,6 +161,10 @@ class RecordedEngine(Engine):
         else:
             self._leave(id, "error", super().fail, error)
 
+    def reset_prefix_cache(self) -> None:
+        super().reset_prefix_cache()
+        self.recorder.write(tape.Emptied(self.recorder.at))
+
     def _leave(self, id: str, why: FinishReason, leave: Callable[[str, Any], None], how: Any) -> None:
         if id in self.scheduler.seqs:
             self._read.deciding = True

@@ -137,7 +137,13 @@ class Crashed(Frame, tag=9, frozen=True):
     kind: str
 
 
-AnyFrame: TypeAlias = Began | Launched | Landed | Reset | Idled | Arrived | Provided | Left | Deepened | Crashed
+class Emptied(Frame, tag=10, frozen=True):
+    """Nothing in the prefix cache is found from now on."""
+
+
+AnyFrame: TypeAlias = (
+    Began | Launched | Landed | Reset | Idled | Arrived | Provided | Left | Deepened | Crashed | Emptied
+)
 
 encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(AnyFrame).decode

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from quire.backends.base import Backend, Delta, ModelCard, Service
-from quire.errors import InvalidRequest, QuireError, Unavailable
+from quire.errors import InvalidRequest, QuireError, Unavailable, nearest
 from quire.server import answers, calls, faults, openapi, prompts, schemas
 from quire.server.calls import Job
 from quire.server.desk import Desk, NoDesk
@@ -36,6 +36,11 @@ from quire.text.tools.styles import STYLES
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
 _GONE = 499
 """nginx's code for a client that closed its request; nobody reads it."""
+_RESETS: Mapping[str, str] = {
+    "reset_running_requests": "who runs goes on with what it has computed, and is in the way of nothing",
+    "reset_external": "there is no cache outside",
+}
+"""vLLM's parameters of a reset, and why they would change nothing."""
 
 
 class Api:
@@ -112,6 +117,16 @@ class Api:
 
     # ---------------------------------------------------------------- what there is, and how it is
 
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """Takes vLLM's parameters where they say what happens anyway."""
+        for name, value in request.query_params.items():
+            if name not in _RESETS:
+                raise InvalidRequest(f"unknown parameter {name!r}.{nearest(name, _RESETS)}", param=name)
+            if value.lower() not in ("false", "0"):
+                raise InvalidRequest(f"{name} must be false: {_RESETS[name]}", param=name)
+        self._backend.reset_prefix_cache()
+        return Response()
+
     async def models(self, request: Request) -> Response:
         return gone_or_json({"object": "list", "data": [_card(self._backend.model())]})
 
@@ -148,6 +163,7 @@ def create_app(
         Route("/v1/models/{id:path}", api.model),
         Route("/tokenize", api.tokenize, methods=["POST"]),
         Route("/detokenize", api.detokenize, methods=["POST"]),
+        Route("/reset_prefix_cache", api.reset_prefix_cache, methods=["POST"]),
         Route("/metrics", api.metrics),
         Route("/openapi.json", partial(_openapi, openapi.document(version))),
         *vitals(backend, version),
@@ -174,6 +190,9 @@ def vitals(service: Service, version: str) -> list[Route]:
     async def stats(request: Request) -> Response:
         return gone_or_json(service.stats())
 
+    async def load(request: Request) -> Response:
+        return gone_or_json({"server_load": service.load()})
+
     async def told(request: Request) -> Response:
         return gone_or_json({"version": version})
 
@@ -183,6 +202,7 @@ def vitals(service: Service, version: str) -> list[Route]:
         Route("/health/ready", ready),
         Route("/ping", live, methods=["GET", "POST"]),
         Route("/stats", stats),
+        Route("/load", load),
         Route("/version", told),
     ]
 

@@ -132,8 +132,8 @@ def check_haste(priority: int | None, timeout: float | None, limits: Limits) -> 
         raise InvalidRequest("timeout must be above 0 seconds", param="timeout")
 
 
-ADMIN = ("/stats", "/metrics", "/v1/requests", "/v1/recording", "/ui")
-"""Paths that tell of other people's requests, and those below them."""
+ADMIN = ("/stats", "/load", "/metrics", "/v1/requests", "/v1/recording", "/ui", "/reset_prefix_cache")
+"""Paths that tell of other people's requests, or slow them down, and those below them."""
 
 ANYONE = -1
 """Who asks, where no key is needed."""

@@ -58,6 +58,11 @@ _LIST: Mapping[str, Mapping[str, Any]] = {
 }
 _FILES: Mapping[str, Mapping[str, Any]] = {**_LIST, "order": {"enum": ["asc", "desc"]}, "purpose": {"type": "string"}}
 
+_RESET: Mapping[str, Mapping[str, Any]] = {
+    "reset_running_requests": {"enum": [False]},
+    "reset_external": {"enum": [False]},
+}
+
 _BOUNDS: Mapping[str, tuple[float, float]] = {name: (low, high) for name, low, high in RANGES}
 _MESSAGE: Mapping[str, Any] = {
     "type": "object",
@@ -86,6 +91,8 @@ OPERATIONS = (
     Operation("get", "/v1/requests/{id}/explain", "What was decided about a request", errors=("404",)),
     Operation("get", "/v1/recording", "What the flight recorder has written", None, (BYTES,), ("404",)),
     Operation("get", "/stats", "Counters"),
+    Operation("get", "/load", "How many prompts are being answered"),
+    Operation("post", "/reset_prefix_cache", "Empty the prefix cache", None, (), ("400", "429"), _RESET),
     Operation("get", "/metrics", "Counters, for Prometheus", None, (TEXT,)),
     Operation("get", "/version", "This server's version"),
     *(Operation("get", path, "Whether it is well") for path in ("/ping", *sorted(OPEN))),

@@ -288,6 +288,9 @@ def _turn(engine: Engine, script: Script) -> None:
     elif isinstance(frame, tape.Left):
         script.take()
         engine.abort(frame.id, frame.why)
+    elif isinstance(frame, tape.Emptied):
+        script.take()
+        engine.reset_prefix_cache()
     elif isinstance(frame, tape.Deepened):
         script.take()
         engine.depth = frame.depth
