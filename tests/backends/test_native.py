@@ -44,8 +44,8 @@ class Watching:
         assert seconds >= 0
         self.firsts += 1
 
-    def on_gap(self, seconds: float, tokens: int) -> None:
-        self.gaps += tokens
+    def on_gap(self, seconds: float, tokens: int, answers: int = 1) -> None:
+        self.gaps += tokens * answers
 
     def on_end(self, ended: Ended) -> None:
         self.ends.append(ended)

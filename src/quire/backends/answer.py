@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import traceback
 from dataclasses import replace
-from typing import NamedTuple
 
 from quire.backends.base import Delta
 from quire.text.detokenizer import Detokenizer
@@ -16,10 +15,8 @@ from quire.values import SamplingParams, TokenLogprobs, Tokens
 log = logging.getLogger("uvicorn.error")
 
 
-class _Read(NamedTuple):
-    text: str
-    used: int
-    stop: str | None = None
+_Read = tuple[str, int, str | None]
+"""Text, the tokens behind it, and the stop string that ended it, if one did."""
 
 
 class Answer:
@@ -75,23 +72,32 @@ class Answer:
 
     def take(self, event: Tokens) -> Delta | None:
         """What can be told after one engine step; None while everything is held back."""
-        if event.prompt_logprobs and self._prompt is not None:
-            self._prompt += event.prompt_logprobs
-        if event.cached:
-            self.cached = event.cached
-        if event.finish == "error":
+        _, tokens, finish, _, logprobs, prompt, cached = event[:7]
+        if prompt and self._prompt is not None:
+            self._prompt += prompt
+        if cached:
+            self.cached = cached
+        if finish is not None:
+            return self._last(event, finish)
+        text, used, stop = self._read(tokens)
+        self._count(tokens, logprobs, used)
+        if stop is not None:
+            return self._delta(text, finish="stop", reason=stop)
+        told = text or (tokens and self._prompt is not None)  # echoes wait for the prompt's scores
+        return self._delta(text) if told else None
+
+    def _last(self, event: Tokens, finish: str) -> Delta:
+        """What is told at the engine's end of it; a stop string before that comes first."""
+        if finish == "error":
             return self._delta("", finish="error", error=event.error)._replace(param=event.param, status=event.status)
-        hidden = event.finish == "stop" and event.stop_token is not None and not self._include
-        read = self._read(event.tokens[:-1] if hidden else event.tokens)
-        if read.stop is not None:
-            self._count(event, read.used)
-            return self._delta(read.text, finish="stop", reason=read.stop)
-        self._count(event, len(event.tokens))
-        if event.finish is None:
-            told = read.text or (event.tokens and self._prompt is not None)  # echoes wait for the prompt's scores
-            return self._delta(read.text) if told else None
-        named = event.finish == "stop" and event.stop_token not in self._eos
-        last = self.end(event.finish, read.text, reason=event.stop_token if named else None)
+        tokens, stopped = event.tokens, finish == "stop"
+        hidden = stopped and event.stop_token is not None and not self._include
+        text, used, stop = self._read(tokens[:-1] if hidden else tokens)
+        self._count(tokens, event.logprobs, len(tokens) if stop is None else used)
+        if stop is not None:
+            return self._delta(text, finish="stop", reason=stop)
+        named = stopped and event.stop_token not in self._eos
+        last = self.end(finish, text, reason=event.stop_token if named else None)
         return last._replace(pooled=event.pooled) if event.pooled else last
 
     def end(self, finish: str, text: str = "", *, reason: int | str | None = None) -> Delta:
@@ -107,7 +113,7 @@ class Answer:
     def _read(self, tokens: tuple[int, ...]) -> _Read:
         feed = self._detokenizer.feed
         if not self._searching:
-            return _Read(feed(tokens), len(tokens))
+            return feed(tokens), len(tokens), None
         texts = []
         for used, token in enumerate(tokens, 1):
             text = feed((token,))
@@ -115,16 +121,16 @@ class Answer:
                 text, stop = self._finder.feed(text)
                 if stop is not None:
                     texts.append(text)
-                    return _Read("".join(texts), used, stop)
+                    return "".join(texts), used, stop
             texts.append(text)
-        return _Read("".join(texts), len(tokens))
+        return "".join(texts), len(tokens), None
 
-    def _count(self, event: Tokens, used: int) -> None:
+    def _count(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], used: int) -> None:
         self.count += used
-        self.surplus += len(event.tokens) - used
-        self._tokens += event.tokens[:used]
-        if event.logprobs:
-            self._logprobs += event.logprobs[:used]
+        self.surplus += len(tokens) - used
+        self._tokens += tokens[:used]
+        if logprobs:
+            self._logprobs += logprobs[:used]
 
     def _delta(
         self, text: str, *, finish: str | None = None, reason: int | str | None = None, error: str | None = None

@@ -14,12 +14,13 @@ from typing import Any, cast
 from quire import errors
 from quire.backends.answer import Answer, told
 from quire.backends.base import Call, Delta, ModelCard
+from quire.backends.live import Live
 from quire.backends.load import Departures
 from quire.backends.observer import RimObserver, Unobserved
 from quire.backends.spell import answer_to, requests
 from quire.engine.executor import Description
 from quire.engine.port import Port
-from quire.errors import DeadlineExceeded, Interrupted, InvalidRequest, Overloaded, QuireError, Unavailable
+from quire.errors import DeadlineExceeded, Interrupted, InvalidRequest, Overloaded, Unavailable
 from quire.text.chat import ChatTemplate
 from quire.text.stop import StopStrings
 from quire.text.tokenizer import Tokenizer
@@ -41,32 +42,6 @@ def _nothing_yet(about: Description) -> dict[str, Any]:
         "max_batch_observed": 0,
         "cache": {**cache, "utilization": 0.0, "policy": "lru"},
     }
-
-
-class _Live:
-    """A call being answered. `answers` go on; `deltas` are ready to be told; `made` are tokens of answers that ended.
-
-    `error` ends the call for all its answers, after what is ready.
-    """
-
-    __slots__ = ("_waiter", "answers", "arrived", "call", "deltas", "error", "made", "max_new", "timer")
-
-    def __init__(self, call: Call, arrived: float, max_new: int) -> None:
-        self.call, self.arrived, self.max_new = call, arrived, max_new
-        self.answers: dict[str, Answer] = {}
-        self.deltas: list[Delta] = []
-        self.error: QuireError | None = None
-        self.made = 0
-        self.timer: asyncio.TimerHandle | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def news(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
 
 
 class NativeBackend:
@@ -93,8 +68,8 @@ class NativeBackend:
         self._port, self._tokenizer, self._card, self._chat = port, tokenizer, card, chat
         self._observer: RimObserver = Unobserved() if observer is None else observer
         self._max_queued, self._max_unread, self._clock, self._seeds = max_queued, max_unread, clock, seeds
-        self._seats: dict[str, tuple[_Live, Answer]] = {}
-        self._lives: set[_Live] = set()
+        self._seats: dict[str, tuple[Live, Answer]] = {}
+        self._lives: set[Live] = set()
         self._left = Departures()
         self._stats: dict[str, Any] = {}
         self._draining = False
@@ -172,7 +147,7 @@ class NativeBackend:
         finally:
             self._abandon(live)
 
-    def _admit(self, call: Call) -> _Live:
+    def _admit(self, call: Call) -> Live:
         """Into the engine's queue, or a reason why not."""
         now = self._clock()
         if not self.ready():
@@ -187,7 +162,7 @@ class NativeBackend:
         )
         self._queue(len(asked), now)
         self._port.submit(asked)
-        live = _Live(call, now, asked[0].max_new)
+        live = Live(call, now, asked[0].max_new)
         stops = StopStrings(call.sampling.stop)
         for request in asked:
             live.answers[request.id] = made = answer_to(request, self._tokenizer, stops)
@@ -219,24 +194,26 @@ class NativeBackend:
         """One engine step: each answer gets what it can tell, and each reader is woken once."""
         now, seats, observer = self._clock(), self._seats, self._observer
         over: defaultdict[FinishReason, list[str]] = defaultdict(list)
-        unread: list[_Live] = []
+        gaps: defaultdict[tuple[float, int], int] = defaultdict(int)
+        unread: list[Live] = []
+        began = time.perf_counter()
         for event in batch:
-            seat = seats.get(event.id)
+            seat, made = seats.get(event.id), len(event.tokens)
             if seat is None:  # it ended here before the engine knew
-                if event.tokens:
-                    observer.on_surplus(len(event.tokens))
+                if made:
+                    observer.on_surplus(made)
                 continue
             live, one = seat
-            if event.tokens:
+            if made:
                 if one.last is None:
                     one.first = now
                     observer.on_first(now - live.arrived)
                 else:
-                    observer.on_gap(now - one.last, len(event.tokens))
+                    gaps[one.last, made] += 1
                 one.last = now
-            began = time.perf_counter()
             delta = told(one, event)
-            one.spent += time.perf_counter() - began
+            before, began = began, time.perf_counter()
+            one.spent += began - before
             if delta is None:
                 continue
             if delta.finish_reason is not None:
@@ -248,12 +225,14 @@ class NativeBackend:
                 if len(live.deltas) > self._max_unread:
                     unread.append(live)
             live.wake()
+        for (last, made), answers in gaps.items():
+            observer.on_gap(now - last, made, answers)
         for live in unread:
             self._end(live, "abort")
         for why, ids in over.items():
             self._port.abort(ids, why)
 
-    def _finish(self, live: _Live, answer: Answer, delta: Delta, now: float) -> None:
+    def _finish(self, live: Live, answer: Answer, delta: Delta, now: float) -> None:
         """An answer is complete. An error ends the whole call, and so does a deadline before any token."""
         reason = delta.finish_reason or ""
         del self._seats[answer.id], live.answers[answer.id]
@@ -271,7 +250,7 @@ class NativeBackend:
             live.deltas.clear()
             live.error = DeadlineExceeded(f"nothing was made within {live.call.timeout:g} s", param="timeout")
 
-    def _tell_end(self, live: _Live, answer: Answer, reason: str, now: float) -> None:
+    def _tell_end(self, live: Live, answer: Answer, reason: str, now: float) -> None:
         self._observer.on_end(
             Ended(
                 live.call.id,
@@ -304,7 +283,7 @@ class NativeBackend:
 
     # ---------------------------------------------------------------- ends that the rim brings
 
-    def _end(self, live: _Live, reason: FinishReason) -> None:
+    def _end(self, live: Live, reason: FinishReason) -> None:
         """End every answer that goes on, with what there is."""
         now = self._clock()
         over = list(live.answers.values())
@@ -318,7 +297,7 @@ class NativeBackend:
             if live.answers:
                 self._end(live, reason)
 
-    def _abandon(self, live: _Live) -> None:
+    def _abandon(self, live: Live) -> None:
         """Nobody reads on: finished, failed, or the client has gone. Its pages are free within a step."""
         if live.timer is not None:
             live.timer.cancel()

@@ -13,8 +13,8 @@ class RimObserver(Protocol):
     def on_first(self, seconds: float) -> None:
         """An answer got its first token, so long after its call arrived."""
 
-    def on_gap(self, seconds: float, tokens: int) -> None:
-        """An answer got `tokens` more, so long after the ones before."""
+    def on_gap(self, seconds: float, tokens: int, answers: int = 1) -> None:
+        """So many answers got `tokens` more each, so long after the ones before."""
 
     def on_end(self, ended: Ended) -> None:
         """An answer ended, in whatever way."""
@@ -34,7 +34,7 @@ class Unobserved:
 
     def on_first(self, seconds: float) -> None: ...
 
-    def on_gap(self, seconds: float, tokens: int) -> None: ...
+    def on_gap(self, seconds: float, tokens: int, answers: int = 1) -> None: ...
 
     def on_end(self, ended: Ended) -> None: ...
 
@@ -56,9 +56,9 @@ class Several:
         for observer in self._observers:
             observer.on_first(seconds)
 
-    def on_gap(self, seconds: float, tokens: int) -> None:
+    def on_gap(self, seconds: float, tokens: int, answers: int = 1) -> None:
         for observer in self._observers:
-            observer.on_gap(seconds, tokens)
+            observer.on_gap(seconds, tokens, answers)
 
     def on_end(self, ended: Ended) -> None:
         for observer in self._observers:

@@ -41,6 +41,7 @@ class Job:
     path: str = ""
     tls: bool = False
     told: bool = False
+    chat: bool = False
 
 
 class Asked(NamedTuple):
@@ -105,10 +106,12 @@ async def stream(job: Job, todo: Iterator[int], zero: float, tally: Tally) -> No
 
 def spoken(job: Job, number: int) -> bytes:
     """A request as it goes over the wire."""
+    words = " ".join(map(str, job.prompts[number]))
+    asked = {"messages": [{"role": "user", "content": words}]} if job.chat else {"prompt": job.prompts[number]}
     body = json.dumps(
         {
             "model": job.model,
-            "prompt": job.prompts[number],
+            **asked,
             "max_tokens": job.new[number],
             "temperature": 0,
             "ignore_eos": True,
@@ -118,7 +121,8 @@ def spoken(job: Job, number: int) -> bytes:
         }
     ).encode()
     key = f"Authorization: Bearer {job.key}\r\n" if job.key else ""
-    head = f"POST {job.path}/v1/completions HTTP/1.1\r\nHost: {job.host}\r\nContent-Type: application/json\r\n{key}"
+    path = f"{job.path}/v1/{'chat/' if job.chat else ''}completions"
+    head = f"POST {path} HTTP/1.1\r\nHost: {job.host}\r\nContent-Type: application/json\r\n{key}"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 

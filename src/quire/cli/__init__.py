@@ -23,6 +23,7 @@ main = Root(
                 "speculate": ("quire.bench.speculate", "Measure a draft model of real size on this GPU, on and off."),
                 "drafts": ("quire.bench.drafts", "Measure speculation with the embedded model, on and off."),
                 "http": ("quire.bench.http", "Measure a server on this GPU from several client processes."),
+                "front": ("quire.bench.front", "Measure what a streamed token costs on its way, by simulated steps."),
                 "batches": ("quire.bench.batches", "Measure what a batch in the gaps costs those who ask meanwhile."),
                 "pair": ("quire.bench.pair", "Measure a server directly and through Quire, side by side."),
                 "viewers": ("quire.bench.viewers", "Measure what watching the live page costs those being answered."),

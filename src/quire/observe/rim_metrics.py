@@ -51,10 +51,8 @@ class RimMetrics(Collector):
     def on_first(self, seconds: float) -> None:
         self._first.observe(seconds)
 
-    def on_gap(self, seconds: float, tokens: int) -> None:
-        each = seconds / tokens
-        for _ in range(tokens):
-            self._gap.observe(each)
+    def on_gap(self, seconds: float, tokens: int, answers: int = 1) -> None:
+        self._gap.observe(seconds / tokens, tokens * answers)
 
     def on_end(self, ended: Ended) -> None:
         histograms = self._histograms

@@ -50,13 +50,8 @@ class _Head:
         self.usage = Usage(job, token_text)
         about = {"id": job.id, "object": kind, "created": job.created, "model": job.model}
         self._before = b"data: " + _json(about)[:-1] + b',"choices":['
-        self._heads: dict[int, bytes] = {}
-
-    def of(self, index: int) -> bytes:
-        head = self._heads.get(index)
-        if head is None:
-            head = self._heads[index] = self._before + b'{"index":%d,' % index
-        return head
+        self.of = [self._before + b'{"index":%d,' % index for index in range(len(job.calls) * job.n)]
+        """By choice."""
 
     def tail(self) -> bytes:
         """From the choice's end on."""
@@ -89,25 +84,26 @@ class CompletionChunks:
 
     def of(self, delta: Delta) -> bytes:
         job, index = self._job, delta.index
-        echo = b""
         if delta.prompt_logprobs is not None:
             self._scores[index] = delta.prompt_logprobs
-        if index not in self._begun:
-            self._begun.add(index)
-            echo = self._echo(index) if job.echo or job.token_ids else b""
+        before = b"" if index in self._begun else self._begin(index)
         if job.scored_only:
             delta = Delta(index, "", finish_reason="length")
         self._head.usage.add(delta)
-        head = self._head.of(index) + b'"text":' + _json(delta.text)
+        said = before + self._head.of[index] + b'"text":' + _json(delta.text)
         if self._plain and delta.finish_reason is None:
-            return echo + head + _PLAIN_TAIL + b',"stop_reason":null' + self._head.tail()
-        return echo + head + self._rest(delta, delta.tokens, delta.logprobs) + self._head.tail()
+            return said + _PLAIN_TAIL + b',"stop_reason":null' + self._head.tail()
+        return said + self._rest(delta, delta.tokens, delta.logprobs) + self._head.tail()
+
+    def _begin(self, index: int) -> bytes:
+        self._begun.add(index)
+        return self._echo(index) if self._job.echo or self._job.token_ids else b""
 
     def _echo(self, index: int) -> bytes:
         call = self._job.calls[index // self._job.n]
         prompt = call.prompt if self._job.echo else ()
         text = (call.text or "") if self._job.echo else ""
-        head = self._head.of(index) + b'"text":' + _json(text)
+        head = self._head.of[index] + b'"text":' + _json(text)
         rest = self._rest(Delta(index, ""), prompt, self._scores.get(index - index % self._job.n, ()))
         if self._job.token_ids:
             rest += b',"prompt_token_ids":' + _json(call.prompt)
@@ -157,11 +153,11 @@ class ChatChunks:
     def _opening(self, index: int) -> bytes:
         call = self._job.calls[index // self._job.n]
         prompt = b',"prompt_token_ids":' + _json(call.prompt) if self._job.token_ids else b""
-        role = self._head.of(index) + b'"delta":{"role":"assistant","content":""}' + _PLAIN_TAIL
+        role = self._head.of[index] + b'"delta":{"role":"assistant","content":""}' + _PLAIN_TAIL
         said = role + prompt + self._head.tail()
         if self._job.echo and call.text:
             said += (
-                self._head.of(index) + self._body(Part("content", call.text), index) + _PLAIN_TAIL + self._head.tail()
+                self._head.of[index] + self._body(Part("content", call.text), index) + _PLAIN_TAIL + self._head.tail()
             )
         return said
 
@@ -175,7 +171,7 @@ class ChatChunks:
         bodies = [self._body(part, index) for part in parts if part.kind != "reasoning" or self._job.reasons]
         if not bodies and self._needless and delta.finish_reason is None:
             return b""
-        head, tail = self._head.of(index), self._head.tail()
+        head, tail = self._head.of[index], self._head.tail()
         *before, last = bodies or [b'"delta":{}']
         said = b"".join([head + body + _PLAIN_TAIL + tail for body in before])
         if self._plain and delta.finish_reason is None:

@@ -195,6 +195,7 @@ class Guard:
     """ASGI middleware: no key, no entry, whatever the path; and every answer and scope carries the request's id.
 
     admits: who else gets in, by path and headers. rates: what each key may ask for; scope["key"] says which it is.
+    scope["send"] is for bodies: all that handlers have put around theirs looks at heads alone.
     """
 
     def __init__(
@@ -220,7 +221,7 @@ class Guard:
             await send(message)
 
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        scope["key"] = ANYONE
+        scope["key"], scope["send"] = ANYONE, send
         try:
             if path not in OPEN and not self._admits(path, headers):
                 scope["key"] = self._keys.check(headers, admin=for_admins(path))

@@ -58,10 +58,18 @@ class Rates:
         """Tokens of a prompt that was taken, or of an answer that was told."""
         self._buckets(key)[1].take(tokens)
 
-    async def metered(
+    def metered(
         self, key: int, prompt: int, said: AsyncGenerator[list[Delta], None]
     ) -> AsyncGenerator[list[Delta], None]:
-        """What is said, counted as it comes; so is the prompt of so many tokens, once something is."""
+        """What is said, counted as it comes; so is the prompt of so many tokens, once something is.
+
+        Nothing is counted while there is no bound.
+        """
+        return said if self._tokens == math.inf else self._metered(key, prompt, said)
+
+    async def _metered(
+        self, key: int, prompt: int, said: AsyncGenerator[list[Delta], None]
+    ) -> AsyncGenerator[list[Delta], None]:
         async with aclosing(said):
             async for ready in said:
                 self.spend(key, prompt + _tokens(ready))

@@ -23,16 +23,15 @@ HEADERS = (
 )
 
 
-async def deltas(backend: Backend, calls: Sequence[Call], n: int) -> AsyncGenerator[list[Delta], None]:
+def deltas(backend: Backend, calls: Sequence[Call], n: int) -> AsyncGenerator[list[Delta], None]:
     """The answers to all calls, as they come; the choices of call i are numbered from i * n.
 
     Closing it ends all calls, and so does an error in any of them. Raises what `Backend.stream` raises.
     """
-    if len(calls) == 1:
-        async with aclosing(backend.stream(calls[0])) as stream:
-            async for ready in stream:
-                yield ready
-        return
+    return backend.stream(calls[0]) if len(calls) == 1 else _together(backend, calls, n)
+
+
+async def _together(backend: Backend, calls: Sequence[Call], n: int) -> AsyncGenerator[list[Delta], None]:
     news: asyncio.Queue[list[Delta] | Exception | None] = asyncio.Queue()
     tasks = [asyncio.ensure_future(_pump(backend, call, i * n, news)) for i, call in enumerate(calls)]
     try:
@@ -109,6 +108,7 @@ class EventStream(Generic[D_contra]):
         self._started = self._spoke = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._body = scope["send"]
         pump = asyncio.ensure_future(self._pump(send))
         watch = asyncio.ensure_future(self._watch(receive, send))
         try:
@@ -153,9 +153,9 @@ class EventStream(Generic[D_contra]):
             self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
             data = self._chunks.opening() + data
-        await send({"type": "http.response.body", "body": data, "more_body": True})
+        await self._body({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _end(self, send: Send, data: bytes) -> None:
         if not self._started:
             await self._send(send, b"")
-        await send({"type": "http.response.body", "body": data, "more_body": False})
+        await self._body({"type": "http.response.body", "body": data, "more_body": False})

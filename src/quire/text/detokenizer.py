@@ -22,24 +22,26 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
-    """For vocabularies whose tokens are bytes end to end: the bytes go through one incremental UTF-8 decoder.
+    """For vocabularies whose tokens are bytes end to end: UTF-8 is decoded as far as it is whole.
 
-    The decoder holds at most three bytes, so a token costs the same wherever it stands.
+    At most three bytes are held back, so a token costs the same wherever it stands.
     """
 
-    __slots__ = ("_decode", "_pieces")
+    __slots__ = ("_held", "_piece")
 
     def __init__(self, pieces: Mapping[int, bytes]) -> None:
-        self._pieces = pieces
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._piece = pieces.__getitem__
+        self._held = b""
 
     def feed(self, tokens: Sequence[int]) -> str:
-        if len(tokens) == 1:
-            return self._decode(self._pieces[tokens[0]])
-        return self._decode(b"".join(map(self._pieces.__getitem__, tokens)))
+        data = self._held + b"".join(map(self._piece, tokens))
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._held = data[used:]
+        return text
 
     def flush(self) -> str:
-        return self._decode(b"", True)
+        held, self._held = self._held, b""
+        return held.decode("utf-8", "replace")
 
 
 class WindowDetokenizer:

@@ -1,0 +1,35 @@
+"""An engine process whose steps take a fixed time: `python -m quire.bench.timed FD`, as `quire.build.child`.
+
+QUIRE_BENCH_STEP_MS says how long.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from quire.build.child import main
+from quire.engine.executor import Executor
+from quire.executors.costs import StepCost
+from quire.executors.synthetic import SyntheticExecutor
+
+STEP = "QUIRE_BENCH_STEP_MS"
+
+
+def timed(executor: Executor) -> SyntheticExecutor:
+    """The same sizes without a model."""
+    about = executor.describe()
+    executor.close()
+    return SyntheticExecutor(
+        pages=about.pages,
+        page_size=about.page_size,
+        rows=about.rows,
+        max_model_len=about.max_model_len,
+        vocab_size=about.vocab_size,
+        depth=about.depth,
+        cost=StepCost(float(os.environ[STEP]) / 1e3),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(timed))
