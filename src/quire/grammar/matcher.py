@@ -65,15 +65,17 @@ class Matcher:
         self._seen += fresh
 
     def _walk(self, drafts: Sequence[int]) -> list[Mask]:
-        """Masks up to the first draft that is not allowed or ends the text."""
-        matcher, mask, walked = self._matcher, self._mask(), 0
+        """Masks up to the first draft that is not allowed. An end may be ignored, and then more come behind it."""
+        matcher, mask, walked, over = self._matcher, self._mask(), 0, self._over
         made: list[Mask] = [mask]
         for draft in drafts:
-            if self._over or self._failed or draft in self._eos or not _allows(mask, draft):
+            if not _allows(mask, draft):
                 break
-            matcher.consume_token(draft)
-            walked += 1
-            mask = self._mask()
+            over = over or draft in self._eos
+            if not over:
+                matcher.consume_token(draft)
+                walked += 1
+            mask = self._end if over else self._mask()
             made.append(mask)
         if walked:
             matcher.rollback(walked)
