@@ -39,6 +39,15 @@ def round_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     return (exact / scale).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scale
 
 
+LEAST = 32
+"""Rows that a card's library wants for products of integers, at least."""
+
+
+def at_least(rows: int, x: Tensor) -> Tensor:
+    """x with rows of zeros below it until there are so many."""
+    return torch.nn.functional.pad(x, (0, 0, 0, max(0, rows - len(x))))
+
+
 class Restoring(ABC):
     """The quantised products of `base.Ops`, by restoring the matrix at each call. Nothing is kept between calls."""
 
@@ -71,9 +80,9 @@ class Restoring(ABC):
 
     def int8_linear(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
         rounded, steps = round_tokens(x)
-        if x.is_cuda:  # bfloat16 holds every int8, and products are summed in float32
-            sums = torch.nn.functional.linear(rounded.bfloat16(), weight.bfloat16()).float()
+        if x.is_cuda and any(size % 8 for size in weight.shape):
+            sums = self.linear(rounded.float(), weight.float())
         else:
-            sums = torch._int_mm(rounded, weight.t()).float()
+            sums = torch._int_mm(at_least(LEAST if x.is_cuda else 0, rounded), weight.t())[: len(x)].float()
         out = (sums * steps * scale.t()).to(x.dtype)
         return out if bias is None else out + bias

@@ -35,7 +35,7 @@ from quire.runner.rows import Rows
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 CAPABILITY, SHARED = int(sys.argv[1]), int(sys.argv[2])
-BF16, INT = torch.bfloat16, torch.int32
+BF16, INT, E4M3 = torch.bfloat16, torch.int32, torch.float8_e4m3fn
 
 
 class NoCard:
@@ -85,18 +85,18 @@ def everything(ops: TritonOps) -> None:
         ops.linear(halves(rows, 8192), halves(2048, 8192))
         ops.linear(halves(rows, 4096), halves(28672, 4096), None, "silu")
     if CAPABILITY >= 89:  # before, eight bits of floating point are not known
-        small = LayerKV(*(torch.empty(4, 8, 64, 128, dtype=torch.float8_e4m3fn) for _ in "kv"), k_scale=0.5)
+        small = LayerKV(*(torch.empty(4, 8, 64, 128, dtype=E4M3) for _ in "kv"), k_scale=0.5)
         ops.turn_and_write(halves(4, 48 * 128), 32, small, batch(4, 1), angles)
         for spans, n in ((2, 1), (64, 1), (2, 512)):
             ops.attention(halves(spans * n, 32, 128), small, batch(spans, n), 0.1)
-        for rows in (1, 16, 64):
-            weight = torch.empty(6144, 4096, dtype=torch.float8_e4m3fn)
+        weight = torch.empty(6144, 4096, dtype=E4M3)
+        for rows in (1, 16):
             ops.scaled_linear(halves(rows, 4096), weight, torch.empty(6144, 1), 4096, gate="silu")
             ops.scaled_linear(halves(rows, 4096), weight, torch.empty(6144, 1), 4096)
+        for rows in (1, 16, 64, 300):
             ops.scaled_linear(halves(rows, 4096), weight, torch.empty(6144, 32), 128)
-        for rows, inputs in ((8, 12288), (128, 12288), (256, 4096)):
-            weight = torch.empty(4096, inputs, dtype=torch.float8_e4m3fn)
-            ops.scaled_linear(halves(rows, inputs), weight, torch.empty(4096, 1), inputs)
+        ops.scaled_linear(halves(8, 12288), torch.empty(4096, 12288, dtype=E4M3), torch.empty(4096, 1), 12288)
+        ops.scaled_linear(halves(64, 12288), torch.zeros(32, 12288, dtype=E4M3), torch.empty(32, 1), 12288)
     for rows in (1, 16, 64):
         weight = torch.empty(6144, 2048, dtype=torch.uint8)
         scale, groups = torch.empty(6144, 32), torch.empty(4096, dtype=torch.int64)
@@ -119,7 +119,7 @@ def alike(ops: FixedTritonOps) -> None:
         ops.linear(x, halves(6144, 4096, dtype=dtype), None, "silu")
         ops.scaled_linear(x, torch.empty(6144, 4096, dtype=torch.int8), torch.empty(6144, 1), 4096, gate="silu")
         if CAPABILITY >= 89:
-            ops.scaled_linear(x, torch.empty(6144, 4096, dtype=torch.float8_e4m3fn), torch.empty(6144, 32), 128)
+            ops.scaled_linear(x, torch.empty(6144, 4096, dtype=E4M3), torch.empty(6144, 32), 128)
         scale, groups = torch.empty(6144, 32), torch.empty(4096, dtype=torch.int64)
         ops.halved_linear(x, torch.empty(6144, 2048, dtype=torch.uint8), scale, scale, groups)
         pool = LayerKV(*(halves(4, 8, 64, 128, dtype=dtype) for _ in "kv"))

@@ -86,20 +86,15 @@ def test_small_matrices_are_cut_into_runs_until_there_are_programs_enough() -> N
     assert [runs(8, inputs) for inputs in (256, 1024, 2048)] == [1, 2, 4], "no run is shorter than 512"
 
 
-@pytest.mark.parametrize("rows", [2, 8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("rows", [2, 8, 16])
 def test_matrices_in_eight_bits_keep_a_card_busy_whatever_their_shape(rows: int) -> None:
     for outputs, inputs in ((6144, 4096), (4096, 4096), (4096, 12288)):
         how = scaled_recipe(rows, outputs, inputs)
         assert how is not None
-        programs = -(-rows // how.rows) * -(-outputs // how.outputs) * how.splits
+        programs = -(-outputs // how.outputs) * how.splits
         assert 128 <= programs <= 512, "about as many as an H200 runs at once"
         assert how.inputs <= inputs // how.splits
-
-
-def test_a_gated_product_is_cut_where_that_fills_the_last_turn() -> None:
-    shapes = ((256, 12288), (256, 14336), (128, 12288))
-    found = [scaled_recipe(rows, outputs, 4096, gated=True) or VECTOR for rows, outputs in shapes]
-    assert [how.splits for how in found] == [2, 1, 1], "of 384 programs a turn has half left over, of 768 a tenth"
+    assert scaled_recipe(17, 6144, 4096) is None, "more are the library's: see `twofold`"
 
 
 def test_what_is_large_or_small_keeps_its_place_in_half_precision() -> None:
@@ -133,7 +128,7 @@ def test_bfloat16_on_the_card(rows: int, gate: Gate, outputs: int, inputs: int) 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
-@pytest.mark.parametrize("rows", [1, 2, 5, 16, 33, 64, 200, 256])
+@pytest.mark.parametrize("rows", [1, 2, 5, 16])
 @pytest.mark.parametrize("gate", ["", "silu"])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 12288), (2048, 14336)])
 def test_eight_bits_on_the_card(rows: int, gate: Gate, outputs: int, inputs: int) -> None:

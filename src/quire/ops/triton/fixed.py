@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import Gate
+from quire.ops.float8 import E4M3
 from quire.ops.grouped import by_owner, mix_in_order
-from quire.ops.quantised import round_tokens
 from quire.ops.triton import scaled, skinny
 from quire.ops.triton.ops import TritonOps
 from quire.ops.triton.skinny import Recipe
@@ -43,6 +43,8 @@ class FixedTritonOps(TritonOps):
         bias: Tensor | None = None,
         gate: Gate = "",
     ) -> Tensor:
+        if weight.dtype is E4M3 and not self.card.float8:
+            return super().scaled_linear(x, weight, scale, width, offset, bias, gate)
         matrix = scaled.Quantised(weight, scale, width, offset)
         return scaled.product(x, matrix, bias, how(x, RESTORED), self.card, self.arrived, gate)
 
@@ -58,12 +60,6 @@ class FixedTritonOps(TritonOps):
     ) -> Tensor:
         matrix = scaled.Quantised(weight, scale, zero=zero, groups=groups)
         return scaled.product(x, matrix, bias, how(x, RESTORED), self.card, self.arrived, gate)
-
-    def int8_linear(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-        rounded, steps = round_tokens(x)
-        sums = self.linear(rounded.bfloat16(), weight.bfloat16()).float()
-        out = (sums * steps * scale.t()).to(x.dtype)
-        return out if bias is None else out + bias
 
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return by_owner(x, weight, ends, self.linear)

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from triton.runtime import driver
 
-HOPPER = (9, 0)
-"""The first compute capability with dependent launch."""
+ADA, HOPPER = (8, 9), (9, 0)
+"""The first compute capability with floating point of eight bits; with dependent launch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,11 @@ class Card:
     precision: str = "ieee"
     shared: int = 99 << 10
     options: Mapping[str, bool] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def float8(self) -> bool:
+        """Whether kernels can read e4m3; the interpreter can."""
+        return self.capability >= ADA or not any(self.capability)
 
     @staticmethod
     def of(device: torch.device, dependent: bool = True) -> Card:

@@ -11,7 +11,7 @@ from quire.ops.float8 import E4M3
 from quire.ops.grouped import grouped_linear, mix
 from quire.ops.quantised import Restoring
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.ops.triton import attention, rows, scaled, shared, skinny, turn
+from quire.ops.triton import attention, restore, rows, scaled, shared, skinny, turn, twofold
 from quire.ops.triton.launch import Card
 from quire.ops.triton.split import COUNTERS
 from quire.ops.triton.work import Planned
@@ -28,6 +28,7 @@ class TritonOps(Restoring):
         """dependent: use programmatic dependent launch where the card has it."""
         self.card = Card.of(torch.device(device), dependent)
         self.arrived = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        self.one = torch.ones((), device=device)
 
     def prepare(self, batch: RaggedBatch) -> Planned:
         return batch if isinstance(batch, Planned) else Planned.of(batch)
@@ -58,17 +59,15 @@ class TritonOps(Restoring):
         bias: Tensor | None = None,
         gate: Gate = "",
     ) -> Tensor:
+        if weight.dtype is E4M3 and not self.card.float8:
+            return super().scaled_linear(x, weight, scale, width, offset, bias, gate)
         if scale.shape[1] == 1 and weight.dtype is E4M3 and x.dtype is torch.bfloat16:
             quick = skinny.scaled_recipe(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
             if quick is not None:
                 return skinny.product(x, weight, bias, quick, self.card, gate, scale, self.arrived)
-        matrix = scaled.Quantised(weight, scale, width, offset)
-        fast = scaled.fitting(x, matrix, self.card)
-        how = scaled.recipe(len(x), len(weight), x.shape[-1], fast=fast)
-        if how is None or x.dtype is not torch.bfloat16:
-            return super().scaled_linear(x, weight, scale, width, offset, bias, gate)
-        how = scaled.gated(how) if gate else how
-        return scaled.product(x, matrix, bias, how, self.card, self.arrived, gate)
+            if len(x) > skinny.MOST and twofold.fits(weight, self.card):
+                return twofold.product(x, weight, scale, bias, self.one, self.card, gate)
+        return self.restored_linear(x, scaled.Quantised(weight, scale, width, offset), bias, gate)
 
     def halved_linear(
         self,
@@ -80,10 +79,15 @@ class TritonOps(Restoring):
         bias: Tensor | None = None,
         gate: Gate = "",
     ) -> Tensor:
-        how = scaled.recipe(len(x), len(weight), x.shape[-1], halved=True)
+        return self.restored_linear(x, scaled.Quantised(weight, scale, zero=zero, groups=groups), bias, gate)
+
+    def restored_linear(self, x: Tensor, matrix: scaled.Quantised, bias: Tensor | None, gate: Gate) -> Tensor:
+        """By numbers restored on the way, or, for more rows than `scaled.MOST`, all of them beforehand."""
+        fast = scaled.fitting(x, matrix, self.card)
+        how = scaled.recipe(len(x), len(matrix.weight), x.shape[-1], fast=fast, halved=matrix.halved)
         if how is None or x.dtype is not torch.bfloat16:
-            return super().halved_linear(x, weight, scale, zero, groups, bias, gate)
-        matrix = scaled.Quantised(weight, scale, zero=zero, groups=groups)
+            return self.linear(x, restore.whole(matrix, x.shape[-1], x.dtype, self.card), bias, gate)
+        how = scaled.gated(how) if gate and not matrix.halved else how
         return scaled.product(x, matrix, bias, how, self.card, self.arrived, gate)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

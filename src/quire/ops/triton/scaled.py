@@ -175,7 +175,7 @@ def many_kernel(
 
 
 MOST = 256
-"""Rows up to which the matrix is restored on the way. Above, it is cheaper restored once for all of them."""
+"""Rows up to which the matrix is restored on the way. Above, it is cheaper restored once for all of them: `restore`."""
 
 
 class Quantised(NamedTuple):
@@ -187,6 +187,15 @@ class Quantised(NamedTuple):
     offset: int = 0
     zero: Tensor | None = None
     groups: Tensor | None = None
+
+    @property
+    def halved(self) -> bool:
+        return self.groups is not None
+
+    @property
+    def beside(self) -> tuple[Tensor, Tensor]:
+        """Zero points and groups, or what stands for them in a kernel that reads neither."""
+        return (self.scale if self.zero is None else self.zero, self.scale if self.groups is None else self.groups)
 
 
 RUN = 128
@@ -230,9 +239,9 @@ def splits(how: Recipe, programs: int, inputs: int, card: Card) -> int:
 
 def scales(matrix: Quantised, run: int) -> int:
     """What `restored` calls SCALES, for runs of so many columns."""
-    if matrix.groups is None and matrix.scale.shape[1] == 1:
+    if not matrix.halved and matrix.scale.shape[1] == 1:
         return 0
-    return 1 if matrix.groups is None and matrix.width % run == 0 and matrix.offset % run == 0 else 2
+    return 1 if not matrix.halved and matrix.width % run == 0 and matrix.offset % run == 0 else 2
 
 
 def product(
@@ -244,8 +253,7 @@ def product(
     outputs = len(matrix.weight) // 2 if gate else len(matrix.weight)
     out = x.new_empty(rows, outputs)
     weight, scale = matrix.weight, matrix.scale
-    halved = matrix.groups is not None
-    zero, groups = (scale, scale) if matrix.zero is None or matrix.groups is None else (matrix.zero, matrix.groups)
+    halved, (zero, groups) = matrix.halved, matrix.beside
     fast, kind = fitting(x, matrix, card) and how.inputs == RUN, scales(matrix, how.inputs)
     # What waits in shared memory for a number of the matrix, its scale and zero point included, and for one of x.
     how = how.fitted(card, (2 if gate else 1) * (1 + 4 * (kind == 2) + 8 * halved), x.element_size())

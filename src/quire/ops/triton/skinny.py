@@ -160,28 +160,12 @@ def settled(x, SETTLED: tl.constexpr):
 @triton.jit
 def usable(x, SCALED: tl.constexpr):
     """What x is multiplied as. By eight bits of floating point in half precision, which holds every one of them and is
-    made of them four times as cheaply as bfloat16: see `halves`."""
-    if SCALED and x.dtype != tl.float16:
+    made of them four times as cheaply as bfloat16: a sixteenth of x, which so may reach 1,048,000, and what is below
+    0.001 is off by 5e-7 at most."""
+    if SCALED:
         return (x.to(tl.float32) * 0.0625).to(tl.float16)
     else:
         return x
-
-
-@triton.jit
-def halves_kernel(x, out, size, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
-    """BLOCK numbers of x as `usable` makes them, once for all programs of a product."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    wait(DEPENDENT)
-    release(DEPENDENT)
-    tl.store(out + at, usable(tl.load(x + at, mask=at < size, other=0.0), True), mask=at < size)
-
-
-def halves(x: Tensor, card: Card) -> Tensor:
-    """A sixteenth of x, float16: x may so reach 1,048,000, and what is below 0.001 is off by 5e-7 at most."""
-    out = torch.empty_like(x, dtype=torch.float16)
-    grid = (triton.cdiv(x.numel(), 2048),)
-    halves_kernel[grid](x, out, x.numel(), BLOCK=2048, DEPENDENT=card.dependent, **card.options)
-    return out
 
 
 class Recipe(NamedTuple):
@@ -202,8 +186,8 @@ class Recipe(NamedTuple):
         return self._replace(stages=min(self.stages, max(2, card.shared // stage))) if self.stages else self
 
 
-MOST, GATED_MOST, SCALED_MOST = 16, 64, 256
-"""Rows above which a library's kernels are as good; with a gate behind the product; with the matrix in eight bits."""
+MOST, GATED_MOST = 16, 64
+"""Rows above which a library's kernels are as good; with a gate behind the product."""
 
 
 def recipe(rows: int, outputs: int, inputs: int, gated: bool = False) -> Recipe | None:
@@ -244,48 +228,20 @@ def scaled_recipe(rows: int, outputs: int, inputs: int, gated: bool = False) -> 
     """As `recipe`, for a matrix in eight bits of floating point with a scale a row.
 
     By multiply-adds 32,768 numbers of it a program, a quarter with a gate. On the matrix units inputs are cut into runs
-    until about 16,384 outputs are being made; gated products, whose matrices are large, seldom.
+    until about 16,384 outputs are being made; not those of gated products, whose matrices are large.
     """
-    if rows > SCALED_MOST or inputs % 256:
+    if rows > MOST or inputs % 256:
         return None
     if rows == 1 and inputs <= 8192:
         whole = block(inputs)
         return Recipe(1, min(8, (8192 if gated else 32768) // whole), whole, 4 if whole <= 4096 else 8)
-    if gated:
-        return gated_tile(rows, outputs)
-    how = scaled_tile(rows, outputs, inputs > 8192)
-    return how._replace(splits=runs((12288 if rows <= 8 else 16384) // (outputs * triton.cdiv(rows, how.rows)), inputs))
-
-
-def gated_tile(rows: int, outputs: int) -> Recipe:
-    if rows <= 8:
-        return Recipe(8, 64, 128, 4, 4) if outputs >= 8192 else Recipe(8, 32, 256, 2, 4)
-    if rows <= 16:
-        return Recipe(16, 32, 256, 1, 3)
-    if rows <= 64:
-        return Recipe(block(rows), 64, 128, 4, 4)
-    tiles = triton.cdiv(rows, 128) * triton.cdiv(outputs, 64)
-    return Recipe(128, 64, 64, 4, 4, splits=2 if filled(2 * tiles) > filled(tiles) else 1)
-
-
-def filled(programs: int) -> float:
-    """The share of an H200 that is busy, all its turns taken together, two programs on a multiprocessor."""
-    return programs / (264 * -(-programs // 264))
-
-
-def scaled_tile(rows: int, outputs: int, long: bool) -> Recipe:
-    """long: the rows of the matrix are."""
-    if rows <= 8:
-        return Recipe(8, 16, 512, 1, 4) if long else Recipe(8, 32, 256, 2, 4)
-    if rows <= 16:
-        return Recipe(16, 32, 256, 1, 4)
-    few = long or outputs <= 4096
-    if rows <= 32 and few:
-        return Recipe(32, 64, 256, 4, 3)
-    if rows <= 128 and few:
-        some = block(rows)
-        return Recipe(some, 128, 128, 8, 4 if some <= 64 else 3) if long else Recipe(64, 64, 128, 4, 4)
-    return Recipe(block(rows), 64, 128, 4, 4) if rows <= 64 else Recipe(128, 64, 128, 4, 3)
+    if rows > 8:
+        how = Recipe(16, 32, 256, 1, 3 if gated else 4)
+    elif gated:
+        how = Recipe(8, 64, 128, 4, 4) if outputs >= 8192 else Recipe(8, 32, 256, 2, 4)
+    else:
+        how = Recipe(8, 16, 512, 1, 4) if inputs > 8192 else Recipe(8, 32, 256, 2, 4)
+    return how if gated else how._replace(splits=runs((12288 if rows <= 8 else 16384) // outputs, inputs))
 
 
 def product(
@@ -304,8 +260,6 @@ def product(
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if gate else weight.shape[0]
     out = x.new_empty(rows, outputs)
-    if scale is not None and rows > MOST:
-        x = halves(x, card)
     shift = x if bias is None else bias
     same = {"GATE": gate != "", "GELU": gate == "gelu", "BIAS": bias is not None, "BLOCK_N": how.outputs,
             "BLOCK_K": how.inputs, "SCALED": scale is not None, "DEPENDENT": card.dependent, "num_warps": how.warps,
