@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import aclosing
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from quire.backends.base import Backend, Call, Delta, ModelCard
+from quire.backends.base import Backend, Call, Delta, ModelCard, each
 from quire.backends.native import NativeBackend
 from quire.errors import (
     DeadlineExceeded,
@@ -72,7 +72,8 @@ def call(prompt: str = "the", *, id: str = "c", timeout: float = 1e9, **fields: 
 
 
 async def collect(backend: NativeBackend, one: Call) -> list[Delta]:
-    return [delta async for ready in backend.stream(one) for delta in ready]
+    with closing(backend.answer(one)) as said:
+        return [delta async for ready in each(said) for delta in ready]
 
 
 def says(text: str) -> list[int]:
@@ -117,7 +118,8 @@ async def test_many_answers_do_not_mix() -> None:
 async def test_what_is_ready_together_comes_together() -> None:
     port = FakePort()
     backend = await rim(port)
-    async with aclosing(backend.stream(call())) as stream:
+    with closing(backend.answer(call())) as said:
+        stream = each(said)
         first = asyncio.ensure_future(anext(stream))
         await settle()
         for token in TOKENIZER.encode("the dog"):
@@ -144,12 +146,12 @@ async def test_a_stop_string_ends_the_row_at_once_and_surplus_is_counted() -> No
 async def test_a_reader_that_leaves_ends_its_answers() -> None:
     port, watching = FakePort(), Watching()
     backend = await rim(port, watching)
-    stream = backend.stream(call(n=2))
-    first = asyncio.ensure_future(anext(stream))
+    said = backend.answer(call(n=2))
+    first = asyncio.ensure_future(anext(each(said)))
     await settle()
     port.say("c-1", *TOKENIZER.encode("the"))
     await first
-    await stream.aclose()
+    said.close()
     assert sorted(port.aborted) == ["c-0", "c-1"] and port.reasons == ["abort", "abort"]
     assert [e.reason for e in watching.ends] == ["abort", "abort"]
 
@@ -168,7 +170,8 @@ async def test_a_reader_that_is_cancelled_ends_its_answers() -> None:
 async def test_what_a_reader_does_not_read_is_bounded() -> None:
     port = FakePort()
     backend = await rim(port, max_unread=10)
-    async with aclosing(backend.stream(call())) as stream:
+    with closing(backend.answer(call())) as said:
+        stream = each(said)
         first = asyncio.ensure_future(anext(stream))
         await settle()
         [request] = port.submitted
@@ -410,8 +413,8 @@ async def test_a_token_costs_the_rim_little_more_than_its_text() -> None:
             await asyncio.sleep(0)
         half = time.thread_time()
         for _ in range(25):
-            for each in plain:
-                each.feed((token,))
+            for one in plain:
+                one.feed((token,))
         spent.append(half - began)
         control.append(time.thread_time() - half)
     loop.set_task_factory(None)

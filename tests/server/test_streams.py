@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.server.limits import Limits
+from quire.values import Tokens
 from tests.server.doubles import ANSWER, HI, TOKENIZER, Served, events, says, served
 
 pytestmark = pytest.mark.anyio
@@ -215,7 +216,35 @@ async def test_tokens_that_are_ready_together_leave_in_one_write() -> None:
         await asyncio.sleep(0.001)
         raw.readable.set()
         await raw.ended
-    assert [body.count(b'"text"') for body in raw.bodies] == [1, 3, 0]
+    assert [body.count(b'"text"') for body in raw.bodies] == [1, 1, 2, 0]  # "dog" was on its way when "boat" came
+
+
+async def test_a_token_is_written_by_the_step_that_brings_it() -> None:
+    async with served(None) as server:
+        raws = [Raw(server, "/v1/completions", prompt="a", n=2, stream=True) for _ in range(3)]
+        while len(server.port.submitted) < 6:
+            await asyncio.sleep(0)
+        step = [Tokens(request.id, TOKENIZER.encode("the")) for request in server.port.submitted]
+        server.port.told(step)
+        assert [[body.count(b'"text":"the"') for body in raw.bodies] for raw in raws] == [[2]] * 3
+        for raw in raws:
+            raw.left.set()
+            await raw.ended
+
+
+async def test_a_stream_whose_client_is_gone_takes_no_other_with_it() -> None:
+    async with served(None) as server:
+        broken, whole = (Raw(server, "/v1/completions", prompt="a", stream=True) for _ in range(2))
+        while len(server.port.submitted) < 2:
+            await asyncio.sleep(0)
+        broken.fails = True
+        server.port.told([Tokens(request.id, TOKENIZER.encode("the")) for request in server.port.submitted])
+        assert len(whole.bodies) == 1
+        with pytest.raises(ConnectionError):
+            await broken.ended
+        assert server.port.aborted == [server.port.submitted[0].id]
+        whole.left.set()
+        await whole.ended
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -237,6 +266,7 @@ class Raw:
     def __init__(self, server: Served, path: str, **body: Any) -> None:
         self.left, self.readable = asyncio.Event(), asyncio.Event()
         self.readable.set()
+        self.fails = False
         self.bodies: list[bytes] = []
         self._unread = [json.dumps(body).encode()]
         headers = [(b"content-type", b"application/json")]
@@ -251,6 +281,8 @@ class Raw:
 
     async def _send(self, message: dict[str, Any]) -> None:
         await self.readable.wait()
+        if self.fails:
+            raise ConnectionError("nobody is there")
         if message["type"] == "http.response.body":
             self.bodies.append(message["body"])
 

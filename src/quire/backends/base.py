@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from quire.text.reasoning import ReasoningParser
 from quire.text.tools.styles import ToolParser
@@ -54,6 +55,38 @@ class Delta(NamedTuple):
     param: str | None = None
     status: int = 500
     pooled: bytes = b""
+
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Answers(Protocol[T_co]):
+    """What comes, as it comes. Used from one event loop, by one reader, who closes it.
+
+    The reader is called, so that what a step brings to many readers is told in one pass, without a task for each.
+    """
+
+    def listen(self, news: Callable[[], None]) -> None:
+        """From now on `news` is called when something comes while all is taken, and at the end. It raises nothing."""
+
+    def take(self) -> Sequence[T_co] | None:
+        """What is ready, possibly nothing; None once all has been told. Raises, after what is ready, what ends it."""
+
+    def close(self) -> None:
+        """Nobody reads on."""
+
+
+async def each(answers: Answers[T]) -> AsyncGenerator[Sequence[T], None]:
+    """For readers who have time to wait: what is ready together in one list."""
+    news = asyncio.Event()
+    answers.listen(news.set)
+    while (ready := answers.take()) is not None:
+        if ready:
+            yield ready
+        else:
+            news.clear()
+            await news.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +161,7 @@ class Backend(Service, Protocol):
     def reset_prefix_cache(self) -> None:
         """Calls from now on find nothing computed before. Raises Unavailable where there is no engine just now."""
 
-    def stream(self, call: Call) -> AsyncGenerator[list[Delta], None]:
-        """Deltas as they come, those that are ready together in one list; ends when every choice has finished.
-
-        Closing the iterator aborts the call. Raises Overloaded, InvalidRequest and DeadlineExceeded before the first
-        delta, Unavailable and StepFailed at any time.
+    def answer(self, call: Call) -> Answers[Delta]:
+        """Begin. Raises Overloaded, InvalidRequest and Unavailable; `take` raises DeadlineExceeded before the first
+        delta, Unavailable and StepFailed at any time. Closing aborts the call.
         """

@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -131,24 +131,7 @@ class NativeBackend:
 
     # ---------------------------------------------------------------- calls
 
-    async def stream(self, call: Call) -> AsyncGenerator[list[Delta], None]:
-        live = self._admit(call)
-        try:
-            while True:
-                if live.deltas:
-                    ready, live.deltas = live.deltas, []
-                    yield ready
-                elif live.error is not None:
-                    raise live.error
-                elif not live.answers:
-                    return
-                else:
-                    await live.news()
-        finally:
-            self._abandon(live)
-
-    def _admit(self, call: Call) -> Live:
-        """Into the engine's queue, or a reason why not."""
+    def answer(self, call: Call) -> Live:
         now = self._clock()
         if not self.ready():
             self._observer.on_refused("draining" if self._draining else "unavailable")
@@ -162,7 +145,7 @@ class NativeBackend:
         )
         self._queue(len(asked), now)
         self._port.submit(asked)
-        live = Live(call, now, asked[0].max_new)
+        live = Live(call, now, asked[0].max_new, self._abandon)
         stops = StopStrings(call.sampling.stop)
         for request in asked:
             live.answers[request.id] = made = answer_to(request, self._tokenizer, stops)
@@ -191,10 +174,11 @@ class NativeBackend:
     # ---------------------------------------------------------------- what the engine says
 
     def _on_tokens(self, batch: Sequence[Tokens]) -> None:
-        """One engine step: each answer gets what it can tell, and each reader is woken once."""
+        """One engine step: each answer gets what it can tell, and each reader is called once."""
         now, seats, observer = self._clock(), self._seats, self._observer
         over: defaultdict[FinishReason, list[str]] = defaultdict(list)
         gaps: defaultdict[tuple[float, int], int] = defaultdict(int)
+        woken: list[Live] = []
         unread: list[Live] = []
         began = time.perf_counter()
         for event in batch:
@@ -216,6 +200,8 @@ class NativeBackend:
             one.spent += began - before
             if delta is None:
                 continue
+            if not live.deltas:
+                woken.append(live)
             if delta.finish_reason is not None:
                 if event.finish is None:
                     over[cast(FinishReason, delta.finish_reason)].append(event.id)
@@ -224,13 +210,14 @@ class NativeBackend:
                 live.deltas.append(delta)
                 if len(live.deltas) > self._max_unread:
                     unread.append(live)
-            live.wake()
         for (last, made), answers in gaps.items():
             observer.on_gap(now - last, made, answers)
         for live in unread:
             self._end(live, "abort")
         for why, ids in over.items():
             self._port.abort(ids, why)
+        for live in woken:
+            live.news()
 
     def _finish(self, live: Live, answer: Answer, delta: Delta, now: float) -> None:
         """An answer is complete. An error ends the whole call, and so does a deadline before any token."""
@@ -279,7 +266,7 @@ class NativeBackend:
                 self._tell_end(live, answer, "error", now)
             live.answers.clear()
             live.error = Interrupted(f"the engine stopped while this request was running: {reason}")
-            live.wake()
+            live.news()
 
     # ---------------------------------------------------------------- ends that the rim brings
 
@@ -289,7 +276,7 @@ class NativeBackend:
         over = list(live.answers.values())
         for answer in over:
             self._finish(live, answer, answer.end(reason), now)
-        live.wake()
+        live.news()
         self._port.abort([answer.id for answer in over], reason)
 
     def _end_all(self, reason: FinishReason) -> None:

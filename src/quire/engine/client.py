@@ -255,15 +255,18 @@ class EngineProcess:
         elif (answer := self._asked.get(message.number)) is not None and not answer.done():
             answer.set_result(message.story)
 
-    def heard(self, update: Update) -> None:
-        """One step's message."""
-        self._progress.heard(update, time.monotonic())
-        if update.stats is not None:
-            self._stats = update.stats
-        if update.metrics is not None:
-            self._metrics = update.metrics
-        if update.events:
-            self._on_tokens(update.events)
+    def heard(self, updates: Sequence[Update]) -> None:
+        """The messages of steps that came together: whoever was slow for a while has less to do for each of them."""
+        now, events = time.monotonic(), []
+        for update in updates:
+            self._progress.heard(update, now)
+            if update.stats is not None:
+                self._stats = update.stats
+            if update.metrics is not None:
+                self._metrics = update.metrics
+            events += update.events
+        if events:
+            self._on_tokens(events)
 
 
 class _Link(asyncio.Protocol):
@@ -290,15 +293,17 @@ class _Link(asyncio.Protocol):
             self.transport.close()
 
     def data_received(self, data: bytes) -> None:
+        updates = []
         for message in self.frames.feed(data):
             if isinstance(message, Update):
-                self.owner.heard(message)
+                updates.append(message)
             elif isinstance(message, Seen | Told):
                 self.owner.seen(message)
             elif isinstance(message, Ready):
                 self.ready.set_result(message.about)
             elif isinstance(message, Refused):
                 self.ready.set_exception(_error(message))
+        self.owner.heard(updates)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.ready.done():

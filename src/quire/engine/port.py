@@ -31,7 +31,8 @@ class Port(Protocol):
         """Requests submitted from now on find nothing computed before. Raises Unavailable where there is no engine."""
 
     def subscribe(self, on_tokens: OnTokens, on_death: OnDeath) -> None:
-        """`on_tokens` hears once a step; `on_death` when everything in flight was lost, with the reason."""
+        """`on_tokens` hears once a step, or once of several; `on_death` when everything in flight was lost, with the
+        reason."""
 
     def snapshot(self) -> Mapping[str, Any]:
         """The engine's latest counters: `Engine.metrics_snapshot`, plain JSON."""

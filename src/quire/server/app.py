@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,12 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from quire.backends.base import Backend, Delta, ModelCard, Service
+from quire.backends.base import Answers, Backend, Delta, ModelCard, Service
 from quire.errors import InvalidRequest, QuireError, Unavailable, nearest
 from quire.server import answers, calls, faults, openapi, prompts, schemas
 from quire.server.calls import Job
@@ -29,7 +28,7 @@ from quire.server.messages import CountRequest
 from quire.server.page import Blank, Page, View
 from quire.server.rates import Rates
 from quire.server.recordings import Recordings
-from quire.server.stream import EventStream, deltas, unless_gone
+from quire.server.stream import EventStream, together, unless_gone
 from quire.server.tools import toolbox
 from quire.text.tools.styles import STYLES
 
@@ -74,10 +73,10 @@ class Api:
         made = await unless_gone(request.receive, gather(job, self._said(job, request), self._backend.token_text))
         return gone_or_json(made and answers.generated(job, made[0][0], time.perf_counter() - began))
 
-    def _said(self, job: Job, request: Request) -> AsyncGenerator[list[Delta], None]:
-        """The answers, on the account of who asked."""
-        prompts = sum(len(call.prompt) for call in job.calls)
-        return self._rates.metered(request.scope["key"], prompts, deltas(self._backend, job.calls, job.n))
+    def _said(self, job: Job, request: Request) -> Callable[[], Answers[Delta]]:
+        """What begins the answers, on the account of who asked."""
+        key, prompts = request.scope["key"], sum(len(call.prompt) for call in job.calls)
+        return lambda: self._rates.metered(key, prompts, together(self._backend, job.calls, job.n))
 
     async def _read(self, request: Request, kind: type[schemas.T]) -> schemas.T:
         asked = schemas.parse(await read_body(request, self._limits), kind, self._limits)
@@ -211,7 +210,6 @@ def assembled(routes: Sequence[BaseRoute], keys: Keys, page: Page, rates: Rates)
     """Routes behind keys, errors in OpenAI's shape."""
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, keys=keys, admits=page.admits, rates=rates)],
         exception_handlers={
             QuireError: faults.raised,
             HTTPException: faults.routing,
@@ -219,7 +217,7 @@ def assembled(routes: Sequence[BaseRoute], keys: Keys, page: Page, rates: Rates)
         },
     )
     app.router.redirect_slashes = False
-    return app
+    return Guard(app, keys, page.admits, rates)
 
 
 async def _openapi(document: bytes, request: Request) -> Response:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from quire.backends.base import Backend, Delta
+from quire.backends.base import Answers, Backend, Delta, each
 from quire.errors import Interrupted, InvalidRequest
 from quire.server import answers, calls, schemas
 from quire.server import messages as anthropic
@@ -22,7 +23,7 @@ from quire.server.limits import Limits
 from quire.server.logprobs import TokenText
 from quire.server.messages_stream import MessageChunks
 from quire.server.responses_stream import ResponseBuilder, ResponseChunks, whole
-from quire.server.stream import deltas
+from quire.server.stream import together
 from quire.values import IDLE, Origin
 
 
@@ -38,12 +39,12 @@ class Door(NamedTuple):
     whole: Callable[[Any, Job, Sequence[Gathered], Usage, TokenText, str], dict[str, Any]]
 
 
-async def gather(job: Job, told: AsyncGenerator[list[Delta], None], text: TokenText) -> tuple[list[Gathered], Usage]:
-    """The whole answer of what is told. Raises what `Backend.stream` raises."""
+async def gather(job: Job, begin: Callable[[], Answers[Delta]], text: TokenText) -> tuple[list[Gathered], Usage]:
+    """The whole answer of what is told. Raises what `Backend.answer` raises."""
     usage = Usage(job, text)
     choices = [Gathered(job.splitter()) for _ in range(len(job.calls) * job.n)]
-    async with aclosing(told) as said:
-        async for ready in said:
+    with closing(begin()) as said:
+        async for ready in each(said):
             for delta in ready:
                 usage.add(delta)
                 choices[delta.index].add(delta)
@@ -151,7 +152,7 @@ def answerer(backend: Backend, limits: Limits, by: str) -> Callable[[str, bytes]
         job = behind(await door.job(asked, backend, limits), IDLE)
         if job.stream:
             raise InvalidRequest("stream: nobody listens to a stream here: leave it out", param="stream")
-        made, usage = await gather(job, deltas(backend, job.calls, job.n), backend.token_text)
+        made, usage = await gather(job, partial(together, backend, job.calls, job.n), backend.token_text)
         if any(one.finish_reason == "abort" for one in made):
             raise Interrupted("the answer was broken off")
         return door.whole(asked, job, made, usage, backend.token_text, by)

@@ -205,12 +205,12 @@ class Guard:
         admits: Callable[[str, Mapping[str, str]], bool] = nobody,
         rates: Rates | None = None,
     ) -> None:
-        self._app, self._keys, self._admits = app, keys, admits
+        self.app, self._keys, self._admits = app, keys, admits
         self._rates = Rates() if rates is None else rates
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
         scope["request_id"] = id = request_id(headers)
@@ -230,7 +230,7 @@ class Guard:
         except (Unauthorized, Overloaded) as error:
             await faults.response(error, scope["path"])(scope, receive, named)
             return
-        await self._app(scope, receive, named)
+        await self.app(scope, receive, named)
 
 
 def deadline(headers: Mapping[str, str]) -> float | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from quire.backends.base import Delta
+from quire.backends.base import Answers, Delta
 from quire.errors import Overloaded
 
 _MINUTE = 60.0
@@ -58,23 +58,12 @@ class Rates:
         """Tokens of a prompt that was taken, or of an answer that was told."""
         self._buckets(key)[1].take(tokens)
 
-    def metered(
-        self, key: int, prompt: int, said: AsyncGenerator[list[Delta], None]
-    ) -> AsyncGenerator[list[Delta], None]:
+    def metered(self, key: int, prompt: int, said: Answers[Delta]) -> Answers[Delta]:
         """What is said, counted as it comes; so is the prompt of so many tokens, once something is.
 
         Nothing is counted while there is no bound.
         """
-        return said if self._tokens == math.inf else self._metered(key, prompt, said)
-
-    async def _metered(
-        self, key: int, prompt: int, said: AsyncGenerator[list[Delta], None]
-    ) -> AsyncGenerator[list[Delta], None]:
-        async with aclosing(said):
-            async for ready in said:
-                self.spend(key, prompt + _tokens(ready))
-                prompt = 0
-                yield ready
+        return said if self._tokens == math.inf else _Metered(said, partial(self.spend, key), prompt)
 
     def _buckets(self, key: int) -> tuple[Bucket, Bucket]:
         if key not in self._of:
@@ -83,5 +72,14 @@ class Rates:
         return self._of[key]
 
 
-def _tokens(ready: Sequence[Delta]) -> int:
-    return sum(len(delta.tokens) for delta in ready)
+class _Metered:
+    def __init__(self, said: Answers[Delta], spend: Callable[[int], None], prompt: int) -> None:
+        self.listen, self._take, self.close = said.listen, said.take, said.close
+        self._spend, self._prompt = spend, prompt
+
+    def take(self) -> Sequence[Delta] | None:
+        ready = self._take()
+        if ready:
+            self._spend(self._prompt + sum([len(delta.tokens) for delta in ready]))
+            self._prompt = 0
+        return ready

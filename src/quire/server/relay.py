@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -195,7 +196,7 @@ class _Relayed(EventStream[bytes]):
     """A passage as a stream; whatever happens, the passage is closed."""
 
     def __init__(self, passage: Passage, path: str, until: float | None, keep_alive: float) -> None:
-        super().__init__(_events(passage, until), _Passed(path), keep_alive=keep_alive)
+        super().__init__(lambda: Fetched(_events(passage, until)), _Passed(path), keep_alive=keep_alive)
         self._passage = passage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -205,9 +206,44 @@ class _Relayed(EventStream[bytes]):
             self._passage.close()
 
 
-async def _events(passage: Passage, until: float | None) -> AsyncGenerator[list[bytes], None]:
+class Fetched:
+    """What has to be waited for, as answers (base.Answers): the next part is fetched once the last is taken."""
+
+    def __init__(self, parts: AsyncGenerator[bytes, None]) -> None:
+        self._part: list[bytes] = []
+        self._news: Callable[[], None] = lambda: None
+        self._taken = asyncio.Event()
+        self._task = asyncio.ensure_future(self._fetch(parts))
+        self._task.add_done_callback(lambda task: self._news())
+
+    def listen(self, news: Callable[[], None]) -> None:
+        self._news = news
+
+    def take(self) -> list[bytes] | None:
+        if self._part:
+            part, self._part = self._part, []
+            self._taken.set()
+            return part
+        if not self._task.done():
+            return []
+        self._task.result()  # raises what ended it
+        return None
+
+    def close(self) -> None:
+        self._task.cancel()
+
+    async def _fetch(self, parts: AsyncGenerator[bytes, None]) -> None:
+        async with aclosing(parts):
+            async for part in parts:
+                self._taken.clear()
+                self._part = [part]
+                self._news()
+                await self._taken.wait()
+
+
+async def _events(passage: Passage, until: float | None) -> AsyncGenerator[bytes, None]:
     while data := await _by(until, passage.read()):
-        yield [data]
+        yield data
 
 
 async def _whole(passage: Passage, until: float | None) -> bytes:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack, closing
 from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from quire.backends.base import Backend, Call, Delta
+from quire.backends.base import Answers, Backend, Call, Delta
 from quire.errors import QuireError
+from quire.server.begun import begun
 from quire.server.chunks import KEEP_ALIVE
 
 T = TypeVar("T")
+D = TypeVar("D")
 D_contra = TypeVar("D_contra", contravariant=True)
 
 HEADERS = (
@@ -23,41 +25,44 @@ HEADERS = (
 )
 
 
-def deltas(backend: Backend, calls: Sequence[Call], n: int) -> AsyncGenerator[list[Delta], None]:
+def together(backend: Backend, calls: Sequence[Call], n: int) -> Answers[Delta]:
     """The answers to all calls, as they come; the choices of call i are numbered from i * n.
 
-    Closing it ends all calls, and so does an error in any of them. Raises what `Backend.stream` raises.
+    Closing it ends all calls, and so does an error in any of them. Raises what `Backend.answer` raises.
     """
-    return backend.stream(calls[0]) if len(calls) == 1 else _together(backend, calls, n)
+    return backend.answer(calls[0]) if len(calls) == 1 else _Together(backend, calls, n)
 
 
-async def _together(backend: Backend, calls: Sequence[Call], n: int) -> AsyncGenerator[list[Delta], None]:
-    news: asyncio.Queue[list[Delta] | Exception | None] = asyncio.Queue()
-    tasks = [asyncio.ensure_future(_pump(backend, call, i * n, news)) for i, call in enumerate(calls)]
-    try:
-        left = len(tasks)
-        while left:
-            item = await news.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                left -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+class _Together:
+    def __init__(self, backend: Backend, calls: Sequence[Call], n: int) -> None:
+        self._parts: list[tuple[int, Answers[Delta]]] = []
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            for i, call in enumerate(calls):
+                self._parts.append((i * n, backend.answer(call)))
+            undo.pop_all()
 
+    def listen(self, news: Callable[[], None]) -> None:
+        for _, part in self._parts:
+            part.listen(news)
 
-async def _pump(backend: Backend, call: Call, first: int, news: asyncio.Queue[list[Delta] | Exception | None]) -> None:
-    try:
-        async with aclosing(backend.stream(call)) as stream:
-            async for ready in stream:
-                news.put_nowait([delta._replace(index=first + delta.index) for delta in ready])
-        news.put_nowait(None)
-    except Exception as error:
-        news.put_nowait(error)
+    def take(self) -> list[Delta] | None:
+        ready: list[Delta] = []
+        over = True
+        for first, part in self._parts:
+            try:
+                some = part.take()
+            except QuireError:
+                if ready:  # that first: it is raised again
+                    return ready
+                raise
+            over = over and some is None
+            ready += [delta._replace(index=first + delta.index) for delta in some or ()]
+        return None if over else ready
+
+    def close(self) -> None:
+        for _, part in self._parts:
+            part.close()
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
@@ -93,69 +98,86 @@ class Writer(Protocol[D_contra]):
     def failed(self, error: Exception) -> bytes: ...
 
 
-class EventStream(Generic[D_contra]):
-    """An ASGI answer that streams a job.
+class EventStream(Generic[D]):
+    """An ASGI answer that streams what `begin` begins.
 
     The status goes out with the first delta, so that a refusal still gets one of its own; but after `keep_alive`
-    seconds of silence it goes out with a comment. Later errors become an event. Deltas that are ready together
-    leave in one write, so a slow reader costs fewer writes, not more memory.
+    seconds of silence it goes out with a comment. Later errors become an event. What is ready is written at once, by
+    whoever brings it; while a reader is slow a task waits for it, and deltas that are ready then leave in one write,
+    so a slow reader costs fewer writes, not more memory.
     """
 
-    def __init__(
-        self, said: AsyncGenerator[list[D_contra], None], chunks: Writer[D_contra], *, keep_alive: float
-    ) -> None:
-        self._said, self._chunks, self._keep_alive = said, chunks, keep_alive
+    def __init__(self, begin: Callable[[], Answers[D]], chunks: Writer[D], *, keep_alive: float) -> None:
+        self._begin, self._chunks, self._keep_alive = begin, chunks, keep_alive
         self._started = self._spoke = False
+        self._writing: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._body = scope["send"]
-        pump = asyncio.ensure_future(self._pump(send))
-        watch = asyncio.ensure_future(self._watch(receive, send))
-        try:
-            await asyncio.wait((pump, watch), return_when=asyncio.FIRST_COMPLETED)
-            if pump.done():
-                pump.result()
-        finally:
-            await _stop(pump, watch)
+        loop = asyncio.get_running_loop()
+        self._head, self._body = send, scope["send"]
+        self._over: asyncio.Future[Exception | None] = loop.create_future()
+        with closing(self._begin()) as said:
+            self._take = said.take
+            gone = asyncio.ensure_future(until_gone(receive))
+            self._timer = loop.call_later(self._keep_alive, self._tick)
+            try:
+                said.listen(self._news)
+                self._news()
+                await asyncio.wait((self._over, gone), return_when=asyncio.FIRST_COMPLETED)
+                if self._over.done() and (error := self._over.result()) is not None:
+                    raise error
+            finally:
+                self._timer.cancel()
+                self._over.cancel()
+                await _stop(gone, *([] if self._writing is None else [self._writing]))
 
-    async def _pump(self, send: Send) -> None:
+    def _news(self) -> None:
+        if self._writing is None and not self._over.done():
+            self._writing = begun(self._tell())
+
+    def _tick(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._keep_alive, self._tick)
+        if not self._spoke and self._writing is None:
+            self._writing = begun(self._tell(KEEP_ALIVE))
+        self._spoke = False
+
+    async def _tell(self, first: bytes = b"") -> None:
+        """Write `first`, and then what is ready until nothing is."""
         of = self._chunks.of
         try:
-            async with aclosing(self._said) as said:
-                async for ready in said:
-                    data = b"".join(map(of, ready))
-                    if data or not self._started:
-                        await self._send(send, data)
-            last = self._chunks.closing()
+            if first:
+                await self._send(first)
+            while ready := self._take():
+                data = b"".join(map(of, ready))
+                if data or not self._started:
+                    await self._send(data)
+            if ready is None:
+                await self._end(self._chunks.closing())
+                self._over.set_result(None)
         except Exception as error:
-            if not self._started:
-                raise
-            await self._end(send, self._chunks.failed(error))
-            if not isinstance(error, QuireError):
-                raise  # to the log
-        else:
-            await self._end(send, last)
+            self._over.set_result(await self._failed(error))
+        self._writing = None
 
-    async def _watch(self, receive: Receive, send: Send) -> None:
-        while True:
-            try:
-                async with asyncio.timeout(self._keep_alive):
-                    await until_gone(receive)
-                return
-            except TimeoutError:
-                if not self._spoke:
-                    await self._send(send, KEEP_ALIVE)
-                self._spoke = False
+    async def _failed(self, error: Exception) -> Exception | None:
+        """End with an error: as an event where the status has gone out. What is raised, if it is not told, or for the
+        log."""
+        if not self._started:
+            return error
+        try:
+            await self._end(self._chunks.failed(error))
+        except Exception as worse:
+            return worse
+        return None if isinstance(error, QuireError) else error
 
-    async def _send(self, send: Send, data: bytes) -> None:
+    async def _send(self, data: bytes) -> None:
         self._spoke = True
         if not self._started:
             self._started = True
-            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            await self._head({"type": "http.response.start", "status": 200, "headers": HEADERS})
             data = self._chunks.opening() + data
         await self._body({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def _end(self, send: Send, data: bytes) -> None:
+    async def _end(self, data: bytes) -> None:
         if not self._started:
-            await self._send(send, b"")
+            await self._send(b"")
         await self._body({"type": "http.response.body", "body": data, "more_body": False})
