@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from quire.build.progress import loading
+from quire.build.progress import compiling, loading
 
 GB = 10**9
 
@@ -39,3 +39,26 @@ def test_where_nobody_does_there_is_a_line_now_and_then(capsys: pytest.CaptureFi
     ]
     run(GB // 8)
     assert capsys.readouterr().err == ""
+
+
+def compile_in(seconds: float, kernels: int) -> None:
+    clock = itertools.count(0.0, seconds / kernels / 2)  # read twice for each
+    with compiling(clock=lambda: next(clock)) as tell:
+        for done in range(kernels):
+            tell(done + 1, kernels)
+
+
+def test_compiling_is_shown_once_it_takes_a_while(capsys: pytest.CaptureFixture[str]) -> None:
+    compile_in(0.9, 80)
+    assert capsys.readouterr().err == ""
+    compile_in(11.5, 80)
+    assert capsys.readouterr().err.splitlines() == ["compiling kernels: 35 of 80", "compiling kernels: 70 of 80"]
+
+
+def test_a_bar_counts_kernels_where_somebody_watches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    compile_in(9, 80)
+    assert "80/80" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from triton import knobs
 
+from quire.build.progress import compiling
 from quire.build.room import LARGEST, working_bytes
 from quire.build.speculate import VERIFIED, WIDTHS, build_proposer, draft_layers, load_draft, speculative
 from quire.config import Settings
@@ -21,7 +23,8 @@ from quire.models.base import Model
 from quire.ops.base import Ops
 from quire.ops.triton.fixed import FixedTritonOps
 from quire.ops.triton.ops import TritonOps
-from quire.runner.graphs import CudaQueue, Key, coarse, crowd, padding
+from quire.ops.triton.rehearsal import Rehearsal
+from quire.runner.graphs import CudaQueue, Key, Works, coarse, crowd, padding, unrehearsed
 from quire.runner.kernels import ForcedSteps, TritonSteps
 from quire.runner.memory import GIB, layer_shapes, page_bytes, plan_pages
 from quire.runner.traits import CUT, HOT, PENALISED
@@ -83,7 +86,7 @@ def make_executor(
         dtype=model.dtype,
         device=device,
         steps=make_steps(settings, device),
-        queue=CudaQueue(device, largest),
+        queue=CudaQueue(device, largest, make_rehearsal()),
         proposer=build_proposer(settings, draft, pages=pages, page_size=page_size, rows=rows, device=device),
         depth=depth,
         warm=kinds(cap, tokens, largest) + speculative(cap, min(tokens, LARGEST), drafts, draft is not None),
@@ -97,6 +100,11 @@ def make_executor(
         *(pages, page_size, held / GIB, work / GIB, (free - after - held) / GIB, time.monotonic() - began),
     )
     return executor
+
+
+def make_rehearsal() -> Callable[[Works], None]:
+    """Compiles with a thread a core; more than a few wait for Python's lock. The interpreter compiles nothing."""
+    return unrehearsed if knobs.runtime.interpret else Rehearsal(min(16, os.cpu_count() or 1), compiling)
 
 
 def kinds(cap: int, tokens: int, largest: int) -> list[Key]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -108,13 +109,12 @@ class AheadRunner:
             self.tokens = torch.zeros(self.arena.picks, dtype=torch.int32, device=device)
         self.desk = Desk(self.arena, steps, self.batch, rows.max_model_len)
         self.ring = torch.zeros((turns, self.arena.picks), dtype=torch.int32, pin_memory=pinned)
-        self.turn = 0
+        self.turn = self.asked = 0
         self.flight: deque[Flight] = deque()
         self.pool = Pool()
         self.failure: Exception | None = None
         self.sent: tuple[object, int] | None = None
         self.wanted: tuple[object, object] | None = None
-        self.asked = 0
         self.picked: Tensor | None = None
         """[R, hidden], made when the first forward says how wide and what numbers."""
 
@@ -175,10 +175,12 @@ class AheadRunner:
     def warm(self, keys: Sequence[Key]) -> None:
         """Do everything once on padding, before there are rows, so that nothing is compiled or captured later."""
         with self.queue:
+            touch = partial(self.steps.scatter, self.arena.data, *self.post.one())
+            self.queue.rehearse([touch, *(partial(self._work, key) for key in keys)])
             for key in keys:
                 self._run(key)
             self.arena.reset()
-            self.steps.scatter(self.arena.data, *self.post.one())
+            touch()
         self.queue.wait()
 
     def pace(self, rows: int, drafts: int) -> float:
@@ -207,8 +209,7 @@ class AheadRunner:
     # ---------------------------------------------------------------- out
 
     def _launch(self, step: Flight) -> None:
-        rows, plan = self.rows, step.plan
-        epoch = rows.epoch
+        rows, plan, epoch = self.rows, step.plan, self.rows.epoch
         shape = step.shape = rows.admit(plan)
         step.fresh = rows.epoch != epoch
         key = Key.of(shape)
@@ -259,12 +260,15 @@ class AheadRunner:
         return self.proposer.keys(shape, wanted, self.asked & self.steps.offers, len(self.batch.tokens))
 
     def _run(self, key: Key) -> None:
+        self.queue.run(key, lambda: self._work(key))
+
+    def _work(self, key: Key) -> None:
         if key.kind == "feed":
-            self.queue.run(key, lambda: self._body(key))
+            self._body(key)
         elif key.kind == "sample":
-            self.queue.run(key, lambda: self._head(key))
+            self._head(key)
         else:
-            self.queue.run(key, lambda: self.proposer.run(key, self.desk))
+            self.proposer.run(key, self.desk)
 
     def _body(self, key: Key, *, every: bool = False) -> Tensor:
         """Hidden states of the key's step: those that are picked, or every one."""

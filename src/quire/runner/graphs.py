@@ -6,7 +6,7 @@ must depend on its key alone and read whatever else it needs from device memory 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
@@ -67,6 +67,14 @@ def crowd(spans: int) -> int:
     return next((size for size in (16, 256) if spans <= size), padding(spans))
 
 
+Works = Sequence[Callable[[], object]]
+"""Pieces of device work."""
+
+
+def unrehearsed(works: Works) -> None:
+    """Kernels are compiled when they are launched, or none is."""
+
+
 class Mark(Protocol):
     """A point in the order of device work."""
 
@@ -85,6 +93,9 @@ class Queue(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+    def rehearse(self, works: Works) -> None:
+        """Get ready what all of these need, nothing being under way: what they compute meanwhile means nothing."""
 
     def run(self, key: Key, work: Callable[[], object]) -> None:
         """Do `work`, the same for the same key."""
@@ -119,6 +130,9 @@ class AtOnce:
     ) -> None:
         return
 
+    def rehearse(self, works: Works) -> None:
+        unrehearsed(works)
+
     def run(self, key: Key, work: Callable[[], object]) -> None:
         work()
 
@@ -133,15 +147,16 @@ class AtOnce:
 
 
 class CudaQueue:
-    """A stream of one GPU. largest: tokens (or rows) up to which work is captured, 0 for never (eager).
+    """A stream of one GPU. largest: tokens (or rows) up to which work is captured, 0 for never (eager). rehearse:
+    compiles what work launches.
 
     Graphs share one memory pool: they never run at the same time, and leave their results in tensors made outside.
     """
 
-    def __init__(self, device: torch.device, largest: int) -> None:
+    def __init__(self, device: torch.device, largest: int, rehearse: Callable[[Works], None] = unrehearsed) -> None:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.entered = torch.cuda.stream(self.stream)
-        self.largest = largest
+        self.largest, self.rehearse = largest, rehearse
         self.graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle() if largest else None
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.ragged import LayerKV
-from quire.ops.triton.launch import Card, block, fetch, release, wait
+from quire.ops.triton.launch import Card, block, fetch, kernel, release, wait
 from quire.ops.triton.prefixes import Begun
 from quire.ops.triton.rows import tanh
 from quire.ops.triton.work import CROWD, FIELDS, Planned, Tiling, spread
@@ -159,7 +159,7 @@ def attend(
         tl.store(out + place, acc.to(out.dtype.element_ty), mask=real)
 
 
-@triton.jit(do_not_specialize=["lines"])
+@kernel(do_not_specialize=["lines"])
 def attention_kernel(
     q, k, v, table, pieces, count, arrived, starts, out, parts, sums, begun_parts, begun_sums, bend, cap, slope,
     v_scale, window, lines, columns,

@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.triton.launch import Card, block, release, wait
+from quire.ops.triton.launch import Card, block, kernel, release, wait
 from quire.ops.triton.noise import fold
 from quire.ops.triton.step import Rows
 
 
-@triton.jit(do_not_specialize=["chains", "tokens", "at", "most", "nobody"])
+@kernel(do_not_specialize=["chains", "tokens", "at", "most", "nobody"])
 def route_kernel(
     step_counts, chain, step_row, wanted, known, done, counts, span_row, query_start, token_span, picked, pick_row,
     pick_depth, chains, tokens, at, most, nobody, FEW: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -45,7 +45,7 @@ def route_kernel(
         tl.store(token_span + end - 1, c, mask=n > 0)
 
 
-@triton.jit
+@kernel
 def spread_kernel(query_start, token_span, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     """A span each: its tokens are its."""
     mine = tl.program_id(0)
@@ -70,7 +70,7 @@ def route(step: Rows, draft: Rows, chains: int, tokens: int, at: int, card: Card
         spread_kernel[(chains,)](draft.query_start, draft.token_span, BLOCK=1024, num_warps=4, **same)
 
 
-@triton.jit(do_not_specialize=["picks"])
+@kernel(do_not_specialize=["picks"])
 def place_kernel(pick_row, pick_at, history, drawn, picks, width, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < picks
@@ -89,7 +89,7 @@ def place(draft: Rows, drawn: Tensor, card: Card) -> None:
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["depth", "longest", "shortest"])
+@kernel(do_not_specialize=["depth", "longest", "shortest"])
 def lookup_kernel(
     counts, chain, pick_row, known, history, depth, longest, shortest, width,
     DRAFTS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -127,7 +127,7 @@ def lookup(step: Rows, chains: int, depth: int, longest: int, shortest: int, car
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rate"])
+@kernel(do_not_specialize=["rate"])
 def force_kernel(
     counts, pick_row, pick_at, pick_depth, history, tokens, rate, width,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,

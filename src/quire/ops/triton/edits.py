@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.triton.launch import Card, release, wait
+from quire.ops.triton.launch import Card, kernel, release, wait
 from quire.ops.triton.settings import CHUNK, Settings
 
 
-@triton.jit
+@kernel
 def mask_kernel(
     logits, row_of, masked, masks, raw, words, vocab, chunks, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr
 ):  # fmt: skip
@@ -31,7 +30,7 @@ def mask_kernel(
         tl.store(place, float("-inf"), mask=(at < vocab) & ((word >> (at % 32)) & 1 == 0))
 
 
-@triton.jit
+@kernel
 def amend_kernel(
     logits, row_of, position_of, history, prompt, repetition, frequency, presence, listed, token, amount, until, tally,
     width, vocab, PROMPT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,

@@ -4,13 +4,18 @@ With programmatic dependent launch a kernel is set up while the one before it st
 rules keep that sound, and every kernel here follows them. `wait` comes before anything that the kernel ahead wrote is
 read, and before anything is written. `release`, which lets the next one start, comes after `wait`; so whatever stands
 two kernels ahead has ended when a kernel starts, and its results may be read at once.
+
+Every kernel that is launched is made by `kernel`, so that a rehearsal hears of its launches in place of the card.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import triton
@@ -52,6 +57,27 @@ class Card:
         options = MappingProxyType({"launch_pdl": True} if dependent else {})
         shared = int(driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
         return Card(about.multi_processor_count, capability, dependent, "tf32x3", shared, options)
+
+
+HEARD: ContextVar[Callable[..., None] | None] = ContextVar("quire_heard", default=None)
+"""Who is told of this thread's launches, none of which happens: (the kernel, its grid, arguments). See `rehearsal`."""
+
+
+class Kernel:
+    """A kernel: `one[grid](...)` launches it, as Triton's own are launched."""
+
+    def __init__(self, made: Any) -> None:
+        self.made = made
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        heard = HEARD.get()
+        launch: Callable[..., object] = self.made[grid] if heard is None else partial(heard, self.made, grid)
+        return launch
+
+
+def kernel(*function: Callable[..., None], **options: Any) -> Any:
+    """A decorator, with `triton.jit`'s options or none, for what the host launches."""
+    return Kernel(triton.jit(*function)) if function else lambda one: Kernel(triton.jit(one, **options))
 
 
 @triton.jit

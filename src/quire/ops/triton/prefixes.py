@@ -10,12 +10,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from quire.ops.ragged import RaggedBatch
-from quire.ops.triton.launch import block
+from quire.ops.triton.launch import block, kernel
 
 FIELDS = 6
 """Numbers a piece has: where its tokens begin among `members`, how many those are, a span that has the pages, first
@@ -69,7 +68,7 @@ class Begun(NamedTuple):
     sharing: Sharing
 
 
-@triton.jit(do_not_specialize=["spans", "worth"])
+@kernel(do_not_specialize=["spans", "worth"])
 def depth_kernel(
     query_start, kv_len, table, chosen, spans, columns, worth,
     PAGE: tl.constexpr, UNIT: tl.constexpr, LEAST: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -102,7 +101,7 @@ def depth_kernel(
     tl.store(chosen + spans + mine, tl.min(tl.where(units >= depth, s, BLOCK_S), 0))
 
 
-@triton.jit(do_not_specialize=["spans", "worth"])
+@kernel(do_not_specialize=["spans", "worth"])
 def gather_kernel(
     query_start, chosen, begun, members, pieces, counts, spans, worth,
     UNIT: tl.constexpr, MEMBERS: tl.constexpr, RUNS: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr,

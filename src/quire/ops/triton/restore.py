@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.triton.launch import Card, release, wait
+from quire.ops.triton.launch import Card, kernel, release, wait
 from quire.ops.triton.scaled import Quantised, restored, scales
 
 
-@triton.jit
+@kernel
 def restore_kernel(
     weight, scale, zero, groups, out, outputs, inputs, count, width, offset,
     HALVED: tl.constexpr, SCALES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,

@@ -8,10 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.base import Norm
-from quire.ops.triton.launch import Card, block, release, wait
+from quire.ops.triton.launch import Card, block, kernel, release, wait
 
 
-@triton.jit
+@kernel
 def rms_kernel(
     x, residual, weight, before, out, columns, eps, before_eps,
     ADD: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -40,7 +40,7 @@ def rms_kernel(
     tl.store(out + place, exact.to(value.dtype), mask=inside)
 
 
-@triton.jit
+@kernel
 def layer_norm_kernel(
     x, weight, bias, out, columns, eps, BIAS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):
@@ -74,7 +74,7 @@ def activate(x, GELU: tl.constexpr):
         return x / (1.0 + tl.exp2(-1.4426950408889634 * tl.maximum(x, -80.0)))
 
 
-@triton.jit
+@kernel
 def activation_kernel(
     x, out, width, stride, GELU: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):

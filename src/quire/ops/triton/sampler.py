@@ -18,12 +18,12 @@ from torch import Tensor
 
 from quire.ops.triton.cut import limited
 from quire.ops.triton.edits import edit
-from quire.ops.triton.launch import Card, block, release, wait
+from quire.ops.triton.launch import Card, block, kernel, release, wait
 from quire.ops.triton.noise import fold, least, scores
 from quire.ops.triton.settings import BLOCK, CHUNK, EVERYTHING, Asked, Settings
 
 
-@triton.jit
+@kernel
 def survey_kernel(
     logits, row_of, position_of, temperature, stream, peak, winner, held, holder_of, bounds, peaks, vocab, chunks,
     HOT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -62,7 +62,7 @@ def survey_kernel(
             tl.store(holder_of + to, tl.sum(tl.where(tl.arange(0, count) == best, token, 0), 0))
 
 
-@triton.jit
+@kernel
 def choose_kernel(
     logits, row_of, position_of, temperature, stream, top_k, top_p, min_p, raw, peak, winner, held, holder_of, bounds,
     peaks, out, state, vocab, chunks, HOT: tl.constexpr, CUT: tl.constexpr, CHUNKS: tl.constexpr, BLOCKS: tl.constexpr,

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.base import Gate
-from quire.ops.triton.launch import HOPPER, Card, block, release, wait
+from quire.ops.triton.launch import HOPPER, Card, block, kernel, release, wait
 from quire.ops.triton.skinny import Recipe, given, settled, settles
 from quire.ops.triton.split import COUNTERS, added_up, handed_in
 
@@ -51,7 +51,7 @@ def restored(
     return numbers
 
 
-@triton.jit
+@kernel
 def few_kernel(
     x, weight, scale, zero, groups, bias, out, outputs, inputs, count, width, offset,
     GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, HALVED: tl.constexpr, SCALES: tl.constexpr,
@@ -119,7 +119,7 @@ def tile_of(
         ).to(DTYPE)
 
 
-@triton.jit
+@kernel
 def many_kernel(
     x, weight, scale, zero, groups, bias, out, parts, arrived, rows, outputs, inputs, count, width, offset, length,
     GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, HALVED: tl.constexpr, SCALES: tl.constexpr,

@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from quire.ops.ragged import LayerKV
 from quire.ops.triton.attention import ahead, fold_blocks, large, slopes
-from quire.ops.triton.launch import Card, block, release, wait
+from quire.ops.triton.launch import Card, block, kernel, release, wait
 from quire.ops.triton.prefixes import FIELDS, MOST_RUNS, Begun, Sharing
 from quire.ops.triton.work import Planned, spread
 
@@ -30,7 +29,7 @@ A_CARD = 2
 """Programs on a multiprocessor."""
 
 
-@triton.jit(do_not_specialize=["lines"])
+@kernel(do_not_specialize=["lines"])
 def shared_kernel(
     q, k, v, table, members, pieces, counts, parts, sums, bend, cap, slope, lines, columns,
     CAP: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,

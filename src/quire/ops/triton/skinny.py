@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.base import Gate
-from quire.ops.triton.launch import HOPPER, Card, block, release, wait
+from quire.ops.triton.launch import HOPPER, Card, block, kernel, release, wait
 from quire.ops.triton.rows import activate
 from quire.ops.triton.split import COUNTERS, added_up, handed_in
 
@@ -33,7 +33,7 @@ def given(y, z, bias, out, place, n, outputs, inside, GATE: tl.constexpr, GELU: 
     tl.store(out + place, y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@kernel
 def vector_kernel(
     x, weight, scale, bias, out, outputs, inputs,
     GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
@@ -74,7 +74,7 @@ def vector_kernel(
         given(y, z, bias, out, r * outputs + n, n, outputs, n < outputs, GATE, GELU, BIAS)
 
 
-@triton.jit
+@kernel
 def matrix_kernel(
     x, weight, scale, bias, out, parts, arrived, rows, outputs, inputs, length,
     GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,

@@ -12,13 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.ragged import RaggedBatch
-from quire.ops.triton.launch import Card, block, release, wait
+from quire.ops.triton.launch import Card, block, kernel, release, wait
 
 TOKENS = 128
 """Tokens a program of `stage` looks up."""
 
 
-@triton.jit(do_not_specialize=["total"])
+@kernel(do_not_specialize=["total"])
 def scatter_kernel(data, places, values, total, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < total
@@ -31,7 +31,7 @@ def scatter(data: Tensor, places: Tensor, values: Tensor) -> None:
     scatter_kernel[(triton.cdiv(total, 1024),)](data, places, values, total, BLOCK=1024)
 
 
-@triton.jit(do_not_specialize=["limit", "token_programs", "longest"])
+@kernel(do_not_specialize=["limit", "token_programs", "longest"])
 def stage_kernel(
     counts, span_row, query_start, token_span, length, table, history, tokens, positions, slots, kv_len, page_table,
     limit, token_programs, longest, pages, width, page_size,
@@ -103,7 +103,7 @@ def stage(rows: Rows, batch: RaggedBatch, longest: int, card: Card) -> None:
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["spans", "picks", "ceiling"])
+@kernel(do_not_specialize=["spans", "picks", "ceiling"])
 def settle_kernel(
     counts, query_start, span_row, picked, pick_row, pick_at, pick_depth, length, known, hidden, out, spans, picks,
     ceiling, columns, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -135,7 +135,7 @@ def settle(rows: Rows, spans: int, hidden: Tensor, out: Tensor, card: Card) -> N
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["most", "ceiling", "dropped"])
+@kernel(do_not_specialize=["most", "ceiling", "dropped"])
 def verify_kernel(
     counts, chain, pick_row, pick_at, length, known, history, tokens, most, ceiling, dropped, width,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,

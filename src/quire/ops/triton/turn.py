@@ -9,10 +9,10 @@ from torch import Tensor
 from quire.ops.base import Angles, Norms
 from quire.ops.float8 import E4M3, E4M3_MAX
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.ops.triton.launch import Card, block, release, wait
+from quire.ops.triton.launch import Card, block, kernel, release, wait
 
 
-@triton.jit
+@kernel
 def turn_kernel(
     qkv, cos, sin, q_weight, k_weight, q_out, k_pool, v_pool, slots, q_eps, k_eps, k_scale, v_scale, page_size,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr,
@@ -94,7 +94,7 @@ def turn_and_write(
     return out
 
 
-@triton.jit(do_not_specialize=["total"])
+@kernel(do_not_specialize=["total"])
 def angles_kernel(
     positions, frequencies, cos, sin, total, half, gain,
     BLOCK: tl.constexpr, INTERPRETED: tl.constexpr, DEPENDENT: tl.constexpr,

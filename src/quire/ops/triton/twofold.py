@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from quire.ops.base import Gate
-from quire.ops.triton.launch import ADA, Card, block, release, wait
+from quire.ops.triton.launch import ADA, Card, block, kernel, release, wait
 from quire.ops.triton.skinny import given
 
 AT_ONCE = 1024
@@ -25,7 +25,7 @@ AT_ONCE = 1024
 TENSOR = ScalingType.TensorWise
 
 
-@triton.jit
+@kernel
 def halved_kernel(x, out, unit, inputs, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     """A row of x as two: out is [T, 2, in], unit [T].
 
@@ -58,7 +58,7 @@ def whole(y, unit, scale, n, wide, row, outputs):
     return (high + low * 0.0625) * unit * tl.load(scale + n, mask=n < outputs, other=0.0)
 
 
-@triton.jit
+@kernel
 def joined_kernel(
     y, unit, scale, bias, out, outputs, wide,
     GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.ragged import RaggedBatch
-from quire.ops.triton.launch import Card, block
+from quire.ops.triton.launch import Card, block, kernel
 from quire.ops.triton.prefixes import Prefixes, Sharing, found
 from quire.values import MANY
 
@@ -102,7 +102,7 @@ def spans_of(query_start, kv_len, s, spans, least, most):
     return token, n, tl.load(kv_len + s, mask=inside, other=0), inside & (n >= least) & (n <= most)
 
 
-@triton.jit
+@kernel
 def tiles_kernel(
     query_start, kv_len, pieces, count, spans, window, least, most,
     SHARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_S: tl.constexpr, FIELDS: tl.constexpr,
@@ -127,7 +127,7 @@ def tiles_kernel(
         put(pieces, first + j, j < total, token, n, tile * ROWS, length, begin, end, s, s * 0, s * 0 + 1, s * 0, FIELDS)
 
 
-@triton.jit
+@kernel
 def shares_kernel(
     query_start, kv_len, begun, pieces, count, starts, spans, window, least, most,
     COLUMNS: tl.constexpr, SPREAD: tl.constexpr, RUN: tl.constexpr, MOST: tl.constexpr, LONG: tl.constexpr,
