@@ -248,3 +248,4 @@ async def test_errors_of_our_own_tell_nothing_about_the_inside() -> None:
     error = check_error(response, 500)
     assert error["type"] == QuireError.kind
     assert "secret" not in response.text
+    assert response.headers["connection"] == "close", "who is told so does not send the next request into a reset"

@@ -106,6 +106,6 @@ def _paths(request: Request) -> list[str]:
 
 
 async def unexpected(request: Request, error: Exception) -> Response:
-    """For everything else; the traceback goes to the log."""
+    """For everything else; the traceback goes to the log. The server hangs up after it, and says so beforehand."""
     text = anthropic(error) if _speaks_anthropic(request.url.path) else of(error)
-    return Response(text, 500, None, "application/json")
+    return Response(text, 500, {"connection": "close"}, "application/json")

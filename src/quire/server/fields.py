@@ -6,7 +6,7 @@ why. A refused field may be sent with a value that asks for nothing, as client l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -73,6 +73,7 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         "verbosity": Refusal("how long answers are is for the prompt to say", ("medium",)),
         "reasoning_effort": Refusal("put what the model's template knows into chat_template_kwargs"),
         "include_reasoning": Refusal("here reasoning is part of the text", (True,)),
+        "enable_thinking": Refusal("put what the model's template knows into chat_template_kwargs"),
         "thinking_token_budget": Refusal("thoughts and answer share max_tokens", (-1,)),
         "documents": Refusal("put documents into a message", ([],)),
         "chat_template": Refusal("templates are code: start the server with --chat-template"),
@@ -111,9 +112,25 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         "output_config": Refusal("use response_format, or structured_outputs"),
         "output_format": Refusal("use response_format, or structured_outputs"),
         "inference_geo": Refusal("there is one place: this server"),
+        "extra_body": Refusal("openai's clients put its fields into the request itself: send them so", ({},)),
         "vllm_xargs": Refusal("there are no extensions that could take it", ({},)),
     }
 )
+
+
+ALIKE = (
+    ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "num_predict", "n_predict"),
+    ("prompt", "messages", "input", "inputs"),
+    ("stop", "stop_sequences", "stop_strings"),
+    ("repetition_penalty", "repeat_penalty"),
+    ("structured_outputs", "regex", "ebnf", "grammar", "json_schema"),
+)
+"""Names for one thing, here and in other APIs; where a path knows several, the first is its own."""
+
+ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/responses"}
+)
+"""Where else such a field is at home."""
 
 
 def table(honoured: Iterable[str]) -> list[Row]:
@@ -133,14 +150,23 @@ def check(given: Mapping[str, Any], honoured: Iterable[str], *, where: str = "")
     known = frozenset(honoured)
     kept = {}
     for name, value in given.items():
+        if value is None:
+            continue
         if name in known:
             kept[name] = value
         elif name in REFUSED:
             refusal = REFUSED[name]
-            if value is not None and value not in refusal.harmless:
+            if value not in refusal.harmless:
                 raise InvalidRequest(f"{where}{name}: {refusal.why}", param=where + name, code="unsupported_field")
         elif name not in NO_OPS:
-            hint = nearest(name[:64], known)
             path = where + name[:64]
+            hint = nearest(name[:64], known) if where else _hint(name, known)
             raise InvalidRequest(f"unknown field {path!r}.{hint}", param=path, code="unknown_field")
     return kept
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    """What a field of a request is called here, and where else it would be known."""
+    meant = next((other for names in ALIKE if name in names for other in names if other in known), None)
+    said = f" Did you mean {meant!r}?" if meant else nearest(name[:64], known)
+    return said + (f" {ELSEWHERE[name]} has {name!r}." if name in ELSEWHERE else "")

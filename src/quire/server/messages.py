@@ -127,7 +127,7 @@ def _choice(choice: Mapping[str, Any] | None) -> tuple[str | dict[str, Any] | No
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}, parallel
     known = {"auto": "auto", "any": "required", "none": "none"}
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         raise InvalidRequest("tool_choice.type must be auto, any, tool or none", param="tool_choice")
     return known[kind], parallel
 

@@ -138,7 +138,7 @@ def _counts(asked: Sampling, card: ModelCard, limits: Limits) -> None:
 def _bias(given: dict[str, float], card: ModelCard) -> dict[int, float]:
     bias = {}
     for key, value in given.items():
-        if not key.isdecimal() or len(key) > 10:
+        if not (key.isascii() and key.isdecimal()) or len(key) > 10:
             raise InvalidRequest(f"logit_bias: {key[:40]!r} is not a token id", param="logit_bias")
         bias[int(key)] = value
     in_vocabulary(list(bias), "logit_bias", card)

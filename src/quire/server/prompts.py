@@ -44,7 +44,7 @@ def prompts(given: Prompt, card: ModelCard, limits: Limits) -> list[str | tuple[
     """The prompts in a `prompt` field: one or several, as text or as token ids. Raises InvalidRequest."""
     if isinstance(given, str):
         several: list[Any] = [given]
-    elif given and all(type(x) is int for x in given):
+    elif given and type(given[0]) is int:
         several = [given]
     else:
         several = given
@@ -59,7 +59,8 @@ def prompts(given: Prompt, card: ModelCard, limits: Limits) -> list[str | tuple[
 
 def _prompt(one: Any, where: str, card: ModelCard) -> str | tuple[int, ...]:
     if not isinstance(one, str | list):
-        raise InvalidRequest(f"{where}: expected text or token ids, got {type(one).__name__}", param="prompt")
+        shown = msgspec.json.encode(one)[:40].decode(errors="replace")
+        raise InvalidRequest(f"{where}: expected text or token ids, not {shown}", param="prompt")
     if not one:
         raise InvalidRequest(f"{where} is empty: give text or token ids", param="prompt")
     if isinstance(one, str):
@@ -163,6 +164,8 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if role == "function":
         raise InvalidRequest(f"{where}.role: send results of tools with the role tool", param="messages")
+    if role is None:
+        raise InvalidRequest(f"{where}.role is required", param="messages")
     if role not in _ROLES:
         known = ", ".join(_ROLES)
         raise InvalidRequest(f"{where}.role must be one of {known}, not {str(role)[:40]!r}", param="messages")

@@ -75,7 +75,10 @@ def _item(item: Mapping[str, Any], where: str, messages: list[dict[str, Any]]) -
         output = _content(item.get("output"), f"{where}.output")
         messages.append({"role": "tool", "tool_call_id": _string(item, "call_id", where), "content": output})
     elif kind == "reasoning":
-        texts = [part.get("text") for part in item.get("content") or () if isinstance(part, dict)]
+        thoughts = item.get("content") or []
+        if not isinstance(thoughts, list):
+            raise InvalidRequest(f"{where}.content must be a list of parts", param="input")
+        texts = [part.get("text") for part in thoughts if isinstance(part, dict)]
         _assistant(messages)["reasoning_content"] = "".join(text for text in texts if isinstance(text, str))
     else:
         raise InvalidRequest(f"{where}.type {str(kind)[:40]!r} is not supported here", param="input")

@@ -240,11 +240,13 @@ def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+        if part.get("type") != "text":
             raise InvalidRequest(
-                f"message content of type {part.get('type')!r} is not supported: this server reads text only",
+                f"message content of type {str(part.get('type'))[:40]!r} is not supported: this server reads text only",
                 param="messages",
             )
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequest("message content of type 'text' needs a text", param="messages")
     return "\n".join(part["text"] for part in content)
 
 
