@@ -39,7 +39,7 @@ class Delta(NamedTuple):
     logprobs: per token in `tokens` when asked for. prompt_logprobs: with the first delta of choice 0, None for the
     first token. cached: prompt tokens whose K/V came from the prefix cache, with every delta. error: says what went
     wrong when finish_reason is 'error', status whose mistake it is and param which field of the request is to blame,
-    if one is; `Backend.stream` raises instead. pooled: the prompt as one vector of float32, with the last delta, if
+    if one is; `Answers.take` raises instead. pooled: the prompt as one vector of float32, with the last delta, if
     asked for.
     """
 

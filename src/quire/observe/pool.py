@@ -18,16 +18,13 @@ class PoolState(NamedTuple):
 
 
 def look(scheduler: Scheduler) -> PoolState:
-    """Looks at every page: not for every step."""
-    held = sum(len(seq.blocks) for seq in scheduler.running) * scheduler.kv.page_size
-    internal = 1 - sum(seq.computed for seq in scheduler.running) / held if held else 0.0
-    run = best = free = shared = 0
-    for holders in scheduler.kv.pool.refs[1:]:
-        if holders:
-            run = 0
-            shared += holders > 1
-        else:
-            run += 1
-            free += 1
-            best = max(best, run)
-    return PoolState(internal, 1 - best / free if free else 0.0, shared)
+    """Looks at every page, unless none is held: not for every step."""
+    pool = scheduler.kv.pool
+    if not pool.used:
+        return PoolState(0.0, 0.0, 0)
+    slots = sum(len(seq.blocks) for seq in scheduler.running) * scheduler.kv.page_size
+    internal = 1 - sum(seq.computed for seq in scheduler.running) / slots if slots else 0.0
+    refs = pool.refs[1:]
+    held = bytes(map(bool, refs))
+    longest, free = max(map(len, held.split(b"\1"))), held.count(0)
+    return PoolState(internal, 1 - longest / free if free else 0.0, len(refs) - free - refs.count(1))

@@ -1,0 +1,38 @@
+"""What is told of the page pool."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from quire.core.blocks import BlockPool
+from quire.core.kv import prefix_index
+from quire.observe.pool import PoolState, look
+
+
+def scheduler(pool: BlockPool, *running: Any) -> Any:
+    return SimpleNamespace(running=running, kv=SimpleNamespace(pool=pool, page_size=4))
+
+
+def test_holes_shares_and_empty_slots_are_counted() -> None:
+    pool = BlockPool(8, prefix_index(4, enabled=True))
+    held = [pool.take() for _ in range(8)]  # 1 to 8
+    assert held == list(range(1, 9))
+    for page in (2, 5, 6, 7):
+        pool.drop(page)
+    pool.share(3)
+    one = SimpleNamespace(blocks=[1, 3, 4, 8], computed=14)
+    assert look(scheduler(pool, one)) == PoolState(internal=2 / 16, external=1 - 3 / 4, shared=1)
+
+
+def test_where_every_page_is_held_there_is_no_hole() -> None:
+    pool = BlockPool(2, prefix_index(4, enabled=True))
+    one = SimpleNamespace(blocks=[pool.take(), pool.take()], computed=8)
+    assert look(scheduler(pool, one)) == PoolState(0.0, 0.0, 0)
+
+
+def test_where_none_is_held_no_page_is_looked_at() -> None:
+    pool = BlockPool(2, prefix_index(4, enabled=True))
+    pool.drop(pool.take())
+    pool.refs = None  # type: ignore[assignment]
+    assert look(scheduler(pool)) == PoolState(0.0, 0.0, 0)
