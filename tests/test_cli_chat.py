@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -113,14 +114,47 @@ def test_an_error_in_mid_stream_is_told(server: Server) -> None:
         next(answer)
 
 
+def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(server: Server) -> None:
+    server.lines = chunks("Go")[:2]
+    answer = Remote(server.url, model="m").answer(HELLO)
+    assert next(answer) == "Go"
+    with pytest.raises(Unavailable, match="broke off"):
+        next(answer)
+
+
+@pytest.mark.parametrize(
+    "line", [b"data: {bad\n\n", b'data: {"choices": [{"text": "a"}]}\n\n', b"data: 5\n\n", b'data: {"choices": 5}\n\n']
+)
+def test_a_server_that_speaks_otherwise_is_told_apart_in_a_line(server: Server, line: bytes) -> None:
+    server.lines = [line]
+    with pytest.raises(Unavailable, match="does not speak OpenAI's API"):
+        list(Remote(server.url, model="m").answer(HELLO))
+
+
+def test_a_server_of_another_protocol_is_told_in_a_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def speak() -> None:
+            with other.accept()[0] as taken:
+                taken.recv(1 << 16)
+                taken.sendall(b"SSH-2.0-other\r\n")
+
+        thread = threading.Thread(target=speak)
+        thread.start()
+        with pytest.raises(Unavailable, match="the connection broke"):
+            list(Remote(f"127.0.0.1:{other.getsockname()[1]}").answer(HELLO))
+        thread.join()
+
+
 def test_a_server_that_is_not_there_is_named() -> None:
     with pytest.raises(Unavailable, match=r"no server answers at 127\.0\.0\.1:9"):
         list(Remote("127.0.0.1:9", model="m").answer(HELLO))
 
 
-def test_an_address_that_is_none_is_refused() -> None:
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:abc", "http://x:99999", "http://[::1", "http://a b"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(InvalidConfig, match="--url"):
-        Remote("ftp://x")
+        Remote(url)
 
 
 def talk(lines: str, answer: Any, messages: list[Message], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -146,7 +180,7 @@ def test_a_conversation_is_remembered_and_empty_lines_are_not_asked(monkeypatch:
 def test_what_no_longer_fits_is_forgotten_oldest_first_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(messages: list[Message]) -> Iterator[str]:
         if len(messages) > 4:
-            raise InvalidRequest("too long")
+            raise InvalidRequest("longer than this model's context")
         yield messages[1]["content"]
 
     shown = talk("one\ntwo\nthree\n", answer, [{"role": "system", "content": "s"}], monkeypatch)
@@ -162,6 +196,33 @@ def test_a_single_question_that_does_not_fit_is_an_error(monkeypatch: pytest.Mon
 
     with pytest.raises(InvalidRequest):
         talk("one\n", answer, [], monkeypatch)
+
+
+def test_other_refusals_make_nobody_forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(messages: list[Message]) -> Iterator[str]:
+        if len(messages) > 3:
+            raise InvalidRequest("the model 'x' is not served here")
+        yield "fine"
+
+    messages: list[Message] = []
+    with pytest.raises(InvalidRequest, match="not served"):
+        talk("one\ntwo\nthree\n", answer, messages, monkeypatch)
+    assert [m["content"] for m in messages] == ["one", "fine", "two", "fine", "three"][: len(messages)]
+    assert len(messages) >= 3
+
+
+def test_who_types_hears_what_failed_and_may_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(messages: list[Message]) -> Iterator[str]:
+        yield "so fa"
+        if messages[-1]["content"] == "two":
+            raise Unavailable("it [broke] off")
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\nthree\n"))
+    console = Console(file=io.StringIO(), soft_wrap=True, force_terminal=True, color_system=None)
+    messages: list[Message] = []
+    converse(console, messages, answer)
+    assert [m["content"] for m in messages] == ["one", "so fa", "three", "so fa"]
+    assert "it [broke] off" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_an_interrupted_answer_is_kept_as_far_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:

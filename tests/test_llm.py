@@ -17,7 +17,7 @@ from quire.core.plan import Mask, Plan, Result
 from quire.core.scheduler import Scheduler
 from quire.engine.engine import Engine
 from quire.engine.executor import Description
-from quire.errors import InvalidConfig, InvalidRequest
+from quire.errors import InvalidConfig, InvalidRequest, QuireError
 from quire.text.chat import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 from quire.values import CompletionOutput, TokenLogprobs
@@ -48,6 +48,7 @@ class Alphabet:
         self.pages = pages
         self.rows: dict[int, tuple[list[int], int, bool]] = {}
         self.closed = False
+        self.fails = ""
 
     def describe(self) -> Description:
         return Description(pages=self.pages, page_size=4, rows=8, max_model_len=CONTEXT, vocab_size=END + 1)
@@ -65,7 +66,8 @@ class Alphabet:
             history += tokens[-1]
             if wanted:
                 logprobs[index] = [TokenLogprobs(token, -0.5, 1) for token in tokens[-1]]
-        return Spelled(Result(tokens, [], logprobs))
+        errors = dict.fromkeys(range(len(plan.spans)), self.fails) if self.fails else {}
+        return Spelled(Result(tokens, [], logprobs, errors=errors))
 
     def reset(self) -> None:
         self.rows.clear()
@@ -240,6 +242,14 @@ def test_two_streams_may_be_read_in_turns(llm: LLM) -> None:
     params = SamplingParams(max_tokens=3)
     pairs = zip(llm.stream("a", params), llm.stream("m", params), strict=True)
     assert list(pairs) == [("b", "n"), ("c", "o"), ("d", "p")]
+
+
+def test_a_stream_whose_answer_fails_says_so_rather_than_end(llm: LLM, alphabet: Alphabet) -> None:
+    alphabet.fails = "the model produced NaN"
+    with pytest.raises(QuireError, match="NaN"):
+        list(llm.stream("a", SamplingParams(max_tokens=3)))
+    alphabet.fails = ""
+    assert list(llm.stream("a", SamplingParams(max_tokens=1))) == ["b"]
 
 
 def test_a_stream_that_is_closed_ends_its_request(llm: LLM, engine: Engine) -> None:

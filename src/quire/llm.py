@@ -14,6 +14,7 @@ from typing import Any, Self, cast
 from rich.console import Console
 from rich.progress import Progress
 
+from quire import errors
 from quire.backends import vectors
 from quire.backends.answer import Answer
 from quire.backends.base import Call, Delta
@@ -121,7 +122,10 @@ class LLM:
         return [job.output() for job in self._run(talks, sampling_params, use_tqdm)]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[str, None, None]:
-        """The pieces of the first answer's text as they come. Closing the iterator ends the request."""
+        """The pieces of the first answer's text as they come. Closing the iterator ends the request.
+
+        Raises what became of it where it failed.
+        """
         return self._stream(*self._encoded(prompt), sampling_params or self.default_sampling_params())
 
     def stream_chat(
@@ -216,6 +220,8 @@ class LLM:
                 fresh = job.choices[0][told:]
                 told += len(fresh)
                 yield from (delta.text for delta in fresh if delta.text)
+                if fresh[-1].error is not None:
+                    raise errors.of(fresh[-1].status, fresh[-1].error, param=fresh[-1].param)
         finally:
             self._forget([job])
 

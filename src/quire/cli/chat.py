@@ -7,13 +7,14 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 
 import quire
 from quire.cli.options import OFFLINE, SettingsCommand
 from quire.cli.remote import Remote
 from quire.cli.sampling import given, sampling_options
 from quire.config import Settings
-from quire.errors import InvalidRequest
+from quire.errors import InvalidRequest, QuireError
 
 Message = dict[str, str]
 Answer = Callable[[list[Message]], Iterator[str]]
@@ -57,9 +58,16 @@ def converse(console: Console, messages: list[Message], answer: Answer) -> None:
             continue
         messages.append({"role": "user", "content": asked})
         said = ""
-        for piece in remembering(console, messages, fixed, answer):
-            said += piece
-            console.out(piece, end="", highlight=False)
+        try:
+            for piece in remembering(console, messages, fixed, answer):
+                said += piece
+                console.out(piece, end="", highlight=False)
+        except QuireError as error:
+            if not console.is_terminal:
+                raise
+            messages.pop()  # whoever types can ask again, or something else
+            console.print(f"\n{escape(str(error))}", style="red")
+            continue
         console.print()
         messages.append({"role": "assistant", "content": said})
 
@@ -72,8 +80,10 @@ def remembering(console: Console, messages: list[Message], fixed: int, answer: A
             return
         except KeyboardInterrupt:
             return
-        except InvalidRequest:
-            if len(messages) < fixed + 3:
+        except InvalidRequest as error:
+            if (
+                "context" not in str(error) or len(messages) < fixed + 3
+            ):  # no word is in every server's message but this
                 raise
             del messages[fixed : fixed + 2]
             console.print("(too long for the model: the oldest question and its answer are forgotten)", style="dim")

@@ -16,9 +16,14 @@ class Remote:
 
     def __init__(self, url: str, *, key: str | None = None, model: str | None = None) -> None:
         """Raises InvalidConfig if `url` is no address of a web server."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidConfig(f"--url must look like http://127.0.0.1:8000, not {url}", param="url")
+        wrong = InvalidConfig(f"--url must look like http://127.0.0.1:8000, not {url}", param="url")
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError as error:
+            raise wrong from error
+        if not known or any(map(str.isspace, url)):
+            raise wrong
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._place, self._url = parts.netloc.rpartition("@")[2], url
         self._path = parts.path.rstrip("/").removesuffix("/v1")
@@ -26,15 +31,27 @@ class Remote:
         self._model = model
 
     def answer(self, messages: list[dict[str, str]], **sampling: Any) -> Iterator[str]:
-        """The pieces of the next message as they come. Raises InvalidRequest, Unauthorized or Unavailable."""
+        """The pieces of the next message as they come. Raises InvalidRequest, Unauthorized or Unavailable, the last
+        also for an answer that breaks off, and for a server of another kind."""
+        try:
+            yield from self._answer(messages, sampling)
+        except (OSError, http.client.HTTPException) as error:
+            raise Unavailable(f"{self._url}: the connection broke: {error or type(error).__name__}") from error
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise Unavailable(f"{self._url} does not speak OpenAI's API: {error!r}") from error
+
+    def _answer(self, messages: list[dict[str, str]], sampling: dict[str, Any]) -> Iterator[str]:
         if self._model is None:
             with self._send("GET", "/v1/models", None) as listing:
                 self._model = json.loads(listing.read())["data"][0]["id"]
         asked = {"model": self._model, "messages": messages, "stream": True, **sampling}
         with self._send("POST", "/v1/chat/completions", asked) as answer:
             for line in answer:
-                if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+                if line.startswith(b"data:"):
+                    if (data := line[5:].strip()) == b"[DONE]":
+                        return
                     yield from self._pieces(json.loads(data))
+        raise Unavailable(f"{self._url} broke off its answer")
 
     def _pieces(self, chunk: dict[str, Any]) -> Iterator[str]:
         if "error" in chunk:
@@ -49,6 +66,9 @@ class Remote:
             sent = None if body is None else json.dumps(body)
             connection.request(method, self._path + path, body=sent, headers={**self._headers, "Connection": "close"})
             answer = connection.getresponse()
+        except http.client.HTTPException:
+            connection.close()
+            raise
         except OSError as error:
             connection.close()
             raise Unavailable(f"no server answers at {self._url}: {error}") from error
