@@ -282,11 +282,12 @@ def large(card: Card, dim: int, wide: int) -> Tile:
     return Tile(rows, columns, warps, 3 if on_hopper(card) and dim * wide <= 256 else 2, 0)
 
 
-def tiles(card: Card, share: int, dim: int, wide: int, most: int) -> list[tuple[Tile, int, int]]:
+def tiles(card: Card, share: int, dim: int, wide: int, most: int, spans: int) -> list[tuple[Tile, int, int]]:
     """The launches for spans of up to `most` queries: (tile, least queries, most). wide: bytes a number of K/V.
 
     A few queries are rows of one small tile; longer spans, if there can be any, go to large tiles in a launch of
-    their own. All are rows of small ones where nothing may depend on the batch.
+    their own. All are rows of small ones where nothing may depend on the batch. A handful of spans is read in fewer
+    and longer pieces, more of whose blocks are on their way at once.
     """
     few = max(1, 64 // share)
     columns = large(card, dim, wide).columns
@@ -294,6 +295,8 @@ def tiles(card: Card, share: int, dim: int, wide: int, most: int) -> list[tuple[
     small = Tile(16, columns, warps, 2, 4, run, slim=dim <= 64 and wide <= 2 and most == 1)
     if not card.sms:
         return [(small, 1, most)]
+    if 2 < spans <= CROWD and on_hopper(card):
+        small = small._replace(stages=4, a_card=2)
     if most <= few:
         rows = max(16, block(most * share)) if most * share <= 64 else 64
         return [(small._replace(rows=rows, warps=small.warps if rows == 16 else 4), 1, most)]
@@ -323,7 +326,7 @@ def attention(
     out = torch.empty_like(q)
     bend, slope = slopes(scale * kv.k_scale, soft_cap)
     sharing = begun.sharing if begun else None
-    for tile, least, most in tiles(card, share, dim, kv.k.element_size(), batch.max_query):
+    for tile, least, most in tiles(card, share, dim, kv.k.element_size(), batch.max_query, len(batch.kv_len)):
         room = tile.spread(card, groups, len(batch.kv_len)) if most * share <= tile.rows else 0
         tiling = Tiling(share, tile.rows, tile.columns, least, most, room, tile.run, window, sharing)
         work, fresh = batch.work(tiling, groups)

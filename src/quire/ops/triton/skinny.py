@@ -199,22 +199,24 @@ def recipe(rows: int, outputs: int, inputs: int, gated: bool = False) -> Recipe 
     """
     if rows > (GATED_MOST if gated and outputs >= 8192 else MOST):
         return None
-    if rows <= vectors(outputs, inputs):
+    if rows <= vectors(outputs * (2 if gated else 1), inputs):
         whole = block(inputs)
         return Recipe(rows, max(1, min(8, 8192 // whole)), whole, 4 if whole <= 2048 else 8)
     some, small = block(rows, 8), min(outputs, inputs) <= 1024
     if rows > MOST:
         return Recipe(some, 64, 128, 4, 4)
     if gated:
-        return Recipe(some, 64, 128, 4, 4) if small else Recipe(some, 32, 128, 2, 6 if outputs <= 4096 else 3)
+        return Recipe(some, 64, 128, 4, 4) if small or rows > 8 else Recipe(8, 32, 128, 2, 6 if outputs <= 4096 else 3)
+    if outputs <= 2048 and inputs >= 8192:
+        return Recipe(some, 64, 128, 4, 6, splits=8)
     if (outputs <= 4096 or inputs >= 8192) and inputs % 256 == 0 and not small:
         return Recipe(some, 16, 256, 2, 6, 512)
     return Recipe(some, 64, 128, 4, 4 if outputs > 8192 else 6, splits=runs(4096 // outputs, inputs))
 
 
 def vectors(outputs: int, inputs: int) -> int:
-    """Rows up to which multiply-adds win."""
-    if inputs > 8192:
+    """Rows up to which multiply-adds win. outputs: of the matrix, those that gate included."""
+    if inputs > 8192 or outputs * inputs >= 1 << 24:
         return 1 if inputs <= 16384 else 0
     return 4 if outputs <= 2048 and inputs <= 4096 else 2
 
