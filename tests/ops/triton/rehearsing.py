@@ -3,7 +3,8 @@
 Arguments: a compute capability, the bytes of shared memory it has, and "drafts" for a draft model's steps, too.
 
 Prints, as JSON, how many steps there are, how many were rehearsed, how many kernels that compiled or found in the
-cache, and the names of those that were first met when the steps were done for good, which only compiles, too.
+cache, how many of those have launchers, and the names of those that were first met when the steps were done for good,
+which only compiles, too.
 """
 
 from __future__ import annotations
@@ -54,6 +55,16 @@ MODEL = {
 }
 
 
+class Launchers(NoCard):
+    """Counts the launchers that it is asked for."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+
+    def launcher_cls(self, src: Any, metadata: Any) -> None:
+        self.made.append(src.name)
+
+
 class Watched(AtOnce):
     """Rehearses, and notes what is compiled afterwards."""
 
@@ -94,7 +105,7 @@ def model(card: Card) -> Model:
 
 
 def main() -> None:
-    driver.set_active(NoCard())
+    driver.set_active(launchers := Launchers())
     capability = divmod(CAPABILITY, 10)
     dependent = capability >= HOPPER
     options = MappingProxyType({"launch_pdl": True} if dependent else {})
@@ -112,7 +123,7 @@ def main() -> None:
         *(target,), **sizes, rows=2 * CAP, max_model_len=LONGEST, tokens=TOKENS, dtype=torch.bfloat16, device=NOWHERE,
         steps=steps, queue=queue, proposer=proposer, warm=warm,
     )  # fmt: skip
-    print(json.dumps([queue.steps, queue.rehearsed, queue.compiled, queue.late]))
+    print(json.dumps([queue.steps, queue.rehearsed, queue.compiled, len(launchers.made), queue.late]))
 
 
 if __name__ == "__main__":

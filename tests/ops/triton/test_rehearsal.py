@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from quire.runner.graphs import unrehearsed
 ROOT = Path(__file__).parents[3]
 
 
-def rehearsed(cache: Path, *drafts: str) -> tuple[int, int, int, list[str]]:
+def rehearsed(cache: Path, *drafts: str) -> tuple[int, int, int, int, list[str]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), environment.get("PYTHONPATH", "")])
     done = subprocess.run(
@@ -40,19 +41,20 @@ def rehearsed(cache: Path, *drafts: str) -> tuple[int, int, int, list[str]]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    steps, works, compiled, late = json.loads(done.stdout)
-    return steps, works, compiled, late
+    steps, works, compiled, launchers, late = json.loads(done.stdout)
+    return steps, works, compiled, launchers, late
 
 
 @pytest.mark.parametrize("drafts", [(), pytest.param(("drafts",), marks=pytest.mark.nightly)], ids=["alone", "drafts"])
 def test_nothing_is_left_to_compile_and_with_a_full_cache_little_is_rehearsed(
     drafts: tuple[str, ...], tmp_path: Path
 ) -> None:
-    steps, works, compiled, late = rehearsed(tmp_path, *drafts)
+    steps, works, compiled, launchers, late = rehearsed(tmp_path, *drafts)
     assert works > steps
     assert compiled >= 15
+    assert launchers == compiled
     assert late == []
-    steps, works, compiled, _ = rehearsed(tmp_path, *drafts)
+    steps, works, compiled, _, _ = rehearsed(tmp_path, *drafts)
     assert works <= PROBES < steps
     assert compiled > 0
 
@@ -123,23 +125,29 @@ def test_a_rehearsal_that_fails_is_told_and_does_no_harm(caplog: pytest.LogCaptu
 
 
 def test_as_many_are_compiled_at_once_as_there_are_workers() -> None:
-    held, both, told = Held(), threading.Barrier(2, timeout=30), list[tuple[int, int]]()
-    futures = [held.submit(both.wait) for _ in range(2)]
-    assert not any(future.done() for future in futures)
-    held.run(2, lambda done, total: told.append((done, total)))
+    both, told = threading.Barrier(2, timeout=30), list[tuple[int, int]]()
+    with Held(lambda made: both.wait()) as held:
+        futures = [held.submit(both.wait) for _ in range(2)]
+        assert not any(future.done() for future in futures)
+        held.run(2, lambda done, total: told.append((done, total)))
     assert sorted(future.result() for future in futures) == [0, 1]
     assert told == [(1, 2), (2, 2)]
 
 
 def test_a_compilation_that_fails_stops_no_other() -> None:
-    held = Held()
-    wrong, right, never = held.submit(lambda: 1 // 0), held.submit(lambda: 1), Held()
-    held.run(1, lambda done, total: None)
+    finished: list[int] = []
+    with Held(finished.append) as held:
+        wrong, right = held.submit(lambda: 1 // 0), held.submit(lambda: 1)
+        held.run(1, lambda done, total: None)
     assert isinstance(wrong.exception(), ZeroDivisionError)
     assert right.result() == 1
-    left = never.submit(lambda: 1)
-    never.shutdown()
-    assert left.exception() is not None
+    assert finished == [1]
+
+
+def test_nobody_waits_for_what_was_never_run() -> None:
+    with Held(print) as held:
+        left = held.submit(lambda: 1)
+    assert isinstance(left.exception(timeout=1), CancelledError)
 
 
 def test_the_interpreter_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 from triton import AsyncCompileMode, knobs
+from triton.runtime import driver
 
 from quire.ops.triton.launch import HEARD
 
@@ -30,7 +31,9 @@ PROBES = 8
 class Held(Executor):
     """Keeps what it is given until it is told to run: threads that compile would slow down the one that rehearses."""
 
-    def __init__(self) -> None:
+    def __init__(self, then: Callable[[Any], object]) -> None:
+        """then: what is made of each result, beside."""
+        self.then = then
         self.futures: dict[Future[Any], Callable[[], Any]] = {}
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -42,7 +45,7 @@ class Held(Executor):
         """All of it, so many at a time. tell: hears (done, in all)."""
         pool = ThreadPoolExecutor(workers)
         try:
-            running = [pool.submit(_fulfil, *one) for one in self.futures.items()]
+            running = [pool.submit(self._fulfil, *one) for one in self.futures.items()]
             for done, _ in enumerate(as_completed(running), 1):
                 tell(done, len(running))
         finally:
@@ -54,12 +57,19 @@ class Held(Executor):
             if not future.done():
                 future.set_exception(CancelledError())
 
+    def _fulfil(self, future: Future[Any], work: Callable[[], Any]) -> None:
+        try:
+            made = work()
+            self.then(made)
+        except Exception as failure:  # whoever launches it for good meets it again
+            future.set_exception(failure)
+        else:
+            future.set_result(made)
 
-def _fulfil(future: Future[Any], work: Callable[[], Any]) -> None:
-    try:
-        future.set_result(work())
-    except Exception as failure:  # whoever launches it for good meets it again
-        future.set_exception(failure)
+
+def with_launcher(kernel: Any) -> None:
+    """Have made what launches a kernel: Triton 3.6 has a C compiler build it for each signature, and caches it, too."""
+    driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 class Rehearsal:
@@ -84,7 +94,7 @@ class Rehearsal:
 
     def _rehearse(self, works: Sequence[Callable[[], object]]) -> int:
         """How many kernels were in no cache."""
-        held = Held()
+        held = Held(with_launcher)
         with _missed() as missed, AsyncCompileMode(held, ignore_errors=True), held:
             heard = HEARD.set(self._heard)
             try:
