@@ -14,14 +14,15 @@ from quire.executors.costs import StepCost
 from quire.executors.synthetic import SyntheticExecutor
 
 STEP = "QUIRE_BENCH_STEP_MS"
+PAGES = 1 << 14
 
 
 def timed(executor: Executor) -> SyntheticExecutor:
-    """The same sizes without a model."""
+    """The same, without a model and with as many pages as a card has."""
     about = executor.describe()
     executor.close()
     return SyntheticExecutor(
-        pages=about.pages,
+        pages=PAGES,
         page_size=about.page_size,
         rows=about.rows,
         max_model_len=about.max_model_len,

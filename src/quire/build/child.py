@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import sys
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 
+from quire import heap
 from quire.build.engine import build_engine, count_compiles
 from quire.build.text import build_tokenizer
 from quire.config import Settings
@@ -29,6 +31,7 @@ def main(wrap: Callable[[Executor], Executor] = lambda executor: executor) -> in
 
     wrap: what goes around the executor, such as one that fails on purpose.
     """
+    heap.settled()
     link = socket.socket(fileno=int(sys.argv[1]))
     metrics, history = EngineMetrics(), History()
     window = LiveWindow(history)
@@ -43,8 +46,10 @@ def main(wrap: Callable[[Executor], Executor] = lambda executor: executor) -> in
     metrics.compiles = count_compiles(engine.about.device)
     watch.listen(engine)
     history.attach(engine.scheduler.kv)
-    _tell(link, Ready(engine.about))
     grammars = Workshop(Compiler(partial(build_tokenizer, settings)))
+    gc.collect()
+    heap.settled()
+    _tell(link, Ready(engine.about))
     EngineLoop(engine, link, lambda: metrics.snapshot(engine), watch, grammars, window).run()
     engine.close()
     return 0

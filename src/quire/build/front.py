@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import uvloop
 
-from quire import __version__
+from quire import __version__, heap
 from quire.backends.base import ModelCard
 from quire.backends.native import NativeBackend
 from quire.backends.observer import Several
@@ -101,6 +101,7 @@ def serve(settings: Settings, *, child: str = "quire.build.child") -> None:
         ),
     )
     sent = tracing.around(running)
+    heap.settled()
     uvloop.run(sent if server.disable_log_stats else telling(sent, backend.stats, log))
 
 

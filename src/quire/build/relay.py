@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import uvloop
 
-from quire import __version__
+from quire import __version__, heap
 from quire.backends.http1 import Origin
 from quire.backends.keeper import Keeper, Others, PrivateServer, free_port
 from quire.backends.observer import RimObserver, Several
@@ -101,6 +101,7 @@ def relay(settings: Settings) -> None:
         ),
     )
     sent = tracing.around(running)
+    heap.settled()
     uvloop.run(sent if server.disable_log_stats else telling(sent, backend.stats, log))
 
 
