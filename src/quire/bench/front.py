@@ -113,10 +113,9 @@ def serving(tree: Path, port: int, step: float, sizes: dict[str, Any]) -> Iterat
     told = json.dumps(
         {"lookahead": sizes["lookahead"], "recording_dir": sizes["recording_dir"], "port": port}, default=str
     )
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "quire.bench.front", told],
-        env=os.environ | {"PYTHONPATH": str(tree), STEP: str(step)},
-    )
+    path = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
+    argv = [sys.executable, "-P", "-m", "quire.bench.front", told]
+    process = subprocess.Popen(argv, env=os.environ | {"PYTHONPATH": path, STEP: str(step)})
     try:
         while not healthy(port):
             if process.poll() is not None:

@@ -141,7 +141,7 @@ class ChatChunks:
     def __init__(self, job: Job, token_text: TokenText) -> None:
         self._job, self._head, self._text = job, _Head(job, "chat.completion.chunk", token_text), token_text
         self._plain = job.top is None and not job.token_ids
-        self._needless = self._plain and not job.every_usage
+        self._nothing = [] if self._plain and not job.every_usage else [b'"delta":{}']
         choices = len(job.calls) * job.n
         self._splitters = [job.splitter() for _ in range(choices)]
         self._called = [False] * choices
@@ -163,19 +163,18 @@ class ChatChunks:
 
     def of(self, delta: Delta) -> bytes:
         """A chunk for each part; what else the delta says goes with the last."""
-        index, splitter = delta.index, self._splitters[delta.index]
+        index, ended = delta.index, delta.finish_reason is not None
+        splitter = self._splitters[index]
         self._head.usage.add(delta)
         parts = splitter.feed(delta.text)
-        if delta.finish_reason is not None:
+        if ended:
             parts = [*parts, *splitter.flush()]
         bodies = [self._body(part, index) for part in parts if part.kind != "reasoning" or self._job.reasons]
-        if not bodies and self._needless and delta.finish_reason is None:
-            return b""
         head, tail = self._head.of[index], self._head.tail()
+        if self._plain and not ended:
+            return b"".join([head + body + _PLAIN_TAIL + tail for body in bodies or self._nothing])
         *before, last = bodies or [b'"delta":{}']
         said = b"".join([head + body + _PLAIN_TAIL + tail for body in before])
-        if self._plain and delta.finish_reason is None:
-            return said + head + last + _PLAIN_TAIL + tail
         return said + head + last + self._rest(delta) + tail
 
     def _body(self, part: Part, index: int) -> bytes:

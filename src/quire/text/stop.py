@@ -21,7 +21,7 @@ class StopStrings:
     The first stop string to be completed ends the text; of several completed by the same character, the longest.
     """
 
-    __slots__ = ("_depth", "_fail", "_found", "_next")
+    __slots__ = ("_depth", "_fail", "_found", "_next", "first")
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._next: list[dict[str, int]] = [{}]
@@ -31,9 +31,8 @@ class StopStrings:
         for stop in stops:
             self._add(stop)
         self._link()
-
-    def __bool__(self) -> bool:
-        return bool(self._next[0])
+        self.first = frozenset(self._next[0])
+        """The characters that stop strings begin with."""
 
     def _add(self, stop: str) -> None:
         state = 0
@@ -83,7 +82,7 @@ class StopFinder:
 
     def feed(self, text: str) -> Found:
         stops, state = self._stops, self._state
-        if not stops:
+        if not state and stops.first.isdisjoint(text):
             return Found(text)
         known = len(self._held)
         text = self._held + text
