@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import hypothesis
@@ -83,6 +84,14 @@ def test_switches_take_the_usual_words(written: object, value: bool) -> None:
 def test_several_keys_come_as_a_list_or_with_commas() -> None:
     assert Settings.of(api_key=["a", "b"]).server.api_key == ("a", "b")
     assert load(environ={"QUIRE_API_KEY": "a, b"}).server.api_key == ("a", "b")
+    assert load(flags={"api_key": ("a, b", " c ")}).server.api_key == ("a", "b", "c")
+    assert load(environ={"QUIRE_API_KEY": ""}).server.api_key == (), "an empty variable is none"
+
+
+@pytest.mark.parametrize("name", ["api_key", "admin_key"])
+@pytest.mark.parametrize("given", [("",), ("a", " "), ["a", ","]])
+def test_an_empty_key_is_refused_for_it_would_look_like_one(name: str, given: Sequence[str]) -> None:
+    assert f"{name}: must be text, or a list of texts, none of them empty" in refusal(**{name: given})
 
 
 def test_secrets_are_never_shown() -> None:

@@ -64,6 +64,17 @@ def test_too_small_a_budget_says_what_would_fit() -> None:
         plan_pages(LAYERS, page_size=16, rows=4, max_model_len=162, budget=budget)
 
 
+def test_where_not_one_page_fits_no_shorter_context_is_advised() -> None:
+    with pytest.raises(InvalidConfig, match="holds no tokens") as caught:
+        plan_pages(LAYERS, page_size=16, rows=4, max_model_len=1024, budget=5)
+    assert "lower" not in str(caught.value)
+
+
+def test_a_pool_that_cannot_be_had_says_how_large_it_would_be() -> None:
+    with pytest.raises(MemoryError, match=r"1,099,511,627,776 KV blocks of 16 tokens take \d+\.\d\d GiB"):
+        allocate(LAYERS, pages=1 << 40, page_size=16)
+
+
 def test_the_default_budget_is_modest() -> None:
     assert cpu_budget(100 * GIB) == 4 * GIB
     assert cpu_budget(8 * GIB) == 2 * GIB

@@ -63,6 +63,13 @@ async def test_every_door_counts_towards_a_keys_rate(path: str) -> None:
         assert (await server.client.post("/ping")).status_code == 200
 
 
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer "}, {"authorization": "Bearer"}, {"x-api-key": ""}])
+async def test_no_key_is_no_key_whatever_the_server_was_given(headers: dict[str, str]) -> None:
+    async with served(api_keys=("",), admin_keys=("",)) as server:
+        for path in ("/v1/models", "/stats"):
+            check_error(await server.client.get(path, headers=headers), 401)
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_tokens_of_prompts_and_answers_are_counted_and_have_to_be_made_up_for(streamed: bool) -> None:
     clock = Clock()

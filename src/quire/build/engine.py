@@ -27,6 +27,7 @@ from quire.engine.events import Observer
 from quire.engine.executor import Description, Executor
 from quire.engine.pacer import LatencyPace, NoPace, Pacer
 from quire.engine.slack import MeasuredSlack, NoSlack, Slack
+from quire.errors import InvalidConfig
 from quire.models.base import Model
 from quire.models.registry import parameters
 from quire.ops.base import Ops
@@ -69,7 +70,13 @@ def build_engine(
 def make_executor(settings: Settings) -> Made:
     """What runs the steps, as `executor` says. Raises InvalidModel or InvalidConfig."""
     kind = settings.executor.executor
-    return _torch(settings) if kind == "local" else cast(Made, extra(f"quire.build.{kind}", kind).make(settings))
+    try:
+        return _torch(settings) if kind == "local" else cast(Made, extra(f"quire.build.{kind}", kind).make(settings))
+    except MemoryError as error:
+        raise InvalidConfig(
+            f"there is not enough memory for this: {error}. Lower what sets it: num_gpu_blocks_override, "
+            "kv_cache_memory_bytes, max_num_seqs or max_model_len"
+        ) from error
 
 
 def _torch(settings: Settings) -> Made:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from types import MappingProxyType, UnionType
 from typing import Any, Literal
@@ -41,12 +41,15 @@ def option(
     secret: bool = False,
     unset: str = "auto",
     metavar: str = "",
+    verbatim: bool = False,
 ) -> Any:
     """A dataclass field that is an option. `unset` is the word for None; `low` and `high` are included.
 
-    A `secret` is never printed, not even in a repr.
+    A `secret` is never printed, not even in a repr. verbatim: a list's texts are taken as they are; in others commas
+    part, space around is dropped, and none may be empty.
     """
     notes = {"help": help, "low": low, "high": high, "secret": secret, "unset": unset, "metavar": metavar}
+    notes["verbatim"] = verbatim
     return field(default=default, repr=not secret, metadata=notes)
 
 
@@ -66,6 +69,7 @@ class Option:
     secret: bool
     unset: str
     metavar: str
+    verbatim: bool
 
     @property
     def flag(self) -> str:
@@ -95,6 +99,8 @@ class Option:
         parsed = _READERS[self.kind](value)
         if parsed is None:
             raise InvalidConfig(f"{where}: {self.wants()}, not {self._quote(value)}", param=self.name)
+        if self.kind == "texts" and not self.verbatim:
+            parsed = tuple(piece.strip() for text in parsed for piece in text.split(","))
         self.check(parsed, where)
         return parsed
 
@@ -105,6 +111,8 @@ class Option:
         right = _TYPES[self.kind]
         if not isinstance(value, right) or (isinstance(value, bool) and self.kind != "switch"):
             raise InvalidConfig(f"{where}: {self.wants()}, not {self._quote(value)}", param=self.name)
+        if self.kind == "texts" and not self.verbatim and not all(value):
+            raise InvalidConfig(f"{where}: {self.wants()}: leave it out where there is none", param=self.name)
         if self.choices and value not in self.choices:
             hint = nearest(value, self.choices)
             raise InvalidConfig(f"{where}: {self.wants()}, not {value!r}.{hint}", param=self.name)
@@ -117,7 +125,7 @@ class Option:
             return "must be one of " + ", ".join(self.choices)
         words = {
             "text": "must be text",
-            "texts": "must be text, or a list of texts",
+            "texts": "must be text, or a list of texts" + ("" if self.verbatim else ", none of them empty"),
             "whole": "must be a whole number",
             "number": "must be a number",
             "switch": "must be true or false",
@@ -206,7 +214,9 @@ def _switch(value: object) -> bool | None:
     return _WORDS.get(value.strip().lower()) if isinstance(value, str) else None
 
 
-_READERS = MappingProxyType({"text": _text, "texts": _texts, "whole": _whole, "number": _number, "switch": _switch})
+_READERS: Mapping[Kind, Callable[[object], Any]] = MappingProxyType(
+    {"text": _text, "texts": _texts, "whole": _whole, "number": _number, "switch": _switch}
+)
 _TYPES: Mapping[Kind, Any] = MappingProxyType(
     {"text": str, "texts": tuple, "whole": int, "number": int | float, "switch": bool}
 )

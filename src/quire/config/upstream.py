@@ -42,7 +42,10 @@ class UpstreamConfig:
     )
     vllm_command: str = option("vllm", "The command that is vLLM, with leading arguments if it needs some.")
     vllm_args: tuple[str, ...] = option(
-        (), "Arguments of `vllm serve`, as they are; on the command line also whatever follows --.", unset="none"
+        (),
+        "Arguments of `vllm serve`, as they are; on the command line also whatever follows --.",
+        unset="none",
+        verbatim=True,
     )
     vllm_log: str | None = option(
         None, "File that what vLLM says is added to. Unset: a new one among the temporary files.", unset="none"

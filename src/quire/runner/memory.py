@@ -47,10 +47,13 @@ def plan_pages(layers: Sequence[LayerShape], *, page_size: int, rows: int, max_m
     pages = min(budget // each - 1, usable_pages(rows, max_model_len, page_size))
     need = usable_pages(1, max_model_len, page_size)
     if pages < need:
-        fits = max(0, pages) * page_size + 1
+        fits, less = "no", "give"
+        if pages > 0:
+            fits = str(pages * page_size + 1)
+            less = f"lower max_model_len to {fits} or give"
         raise InvalidConfig(
-            f"{_gib(budget)} of KV memory holds {fits} tokens, and max_model_len {max_model_len} needs "
-            f"{_gib((need + 1) * each)}: lower max_model_len to {fits} or give more memory"
+            f"{_gib(budget)} of KV memory holds {fits} tokens, and max_model_len {max_model_len} "
+            f"needs {_gib((need + 1) * each)}: {less} more memory"
         )
     return pages
 
@@ -79,9 +82,16 @@ def cpu_budget(available: int) -> int:
 def allocate(
     layers: Sequence[LayerShape], *, pages: int, page_size: int, device: torch.device | str = "cpu"
 ) -> list[LayerKV]:
-    """The pool: `pages` and the spare one, zeros. On a CPU large tensors take memory only as pages are written."""
+    """The pool: `pages` and the spare one, zeros. On a CPU large tensors take memory only as pages are written.
+
+    Raises MemoryError where that much cannot be had.
+    """
 
     def zeros(each: LayerShape) -> torch.Tensor:
-        return torch.zeros((pages + 1, each.heads, page_size, each.dim), dtype=each.dtype, device=device)
+        try:
+            return torch.zeros((pages + 1, each.heads, page_size, each.dim), dtype=each.dtype, device=device)
+        except RuntimeError as error:  # on a CPU torch has no class of its own for it
+            whole = _gib((pages + 1) * page_bytes(layers, page_size))
+            raise MemoryError(f"{pages:,} KV blocks of {page_size} tokens take {whole}") from error
 
     return [LayerKV(zeros(each), zeros(each), k_scale=each.k_scale, v_scale=each.v_scale) for each in layers]

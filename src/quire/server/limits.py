@@ -178,7 +178,7 @@ class Keys:
         digest = self._digest(given.strip())
         matches = [hmac.compare_digest(digest, known) for known in (*self._admin, *self._keys)]
         matches = matches[: len(self._admin)] if admin and self._admin else matches
-        if scheme.lower() != "bearer" or not any(matches):
+        if scheme.lower() != "bearer" or not given.strip() or not any(matches):
             which = "the admin key" if admin and self._admin else "an API key"
             raise Unauthorized(
                 f"this needs {which}: send the header 'Authorization: Bearer KEY'", code="invalid_api_key"
