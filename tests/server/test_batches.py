@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
+import resource
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,7 +21,7 @@ from quire.server.app import create_app
 from quire.server.desk import BatchDesk
 from quire.server.doors import answerer
 from quire.server.limits import Limits
-from quire.server.store import Store
+from quire.server.store import Store, Unkept, new_id
 from quire.values import IDLE
 from tests.server.doubles import ANSWER, Served, check_error, served
 
@@ -312,6 +315,71 @@ async def test_a_line_that_stops_the_engine_each_time_is_given_up_and_costs_no_o
         assert failed["custom_id"] == "bad" and failed["response"]["status_code"] == 503
         assert failed["response"]["body"]["error"]["message"] == "the engine stopped"
     assert asked.count("bad") == 4 and max(asked.count(id) for id in "abcd") <= 3
+
+
+def test_a_line_for_which_there_is_no_room_leaves_nothing_of_itself(tmp_path: Path) -> None:
+    store, id = Store(tmp_path, "batch"), new_id("batch_")
+    store.add(id, ".output", b"one\n")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (7, limits[1]))  # then as much is written as fits
+        with pytest.raises(Unkept, match="cannot take it"):
+            store.add(id, ".output", b"three\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    store.add(id, ".output", b"two\n")
+    assert store.journal(id, ".output").read_bytes() == b"one\ntwo\n"
+
+
+async def test_while_the_disk_is_full_batches_wait_and_then_answer_every_line_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.server.batch_runner._DISK", 0.01)
+    full = iter([True] * 5)
+    add, put = Store.add, Store.put
+
+    def added(self: Store, id: str, suffix: str, line: bytes) -> None:
+        if next(full, False):
+            raise Unkept("full")
+        add(self, id, suffix, line)
+
+    def replaced(self: Store, document: dict[str, Any]) -> None:
+        if document.get("status") in ("in_progress", "finalizing", "completed") and next(full, False):
+            raise Unkept("full")
+        put(self, document)
+
+    monkeypatch.setattr(Store, "add", added)
+    monkeypatch.setattr(Store, "put", replaced)
+    async with office(tmp_path) as here:
+        batch = await here.until((await here.begin(*(line(f"q{i}") for i in range(9))))["id"], "completed", "failed")
+        assert (batch["status"], batch["request_counts"]["completed"], next(full, None)) == ("completed", 9, None)
+        made = await here.lines(batch["output_file_id"])
+        assert sorted(one["custom_id"] for one in made) == [f"q{i}" for i in range(9)]
+
+
+async def test_an_upload_for_which_there_is_no_room_is_told_so_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sync(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async with office(tmp_path) as here:
+        monkeypatch.setattr("os.fsync", sync)
+        refused = await here.upload(jsonl(line("a")))
+        monkeypatch.undo()
+        error = check_error(refused, 503, words="No space left on device")
+        assert error["code"] == "storage"
+        assert [path.name for path in tmp_path.rglob("file*-*")] == []
+        assert (await here.client.get("/v1/files")).json()["data"] == []
+        await here.until((await here.begin(line("a")))["id"], "completed")
+
+
+async def test_a_file_may_begin_with_a_mark_of_its_byte_order(tmp_path: Path) -> None:
+    async with office(tmp_path) as here:
+        file = (await here.upload(b"\xef\xbb\xbf" + jsonl(line("a"), line("b")))).json()["id"]
+        body = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
+        batch = (await here.client.post("/v1/batches", json=body)).json()
+        assert (await here.until(batch["id"], "completed", "failed"))["request_counts"]["completed"] == 2
 
 
 async def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

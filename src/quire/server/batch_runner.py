@@ -16,6 +16,7 @@ import msgspec
 from quire.errors import Interrupted, Overloaded, QuireError, Unavailable
 from quire.server import faults
 from quire.server.batches import Batches, Line
+from quire.server.store import Unkept
 
 log = logging.getLogger("uvicorn.error")
 
@@ -25,6 +26,8 @@ Answer = Callable[[str, bytes], Awaitable[dict[str, Any]]]
 _PAUSE = 0.25
 """Seconds between looks for work, and before a server that is busy is asked again."""
 
+_DISK = 5.0
+"""Seconds before a disk that took nothing is tried again."""
 
 _TRIES = 3
 """Times that a line whose answer was interrupted is asked again, by itself, before it counts as what interrupts."""
@@ -57,10 +60,15 @@ class BatchRunner:
             for batch in self._batches.unfinished():
                 try:
                     await self._batch(batch)
-                except Exception:  # its own fault alone: others go on, and so do people
+                except Exception as error:  # its own fault alone: others go on, and so do people
+                    if (why := _unkept(error)) is not None:
+                        log.error("%s waits: %s", batch["id"], why)
+                        await asyncio.sleep(_DISK)
+                        continue
                     log.exception("%s failed", batch["id"])
                     batch["errors"] = _error("server_error", "the server met an error of its own; its log says more")
-                    self._batches.turn(batch, "failed")
+                    with contextlib.suppress(Unkept):
+                        self._batches.turn(batch, "failed")
             await asyncio.sleep(_PAUSE)
 
     async def _batch(self, batch: dict[str, Any]) -> None:
@@ -143,6 +151,13 @@ class BatchRunner:
 
 def _failed(error: Exception) -> tuple[int, Any]:
     return getattr(error, "status", 500), msgspec.json.decode(faults.of(error))
+
+
+def _unkept(error: Exception) -> Unkept | None:
+    """What the disk said, if that is all that went wrong."""
+    while isinstance(error, ExceptionGroup) and len({type(one) for one in error.exceptions}) == 1:
+        error = error.exceptions[0]
+    return error if isinstance(error, Unkept) else None
 
 
 def _expired(batch: dict[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -16,7 +17,7 @@ from quire.errors import InvalidRequest, Overloaded
 from quire.server.files import document, limit_of
 from quire.server.limits import Limits, read_body
 from quire.server.schemas import parse
-from quire.server.store import Store, new_id, page_of, whole_lines
+from quire.server.store import Store, kept, new_id, page_of, whole_lines
 
 MOST_LINES = 50_000
 MOST_WAITING = 100
@@ -144,6 +145,8 @@ class Batches:
         """(number, line) of the input."""
         with self.files.data(batch["input_file_id"]).open("rb") as file:
             number = 0
+            if file.read(3) != codecs.BOM_UTF8:  # some editors begin files with it
+                file.seek(0)
             while line := file.readline(self._limits.max_body_bytes + 1):
                 number += 1
                 if line.strip():
@@ -207,14 +210,13 @@ class Batches:
         batch["request_counts"]["failed"] += 1
 
     def _add(self, batch: dict[str, Any], suffix: str, line: dict[str, Any]) -> None:
-        with self._journal(batch, suffix).open("ab", buffering=0) as file:
-            file.write(msgspec.json.encode(line) + b"\n")
+        self.store.add(batch["id"], suffix, msgspec.json.encode(line) + b"\n")
 
     def _journal(self, batch: dict[str, Any], suffix: str) -> Any:
         return self.store.journal(batch["id"], suffix)
 
     def finish(self, batch: dict[str, Any], status: str) -> None:
-        """Journals become files. May be killed anywhere and begun again. Blocking: runs in a thread."""
+        """Journals become files. May be killed anywhere and begun again. Blocking: runs in a thread. Raises Unkept."""
         for suffix, name in ((".output", "output_file_id"), (".errors", "error_file_id")):
             if batch[name] is None and self._journal(batch, suffix).exists():
                 batch[name] = new_id("file-")
@@ -226,7 +228,7 @@ class Batches:
                 continue
             target = self.files.data(id)
             if journal.exists():
-                with journal.open("rb") as file:
+                with kept(), journal.open("rb") as file:
                     os.fsync(file.fileno())
                 self.files.put(document(id, journal.stat().st_size, f"{batch['id']}{suffix}.jsonl", "batch_output"))
                 journal.replace(target)

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from quire.errors import InvalidRequest, TooLarge
 from quire.server.multipart import Form, boundary
-from quire.server.store import Store, new_id, page_of
+from quire.server.store import Store, Unkept, kept, new_id, page_of
 
 PURPOSES = ("batch",)
 MOST_FILES = 10_000
@@ -86,16 +86,22 @@ class Files:
 
         form = Form(boundary(request.headers.get("content-type", "")), opens, room)
         try:
-            await form.read(request.stream())
-            document = self._document(id, form.fields, opened)
-            await asyncio.to_thread(os.fsync, opened[0].fileno())
-            path.replace(self._store.data(id))
-            self._store.put(document)
+            with kept():
+                await form.read(request.stream())
+                document = self._document(id, form.fields, opened)
+                await asyncio.to_thread(os.fsync, opened[0].fileno())
+                path.replace(self._store.data(id))
+            try:
+                self._store.put(document)
+            except Unkept:
+                self._store.data(id).unlink()
+                raise
         except ClientDisconnect as gone:
             raise InvalidRequest("the client left before its upload was complete") from gone
         finally:
             for file in opened:
-                file.close()
+                with suppress(OSError):  # of what did not get onto the disk
+                    file.close()
             path.unlink(missing_ok=True)
             self._incoming.over(path)
         return _json(document)

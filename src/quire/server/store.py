@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 
-from quire.errors import InvalidConfig, InvalidRequest
+from quire.errors import InvalidConfig, InvalidRequest, Unavailable
 
 _ID = re.compile(r"[a-z]+[-_][0-9a-f]{24}")
 
@@ -22,6 +23,19 @@ class UnknownFile(InvalidRequest):
     """There is no such file or batch."""
 
     status = 404
+
+
+class Unkept(Unavailable):
+    """What was to be written could not be: the disk is full, or gone. It may come back."""
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Raises Unkept where writing within fails."""
+    try:
+        yield
+    except OSError as error:
+        raise Unkept(f"this server's disk cannot take it: {error.strerror}", code="storage") from error
 
 
 def new_id(kind: str) -> str:
@@ -57,15 +71,23 @@ class Store:
         return len(self._known)
 
     def put(self, document: dict[str, Any]) -> None:
-        """Keep it: the old one is there until the new one is, whole."""
-        self.bytes += _bytes(document) - _bytes(self._known.get(document["id"]))
-        self._known[document["id"]] = document
+        """Keep it: the old one is there until the new one is, whole. Raises Unkept."""
         path = self._path(document["id"], ".new")
-        with path.open("wb") as file:
+        with kept(), path.open("wb") as file:
             file.write(msgspec.json.encode(document))
             file.flush()
             os.fsync(file.fileno())
-        path.replace(path.with_suffix(".json"))
+            path.replace(path.with_suffix(".json"))
+        self.bytes += _bytes(document) - _bytes(self._known.get(document["id"]))
+        self._known[document["id"]] = document
+
+    def add(self, id: str, suffix: str, line: bytes) -> None:
+        """A line more in a journal, whole or not at all. Raises Unkept."""
+        with kept(), self._path(id, suffix).open("ab", buffering=0) as file:
+            end = file.tell()
+            if file.write(line) < len(line):  # as much as there was room for
+                file.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def forget(self, id: str) -> None:
         self.bytes -= _bytes(self.get(id))
