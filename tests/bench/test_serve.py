@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -106,6 +110,40 @@ def test_a_trace_is_played_as_recorded_and_a_broken_line_is_named(tmp_path: Path
         recorded(trace, 1.0, 1.0, None, None)  # type: ignore[arg-type]
 
 
+@contextmanager
+def answering(said: Callable[[str], bytes], asked: list[str] | None = None) -> Iterator[str]:
+    """A server that says this on each path; a LookupError is a refusal."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            if asked is not None:
+                asked.append(self.path)
+            self.rfile.read(int(self.headers["Content-Length"] or 0))
+            try:
+                status, body = 200, said(self.path)
+            except LookupError as error:
+                status, body = 400, str(error.args[0]).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET  # noqa: N815 - http.server's own spelling
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Tests are quiet."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
 def test_what_is_refused_or_breaks_is_counted_and_the_rest_goes_on() -> None:
     answers = [
         b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 0\r\nContent-Length: 0\r\n\r\n",
@@ -141,6 +179,34 @@ def test_a_server_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     assert done.exit_code == 1 and "is a server there" in done.output and "Traceback" not in done.output
 
 
+def test_a_server_of_another_kind_is_one_line_too() -> None:
+    with answering(lambda path: b"<html>") as url:
+        done = quire("bench", "serve", "--base-url", url)
+    assert done.exit_code == 1 and "does not speak OpenAI's API" in done.output and "Traceback" not in done.output
+
+
+def test_where_results_cannot_be_kept_is_said_before_the_test(tmp_path: Path) -> None:
+    done = quire("bench", "serve", "--base-url", "http://127.0.0.1:9", "--save-result", tmp_path / "no" / "x.json")
+    assert done.exit_code == 2 and "--save-result" in done.output and "No such file" in done.output
+
+
+def test_where_nothing_is_answered_the_server_is_quoted_and_no_more_is_asked(tmp_path: Path) -> None:
+    def said(path: str) -> bytes:
+        if path == "/v1/models":
+            return b'{"data": [{"id": "m"}]}'
+        if path == "/version":
+            return b"seven"
+        raise LookupError('{"error": {"message": "the \\"prompt\\" is too long"}}')
+
+    asked: list[str] = []
+    with answering(said, asked) as url:
+        address = url.removeprefix("http://")  # as people write it
+        options = ("--max-concurrency", "1,2,4", "--num-prompts", "3", "--processes", "1", "--num-warmups", "0")
+        done = quire("bench", "serve", "--base-url", address, "--save-result", tmp_path / "x.json", *options)
+    assert done.exit_code == 1 and "answered nothing: {'400': 3}; it says: the \"prompt\" is too long" in done.output
+    assert asked.count("/v1/completions") == 3 + 1
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [
@@ -151,6 +217,7 @@ def test_a_server_that_is_not_there_is_one_line(tmp_path: Path) -> None:
         ("--random-output-len", "-4"),
         ("--goodput", "speed:3"),
         ("--burstiness", "0"),
+        ("--base-url", "http://"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(option: str, value: str) -> None:

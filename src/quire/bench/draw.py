@@ -165,7 +165,8 @@ def spread(run: Run, what: str, title: str) -> Figure:
     axes.xaxis.set_minor_formatter(FuncFormatter(sparse))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_ylim(0, 1)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    if levels:
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 

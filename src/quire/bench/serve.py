@@ -6,8 +6,10 @@ others are answered, or a recorded trace. Everything seen is kept; `quire bench 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,9 +29,10 @@ from quire.bench import params
 from quire.bench.asking import asked, rate
 from quire.bench.clients import figures, run
 from quire.bench.gauges import Gauges
-from quire.bench.load import Asked, Job
+from quire.bench.load import Asked, Job, spoken
 from quire.bench.started import fetched, model_of
 from quire.bench.watch import Watch, environment
+from quire.errors import InvalidConfig
 from quire.observe.histogram import percentile
 
 USERS = "1,2,4,8,16,32,64,128"
@@ -76,13 +79,21 @@ HELP: Mapping[str, str] = MappingProxyType(
 @click.option("--save-result", "path", type=FILE, default=Path("load.json"), show_default=True, help=HELP["path"])
 def command(base_url: str, model: str | None, api_key: str, path: Path, processes: int, **given: Any) -> None:
     """Load-test a server that runs: tokens/s and times by number of users, by rate, or along a recorded trace."""
-    where = Origin.parse(base_url)
+    try:
+        where = Origin.parse(base_url)
+    except InvalidConfig as error:
+        raise click.BadParameter(str(error).removeprefix("upstream: "), param_hint="--base-url") from error
+    base_url = str(where)
+    try:
+        path.open("ab").close()
+    except OSError as error:  # better now than after the test
+        raise click.BadParameter(f"{path}: {error.strerror}", param_hint="--save-result") from error
     model = model or model_of(base_url, api_key)
     job = Job(host=where.host, port=where.port, model=model, streams=1, prompts=[], new=[], key=api_key)
     job = replace(job, path=where.prefix, tls=where.tls)
     about: dict[str, Any] = {"label": given.pop("label") or model, "model": model, "server": base_url}
     about |= {"quire": __version__, "environment": environment(api_key)}
-    about |= {"version": json.loads(fetched(f"{base_url.rstrip('/').removesuffix('/v1')}/version", api_key) or b"{}")}
+    about |= {"version": version(fetched(f"{base_url}/version", api_key) or b"")}
     warmups, goals = given.pop("num_warmups"), given.pop("goals")
     levels = asked(**given)
     if warmups:
@@ -103,10 +114,38 @@ def command(base_url: str, model: str | None, api_key: str, path: Path, processe
             found.append({**row, **seen, "gpu": [(s - late, *rest) for s, *rest in gpu.samples]})
             path.write_text(json.dumps({"about": about, "goals": goals, "levels": found}))
             Console().print(line(row))
+            if not any(each["ok"] for each in found):
+                break  # nobody else would be answered either
     show(found)
     click.echo(f"{path} has all of it; quire bench report {path} draws it")
     if not any(row["ok"] for row in found):
-        raise click.ClickException(f"{base_url} answered nothing: {found[0]['statuses']}")
+        said = asyncio.run(refusal(replace(job, prompts=levels[0].prompts, new=levels[0].new)))
+        raise click.ClickException(f"{base_url} answered nothing: {found[0]['statuses']}; it says: {said}")
+
+
+def version(said: bytes) -> Any:
+    """What a server says of its version; None where that is no JSON."""
+    try:
+        return json.loads(said)
+    except ValueError:
+        return None
+
+
+async def refusal(job: Job) -> str:
+    """What the server says to the first request."""
+    try:
+        reader, writer = await asyncio.open_connection(job.host, job.port, ssl=job.tls or None)
+        writer.write(spoken(job, 0))
+        async with asyncio.timeout(10):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
+            body = await reader.readexactly(min(int(length[1]), 1 << 16)) if length else await reader.read(1 << 14)
+        writer.close()
+    except (OSError, EOFError, TimeoutError) as error:
+        return str(error) or type(error).__name__
+    text = (body or head).decode(errors="replace")
+    found = re.search(r'"message":\s*("(?:[^"\\]|\\.)*")', text)
+    return str(json.loads(found[1])) if found else " ".join(text.split())[:300]
 
 
 def judged(parts: Sequence[Mapping[str, Any]], goals: Mapping[str, float]) -> dict[str, Any]:

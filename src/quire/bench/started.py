@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import shlex
@@ -14,7 +15,6 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -67,7 +67,7 @@ def fetched(url: str, key: str = "") -> bytes | None:
     try:
         with urllib.request.urlopen(asked, timeout=5) as response:
             return bytes(response.read()) if response.status == 200 else None
-    except (urllib.error.URLError, OSError):
+    except (urllib.error.URLError, OSError, http.client.HTTPException):
         return None
 
 
@@ -76,5 +76,7 @@ def model_of(url: str, key: str = "") -> str:
     said = fetched(url.rstrip("/").removesuffix("/v1") + "/v1/models", key)
     if said is None:
         raise click.ClickException(f"{url} does not answer /v1/models: is a server there, and does it want a key?")
-    known: Any = json.loads(said)
-    return str(known["data"][0]["id"])
+    try:
+        return str(json.loads(said)["data"][0]["id"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise click.ClickException(f"{url} does not speak OpenAI's API: its /v1/models names no model") from error
