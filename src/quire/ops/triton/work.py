@@ -65,6 +65,10 @@ CROWD = 16
 LONG = 6
 """Blocks of an equal share, at least: with less, beginning pieces costs more than evenness gains (measured, H200)."""
 
+ALONE = 6
+"""Quarters of an even share that pieces may be long, if every program then has one at most (measured, H200): two take
+their latency twice."""
+
 
 class Work(NamedTuple):
     """pieces [bound + 1, FIELDS] int32, `total` [1] of them there. arrived [bound, G] int32, all 0 between kernels.
@@ -102,6 +106,17 @@ def spans_of(query_start, kv_len, s, spans, least, most):
     return token, n, tl.load(kv_len + s, mask=inside, other=0), inside & (n >= least) & (n <= most)
 
 
+@triton.jit
+def alone(seen, each, SPREAD: tl.constexpr, ALONE: tl.constexpr):
+    """How long pieces of spans that see so many blocks are to be for each program to have one at most; `each`, if that
+    is too long."""
+    longer = each
+    for _ in range(8):
+        longer += tl.where(tl.sum((seen + longer - 1) // longer, 0) > SPREAD, longer // 8 + 1, 0)
+    enough = tl.sum((seen + longer - 1) // longer, 0) <= SPREAD
+    return tl.where(enough & (4 * longer <= ALONE * each), longer, each)
+
+
 @kernel
 def tiles_kernel(
     query_start, kv_len, pieces, count, spans, window, least, most,
@@ -131,7 +146,8 @@ def tiles_kernel(
 def shares_kernel(
     query_start, kv_len, begun, pieces, count, starts, spans, window, least, most,
     COLUMNS: tl.constexpr, SPREAD: tl.constexpr, RUN: tl.constexpr, MOST: tl.constexpr, LONG: tl.constexpr,
-    MANY: tl.constexpr, BEGUN: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr, FIELDS: tl.constexpr,
+    ALONE: tl.constexpr, MANY: tl.constexpr, BEGUN: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr,
+    FIELDS: tl.constexpr,
 ):  # fmt: skip
     """One program: all spans at once, a piece of each at a time. Spans are cut into pieces of up to `each` blocks; or,
     MANY and too many for that, program w has blocks w * each to (w + 1) * each of all spans laid end to end."""
@@ -144,6 +160,8 @@ def shares_kernel(
     end, blocks = tl.cumsum(seen, 0), tl.sum(seen, 0)
     begin = end - seen
     each = tl.maximum((blocks + SPREAD - 1) // SPREAD, tl.maximum((tl.max(seen, 0) + MOST - 1) // MOST, RUN))
+    if MANY:
+        each = alone(seen, each, SPREAD, ALONE)
     splits = (seen + each - 1) // each
     even = tl.where(each >= LONG, tl.sum(splits, 0), 0) > (SPREAD if MANY else 1 << 30)
     mine, shift = tl.where(even, begin // each, 0), tl.where(even, begin, 0)
@@ -219,7 +237,7 @@ def listed(batch: Planned, tiling: Tiling, groups: int) -> Work:
         shares_kernel[(1,)](
             *(batch.query_start, batch.kv_len, begun, pieces, count, count if starts is None else starts),
             *(spans, *about),
-            SPREAD=tiling.spread, RUN=tiling.run, MOST=MOST_PIECES, LONG=LONG, MANY=several,
+            SPREAD=tiling.spread, RUN=tiling.run, MOST=MOST_PIECES, LONG=LONG, ALONE=ALONE, MANY=several,
             BEGUN=tiling.sharing is not None, BLOCK_W=block(tiling.spread + 1), **same,
         )  # fmt: skip
     else:
