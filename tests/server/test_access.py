@@ -54,7 +54,14 @@ async def test_a_key_that_asks_too_often_is_told_when_to_come_back_and_others_go
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/completions", "/v1/embeddings", "/v1/generate", "/v1/messages/count_tokens", "/tokenize", "/detokenize"],
+    [
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/generate",
+        "/v1/messages/count_tokens",
+        "/v1/responses/input_tokens",
+        "/tokenize",
+    ],
 )
 async def test_every_door_counts_towards_a_keys_rate(path: str) -> None:
     async with served(rates=Rates(requests=1, clock=Clock())) as server:

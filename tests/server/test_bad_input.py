@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
@@ -241,6 +242,13 @@ async def test_a_body_must_be_declared_json(kind: str) -> None:
     async with served() as server:
         headers = {"content-type": kind} if kind else {}
         check_error(await server.client.post(COMPLETIONS, content=b'{"prompt":"a"}', headers=headers), 415)
+
+
+async def test_a_compressed_body_is_refused_as_that() -> None:
+    async with served() as server:
+        headers = JSON | {"content-encoding": "gzip"}
+        answer = await server.client.post(COMPLETIONS, content=gzip.compress(b'{"prompt":"a"}'), headers=headers)
+        check_error(answer, 415, words="Content-Encoding is 'gzip'")
 
 
 async def test_a_large_body_is_refused_before_it_is_read() -> None:

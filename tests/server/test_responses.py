@@ -42,6 +42,16 @@ async def test_a_response_has_openais_shape() -> None:
         assert made.usage.total_tokens == made.usage.input_tokens + made.usage.output_tokens
 
 
+async def test_input_tokens_are_those_that_a_response_would_tell_and_nothing_is_answered() -> None:
+    async with speaking_with(template=KNOWS, room=1024) as (server, client):
+        asked: Any = {"model": "tiny", "input": "hi", "instructions": "Be kind.", "tools": TOOLS}
+        counted = await client.responses.input_tokens.count(**asked)
+        assert not server.port.submitted
+        usage = (await client.responses.create(**asked)).usage
+        assert usage is not None and counted.input_tokens == usage.input_tokens > 2
+        assert counted.object == "response.input_tokens"
+
+
 async def test_an_answer_cut_short_says_so() -> None:
     async with speaking_with() as (_, client):
         made = await client.responses.create(model="tiny", input="hi", max_output_tokens=2)

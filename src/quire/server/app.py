@@ -21,10 +21,9 @@ from quire.errors import InvalidRequest, QuireError, Unavailable, nearest
 from quire.server import answers, calls, faults, openapi, prompts, schemas
 from quire.server.calls import Job
 from quire.server.desk import Desk, NoDesk
-from quire.server.doors import DOORS, Door, came, counted, gather
+from quire.server.doors import COUNTS, DOORS, Count, Door, came, gather
 from quire.server.embeddings import EmbeddingsRequest
 from quire.server.limits import Guard, Keys, Limits, deadline, origin, read_body
-from quire.server.messages import CountRequest
 from quire.server.page import Blank, Page, View
 from quire.server.rates import Rates
 from quire.server.recordings import Recordings
@@ -62,9 +61,10 @@ class Api:
         made = await unless_gone(request.receive, gather(job, self._said(job, request), self._backend.token_text))
         return gone_or_json(made and door.whole(asked, job, *made, self._backend.token_text, self._by))
 
-    async def count(self, request: Request) -> Response:
-        job = await counted(await self._read(request, CountRequest), self._backend, self._limits)
-        return gone_or_json({"input_tokens": len(job.calls[0].prompt)})
+    async def count(self, count: Count, request: Request) -> Response:
+        """Any of COUNTS."""
+        job = await count.job(await self._read(request, count.asks), self._backend, self._limits)
+        return gone_or_json(count.told(len(job.calls[0].prompt)))
 
     async def generate(self, request: Request) -> Response:
         began = time.perf_counter()
@@ -156,7 +156,7 @@ def create_app(
     api, page = Api(backend, limits, version, rates), Page(view or Blank(), keys, limits)
     routes = [
         *(Route(path, partial(api.generation, door), methods=["POST"]) for path, door in DOORS.items()),
-        Route("/v1/messages/count_tokens", api.count, methods=["POST"]),
+        *(Route(path, partial(api.count, count), methods=["POST"]) for path, count in COUNTS.items()),
         Route("/v1/generate", api.generate, methods=["POST"]),
         Route("/v1/models", api.models),
         Route("/v1/models/{id:path}", api.model),

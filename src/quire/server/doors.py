@@ -39,6 +39,14 @@ class Door(NamedTuple):
     whole: Callable[[Any, Job, Sequence[Gathered], Usage, TokenText, str], dict[str, Any]]
 
 
+class Count(NamedTuple):
+    """A path that counts a prompt's tokens. asks, job: as of a Door; told: the answer, for so many."""
+
+    asks: type[schemas.Sampling]
+    job: Callable[[Any, Backend, Limits], Awaitable[Job]]
+    told: Callable[[int], dict[str, Any]]
+
+
 async def gather(job: Job, begin: Callable[[], Answers[Delta]], text: TokenText) -> tuple[list[Gathered], Usage]:
     """The whole answer of what is told. Raises what `Backend.answer` raises."""
     usage = Usage(job, text)
@@ -77,7 +85,7 @@ def spelled(asked: Any, names: Mapping[str, str]) -> Iterator[None]:
         raise InvalidRequest(said, param=names[old] + dot + rest, code=error.code) from error
 
 
-async def counted(asked: anthropic.CountRequest, backend: Backend, limits: Limits) -> Job:
+async def _counted(asked: anthropic.CountRequest, backend: Backend, limits: Limits) -> Job:
     """Messages as a job. Raises InvalidRequest or UnknownModel naming the field."""
     thinks = backend.model().reasoning_parser != "none"
     with spelled(asked, _SPELLED_MESSAGES):
@@ -104,6 +112,15 @@ def came(job: Job, origin: Origin) -> Job:
     return replace(job, calls=[replace(call, origin=origin) for call in job.calls])
 
 
+COUNTS: Mapping[str, Count] = MappingProxyType(
+    {
+        "/v1/messages/count_tokens": Count(anthropic.CountRequest, _counted, lambda n: {"input_tokens": n}),
+        "/v1/responses/input_tokens": Count(
+            stateless.ResponsesRequest, _responses, lambda n: {"object": "response.input_tokens", "input_tokens": n}
+        ),
+    }
+)
+
 DOORS: Mapping[str, Door] = MappingProxyType(
     {
         "/v1/completions": Door(
@@ -126,7 +143,7 @@ DOORS: Mapping[str, Door] = MappingProxyType(
         ),
         "/v1/messages": Door(
             anthropic.MessagesRequest,
-            counted,
+            _counted,
             lambda asked, job, text: MessageChunks(job, text),
             lambda asked, job, made, usage, text, by: anthropic.message(job, made[0], usage),
         ),

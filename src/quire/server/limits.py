@@ -57,12 +57,16 @@ class Limits:
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """The whole body. Raises TooLarge as soon as it is known to be, and UnsupportedMedia if it is not JSON."""
+    """The whole body. Raises TooLarge as soon as it is known to be, and UnsupportedMedia if it is not JSON,
+    or compressed."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise faults.UnsupportedMedia(
             f"the body must be JSON: send the header 'Content-Type: application/json', not {kind or 'none'!r}"
         )
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise faults.UnsupportedMedia(f"the body must be sent as it is, not compressed: Content-Encoding is {coding!r}")
     most = limits.max_body_bytes
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > most:

@@ -10,10 +10,9 @@ from msgspec import Struct
 
 from quire.server.batches import BatchRequest
 from quire.server.desk import ENDPOINTS as BATCHED
-from quire.server.doors import DOORS
+from quire.server.doors import COUNTS, DOORS
 from quire.server.fields import NO_OPS, REFUSED
 from quire.server.limits import OPEN
-from quire.server.messages import CountRequest
 from quire.server.schemas import DetokenizeRequest, GenerateRequest, TokenizeRequest
 from quire.values import RANGES
 
@@ -73,7 +72,7 @@ _MESSAGE: Mapping[str, Any] = {
 OPERATIONS = (
     *(Operation("post", path, "Generate", door.asks, (JSON, EVENTS), ("504",)) for path, door in DOORS.items()),
     Operation("post", "/v1/generate", "Generate, in a short form", GenerateRequest, errors=("504",)),
-    Operation("post", "/v1/messages/count_tokens", "Count a prompt's tokens", CountRequest),
+    *(Operation("post", path, "Count a prompt's tokens", count.asks) for path, count in COUNTS.items()),
     Operation("post", "/tokenize", "Text or messages to token ids", TokenizeRequest),
     Operation("post", "/detokenize", "Token ids to text", DetokenizeRequest),
     Operation("get", "/v1/models", "What is served"),
