@@ -78,8 +78,8 @@ async def completion(asked: CompletionRequest, backend: Backend, limits: Limits)
         calls.append(_call("cmpl-", text, ids, asked, params, limits))
     if asked.echo:
         calls = [replace(call, text=backend.decode(call.prompt)) if call.text is None else call for call in calls]
-    job = _job(asked, card, calls, left_out, top=asked.logprobs, scored_only=scored_only)
-    return replace(job, params=told(asked, calls[0].sampling, card, "max_tokens"))
+    shown = told(asked, calls[0].sampling, card, "max_tokens")
+    return _job(asked, card, calls, left_out, top=asked.logprobs, scored_only=scored_only, params=shown)
 
 
 async def chat(asked: ChatRequest, backend: Backend, limits: Limits, kind: str = "chatcmpl-") -> Job:
@@ -105,9 +105,12 @@ async def chat(asked: ChatRequest, backend: Backend, limits: Limits, kind: str =
     if tools.parameters and tools.style.special and asked.skip_special_tokens is None:
         changed["skip_special_tokens"] = False
     params = sampling(asked, ids, card, limits, most, None, logprobs=top, name=name, changed=changed)
-    job = _job(asked, card, [_call(kind, _begun(asked), ids, asked, params, limits)], less, top=top)
-    return replace(
-        job,
+    return _job(
+        asked,
+        card,
+        [_call(kind, _begun(asked), ids, asked, params, limits)],
+        less,
+        top=top,
         thinking=thinking,
         tools=tools,
         reasons=asked.include_reasoning is not False,
@@ -152,9 +155,8 @@ def _call(
     )
 
 
-def _job(
-    asked: Answers, card: ModelCard, calls: list[Call], left_out: int, *, top: int | None, scored_only: bool = False
-) -> Job:
+def _job(asked: Answers, card: ModelCard, calls: list[Call], left_out: int, **shown: Any) -> Job:
+    """shown: fields of Job that only one path has."""
     options = asked.stream_options
     if options is not None and not asked.stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
@@ -168,10 +170,9 @@ def _job(
         usage=usage,
         every_usage=usage and options is not None and bool(options.continuous_usage_stats),
         echo=bool(asked.echo),
-        top=top,
         prompt_top=asked.prompt_logprobs,
         token_ids=bool(asked.return_token_ids),
         as_ids=bool(asked.return_tokens_as_token_ids),
-        scored_only=scored_only,
         truncated=None if asked.truncate_prompt_tokens is None else left_out,
+        **shown,
     )

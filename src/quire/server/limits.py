@@ -28,6 +28,8 @@ OPEN = frozenset({"/health", "/health/live", "/health/ready"})
 UNCOUNTED = OPEN | {"/ping"}
 """Paths that may be asked as often as one likes, in whatever way."""
 
+_CONTAINERS = frozenset({dict, list})
+
 _ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
@@ -99,7 +101,8 @@ def check_depth(value: Any, limits: Limits) -> None:
         deeper: list[Any] = []
         for one in level:
             inside = one.values() if isinstance(one, dict) else one
-            deeper += [x for x in inside if type(x) is dict or type(x) is list]
+            if not _CONTAINERS.isdisjoint(map(type, inside)):
+                deeper += [x for x in inside if type(x) in _CONTAINERS]
         if not deeper:
             return
         level = deeper

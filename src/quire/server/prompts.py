@@ -65,7 +65,7 @@ def _prompt(one: Any, where: str, card: ModelCard) -> str | tuple[int, ...]:
         raise InvalidRequest(f"{where} is empty: give text or token ids", param="prompt")
     if isinstance(one, str):
         return one
-    if any(type(token) is not int for token in one):
+    if {*map(type, one)} != {int}:
         raise InvalidRequest(f"{where}: token ids must all be integers", param="prompt")
     in_vocabulary(one, where, card)
     return tuple(one)
