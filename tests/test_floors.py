@@ -17,6 +17,7 @@ SOURCE = ROOT / "src"
 
 FLOORS = (
     ("errors", "heap"),
+    ("checks",),
     ("values",),
     ("ops", "text"),
     ("core", "layers", "config"),
@@ -42,7 +43,7 @@ FORBIDDEN = {
 """What the order of the floors alone would still allow."""
 
 TORCH_FREE = (
-    *("values", "errors", "heap", "config", "text", "core", "engine"),
+    *("values", "errors", "heap", "checks", "config", "text", "core", "engine"),
     *("observe", "backends", "server", "sim", "cli"),
 )
 TORCH_FREE_MODULES = (

@@ -280,6 +280,45 @@ def test_what_cannot_run_is_refused_and_leaves_nothing_behind(
     assert not engine.has_pending_work
 
 
+@pytest.mark.parametrize(
+    "prompts", [None, 5, b"a", iter(["a"]), ["a", None], [5.5], {"prompt": 5}, {"prompt_token_ids": "ab"}, [[1, "a"]]]
+)
+def test_what_is_no_prompt_is_refused_as_that(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"must be"):
+        llm.generate(prompts, SamplingParams(max_tokens=1))
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 1}, [None], 5])
+def test_what_are_no_params_is_refused_as_that(llm: LLM, params: Any) -> None:
+    with pytest.raises(InvalidRequest, match="sampling_params must be SamplingParams"):
+        llm.generate(["a"], params)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    ["hi", {"role": "user", "content": "a"}, [5], [{}], [{"role": 5}], [[5]], [{"role": "user", "content": 5}]],
+)
+def test_what_are_no_messages_is_refused_as_that(llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        llm.chat(messages, SamplingParams(max_tokens=1))
+    assert caught.value.param == "messages"
+
+
+def test_what_is_no_tool_is_refused_as_that(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match=r"tools\[0\] must be a mapping with a function"):
+        llm.chat([{"role": "user", "content": "a"}], tools=[{"x": 1}])
+
+
+@pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids"])
+@pytest.mark.parametrize("token", [-1, END + 1])
+def test_token_ids_outside_the_vocabulary_are_refused(llm: LLM, field: str, token: int) -> None:
+    """A negative one would count from the end."""
+    with pytest.raises(InvalidRequest, match=f"{field}: token ids must be from 0 to {END}"):
+        only(llm, "a", **{field: [token]})
+    with pytest.raises(InvalidRequest, match=f"logit_bias: token ids must be from 0 to {END}"):
+        only(llm, "a", logit_bias={token: 5.0})
+
+
 def test_no_prompts_have_no_answers(llm: LLM) -> None:
     assert llm.generate([]) == []
 

@@ -21,6 +21,7 @@ from quire.backends.base import Call, Delta
 from quire.backends.spell import answer_to, requests
 from quire.build.engine import build_engine
 from quire.build.text import build_text
+from quire.checks import token_ids
 from quire.config import Settings
 from quire.errors import InvalidRequest
 from quire.grammar.llguidance import Compiler
@@ -116,6 +117,7 @@ class LLM:
             "tools": tools,
             "chat_template_kwargs": chat_template_kwargs,
         }
+        _check_list("messages", messages)
         alone = len(messages) > 0 and isinstance(messages[0], Mapping)
         several = cast("Sequence[Sequence[Message]]", [messages] if alone else messages)
         talks = [self._rendered(talk, **rendering) for talk in several]
@@ -159,6 +161,7 @@ class LLM:
     # ---------------------------------------------------------------- prompts
 
     def _read(self, prompts: Prompt | Sequence[Prompt]) -> list[tuple[str | None, tuple[int, ...]]]:
+        _check_prompt("prompts", prompts)
         alone = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
         several = cast("Sequence[Prompt]", [prompts] if alone else prompts)
         return [self._encoded(prompt) for prompt in several]
@@ -172,14 +175,18 @@ class LLM:
                     param="prompts",
                 )
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            return text, self._text.tokenizer.encode(text or "") if ids is None else tuple(ids)
+            _check_prompt("a prompt", text or "")
+            return text, self._text.tokenizer.encode(text or "") if ids is None else token_ids("prompt_token_ids", ids)
         if isinstance(prompt, str):
             return prompt, self._text.tokenizer.encode(prompt)
-        return None, tuple(prompt)
+        _check_prompt("a prompt", prompt)
+        return None, token_ids("prompts", prompt)
 
     def _rendered(self, messages: Sequence[Message], **rendering: Any) -> tuple[str, tuple[int, ...]]:
         if self._text.template is None:
             raise InvalidRequest("this model has no chat template: give one with chat_template=", param="messages")
+        _check_mappings("messages", messages, "role", str)
+        _check_mappings("tools", rendering.get("tools") or (), "function", Mapping)
         text = self._text.template.render(messages, **rendering)
         return text, self._text.tokenizer.encode(text, add_special_tokens=False)
 
@@ -304,9 +311,33 @@ class _Job:
         )
 
 
+def _check_prompt(what: str, given: object) -> None:
+    if not isinstance(given, Sequence | Mapping) or isinstance(given, bytes):
+        kinds = "text, token ids, {'prompt': text}, {'prompt_token_ids': ids}, or a list of these"
+        raise InvalidRequest(f"{what} must be {kinds}, not {type(given).__name__}", param="prompts")
+
+
+def _check_list(name: str, given: object) -> Sequence[object]:
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise InvalidRequest(f"{name} must be a list, not {given!r}"[:200], param=name)
+    return given
+
+
+def _check_mappings(name: str, given: object, key: str, kind: type) -> None:
+    for i, one in enumerate(_check_list(name, given)):
+        if not isinstance(one, Mapping) or not isinstance(one.get(key), kind):
+            raise InvalidRequest(f"{name}[{i}] must be a mapping with a {key}, not {one!r}"[:200], param=name)
+
+
+def _check_params(given: object) -> None:
+    if not isinstance(given, Sequence) or not all(isinstance(each, SamplingParams) for each in given):
+        raise InvalidRequest("sampling_params must be SamplingParams, or a list of them", param="sampling_params")
+
+
 def _for_each(params: SamplingParams | Sequence[SamplingParams], prompts: int) -> Sequence[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * prompts
+    _check_params(params)
     if len(params) != prompts:
         raise InvalidRequest(f"there are {prompts} prompts but {len(params)} sampling_params", param="sampling_params")
     return params

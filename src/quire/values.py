@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from quire import checks
 from quire.errors import InvalidRequest, QuireError
 
 MANY = 1 << 30
@@ -152,23 +153,26 @@ class SamplingParams:
     pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):  # vLLM takes a lone string too
-            object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "bad_words"):
-            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
+        for name in ("stop", "bad_words"):
+            object.__setattr__(self, name, checks.texts(name, getattr(self, name)))
+        object.__setattr__(self, "stop_token_ids", checks.token_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "bad_words_token_ids", tuple(map(tuple, self.bad_words_token_ids or ())))
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-        if self.logit_bias is None:
-            object.__setattr__(self, "logit_bias", {})
+            object.__setattr__(self, "allowed_token_ids", checks.token_ids("allowed_token_ids", self.allowed_token_ids))
+        object.__setattr__(self, "logit_bias", checks.biases("logit_bias", self.logit_bias, 100.0))
         for name, low, high in RANGES:
-            _within(name, getattr(self, name), low, high)
+            if (value := getattr(self, name)) is not None or name not in _OPTIONAL:
+                checks.number(name, value, low, high, whole=isinstance(low, int))
+        for name in _FLAGS:
+            checks.flag(name, getattr(self, name))
         if self.top_p <= 0:
             raise InvalidRequest("top_p must be above 0", param="top_p")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})", param="min_tokens"
             )
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise InvalidRequest("structured_outputs must be StructuredOutputs(...)", param="structured_outputs")
         if self.structured_outputs is not None and self.min_tokens:
             raise InvalidRequest(
                 f"min_tokens and {self.structured_outputs.param} exclude each other: the structure says when an answer "
@@ -179,8 +183,6 @@ class SamplingParams:
             raise InvalidRequest("pooling must be mean or last", param="pooling")
         if any(not s for s in self.stop):
             raise InvalidRequest("stop strings must not be empty", param="stop")
-        for token, bias in self.logit_bias.items():
-            _within(f"logit_bias[{token}]", bias, -100.0, 100.0, param="logit_bias")
         if any(not word for word in self.bad_words_token_ids):
             raise InvalidRequest("bad words must not be empty", param="bad_words")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -206,16 +208,10 @@ RANGES: tuple[tuple[str, float, float], ...] = (
     ("logprobs", -1, MANY),
     ("prompt_logprobs", -1, MANY),
 )
+"""Whole numbers have whole bounds."""
 
-
-def _within(name: str, value: float | None, low: float, high: float, *, param: str | None = None) -> None:
-    """Written so that NaN fails: every comparison with NaN is false."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRequest(f"{name} must be a number, not {type(value).__name__}", param=param or name)
-    if not (low <= value <= high):
-        raise InvalidRequest(f"{name} must be between {low} and {high}, not {value}", param=param or name)
+_OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
 
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -241,6 +237,12 @@ class Request:
     priority: int = 0
     deadline: float = math.inf
     salt: str = ""
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raises InvalidRequest for token ids that are none of so many."""
+        checks.vocabulary("prompt", self.prompt, vocab_size)
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            checks.vocabulary(name, getattr(self.sampling, name), vocab_size)
 
 
 class Tokens(NamedTuple):

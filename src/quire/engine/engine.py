@@ -172,8 +172,7 @@ class Engine:
                 f"and this model's context holds {about.max_model_len}",
                 param="prompt",
             )
-        if request.prompt and not 0 <= min(request.prompt) <= max(request.prompt) < about.vocab_size:
-            raise InvalidRequest(f"prompt token ids must be from 0 to {about.vocab_size - 1}", param="prompt")
+        request.check_ids(about.vocab_size)
         asked = request.sampling.structured_outputs
         if asked is not None and (constraint is FREE or not about.masks):
             raise InvalidRequest(f"{asked.param}: this engine cannot make structured output", param=asked.param)

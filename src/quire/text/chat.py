@@ -239,6 +239,7 @@ def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
     """Message content as one string: the text parts, a line each. Raises InvalidRequest for anything but text."""
     if content is None or isinstance(content, str):
         return content or ""
+    _check_parts(content)
     for part in content:
         if part.get("type") != "text":
             raise InvalidRequest(
@@ -248,6 +249,11 @@ def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
         if not isinstance(part.get("text"), str):
             raise InvalidRequest("message content of type 'text' needs a text", param="messages")
     return "\n".join(part["text"] for part in content)
+
+
+def _check_parts(content: object) -> None:
+    if not isinstance(content, Sequence) or not all(isinstance(part, Mapping) for part in content):
+        raise InvalidRequest("message content must be text or a list of text parts", param="messages")
 
 
 def _own(folder: Path, default: str | None) -> str | None:
