@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from quire.build.tracing import build_tracing
+from quire.errors import InvalidConfig
 from tests.live import serving, standing
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -76,3 +78,12 @@ def test_a_request_that_is_passed_on_is_traced_too(collector: tuple[str, list[An
     assert about["gen_ai.response.id"].string_value == answer.json()["id"]
     assert about["gen_ai.usage.output_tokens"].int_value == 5
     assert about["gen_ai.request.temperature"].double_value == 0.5
+
+
+@pytest.mark.parametrize("endpoint", ["notaurl", "ftp://x/y", "http://", "http://a b/c", "127.0.0.1:4318"])
+def test_an_address_that_is_none_is_refused_at_the_start(endpoint: str) -> None:
+    async def explain(id: str) -> bytes:
+        return b"null"
+
+    with pytest.raises(InvalidConfig, match="otlp_traces_endpoint must look like"):
+        build_tracing(endpoint, explain, model="m")

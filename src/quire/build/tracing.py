@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Coroutine
 from typing import Any
 
@@ -15,9 +16,14 @@ _PATIENCE = 5
 
 
 def build_tracing(endpoint: str | None, explain: Explain, *, model: str) -> Tracing | NoTracing:
-    """Traces to `endpoint`, or none. Raises InvalidConfig where the packages are missing."""
+    """Traces to `endpoint`, or none. Raises InvalidConfig for no address, and where the packages are missing."""
     if endpoint is None:
         return NoTracing()
+    if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", endpoint):
+        raise InvalidConfig(
+            f"otlp_traces_endpoint must look like http://127.0.0.1:4318/v1/traces, not {endpoint!r}",
+            param="otlp_traces_endpoint",
+        )
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
