@@ -117,6 +117,12 @@ def test_an_error_becomes_one_line_and_an_exit_code(error: QuireError, code: int
     assert result.stderr == "Error: " + " ".join(str(error).split()) + "\n"
 
 
+def test_a_path_that_cannot_be_used_becomes_one_line_too() -> None:
+    result = CliRunner().invoke(failing(FileNotFoundError(2, "No such file or directory", "/no/where")), ["fail"])
+    assert (result.exit_code, result.stderr) == (1, "Error: /no/where: No such file or directory\n")
+    assert isinstance(CliRunner().invoke(failing(OSError("of nothing")), ["fail"]).exception, OSError)
+
+
 def test_debug_shows_the_traceback_too() -> None:
     result = CliRunner().invoke(failing(Unavailable("gone")), ["fail", "--debug"])
     assert result.exit_code == 1

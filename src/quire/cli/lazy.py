@@ -68,8 +68,18 @@ class Root(LazyGroup):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except OSError as error:
+            if error.filename is None:  # a pipe that broke, say: click knows about those
+                raise
+            _shown(ctx)
+            raise Failure(QuireError(f"{error.filename}: {error.strerror}")) from error
         except QuireError as error:
-            if isinstance(ctx.obj, Settings) and ctx.obj.execution.debug:
-                traceback.print_exc()
+            _shown(ctx)
             asked_for = isinstance(error, InvalidConfig | InvalidModel | InvalidRequest)
             raise (Refusal if asked_for else Failure)(error) from error
+
+
+def _shown(ctx: click.Context) -> None:
+    """Where the error that is being handled comes from, for who asked to see that."""
+    if isinstance(ctx.obj, Settings) and ctx.obj.execution.debug:
+        traceback.print_exc()
