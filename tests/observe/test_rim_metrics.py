@@ -30,10 +30,10 @@ def samples(metrics: RimMetrics) -> dict[tuple[str, str], float]:
     return found
 
 
-def end(metrics: RimObserver, reason: str = "stop", choice: int = 0) -> None:
+def end(metrics: RimObserver, reason: str = "stop", choice: int = 0, *, id: str = "c", tokens: int = 11) -> None:
     sampling = SamplingParams(n=2)
     metrics.on_end(
-        Ended("c", choice, reason, sampling, UNKNOWN, 5, cached=0, tokens=11, max_tokens=64, first=0.1, seconds=1.1)
+        Ended(id, choice, reason, sampling, UNKNOWN, 5, cached=0, tokens=tokens, max_tokens=64, first=0.1, seconds=1.1)
     )
 
 
@@ -57,6 +57,19 @@ def test_what_clients_saw_is_what_is_counted() -> None:
     assert found["vllm:request_time_per_output_token_seconds_sum", ""] == pytest.approx(0.2)
     assert found["quire:surplus_tokens_total", ""] == 4
     assert found["vllm:admission_rejections_total", "max_num_queued_reqs"] == 1
+
+
+def test_of_a_requests_answers_the_longest_is_counted_once() -> None:
+    metrics = RimMetrics("tiny")
+    end(metrics, tokens=7)
+    end(metrics, id="d", tokens=30)
+    end(metrics, choice=1, tokens=5)
+    found = samples(metrics)
+    name = "vllm:request_max_num_generation_tokens"
+    assert (found[name + "_count", ""], found[name + "_sum", ""]) == (1, 7)
+    end(metrics, "abort", id="d", choice=1, tokens=0)
+    found = samples(metrics)
+    assert (found[name + "_count", ""], found[name + "_sum", ""]) == (2, 37)
 
 
 def test_every_reason_is_there_from_the_start() -> None:

@@ -45,6 +45,8 @@ class RimMetrics(Collector):
         self._ended = dict.fromkeys(_REASONS, 0)
         self._refused = dict.fromkeys(_REFUSALS, 0)
         self._surplus = 0
+        self._going_on: dict[str, tuple[int, int]] = {}
+        """By call, where others of its answers have ended: how many go on, and the longest so far."""
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -58,7 +60,12 @@ class RimMetrics(Collector):
         histograms = self._histograms
         self._ended[ended.reason] = self._ended.get(ended.reason, 0) + 1
         histograms["vllm:e2e_request_latency_seconds"].observe(ended.seconds)
-        histograms["vllm:request_max_num_generation_tokens"].observe(ended.tokens)
+        left, longest = self._going_on.pop(ended.id, (ended.sampling.n, 0))
+        longest = max(longest, ended.tokens)
+        if left > 1:
+            self._going_on[ended.id] = left - 1, longest
+        else:
+            histograms["vllm:request_max_num_generation_tokens"].observe(longest)
         if ended.choice == 0:
             histograms["vllm:request_params_n"].observe(ended.sampling.n)
             histograms["vllm:request_params_max_tokens"].observe(ended.max_tokens)
