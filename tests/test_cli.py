@@ -99,6 +99,13 @@ def test_an_unknown_command_hints_at_the_nearest() -> None:
     assert "'serve'" in result.stderr
 
 
+@pytest.mark.parametrize("args", [["run-batch", "-i", "x"], ["complete"], ["collect-env"], ["bench", "throughput"]])
+def test_vllms_commands_are_answered_with_ours(args: list[str]) -> None:
+    result = CliRunner().invoke(main, args)
+    assert result.exit_code == 2
+    assert "Here it is `quire " in result.stderr
+
+
 def failing(error: Exception) -> Root:
     @click.command("fail", cls=SettingsCommand)
     def fail(settings: Settings) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import traceback
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import click
@@ -14,6 +15,19 @@ from quire.errors import InvalidConfig, InvalidModel, InvalidRequest, QuireError
 
 Member = tuple[str, str] | click.Command
 """A command, or (module that exports it as `command`, one line of help)."""
+
+
+ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    {
+        "complete": "`quire generate`",
+        "run-batch": "`quire serve --batch-dir FOLDER`, which has OpenAI's Batches",
+        "collect-env": "`quire version`",
+        "latency": "`quire bench gpu`, or `quire bench cpu`",
+        "throughput": "`quire bench gpu`, or `quire bench cpu`",
+        "startup": "`quire bench gpu`",
+    }
+)
+"""What vLLM's commands are called here."""
 
 
 class Failure(click.ClickException):
@@ -48,7 +62,7 @@ class LazyGroup(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args[0] not in self.members and not args[0].startswith("-"):
-            hint = nearest(args[0], self.members)
+            hint = f" Here it is {ELSEWHERE[args[0]]}." if args[0] in ELSEWHERE else nearest(args[0], self.members)
             known = ", ".join(self.members)
             raise click.UsageError(f"There is no command {args[0]!r}.{hint} There are: {known}.", ctx)
         return super().resolve_command(ctx, args)
