@@ -100,6 +100,7 @@ async def test_the_prefix_cache_is_emptied_with_vllms_words_and_nobody_is_told_m
             answer = await server.client.post("/reset_prefix_cache" + target)
             assert (answer.status_code, answer.content) == (200, b"")
         assert server.port.resets == 3
+        check_error(await server.client.post("/reset_prefix_cache", headers={"sec-fetch-site": "cross-site"}), 403)
         refused = await server.client.post("/reset_prefix_cache?reset_running_requests=true")
         check_error(refused, 400, param="reset_running_requests", words="must be false")
         unknown = await server.client.post("/reset_prefix_cache?reset_externals=0")

@@ -374,6 +374,18 @@ async def test_an_upload_for_which_there_is_no_room_is_told_so_and_leaves_nothin
         await here.until((await here.begin(line("a")))["id"], "completed")
 
 
+async def test_pages_of_other_sites_upload_and_cancel_nothing(tmp_path: Path) -> None:
+    """A form can send both to a server on its reader's machine without the browser asking."""
+    async with office(tmp_path) as here:
+        for site, status in (("cross-site", 403), ("same-origin", 200), ("none", 200)):
+            headers = {"sec-fetch-site": site}
+            sent = {"files": {"file": ("in.jsonl", jsonl(line("a")))}, "data": {"purpose": "batch"}}
+            assert (await here.client.post("/v1/files", headers=headers, **sent)).status_code == status
+        batch = await here.begin(*(line(f"q{i}") for i in range(9)))
+        refused = await here.client.post(f"/v1/batches/{batch['id']}/cancel", headers={"sec-fetch-site": "cross-site"})
+        assert check_error(refused, 403, words="other sites")["code"] == "cross_site"
+
+
 async def test_a_file_may_begin_with_a_mark_of_its_byte_order(tmp_path: Path) -> None:
     async with office(tmp_path) as here:
         file = (await here.upload(b"\xef\xbb\xbf" + jsonl(line("a"), line("b")))).json()["id"]

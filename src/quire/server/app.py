@@ -23,7 +23,7 @@ from quire.server.calls import Job
 from quire.server.desk import Desk, NoDesk
 from quire.server.doors import COUNTS, DOORS, Count, Door, came, gather
 from quire.server.embeddings import EmbeddingsRequest
-from quire.server.limits import Guard, Keys, Limits, deadline, origin, read_body
+from quire.server.limits import Guard, Keys, Limits, deadline, no_page_elsewhere, origin, read_body
 from quire.server.page import Blank, Page, View
 from quire.server.rates import Rates
 from quire.server.recordings import Recordings
@@ -118,6 +118,7 @@ class Api:
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Takes vLLM's parameters where they say what happens anyway."""
+        no_page_elsewhere(request.headers)
         for name, value in request.query_params.items():
             if name not in _RESETS:
                 raise InvalidRequest(f"unknown parameter {name!r}.{nearest(name, _RESETS)}", param=name)

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from quire.errors import InvalidRequest, Overloaded
 from quire.server.files import document, limit_of
-from quire.server.limits import Limits, read_body
+from quire.server.limits import Limits, no_page_elsewhere, read_body
 from quire.server.schemas import parse
 from quire.server.store import Store, kept, new_id, page_of, whole_lines
 
@@ -118,6 +118,7 @@ class Batches:
         return _json(self.store.get(request.path_params["id"]))
 
     async def cancel(self, request: Request) -> Response:
+        no_page_elsewhere(request.headers)
         batch = self.store.get(request.path_params["id"])
         if batch["status"] in ("validating", "in_progress"):
             self.turn(batch, "cancelling")

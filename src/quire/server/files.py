@@ -17,6 +17,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from quire.errors import InvalidRequest, TooLarge
+from quire.server.limits import no_page_elsewhere
 from quire.server.multipart import Form, boundary
 from quire.server.store import Store, Unkept, kept, new_id, page_of
 
@@ -68,6 +69,7 @@ class Files:
         ]
 
     async def upload(self, request: Request) -> Response:
+        no_page_elsewhere(request.headers)
         if len(self._store) >= MOST_FILES:
             raise InvalidRequest(
                 f"there are {MOST_FILES} files, and no more may be: delete some", code="too_many_files"

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.config.server import ServerConfig
-from quire.errors import InvalidRequest, Overloaded, TooLarge, Unauthorized
+from quire.errors import InvalidRequest, Overloaded, QuireError, TooLarge, Unauthorized
 from quire.server import faults
 from quire.server.rates import Rates
 from quire.values import IDLE, Origin
@@ -83,6 +83,23 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     except ClientDisconnect as gone:
         raise InvalidRequest("the client left before its request was complete") from gone
     return b"".join(parts)
+
+
+class Foreign(QuireError):
+    """A page of another site asked, through the browser of somebody who reads it."""
+
+    status = 403
+    kind = "permission_error"
+
+
+def no_page_elsewhere(headers: Mapping[str, str]) -> None:
+    """Raises Foreign for what a page of another site asks.
+
+    For POSTs that carry no JSON: those any page may send, also to a server on its reader's machine, and no browser asks
+    beforehand (Fetch, CORS-safelisted requests). Browsers say so themselves; other clients say nothing.
+    """
+    if headers.get("sec-fetch-site") == "cross-site":
+        raise Foreign("pages of other sites cannot ask for this", code="cross_site")
 
 
 def _too_large(most: int) -> TooLarge:
