@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from typing import Any
 
@@ -10,7 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from quire.backends.base import Call
+from quire.backends.live import Live
+from quire.server.calls import Job
 from quire.server.limits import Limits
+from quire.server.stream import EventStream
 from quire.values import Tokens
 from tests.server.doubles import ANSWER, HI, TOKENIZER, Served, events, says, served
 
@@ -245,6 +250,22 @@ async def test_a_stream_whose_client_is_gone_takes_no_other_with_it() -> None:
         assert server.port.aborted == [server.port.submitted[0].id]
         whole.left.set()
         await whole.ended
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_that_ended_leaves_nothing_that_only_a_search_for_garbage_finds(stream: bool) -> None:
+    async with served() as server:
+        gc.collect()
+        gc.disable()
+        try:
+            for prompt in ("the", ["the dog", "a boat"]):
+                said = await server.post("/v1/completions", prompt=prompt, n=2, max_tokens=64, stream=stream)
+                assert said.status_code == 200
+            await asyncio.sleep(0)
+            kept = [type(one).__name__ for one in gc.get_objects() if type(one) in (Live, EventStream, Job, Call)]
+        finally:
+            gc.enable()
+    assert kept == []
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -40,6 +40,7 @@ class Live:
         return [] if self.answers else None
 
     def close(self) -> None:
+        self.news = _nobody  # the reader knows us too: or only a search for garbage would find the two
         self._leave(self)
 
 

@@ -245,7 +245,7 @@ class Guard:
             await send(message)
 
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        scope["key"], scope["send"] = ANYONE, send
+        scope["key"] = ANYONE
         try:
             if path not in OPEN and not self._admits(path, headers):
                 scope["key"] = self._keys.check(headers, admin=for_admins(path))
@@ -254,7 +254,7 @@ class Guard:
         except (Unauthorized, Overloaded) as error:
             await faults.response(error, scope["path"])(scope, receive, named)
             return
-        await self.app(scope, receive, named)
+        await self.app({**scope, "send": send}, receive, named)  # in a copy: the server's own is known to what sends
 
 
 def deadline(headers: Mapping[str, str]) -> float | None:

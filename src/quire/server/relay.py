@@ -230,6 +230,7 @@ class Fetched:
         return None
 
     def close(self) -> None:
+        self._news = lambda: None  # as in backends.live
         self._task.cancel()
 
     async def _fetch(self, parts: AsyncGenerator[bytes, None]) -> None:

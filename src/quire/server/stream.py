@@ -121,8 +121,8 @@ class EventStream(Generic[D]):
             gone = asyncio.ensure_future(until_gone(receive))
             self._timer = loop.call_later(self._keep_alive, self._tick)
             try:
-                said.listen(self._news)
-                self._news()
+                said.listen(self._write)
+                self._write()
                 await asyncio.wait((self._over, gone), return_when=asyncio.FIRST_COMPLETED)
                 if self._over.done() and (error := self._over.result()) is not None:
                     raise error
@@ -131,17 +131,17 @@ class EventStream(Generic[D]):
                 self._over.cancel()
                 await _stop(gone, *([] if self._writing is None else [self._writing]))
 
-    def _news(self) -> None:
+    def _write(self, first: bytes = b"") -> None:
         if self._writing is None and not self._over.done():
-            self._writing = begun(self._tell())
+            self._writing = begun(self._tell(first))
 
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._keep_alive, self._tick)
-        if not self._spoke and self._writing is None:
-            self._writing = begun(self._tell(KEEP_ALIVE))
+        if not self._spoke:
+            self._write(KEEP_ALIVE)
         self._spoke = False
 
-    async def _tell(self, first: bytes = b"") -> None:
+    async def _tell(self, first: bytes) -> None:
         """Write `first`, and then what is ready until nothing is."""
         of = self._chunks.of
         try:
