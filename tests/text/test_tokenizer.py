@@ -33,6 +33,14 @@ def test_long_texts_encode_like_short_ones() -> None:
     assert tokenizer.encode(line)[:200] == tokenizer.encode(line[:4000])[:200]
 
 
+def test_a_tokenizer_of_another_size_than_the_models_may_be_another_models() -> None:
+    tokenizer = Tokenizer(byte_level())
+    size = tokenizer.vocab_size
+    assert [tokenizer.doubts(padded) for padded in (size, size + 3, size * 4 // 3)] == ["", "", ""]
+    assert f"has {size} tokens and the model {size - 1}: prompts" in tokenizer.doubts(size - 1)
+    assert "what the model says with the others is lost" in tokenizer.doubts(2 * size)
+
+
 def test_special_ids_come_from_the_folder(tmp_path: Path) -> None:
     folder = save(tmp_path, byte_level(), tokenizer_config=NAMES, generation_config={"eos_token_id": [3, 1]})
     tokenizer = Tokenizer.from_folder(folder)

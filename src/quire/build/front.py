@@ -95,14 +95,21 @@ def serve(settings: Settings, *, child: str = "quire.build.child") -> None:
         root_path=server.root_path,
         tls=build_tls(settings.access),
         desk=desk,
-        on_ready=lambda url: log.info(
-            "%s is ready at %s after %.1f s; calls of tools: %s, thoughts: %s",
-            *(name, url, time.monotonic() - began, text.tool_parser, text.reasoning_parser),
-        ),
+        on_ready=partial(_ready, text, backend, began),
     )
     sent = tracing.around(running)
     heap.settled()
     uvloop.run(sent if server.disable_log_stats else telling(sent, backend.stats, log))
+
+
+def _ready(text: Text, backend: NativeBackend, began: float, url: str) -> None:
+    card = backend.model()
+    if doubts := text.tokenizer.doubts(card.vocab_size):
+        log.warning(doubts)
+    log.info(
+        "%s is ready at %s after %.1f s; calls of tools: %s, thoughts: %s",
+        *(card.id, url, time.monotonic() - began, text.tool_parser, text.reasoning_parser),
+    )
 
 
 def _card(name: str, root: str, text: Text) -> ModelCard:

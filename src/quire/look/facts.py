@@ -108,12 +108,14 @@ def files(looked: Looked) -> Iterator[Fact]:
     yield "loads", looked.trouble or "every tensor has its place"
 
 
-def text(settings: Settings) -> tuple[list[Fact], str]:
-    """Tokenizer, template and sampling defaults; and why they cannot be used, empty where they can."""
+def text(settings: Settings, vocab: int) -> tuple[list[Fact], str, str]:
+    """Tokenizer, template and sampling defaults; why they cannot be used, empty where they can; and why the tokenizer
+    may be another model's than one of `vocab` token ids."""
     try:
-        return list(spoken(build_text(settings))), ""
+        found = build_text(settings)
+        return list(spoken(found)), "", found.tokenizer.doubts(vocab)
     except InvalidModel as error:
-        return [("tokenizer", f"cannot be used: {error}")], str(error)
+        return [("tokenizer", f"cannot be used: {error}")], str(error), ""
 
 
 def spoken(found: Text) -> Iterator[Fact]:

@@ -22,10 +22,12 @@ def command(settings: Settings) -> None:
     The exit code is 2 where it could not be served, and the last line says why.
     """
     looked = look(settings)
-    spoken, mute = text(settings)
+    spoken, mute, doubts = text(settings, looked.spec.vocab)
     tell([*shapes(looked), *files(looked), *spoken])
     if looked.trouble or mute:
         raise InvalidModel(looked.trouble or mute)
+    if doubts:
+        click.echo(f"WARNING: {doubts}", err=True)
 
 
 def tell(rows: list[Fact]) -> None:

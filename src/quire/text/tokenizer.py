@@ -17,6 +17,9 @@ from quire.text.vocabularies import Read, load_core
 _LONG = 1 << 14
 """Characters from which on encoding goes through the batch call, which lets other threads run meanwhile."""
 
+_PADDED = 0.75
+"""Share of a model's token ids that its own tokenizer has at least."""
+
 
 class Tokenizer:
     """A vocabulary and its special tokens. Immutable; `encode` and `decode` may be called from any thread.
@@ -92,6 +95,18 @@ class Tokenizer:
             return piece.decode("utf-8", "replace"), piece
         text = self.decode((token,))
         return text, text.encode()
+
+    def doubts(self, size: int) -> str:
+        """Why it may be the tokenizer of another model than one of `size` token ids; empty where it fits.
+
+        Models pad their vocabulary by some percent, and tokenizers none.
+        """
+        says = f"the tokenizer has {self.vocab_size:,} tokens and the model {size:,}"
+        if self.vocab_size > size:
+            return f"{says}: prompts with one of the others are refused; is it this model's tokenizer?"
+        if self.vocab_size < _PADDED * size:
+            return f"{says}: what the model says with the others is lost; is it this model's tokenizer?"
+        return ""
 
     @property
     def exact(self) -> bool:
