@@ -21,6 +21,11 @@ def test_ratios_are_of_medians_and_this_tree_comes_first() -> None:
     assert compare(rows) == {"this": {"front_us": 10.0}, "that": {"front_us": 20.0}, "ratios": {"front_us": 0.5}}
 
 
+def test_there_is_no_ratio_to_nothing() -> None:
+    rows = {"this": [{"itl_ms": 1.0}], "that": [{"itl_ms": 0.0}]}
+    assert compare(rows) == {"this": {"itl_ms": 1.0}, "that": {"itl_ms": 0.0}, "ratios": {}}
+
+
 def test_only_processor_time_counts() -> None:
     before = spent(os.getpid())
     time.sleep(0.2)

@@ -65,13 +65,14 @@ def command(levels: tuple[int, ...], rounds: int, chat: bool, against: Path | No
 
 
 def compare(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Medians of each tree's rounds, and this tree's over that one's."""
+    """Medians of each tree's rounds, and this tree's over that one's, where that is not 0 (events came together)."""
     medians = {
         name: {what: statistics.median(row[what] for row in rows) for what in rows[0]} for name, rows in found.items()
     }
     told: dict[str, Any] = {name: {what: round(x, 3) for what, x in row.items()} for name, row in medians.items()}
     if "that" in medians:
-        told["ratios"] = {what: round(x / medians["that"][what], 3) for what, x in medians["this"].items()}
+        that = medians["that"]
+        told["ratios"] = {what: round(x / that[what], 3) for what, x in medians["this"].items() if that[what]}
     return told
 
 
