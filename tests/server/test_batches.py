@@ -436,6 +436,9 @@ async def test_files_are_listed_by_pages_and_deleted(tmp_path: Path) -> None:
         check_error(await here.client.get(f"/v1/files/{ids[0]}"), 404, words=ids[0])
         check_error(await here.client.get("/v1/files", params={"limit": "no"}), 400, "limit")
         check_error(await here.client.get("/v1/files", params={"after": "no"}), 400, "after")
+        check_error(await here.client.get("/v1/files", params={"order": "no"}), 400, "order", words="asc or desc")
+        both = [(await here.client.get("/v1/files", params={"order": one})).json()["data"] for one in ("asc", "desc")]
+        assert both[0] == both[1][::-1] and len(both[0]) == 4
 
 
 @pytest.mark.parametrize(("fields", "param"), [({"purpose": "assistants"}, "purpose"), ({"expires": "1"}, "expires")])

@@ -121,7 +121,10 @@ class Files:
     async def listed(self, request: Request) -> Response:
         purpose = request.query_params.get("purpose")
         newest = self._store.newest()
-        if request.query_params.get("order") == "asc":
+        order = request.query_params.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise InvalidRequest(f"order must be asc or desc, not {order[:40]!r}", param="order")
+        if order == "asc":
             newest.reverse()
         limit = limit_of(request, 10_000)
         after = request.query_params.get("after")
