@@ -151,6 +151,8 @@ def test_the_memory_planned_for_can_be_told(tmp_path: Path) -> None:
     found = rows(run("plan", tmp_path, "--memory", "80GiB", "--device", "cuda"))
     assert found["memory"] == "80.00 GiB (cuda)"
     assert "KV pool" in found
+    tight = run("plan", tmp_path, "--memory", "1MiB", "--device", "cuda")
+    assert rows(tight, code=1)["fits"].startswith("no: "), "scripts go by the exit status"
     result = run("plan", tmp_path, "--memory", "lots")
     assert result.exit_code == 2
     assert "--memory must be a size such as 24GiB, not 'lots'" in result.stderr

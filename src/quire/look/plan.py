@@ -62,9 +62,15 @@ class Need:
     params=[click.Option(["--memory"], metavar="SIZE", help="Memory to plan for (24GiB works) [what is free here]")],
 )
 def command(settings: Settings, memory: str | None) -> None:
-    """Print what serving MODEL takes, what is left, and, where it does not fit, the smallest change that does."""
+    """Print what serving MODEL takes, what is left, and, where it does not fit, the smallest change that does.
+
+    The exit status says which: 0, it fits; 1, it does not.
+    """
     device = device_of(settings)
-    tell(list(told(settings, look(settings), free(device) if memory is None else size_of(memory), device)))
+    rows = list(told(settings, look(settings), free(device) if memory is None else size_of(memory), device))
+    tell(rows)
+    if "fits" in dict(rows):  # said only where it does not
+        raise SystemExit(1)
 
 
 def size_of(memory: str) -> int:
