@@ -27,11 +27,21 @@ def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield live
 
 
-def test_ready_within_four_seconds_of_starting(tmp_path: Path) -> None:
-    began = time.monotonic()
-    with serving(tmp_path):
-        took = time.monotonic() - began
-    assert took < 4.0 * (1 if os.cpu_count() and not os.environ.get("PYTEST_XDIST_WORKER") else 3)
+def test_ready_in_little_more_than_twice_what_importing_torch_takes(tmp_path: Path) -> None:
+    """Four seconds on a machine at rest; a busy one delays both."""
+
+    def importing() -> float:
+        began = time.monotonic()
+        subprocess.run([sys.executable, "-c", "import torch"], check=True)
+        return time.monotonic() - began
+
+    def starting() -> float:
+        began = time.monotonic()
+        with serving(tmp_path):
+            return time.monotonic() - began
+
+    before, took, after = importing(), starting(), importing()
+    assert took < 2.4 * max(before, after) * (3 if os.environ.get("PYTEST_XDIST_WORKER") else 1)
 
 
 def test_sixty_four_streams_do_not_mix_and_none_is_lost(live: Live) -> None:
