@@ -9,19 +9,16 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
 import click
 
 from quire.bench.clients import figures, run
-from quire.bench.http import healthy
 from quire.bench.load import Job
+from quire.bench.started import spawned
 from quire.bench.timed import STEP
 from quire.bench.watch import revision
 from quire.bench.workloads import prompts
@@ -108,24 +105,14 @@ def spent(pid: int) -> float:
     return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
-@contextmanager
-def serving(tree: Path, port: int, step: float, sizes: dict[str, Any]) -> Iterator[int]:
+def serving(tree: Path, port: int, step: float, sizes: dict[str, Any]) -> AbstractContextManager[int]:
     """A server of a source tree's code; its process id."""
     told = json.dumps(
         {"lookahead": sizes["lookahead"], "recording_dir": sizes["recording_dir"], "port": port}, default=str
     )
     path = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
     argv = [sys.executable, "-P", "-m", "quire.bench.front", told]
-    process = subprocess.Popen(argv, env=os.environ | {"PYTHONPATH": path, STEP: str(step)})
-    try:
-        while not healthy(port):
-            if process.poll() is not None:
-                raise click.ClickException(f"the server ended with code {process.returncode}")
-            time.sleep(0.05)
-        yield process.pid
-    finally:
-        process.terminate()
-        process.wait()
+    return spawned(argv, port, os.environ | {"PYTHONPATH": path, STEP: str(step)})
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +23,7 @@ from quire.bench.clients import figures, run
 from quire.bench.gpu import peer
 from quire.bench.load import Job
 from quire.bench.shapes import SHAPES, write
+from quire.bench.started import spawned
 from quire.bench.watch import Watch, environment
 from quire.bench.workloads import prompts
 
@@ -68,24 +67,8 @@ def serving(folder: str, shape: str, port: int) -> Iterator[float]:
     arguments += ["--max-model-len", "1024" if shape == "gpt2" else "4096", "--max-num-seqs", "256"]
     arguments += ["--port", str(port), "--disable-log-stats", "--uvicorn-log-level", "warning"]
     began = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-m", "quire", *arguments])
-    try:
-        while not healthy(port):
-            if process.poll() is not None:
-                raise click.ClickException(f"the server ended with code {process.returncode}")
-            time.sleep(0.05)
+    with spawned([sys.executable, "-m", "quire", *arguments], port):
         yield time.perf_counter() - began
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def healthy(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Servers that a benchmark starts, and stops when it is done with them. Their words go to a file."""
+"""Servers that a benchmark starts, and stops when it is done with them. The words of others' go to a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -59,6 +59,22 @@ def started(argv: Sequence[str], url: str, path: str, log: Path) -> Iterator[str
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+@contextmanager
+def spawned(argv: Sequence[str], port: int, environment: Mapping[str, str] | None = None) -> Iterator[int]:
+    """A server that says what it says where this process does, once it is well; its process id. Raises ClickException
+    when it ends before."""
+    process = subprocess.Popen(argv, env=environment)
+    try:
+        while fetched(f"http://127.0.0.1:{port}/health") is None:
+            if process.poll() is not None:
+                raise click.ClickException(f"the server ended with code {process.returncode}")
+            time.sleep(0.05)
+        yield process.pid
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def fetched(url: str, key: str = "") -> bytes | None:

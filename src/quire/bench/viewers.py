@@ -16,15 +16,15 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from quire.bench.http import healthy
 from quire.bench.load import Job
+from quire.bench.started import spawned
 from quire.bench.watch import revision
 from quire.bench.workloads import prompts
 
@@ -72,20 +72,10 @@ def compare(found: Mapping[str, list[dict[str, float]]]) -> dict[str, Any]:
     return {"medians": medians, "ratios": ratios}
 
 
-@contextmanager
-def serving(port: int) -> Iterator[int]:
+def serving(port: int) -> AbstractContextManager[int]:
     """A server of the embedded model; its process id."""
     arguments = ["serve", "--port", str(port), "--disable-log-stats", "--uvicorn-log-level", "warning"]
-    process = subprocess.Popen([sys.executable, "-m", "quire", *arguments])
-    try:
-        while not healthy(port):
-            if process.poll() is not None:
-                raise click.ClickException(f"the server ended with code {process.returncode}")
-            time.sleep(0.05)
-        yield process.pid
-    finally:
-        process.terminate()
-        process.wait()
+    return spawned([sys.executable, "-m", "quire", *arguments], port)
 
 
 def measure(pid: int, port: int, seconds: float) -> dict[str, float]:

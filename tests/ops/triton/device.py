@@ -7,6 +7,8 @@ from typing import TypeVar
 
 import torch
 
+from quire.ops.float8 import E4M3
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 T = TypeVar("T")
@@ -16,3 +18,11 @@ def moved(record: T) -> T:
     """A dataclass with its tensors on the device."""
     values = {f.name: getattr(record, f.name) for f in fields(record)}  # type: ignore[arg-type]
     return type(record)(**{n: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for n, v in values.items()})
+
+
+def in_eight_bits(rows: int, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [rows, inputs] bfloat16, a matrix of e4m3 and its rows' scales, all random."""
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, inputs, device=DEVICE).bfloat16(), torch.randn(outputs, inputs, device=DEVICE)
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    return x, (weight / scale).to(E4M3), scale

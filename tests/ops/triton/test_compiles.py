@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.ops.triton.programs import said
+
 SLOW = pytest.mark.nightly
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
@@ -28,20 +25,8 @@ ROOT = Path(__file__).parents[3]
 )
 def test_every_kernel_compiles(capability: int, kilobytes: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     quick = request.node.callspec.id == "hopper"
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), environment.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ops.triton.compiling", str(capability), str(kilobytes << 10)]
-        + ["float32"] * (not quick),
-        cwd=ROOT,
-        env=environment | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    kernels = json.loads(done.stdout)
+    arguments = [str(capability), str(kilobytes << 10), *["float32"] * (not quick)]
+    kernels = said("compiling", *arguments, cache=tmp_path)
     expected = {"attention_kernel", "shared_kernel", "vector_kernel", "matrix_kernel", "choose_kernel"}
     assert {name for name, _, _ in kernels} >= expected
     for name, shared, spilled in kernels:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import json
-import os
 import pkgutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
@@ -24,24 +20,11 @@ from quire.build.cuda import make_rehearsal
 from quire.ops.triton.launch import HEARD, Kernel
 from quire.ops.triton.rehearsal import PROBES, Held, Rehearsal, Tell
 from quire.runner.graphs import unrehearsed
-
-ROOT = Path(__file__).parents[3]
+from tests.ops.triton.programs import said
 
 
 def rehearsed(cache: Path, *drafts: str) -> tuple[int, int, int, int, list[str]]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), environment.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ops.triton.rehearsing", "90", str(227 << 10), *drafts],
-        cwd=ROOT,
-        env=environment | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    steps, works, compiled, launchers, late = json.loads(done.stdout)
+    steps, works, compiled, launchers, late = said("rehearsing", "90", str(227 << 10), *drafts, cache=cache)
     return steps, works, compiled, launchers, late
 
 

@@ -11,7 +11,7 @@ from quire.ops.reference import ReferenceOps
 from quire.ops.triton.launch import Card
 from quire.ops.triton.skinny import Recipe, cut, product, recipe, runs, scaled_recipe
 from quire.ops.triton.split import COUNTERS
-from tests.ops.triton.device import DEVICE
+from tests.ops.triton.device import DEVICE, in_eight_bits
 
 CARD, REFERENCE = Card.of(DEVICE), ReferenceOps()
 VECTOR, WIDE, MATRIX = Recipe(1, 4, 256, 2), Recipe(4, 2, 256, 2), Recipe(16, 16, 64, 4, 3)
@@ -132,10 +132,7 @@ def test_bfloat16_on_the_card(rows: int, gate: Gate, outputs: int, inputs: int) 
 @pytest.mark.parametrize("gate", ["", "silu"])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 12288), (2048, 14336)])
 def test_eight_bits_on_the_card(rows: int, gate: Gate, outputs: int, inputs: int) -> None:
-    torch.manual_seed(rows)
-    x, weight = torch.randn(rows, inputs, device=DEVICE).bfloat16(), torch.randn(outputs, inputs, device=DEVICE)
-    scale = weight.abs().amax(1, keepdim=True) / 448
-    stored = (weight / scale).to(E4M3)
+    x, stored, scale = in_eight_bits(rows, outputs, inputs)
     how = scaled_recipe(rows, outputs // (2 if gate else 1), inputs, gate != "")
     assert how is not None
     want = REFERENCE.scaled_linear(x.float(), stored, scale, inputs, 0, None, gate)

@@ -11,7 +11,7 @@ from quire.ops.reference import ReferenceOps
 from quire.ops.triton import twofold
 from quire.ops.triton.launch import Card
 from quire.ops.triton.ops import TritonOps
-from tests.ops.triton.device import DEVICE
+from tests.ops.triton.device import DEVICE, in_eight_bits
 
 CARD, REFERENCE = Card.of(DEVICE), ReferenceOps()
 ONE = torch.ones((), device=DEVICE)
@@ -65,10 +65,7 @@ def test_cards_and_shapes_that_the_library_does_not_take_are_left_to_others() ->
 @pytest.mark.parametrize("gate", ["", "silu"])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 12288), (2048, 14336)])
 def test_eight_bits_on_the_card(rows: int, gate: Gate, outputs: int, inputs: int) -> None:
-    torch.manual_seed(rows)
-    x, weight = torch.randn(rows, inputs, device=DEVICE).bfloat16(), torch.randn(outputs, inputs, device=DEVICE)
-    scale = weight.abs().amax(1, keepdim=True) / 448
-    stored = (weight / scale).to(E4M3)
+    x, stored, scale = in_eight_bits(rows, outputs, inputs)
     want = REFERENCE.scaled_linear(x.float(), stored, scale, inputs, 0, None, gate)
     got = TritonOps(DEVICE).scaled_linear(x, stored, scale, inputs, 0, None, gate)
     assert float((got.float() - want).norm() / want.norm()) < (2.5e-3 if not gate else 4e-3)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import Gate
-from quire.ops.float8 import E4M3
 from quire.ops.grouped import by_owner, mix_in_order
 from quire.ops.triton import scaled, skinny
 from quire.ops.triton.ops import TritonOps
@@ -33,32 +32,7 @@ class FixedTritonOps(TritonOps):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         return skinny.product(x, weight, bias, how(x, PRODUCT), self.card, gate)
 
-    def scaled_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        scale: Tensor,
-        width: int,
-        offset: int = 0,
-        bias: Tensor | None = None,
-        gate: Gate = "",
-    ) -> Tensor:
-        if weight.dtype is E4M3 and not self.card.float8:
-            return super().scaled_linear(x, weight, scale, width, offset, bias, gate)
-        matrix = scaled.Quantised(weight, scale, width, offset)
-        return scaled.product(x, matrix, bias, how(x, RESTORED), self.card, self.arrived, gate)
-
-    def halved_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        scale: Tensor,
-        zero: Tensor,
-        groups: Tensor,
-        bias: Tensor | None = None,
-        gate: Gate = "",
-    ) -> Tensor:
-        matrix = scaled.Quantised(weight, scale, zero=zero, groups=groups)
+    def quantised_linear(self, x: Tensor, matrix: scaled.Quantised, bias: Tensor | None, gate: Gate) -> Tensor:
         return scaled.product(x, matrix, bias, how(x, RESTORED), self.card, self.arrived, gate)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

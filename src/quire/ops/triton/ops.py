@@ -61,13 +61,7 @@ class TritonOps(Restoring):
     ) -> Tensor:
         if weight.dtype is E4M3 and not self.card.float8:
             return super().scaled_linear(x, weight, scale, width, offset, bias, gate)
-        if scale.shape[1] == 1 and weight.dtype is E4M3 and x.dtype is torch.bfloat16:
-            quick = skinny.scaled_recipe(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
-            if quick is not None:
-                return skinny.product(x, weight, bias, quick, self.card, gate, scale, self.arrived)
-            if len(x) > skinny.MOST and twofold.fits(weight, self.card):
-                return twofold.product(x, weight, scale, bias, self.one, self.card, gate)
-        return self.restored_linear(x, scaled.Quantised(weight, scale, width, offset), bias, gate)
+        return self.quantised_linear(x, scaled.Quantised(weight, scale, width, offset), bias, gate)
 
     def halved_linear(
         self,
@@ -79,12 +73,20 @@ class TritonOps(Restoring):
         bias: Tensor | None = None,
         gate: Gate = "",
     ) -> Tensor:
-        return self.restored_linear(x, scaled.Quantised(weight, scale, zero=zero, groups=groups), bias, gate)
+        return self.quantised_linear(x, scaled.Quantised(weight, scale, zero=zero, groups=groups), bias, gate)
 
-    def restored_linear(self, x: Tensor, matrix: scaled.Quantised, bias: Tensor | None, gate: Gate) -> Tensor:
-        """By numbers restored on the way, or, for more rows than `scaled.MOST`, all of them beforehand."""
+    def quantised_linear(self, x: Tensor, matrix: scaled.Quantised, bias: Tensor | None, gate: Gate) -> Tensor:
+        """As `linear`. The library's float8 products for many rows, where there are any; else by numbers restored on
+        the way, or, for more rows than `scaled.MOST`, all of them beforehand."""
+        weight, scale = matrix.weight, matrix.scale
+        if scale.shape[1] == 1 and weight.dtype is E4M3 and x.dtype is torch.bfloat16:
+            quick = skinny.scaled_recipe(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
+            if quick is not None:
+                return skinny.product(x, weight, bias, quick, self.card, gate, scale, self.arrived)
+            if len(x) > skinny.MOST and twofold.fits(weight, self.card):
+                return twofold.product(x, weight, scale, bias, self.one, self.card, gate)
         fast = scaled.fitting(x, matrix, self.card)
-        how = scaled.recipe(len(x), len(matrix.weight), x.shape[-1], fast=fast, halved=matrix.halved)
+        how = scaled.recipe(len(x), len(weight), x.shape[-1], fast=fast, halved=matrix.halved)
         if how is None or x.dtype is not torch.bfloat16:
             return self.linear(x, restore.whole(matrix, x.shape[-1], x.dtype, self.card), bias, gate)
         how = scaled.gated(how) if gate and not matrix.halved else how
