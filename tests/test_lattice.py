@@ -67,3 +67,10 @@ def test_the_whole_lattice(depth: int, size: int, feed: tuple[int, int]) -> None
     pressures = itertools.cycle(lattice.AXES["pressure"])  # in turn: all with all would take a night of its own
     for combo, pressure in zip(lattice.combinations(lattice.AXES | once), pressures, strict=False):
         lattice.run(combo | {"pressure": pressure})
+
+
+def test_nobody_is_blamed_for_a_step_that_failed_of_one_who_has_left_since() -> None:
+    """A poisoned request is aborted while its step is under way; then, at the same place, a step fails of nothing."""
+    sizes = {"depth": 2, "size": 66, "tight": 2, "cap": 4, "feed": (1 << 30, 1 << 30), "drafts": -3}
+    ways = {"admit": "continuous", "order": "fcfs", "shelf": "fifo", "pressure": "preempt"}
+    lattice.run({**sizes, **ways, "reuse": False, "eager": False, "late": True, "fails": True})

@@ -38,11 +38,12 @@ class Recovery:
         Those that ran beside the group on trial had passed; still nobody is blamed for a failure in company, nor
         for a single one: guilty is who fails twice, alone on the device, at the same place.
         """
+        beside = {id(seq) for step in self.scheduler.flight for seq in step.seqs}  # also who has left meanwhile
         lost = self.scheduler.recover()
         trial = {s.order for s in (self.groups.pop(0) if self.groups else lost)}
         suspects = [s for s in lost if s.order in trial]
         culprit = None
-        if len(lost) == 1:
+        if len(lost) == 1 and beside <= {id(lost[0])}:
             strike = (lost[0].order, lost[0].computed)
             culprit = lost[0] if strike == self.strike else None
             self.strike = strike
