@@ -169,7 +169,12 @@ BUGS = [
         "        lost = {id(s): s for step in self.flight for s in (*step.seqs, *step.graves) if s.row is not None}\n",
         "        lost: dict[int, Sequence] = {}\n",
     ),
-    Bug("recovery blames a failure in company", V, "        if len(lost) == 1:\n", "        if lost:\n"),
+    Bug(
+        "recovery blames a failure in company",
+        V,
+        "        if len(lost) == 1 and beside <= {id(lost[0])}:\n",
+        "        if lost:\n",
+    ),
     Bug(
         "recovery forgets those it held back",
         V,
