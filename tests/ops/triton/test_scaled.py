@@ -11,8 +11,8 @@ from quire.ops.base import Gate
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.launch import Card
 from quire.ops.triton.ops import TritonOps
+from quire.ops.triton.recipes import Recipe
 from quire.ops.triton.scaled import Quantised, product, recipe, splits
-from quire.ops.triton.skinny import Recipe
 from quire.ops.triton.split import COUNTERS
 from tests.ops.triton.device import DEVICE
 

@@ -9,12 +9,14 @@ from quire.ops.base import Gate
 from quire.ops.float8 import E4M3
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.launch import Card
-from quire.ops.triton.skinny import Recipe, cut, product, recipe, runs, scaled_recipe
+from quire.ops.triton.recipes import Recipe, multiplied, recipe, runs, scaled_recipe, vectors
+from quire.ops.triton.skinny import cut, product
 from quire.ops.triton.split import COUNTERS
 from tests.ops.triton.device import DEVICE, in_eight_bits
 
 CARD, REFERENCE = Card.of(DEVICE), ReferenceOps()
 VECTOR, WIDE, MATRIX = Recipe(1, 4, 256, 2), Recipe(4, 2, 256, 2), Recipe(16, 16, 64, 4, 3)
+BLOCKS, APART = Recipe(1, 8, 64, 1), Recipe(3, 4, 32, 2)
 AHEAD, TALL = Recipe(16, 16, 32, 4, 3, 64), Recipe(16, 16, 64, 4, 3)
 RUNS, RUNS_AHEAD = Recipe(16, 16, 32, 4, 3, splits=4), Recipe(16, 16, 32, 4, 3, 64, 2)
 ARRIVED = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE)
@@ -24,8 +26,8 @@ ARRIVED = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE)
 @pytest.mark.parametrize("gate", ["", "silu", "gelu"])
 @pytest.mark.parametrize(
     ("how", "rows"),
-    [(VECTOR, 1), (WIDE, 3), (MATRIX, 2), (MATRIX, 16), (AHEAD, 5), (TALL, 40)],
-    ids=["vector", "few", "two", "sixteen", "ahead", "forty"],
+    [(VECTOR, 1), (WIDE, 3), (BLOCKS, 1), (APART, 3), (MATRIX, 2), (MATRIX, 16), (AHEAD, 5), (TALL, 40)],
+    ids=["vector", "few", "blocks", "apart", "two", "sixteen", "ahead", "forty"],
 )
 @pytest.mark.parametrize(("outputs", "inputs"), [(24, 192), (10, 100)], ids=["even", "odd"])
 def test_a_product_and_what_stands_around_it(
@@ -40,7 +42,9 @@ def test_a_product_and_what_stands_around_it(
 
 @pytest.mark.parametrize("gate", ["", "silu"])
 @pytest.mark.parametrize(
-    ("how", "rows"), [(VECTOR, 1), (MATRIX, 2), (AHEAD, 5), (TALL, 40)], ids=["one", "two", "ahead", "forty"]
+    ("how", "rows"),
+    [(VECTOR, 1), (BLOCKS, 1), (APART, 3), (MATRIX, 2), (AHEAD, 5), (TALL, 40)],
+    ids=["one", "blocks", "apart", "two", "ahead", "forty"],
 )
 def test_a_matrix_of_eight_bits(how: Recipe, rows: int, gate: Gate) -> None:
     torch.manual_seed(rows)
@@ -86,6 +90,24 @@ def test_small_matrices_are_cut_into_runs_until_there_are_programs_enough() -> N
     assert [runs(8, inputs) for inputs in (256, 1024, 2048)] == [1, 2, 4], "no run is shorter than 512"
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_multiply_adds_leave_no_input_over_and_fit_into_registers(rows: int) -> None:
+    for inputs in (128, 896, 1152, 2048, 2560, 3072, 3584, 4864, 5120, 6912, 8960, 9728, 11008, 12288, 18944, 27648):
+        how = multiplied(rows, inputs)
+        assert inputs % how.inputs == 0
+        if vectors(1024, inputs) >= rows:
+            assert inputs * how.outputs <= 128 * 32 * how.warps, "numbers a thread, two to a register"
+    assert multiplied(1, 14336).inputs == 16384, "nearly a power of two, and many: taken whole"
+    assert multiplied(1, 1001).inputs == 1024, "too many blocks: taken whole"
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_multiply_adds_of_eight_bits_leave_no_input_over(gated: bool) -> None:
+    for inputs in (1024, 2560, 3584, 4096, 5120, 12288, 14336, 17408, 18944):
+        how = scaled_recipe(1, 4096, inputs, gated)
+        assert how is not None and not how.stages and inputs % how.inputs == 0
+
+
 @pytest.mark.parametrize("rows", [2, 8, 16])
 def test_matrices_in_eight_bits_keep_a_card_busy_whatever_their_shape(rows: int) -> None:
     for outputs, inputs in ((6144, 4096), (4096, 4096), (4096, 12288)):
@@ -115,7 +137,7 @@ def test_many_rows_are_left_to_the_library() -> None:
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
 @pytest.mark.parametrize("rows", [1, 2, 5, 16])
 @pytest.mark.parametrize("gate", ["", "silu"])
-@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (1024, 2048), (2048, 8192), (1024, 3072)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (1024, 2048), (2048, 8192), (1024, 3072), (896, 18944)])
 def test_bfloat16_on_the_card(rows: int, gate: Gate, outputs: int, inputs: int) -> None:
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, inputs, device=DEVICE), torch.randn(outputs, inputs, device=DEVICE) / inputs**0.5
@@ -130,7 +152,7 @@ def test_bfloat16_on_the_card(rows: int, gate: Gate, outputs: int, inputs: int) 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
 @pytest.mark.parametrize("rows", [1, 2, 5, 16])
 @pytest.mark.parametrize("gate", ["", "silu"])
-@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 12288), (2048, 14336)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 12288), (2048, 14336), (1024, 5120)])
 def test_eight_bits_on_the_card(rows: int, gate: Gate, outputs: int, inputs: int) -> None:
     x, stored, scale = in_eight_bits(rows, outputs, inputs)
     how = scaled_recipe(rows, outputs // (2 if gate else 1), inputs, gate != "")

@@ -16,7 +16,7 @@ from quire.ops.base import Gate
 from quire.ops.grouped import by_owner, mix_in_order
 from quire.ops.triton import scaled, skinny
 from quire.ops.triton.ops import TritonOps
-from quire.ops.triton.skinny import Recipe
+from quire.ops.triton.recipes import Recipe
 
 PRODUCT, RESTORED, EXACT = Recipe(64, 64, 128, 4, 4), Recipe(64, 64, 64, 4, 3), Recipe(16, 32, 64, 4, 3)
 """Of plain matrices, of those restored on the way, and of either in float32, which takes more registers."""

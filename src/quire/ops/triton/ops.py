@@ -11,7 +11,7 @@ from quire.ops.float8 import E4M3
 from quire.ops.grouped import grouped_linear, mix
 from quire.ops.quantised import Restoring
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.ops.triton import attention, restore, rows, scaled, shared, skinny, turn, twofold
+from quire.ops.triton import attention, recipes, restore, rows, scaled, shared, skinny, turn, twofold
 from quire.ops.triton.launch import Card
 from quire.ops.triton.split import COUNTERS
 from quire.ops.triton.work import Planned
@@ -37,7 +37,7 @@ class TritonOps(Restoring):
         return F.embedding(tokens, weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
-        how = skinny.recipe(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
+        how = recipes.recipe(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
         if how is not None and x.dtype is torch.bfloat16:
             return skinny.product(x, weight, bias, how, self.card, gate, arrived=self.arrived)
         y = F.linear(x, weight, bias)
@@ -80,10 +80,10 @@ class TritonOps(Restoring):
         the way, or, for more rows than `scaled.MOST`, all of them beforehand."""
         weight, scale = matrix.weight, matrix.scale
         if scale.shape[1] == 1 and weight.dtype is E4M3 and x.dtype is torch.bfloat16:
-            quick = skinny.scaled_recipe(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
+            quick = recipes.scaled_recipe(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
             if quick is not None:
                 return skinny.product(x, weight, bias, quick, self.card, gate, scale, self.arrived)
-            if len(x) > skinny.MOST and twofold.fits(weight, self.card):
+            if len(x) > recipes.MOST and twofold.fits(weight, self.card):
                 return twofold.product(x, weight, scale, bias, self.one, self.card, gate)
         fast = scaled.fitting(x, matrix, self.card)
         how = scaled.recipe(len(x), len(weight), x.shape[-1], fast=fast, halved=matrix.halved)

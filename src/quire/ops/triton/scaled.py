@@ -16,7 +16,8 @@ from torch import Tensor
 
 from quire.ops.base import Gate
 from quire.ops.triton.launch import HOPPER, Card, block, kernel, release, wait
-from quire.ops.triton.skinny import Recipe, given, settled, settles
+from quire.ops.triton.recipes import Recipe
+from quire.ops.triton.skinny import given, settled, settles
 from quire.ops.triton.split import COUNTERS, added_up, handed_in
 
 

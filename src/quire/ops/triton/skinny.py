@@ -8,15 +8,14 @@ it gave 1 % at 1B and took 4 % at 8B.)
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from quire.ops.base import Gate
-from quire.ops.triton.launch import HOPPER, Card, block, kernel, release, wait
+from quire.ops.triton.launch import HOPPER, Card, kernel, release, wait
+from quire.ops.triton.recipes import Recipe
 from quire.ops.triton.rows import activate
 from quire.ops.triton.split import COUNTERS, added_up, handed_in
 
@@ -37,41 +36,63 @@ def given(y, z, bias, out, place, n, outputs, inside, GATE: tl.constexpr, GELU: 
 def vector_kernel(
     x, weight, scale, bias, out, outputs, inputs,
     GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr, APART: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of each row by plain multiply-adds, in float32.
+    """BLOCK_N outputs of each row by plain multiply-adds, in float32, TIMES BLOCK_K being the inputs.
 
     The program's whole part of the matrix is in registers, asked for before the wait: what it waits for is short.
-    EVEN: BLOCK_K is all there is of the inputs, and there is no output over. SCALED: a matrix in eight bits, which are
-    widened when they are multiplied.
+    EVEN: there is no input and no output over. SCALED: a matrix in eight bits, which are widened when they are
+    multiplied. APART: see `numbers`.
     """
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     line = weight + n[:, None].to(tl.int64) * inputs + k[None, :]
     far = outputs.to(tl.int64) * inputs
-    held = (n < outputs)[:, None] & (k < inputs)[None, :]
-    if EVEN:
-        tile = tl.load(line, eviction_policy="evict_first")
-    else:
-        tile = tl.load(line, mask=held, other=0.0, eviction_policy="evict_first")
-    gated = tile
-    if GATE:
-        if EVEN:
-            gated = tl.load(line + far, eviction_policy="evict_first")
-        else:
-            gated = tl.load(line + far, mask=held, other=0.0, eviction_policy="evict_first")
+    tiles = (lines(line, n, k, 0, outputs, inputs, EVEN),)
+    gated = (lines(line + far, n, k, 0, outputs, inputs, EVEN),) if GATE else tiles
+    for i in tl.static_range(1, TIMES):
+        tiles += (lines(line, n, k, i * BLOCK_K, outputs, inputs, EVEN),)  # type: ignore[assignment]
+        if GATE:
+            gated += (lines(line + far, n, k, i * BLOCK_K, outputs, inputs, EVEN),)  # type: ignore[assignment]
     wait(DEPENDENT)
     release(DEPENDENT)
     for r in tl.static_range(ROWS):
-        value = tl.load(x + r * inputs + k, mask=k < inputs, other=0.0).to(tl.float32)[None, :]
-        y = tl.sum(tile.to(tl.float32) * value, 1)
-        z = y
-        if GATE:
-            z = tl.sum(gated.to(tl.float32) * value, 1)
+        value = numbers(x + r * inputs, n, k, 0, inputs, APART)
+        y = tiles[0].to(tl.float32) * value
+        z = gated[0].to(tl.float32) * value if GATE else y
+        for i in tl.static_range(1, TIMES):
+            value = numbers(x + r * inputs, n, k, i * BLOCK_K, inputs, APART)
+            y += tiles[i].to(tl.float32) * value
+            if GATE:
+                z += gated[i].to(tl.float32) * value
+        y = tl.sum(y, 1)
+        z = tl.sum(z, 1) if GATE else y
         if SCALED:
             y *= tl.load(scale + n, mask=n < outputs, other=0.0)
             if GATE:
                 z *= tl.load(scale + outputs + n, mask=n < outputs, other=0.0)
         given(y, z, bias, out, r * outputs + n, n, outputs, n < outputs, GATE, GELU, BIAS)
+
+
+@triton.jit
+def lines(line, n, k, since, outputs, inputs, EVEN: tl.constexpr):
+    """Inputs since + k of outputs n, which are read once."""
+    if EVEN:
+        return tl.load(line + since, eviction_policy="evict_first")
+    else:
+        held = (n < outputs)[:, None] & (since + k < inputs)[None, :]
+        return tl.load(line + since, mask=held, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def numbers(x, n, k, since, inputs, APART: tl.constexpr):
+    """Inputs since + k of a row, for all of n; APART: a thread has one of n, and reads its own. Never without a mask:
+    ptxas then widens the matrix, which may not be there yet, before it asks for x and lets the next kernel begin."""
+    if APART:
+        at = since + k[None, :] + 0 * n[:, None]
+        return tl.load(x + at, mask=at < inputs, other=0.0).to(tl.float32)
+    else:
+        return tl.load(x + since + k, mask=since + k < inputs, other=0.0).to(tl.float32)[None, :]
 
 
 @kernel
@@ -168,84 +189,6 @@ def usable(x, SCALED: tl.constexpr):
         return x
 
 
-class Recipe(NamedTuple):
-    """How a product is cut. rows: the most at once, a power of two. stages 0: by multiply-adds, the inputs whole.
-    splits: the runs that the inputs are cut into, see `split`."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    warps: int
-    stages: int = 0
-    ahead: int = 0
-    splits: int = 1
-
-    def fitted(self, card: Card, matrix: int, row: int) -> Recipe:
-        """With as many stages as the card's shared memory has room for. matrix, row: bytes a number of them takes."""
-        stage = (self.outputs * matrix + self.rows * row) * self.inputs
-        return self._replace(stages=min(self.stages, max(2, card.shared // stage))) if self.stages else self
-
-
-MOST, GATED_MOST = 16, 64
-"""Rows above which a library's kernels are as good; with a gate behind the product."""
-
-
-def recipe(rows: int, outputs: int, inputs: int, gated: bool = False) -> Recipe | None:
-    """What was fastest of many, H200 (docs/benchmarks); None where a library's kernels were. outputs: of the result.
-
-    One row, or few of a small matrix: by multiply-adds, about 8,192 numbers of the matrix a program. More: on the
-    matrix units; long rows of the matrix are cut into few outputs, small matrices' inputs into runs, so that there are
-    programs enough.
-    """
-    if rows > (GATED_MOST if gated and outputs >= 8192 else MOST):
-        return None
-    if rows <= vectors(outputs * (2 if gated else 1), inputs):
-        whole = block(inputs)
-        return Recipe(rows, max(1, min(8, 8192 // whole)), whole, 4 if whole <= 2048 else 8)
-    some, small = block(rows, 8), min(outputs, inputs) <= 1024
-    if rows > MOST:
-        return Recipe(some, 64, 128, 4, 4)
-    if gated:
-        return Recipe(some, 64, 128, 4, 4) if small or rows > 8 else Recipe(8, 32, 128, 2, 6 if outputs <= 4096 else 3)
-    if outputs <= 2048 and inputs >= 8192:
-        return Recipe(some, 64, 128, 4, 6, splits=8)
-    if (outputs <= 4096 or inputs >= 8192) and inputs % 256 == 0 and not small:
-        return Recipe(some, 16, 256, 2, 6, 512)
-    return Recipe(some, 64, 128, 4, 4 if outputs > 8192 else 6, splits=runs(4096 // outputs, inputs))
-
-
-def vectors(outputs: int, inputs: int) -> int:
-    """Rows up to which multiply-adds win. outputs: of the matrix, those that gate included."""
-    if inputs > 8192 or outputs * inputs >= 1 << 24:
-        return 1 if inputs <= 16384 else 0
-    return 4 if outputs <= 2048 and inputs <= 4096 else 2
-
-
-def runs(wanted: int, inputs: int) -> int:
-    """The runs to cut inputs into, a power of two: at most 8, each of at least 512."""
-    return 1 << max(1, min(8, wanted, inputs // 512)).bit_length() - 1
-
-
-def scaled_recipe(rows: int, outputs: int, inputs: int, gated: bool = False) -> Recipe | None:
-    """As `recipe`, for a matrix in eight bits of floating point with a scale a row.
-
-    By multiply-adds 32,768 numbers of it a program, a quarter with a gate. On the matrix units inputs are cut into runs
-    until about 16,384 outputs are being made; not those of gated products, whose matrices are large.
-    """
-    if rows > MOST or inputs % 256:
-        return None
-    if rows == 1 and inputs <= 8192:
-        whole = block(inputs)
-        return Recipe(1, min(8, (8192 if gated else 32768) // whole), whole, 4 if whole <= 4096 else 8)
-    if rows > 8:
-        how = Recipe(16, 32, 256, 1, 3 if gated else 4)
-    elif gated:
-        how = Recipe(8, 64, 128, 4, 4) if outputs >= 8192 else Recipe(8, 32, 256, 2, 4)
-    else:
-        how = Recipe(8, 16, 512, 1, 4) if inputs > 8192 else Recipe(8, 32, 256, 2, 4)
-    return how if gated else how._replace(splits=runs((12288 if rows <= 8 else 16384) // outputs, inputs))
-
-
 def product(
     x: Tensor,
     weight: Tensor,
@@ -269,8 +212,12 @@ def product(
     columns, factor = triton.cdiv(outputs, how.outputs), x if scale is None else scale
     how = how.fitted(card, weight.element_size() * (2 if gate else 1), x.element_size())
     if not how.stages:
-        even = inputs == how.inputs and outputs % how.outputs == 0
-        vector_kernel[(columns,)](x, weight, factor, shift, out, outputs, inputs, EVEN=even, ROWS=rows, **same)
+        even, times = inputs % how.inputs == 0 and outputs % how.outputs == 0, triton.cdiv(inputs, how.inputs)
+        apart = how.outputs == 1 or how.outputs * how.inputs * weight.element_size() <= 16 * 32 * how.warps
+        vector_kernel[(columns,)](
+            *(x, weight, factor, shift, out, outputs, inputs),
+            EVEN=even, ROWS=rows, TIMES=times, APART=apart, **same,
+        )  # fmt: skip
         return out
     tiles = triton.cdiv(rows, how.rows)
     length, runs, ahead = cut(how, inputs, tiles * columns if arrived is not None else COUNTERS + 1)
