@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from quire.executors.cuda import CudaExecutor
 from quire.models.base import Model
 from quire.ops.base import Ops
 from quire.ops.triton.fixed import FixedTritonOps
-from quire.ops.triton.ops import TritonOps
+from quire.ops.triton.ops import TritonOps, library
 from quire.ops.triton.rehearsal import Rehearsal
 from quire.runner.graphs import CudaQueue, Key, Works, coarse, crowd, padding, unrehearsed
 from quire.runner.kernels import ForcedSteps, TritonSteps
@@ -30,6 +31,9 @@ from quire.runner.memory import GIB, layer_shapes, page_bytes, plan_pages
 from quire.runner.traits import CUT, HOT, PENALISED
 
 log = logging.getLogger(__name__)
+
+PRODUCTS = "quire-products.json"
+"""Where it is kept which products were fastest, beside the kernels that Triton keeps."""
 
 
 def make_ops(device: torch.device, deterministic: bool = False) -> Ops:
@@ -76,23 +80,24 @@ def make_executor(
         budget=cache.kv_cache_memory_bytes or left,
     )
     began = time.monotonic()
-    executor = CudaExecutor(
-        model,
-        pages=pages,
-        page_size=page_size,
-        rows=rows,
-        max_model_len=max_model_len,
-        tokens=tokens,
-        dtype=model.dtype,
-        device=device,
-        steps=make_steps(settings, device),
-        queue=CudaQueue(device, largest, make_rehearsal()),
-        proposer=build_proposer(settings, draft, pages=pages, page_size=page_size, rows=rows, device=device),
-        depth=depth,
-        warm=kinds(cap, tokens, largest) + speculative(cap, min(tokens, LARGEST), drafts, draft is not None),
-        paces=[(n, d) for d in depths(drafts) for n in WIDTHS if n <= cap and n * (1 + d) <= VERIFIED and drafts],
-        catch_up=None if draft is None else Key(most := coarse(min(tokens, LARGEST)), crowd(1), most, 0, "follow"),
-    )
+    with library(device).learning(Path(knobs.cache.dir) / PRODUCTS):
+        executor = CudaExecutor(
+            model,
+            pages=pages,
+            page_size=page_size,
+            rows=rows,
+            max_model_len=max_model_len,
+            tokens=tokens,
+            dtype=model.dtype,
+            device=device,
+            steps=make_steps(settings, device),
+            queue=CudaQueue(device, largest, make_rehearsal()),
+            proposer=build_proposer(settings, draft, pages=pages, page_size=page_size, rows=rows, device=device),
+            depth=depth,
+            warm=kinds(cap, tokens, largest) + speculative(cap, min(tokens, LARGEST), drafts, draft is not None),
+            paces=[(n, d) for d in depths(drafts) for n in WIDTHS if n <= cap and n * (1 + d) <= VERIFIED and drafts],
+            catch_up=None if draft is None else Key(most := coarse(min(tokens, LARGEST)), crowd(1), most, 0, "follow"),
+        )
     held = (pages + 1) * page_bytes(layers, page_size)
     after = torch.cuda.mem_get_info(device)[0]
     log.info(

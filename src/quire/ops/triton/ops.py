@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.base import Angles, Gate, Norm, Norms
+from quire.ops.cublaslt import CublasLt
 from quire.ops.float8 import E4M3
 from quire.ops.grouped import grouped_linear, mix
+from quire.ops.library import Library, on_the_card
 from quire.ops.quantised import Restoring
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton import attention, recipes, restore, rows, scaled, shared, skinny, turn, twofold
@@ -16,6 +21,24 @@ from quire.ops.triton.launch import Card
 from quire.ops.triton.split import COUNTERS
 from quire.ops.triton.work import Planned
 from quire.values import MANY
+
+log = logging.getLogger(__name__)
+
+
+def library(device: torch.device) -> Library:
+    """A device's, shared by all models there: they know the same shapes, and one workspace serves them in turn."""
+    return library_of(None if device.type != "cuda" else device.index or 0)
+
+
+@cache
+def library_of(card: int | None) -> Library:
+    products = None
+    if card is not None:
+        try:
+            products = CublasLt(torch.device("cuda", card))
+        except (OSError, RuntimeError) as error:
+            log.warning("torch chooses how products are made, cuBLASLt cannot be asked: %s", error)
+    return Library(products, on_the_card)
 
 
 class TritonOps(Restoring):
@@ -29,6 +52,7 @@ class TritonOps(Restoring):
         self.card = Card.of(torch.device(device), dependent)
         self.arrived = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         self.one = torch.ones((), device=device)
+        self.library = library(self.arrived.device)
 
     def prepare(self, batch: RaggedBatch) -> Planned:
         return batch if isinstance(batch, Planned) else Planned.of(batch)
@@ -40,7 +64,7 @@ class TritonOps(Restoring):
         how = recipes.recipe(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
         if how is not None and x.dtype is torch.bfloat16:
             return skinny.product(x, weight, bias, how, self.card, gate, arrived=self.arrived)
-        y = F.linear(x, weight, bias)
+        y = self.library.linear(x, weight, bias)
         return y if not gate else self.silu_mul(y) if gate == "silu" else self.gelu_mul(y)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -1,0 +1,164 @@
+"""cuBLASLt by its C interface: torch has it multiply, but not by which of its algorithms.
+
+Enumerations and structures are those of cublasLt.h of CUDA 12 and 13, whose documentation says that an algorithm may be
+kept and used again with the same version of the library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from ctypes import POINTER, byref, c_char, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from quire.ops.library import Shape, Way
+
+WORKSPACE = 32 << 20
+"""Bytes that an algorithm may use beside, as much as torch gives it on Hopper."""
+
+PROPOSALS = 8
+
+KINDS: Mapping[torch.dtype, int] = {torch.float16: 2, torch.bfloat16: 14}
+FLOAT, COMPUTE_FLOAT = 0, 68
+TRANSPOSED_A, EPILOGUE, BIAS_POINTER = 3, 7, 8
+WITH_BIAS = 4
+MOST_WORKSPACE, REDUCTIONS, ALIGNMENTS = 1, 3, (5, 6, 7, 8)
+ALIGNED = 16
+"""Bytes that any row of eight numbers begins at a multiple of."""
+SUMMED_IN_FLOAT = 2
+"""Parts of a sum are put together in float32: rounding them to the result's kind is not on offer."""
+
+
+class Proposal(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t. algorithm: opaque."""
+
+    _fields_ = (
+        ("algorithm", c_char * 64),
+        ("workspace", c_size_t),
+        ("state", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    )
+
+
+class CublasLt:
+    """See `library.Products`. One stream's: what is multiplied at the same time would share the workspace."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises OSError where the library that torch was built with is not there."""
+        self.library = opened()
+        self.handle = c_void_p()
+        self.check(self.library.cublasLtCreate(byref(self.handle)))
+        self.workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+        properties = torch.cuda.get_device_properties(device)
+        self.version = f"{properties.name}, cublasLt {self.library.cublasLtGetVersion()}"
+
+    def takes(self, x: Tensor, weight: Tensor) -> bool:
+        aligned = not any(number % 8 for number in weight.shape) and not weight.data_ptr() % ALIGNED
+        return x.dtype in KINDS and x.dtype == weight.dtype and weight.is_contiguous() and aligned
+
+    def ways(self, shape: Shape) -> list[Way]:
+        setup = Setup.of(self, shape)
+        found, count = (Proposal * PROPOSALS)(), c_int()
+        wanted, limits = c_void_p(), {REDUCTIONS: c_uint32(SUMMED_IN_FLOAT), MOST_WORKSPACE: c_size_t(WORKSPACE)}
+        self.check(self.library.cublasLtMatmulPreferenceCreate(byref(wanted)))
+        for name, value in (limits | {operand: c_uint32(ALIGNED) for operand in ALIGNMENTS}).items():
+            self.check(
+                self.library.cublasLtMatmulPreferenceSetAttribute(wanted, name, byref(value), ctypes.sizeof(value))
+            )
+        status = self.library.cublasLtMatmulAlgoGetHeuristic(
+            *(self.handle, setup.product, setup.weight, setup.x, setup.out, setup.out, wanted),
+            *(PROPOSALS, found, byref(count)),
+        )
+        self.check(self.library.cublasLtMatmulPreferenceDestroy(wanted))
+        good = [one for one in found[: count.value] if not status and not one.state]
+        return [Multiplied(self, setup, bytes(one)) for one in good]
+
+    def way(self, shape: Shape, name: str) -> Way:
+        Proposal.from_buffer_copy(proposal := bytes.fromhex(name))
+        return Multiplied(self, Setup.of(self, shape), proposal)
+
+    def check(self, status: int) -> None:
+        if status:
+            raise RuntimeError(f"cublasLt failed with status {status}")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a product is to the library, which counts columns first: out^T [outputs, rows] = weight x^T."""
+
+    product: c_void_p
+    weight: c_void_p
+    x: c_void_p
+    out: c_void_p
+
+    @staticmethod
+    def of(lt: CublasLt, shape: Shape) -> Setup:
+        kind, product = KINDS[getattr(torch, shape.kind)], c_void_p()
+        lt.check(lt.library.cublasLtMatmulDescCreate(byref(product), COMPUTE_FLOAT, FLOAT))
+        settings = {TRANSPOSED_A: 1, **({EPILOGUE: WITH_BIAS} if shape.bias else {})}
+        for name, value in settings.items():
+            lt.check(lt.library.cublasLtMatmulDescSetAttribute(product, name, byref(c_int(value)), 4))
+
+        def matrix(high: int, wide: int) -> c_void_p:
+            made = c_void_p()
+            lt.check(lt.library.cublasLtMatrixLayoutCreate(byref(made), kind, high, wide, high))
+            return made
+
+        weight, x = matrix(shape.inputs, shape.outputs), matrix(shape.inputs, shape.rows)
+        return Setup(product, weight, x, matrix(shape.outputs, shape.rows))
+
+
+@dataclass(frozen=True)
+class Multiplied:
+    """See `library.Way`: by one algorithm. proposal: the library's, as bytes."""
+
+    lt: CublasLt
+    setup: Setup
+    proposal: bytes
+    one: c_float = field(default_factory=lambda: c_float(1.0))
+    nothing: c_float = field(default_factory=lambda: c_float(0.0))
+
+    @property
+    def name(self) -> str:
+        return self.proposal.hex()
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        lt, setup, how = self.lt, self.setup, Proposal.from_buffer_copy(self.proposal)
+        if bias is not None:
+            place = c_void_p(bias.data_ptr())
+            lt.check(lt.library.cublasLtMatmulDescSetAttribute(setup.product, BIAS_POINTER, byref(place), 8))
+        lt.check(
+            lt.library.cublasLtMatmul(
+                *(lt.handle, setup.product, byref(self.one), weight.data_ptr(), setup.weight),
+                *(x.data_ptr(), setup.x, byref(self.nothing), out.data_ptr(), setup.out, out.data_ptr(), setup.out),
+                *(byref(how), lt.workspace.data_ptr(), how.workspace, torch.cuda.current_stream().cuda_stream),
+            )
+        )
+
+
+@cache
+def opened() -> ctypes.CDLL:
+    """The library that torch has loaded, told what its functions take."""
+    library = ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').split('.')[0]}")
+    pointer, flag = c_void_p, c_int
+    takes = {
+        "Create": [pointer],
+        "MatmulDescCreate": [pointer, flag, flag],
+        "MatmulDescSetAttribute": [pointer, flag, pointer, c_size_t],
+        "MatrixLayoutCreate": [pointer, flag, c_uint64, c_uint64, c_int64],
+        "MatmulPreferenceCreate": [pointer],
+        "MatmulPreferenceSetAttribute": [pointer, flag, pointer, c_size_t],
+        "MatmulPreferenceDestroy": [pointer],
+        "MatmulAlgoGetHeuristic": [*[pointer] * 7, flag, POINTER(Proposal), POINTER(c_int)],
+        "Matmul": [*[pointer] * 14, c_size_t, pointer],
+        "GetVersion": [],
+    }
+    for name, kinds in takes.items():
+        function = getattr(library, f"cublasLt{name}")
+        function.argtypes, function.restype = kinds, c_size_t if name == "GetVersion" else c_int
+    return library
