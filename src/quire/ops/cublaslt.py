@@ -20,7 +20,8 @@ from quire.ops.library import Shape, Way
 WORKSPACE = 32 << 20
 """Bytes that an algorithm may use beside, as much as torch gives it on Hopper."""
 
-PROPOSALS = 8
+PROPOSALS = 4
+"""Eight gain 0.3 % more, and take twice as long to tell apart."""
 
 KINDS: Mapping[torch.dtype, int] = {torch.float16: 2, torch.bfloat16: 14}
 FLOAT, COMPUTE_FLOAT = 0, 68

@@ -173,30 +173,40 @@ def write(book: Path, said: dict[str, dict[str, str]]) -> None:
 
 
 COLD = 64 << 20
-"""Bytes written before each product: more than a card's L2 holds, so that matrices come from memory."""
+"""Bytes read before each product: more than a card's L2 holds, so that matrices come from memory, as in a forward."""
 
-ENOUGH = 1e-3
-"""Seconds of each way that are enough to tell it from the others."""
+TURNS, TIMES = 3, 2
+"""Of each way, and how often it multiplies in one."""
 
 
 def on_the_card(works: Sequence[Callable[[], None]]) -> list[float]:
-    """See `Timed`: the least of one to five turns, in which each has its turn, events around it."""
-    cold, best, turns = torch.empty(COLD, dtype=torch.uint8, device="cuda"), [float("inf")] * len(works), 1
-    while turns:
-        marks = [[one_of(work, cold) for work in works] for _ in range(turns)]
+    """See `Timed`: the least of a few turns in which each has its turn, captured, since launching takes longer."""
+    cold = torch.zeros(COLD // 8, dtype=torch.int64, device="cuda")
+    graphs, best = [graph_of(work, cold) for work in works], [float("inf")] * len(works)
+    for _ in range(TURNS):
+        marks = [around(graph) for graph in graphs]
         torch.cuda.current_stream().synchronize()
-        took = [[a.elapsed_time(b) / 1e3 for a, b in turn] for turn in marks]
-        first = best[0] == float("inf")
-        best = [min(each) for each in zip(best, *took, strict=True)]
-        turns = min(4, int(ENOUGH / min(best))) if first else 0
+        best = [min(least, a.elapsed_time(b) / 1e3) for least, (a, b) in zip(best, marks, strict=True)]
     return best
 
 
-def one_of(work: Callable[[], None], cold: Tensor) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    """Events around a work that finds nothing in L2."""
-    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in "be")  # type: ignore[no-untyped-call]
-    cold.zero_()
-    begun.record()
+def graph_of(work: Callable[[], None], cold: Tensor) -> torch.cuda.CUDAGraph:
+    """A work that finds nothing in L2, a few times."""
     work()
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    try:
+        for _ in range(TIMES):
+            cold.amax()
+            work()
+    finally:
+        graph.capture_end()
+    return graph
+
+
+def around(graph: torch.cuda.CUDAGraph) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in "be")  # type: ignore[no-untyped-call]
+    begun.record()
+    graph.replay()
     ended.record()
     return begun, ended
