@@ -146,6 +146,26 @@ def test_positions_that_were_never_tested_do_not_keep_it_from_where_they_would_b
     assert policy.chosen in (4, 6, 8)
 
 
+@pytest.mark.parametrize(("rate", "gain"), [(0.92, 1.15), (0.3, 0.985)])
+def test_drafts_that_are_better_than_was_assumed_are_soon_found_out(rate: float, gain: float) -> None:
+    """At what is assumed, 0.7, drafting would gain 4 % here, too little to begin with."""
+    pace = {0: 1.72, 1: 2.81, 2: 3.62, 4: 5.18, 6: 6.68, 8: 8.21}
+    policy, rng, one = Adaptive(8, {(1, d): pace[d] for d in pace}), random.Random(1), seq()
+    one.limit, took, tokens, held = 1 << 20, 0.0, 0, 0
+    for _ in range(600):
+        policy.begin(1)
+        depth = policy.depth(one)
+        spans = (Span(0, 1 + held, 1 + held, 1 + held),)
+        policy.timed(Plan((), (), spans, (), (depth,)), pace[depth])
+        took += pace[depth]
+        got = next((i for i in range(held) if rng.random() > rate), held)
+        if held:
+            policy.learn(one, held, got)
+        tokens, held = tokens + 1 + got, depth
+    assert tokens / took > gain / pace[0]
+    assert bool(policy.chosen) == (gain > 1)
+
+
 def test_a_hopeless_sequence_is_drafted_less_and_forgotten_when_it_ends() -> None:
     policy, good, bad = Adaptive(4), seq(1), seq(2)
     good.limit = bad.limit = 99

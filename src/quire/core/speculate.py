@@ -127,8 +127,9 @@ class Adaptive:
     MARGIN = 1.05
     TRIES = 6
     """Steps for which a depth is tried: the first two are not alike in what they feed and what they draft."""
-    AGAIN = 1024
-    """Steps after which drafting is tried again where it is off, then twice as many..."""
+    SOON, AGAIN = 64, 1024
+    """Steps after which drafting is tried again where it is off, then twice as many; sooner where it is off by what is
+    foreseen, since how often drafts are right is not: a few sequences tell, by one draft each..."""
     CHECK = 128
     """...and another depth where it is on, twice as many up to AGAIN while that changes nothing: what was measured in a
     slow moment must not last."""
@@ -162,7 +163,7 @@ class Adaptive:
         self._followed: set[int] = set()
         self._probed: set[int] = set()
         self._trial, self._left = most, 0
-        self._waited, self._again, self._check = 0, self.AGAIN, self.CHECK
+        self._waited, self._again, self._check = 0, self.SOON if paces else self.AGAIN, self.CHECK
         self._settled = self._turn = 0
 
     def begin(self, width: int) -> None:
