@@ -84,6 +84,8 @@ def everything(ops: TritonOps) -> None:
         ops.linear(halves(rows, 4096), halves(6144, 4096))
         ops.linear(halves(rows, 8192), halves(2048, 8192))
         ops.linear(halves(rows, 4096), halves(28672, 4096), None, "silu")
+        ops.linear(halves(rows, 1152), halves(13824, 1152), None, "gelu")
+        ops.linear(halves(rows, 6912), halves(1152, 6912))
     if CAPABILITY >= 89:  # before, eight bits of floating point are not known
         small = LayerKV(*(torch.empty(4, 8, 64, 128, dtype=E4M3) for _ in "kv"), k_scale=0.5)
         ops.turn_and_write(halves(4, 48 * 128), 32, small, batch(4, 1), angles)
@@ -95,6 +97,7 @@ def everything(ops: TritonOps) -> None:
             ops.scaled_linear(halves(rows, 4096), weight, torch.empty(6144, 1), 4096)
         for rows in (1, 16, 64, 300):
             ops.scaled_linear(halves(rows, 4096), weight, torch.empty(6144, 32), 128)
+        ops.scaled_linear(halves(1, 12288), torch.empty(4096, 12288, dtype=E4M3), torch.empty(4096, 1), 12288)
         ops.scaled_linear(halves(8, 12288), torch.empty(4096, 12288, dtype=E4M3), torch.empty(4096, 1), 12288)
         ops.scaled_linear(halves(64, 12288), torch.zeros(32, 12288, dtype=E4M3), torch.empty(32, 1), 12288)
     for rows in (1, 16, 64):
