@@ -146,6 +146,14 @@ def test_the_plan_is_what_the_engine_takes(tmp_path: Path) -> None:
     assert f": {blocks:,} blocks" in plan["KV pool"]
 
 
+def test_a_plan_says_that_the_weights_are_cut_short(tmp_path: Path) -> None:
+    make(tmp_path, "llama-gqa-tied")
+    weights = tmp_path / SINGLE
+    weights.write_bytes(weights.read_bytes()[:-8])
+    found = rows(run("plan", tmp_path, "--memory", "80GiB"))
+    assert "truncated" in found["loads"] and "KV pool" in found
+
+
 def test_the_memory_planned_for_can_be_told(tmp_path: Path) -> None:
     make(tmp_path, "llama-gqa-tied")
     found = rows(run("plan", tmp_path, "--memory", "80GiB", "--device", "cuda"))

@@ -135,8 +135,10 @@ def weights(settings: Settings, looked: Looked) -> int:
 
 
 def told(settings: Settings, looked: Looked, room: int, device: torch.device) -> Iterator[Fact]:
-    """The plan, line by line."""
+    """The plan, line by line; first, what keeps the weights that are there from being loaded."""
     asked = need(settings, looked, room, device)
+    if looked.trouble:
+        yield "loads", looked.trouble
     yield "memory", f"{amount(room)} ({device.type})"
     yield "weights", amount(asked.weights)
     yield "activations", f"{amount(asked.work)} at most"
