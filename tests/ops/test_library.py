@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.cublaslt import CublasLt
-from quire.ops.library import TORCH, Library, Shape, Way, on_the_card
+from quire.ops.library import TORCH, Library, Shape, Way, learning, on_the_card
 
 X, WEIGHT, BIAS = torch.ones(3, 4), torch.ones(2, 4), torch.ones(2)
 SHAPE = "3,2,4,0,float32"
@@ -62,7 +62,7 @@ class Watch:
 def test_the_fastest_way_is_taken_from_then_on(tmp_path: Path) -> None:
     watch = Watch(3.0, 2.0, 1.0)
     library = Library(Two(), watch)
-    with library.learning(tmp_path / "new" / "book.json"):
+    with learning(tmp_path / "new" / "book.json"):
         assert torch.equal(library.linear(X, WEIGHT), torch.full((3, 2), 8.0))
         assert torch.equal(library.linear(X[:1], WEIGHT), F.linear(X[:1], WEIGHT)), "which the library does not take"
     assert torch.equal(library.linear(X[:, None], WEIGHT), torch.full((3, 1, 2), 8.0))
@@ -74,18 +74,19 @@ def test_the_fastest_way_is_taken_from_then_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bias", [None, BIAS])
 def test_torch_is_left_to_it_where_it_is_fastest(bias: Tensor | None, tmp_path: Path) -> None:
     library = Library(Two(), Watch(1.0, 2.0, 3.0))
-    with library.learning(tmp_path / "book.json"):
+    with learning(tmp_path / "book.json"):
         assert torch.equal(library.linear(X, WEIGHT, bias), F.linear(X, WEIGHT, bias))
-    assert list(library.names.values()) == [TORCH]
+    (name,) = json.loads((tmp_path / "book.json").read_text())[Two.version].values()
+    assert name == TORCH
 
 
 def test_what_is_known_is_not_timed_again(tmp_path: Path) -> None:
     book = tmp_path / "book.json"
     first, watch = Library(Two(), Watch(3.0, 1.0, 2.0)), Watch()
-    with first.learning(book):
+    with learning(book):
         first.linear(X, WEIGHT)
     again = Library(Two(), watch)
-    with again.learning(book):
+    with learning(book):
         assert torch.equal(again.linear(X, WEIGHT), torch.full((3, 2), 7.0))
     assert not watch.asked
 
@@ -93,23 +94,39 @@ def test_what_is_known_is_not_timed_again(tmp_path: Path) -> None:
 def test_nothing_is_tried_once_the_engine_is_ready(tmp_path: Path) -> None:
     watch = Watch(3.0, 2.0, 1.0)
     library = Library(Two(), watch)
-    with library.learning(tmp_path / "book.json"):
+    with learning(tmp_path / "book.json"):
         pass
     assert torch.equal(library.linear(X, WEIGHT), F.linear(X, WEIGHT))
     assert not watch.asked
     assert not (tmp_path / "book.json").exists(), "there is nothing to keep"
 
 
+def test_what_others_keep_meanwhile_stays(tmp_path: Path) -> None:
+    book = tmp_path / "book.json"
+    with learning(book):
+        Library(Two(), Watch(3.0, 1.0, 2.0)).linear(X, WEIGHT)
+        with learning(book):
+            Library(Two(), Watch(3.0, 2.0, 1.0)).linear(X[:2], WEIGHT)
+    assert json.loads(book.read_text()) == {Two.version: {SHAPE: "7", "2,2,4,0,float32": "8"}}
+
+
 @pytest.mark.parametrize(
     "said",
-    ["{", "[]", '{"a card, version 1": 3}', json.dumps({Two.version: {SHAPE: "no name"}}), '{"another": {"x": "8"}}'],
-    ids=["cut", "list", "number", "name", "version"],
+    [
+        "{",
+        "[]",
+        json.dumps({Two.version: {SHAPE: 8}}),
+        '{"a card, version 1": 3}',
+        json.dumps({Two.version: {SHAPE: "no name"}}),
+        '{"another": {"x": "8"}}',
+    ],
+    ids=["cut", "list", "no string", "number", "name", "version"],
 )
 def test_a_book_that_says_nothing_of_use_is_written_anew(said: str, tmp_path: Path) -> None:
     book, watch = tmp_path / "book.json", Watch(3.0, 1.0, 2.0)
     book.write_text(said)
     library = Library(Two(), watch)
-    with library.learning(book):
+    with learning(book):
         assert torch.equal(library.linear(X, WEIGHT), torch.full((3, 2), 7.0))
     assert watch.asked == 1
     assert json.loads(book.read_text())[Two.version] == {SHAPE: "7"}
@@ -118,14 +135,14 @@ def test_a_book_that_says_nothing_of_use_is_written_anew(said: str, tmp_path: Pa
 def test_a_book_that_cannot_be_kept_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     library = Library(Two(), Watch(3.0, 1.0, 2.0))
-    with caplog.at_level(logging.WARNING), library.learning(tmp_path / "file" / "book.json"):
+    with caplog.at_level(logging.WARNING), learning(tmp_path / "file" / "book.json"):
         library.linear(X, WEIGHT)
     assert "could not be kept" in caplog.text
 
 
 def test_without_a_library_torch_multiplies(tmp_path: Path) -> None:
     library = Library(None, Watch())
-    with library.learning(tmp_path / "book.json"):
+    with learning(tmp_path / "book.json"):
         assert torch.equal(library.linear(X, WEIGHT, BIAS), F.linear(X, WEIGHT, BIAS))
 
 
@@ -155,7 +172,7 @@ def test_what_was_learnt_is_captured(tmp_path: Path) -> None:
     x = torch.randn(96, 2048, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(8192, 2048, device="cuda", dtype=torch.bfloat16)
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream), library.learning(tmp_path / "book.json"):
+    with torch.cuda.stream(stream), learning(tmp_path / "book.json"):
         want = library.linear(x, weight)
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin()

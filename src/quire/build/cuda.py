@@ -22,8 +22,9 @@ from quire.engine.executor import Executor
 from quire.executors.cuda import CudaExecutor
 from quire.models.base import Model
 from quire.ops.base import Ops
+from quire.ops.library import learning
 from quire.ops.triton.fixed import FixedTritonOps
-from quire.ops.triton.ops import TritonOps, library
+from quire.ops.triton.ops import TritonOps
 from quire.ops.triton.rehearsal import Rehearsal
 from quire.runner.graphs import CudaQueue, Key, Works, coarse, crowd, padding, unrehearsed
 from quire.runner.kernels import ForcedSteps, TritonSteps
@@ -80,7 +81,7 @@ def make_executor(
         budget=cache.kv_cache_memory_bytes or left,
     )
     began = time.monotonic()
-    with library(device).learning(Path(knobs.cache.dir) / PRODUCTS):
+    with learning(Path(knobs.cache.dir) / PRODUCTS):
         executor = CudaExecutor(
             model,
             pages=pages,

@@ -47,13 +47,11 @@ class Proposal(ctypes.Structure):
 
 
 class CublasLt:
-    """See `library.Products`. One stream's: what is multiplied at the same time would share the workspace."""
+    """See `library.Products`. One engine's: what is multiplied at the same time would share the workspace."""
 
     def __init__(self, device: torch.device) -> None:
         """Raises OSError where the library that torch was built with is not there."""
-        self.library = opened()
-        self.handle = c_void_p()
-        self.check(self.library.cublasLtCreate(byref(self.handle)))
+        self.library, self.handle = opened(), handle(device.index or 0)
         self.workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
         properties = torch.cuda.get_device_properties(device)
         self.version = f"{properties.name}, cublasLt {self.library.cublasLtGetVersion()}"
@@ -63,29 +61,28 @@ class CublasLt:
         return x.dtype in KINDS and x.dtype == weight.dtype and weight.is_contiguous() and aligned
 
     def ways(self, shape: Shape) -> list[Way]:
-        setup = Setup.of(self, shape)
+        setup = Setup.of(self.library, shape)
         found, count = (Proposal * PROPOSALS)(), c_int()
         wanted, limits = c_void_p(), {REDUCTIONS: c_uint32(SUMMED_IN_FLOAT), MOST_WORKSPACE: c_size_t(WORKSPACE)}
-        self.check(self.library.cublasLtMatmulPreferenceCreate(byref(wanted)))
+        check(self.library.cublasLtMatmulPreferenceCreate(byref(wanted)))
         for name, value in (limits | {operand: c_uint32(ALIGNED) for operand in ALIGNMENTS}).items():
-            self.check(
-                self.library.cublasLtMatmulPreferenceSetAttribute(wanted, name, byref(value), ctypes.sizeof(value))
-            )
+            check(self.library.cublasLtMatmulPreferenceSetAttribute(wanted, name, byref(value), ctypes.sizeof(value)))
         status = self.library.cublasLtMatmulAlgoGetHeuristic(
             *(self.handle, setup.product, setup.weight, setup.x, setup.out, setup.out, wanted),
             *(PROPOSALS, found, byref(count)),
         )
-        self.check(self.library.cublasLtMatmulPreferenceDestroy(wanted))
+        check(self.library.cublasLtMatmulPreferenceDestroy(wanted))
         good = [one for one in found[: count.value] if not status and not one.state]
         return [Multiplied(self, setup, bytes(one)) for one in good]
 
     def way(self, shape: Shape, name: str) -> Way:
         Proposal.from_buffer_copy(proposal := bytes.fromhex(name))
-        return Multiplied(self, Setup.of(self, shape), proposal)
+        return Multiplied(self, Setup.of(self.library, shape), proposal)
 
-    def check(self, status: int) -> None:
-        if status:
-            raise RuntimeError(f"cublasLt failed with status {status}")
+
+def check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"cuBLASLt failed with status {status}")
 
 
 @dataclass(frozen=True)
@@ -98,16 +95,16 @@ class Setup:
     out: c_void_p
 
     @staticmethod
-    def of(lt: CublasLt, shape: Shape) -> Setup:
+    def of(library: ctypes.CDLL, shape: Shape) -> Setup:
         kind, product = KINDS[getattr(torch, shape.kind)], c_void_p()
-        lt.check(lt.library.cublasLtMatmulDescCreate(byref(product), COMPUTE_FLOAT, FLOAT))
+        check(library.cublasLtMatmulDescCreate(byref(product), COMPUTE_FLOAT, FLOAT))
         settings = {TRANSPOSED_A: 1, **({EPILOGUE: WITH_BIAS} if shape.bias else {})}
         for name, value in settings.items():
-            lt.check(lt.library.cublasLtMatmulDescSetAttribute(product, name, byref(c_int(value)), 4))
+            check(library.cublasLtMatmulDescSetAttribute(product, name, byref(c_int(value)), 4))
 
         def matrix(high: int, wide: int) -> c_void_p:
             made = c_void_p()
-            lt.check(lt.library.cublasLtMatrixLayoutCreate(byref(made), kind, high, wide, high))
+            check(library.cublasLtMatrixLayoutCreate(byref(made), kind, high, wide, high))
             return made
 
         weight, x = matrix(shape.inputs, shape.outputs), matrix(shape.inputs, shape.rows)
@@ -132,8 +129,8 @@ class Multiplied:
         lt, setup, how = self.lt, self.setup, Proposal.from_buffer_copy(self.proposal)
         if bias is not None:
             place = c_void_p(bias.data_ptr())
-            lt.check(lt.library.cublasLtMatmulDescSetAttribute(setup.product, BIAS_POINTER, byref(place), 8))
-        lt.check(
+            check(lt.library.cublasLtMatmulDescSetAttribute(setup.product, BIAS_POINTER, byref(place), 8))
+        check(
             lt.library.cublasLtMatmul(
                 *(lt.handle, setup.product, byref(self.one), weight.data_ptr(), setup.weight),
                 *(x.data_ptr(), setup.x, byref(self.nothing), out.data_ptr(), setup.out, out.data_ptr(), setup.out),
@@ -163,3 +160,12 @@ def opened() -> ctypes.CDLL:
         function = getattr(library, f"cublasLt{name}")
         function.argtypes, function.restype = kinds, c_size_t if name == "GetVersion" else c_int
     return library
+
+
+@cache
+def handle(card: int) -> c_void_p:
+    """The library's own state on a card, the same for all there."""
+    made = c_void_p()
+    with torch.cuda.device(card):
+        check(opened().cublasLtCreate(byref(made)))
+    return made

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -85,65 +86,81 @@ class ByTorch:
 BY_TORCH: Way = ByTorch()
 
 
+class Book:
+    """Names of the fastest ways, by the version of the library that has them and by shape. path: the file it is kept
+    in, which several engines may write."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.names, self.new = path, read(path), 0
+
+    def find(self, version: str, shape: Shape) -> str | None:
+        return self.names.get(version, {}).get(str(shape))
+
+    def note(self, version: str, shape: Shape, name: str) -> None:
+        self.names.setdefault(version, {})[str(shape)] = name
+        self.new += 1
+
+    def keep(self) -> None:
+        """What is new, with what others have kept meanwhile."""
+        others = read(self.path)
+        write(self.path, {**others, **{version: {**others.get(version, {}), **n} for version, n in self.names.items()}})
+
+
+LEARNING: ContextVar[Book | None] = ContextVar("quire_learning", default=None)
+"""Where this thread notes what it learns of products; None: it learns nothing."""
+
+
+@contextmanager
+def learning(path: Path) -> Iterator[None]:
+    """Meanwhile every new shape is learnt. path: of the book."""
+    book, began = Book(path), time.monotonic()
+    before = LEARNING.set(book)
+    try:
+        yield
+    finally:
+        LEARNING.reset(before)
+    if book.new:
+        book.keep()
+        log.info("products: the fastest of %d shapes found, ready in %.1f s", book.new, time.monotonic() - began)
+
+
 class Library:
-    """products: None, or where there are none: torch multiplies. timed: tells ways apart."""
+    """An engine's. products: None where there are none: torch multiplies. timed: tells ways apart."""
 
     def __init__(self, products: Products | None, timed: Timed) -> None:
         self.products, self.timed = products, timed
         self.known: dict[Shape, Way] = {}
-        self.names: dict[str, str] = {}
-        self.open = False
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., in], weight [out, in] -> [..., out]."""
         outputs, inputs = weight.shape
         shape = Shape(x.numel() // inputs, outputs, inputs, bias is not None, str(x.dtype).removeprefix("torch."))
         way = self.known.get(shape, BY_TORCH)
-        if self.open and shape not in self.known and self._takes(x, weight):
-            way = self.known[shape] = self._remembered(shape) or self._fastest(
-                shape, x.reshape(-1, inputs), weight, bias
-            )
+        if shape not in self.known and (book := LEARNING.get()) is not None:
+            way = self._learnt(book, shape, x.reshape(-1, inputs), weight, bias)
         if way is BY_TORCH:
             return F.linear(x, weight, bias)
         out = x.new_empty(*x.shape[:-1], outputs)
         way(x.contiguous(), weight, bias, out)
         return out
 
-    @contextmanager
-    def learning(self, book: Path) -> Iterator[None]:
-        """Meanwhile every new shape is learnt. book: where names of ways are, and will be."""
-        if self.products is None:
-            yield
-            return
-        kept = read(book)
-        known = kept.get(self.products.version, {})
-        self.names, began, self.open = dict(known), time.monotonic(), True
+    def _learnt(self, book: Book, shape: Shape, x: Tensor, weight: Tensor, bias: Tensor | None) -> Way:
+        """The fastest way of a shape, from now on."""
+        products = self.products
+        if products is None or not products.takes(x, weight) or capturing(x):
+            return BY_TORCH
+        way, name = None, book.find(products.version, shape)
         try:
-            yield
-        finally:
-            self.open = False
-        if self.names != known:
-            write(book, {**kept, self.products.version: self.names})
-            log.info("products: %d shapes known, %.1f s", len(self.names), time.monotonic() - began)
-
-    def _takes(self, x: Tensor, weight: Tensor) -> bool:
-        return self.products is not None and self.products.takes(x, weight) and not capturing(x)
-
-    def _remembered(self, shape: Shape) -> Way | None:
-        name = self.names.get(str(shape))
-        if name is None or self.products is None:
-            return None
-        try:
-            return BY_TORCH if name == TORCH else self.products.way(shape, name)
-        except ValueError:
-            return None
-
-    def _fastest(self, shape: Shape, x: Tensor, weight: Tensor, bias: Tensor | None) -> Way:
-        ways, out = [BY_TORCH, *(self.products.ways(shape) if self.products else ())], x.new_empty(shape[:2])
-        took = self.timed([partial(way, x, weight, bias, out) for way in ways])
-        best = ways[min(range(len(ways)), key=took.__getitem__)]
-        self.names[str(shape)] = best.name
-        return best
+            way = BY_TORCH if name == TORCH else None if name is None else products.way(shape, name)
+        except ValueError as error:
+            log.warning("%s: %s is timed again: %s", book.path, shape, error)
+        if way is None:
+            ways, out = [BY_TORCH, *products.ways(shape)], x.new_empty(shape.rows, shape.outputs)
+            took = self.timed([partial(each, x, weight, bias, out) for each in ways])
+            way = ways[min(range(len(ways)), key=took.__getitem__)]
+            book.note(products.version, shape, way.name)
+        self.known[shape] = way
+        return way
 
 
 def capturing(x: Tensor) -> bool:
@@ -158,7 +175,11 @@ def read(book: Path) -> dict[str, dict[str, str]]:
         return {}
     if not isinstance(said, dict):
         return {}
-    return {version: names for version, names in said.items() if isinstance(names, dict)}
+    return {
+        version: {shape: name for shape, name in names.items() if isinstance(name, str)}
+        for version, names in said.items()
+        if isinstance(names, dict)
+    }
 
 
 def write(book: Path, said: dict[str, dict[str, str]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -26,16 +25,11 @@ log = logging.getLogger(__name__)
 
 
 def library(device: torch.device) -> Library:
-    """A device's, shared by all models there: they know the same shapes, and one workspace serves them in turn."""
-    return library_of(None if device.type != "cuda" else device.index or 0)
-
-
-@cache
-def library_of(card: int | None) -> Library:
+    """An engine's own, for its workspace is written to by one product at a time."""
     products = None
-    if card is not None:
+    if device.type == "cuda":
         try:
-            products = CublasLt(torch.device("cuda", card))
+            products = CublasLt(device)
         except (OSError, RuntimeError) as error:
             log.warning("torch chooses how products are made, cuBLASLt cannot be asked: %s", error)
     return Library(products, on_the_card)
