@@ -156,7 +156,7 @@ def test_every_proposal_multiplies(rows: int, outputs: int, inputs: int, biased:
     weight = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) / inputs**0.5
     bias = torch.randn(outputs, device="cuda", dtype=torch.bfloat16) if biased else None
     want = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
-    shape = Shape(rows, outputs, inputs, biased, "bfloat16")
+    shape = Shape(rows, outputs, inputs, biased, torch.bfloat16)
     ways = lt.ways(shape)
     assert ways
     for way in [*ways, lt.way(shape, ways[-1].name)]:
@@ -182,4 +182,4 @@ def test_what_was_learnt_is_captured(tmp_path: Path) -> None:
     stream.synchronize()
     assert torch.equal(got, want)
     with pytest.raises(ValueError, match="small"):
-        CublasLt(torch.device("cuda")).way(Shape(96, 8192, 2048, False, "bfloat16"), "00ff")
+        CublasLt(torch.device("cuda")).way(Shape(96, 8192, 2048, False, torch.bfloat16), "00ff")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from ctypes import POINTER, byref, c_char, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -51,10 +51,15 @@ class CublasLt:
 
     def __init__(self, device: torch.device) -> None:
         """Raises OSError where the library that torch was built with is not there."""
-        self.library, self.handle = opened(), handle(device.index or 0)
-        self.workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+        self.device, self.library, self.handle = device, opened(), handle(device.index or 0)
+        self.one, self.nothing = c_float(1.0), c_float(0.0)
         properties = torch.cuda.get_device_properties(device)
         self.version = f"{properties.name}, cublasLt {self.library.cublasLtGetVersion()}"
+
+    @cached_property
+    def workspace(self) -> Tensor:
+        """There once something is multiplied: float32 and deterministic engines never ask."""
+        return torch.empty(WORKSPACE, dtype=torch.uint8, device=self.device)
 
     def takes(self, x: Tensor, weight: Tensor) -> bool:
         aligned = not any(number % 8 for number in weight.shape) and not weight.data_ptr() % ALIGNED
@@ -73,10 +78,10 @@ class CublasLt:
         )
         check(self.library.cublasLtMatmulPreferenceDestroy(wanted))
         good = [one for one in found[: count.value] if not status and not one.state]
-        return [Multiplied(self, setup, bytes(one)) for one in good]
+        return [Multiplied(self, setup, one) for one in good]
 
     def way(self, shape: Shape, name: str) -> Way:
-        Proposal.from_buffer_copy(proposal := bytes.fromhex(name))
+        proposal = Proposal.from_buffer_copy(bytes.fromhex(name))
         return Multiplied(self, Setup.of(self.library, shape), proposal)
 
 
@@ -96,7 +101,7 @@ class Setup:
 
     @staticmethod
     def of(library: ctypes.CDLL, shape: Shape) -> Setup:
-        kind, product = KINDS[getattr(torch, shape.kind)], c_void_p()
+        kind, product = KINDS[shape.kind], c_void_p()
         check(library.cublasLtMatmulDescCreate(byref(product), COMPUTE_FLOAT, FLOAT))
         settings = {TRANSPOSED_A: 1, **({EPILOGUE: WITH_BIAS} if shape.bias else {})}
         for name, value in settings.items():
@@ -113,27 +118,25 @@ class Setup:
 
 @dataclass(frozen=True)
 class Multiplied:
-    """See `library.Way`: by one algorithm. proposal: the library's, as bytes."""
+    """See `library.Way`: by one algorithm."""
 
     lt: CublasLt
     setup: Setup
-    proposal: bytes
-    one: c_float = field(default_factory=lambda: c_float(1.0))
-    nothing: c_float = field(default_factory=lambda: c_float(0.0))
+    proposal: Proposal
 
     @property
     def name(self) -> str:
-        return self.proposal.hex()
+        return bytes(self.proposal).hex()
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        lt, setup, how = self.lt, self.setup, Proposal.from_buffer_copy(self.proposal)
+        lt, setup, how = self.lt, self.setup, self.proposal
         if bias is not None:
             place = c_void_p(bias.data_ptr())
             check(lt.library.cublasLtMatmulDescSetAttribute(setup.product, BIAS_POINTER, byref(place), 8))
         check(
             lt.library.cublasLtMatmul(
-                *(lt.handle, setup.product, byref(self.one), weight.data_ptr(), setup.weight),
-                *(x.data_ptr(), setup.x, byref(self.nothing), out.data_ptr(), setup.out, out.data_ptr(), setup.out),
+                *(lt.handle, setup.product, byref(lt.one), weight.data_ptr(), setup.weight),
+                *(x.data_ptr(), setup.x, byref(lt.nothing), out.data_ptr(), setup.out, out.data_ptr(), setup.out),
                 *(byref(how), lt.workspace.data_ptr(), how.workspace, torch.cuda.current_stream().cuda_stream),
             )
         )

@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.capture import captured
+
 log = logging.getLogger(__name__)
 
 TORCH = ""
@@ -30,16 +32,16 @@ TORCH = ""
 
 
 class Shape(NamedTuple):
-    """x [rows, inputs] times weight [outputs, inputs], a bias added or none, of numbers of a kind ("bfloat16")."""
+    """x [rows, inputs] times weight [outputs, inputs], a bias added or none, all of one kind of numbers."""
 
     rows: int
     outputs: int
     inputs: int
     bias: bool
-    kind: str
+    kind: torch.dtype
 
     def __str__(self) -> str:
-        return ",".join(map(str, (*self[:3], int(self.bias), self.kind)))
+        return ",".join(map(str, (*self[:3], int(self.bias), str(self.kind).removeprefix("torch."))))
 
 
 class Way(Protocol):
@@ -134,20 +136,18 @@ class Library:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., in], weight [out, in] -> [..., out]."""
         outputs, inputs = weight.shape
-        shape = Shape(x.numel() // inputs, outputs, inputs, bias is not None, str(x.dtype).removeprefix("torch."))
-        way = self.known.get(shape, BY_TORCH)
-        if shape not in self.known and (book := LEARNING.get()) is not None:
-            way = self._learnt(book, shape, x.reshape(-1, inputs), weight, bias)
+        shape = Shape(x.numel() // inputs, outputs, inputs, bias is not None, x.dtype)
+        way = self.known.get(shape) or self._learnt(shape, x, weight, bias)
         if way is BY_TORCH:
             return F.linear(x, weight, bias)
         out = x.new_empty(*x.shape[:-1], outputs)
         way(x.contiguous(), weight, bias, out)
         return out
 
-    def _learnt(self, book: Book, shape: Shape, x: Tensor, weight: Tensor, bias: Tensor | None) -> Way:
-        """The fastest way of a shape, from now on."""
-        products = self.products
-        if products is None or not products.takes(x, weight) or capturing(x):
+    def _learnt(self, shape: Shape, x: Tensor, weight: Tensor, bias: Tensor | None) -> Way:
+        """The fastest way of a shape, from now on; where nothing is learnt, torch's."""
+        products, book = self.products, LEARNING.get()
+        if products is None or book is None or not products.takes(x, weight) or capturing(x):
             return BY_TORCH
         way, name = None, book.find(products.version, shape)
         try:
@@ -156,7 +156,7 @@ class Library:
             log.warning("%s: %s is timed again: %s", book.path, shape, error)
         if way is None:
             ways, out = [BY_TORCH, *products.ways(shape)], x.new_empty(shape.rows, shape.outputs)
-            took = self.timed([partial(each, x, weight, bias, out) for each in ways])
+            took = self.timed([partial(each, x.reshape(-1, shape.inputs), weight, bias, out) for each in ways])
             way = ways[min(range(len(ways)), key=took.__getitem__)]
             book.note(products.version, shape, way.name)
         self.known[shape] = way
@@ -214,15 +214,13 @@ def on_the_card(works: Sequence[Callable[[], None]]) -> list[float]:
 def graph_of(work: Callable[[], None], cold: Tensor) -> torch.cuda.CUDAGraph:
     """A work that finds nothing in L2, a few times."""
     work()
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(capture_error_mode="thread_local")
-    try:
+
+    def times() -> None:
         for _ in range(TIMES):
             cold.amax()
             work()
-    finally:
-        graph.capture_end()
-    return graph
+
+    return captured(times)
 
 
 def around(graph: torch.cuda.CUDAGraph) -> tuple[torch.cuda.Event, torch.cuda.Event]:

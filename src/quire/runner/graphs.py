@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from quire.ops.capture import captured
 from quire.runner.rows import Shape
 
 SMALL = (1, 4, 8)
@@ -177,13 +178,7 @@ class CudaQueue:
             return
         work()
         if key.tokens <= self.largest:
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            try:
-                work()
-            finally:
-                graph.capture_end()
-            self.graphs[key] = graph
+            self.graphs[key] = captured(work, self.pool)
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

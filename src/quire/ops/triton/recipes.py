@@ -8,8 +8,8 @@ from quire.ops.triton.launch import Card, block
 
 
 class Recipe(NamedTuple):
-    """How a product is cut. rows: the most at once, a power of two. stages 0: by multiply-adds, the inputs whole.
-    splits: the runs that the inputs are cut into, see `split`."""
+    """How a product is cut. rows: the most at once, a power of two. stages 0: by multiply-adds, all inputs by the same
+    program, `inputs` at a time. splits: the runs that the inputs are cut into, see `split`."""
 
     rows: int
     outputs: int
@@ -32,9 +32,8 @@ MOST, GATED_MOST = 16, 64
 def recipe(rows: int, outputs: int, inputs: int, gated: bool = False) -> Recipe | None:
     """What was fastest of many, H200 (docs/benchmarks); None where a library's kernels were. outputs: of the result.
 
-    One row, or few of a small matrix: by multiply-adds, about 8,192 numbers of the matrix a program. More: on the
-    matrix units; long rows of the matrix are cut into few outputs, small matrices' inputs into runs, so that there are
-    programs enough.
+    One row, or few of a small matrix: by multiply-adds. More: on the matrix units; long rows of the matrix are cut into
+    few outputs, small matrices' inputs into runs, so that there are programs enough.
     """
     if rows > (GATED_MOST if gated and outputs >= 8192 else MOST):
         return None
@@ -53,8 +52,9 @@ def recipe(rows: int, outputs: int, inputs: int, gated: bool = False) -> Recipe 
 
 
 def multiplied(rows: int, inputs: int) -> Recipe:
-    """By multiply-adds. Inputs that are a power of two, or nearly and many, are taken whole; others in blocks that
-    none is left over of, of 512 numbers, which eight warps read best, and four that have several rows to sum up."""
+    """By multiply-adds. Inputs that are a power of two, or nearly and many, are taken whole, about 8,192 numbers of the
+    matrix a program; others in blocks that none is left over of, of 512 numbers, which eight warps read best, and four
+    that have several rows to sum up."""
     whole, run = block(inputs), min(inputs & -inputs, 256 if inputs <= 4096 and rows == 1 else 512)
     near = inputs > 8192 and whole <= min(16384, 6 * inputs // 5)
     if inputs == whole or near or inputs > 64 * run:

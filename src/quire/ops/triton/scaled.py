@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.ops.base import Gate
 from quire.ops.triton.launch import HOPPER, Card, block, kernel, release, wait
-from quire.ops.triton.recipes import Recipe
+from quire.ops.triton.recipes import Recipe, two
 from quire.ops.triton.skinny import given, settled, settles
 from quire.ops.triton.split import COUNTERS, added_up, handed_in
 
@@ -235,7 +235,7 @@ def gated(how: Recipe) -> Recipe:
 def splits(how: Recipe, programs: int, inputs: int, card: Card) -> int:
     """Into how many runs to cut the inputs: as many as give each multiprocessor 12 warps, each with work to do."""
     wanted = max(1, 12 * card.sms // (how.warps * programs))
-    return 1 << min(3, min(wanted, max(1, inputs // (4 * how.inputs))).bit_length() - 1)
+    return two(min(8, wanted, inputs // (4 * how.inputs)))
 
 
 def scales(matrix: Quantised, run: int) -> int:
