@@ -19,6 +19,7 @@ from quire.core.speculate import Adaptive, Fixed, depths
 from quire.engine.engine import Engine
 from quire.errors import StepFailed
 from quire.executors.cuda import CudaExecutor
+from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.runner.device import PlainSteps
 from quire.runner.graphs import AtOnce, Key
 from quire.runner.memory import allocate, layer_shapes
@@ -41,6 +42,18 @@ class Repeated(NgramProposer):
 
     def __init__(self, depth: int) -> None:
         super().__init__(depth, shortest=1)
+
+
+class Ending(Tiny):
+    """What it makes of positions from `upto` on is no number."""
+
+    def __init__(self, upto: int) -> None:
+        super().__init__()
+        self.upto = upto
+
+    def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> torch.Tensor:
+        hidden = super().forward(batch, kv)
+        return hidden.masked_fill((batch.positions >= self.upto)[:, None], torch.nan)
 
 
 class Unforeseen(Fixed):
@@ -159,6 +172,24 @@ def test_a_row_with_nan_logits_fails_alone() -> None:
     for each in sick:
         assert answers[each.id] == []
         assert house.events[each.id][-1].error == "the model produced NaN or infinite logits"
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_what_fails_where_drafts_reach_past_the_limit_fails_nobody(depth: int) -> None:
+    house = House(depth=depth, drafts="twin", model=Ending(9 + 11 - 1))
+    answers = house.answer([Request(id="it", prompt=tuple(range(9)), max_new=11)])
+    assert answers == House().answer([Request(id="it", prompt=tuple(range(9)), max_new=11)])
+    assert house.events["it"][-1].finish == "length"
+
+
+@pytest.mark.parametrize("drafts", ["none", "twin"])
+@pytest.mark.parametrize("upto", [9, 13, 14, 15, 16, 17])
+def test_what_came_before_a_failure_is_told_with_drafts_as_without(upto: int, drafts: str) -> None:
+    house = House(drafts=drafts, model=Ending(upto))
+    answers = house.answer([Request(id="it", prompt=tuple(range(9)), max_new=11)])
+    whole = House().answer([Request(id="it", prompt=tuple(range(9)), max_new=11)])
+    assert answers["it"] == whole["it"][: upto - 8]
+    assert house.events["it"][-1].error == "the model produced NaN or infinite logits"
 
 
 def test_a_step_that_fails_costs_only_the_request_at_fault() -> None:

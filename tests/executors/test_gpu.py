@@ -152,6 +152,7 @@ def test_every_sampling_setting_answers_as_on_the_cpu(
         assert ask(Engine(scheduler, executor, depth=1), which) == it.local(which)
         drafted = scheduler.drafted
         assert drafts != "model" or drafted.accepted > 0.6 * drafted.fed
+    assert not any(each.k[0].any() or each.v[0].any() for each in executor.runner.kv)  # nobody writes there
 
 
 def test_a_step_that_drafts_is_timed_and_leaves_no_trace(tmp_path_factory: pytest.TempPathFactory) -> None:

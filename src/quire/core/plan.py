@@ -67,7 +67,7 @@ class Result(NamedTuple):
 
     drafts: per masked span, the drafts its row will feed next. logprobs and prompt_logprobs: by span index, only
     where asked for. pooled: by span index, vectors of prompts that end. errors: by span
-    index, why that row has no answer; its tokens are empty.
+    index, why that row has no further answer; its tokens are those before it had none.
     """
 
     tokens: list[list[int]]

@@ -177,8 +177,8 @@ class Rows:
 
         A draft is accepted when it is the token sampled at its place (sample-and-match), so the answer is the same
         with any drafts. right [R]: whether the draft behind a row was, where the device has compared them itself.
-        Returns how many of its rows each sampling span keeps [Q], 0 for a failed one, and which sampled row failed it
-        [Q] (-1: none). The drafts of the next step are to be written behind the history.
+        Returns how many of its rows each sampling span keeps [Q], those before a bad one, and which sampled row failed
+        it [Q] (-1: none). The drafts of the next step are to be written behind the history.
         """
         self.length[shape.row[shape.fed]] += shape.n[shape.fed]
         row, first = shape.sampled_row, shape.first
@@ -190,7 +190,7 @@ class Rows:
             keep = np.minimum.reduceat(np.where(match, MANY, shape.depth), first) + 1
             fault = np.minimum.reduceat(np.where(bad, shape.depth, MANY), first)
             failed = np.where(fault < keep, first + fault, -1)
-            keep = np.where(failed < 0, keep, 0)
+            keep = np.minimum(keep, fault)
         self.tokens[shape.row_row, place] = sampled
         known = np.minimum(self.known[row] + keep, self.ceiling)
         self.known[row] = known

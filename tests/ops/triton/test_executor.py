@@ -60,6 +60,7 @@ def test_chunks_decode_drafts_and_samples_through_interpreted_kernels(shape: str
     steps, proposer = TritonSteps(device), NgramProposer(2, shortest=1)
     executor = CudaExecutor(model, **SIZES, tokens=64, device=device, steps=steps, queue=AtOnce(), proposer=proposer)
     assert answers(executor, 1) == answers(LocalExecutor(load_model(tmp_path, dtype="float32"), **SIZES), 0)
+    assert not any(each.k[0].any() or each.v[0].any() for each in executor.runner.kv)  # nobody writes there
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -20,7 +20,8 @@ def turn_kernel(
 ):  # fmt: skip
     """Heads of one token: first those of q, then of k, then of v. Sums and angles in float32, rounded once.
 
-    LARGEST: what pages of eight bits can hold at most, 0 for wider ones, which take no scale.
+    LARGEST: what pages of eight bits can hold at most, 0 for wider ones, which take no scale. The spare page stays
+    zeros: what padding computes may be no number, and drafts that reach past a sequence's last page read there.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -50,11 +51,12 @@ def turn_kernel(
     row = ((slot // page_size) * GROUPS + group) * page_size + slot % page_size
     place = row[:, None] * DIM + d[None, :]
     tl.store(q_out + (token * HEADS + head[:, None]) * DIM + d[None, :], x.to(raw.dtype), mask=inside & is_q)
-    k_mask = inside & (head >= HEADS)[:, None] & (head < HEADS + GROUPS)[:, None]
+    held = inside & (row >= GROUPS * page_size)[:, None]
+    k_mask = held & (head >= HEADS)[:, None] & (head < HEADS + GROUPS)[:, None]
     if LARGEST > 0:
         x = tl.minimum(tl.maximum(tl.where(is_v, x / v_scale, x / k_scale), -LARGEST), LARGEST)
     tl.store(k_pool + place, x.to(k_pool.dtype.element_ty), mask=k_mask)
-    tl.store(v_pool + place, x.to(v_pool.dtype.element_ty), mask=inside & is_v)
+    tl.store(v_pool + place, x.to(v_pool.dtype.element_ty), mask=held & is_v)
 
 
 @triton.jit
