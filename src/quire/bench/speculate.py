@@ -20,6 +20,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from quire import heap
 from quire.bench.card import needed
 from quire.bench.gpu import answer, decode
 from quire.bench.shapes import SHAPES, write
@@ -86,6 +87,7 @@ def command(
         }
         for llm in engines.values():
             answer(llm, *prompts(8, (32, 64), (8, 8), seed=99))
+        heap.settled()  # a turn is the difference of two runs, and a look for garbage in one of them is a tenth of it
         for row in turns(engines, work, repeat):
             row["ceiling"] = ceiling(model, draft, row["batch"], prompt + new // 2, chance, drafts)
             rows.append(row)
