@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import typing
@@ -42,14 +43,16 @@ def option(
     unset: str = "auto",
     metavar: str = "",
     verbatim: bool = False,
+    mapping: bool = False,
 ) -> Any:
     """A dataclass field that is an option. `unset` is the word for None; `low` and `high` are included.
 
     A `secret` is never printed, not even in a repr. verbatim: a list's texts are taken as they are; in others commas
-    part, space around is dropped, and none may be empty.
+    part, space around is dropped, and none may be empty. mapping: the text is a JSON object, which Python and files may
+    also give as what it stands for.
     """
     notes = {"help": help, "low": low, "high": high, "secret": secret, "unset": unset, "metavar": metavar}
-    notes["verbatim"] = verbatim
+    notes |= {"verbatim": verbatim, "mapping": mapping}
     return field(default=default, repr=not secret, metadata=notes)
 
 
@@ -70,6 +73,7 @@ class Option:
     unset: str
     metavar: str
     verbatim: bool
+    mapping: bool
 
     @property
     def flag(self) -> str:
@@ -96,7 +100,7 @@ class Option:
         """
         if self.optional and (value is None or value == self.unset or (value in (-1, "-1") and self.low >= 0)):
             return None
-        parsed = _READERS[self.kind](value)
+        parsed = _object(value) if self.mapping else _READERS[self.kind](value)
         if parsed is None:
             raise InvalidConfig(f"{where}: {self.wants()}, not {self._quote(value)}", param=self.name)
         if self.kind == "texts" and not self.verbatim:
@@ -124,7 +128,7 @@ class Option:
         if self.choices:
             return "must be one of " + ", ".join(self.choices)
         words = {
-            "text": "must be text",
+            "text": "must be a JSON object" if self.mapping else "must be text",
             "texts": "must be text, or a list of texts" + ("" if self.verbatim else ", none of them empty"),
             "whole": "must be a whole number",
             "number": "must be a number",
@@ -174,6 +178,15 @@ def _describe(section: str, entry: Field[Any], annotation: Any) -> Option:
 
 def _text(value: object) -> str | None:
     return value if isinstance(value, str) else None
+
+
+def _object(value: object) -> str | None:
+    if not isinstance(value, Mapping):
+        return _text(value)
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def _texts(value: object) -> tuple[str, ...] | None:

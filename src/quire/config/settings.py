@@ -160,6 +160,7 @@ class SchedulerConfig:
         'Draft tokens ahead and verify them, answers unchanged: a JSON object, such as {"method": "ngram"} or '
         '{"method": "draft_model", "num_speculative_tokens": 4}. Unset: no speculation.',
         unset="none",
+        mapping=True,
     )
     max_num_queued_reqs: int = option(
         2048, "Requests that may wait; one more is refused with 429 and a Retry-After.", low=1, high=MANY
