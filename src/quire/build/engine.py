@@ -72,10 +72,13 @@ def make_executor(settings: Settings) -> Made:
     kind = settings.executor.executor
     try:
         return _torch(settings) if kind == "local" else cast(Made, extra(f"quire.build.{kind}", kind).make(settings))
-    except MemoryError as error:
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "out of memory" not in str(error):
+            raise
+        reason = str(error).split("\n")[0].rstrip(".")
         raise InvalidConfig(
-            f"there is not enough memory for this: {error}. Lower what sets it: num_gpu_blocks_override, "
-            "kv_cache_memory_bytes, max_num_seqs or max_model_len"
+            f"there is not enough memory for this: {reason}. Lower what sets it: num_gpu_blocks_override, "
+            "kv_cache_memory_bytes, gpu_memory_utilization, max_num_seqs or max_model_len; or end what else uses it"
         ) from error
 
 
