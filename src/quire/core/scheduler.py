@@ -286,13 +286,11 @@ class Scheduler:
                 seq.reach -= span.rows
             if seq.finish is not None:  # it ended while this was in flight
                 self.wasted[seq.finish] = self.wasted.get(seq.finish, 0) + 1
-                continue
-            why = result.errors.get(j)
-            if got or why is None:
+            elif got or j not in result.errors:
                 self._advance(seq, span, got, j, result, out)
-            if why is not None and seq.finish is None:  # what fails past a limit or a stop is nobody's
+            if seq.finish is None and j in result.errors:  # what fails past a limit or a stop is nobody's
                 self._end(seq, "error")
-                out.append(seq.failed(why))
+                out.append(seq.failed(result.errors[j]))
         for seq, drafts in zip(step.late, result.drafts, strict=True):
             seq.drafts = drafts
         for seq in step.graves:
