@@ -69,9 +69,11 @@ def command(
         config: dict[str, Any] = {"model": str(small), "num_speculative_tokens": drafts, "quantization": quantization}
         config["synthetic_acceptance_rate"] = rate
         chance = SpeculativeConfig("draft_model", **config).chance() or 0.0
-        asked: dict[str, str | None] = {"off": None, "measured": json.dumps(config), "off again": None}
-        if fixed:  # a fourth engine has no room
-            asked = {"off": None, "measured": asked["measured"], "fixed": json.dumps(config | {"adaptive": False})}
+        asked: dict[str, str | None] = {"off": None, "measured": json.dumps(config)}
+        if fixed:
+            asked["fixed"] = json.dumps(config | {"adaptive": False})
+        else:  # a fourth engine would have no room
+            asked["off again"] = None
         engines = {
             kind: open_.enter_context(
                 LLM(
@@ -143,6 +145,6 @@ def show(rows: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> None:
             f"  {row['drafts'][k]['right']:.2f}"
             for k in kinds
         ]
-        off = "  ".join(f"{took:.3f}" for kind, took in row["ms_a_token"].items() if kind.startswith("off"))
+        off = "  ".join(f"{took:.3f}" for kind, took in row["ms_a_token"].items() if kind not in kinds)
         table.add_row(str(row["batch"]), off, *each, f"{row['ceiling']:.2f}")
     Console().print(table)

@@ -121,7 +121,7 @@ class Ops(Protocol):
 
         With `norms`, q and k are normed, head by head (Qwen 3). Then pair (i, i + r) of each head of q and k is
         turned by its angle (Su et al. 2021, in the halves layout of Llama); dimensions from 2 r on pass through. k
-        and v go into the batch's slots.
+        and v go into the batch's slots; nobody counts on those of the spare page, which need not be written.
         """
 
     def attention(
