@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.capture import captured
+from quire.ops.capture import Unready, captured
 
 log = logging.getLogger(__name__)
 
@@ -145,9 +145,10 @@ class Library:
         return out
 
     def _learnt(self, shape: Shape, x: Tensor, weight: Tensor, bias: Tensor | None) -> Way:
-        """The fastest way of a shape, from now on; where nothing is learnt, torch's."""
+        """The fastest way of a shape, from now on; where nothing is learnt, torch's. Raises Unready when it has to be
+        timed and this is being captured."""
         products, book = self.products, LEARNING.get()
-        if products is None or book is None or not products.takes(x, weight) or capturing(x):
+        if products is None or book is None or not products.takes(x, weight):
             return BY_TORCH
         way, name = None, book.find(products.version, shape)
         try:
@@ -155,6 +156,8 @@ class Library:
         except ValueError as error:
             log.warning("%s: %s is timed again: %s", book.path, shape, error)
         if way is None:
+            if capturing(x):
+                raise Unready(f"which product of {shape} is the fastest is not known yet")
             ways, out = [BY_TORCH, *products.ways(shape)], x.new_empty(shape.rows, shape.outputs)
             took = self.timed([partial(each, x.reshape(-1, shape.inputs), weight, bias, out) for each in ways])
             way = ways[min(range(len(ways)), key=took.__getitem__)]

@@ -173,12 +173,12 @@ class AheadRunner:
 
     @torch.inference_mode()
     def warm(self, keys: Sequence[Key]) -> None:
-        """Do everything once on padding, before there are rows, so that nothing is compiled or captured later."""
+        """Be ready for all of these, on padding, before there are rows: nothing is compiled or captured later."""
         with self.queue:
             touch = partial(self.steps.scatter, self.arena.data, *self.post.one())
             self.queue.rehearse([touch, *(partial(self._work, key) for key in keys)])
             for key in keys:
-                self._run(key)
+                self.queue.get_ready(key, partial(self._work, key))
             self.arena.reset()
             touch()
         self.queue.wait()
@@ -260,7 +260,7 @@ class AheadRunner:
         return self.proposer.keys(shape, wanted, self.asked & self.steps.offers, len(self.batch.tokens))
 
     def _run(self, key: Key) -> None:
-        self.queue.run(key, lambda: self._work(key))
+        self.queue.run(key, partial(self._work, key))
 
     def _work(self, key: Key) -> None:
         if key.kind == "feed":

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from quire.ops.capture import captured
+from quire.ops.capture import Unready, captured
 from quire.runner.rows import Shape
 
 SMALL = (1, 4, 8)
@@ -101,6 +101,9 @@ class Queue(Protocol):
     def run(self, key: Key, work: Callable[[], object]) -> None:
         """Do `work`, the same for the same key."""
 
+    def get_ready(self, key: Key, work: Callable[[], object]) -> None:
+        """Have `run` find everything there. Before there are rows: whether `work` is done for it does not matter."""
+
     def mark(self) -> Mark: ...
 
     def wait(self) -> None:
@@ -137,6 +140,9 @@ class AtOnce:
     def run(self, key: Key, work: Callable[[], object]) -> None:
         work()
 
+    def get_ready(self, key: Key, work: Callable[[], object]) -> None:
+        self.run(key, work)
+
     def mark(self) -> Done:
         return Done()
 
@@ -159,6 +165,7 @@ class CudaQueue:
         self.entered = torch.cuda.stream(self.stream)
         self.largest, self.rehearse = largest, rehearse
         self.graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self.begun: set[tuple[str, int]] = set()
         self.pool = torch.cuda.graph_pool_handle() if largest else None
 
     def __enter__(self) -> CudaQueue:
@@ -177,8 +184,18 @@ class CudaQueue:
             graph.replay()
             return
         work()
+        self.begun.add((key.kind, key.asked))
         if key.tokens <= self.largest:
             self.graphs[key] = captured(work, self.pool)
+
+    def get_ready(self, key: Key, work: Callable[[], object]) -> None:
+        """Of each kind the first is done, since it makes what the others use too; the others are only recorded."""
+        if key.tokens > self.largest or (key.kind, key.asked) not in self.begun:
+            return self.run(key, work)
+        try:
+            self.graphs[key] = captured(work, self.pool)
+        except Unready:
+            self.run(key, work)
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
