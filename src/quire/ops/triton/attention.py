@@ -296,7 +296,7 @@ def tiles(card: Card, share: int, dim: int, wide: int, most: int, spans: int) ->
     if not card.sms:
         return [(small, 1, most)]
     if 2 < spans <= CROWD and on_hopper(card):
-        small = small._replace(stages=4, a_card=2)
+        small = small._replace(stages=4 if dim > 64 else 3, a_card=2)
     if most <= few:
         rows = max(16, block(most * share)) if most * share <= 64 else 64
         return [(small._replace(rows=rows, warps=small.warps if rows == 16 else 4), 1, most)]
