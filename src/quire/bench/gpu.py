@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from quire import heap
 from quire.bench.card import needed
 from quire.bench.shapes import SHAPES, write
 from quire.bench.watch import Watch, environment
@@ -70,6 +71,7 @@ def grouped(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def measured(folder: Path, model: str, names: Sequence[str], repeat: int, options: Mapping[str, Any]) -> Iterator[Row]:
+    gc.unfreeze()
     gc.collect()  # the model before
     torch.cuda.empty_cache()
     began = time.perf_counter()
@@ -87,6 +89,7 @@ def measured(folder: Path, model: str, names: Sequence[str], repeat: int, option
         ready = time.perf_counter() - written
         yield {"workload": f"start {model}", "batch": "", "seconds": ready, "shape_written_s": written - began}
         answer(llm, *prompts(8, (32, 64), (8, 8), seed=99))
+        heap.settled()  # as in a server: see docs/library.md
         count = parameters(spec)
         for name in names:
             for batch, row in timed(llm, WORKLOADS[name], repeat):
