@@ -194,7 +194,7 @@ class CudaQueue:
             return self.run(key, work)
         try:
             self.graphs[key] = captured(work, self.pool)
-        except Unready:
+        except Unready:  # what was begun lives until this block ends: a pool without a graph is gone for torch
             self.run(key, work)
 
     def mark(self) -> torch.cuda.Event:
