@@ -174,9 +174,16 @@ def test_what_is_refused_or_breaks_is_counted_and_the_rest_goes_on() -> None:
     assert (row["ok"], row["good"], row["statuses"]) == (1, 1, {"429": 1, "0": 1, "500": 1, "200": 1})
 
 
-def test_a_server_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+def test_a_server_that_is_not_there_is_one_line_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     done = quire("bench", "serve", "--base-url", f"http://127.0.0.1:{free_port()}")
     assert done.exit_code == 1 and "is a server there" in done.output and "Traceback" not in done.output
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "load.json").write_text("of yesterday")
+    quire("bench", "serve", "--base-url", f"http://127.0.0.1:{free_port()}")
+    assert (tmp_path / "load.json").read_text() == "of yesterday"
 
 
 def test_a_server_of_another_kind_is_one_line_too() -> None:

@@ -84,10 +84,7 @@ def command(base_url: str, model: str | None, api_key: str, path: Path, processe
     except InvalidConfig as error:
         raise click.BadParameter(str(error).removeprefix("upstream: "), param_hint="--base-url") from error
     base_url = str(where)
-    try:
-        path.open("ab").close()
-    except OSError as error:  # better now than after the test
-        raise click.BadParameter(f"{path}: {error.strerror}", param_hint="--save-result") from error
+    keepable(path)  # better now than after the test
     model = model or model_of(base_url, api_key)
     job = Job(host=where.host, port=where.port, model=model, streams=1, prompts=[], new=[], key=api_key)
     job = replace(job, path=where.prefix, tls=where.tls)
@@ -121,6 +118,17 @@ def command(base_url: str, model: str | None, api_key: str, path: Path, processe
     if not any(row["ok"] for row in found):
         said = asyncio.run(refusal(replace(job, prompts=levels[0].prompts, new=levels[0].new)))
         raise click.ClickException(f"{base_url} answered nothing: {found[0]['statuses']}; it says: {said}")
+
+
+def keepable(path: Path) -> None:
+    """Raises BadParameter where nothing can be written. A file that was not there is not there afterwards."""
+    there = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise click.BadParameter(f"{path}: {error.strerror}", param_hint="--save-result") from error
+    if not there:
+        path.unlink()
 
 
 def version(said: bytes) -> Any:
