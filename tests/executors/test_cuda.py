@@ -346,5 +346,7 @@ def test_every_kind_of_step_is_known_at_the_start_however_deep_drafts_are_and_wh
         engine.step()
     drafted = scheduler.drafted
     assert drafted.by_position[most - 1] > 0, "as deep as it goes"
-    known = {*cuda.kinds(rows, 64, 64), *cuda.speculative(rows, 64, most, True)}
+    made = [*cuda.kinds(rows, 64, 64), *cuda.speculative(rows, 64, most, True)]
+    known = set(made)
+    assert len(made) == len(known), "none is made ready twice"
     assert queue.seen <= known, sorted(queue.seen - known)

@@ -120,9 +120,9 @@ def kinds(cap: int, tokens: int, largest: int) -> list[Key]:
     mixed = sorted({coarse(n) for n in range(1, min(tokens, largest) + 1)}, reverse=True)
     crowds = sorted({crowd(n) for n in range(1, cap + 1)}, reverse=True)
     most, every = coarse(tokens), HOT | CUT | PENALISED
-    bodies = [Key(most, crowds[0], most)] + [Key(t, s, t) for t in mixed for s in crowds]
+    bodies = dict.fromkeys([Key(most, crowds[0], most)] + [Key(t, s, t) for t in mixed for s in crowds])
     heads = [Key.head(n, asked) for asked in (0, HOT, HOT | CUT) for n in decode]
-    return bodies + [Key(n, n, 1) for n in decode] + [Key.head(decode[0], every), *heads]
+    return [*bodies, *(Key(n, n, 1) for n in decode), Key.head(decode[0], every), *heads]
 
 
 def count_compiles() -> Callable[[], int]:
