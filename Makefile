@@ -2,7 +2,9 @@
 PYTHON ?= python
 CODE = src tests training
 
-.PHONY: check format lint types test bench nightly docs errors wheel proto
+SEED ?= 1
+
+.PHONY: check format lint types test bench nightly mutation docs errors wheel proto
 
 check: lint types test
 
@@ -26,6 +28,10 @@ bench:
 
 nightly:
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 -m nightly
+
+# Minutes to hours: --paths, --count and --seconds bound it.
+mutation:
+	OMP_NUM_THREADS=1 $(PYTHON) -m tests.mutation --seed $(SEED) --count 100 --jobs 2
 
 docs:
 	$(PYTHON) -m quire.config.document > docs/configuration.md.new && mv docs/configuration.md.new docs/configuration.md

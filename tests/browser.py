@@ -54,7 +54,7 @@ class Opened:
             device_scale_factor=scale,
         )
         self.page: Page = self.context.new_page()
-        self.page.set_default_timeout(15_000)
+        self.page.set_default_timeout(150_000)
         self.complaints: list[str] = []
         self.asked: list[str] = []
         self.page.on("console", lambda said: self.complaints.append(said.text) if said.type == "error" else None)
@@ -68,7 +68,7 @@ class Opened:
         words = label.removeprefix("Map of KV blocks: ").split()
         return int(words[0]) if len(words) > 1 else -1
 
-    def wait(self, script: str, seconds: float = 15.0) -> None:
+    def wait(self, script: str, seconds: float = 150.0) -> None:
         """Until an expression is true. Asked from here: the page's own policy lets nobody run text in it."""
         deadline = time.monotonic() + seconds
         while not self.page.evaluate(script):
@@ -108,7 +108,7 @@ class Crowd:
         self._thread.join()
 
     async def _all(self) -> None:
-        async with httpx.AsyncClient(base_url=self._url, timeout=60, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=self._url, timeout=600, trust_env=False) as client:
             await asyncio.gather(*(self._one(client, random.Random(i)) for i in range(self._streams)))
 
     async def _one(self, client: httpx.AsyncClient, draw: random.Random) -> None:

@@ -44,6 +44,9 @@ class Grammar:
         out = list(output)
         return [mask_after(out + list(drafts[:i])) for i in range(len(drafts) + 1)]
 
+    def why(self) -> str:
+        return ""
+
 
 class Drawn:
     """Speculation whose depth nobody can foresee."""

@@ -8,13 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
-from openai import OpenAI
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 ROOT = Path(__file__).parents[1]
 _READY = re.compile(r"is ready at (https?://\S+) after")
@@ -37,14 +41,20 @@ class Live:
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self.process, self._log = process, log
         self.url = self._wait()
-        self.http = httpx.Client(base_url=self.url, timeout=60.0, trust_env=False)
-        self.openai = OpenAI(base_url=f"{self.url}/v1", api_key="none", http_client=httpx.Client(trust_env=False))
+        self.http = httpx.Client(base_url=self.url, timeout=600.0, trust_env=False)
+
+    @cached_property
+    def openai(self) -> OpenAI:
+        """OpenAI's own client of it."""
+        from openai import OpenAI
+
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", http_client=httpx.Client(trust_env=False))
 
     @property
     def log(self) -> str:
         return self._log.read_text("utf-8")
 
-    def _wait(self, seconds: float = 60.0) -> str:
+    def _wait(self, seconds: float = 600.0) -> str:
         deadline = time.monotonic() + seconds
         while (said := _READY.search(self.log)) is None:
             assert self.process.poll() is None and time.monotonic() < deadline, self.log
@@ -65,7 +75,7 @@ class Live:
                 total += float(value)
         return total
 
-    def settled(self, seconds: float = 10.0) -> dict[str, Any]:
+    def settled(self, seconds: float = 100.0) -> dict[str, Any]:
         """The statistics once nothing runs and no page is held."""
         deadline = time.monotonic() + seconds
         while True:
@@ -91,10 +101,11 @@ class Live:
     def stop(self) -> int:
         """SIGTERM; the exit code."""
         self.http.close()
-        self.openai.close()
+        if "openai" in self.__dict__:
+            self.openai.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(600)
 
 
 def resident(pid: int) -> int:
@@ -105,14 +116,26 @@ def resident(pid: int) -> int:
 def environment() -> dict[str, str]:
     """No settings but those given, this checkout's code, one thread for the model."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("QUIRE_", "OPENAI_"))}
-    return kept | {"PYTHONPATH": str(ROOT / "src"), "NO_PROXY": "*"}
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return kept | {"PYTHONPATH": os.pathsep.join(paths), "NO_PROXY": "*"}
+
+
+def tls_pair(folder: Path) -> tuple[str, str]:
+    """Files of a private key and of a certificate of its own for 127.0.0.1, in `folder`."""
+    key, certificate = str(folder / "key.pem"), str(folder / "cert.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
+    subprocess.run(command, check=True, capture_output=True)
+    return key, certificate
 
 
 @contextmanager
-def serving(folder: Path, *args: str, ends: int = 0, module: str = "quire") -> Iterator[Live]:
+def serving(
+    folder: Path, *args: str, ends: int = 0, module: str = "quire", environ: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Live]:
     """`quire serve ARGS` on a port of the system's choice, stopped at the end; its log goes to `folder`.
 
-    ends: the exit code it is to have. module: what is run, with the same arguments.
+    ends: the exit code it is to have. module: what is run, with the same arguments. environ: variables besides.
     """
     log = folder / "server.log"
     with log.open("w") as out:
@@ -121,7 +144,7 @@ def serving(folder: Path, *args: str, ends: int = 0, module: str = "quire") -> I
             cwd=ROOT,
             stdout=out,
             stderr=out,
-            env=environment(),
+            env=environment() | dict(environ),
         )
     live = None
     try:
@@ -129,7 +152,7 @@ def serving(folder: Path, *args: str, ends: int = 0, module: str = "quire") -> I
         yield live
     finally:
         code = live.stop() if live else process.kill()
-        process.wait(60)
+        process.wait(600)
     assert code == ends, log.read_text()
 
 
@@ -138,7 +161,7 @@ class Behind(Live):
 
     def __init__(self, front: Live, native: Live) -> None:
         self.front, self.native = front, native
-        self.process, self.url, self.http, self.openai = front.process, front.url, front.http, front.openai
+        self.process, self.url, self.http = front.process, front.url, front.http
 
     @property
     def log(self) -> str:

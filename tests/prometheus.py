@@ -26,7 +26,7 @@ class Scraping:
     """A running Prometheus."""
 
     def __init__(self, url: str) -> None:
-        self.http = httpx.Client(base_url=url, timeout=10, trust_env=False)
+        self.http = httpx.Client(base_url=url, timeout=100, trust_env=False)
 
     def ready(self) -> bool:
         try:
@@ -41,7 +41,7 @@ class Scraping:
         found: list[dict[str, Any]] = answer["data"]["result"]
         return found
 
-    def scraped(self, times: int, seconds: float = 20.0) -> None:
+    def scraped(self, times: int, seconds: float = 200.0) -> None:
         """Wait until there have been so many more scrapes."""
         count = "sum(count_over_time(up[1h]))"
         begin = float(next(iter(self.ask(count)), {"value": [0, 0]})["value"][1])
@@ -72,7 +72,7 @@ def prometheus(folder: Path, url: str) -> Iterator[Scraping]:
         process = subprocess.Popen([PROMETHEUS, *arguments, f"--web.listen-address={address}"], stdout=log, stderr=log)
     try:
         scraping = Scraping(f"http://{address}")
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 200
         while not scraping.ready():
             assert process.poll() is None and time.monotonic() < deadline, (folder / "prometheus.log").read_text()
             time.sleep(0.05)
@@ -80,7 +80,7 @@ def prometheus(folder: Path, url: str) -> Iterator[Scraping]:
         scraping.http.close()
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(200)
 
 
 def queries() -> dict[str, list[str]]:

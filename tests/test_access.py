@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-import subprocess
 from pathlib import Path
 
 import httpx
@@ -13,18 +12,13 @@ from quire.cli.serve import warnings
 from quire.config import Settings
 from quire.config.access import check_files
 from quire.errors import InvalidConfig
-from tests.live import serving
+from tests.live import serving, tls_pair
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A private key and a certificate of its own for 127.0.0.1."""
-    folder = tmp_path_factory.mktemp("tls")
-    key, certificate = str(folder / "key.pem"), str(folder / "cert.pem")
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
-    subprocess.run(command, check=True, capture_output=True)
-    return key, certificate
+    return tls_pair(tmp_path_factory.mktemp("tls"))
 
 
 def test_tls_is_spoken_and_no_secret_is_logged(tmp_path: Path, pair: tuple[str, str]) -> None:
@@ -42,6 +36,26 @@ def test_tls_is_spoken_and_no_secret_is_logged(tmp_path: Path, pair: tuple[str, 
             assert client.get("/stats", headers={"x-api-key": "sesame"}).status_code == 401
         for secret in ("sesame", "opensaysme", "guess123"):
             assert secret not in live.log
+
+
+def test_a_server_on_loopback_without_keys_answers_no_strange_name_and_allowed_pages_only(tmp_path: Path) -> None:
+    page = "https://chat.example.com"
+    with serving(tmp_path, "--allowed-origins", page) as live:
+        evil, here = {"host": "evil.example"}, {"host": "localhost:8000"}
+        body = {"prompt": "the", "max_tokens": 4}
+        for path in ("/v1/completions", "/v1/files", "/reset_prefix_cache"):
+            assert live.http.post(path, json=body, headers=evil).status_code == 403
+        assert live.http.get("/v1/requests", headers=evil).status_code == 403
+        assert live.http.get("/health", headers=evil).status_code == 200
+        assert live.http.get("/v1/requests", headers=here).status_code == 200
+        asks = {"access-control-request-method": "POST"}
+        assert live.http.options("/v1/completions", headers={"origin": page, **asks}).status_code == 200
+        assert (
+            live.http.options("/v1/completions", headers={"origin": "https://evil.example", **asks}).status_code == 400
+        )
+        stream = live.http.post("/v1/completions", json={**body, "stream": True}, headers={"origin": page, **here})
+        assert stream.text.endswith("data: [DONE]\n\n")
+        assert stream.headers["access-control-allow-origin"] == page
 
 
 def test_files_that_tls_cannot_use_are_refused_at_once(tmp_path: Path, pair: tuple[str, str]) -> None:
@@ -67,3 +81,25 @@ def test_files_that_tls_cannot_use_are_refused_at_once(tmp_path: Path, pair: tup
 def test_whoever_opens_a_server_to_a_network_is_told_what_that_means(values: dict[str, str], words: list[str]) -> None:
     said = warnings(Settings.of(**values))
     assert len(said) == len(words) and all(word in line for word, line in zip(words, said, strict=True))
+
+
+def test_cached_tokens_tell_a_key_nothing_of_what_another_key_asked(tmp_path: Path) -> None:
+    """A prompt of another key is never found in the cache, and never named as what a prompt was compared with."""
+    secret = " ".join(f"word{i}" for i in range(120))
+    with serving(tmp_path, "--api-key", "one", "--api-key", "two", "--admin-key", "boss") as live:
+
+        def cached(key: str) -> int:
+            body = {"prompt": secret, "max_tokens": 1, "temperature": 0}
+            asked = live.http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+            return int(asked.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        assert cached("one") == 0 and cached("one") > 0
+        assert (cached("two"), cached("boss")) == (0, 0)
+        found = live.http.get("/v1/requests", headers={"authorization": "Bearer boss"}).json()["requests"]
+        stories = [
+            live.http.get(f"/v1/requests/{one['id']}/explain", headers={"authorization": "Bearer boss"}).json()
+            for one in found
+        ]
+        prefixes = [answer["prefix"] for story in stories for answer in story["answers"]]
+        assert len(prefixes) == 4 and [prefix["from"] for prefix in prefixes] == [None] * 4
+        assert sum(prefix["hit_tokens"] > 0 for prefix in prefixes) == 1

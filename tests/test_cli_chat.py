@@ -178,15 +178,39 @@ def test_a_conversation_is_remembered_and_empty_lines_are_not_asked(monkeypatch:
 
 
 def test_what_no_longer_fits_is_forgotten_oldest_first_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Again and again, and never what the model was told first."""
+    asked: list[list[str]] = []
+
     def answer(messages: list[Message]) -> Iterator[str]:
         if len(messages) > 4:
             raise InvalidRequest("longer than this model's context")
-        yield messages[1]["content"]
+        asked.append([message["content"] for message in messages])
+        yield messages[-1]["content"].upper()
 
-    shown = talk("one\ntwo\nthree\n", answer, [{"role": "system", "content": "s"}], monkeypatch)
-    assert shown.splitlines()[:2] == ["one", "one"]
-    assert "forgotten" in shown
-    assert shown.splitlines()[-1] == "two"
+    messages: list[Message] = [{"role": "system", "content": "s"}]
+    shown = talk("one\ntwo\nthree\nfour\n", answer, messages, monkeypatch).splitlines()
+    assert asked == [
+        ["s", "one"],
+        ["s", "one", "ONE", "two"],
+        ["s", "two", "TWO", "three"],
+        ["s", "three", "THREE", "four"],
+    ]
+    assert [(m["role"], m["content"]) for m in messages[:2]] == [("system", "s"), ("user", "three")]
+    assert [line for line in shown if "forgotten" not in line] == ["ONE", "TWO", "THREE", "FOUR"]
+    assert ["forgotten" in line for line in shown] == [False, False, True, False, True, False]
+
+
+def test_without_words_to_begin_with_the_oldest_question_is_forgotten_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def answer(messages: list[Message]) -> Iterator[str]:
+        if len(messages) > 3:
+            raise InvalidRequest("longer than this model's context")
+        asked.append([message["content"] for message in messages])
+        yield "fine"
+
+    talk("one\ntwo\nthree\n", answer, [], monkeypatch)
+    assert asked == [["one"], ["one", "fine", "two"], ["two", "fine", "three"]]
 
 
 def test_a_single_question_that_does_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 from anthropic import Anthropic
 
+from tests import thinker
 from tests.live import Live, serving, standing
 
 SCHEMA: dict[str, Any] = {
@@ -122,21 +123,21 @@ def test_which_parsers_were_chosen_is_shown(live: Any) -> None:
 
 
 def test_thoughts_are_split_where_that_is_asked_for(tmp_path: Path) -> None:
-    template = "{% for m in messages %}<|user|>\n{{ m.content }}{% endfor %}<|assistant|><think>\n"
-    with serving(tmp_path, "--chat-template", template, "--reasoning-parser", "qwen3") as server:
+    """Also where a structure binds what comes after them."""
+    with serving(tmp_path, module="tests.thinker") as server:
         live: Any = server
-        grammar = 'start: "I know.</think>\\n\\nYes."'
-        ask: dict[str, Any] = {"model": "embedded", "messages": HI, "extra_body": {"guided_grammar": grammar}}
-        made = live.openai.chat.completions.create(**ask)
-        assert made.choices[0].message.content == "Yes."
-        assert made.choices[0].message.reasoning == "I know."
-        details = made.usage.completion_tokens_details
-        assert 0 < details.reasoning_tokens < made.usage.completion_tokens
-        thought = "".join(
-            getattr(chunk.choices[0].delta, "reasoning_content", None) or ""
-            for chunk in live.openai.chat.completions.create(**ask, stream=True)
-        )
-        assert thought == "I know."
+        for structure in ({}, {"guided_choice": ["No.", thinker.ANSWER]}):
+            ask: dict[str, Any] = {"model": "embedded", "messages": HI, "extra_body": structure}
+            made = live.openai.chat.completions.create(**ask)
+            assert made.choices[0].message.content == thinker.ANSWER
+            assert made.choices[0].message.reasoning == thinker.THOUGHT
+            details = made.usage.completion_tokens_details
+            assert 0 < details.reasoning_tokens < made.usage.completion_tokens
+            thought = "".join(
+                getattr(chunk.choices[0].delta, "reasoning_content", None) or ""
+                for chunk in live.openai.chat.completions.create(**ask, stream=True)
+            )
+            assert thought == thinker.THOUGHT
         assert live.settled()["cache"]["used_pages"] == 0
 
 

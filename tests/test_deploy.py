@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
+import pytest
 import yaml
 
 from quire.cli import main
-from quire.config import OPTIONS, Settings
+from quire.config import OPTIONS, Settings, load
+from quire.errors import InvalidConfig
 from quire.observe.document import markdown
+from tests.live import environment, serving, tls_pair
 from tests.prometheus import RULES
 
 ROOT = Path(__file__).parents[1]
@@ -34,8 +40,10 @@ def test_every_variable_is_an_option_with_a_value_it_takes() -> None:
     given = {option(each["name"]): each.get("value", "secret") for each in CONTAINER["env"]}
     made = Settings.build({name: (value, "deploy") for name, value in given.items()})
     assert made.server.api_key == made.access.admin_key == ("secret",)
-    for variable, value in re.findall(r"^ENV (\w+)=(\S+)", DOCKERFILE, re.MULTILINE):
-        assert Settings.build({option(variable): (value, "image")}).get(option(variable)) == value == "0.0.0.0"
+    image = dict(re.findall(r"^ENV (\w+)=(\S+)", DOCKERFILE, re.MULTILINE))
+    for variable, value in image.items():
+        assert Settings.build({option(variable): (value, "image")}).get(option(variable)) == value
+    assert image["QUIRE_HOST"] == "0.0.0.0"
 
 
 def test_whoever_runs_may_finish_before_the_container_is_killed() -> None:
@@ -47,9 +55,60 @@ def test_whoever_runs_may_finish_before_the_container_is_killed() -> None:
 def test_probes_ask_for_routes_that_want_no_key() -> None:
     asked = [CONTAINER[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")]
     assert asked == ["/health/ready", "/health/ready", "/health/live"]
-    assert "8000/health/live'" in DOCKERFILE
     routes = (ROOT / "docs/server.md").read_text()
     assert all(f"`GET {path}`" in routes for path in asked)
+
+
+def of_a_service(name: str, address: str, port: int, called: str) -> dict[str, str]:
+    """What the kubelet injects for a Service with one named port (envvars.FromServices)."""
+    begin, url = name.upper().replace("-", "_"), f"tcp://{address}:{port}"
+    return {
+        f"{begin}_SERVICE_HOST": address,
+        f"{begin}_SERVICE_PORT": str(port),
+        f"{begin}_SERVICE_PORT_{called.upper().replace('-', '_')}": str(port),
+        f"{begin}_PORT": url,
+        f"{begin}_PORT_{port}_TCP": url,
+        f"{begin}_PORT_{port}_TCP_PROTO": "tcp",
+        f"{begin}_PORT_{port}_TCP_PORT": str(port),
+        f"{begin}_PORT_{port}_TCP_ADDR": address,
+    }
+
+
+@pytest.mark.parametrize("name", [SERVICE["metadata"]["name"], "quire-embeddings", "quire-port"])
+def test_the_environment_that_kubernetes_injects_is_no_setting(name: str) -> None:
+    injected = of_a_service("kubernetes", "10.96.0.1", 443, "https") | of_a_service(name, "10.96.12.7", 8000, "http")
+    settings = load(environ=injected)
+    assert settings.server.port == 8000 and settings.source("port") == "default"
+    own = {each["name"]: each.get("value", "secret") for each in CONTAINER["env"]}
+    assert load(environ=injected | own) == load(environ=own)
+    assert load(environ=injected | {"QUIRE_PORT": "9000"}).server.port == 9000
+    assert POD["enableServiceLinks"] is False
+
+
+@pytest.mark.parametrize("variable", ["QUIRE_PORT_HTTP", "QUIRE_SERVICE", "QUIRE_SERVICES_PORT", "QUIRE_PORT_80_HTTP"])
+def test_what_only_resembles_an_injected_variable_is_refused(variable: str) -> None:
+    with pytest.raises(InvalidConfig, match=variable):
+        load(environ={variable: "1"})
+
+
+def checked(address_file: Path) -> int:
+    """The exit code of the image's health check."""
+    found = re.search(r"^HEALTHCHECK .*\\\n  CMD (\[.*\])$", DOCKERFILE, re.MULTILINE)
+    assert found
+    command = [sys.executable, *json.loads(found[1])[1:]]
+    proxies = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    variables = environment() | proxies | {"QUIRE_ADDRESS_FILE": str(address_file)}
+    return subprocess.run(command, env=variables, check=False, capture_output=True, timeout=300).returncode
+
+
+def test_the_health_check_knows_the_port_and_tls(tmp_path: Path) -> None:
+    key, certificate = tls_pair(tmp_path)
+    file = tmp_path / "address"
+    assert checked(file) != 0
+    with serving(tmp_path, "--address-file", str(file), "--ssl-keyfile", key, "--ssl-certfile", certificate) as live:
+        assert file.read_text() == live.url and live.url.startswith("https://")
+        assert checked(file) == 0
+    assert not file.exists()
 
 
 def test_the_service_and_the_autoscaler_find_the_deployment() -> None:
@@ -75,12 +134,14 @@ def test_servers_are_added_by_figures_there_are_before_the_ones_there_are_full()
     assert 0 < int(asked["threshold"]) < int(seats)
 
 
-def test_downloads_have_a_place_that_the_image_s_user_may_write() -> None:
-    [mounted] = [each.partition(":")[2] for each in COMPOSE["services"]["quire"]["volumes"]]
-    [inside] = [each["mountPath"] for each in CONTAINER["volumeMounts"]]
+def test_downloads_and_compiled_kernels_have_volumes_that_the_image_s_user_may_write() -> None:
+    mounted = dict(each.split(":") for each in COMPOSE["services"]["quire"]["volumes"])
+    inside = {each["name"]: each["mountPath"] for each in CONTAINER["volumeMounts"]}
     assert mounted == inside
+    assert inside == {"models": "/home/quire/.cache/huggingface", "kernels": "/home/quire/.triton"}
+    assert {each["name"] for each in POD["volumes"]} == inside.keys() <= COMPOSE["volumes"].keys()
     made = re.search(r"^RUN install -d -o quire -g quire (.*)$", DOCKERFILE, re.MULTILINE)
-    assert made and inside in made[1].split()
+    assert made and {*inside.values()} <= {*made[1].split()}
     assert DOCKERFILE.index("install -d") < DOCKERFILE.index("USER quire")
 
 
@@ -96,3 +157,31 @@ def test_the_image_has_every_file_that_the_build_needs() -> None:
     copied = {name for line in re.findall(r"^COPY (.*) \S+$", DOCKERFILE, re.MULTILINE) for name in line.split()}
     assert copied == {"pyproject.toml", "README.md", "LICENSE", "src"}
     assert all((ROOT / name).exists() and f"!{name}" in ignored for name in copied)
+
+
+def test_the_image_for_a_gpu_has_the_compiler_that_triton_needs() -> None:
+    lines = DOCKERFILE.replace("\\\n", "").splitlines()
+    [compiler] = [line for line in lines if "apt-get install" in line]
+    assert compiler.startswith('RUN if [ -z "$TORCH_INDEX" ]; then') and " gcc libc6-dev " in compiler
+    assert lines.index(compiler) > next(i for i, line in enumerate(lines) if line.startswith("ARG TORCH_INDEX="))
+
+
+def test_prometheus_finds_every_pod_and_not_one_through_the_service() -> None:
+    [monitor] = yaml.safe_load_all((ROOT / "deploy/kubernetes/monitoring.yaml").read_text())
+    assert monitor["kind"] == "PodMonitor"
+    assert monitor["spec"]["selector"] == DEPLOYMENT["spec"]["selector"]
+    [port] = CONTAINER["ports"]
+    [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+    assert (endpoint["port"], endpoint["path"]) == (port["name"], "/metrics")
+    keys = [each["valueFrom"]["secretKeyRef"] for each in CONTAINER["env"] if each["name"] == "QUIRE_ADMIN_KEY"]
+    assert [endpoint["authorization"]["credentials"]] == keys
+    [job] = yaml.safe_load((ROOT / "deploy/prometheus/kubernetes.yml").read_text())["scrape_configs"]
+    [found] = job["kubernetes_sd_configs"]
+    assert found["role"] == "pod" and "static_configs" not in job
+    labels = DEPLOYMENT["spec"]["template"]["metadata"]["labels"]
+    assert found["selectors"] == [{"role": "pod", "label": f"app={labels['app']}"}]
+    assert {
+        "source_labels": ["__meta_kubernetes_pod_container_port_name"],
+        "regex": port["name"],
+        "action": "keep",
+    } in (job["relabel_configs"])

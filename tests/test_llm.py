@@ -20,7 +20,7 @@ from quire.engine.executor import Description
 from quire.errors import InvalidConfig, InvalidRequest, QuireError
 from quire.text.chat import ChatTemplate
 from quire.text.tokenizer import Tokenizer
-from quire.values import CompletionOutput, TokenLogprobs
+from quire.values import MANY, CompletionOutput, TokenLogprobs
 
 CONTEXT = 40
 LETTERS = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -94,11 +94,21 @@ def alphabet(pages: int) -> Alphabet:
     return Alphabet(pages)
 
 
+@pytest.fixture(params=[0, 1, 2], ids="lookahead {}".format)
+def lookahead(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
 @pytest.fixture
-def engine(alphabet: Alphabet) -> Engine:
+def chunk() -> int:
+    return MANY
+
+
+@pytest.fixture
+def engine(alphabet: Alphabet, lookahead: int, chunk: int) -> Engine:
     about = alphabet.describe()
     kv = KV(about.pages, about.page_size, prefix_index(about.page_size, True))
-    return Engine(Scheduler(kv, rows=about.rows), alphabet)
+    return Engine(Scheduler(kv, rows=about.rows, chunk=chunk), alphabet, depth=lookahead)
 
 
 @pytest.fixture
@@ -155,6 +165,17 @@ def test_the_end_token_can_be_ignored(llm: LLM) -> None:
 def test_a_stop_string_ends_the_text_before_it_and_spans_tokens(llm: LLM) -> None:
     answer = only(llm, "a", max_tokens=20, stop=["no", "ef"])
     assert (answer.text, answer.finish_reason, answer.stop_reason) == ("bcd", "stop", "ef")
+
+
+def test_a_stop_string_ends_the_computing_too(llm: LLM, engine: Engine) -> None:
+    assert only(llm, "a", max_tokens=30, ignore_eos=True).finish_reason == "length"
+    whole = engine.ledger.steps
+    assert only(llm, "a", max_tokens=30, ignore_eos=True, stop="ef").text == "bcd"
+    assert engine.ledger.steps - whole < 10 < 30 <= whole
+    before = engine.ledger.steps
+    outputs = llm.generate(["a", "c"], SamplingParams(max_tokens=30, ignore_eos=True, stop="ef"))
+    assert [output.outputs[0].text for output in outputs] == ["bcd", "d"]
+    assert engine.ledger.steps - before < 10, "of several at once too"
 
 
 def test_a_stop_string_may_be_kept(llm: LLM) -> None:
@@ -236,6 +257,12 @@ def test_a_stream_tells_pieces_that_make_up_the_whole(llm: LLM) -> None:
     pieces = list(llm.stream("a", SamplingParams(max_tokens=5)))
     assert pieces == ["b", "c", "d", "e", "f"]
     assert "".join(llm.stream_chat([{"role": "user", "content": "u"}], SamplingParams())) == "vwxyz"
+
+
+@pytest.mark.parametrize("chunk", [2])
+def test_steps_that_bring_nothing_do_not_end_a_stream(llm: LLM) -> None:
+    """A prompt of several chunks, and results that are home steps later than they were launched."""
+    assert list(llm.stream("abcdefghi", SamplingParams(max_tokens=3))) == ["j", "k", "l"]
 
 
 def test_two_streams_may_be_read_in_turns(llm: LLM) -> None:

@@ -111,7 +111,7 @@ def seen(live: Live, scraping: Scraping | None) -> list[Seen]:
         kinds = ["plain"] * 270 + ["chat"] * 100 + ["many"] * 10 + ["stop"] * 60 + ["leaves"] * 40 + ["bad"] * 20
         random.Random(3).shuffle(kinds)
         shared = iter(kinds)
-        async with httpx.AsyncClient(base_url=live.url, trust_env=False, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=live.url, trust_env=False, timeout=1200) as client:
             await asyncio.gather(*(one(client, shared, random.Random(i)) for i in range(48)))
 
     asyncio.run(all())

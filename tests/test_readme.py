@@ -39,7 +39,7 @@ def at(live: Live, code: str) -> str:
 def run(*command: str) -> str:
     tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=environment() | {"PATH": tools}, check=False
+        command, capture_output=True, text=True, timeout=1200, env=environment() | {"PATH": tools}, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

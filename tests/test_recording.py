@@ -9,11 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
+import pytest
 from click.testing import CliRunner
 
 from quire.cli import main
-from quire.server.limits import for_admins
+from quire.observe.tape import MAGIC
+from quire.server.app import create_app
+from quire.server.limits import Keys
 from tests.live import Live, serving
+from tests.observe.test_recorder import only
+from tests.observe.test_recorder import run as record
+from tests.server.doubles import served
 
 PROMPT = "Once upon a time there was a little dog who lived by the sea, and every morning he "
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}
@@ -41,8 +48,27 @@ def ask(live: Live, n: int) -> None:
         assert live.http.post("/v1/completions", json=body).status_code == 200
 
 
-def test_a_recording_is_for_admins_only() -> None:
-    assert for_admins("/v1/recording") and not for_admins("/v1/completions")
+@pytest.mark.anyio
+async def test_a_recording_is_for_admins_only(tmp_path: Path) -> None:
+    record(tmp_path, requests=2).close()
+    data = only(tmp_path).read_bytes()
+    async with served() as server:
+        keys = Keys(("client",), ("boss",))
+        app = create_app(server.backend, keys=keys, recording=tmp_path)
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+
+            async def fetched(path: str, **headers: str) -> httpx.Response:
+                return await client.get(path, headers=headers)
+
+            for headers in ({}, {"authorization": "Bearer client"}, {"x-api-key": "client"}, {"authorization": "boss"}):
+                for path in ("/v1/recording", "/v1/recording/", "//v1/recording"):
+                    refused = await fetched(path, **headers)
+                    assert refused.status_code in (401, 404) and not refused.content.startswith(MAGIC)
+                assert (await fetched("/v1/recording", **headers)).status_code == 401
+            assert (await fetched("/v1/models", authorization="Bearer client")).status_code == 200
+            whole = await fetched("/v1/recording", authorization="Bearer boss")
+            assert whole.status_code == 200 and whole.content == data.rstrip(b"\0")
 
 
 def test_what_a_killed_server_decided_is_decided_again(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
+from quire import LLM, SamplingParams
+from quire.values import StructuredOutputs
 from tests.grammar.schemas import Schema, schemas
 from tests.live import Live, environment, serving
 
@@ -94,7 +97,7 @@ def test_schemas_of_every_category_validate_when_streamed_in_a_crowd(live: Live)
     asked = schemas(1)
 
     async def story() -> list[tuple[str, str | None]]:
-        async with httpx.AsyncClient(base_url=live.url, timeout=120, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=live.url, timeout=1200, trust_env=False) as http:
 
             async def one(schema: Schema) -> tuple[str, str | None]:
                 body = {"prompt": "Once upon a time: ", "max_tokens": 400, "seed": 9, "temperature": 1, "stream": True}
@@ -195,7 +198,7 @@ def test_hostile_structures_cost_their_senders_only(live: Live, stream: bool) ->
     quiet = live.http.post("/v1/completions", json=ask).json()["choices"][0]["text"]
 
     async def story() -> list[httpx.Response]:
-        async with httpx.AsyncClient(base_url=live.url, timeout=60, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=live.url, timeout=600, trust_env=False) as http:
             normal = [http.post("/v1/completions", json=ask) for _ in range(8)]
             bad = [http.post("/v1/completions", json={**ask, "stream": stream, **body}) for body, _ in HOSTILE]
             return await asyncio.gather(*normal, *bad)
@@ -208,3 +211,31 @@ def test_hostile_structures_cost_their_senders_only(live: Live, stream: bool) ->
         error = answer.json()["error"]
         assert error["param"] == param and len(error["message"]) < 700 and not re.search(r"/\w+/\w+/", error["message"])
     live.settled()
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<think>\n"
+    "{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+def test_offline_conversations_are_bound_after_their_thoughts(tmp_path: Path) -> None:
+    template = tmp_path / "thinks.jinja"
+    template.write_text(TEMPLATE)
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="[0-9]{5}"), max_tokens=30, temperature=0.0)
+    with LLM(chat_template=str(template)) as llm:
+
+        def bound(text: str) -> bool:
+            return re.fullmatch("[0-9]{5}", text) is not None
+
+        off = {"enable_thinking": False}
+        assert not bound(llm.chat(HI, params, use_tqdm=False)[0].outputs[0].text)
+        assert bound(llm.chat(HI, params, chat_template_kwargs=off, use_tqdm=False)[0].outputs[0].text)
+        assert not bound("".join(llm.stream_chat(HI, params)))
+        assert bound("".join(llm.stream("the", params))), "a raw prompt has no thoughts"
+        several = [params, replace(params, structured_outputs=None)]
+        with_both = llm.chat([HI, HI], several, chat_template_kwargs=off, use_tqdm=False)
+        assert [bound(one.outputs[0].text) for one in with_both] == [True, False]
+        goes_on = [*HI, {"role": "assistant", "content": "<think>Well.</think>So: "}]
+        said = llm.chat(goes_on, params, add_generation_prompt=False, continue_final_message=True, use_tqdm=False)
+        assert bound(said[0].outputs[0].text)

@@ -67,6 +67,7 @@ class Untiled(FixedOps):
     """A planted bug: products are of as many rows as there are."""
 
     rows = MANY
+    product = ReferenceOps.product
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ QuireError
 ├── Unauthorized        401
 ├── Overloaded          429  the bounded queue is full; `retry_after` seconds from the backlog
 ├── Unavailable         503  draining, starting, or the engine process died
+├── Closed              503  the LLM of this process has been closed
 ├── DeadlineExceeded    504
 ├── InvalidConfig            an option is unknown or cannot work (exit code 2 on the command line)
 ├── InvalidModel             a checkpoint is broken or not supported (exit code 2)
@@ -78,6 +79,13 @@ class Unavailable(QuireError):
 
 class Interrupted(Unavailable):
     """What was being answered stopped in the middle, through no fault that is known. It may be asked again."""
+
+
+class Closed(QuireError):
+    """The LLM that was asked has been closed, or its engine is not in this process: only another one can answer."""
+
+    status = 503
+    kind = "service_unavailable_error"
 
 
 class DeadlineExceeded(QuireError):

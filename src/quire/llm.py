@@ -8,33 +8,44 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Generator, Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any, Self, cast
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from quire import errors
 from quire.backends import vectors
-from quire.backends.answer import Answer
+from quire.backends.answer import Answer, told
 from quire.backends.base import Call, Delta
 from quire.backends.spell import answer_to, requests
 from quire.build.engine import build_engine
 from quire.build.text import build_text
 from quire.checks import token_ids
 from quire.config import Settings
-from quire.errors import InvalidRequest
+from quire.core.constraint import FREE, Constraint
+from quire.engine.thread import EngineThread, wait_for
+from quire.errors import InvalidRequest, QuireError
 from quire.grammar.llguidance import Compiler
 from quire.grammar.workshop import Workshop
+from quire.text.reasoning import thoughts_ahead
 from quire.text.stop import StopStrings
 from quire.text.tokenizer import Tokenizer
 from quire.values import (
     CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
+    FinishReason,
     Pooling,
+    Request,
     RequestOutput,
     SamplingParams,
+    Tokens,
 )
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -46,7 +57,9 @@ Message = Mapping[str, Any]
 class LLM:
     """A model in this process. Arguments are the options of docs/configuration.md, by name; or whole `settings`.
 
-    Not for several threads at once. Raises InvalidConfig or InvalidModel.
+    For any number of threads: their requests run in the same steps. A signal never falls into a step, so a call that
+    Ctrl-C has interrupted leaves the next one as right as any. Raises InvalidConfig or InvalidModel; its methods raise
+    Closed after `close`, and Interrupted when another thread closes it meanwhile.
     """
 
     def __init__(self, model: str = "embedded", *, settings: Settings | None = None, **options: Any) -> None:
@@ -54,9 +67,11 @@ class LLM:
         self._text = build_text(self.settings)
         self._engine = build_engine(self.settings)
         self._grammars = Workshop(Compiler(lambda: self._text.tokenizer))
+        self._grammars_lock = threading.Lock()
         self._seeds = random.Random(self.settings.model.seed)
         self._names = itertools.count()
-        self._open: dict[str, tuple[Answer, list[Delta]]] = {}
+        self._thread = EngineThread(self._engine, _take_over_threads)
+        weakref.finalize(self, self._thread.leave)
 
     def generate(
         self,
@@ -69,6 +84,7 @@ class LLM:
 
         `use_tqdm` (vLLM's name) shows progress where somebody watches. Raises InvalidRequest naming the field.
         """
+        self._thread.check()
         return [job.output() for job in self._run(self._read(prompts), sampling_params, use_tqdm)]
 
     def embed(
@@ -85,6 +101,7 @@ class LLM:
         dimensions: how many numbers, the first ones, all if None; `normalize`: of length 1. Raises InvalidRequest
         naming the field, also where the executor has no hidden states.
         """
+        self._thread.check()
         vectors.check(dimensions, pools=self._engine.about.pools)
         asked = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooling=pooling)
         return [
@@ -106,6 +123,7 @@ class LLM:
 
         Raises InvalidRequest also when the model has no chat template, or its template refuses the messages.
         """
+        self._thread.check()
         if add_generation_prompt and continue_final_message:
             raise InvalidRequest(
                 "continue_final_message goes on with the last message, add_generation_prompt begins another: set one",
@@ -121,20 +139,27 @@ class LLM:
         alone = len(messages) > 0 and isinstance(messages[0], Mapping)
         several = cast("Sequence[Sequence[Message]]", [messages] if alone else messages)
         talks = [self._rendered(talk, **rendering) for talk in several]
-        return [job.output() for job in self._run(talks, sampling_params, use_tqdm)]
+        each = _for_each(sampling_params or self.default_sampling_params(), len(talks))
+        begun = [_last(talk) if continue_final_message else "" for talk in several]
+        off = (chat_template_kwargs or {}).get("enable_thinking") is False
+        bound = [self._bound(*one, off=off) for one in zip((text for text, _ in talks), begun, each, strict=True)]
+        return [job.output() for job in self._run(talks, bound, use_tqdm)]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[str, None, None]:
         """The pieces of the first answer's text as they come. Closing the iterator ends the request.
 
         Raises what became of it where it failed.
         """
+        self._thread.check()
         return self._stream(*self._encoded(prompt), sampling_params or self.default_sampling_params())
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Generator[str, None, None]:
         """As `stream`, for a conversation."""
-        return self._stream(*self._rendered(messages), sampling_params or self.default_sampling_params())
+        self._thread.check()
+        text, ids = self._rendered(messages)
+        return self._stream(text, ids, self._bound(text, "", sampling_params or self.default_sampling_params()))
 
     def default_sampling_params(self, **changed: Any) -> SamplingParams:
         """What the model's generation_config.json recommends, with some fields `changed`."""
@@ -145,11 +170,11 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Prompts from now on find nothing computed before."""
-        self._engine.reset_prefix_cache()
+        self._thread.reset_prefix_cache()
 
     def close(self) -> None:
-        """Give memory and device back."""
-        self._engine.close()
+        """Give memory and device back; once more does nothing. Calls of other threads that run raise Interrupted."""
+        self._thread.close()
         self._grammars.close()
 
     def __enter__(self) -> Self:
@@ -190,6 +215,14 @@ class LLM:
         text = self._text.template.render(messages, **rendering)
         return text, self._text.tokenizer.encode(text, add_special_tokens=False)
 
+    def _bound(self, text: str, begun: str, params: SamplingParams, *, off: bool = False) -> SamplingParams:
+        """`params` for a conversation rendered as `text`: a structure binds what comes after the thoughts."""
+        form = params.structured_outputs
+        if form is None:
+            return params
+        ahead = thoughts_ahead(self._text.reasoning_parser, text, begun, off=off)
+        return replace(params, structured_outputs=replace(form, thoughts=ahead))
+
     # ---------------------------------------------------------------- running
 
     def _run(
@@ -199,82 +232,68 @@ class LLM:
         watch: bool,
     ) -> list[_Job]:
         each = _for_each(params or self.default_sampling_params(), len(prompts))
-        jobs: list[_Job] = []
-        try:
-            for (text, ids), one in zip(prompts, each, strict=True):
-                jobs.append(_Job(Call(id=f"llm-{next(self._names)}", prompt=ids, text=text, sampling=one)))
-                self._submit(jobs[-1])
-            console = Console(stderr=True)
-            with Progress(console=console, transient=True, disable=not (watch and console.is_terminal)) as progress:
-                going = {name for job in jobs for name in job.names}
-                task = progress.add_task("answers", total=len(going))
-                while going:
-                    ended = self._pump()
-                    going.difference_update(ended)
-                    progress.advance(task, len(ended))
-        finally:
-            self._forget(jobs)
+        jobs = [self._job(text, ids, one) for (text, ids), one in zip(prompts, each, strict=True)]
+        ended: SimpleQueue[QuireError | None] = SimpleQueue()
+        readers = [reader for job in jobs for reader in self._readers(job, ended.put)]
+        console = Console(stderr=True)
+        with (
+            _Running(self._thread, readers),
+            Progress(console=console, transient=True, disable=not (watch and console.is_terminal)) as progress,
+        ):
+            task = progress.add_task("answers", total=len(readers))
+            for _ in readers:
+                error = wait_for(ended)
+                if error is not None:
+                    raise error
+                progress.advance(task)
         return jobs
 
     def _stream(self, text: str | None, ids: tuple[int, ...], params: SamplingParams) -> Generator[str, None, None]:
-        job = _Job(Call(id=f"llm-{next(self._names)}", prompt=ids, text=text, sampling=params))
-        try:
-            self._submit(job)
-            told = 0
-            while job.names[0] in self._open or told < len(job.choices[0]):
-                if told == len(job.choices[0]):
-                    self._pump()
-                fresh = job.choices[0][told:]
-                told += len(fresh)
-                yield from (delta.text for delta in fresh if delta.text)
-                if fresh[-1].error is not None:
-                    raise errors.of(fresh[-1].status, fresh[-1].error, param=fresh[-1].param)
-        finally:
-            self._forget([job])
+        job = self._job(text, ids, params)
+        pieces: SimpleQueue[Delta | QuireError | None] = SimpleQueue()
+        readers = self._readers(job, pieces.put)
+        readers[0].tell = pieces.put
+        with _Running(self._thread, readers):
+            finish = None
+            while finish is None:
+                delta = wait_for(pieces)
+                if isinstance(delta, QuireError):
+                    raise delta
+                if delta is None:  # another answer's end
+                    continue
+                if delta.text:
+                    yield delta.text
+                if delta.error is not None:
+                    raise errors.of(delta.status, delta.error, param=delta.param)
+                finish = delta.finish_reason
 
-    def _submit(self, job: _Job) -> None:
+    def _job(self, text: str | None, ids: tuple[int, ...], params: SamplingParams) -> _Job:
+        return _Job(Call(id=f"llm-{next(self._names)}", prompt=ids, text=text, sampling=params))
+
+    def _readers(self, job: _Job, end: Callable[[QuireError | None], None]) -> list[_Reader]:
+        """One for each answer. end: called when it is complete, or with why it will never be."""
         about, tokenizer, seed = self._engine.about, self._text.tokenizer, self._seeds.getrandbits(63)
         limit = min(about.max_model_len, about.pages * about.page_size)
         stops = StopStrings(job.call.sampling.stop)
         asked = requests(job.call, tokenizer=tokenizer, limit=limit, seed=seed)
-        for request, deltas in zip(asked, job.choices, strict=True):
-            self._engine.add(request, self._grammars.now(request))
-            self._open[request.id] = (answer_to(request, tokenizer, stops), deltas)
-            job.names.append(request.id)
+        return [
+            _Reader(job, request, self._constraint(request), answer_to(request, tokenizer, stops), end)
+            for request in asked
+        ]
 
-    def _pump(self) -> list[str]:
-        """One step of the engine; what it brought goes to whom it belongs. The answers that ended, by name."""
-        ended = []
-        for event in self._engine.step():
-            if event.id not in self._open:
-                continue
-            answer, deltas = self._open[event.id]
-            delta = answer.take(event)
-            if delta is not None:
-                deltas.append(delta)
-            if delta is not None and delta.finish_reason is not None:
-                del self._open[event.id]
-                ended.append(event.id)
-                if event.finish is None:  # a stop string: only the rim knows
-                    self._engine.abort(event.id, "stop")
-        return ended
-
-    def _forget(self, jobs: Sequence[_Job]) -> None:
-        """End what still runs, and let the engine come to rest when nothing else is asked of it."""
-        for name in [name for job in jobs for name in job.names]:
-            if self._open.pop(name, None) is not None:
-                self._engine.abort(name)
-        while self._engine.has_pending_work and not self._open:
-            self._engine.step()
+    def _constraint(self, request: Request) -> Constraint:
+        if request.sampling.structured_outputs is None:
+            return FREE
+        with self._grammars_lock:
+            return self._grammars.now(request)
 
 
 class _Job:
-    """One call and what came of it: the deltas of each answer, and the engine's names for those it took."""
+    """One call and what came of it: the deltas of each answer."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
         self.choices: list[list[Delta]] = [[] for _ in range(call.sampling.n)]
-        self.names: list[str] = []
 
     def output(self) -> RequestOutput:
         first = self.choices[0]
@@ -311,6 +330,65 @@ class _Job:
         )
 
 
+class _Reader:
+    """Turns one request's tokens into deltas, in the engine's thread, for as long as somebody holds the job.
+
+    tell: what each delta is given to.
+    """
+
+    def __init__(
+        self,
+        job: _Job,
+        request: Request,
+        constraint: Constraint,
+        answer: Answer,
+        end: Callable[[QuireError | None], None],
+    ) -> None:
+        self.request, self.constraint = request, constraint
+        self.tell: Callable[[Delta], None] = job.choices[request.choice].append
+        self._job = weakref.ref(job)  # a caller who is interrupted anywhere lets go of it
+        self._answer, self._end = answer, end
+
+    def take(self, event: Tokens) -> FinishReason | None:
+        if self._job() is None:
+            return "abort"
+        delta = told(self._answer, event)
+        if delta is None:
+            return None
+        self.tell(delta)
+        if delta.finish_reason is None:
+            return None
+        self._end(None)
+        return "stop"
+
+    def lost(self, error: QuireError) -> None:
+        self._end(error)
+
+
+class _Running:
+    """While it is entered the requests run. On the way out those that still do end, and the engine comes to rest where
+    nothing else is asked of it; whoever is interrupted does not wait for that."""
+
+    def __init__(self, thread: EngineThread, readers: Sequence[_Reader]) -> None:
+        self._thread, self._readers = thread, readers
+
+    def __enter__(self) -> None:
+        try:
+            self._thread.submit([(reader.request, reader.constraint, reader) for reader in self._readers])
+        except BaseException as error:  # interrupted while it waited, perhaps
+            self.__exit__(type(error))
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        wait = kind is None or issubclass(kind, Exception | GeneratorExit)
+        self._thread.end([reader.request.id for reader in self._readers], wait=wait)
+
+
+def _take_over_threads() -> None:
+    """torch keeps the number of CPU threads for each thread that calls it: the engine's takes what was chosen."""
+    torch.set_num_threads(torch.get_num_threads())
+
+
 def _check_prompt(what: str, given: object) -> None:
     if not isinstance(given, Sequence | Mapping) or isinstance(given, bytes):
         kinds = "text, token ids, {'prompt': text}, {'prompt_token_ids': ids}, or a list of these"
@@ -332,6 +410,12 @@ def _check_mappings(name: str, given: object, key: str, kind: type) -> None:
 def _check_params(given: object) -> None:
     if not isinstance(given, Sequence) or not all(isinstance(each, SamplingParams) for each in given):
         raise InvalidRequest("sampling_params must be SamplingParams, or a list of them", param="sampling_params")
+
+
+def _last(messages: Sequence[Message]) -> str:
+    """The text of the last message, which an answer may go on with."""
+    content = messages[-1].get("content") if messages else None
+    return content if isinstance(content, str) else ""
 
 
 def _for_each(params: SamplingParams | Sequence[SamplingParams], prompts: int) -> Sequence[SamplingParams]:

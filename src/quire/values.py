@@ -9,7 +9,7 @@ import json as jsons
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from quire import checks
 from quire.errors import InvalidRequest, QuireError
@@ -39,6 +39,10 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
+Ahead = Literal["none", "possible", "open"]
+"""Thoughts before an answer: none; possible, if the answer opens them with their mark; or open from its first token."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
     """What an answer must look like (vLLM's StructuredOutputsParams): exactly one of the first five.
@@ -48,7 +52,8 @@ class StructuredOutputs:
     in Lark's or llama.cpp's (GBNF) notation.
 
     whitespace_pattern: what may stand where JSON allows white space, at most once in each place; by default one space.
-    disable_any_whitespace: nothing may. param: the request's field this came from, for messages.
+    disable_any_whitespace: nothing may. thoughts: what may come before, free of the structure: see `Ahead`. param: the
+    request's field this came from, for messages.
 
     Raises InvalidRequest naming `param`, before anything is compiled.
     """
@@ -60,6 +65,7 @@ class StructuredOutputs:
     grammar: str | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
+    thoughts: Ahead = "none"
     param: str = field(default="structured_outputs", compare=False)
 
     def __post_init__(self) -> None:
@@ -73,6 +79,8 @@ class StructuredOutputs:
             object.__setattr__(self, "choice", tuple(self.choice))
             if not self.choice or not all(type(text) is str and text for text in self.choice):
                 raise self._refusal("choice must be a list of texts, none of them empty")
+        if self.thoughts not in get_args(Ahead):
+            raise self._refusal(f"thoughts must be one of {', '.join(get_args(Ahead))}")
         for name in ("regex", "grammar", "whitespace_pattern"):
             if not isinstance(getattr(self, name), str | None):
                 raise self._refusal(f"{name} must be text")
@@ -317,12 +325,14 @@ class EmbeddingRequestOutput:
 
 
 class Origin(NamedTuple):
-    """Where a call came from, for logs and traces. request_id: of the HTTP request that brought it. traceparent,
-    tracestate: W3C trace context as it came, unchecked; empty if none did."""
+    """Where a call came from. request_id: of the HTTP request that brought it. traceparent, tracestate: W3C trace
+    context as it came, unchecked; empty if none did. tenant: among whose calls cached prefixes are shared; empty where
+    there is one."""
 
     request_id: str = ""
     traceparent: str = ""
     tracestate: str = ""
+    tenant: str = ""
 
 
 UNKNOWN = Origin()

@@ -12,11 +12,14 @@ WORDS = ["Once", " upon", " a", " time"]
 
 
 class Asked(NamedTuple):
+    """One request. head: its request line and header fields as they came, duplicates included."""
+
     method: str
     path: str
     headers: dict[str, str]
     body: bytes
     connection: int
+    head: str
 
     @property
     def json(self) -> Any:
@@ -109,6 +112,10 @@ class Stub:
     async def do_mute(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.transport.abort()
 
+    async def do_poison(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """The whole server dies of it."""
+        await self.close()
+
     async def do_error(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(plain(500, b'{"error": {"message": "out of memory", "type": "server_error", "code": 500}}'))
 
@@ -167,6 +174,7 @@ class Stub:
 
 def plain(status: int, body: bytes, *, kind: bytes = b"application/json", more: bytes = b"") -> bytes:
     head = b"HTTP/1.1 %d X\r\ncontent-type: %s\r\nx-kept: yes\r\n%scontent-length: %d\r\n\r\n"
+    more += b"access-control-allow-origin: *\r\n"  # as upstreams may say
     return head % (status, kind, more, len(body)) + body
 
 
@@ -203,7 +211,7 @@ async def _read(reader: asyncio.StreamReader, number: int) -> Asked:
     method, path, _ = first.split(" ")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     body = await reader.readexactly(int(headers.get("content-length", 0)))
-    return Asked(method, path, headers, body, number)
+    return Asked(method, path, headers, body, number, head)
 
 
 @asynccontextmanager

@@ -67,7 +67,7 @@ def behind(server: PrivateServer, port: int) -> UpstreamBackend:
     )
 
 
-async def until(true: Callable[[], bool], seconds: float = 10.0) -> None:
+async def until(true: Callable[[], bool], seconds: float = 100.0) -> None:
     async with asyncio.timeout(seconds):
         while not true():
             await asyncio.sleep(0.01)
@@ -138,7 +138,7 @@ def test_it_does_not_outlive_a_front_that_is_killed(fake: Path, tmp_path: Path) 
     finally:
         front.kill()
         front.wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 50
     while _lives(pid):
         assert time.monotonic() < deadline, "it lives on"
         time.sleep(0.02)
@@ -180,7 +180,9 @@ def test_what_cannot_start_says_so_in_one_line(args: tuple[str, ...], says: str)
         capture_output=True,
         text=True,
         env=environment(),
-        timeout=60,
+        timeout=600,
         check=False,
     )
-    assert done.returncode in (1, 2) and says in done.stderr and "Traceback" not in done.stderr, done.stderr
+    asked_wrongly = "nothing" not in says  # 1: what was asked for is in order, and is not there
+    assert done.returncode == (2 if asked_wrongly else 1), done.stderr
+    assert says in done.stderr and "Traceback" not in done.stderr, done.stderr

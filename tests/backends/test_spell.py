@@ -61,11 +61,6 @@ def test_what_cannot_fit_is_refused_with_the_counts(
     assert caught.value.param == param
 
 
-@pytest.mark.parametrize(("seed", "kept"), [(5, 5), (-1, (1 << 63) - 1), (1 << 63, 0), ((1 << 64) - 1, (1 << 63) - 1)])
-def test_seeds_fit_signed_64_bit_integers(seed: int, kept: int) -> None:
-    assert spelled(seed=seed)[0].seed == kept
-
-
 def test_bad_words_are_spelled_with_and_without_a_space() -> None:
     word = spelled(bad_words=["dog"])[0].sampling.bad_words_token_ids
     assert {TOKENIZER.decode(ids) for ids in word} == {"dog", " dog"}

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from quire.backends.keeper import free_port
-from quire.bench.pair import Unlike, command, compared
+from quire.bench.pair import Load, Unlike, command, compared
 from quire.bench.started import through
 
 QUICK = ("--concurrency", "2", "--requests", "6", "--new", "3", "5", "--prompt", "4", "8", "--processes", "1")
@@ -40,6 +40,11 @@ def test_a_server_and_a_quire_in_front_of_it_are_compared_and_everything_is_kept
     assert raw[2]["inputs"] == raw[3]["inputs"] != raw[0]["inputs"]
     assert len({row["salt"] for row in raw}) == 4
     assert "stub is ready" in (tmp_path / "through.log").read_text() and (tmp_path / "gpu.json").exists()
+
+
+def test_prompts_are_of_tokens_that_every_model_has() -> None:
+    load = Load(levels=(2,), requests=50, prompt=(4, 8), new=(1, 1), seed=7, processes=1, salt=False)
+    assert max(token for prompt in load.asked(2, 7)[0] for token in prompt) < 1000
 
 
 def test_both_are_started_in_turn_where_there_is_a_model(tmp_path: Path) -> None:

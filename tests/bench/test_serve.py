@@ -23,6 +23,7 @@ from quire.bench.gauges import seen
 from quire.bench.load import Asked, Job, Tally, run
 from quire.bench.serve import judged
 from quire.cli import main
+from quire.errors import InvalidRequest
 
 QUICK = ("--random-output-len", "3:5", "--random-input-len", "4:8", "--processes", "1", "--num-warmups", "2")
 GIVEN: dict[str, Any] = {
@@ -106,7 +107,7 @@ def test_a_trace_is_played_as_recorded_and_a_broken_line_is_named(tmp_path: Path
         "line 5" in quire("bench", "serve", "--model", "m", "--base-url", "http://127.0.0.1:9", "--trace", trace).output
     )
     trace.write_text(lines[0])
-    with pytest.raises(Exception, match="no requests"):
+    with pytest.raises(InvalidRequest, match="no requests"):
         recorded(trace, 1.0, 1.0, None, None)  # type: ignore[arg-type]
 
 

@@ -37,7 +37,7 @@ def test_viewers_come_and_go_as_they_are_told() -> None:
         assert process.stdin is not None
         process.stdin.write("none\nreading\n")
         process.stdin.flush()
-        thread.join(20)
+        thread.join(200)
         process.stdin.close()
-        assert process.wait(20) == 0
+        assert process.wait(200) == 0
     assert [line.split(b"\r\n")[0] for line in asked] == [b"GET /ui/events HTTP/1.1"] * 3

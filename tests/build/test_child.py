@@ -30,5 +30,5 @@ def test_an_engine_whose_front_went_away_while_it_was_built_ends_without_a_word(
     there.close()
     here.sendall(frame(Configure(settings)))
     here.close()
-    assert process.wait(60) == code
+    assert process.wait(600) == code
     assert (tmp_path / "said").read_text() == ""

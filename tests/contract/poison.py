@@ -14,6 +14,8 @@ from tests.contract.wire import request
 LONG = 5 << 20
 """Bytes: more than the server takes."""
 
+HOST = b"Host: 127.0.0.1\r\n"
+
 
 class Poison(NamedTuple):
     """parts: what is sent, `pause` seconds apart. statuses: what may come back, 0 for a closed connection."""
@@ -352,7 +354,9 @@ def heads() -> Iterator[Poison]:
         "a header without a name": ": x",
         "a NUL in a header": "X-A: \0",
     }.items():
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\n{HOST.decode()}Connection: close\r\nContent-Type: application/json\r\n"
+        )
         head += f"{extra}\r\n\r\n"
         yield Poison(name, (head.encode("latin-1") + b"5\r\n{}\r\n0\r\n\r\n",), (0, 400, 413, 411, 501), hang_up=True)
     yield Poison("a header of a megabyte", (request("GET", "/health", None, {"X-A": "a" * (1 << 20)}),), (0, 400, 431))
@@ -368,16 +372,18 @@ def lines() -> Iterator[Poison]:
         "TLS": bytes.fromhex("16030100a5010000a10303") + b"\0" * 100 + b"\r\n\r\n",
         "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         "HTTP/0.9": b"GET /health\r\n\r\n",
-        "HTTP/9.9": b"GET /health HTTP/9.9\r\nHost: x\r\n\r\n",
-        "no path": b"GET HTTP/1.1\r\nHost: x\r\n\r\n",
-        "a star": b"OPTIONS * HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
-        "a tunnel": b"CONNECT 127.0.0.1:22 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
-        "another server's address": b"GET http://127.0.0.1:1/health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
-        "a file's address": b"GET file:///etc/passwd HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
-        "a made-up method": b"FROB /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+        "HTTP/9.9": b"GET /health HTTP/9.9\r\n" + HOST + b"\r\n",
+        "no path": b"GET HTTP/1.1\r\n" + HOST + b"\r\n",
+        "a star": b"OPTIONS * HTTP/1.1\r\n" + HOST + b"Connection: close\r\n\r\n",
+        "a tunnel": b"CONNECT 127.0.0.1:22 HTTP/1.1\r\n" + HOST + b"Connection: close\r\n\r\n",
+        "another server's address": b"GET http://127.0.0.1:1/health HTTP/1.1\r\n" + HOST + b"Connection: close\r\n\r\n",
+        "a file's address": b"GET file:///etc/passwd HTTP/1.1\r\n" + HOST + b"Connection: close\r\n\r\n",
+        "a made-up method": b"FROB /health HTTP/1.1\r\n" + HOST + b"Connection: close\r\n\r\n",
         "SMTP": b"HELO x\r\nMAIL FROM: y\r\n",
-        "bytes past ASCII in a path": b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
-        "a body where none is": b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}",
+        "bytes past ASCII in a path": b"GET /\xff\xfe HTTP/1.1\r\n" + HOST + b"Connection: close\r\n\r\n",
+        "a body where none is": b"GET /health HTTP/1.1\r\n"
+        + HOST
+        + b"Connection: close\r\nContent-Length: 2\r\n\r\n{}",
     }.items():
         yield Poison(name, (sent,), (0, 200, 400, 404, 405), hang_up=True)
     for path in (
@@ -406,7 +412,9 @@ def lines() -> Iterator[Poison]:
 
 def flows() -> Iterator[Poison]:
     """Bodies and connections that come in pieces."""
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: a.localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    )
     chunked = (head + "Transfer-Encoding: chunked\r\n\r\n").encode()
     known = (head + "Content-Length: 1000000\r\n\r\n").encode()
     for name, parts in {

@@ -87,7 +87,7 @@ async def _soak(live: Live, seconds: float) -> Figures:
 
 async def _swallow(port: int, some: list[Poison], answers: Counter[int]) -> None:
     for poison in some:
-        for answer in await send(port, *poison.parts, pause=poison.pause, hang_up=poison.hang_up, seconds=30):
+        for answer in await send(port, *poison.parts, pause=poison.pause, hang_up=poison.hang_up, seconds=300):
             assert answer.status in poison.statuses, (poison.name, answer)
             answers[answer.status] += 1
 
@@ -104,7 +104,7 @@ USUAL: tuple[tuple[str, dict[str, Any]], ...] = (
 async def _usual(port: int, answers: Counter[int]) -> None:
     """What clients ask, and one that leaves in the middle."""
     for path, body in USUAL:
-        answer = await ask(port, "POST", path, body, seconds=30)
+        answer = await ask(port, "POST", path, body, seconds=300)
         assert answer.status == 200, answer
         answers[200] += 1
     reader, writer = await asyncio.open_connection(HOST, port)

@@ -27,7 +27,7 @@ def normal(i: int, tokens: int = 64) -> tuple[str, dict[str, Any]]:
 async def hear(port: int, i: int, tokens: int = 64) -> bytes:
     """The whole of stream `i`, without what differs from answer to answer by definition."""
     path, body = normal(i, tokens)
-    answer = await ask(port, "POST", path, body, seconds=120)
+    answer = await ask(port, "POST", path, body, seconds=1200)
     assert answer.status == 200, answer
     return _VARIES.sub(b"", answer.body)
 

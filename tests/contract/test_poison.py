@@ -21,7 +21,7 @@ from tests.live import ROOT, Live, serving, standing
 
 POISONS = [*poisons(), *desk_poisons()]
 ERRANDS = errands()
-PATIENCE = 10.0
+PATIENCE = 100.0
 """Seconds within which everything is answered."""
 
 REST = 4.0
@@ -93,7 +93,7 @@ async def send_off(port: int, some: Sequence[Errand]) -> dict[str, str]:
 
 def come_back(live: Live, errand: Errand, batch_id: str) -> None:
     """How it ended, and that none of its lines broke anything; nothing of it stays but the batch."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while (batch := live.openai.batches.retrieve(batch_id)).status in ("validating", "in_progress", "finalizing"):
         assert time.monotonic() < deadline, (errand.name, batch)
         time.sleep(0.1)
@@ -154,7 +154,7 @@ def check(live: Live, some: Sequence[Poison], errands: Sequence[Errand], *, more
     live.settled()
     assert live.metric("vllm:kv_cache_usage_perc") == 0
     assert "Traceback" not in live.log, live.log
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while (after := live.memory()).total > before.total * (1 + more):
         assert time.monotonic() < deadline, (before, after)
         time.sleep(0.5)

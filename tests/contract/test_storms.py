@@ -63,13 +63,13 @@ def test_200_streams_opened_and_dropped_cost_nobody_anything(live: Live) -> None
         quiet = await hear_all(live.port, 8)
         beside = asyncio.ensure_future(hear_all(live.port, 8))
         for first in range(0, 200, 20):
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(300):
                 await asyncio.gather(*(drop(live.port, i) for i in range(first, first + 20)))
         return quiet, await beside
 
     quiet, beside = asyncio.run(story())
     assert beside == quiet
-    live.settled(5.0)
+    live.settled()
     assert live.metric("vllm:kv_cache_usage_perc") == 0 and live.metric("vllm:num_requests_waiting") == 0
 
 
@@ -91,7 +91,7 @@ def test_slow_readers_are_left_behind_in_bounded_memory(live: Live, crowd: int) 
         most = 0
         await asyncio.sleep(0.5)  # those that have a place do not count as waiting
         beside = await hear_all(live.port, 8)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while live.stats()["active_requests"] or live.stats()["waiting_requests"]:
             most = max(most, live.memory().front)
             assert time.monotonic() < deadline
@@ -116,7 +116,7 @@ def test_1000_requests_at_a_queue_of_64_are_all_answered_or_refused(live: Live) 
 
     async def story() -> tuple[Answer, list[Answer]]:
         quiet = await ask(live.port, "POST", "/v1/completions", body)
-        crowd = [ask(live.port, "POST", "/v1/completions", body, seconds=60) for _ in range(1000)]
+        crowd = [ask(live.port, "POST", "/v1/completions", body, seconds=600) for _ in range(1000)]
         return quiet, await asyncio.gather(*crowd)
 
     before = ended(live)

@@ -36,7 +36,7 @@ def request(
 
 
 async def send(
-    port: int, *parts: bytes, pause: float = 0.0, hang_up: bool = False, seconds: float = 10.0
+    port: int, *parts: bytes, pause: float = 0.0, hang_up: bool = False, seconds: float = 100.0
 ) -> list[Answer]:
     """Say `parts`, `pause` seconds apart, then listen until the server closes; half-close before if `hang_up`.
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from quire.core.plan import Plan, Span
+from quire.core.plan import Open, Plan, Span
 from quire.core.sequence import Sequence
 from quire.core.speculate import Adaptive, Drafted
 from quire.values import Request
@@ -183,3 +183,36 @@ def test_totals_count_by_position() -> None:
     for fed, accepted in ((3, 3), (3, 1), (1, 0)):
         drafted.learn(fed, accepted)
     assert (drafted.spans, drafted.fed, drafted.accepted, drafted.by_position) == (3, 7, 4, [2, 1, 1])
+
+
+def test_a_step_that_opens_rows_says_nothing_of_what_decoding_costs() -> None:
+    policy = Adaptive(2)
+    spans = (Span(0, 1, 1, 1), Span(1, 1, 1, 1))
+    policy.timed(Plan((Open(1, (5,), 0, 1),), (), spans, (), (0, 0)), 9.0)
+    assert policy.expected(2) == {}
+    policy.timed(Plan((), (), spans, (), (0, 0)), 1.0)
+    policy.timed(Plan((Open(1, (5,), 0, 1),), (), spans, (), (0, 0)), 9.0)
+    assert policy.expected(2) == {0: 1.0}
+
+
+def test_a_step_of_unlike_spans_says_nothing_of_what_decoding_costs() -> None:
+    policy = Adaptive(2)
+    for spans, drafts in (
+        ((Span(0, 1, 1, 1), Span(1, 7, 1, 1)), (0, 0)),  # a chunk beside a decode
+        ((Span(0, 1, 1, 1), Span(1, 2, 2, 2)), (0, 0)),  # one verifies, one does not
+        ((Span(0, 1, 1, 1), Span(1, 1, 1, 1)), (0, 1)),  # one drafts, one does not
+    ):
+        policy.timed(Plan((), (), spans, (), drafts), 9.0)
+    assert policy.expected(2) == {}
+
+
+def test_what_context_adds_to_a_step_is_foreseen_for_each_draft_by_its_share() -> None:
+    paces = {(1, 0): 1.0, (1, 1): 1.5, (1, 2): 2.0}
+    policy = Adaptive(2, paces, share=0.25)
+    assert policy.expected(1) == {0: 1.0, 1: 1.5, 2: 2.0}, "nothing is measured, and nothing is added"
+    for _ in range(4):
+        policy.timed(Plan((), (), (Span(0, 1, 1, 1),), (), (0,)), 3.0)  # 2 s more than at the start
+    assert policy.expected(1) == pytest.approx({0: 3.0, 1: 1.5 + 2.0 * 1.25, 2: 2.0 + 2.0 * 1.5})
+    for _ in range(4):
+        policy.timed(Plan((), (), (Span(0, 2, 2, 2),), (), (1,)), 9.0)
+    assert policy.expected(1)[1] == 9.0, "what is measured counts, not what is foreseen"

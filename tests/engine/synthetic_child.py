@@ -1,6 +1,7 @@
 """An engine process for tests: as quire.build.child, with a synthetic executor. `bad` in the settings: refuse.
 
-step, token: seconds a step costs, and a token. floor: seconds any step may take. sticks: hang on some requests.
+step, token: seconds a step costs, and a token. timeout: seconds any step may take. sticks: hang on some requests.
+window: frames are sent while somebody watches.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import threading
 import time
 
 from quire.core.plan import Plan
+from quire.engine.engine import Engine
 from quire.engine.executor import Executor, Handle
 from quire.engine.process import EngineLoop
 from quire.engine.watch import Watch
+from quire.engine.window import NoWindow
 from quire.engine.wire import Configure, Frames, Ready, Refused, frame
 from quire.executors.costs import StepCost
 from quire.observe.engine_metrics import EngineMetrics
@@ -35,6 +38,18 @@ class Sticking:
         return self.inner.launch(plan)
 
 
+class Telling(NoWindow):
+    """A frame a step while somebody watches."""
+
+    on = False
+
+    def watch(self, on: bool) -> None:
+        self.on = on
+
+    def frame(self, engine: Engine, now: float, *, last: bool) -> tuple[bytes, bool] | None:
+        return (b"{}", True) if self.on else None
+
+
 def main() -> None:
     link = socket.socket(fileno=int(sys.argv[1]))
     (said,) = Frames(Configure).feed(link.recv(1 << 16))
@@ -46,14 +61,15 @@ def main() -> None:
     if lives := said.settings.get("lives"):
         threading.Timer(lives, os._exit, [4]).start()
     metrics = EngineMetrics()
-    watch = Watch(floor=said.settings.get("floor", 30.0))
+    watch = Watch(timeout=said.settings.get("timeout"))
     cost = StepCost(said.settings.get("step", 0.0), said.settings.get("token", 0.0))
     engine = House(pages=64, page_size=4, cost=cost).build(observers=[metrics, watch])
     if said.settings.get("sticks"):
         engine.executor = Sticking(engine.executor)
     watch.listen(engine)
     link.sendall(frame(Ready(engine.about)))
-    EngineLoop(engine, link, lambda: metrics.snapshot(engine), watch).run()
+    window = Telling() if said.settings.get("window") else None
+    EngineLoop(engine, link, lambda: metrics.snapshot(engine), watch, window=window).run()
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class Killable:
             self.process = subprocess.Popen([*argv, *more], stdout=out, stderr=out, start_new_session=True)
         self.port = self._wait()
 
-    def _wait(self, seconds: float = 60.0) -> int:
+    def _wait(self, seconds: float = 600.0) -> int:
         deadline = time.monotonic() + seconds
         while (said := _READY.search(self.log.read_text())) is None:
             assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
@@ -53,7 +53,7 @@ class Killable:
 
     def end(self, number: int = signal.SIGKILL) -> int:
         self.process.send_signal(number)
-        return self.process.wait(30)
+        return self.process.wait(300)
 
 
 class Told:

@@ -151,9 +151,11 @@ AXES = {
 COMBOS = [dict(zip(AXES, v, strict=True)) for v in itertools.product(*AXES.values())]
 
 
-@pytest.mark.parametrize("share", range(8))
+@pytest.mark.parametrize(
+    "share", [5, 7, *(pytest.param(share, marks=pytest.mark.nightly) for share in (0, 1, 2, 3, 4, 6))]
+)
 def test_every_combination_gives_the_dense_loops_tokens(share: int) -> None:
-    """26 combinations a share, 208 in all."""
+    """26 combinations a share, 208 in all; the two in CI have every pair of values in them."""
     for combo in random.Random(share).sample(COMBOS, 26):
         settings = dict(combo)
         tight = int(str(settings.pop("tight")))
@@ -161,6 +163,32 @@ def test_every_combination_gives_the_dense_loops_tokens(share: int) -> None:
         rng = random.Random(str(combo))
         assert house.answer(REQUESTS, late=lambda rng=rng: rng.randrange(3)) == WANT, combo  # type: ignore[misc]
         assert house.scheduler.kv.pool.free == house.scheduler.kv.pool.pages
+
+
+class Swinging(Fixed):
+    """Another depth for each token, and not one for all rows of a step."""
+
+    def depth(self, seq: Any) -> int:
+        return (len(seq.tokens) + seq.order) % (self.most + 1)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("policy", [Fixed, Unforeseen, Swinging])
+def test_the_device_hears_of_every_change_of_how_many_drafts_are_wanted(depth: int, policy: type[Fixed]) -> None:
+    """Answers do not tell: they are the same whatever was drafted."""
+    house = House(depth=depth, drafts="ngram", policy=policy)
+    runner, asked, heard = house.executor.runner, list[list[int]](), list[list[int]]()
+    launch = runner._launch
+
+    def launched(step: Any) -> None:
+        launch(step)
+        if any(step.plan.drafts):
+            asked.append([d for span, d in zip(step.plan.spans, step.plan.drafts, strict=True) if span.rows])
+            heard.append(runner.arena.wanted[: len(asked[-1])].tolist())
+
+    runner._launch = launched  # type: ignore[method-assign]
+    house.answer([Request(id=str(i), prompt=(3, 1, i), max_new=30) for i in range(4)])
+    assert heard == asked and len({*map(tuple, asked)}) > (0 if policy is Fixed else 3)
 
 
 def test_a_row_with_nan_logits_fails_alone() -> None:

@@ -40,6 +40,9 @@ class Alternate:
         said = [*output, *drafts]
         return [alternate(said[: len(output) + i]) for i in range(len(drafts) + 1)]
 
+    def why(self) -> str:
+        return ""
+
 
 SAMPLING = (
     GREEDY,

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import tokenizers
 
+from quire.core.plan import STUCK
+from quire.core.sequence import Sequence
 from quire.errors import InvalidRequest
 from quire.grammar.llguidance import Compiler
 from quire.text.tokenizer import Tokenizer
-from quire.values import StructuredOutputs
+from quire.values import Request, SamplingParams, StructuredOutputs
 from tests.grammar.little import END, allowed, compiler, spell, tokenizer
 from tests.text.vocabulary import byte_level, sentencepiece, wordpiece
 
@@ -132,3 +134,46 @@ def test_tokenizers_of_every_kind_are_spelled_to_the_byte(core: tokenizers.Token
 def test_a_tokenizer_that_cannot_be_used_is_named_as_the_reason(own: Tokenizer, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         Compiler(lambda: own)(StructuredOutputs(regex="a"))
+
+
+def test_a_choice_may_have_as_many_texts_as_there_is_room_for() -> None:
+    """One of them the beginning of others."""
+    texts = [f"c{i}" for i in range(9000)]
+    matcher = compiler()(StructuredOutputs(choice=tuple(texts))).constraint()
+    for text in ("c0", "c7", "c4321", "c8999"):
+        tokens = spell(text)
+        assert all(tokens[i] in allowed(matcher.masks(tokens[:i], ())[0]) for i in range(len(tokens)))
+        assert END in allowed(matcher.masks(tokens, ())[0])
+    assert END not in allowed(matcher.masks(spell("c"), ())[0])
+    assert spell("c9")[-1] in allowed(matcher.masks(spell("c"), ())[0])
+    assert not set(spell("0")) & allowed(matcher.masks(spell("c8999"), ())[0])
+    assert matcher.why() == ""
+
+
+def alternatives(count: int) -> dict[str, Any]:
+    alone: dict[str, Any] = {"type": "object", "additionalProperties": False}
+    return {"anyOf": [{**alone, "properties": {f"k{i}": {"const": i}}, "required": [f"k{i}"]} for i in range(count)]}
+
+
+def test_more_alternatives_than_can_be_followed_are_refused_as_that() -> None:
+    compiler()(StructuredOutputs(json=alternatives(900)))
+    with pytest.raises(InvalidRequest) as caught:
+        compiler()(StructuredOutputs(json=alternatives(1200), param="response_format"))
+    why = "response_format: the JSON schema cannot be used: it has 1200 ways to go on in one place, and at most 1000 "
+    assert str(caught.value).startswith(why) and caught.value.param == "response_format"
+
+
+def test_a_grammar_that_ends_in_the_middle_of_an_answer_says_why() -> None:
+    """Too wide where no compiler looks: the answer ends with that, not with what other fields could have excluded."""
+    late = {"type": "object", "properties": {"a": {"const": "a" * 30}, "b": alternatives(1200)}, "required": ["a", "b"]}
+    structure = StructuredOutputs(json=late, param="response_format")
+    matcher = compiler()(structure).constraint()
+    begun, told = spell('{"a": "' + "a" * 30), spell('{"a": "' + "a" * 30 + '", "b": {')
+    assert allowed(matcher.masks(begun, ())[0]) and matcher.why() == ""
+    assert not allowed(matcher.masks(told, ())[0])
+    request = Request(id="r", prompt=(1,), max_new=9, sampling=SamplingParams(structured_outputs=structure))
+    failed = Sequence(request, 0, [1], 10, matcher).failed(STUCK)
+    assert (failed.status, failed.param) == (400, "response_format")
+    assert "it has 1201 ways to go on in one place" in str(failed.error) and "bad_words" not in str(failed.error)
+    plain = Sequence(request, 0, [1], 10, compiler()(StructuredOutputs(regex="a")).constraint())
+    assert plain.failed(STUCK).error == STUCK

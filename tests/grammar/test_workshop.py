@@ -33,6 +33,9 @@ class Named:
     def masks(self, output: object, drafts: object) -> list[Mask]:
         return []
 
+    def why(self) -> str:
+        return ""
+
 
 class Bench:
     """A compiler that counts, waits when told to, and refuses what says so."""
@@ -48,7 +51,7 @@ class Bench:
     def __call__(self, structure: StructuredOutputs) -> Made:
         source = structure.regex or ""
         if source in self.gates:
-            assert self.gates[source].wait(20)
+            assert self.gates[source].wait(200)
         self.done.append(source)
         if source.startswith("bad"):
             raise InvalidRequest(f"{structure.param}: {source} is bad", param=structure.param)

@@ -251,7 +251,7 @@ def test_broken_and_hostile_input_is_one_clear_line_and_exit_code_2_and_nothing_
     spoil(tmp_path, how)
     monkeypatch.chdir(tmp_path)
     command = [sys.executable, "-m", "quire", "serve", str(tmp_path), "--port", "0"]
-    served = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    served = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     inspected = run("inspect", tmp_path)
     for code, said in (served.returncode, served.stderr), (inspected.exit_code, inspected.stderr):
         assert code == 2, said

@@ -65,6 +65,7 @@ async def relaying(
     *stubs: Stub,
     key: str | None = None,
     api_keys: tuple[str, ...] = (),
+    admin_keys: tuple[str, ...] = (),
     limits: Limits | None = None,
     root_path: str = "",
     rates: Rates | None = None,
@@ -75,7 +76,7 @@ async def relaying(
     app = create_relay_app(
         backend,
         limits=limits or Limits(),
-        keys=Keys(api_keys),
+        keys=Keys(api_keys, admin_keys),
         rates=rates or Rates(),
         version="test",
         view=Audience(lanes),
@@ -86,12 +87,12 @@ async def relaying(
         serve(app, backend, sock, log_level="error", root_path=root_path, on_ready=lambda told: up.set())
     )
     waiting = asyncio.ensure_future(up.wait())
-    await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED, timeout=10)
+    await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED, timeout=100)
     waiting.cancel()
     if task.done():
         task.result()
     try:
-        async with httpx.AsyncClient(base_url=where, trust_env=False, timeout=10) as client:
+        async with httpx.AsyncClient(base_url=where, trust_env=False, timeout=100) as client:
             yield Relayed(backend, lanes, client)
     finally:
         task.cancel()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -12,10 +14,11 @@ import pytest
 from quire.server.app import create_app
 from quire.server.desk import BatchDesk
 from quire.server.doors import answerer
-from quire.server.limits import OPEN, Keys, Limits
+from quire.server.limits import BATCHES, OPEN, Keys, Limits
 from quire.server.openapi import document
 from quire.server.rates import Rates
-from tests.server.doubles import check_error, served, status
+from tests.backends.ports import FakePort
+from tests.server.doubles import Served, answers, check_error, says, served, status
 
 pytestmark = pytest.mark.anyio
 
@@ -100,6 +103,118 @@ async def test_a_refused_request_costs_no_tokens() -> None:
         for _ in range(5):
             check_error(await server.post("/v1/completions", prompt="the " * 25, max_tokens=2000), 400)
         await server.complete()
+
+
+async def hung_up(server: Served, tokens: str = "", **body: Any) -> None:
+    """Ask for an answer, and leave before any of it could be read; `tokens` are generated before that."""
+    before = len(server.port.submitted)
+    asked = asyncio.ensure_future(server.post("/v1/completions", prompt="the " * 10, **body))
+    async with asyncio.timeout(60):
+        while len(server.port.submitted) == before:
+            await asyncio.sleep(0)
+    if tokens:
+        server.port.say(server.port.submitted[-1], *says(tokens)[:-1])
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_is_charged_when_it_is_admitted_whoever_hangs_up_before_the_first_token(stream: bool) -> None:
+    async with served(None, rates=Rates(tokens=15, clock=Clock())) as server:
+        for _ in range(2):
+            await hung_up(server, stream=stream)
+        assert sum(len(request.prompt) for request in server.port.submitted) > 15
+        async with asyncio.timeout(60):
+            refused = await server.post("/v1/completions", prompt="the", stream=stream)
+        check_error(refused, 429, words="15 tokens a minute")
+        assert len(server.port.submitted) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_that_were_generated_are_charged_though_no_text_of_them_was_sent(stream: bool) -> None:
+    async with served(None, rates=Rates(tokens=60, clock=Clock())) as server:
+        await hung_up(server, "dog " * 60, stream=stream, max_tokens=100, stop=["dog " * 100])
+        async with asyncio.timeout(60):
+            refused = await server.post("/v1/completions", prompt="the", stream=stream)
+        check_error(refused, 429, words="tokens a minute")
+
+
+async def test_every_prompt_of_a_request_is_charged_and_none_of_a_refused_one() -> None:
+    async with served(None, rates=Rates(tokens=60, clock=Clock())) as server:
+        check_error(await server.post("/v1/completions", prompt=["the " * 10, "the " * 3000]), 400)
+        before = len(server.port.submitted)
+        asked = asyncio.ensure_future(server.post("/v1/completions", prompt=["the " * 20] * 4))
+        async with asyncio.timeout(60):
+            while len(server.port.submitted) < before + 4:
+                await asyncio.sleep(0)
+            refused = await server.post("/v1/completions", prompt="the")
+        check_error(refused, 429, words="tokens a minute")
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+
+
+async def salts(server: Any, *keys: str, **body: Any) -> list[str]:
+    """The salt with which the engine looks for a cached prefix, for a request of each key."""
+    for key in keys:
+        response = await server.client.post("/v1/completions", json={"prompt": "the", **body}, headers=bearer(key))
+        assert response.status_code == 200, response.text
+    return [request.salt for request in server.port.submitted[-len(keys) :]]
+
+
+async def test_where_there_are_several_keys_each_has_cached_prefixes_of_its_own() -> None:
+    async with served(api_keys=("a", "b"), admin_keys=("boss",)) as server:
+        first, second, third, again = await salts(server, "a", "b", "boss", "a")
+        assert len({first, second, third}) == 3 and again == first and all((first, second, third))
+        salted = await salts(server, "a", "b", "boss", "a", cache_salt="s")
+        assert len({first, second, third, *salted}) == 6 and salted[3] == salted[0]
+        guessed = {salt for tenant in "012" for salt in await salts(server, "a", cache_salt=tenant)}
+        assert not guessed & {second, third}, "no salt of one key's choosing is another key's"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}),
+        ("/v1/generate", {"prompt": "hi"}),
+        ("/v1/completions", {"prompt": ["hi", "you"], "n": 2}),
+        ("/v1/embeddings", {"input": "hi"}),
+    ],
+)
+async def test_every_route_that_asks_the_engine_keeps_the_prefixes_of_keys_apart(
+    path: str, body: dict[str, Any]
+) -> None:
+    port = FakePort(answers)
+    port.about = replace(port.about, pools=True)
+    async with served(api_keys=("a", "b"), port=port) as server:
+        seen = []
+        for key in ("a", "b"):
+            known = len(server.port.submitted)
+            await server.client.post(path, json=body, headers=bearer(key))
+            seen.append({request.salt for request in server.port.submitted[known:]})
+        assert [len(one) for one in seen] == [1, 1] and seen[0] != seen[1] and "" not in seen[0] | seen[1]
+
+
+@pytest.mark.parametrize(("api_keys", "admin_keys"), [((), ()), (("a",), ()), (("a", "a"), ()), ((), ("boss",))])
+async def test_with_one_key_or_none_all_requests_share_cached_prefixes(
+    api_keys: tuple[str, ...], admin_keys: tuple[str, ...]
+) -> None:
+    async with served(api_keys=api_keys, admin_keys=admin_keys) as server:
+        assert await salts(server, "a", *(admin_keys or ("a",))) == ["", ""]
+        one, other = await salts(server, "a", "a", cache_salt="s")
+        assert one == other != ""
+
+
+async def test_lines_of_batches_share_prefixes_among_themselves_and_with_no_key() -> None:
+    async with served(api_keys=("a", "b")) as server:
+        seen = set(await salts(server, "a", "b"))
+        for tenant in ("-2", ""):
+            answer = answerer(server.backend, Limits(), "test", tenant)
+            await answer("/v1/completions", b'{"prompt": "the"}')
+        batch, shared = (request.salt for request in server.port.submitted[-2:])
+        assert batch and batch not in seen and shared == ""
+        assert Keys(("a", "b")).tenant(BATCHES) == "-2" and Keys(("a",)).tenant(BATCHES) == ""
 
 
 @pytest.mark.parametrize("path", ADMINS)

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.errors import QuireError
 from quire.server.app import create_app
-from tests.server.doubles import ANSWER, TOKENIZER, check_error, served, status
+from tests.server.doubles import ANSWER, HI, TOKENIZER, check_error, served, status
 
 pytestmark = pytest.mark.anyio
 
@@ -92,6 +92,18 @@ async def test_the_load_counts_prompts_being_answered_as_routers_of_vllm_read_it
         server.port.stepping.set()
         assert (await asked).status_code == 200
         assert (await server.client.get("/load")).json() == {"server_load": 0}
+
+
+@pytest.mark.parametrize(("older", "newer"), [(5, 6), (6, 5), (999, 6), (6, 6)])
+async def test_of_max_tokens_and_max_completion_tokens_the_newer_name_wins(older: int, newer: int) -> None:
+    async with served() as server:
+        both = {"max_tokens": older, "max_completion_tokens": newer, "return_sampling_params": True}
+        chat = await server.chat(**both)
+        assert server.port.submitted[-1].max_new == newer
+        assert chat["sampling_params"]["max_tokens"] == {"value": newer, "source": "request"}
+        chunks = await server.stream("/v1/chat/completions", messages=HI, **both)
+        assert server.port.submitted[-1].max_new == newer
+        assert chunks[-1]["sampling_params"]["max_tokens"]["value"] == newer
 
 
 async def test_the_prefix_cache_is_emptied_with_vllms_words_and_nobody_is_told_more_than_happens() -> None:

@@ -97,6 +97,8 @@ COMPLETION: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [[1], [True]]}, "prompt", "prompt[1]: token ids must all be integers"),
     ({"prompt": [1.5]}, "prompt", "prompt[0]: expected text or token ids, not 1.5"),
     ({"prompt": [[[1]]]}, "prompt", "integers"),
+    ({"prompt": [[1, 2], "a"]}, "prompt", "prompt[1] is text, and prompt[0] is token ids"),
+    ({"prompt": ["a", "b", [1]]}, "prompt", "prompt[2] is token ids, and prompt[0] is text"),
     ({"prompt": [1, 512]}, "prompt", "512 is not in the vocabulary"),
     ({"prompt": [-1]}, "prompt", "vocabulary"),
     ({"prompt": [1 << 80]}, "prompt", "vocabulary"),
@@ -137,7 +139,6 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
     ({"logprobs": 3}, "logprobs", "expected bool"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
-    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "differ"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be between 1"),
     ({"max_completion_tokens": 999}, "max_completion_tokens", "max_completion_tokens is 999"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
@@ -366,3 +367,10 @@ async def test_priorities_are_refused_where_nobody_minds_them() -> None:
 async def test_the_tokenizer_routes_are_as_strict(path: str, body: dict[str, Any], param: str) -> None:
     async with served() as server:
         check_error(await server.post(path, **body), 404 if param == "model" else 400, param)
+
+
+@pytest.mark.parametrize(("prompts", "first"), [([[1, 2], "a"], "token ids"), (["a", [1, 2]], "text")])
+async def test_a_list_of_prompts_as_text_and_as_token_ids_is_refused_by_name(prompts: list[Any], first: str) -> None:
+    async with served() as server:
+        check_error(await server.post(COMPLETIONS, prompt=prompts), 400, "prompt", f"prompt[0] is {first}: send all")
+        assert not server.port.submitted

@@ -60,7 +60,7 @@ class Office:
         return dict((await self.client.get(f"/v1/batches/{id}")).json())
 
     async def until(self, id: str, *states: str) -> dict[str, Any]:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(200):
             while (batch := await self.about(id))["status"] not in states:
                 await asyncio.sleep(0.01)
         return batch
@@ -182,7 +182,7 @@ async def test_a_cancelled_batch_keeps_what_was_answered(tmp_path: Path) -> None
 
     async with office(tmp_path, wrap=slow, width=1) as here:
         batch = await here.begin(*(line(f"q{i}") for i in range(9)))
-        await asyncio.wait_for(asked.wait(), 10)
+        await asyncio.wait_for(asked.wait(), 100)
         busy = await here.client.delete(f"/v1/files/{batch['input_file_id']}")
         check_error(busy, 400, words=batch["id"])
         assert (await here.client.post(f"/v1/batches/{batch['id']}/cancel")).json()["status"] == "cancelling"
@@ -207,21 +207,22 @@ async def test_a_batch_goes_on_where_the_last_server_stopped(tmp_path: Path) -> 
 
     async with office(tmp_path, wrap=until_four, width=1) as here:
         batch = await here.begin(*(line(f"q{i}") for i in range(8)))
-        await asyncio.wait_for(stopped.wait(), 10)
+        await asyncio.wait_for(stopped.wait(), 100)
     journal = tmp_path / "batches" / f"{batch['id']}.output"
     whole = journal.read_bytes()
     journal.write_bytes(whole[:-40])
-    (tmp_path / "batches" / "batch_half.new").write_bytes(b"{")
-    (tmp_path / "files" / "file-half.data").write_bytes(b"{")
+    half = "dead" * 6
+    (tmp_path / "batches" / f"batch_{half}.new").write_bytes(b"{")
+    (tmp_path / "files" / f"file-{half}.data").write_bytes(b"{")
     async with office(tmp_path) as here:
         batch = await here.until(batch["id"], "completed")
         made = await here.lines(batch["output_file_id"])
         assert sorted(one["custom_id"] for one in made) == [f"q{i}" for i in range(8)]
         assert len(here.server.port.submitted) == 5
-    assert not list(tmp_path.rglob("*half*"))
+    assert not list(tmp_path.rglob(f"*{half}*"))
 
 
-@pytest.mark.parametrize("when", ["put", "replace", "turn"])
+@pytest.mark.parametrize("when", ["put", "replace", "second put", "second replace", "turn"])
 async def test_killed_while_it_finishes_a_batch_has_its_files_once(
     tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,19 +235,34 @@ async def test_killed_while_it_finishes_a_batch_has_its_files_once(
         def killed(*args: Any, **rest: Any) -> None:
             raise Killed
 
+        def then(inner: Callable[..., Any], only: Callable[..., bool], first: int) -> Callable[..., Any]:
+            """`inner`, but its call number `first` of those that count is where the server is killed."""
+            seen = 0
+
+            def call(*args: Any) -> Any:
+                nonlocal seen
+                seen += only(*args)
+                return killed() if only(*args) and seen == first else inner(*args)
+
+            return call
+
         batch = await here.begin(line("a"), line("b", n=0))
         await here.desk.stop()
         document = batches.store.get(batch["id"])
         batches.note(document, "a", 200, {}, "req")
         batches.note(document, "b", 400, {}, "req")
-        if when == "put":
-            monkeypatch.setattr(batches.files, "put", killed)
-        elif when == "replace":
-            monkeypatch.setattr(batches.files, "data", killed)
+        first = 2 if when.startswith("second") else 1
+        if when.endswith("put"):
+            monkeypatch.setattr(batches.files, "put", then(batches.files.put, lambda document: True, first))
+        elif when.endswith("replace"):  # the file's document is there, its data not yet
+            moved = then(Path.replace, lambda path, target: path.suffix in (".output", ".errors"), first)
+            monkeypatch.setattr(Path, "replace", lambda path, target: moved(path, target))
         else:
             turn = batches.turn
             monkeypatch.setattr(
-                batches, "turn", lambda b, status: turn(b, status) if status == "finalizing" else killed()
+                batches,
+                "turn",
+                lambda b, status, **rest: turn(b, status, **rest) if status == "finalizing" else killed(),
             )
         with pytest.raises(Killed):
             batches.finish(document, "completed")
@@ -256,7 +272,12 @@ async def test_killed_while_it_finishes_a_batch_has_its_files_once(
         assert [one["custom_id"] for one in await here.lines(batch["output_file_id"])] == ["a"]
         assert [one["custom_id"] for one in await here.lines(batch["error_file_id"])] == ["b"]
         assert here.server.port.submitted == []
-        assert len((await here.client.get("/v1/files")).json()["data"]) == 3
+        files = (await here.client.get("/v1/files")).json()["data"]
+        assert len(files) == 3 == len(list((tmp_path / "files").glob("*.data")))
+        for one in files:
+            content = (await here.client.get(f"/v1/files/{one['id']}/content")).content
+            assert len(content) == one["bytes"] > 0
+    assert not list((tmp_path / "batches").glob("*.output")) and not list((tmp_path / "batches").glob("*.errors"))
 
 
 async def test_lines_left_when_the_window_closes_are_told_as_expired(tmp_path: Path) -> None:
@@ -268,6 +289,26 @@ async def test_lines_left_when_the_window_closes_are_told_as_expired(tmp_path: P
         batch = await here.until(batch["id"], "expired")
         missed = await here.lines(batch["error_file_id"])
         assert {one["custom_id"]: one["error"]["code"] for one in missed} == dict.fromkeys("ab", "batch_expired")
+
+
+async def test_a_batch_whose_every_line_is_answered_is_complete_even_when_the_window_has_closed(tmp_path: Path) -> None:
+    async with office(tmp_path) as here:
+        await here.desk.stop()
+        batch = await here.begin(line("a"), line("b", n=0))
+        batches = here.desk._batches
+        document = batches.store.get(batch["id"])
+        batches.check(document)
+        batches.turn(document, "in_progress")
+        batches.note(document, "a", 200, {}, "req")
+        batches.note(document, "b", 400, {}, "req")
+        batches.store.put({**document, "expires_at": 1})
+    async with office(tmp_path) as here:
+        batch = await here.until(batch["id"], "completed", "expired")
+        assert batch["status"] == "completed" and batch["expired_at"] is None
+        assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+        assert [one["custom_id"] for one in await here.lines(batch["output_file_id"])] == ["a"]
+        assert [one["custom_id"] for one in await here.lines(batch["error_file_id"])] == ["b"]
+        assert here.server.port.submitted == []
 
 
 async def test_a_line_that_breaks_something_costs_only_itself(tmp_path: Path) -> None:
@@ -343,10 +384,10 @@ async def test_while_the_disk_is_full_batches_wait_and_then_answer_every_line_on
             raise Unkept("full")
         add(self, id, suffix, line)
 
-    def replaced(self: Store, document: dict[str, Any]) -> None:
-        if document.get("status") in ("in_progress", "finalizing", "completed") and next(full, False):
+    def replaced(self: Store, document: dict[str, Any], **changes: Any) -> None:
+        if changes.get("status") in ("in_progress", "finalizing", "completed") and next(full, False):
             raise Unkept("full")
-        put(self, document)
+        put(self, document, **changes)
 
     monkeypatch.setattr(Store, "add", added)
     monkeypatch.setattr(Store, "put", replaced)

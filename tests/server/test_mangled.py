@@ -20,7 +20,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{
 TEXT = {"type": "text", "text": "t", "cache_control": {"type": "ephemeral"}}
 
 REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("/v1/completions", {"prompt": [[1, 2], "x"], "stop": ["q"], "logit_bias": {"3": 1.0}, "stop_token_ids": [1]}),
+    ("/v1/completions", {"prompt": [[1, 2], [3]], "stop": ["q"], "logit_bias": {"3": 1.0}, "stop_token_ids": [1]}),
     (
         "/v1/chat/completions",
         {

@@ -39,8 +39,19 @@ async def test_every_field_of_the_table_is_in_every_request() -> None:
             assert schema["properties"][name]["enum"] == [None, *REFUSED[name].harmless]
 
 
-async def test_health_says_that_it_needs_no_key_to_nobody_in_particular() -> None:
+async def test_what_needs_no_key_says_so_and_everything_else_needs_one() -> None:
+    """The document and the server, asked without a key, agree about every path."""
     document, _ = await paths()
-    for path, methods in document["paths"].items():
-        for told in methods.values():
-            assert "200" in told["responses"] and told["summary"], path
+    open_to_all = set()
+    async with served(api_keys=("secret",), admin_keys=("boss",)) as server:
+        for path, methods in document["paths"].items():
+            for method, told in methods.items():
+                assert "200" in told["responses"] and told["summary"], path
+                answer = await server.client.request(method, path.replace("{id}", "x"))
+                assert (answer.status_code == 401) == ("401" in told["responses"]), path
+                assert (answer.status_code != 401) == (told.get("security") == []), path
+                if answer.status_code != 401:
+                    assert answer.status_code == 200
+                    open_to_all.add(path)
+    assert open_to_all == {"/health", "/health/live", "/health/ready"}
+    assert document["security"] == [{}, {"key": []}]

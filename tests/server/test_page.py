@@ -56,7 +56,7 @@ async def listen(app: Any, headers: dict[str, str], wanted: int) -> tuple[int, b
 
     pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": "GET", "path": "/ui/events", "query_string": b"", "headers": pairs}
-    await asyncio.wait_for(app({**scope, "http_version": "1.1", "root_path": ""}, receive, send), 5)
+    await asyncio.wait_for(app({**scope, "http_version": "1.1", "root_path": ""}, receive, send), 100)
     return status, said
 
 

@@ -100,6 +100,29 @@ async def test_what_a_fresh_connection_took_is_not_asked_twice() -> None:
         assert [asked.json["prompt"] for asked in server.asked if asked.body] == ["mute"]
 
 
+async def test_a_request_that_an_upstream_read_in_full_is_sent_once() -> None:
+    async with stub() as server, relaying(server) as relay:
+        assert (await relay.complete("fine")).content == WHOLE
+        broken = await relay.complete("mute")
+        assert broken.status_code == 503 and broken.json()["error"]["code"] == "upstream_died"
+        asked = [one for one in server.asked if one.body]
+        assert [one.json["prompt"] for one in asked] == ["fine", "mute"]
+        assert asked[0].connection == asked[1].connection, "it was sent on the kept connection"
+
+
+async def test_a_request_that_kills_an_upstream_is_not_sent_to_the_next() -> None:
+    async with stub() as one, stub() as two, relaying(one, two) as relay:
+        for _ in range(4):
+            assert (await relay.complete("fine")).content == WHOLE
+        assert all(any(asked.body for asked in server.asked) for server in (one, two)), "both have kept connections"
+        broken = await relay.complete("poison")
+        assert broken.status_code == 503 and broken.json()["error"]["code"] == "upstream_died"
+        assert broken.headers["x-should-retry"] == "false", "nor by the client itself"
+        asked = [each.json["prompt"] for server in (one, two) for each in server.asked if each.body]
+        assert asked.count("poison") == 1
+        assert [(await relay.complete("fine")).status_code for _ in range(4)] == [200] * 4, "the other one answers"
+
+
 async def test_a_kept_connection_that_was_closed_meanwhile_costs_nothing() -> None:
     async with stub() as server, relaying(server) as relay:
         for _ in range(3):
@@ -206,6 +229,74 @@ async def test_without_keys_here_the_clients_own_goes_on() -> None:
         assert server.asked[-1].headers["authorization"] == "Bearer mine" and "cookie" not in server.asked[-1].headers
 
 
+async def raw(relay: Any, *fields: str) -> str:
+    """POST /v1/completions with these header fields, letter by letter; the status line."""
+    body = '{"prompt": "fine"}'
+    reader, writer = await asyncio.open_connection("127.0.0.1", relay.client.base_url.port)
+    lines = ["POST /v1/completions HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json", *fields]
+    writer.write("\r\n".join([*lines, f"Content-Length: {len(body)}", "", body]).encode())
+    status = (await reader.readline()).decode().strip()
+    writer.close()
+    return status
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "Authorization: Bearer boss=",
+        "AUTHORIZATION: bearer boss=",
+        "authorization: Bearer   boss=",
+        "Authorization: boss=",
+        "Authorization: Token token=boss=, x=1",
+        'Authorization: Digest key="boss="',
+        "X-Api-Key: boss=",
+        "x-API-key: boss=",
+        "Api-Key: boss=",
+        "X-Auth-Token: boss=",
+        "Proxy-Authorization: Bearer boss=",
+        "Cookie: key=boss=",
+        "Authorization: Bearer mine\r\nAuthorization: Bearer boss=",
+    ],
+)
+@pytest.mark.parametrize("api_keys", [(), ("mine",)])
+async def test_an_admin_key_goes_no_further_in_whatever_field_it_is_sent(field: str, api_keys: tuple[str, ...]) -> None:
+    async with stub() as server, relaying(server, api_keys=api_keys, admin_keys=("boss=",)) as relay:
+        known = len(server.asked)
+        await raw(relay, field, "X-Mine: kept")
+        assert len(server.asked) == known + 1 or api_keys, "without keys for clients everything is passed on"
+        assert not any("boss" in asked.head for asked in server.asked)
+
+
+async def test_a_clients_own_key_goes_on_beside_an_admin_key() -> None:
+    async with stub() as server, relaying(server, admin_keys=("boss",)) as relay:
+        assert (await raw(relay, "Authorization: Bearer mine", "X-Api-Key: own")).endswith("200 OK")
+        head = server.asked[-1].head
+        assert "authorization: Bearer mine\r\n" in head and "x-api-key: own\r\n" in head
+
+
+async def test_a_clients_key_never_reaches_an_upstream_that_has_a_key() -> None:
+    """Looks at the head as it came: of two fields of one name, a table shows only the last."""
+    async with stub(key="theirs") as server, relaying(server, key="theirs") as relay:
+        for fields in (["Authorization: Bearer mine"], ["X-Api-Key: mine"], ["AUTHORIZATION: mine", "x-api-key: mine"]):
+            assert (await raw(relay, *fields)).endswith("200 OK")
+            head = server.asked[-1].head.lower()
+            assert "mine" not in head and "x-api-key" not in head
+            assert head.count("authorization:") == 1 and "authorization: bearer theirs\r\n" in head
+
+
+async def test_what_a_connection_header_names_ends_here() -> None:
+    async with stub() as server, relaying(server) as relay:
+        await raw(relay, "Connection: close, X-Hop", "X-Hop: here", "X-End: there", "Proxy-Authorization: Basic eDp5")
+        head = server.asked[-1].head
+        assert "x-end: there" in head and "hop" not in head.lower() and "proxy" not in head
+
+
+async def test_which_pages_may_read_answers_is_not_for_an_upstream_to_say() -> None:
+    async with stub() as server, relaying(server) as relay:
+        answer = await relay.complete("fine")
+        assert answer.headers["x-kept"] == "yes" and "access-control-allow-origin" not in answer.headers
+
+
 async def test_limits_are_kept_in_front() -> None:
     async with stub() as server, relaying(server, limits=Limits(max_body_bytes=2000), most=1) as relay:
         known = len(server.asked)
@@ -217,6 +308,7 @@ async def test_limits_are_kept_in_front() -> None:
             await asyncio.sleep(0.01)
         full = await relay.complete("fine")
         assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1
+        assert (await relay.client.post("/v1/completions", content=b"{}")).status_code == 429, "before it is read"
         server.hold.set()
         assert (await held).text == STREAM
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.backends.base import Call
+from quire.backends.base import Call, Delta
 from quire.backends.live import Live
+from quire.errors import QuireError, Unavailable
 from quire.server.calls import Job
 from quire.server.limits import Limits
-from quire.server.stream import EventStream
+from quire.server.stream import EventStream, together
 from quire.values import Tokens
 from tests.server.doubles import ANSWER, HI, TOKENIZER, Served, events, says, served
 
@@ -128,6 +130,18 @@ async def test_chat_logprobs_stream_token_by_token() -> None:
     assert told == whole["choices"][0]["logprobs"]["content"]
 
 
+async def test_completion_logprobs_stream_only_where_they_are_asked_for() -> None:
+    async with served() as server:
+        whole = (await server.complete(logprobs=1))["choices"][0]["logprobs"]
+        said = await server.stream("/v1/completions", prompt="the", max_tokens=64, logprobs=1)
+        plain = await server.stream("/v1/completions", prompt="the", max_tokens=64)
+    told = [one for e in said for c in e["choices"] if (one := c["logprobs"])]
+    assert whole["tokens"] and told
+    for field in whole:
+        assert [x for one in told for x in one[field]] == whole[field], field
+    assert all(c["logprobs"] is None for e in plain for c in e["choices"])
+
+
 async def test_token_ids_stream_too() -> None:
     async with served() as server:
         said = await server.stream("/v1/completions", prompt="the", max_tokens=64, return_token_ids=True)
@@ -167,6 +181,56 @@ async def test_an_engine_that_dies_ends_a_stream_with_an_error() -> None:
     assert set(said[-1]) == {"error"}
     assert said[-1]["error"]["type"] == "service_unavailable_error"
     assert "signal 9" in said[-1]["error"]["message"]
+
+
+class Part:
+    """The answer to one prompt: what each call of `take` brings, or raises."""
+
+    def __init__(self, *takes: list[Delta] | QuireError | None) -> None:
+        self.takes, self.closed = list(takes), False
+
+    def listen(self, news: Callable[[], None]) -> None:
+        """Nothing is new: everything is there."""
+
+    def take(self) -> list[Delta] | None:
+        found = self.takes[0] if len(self.takes) == 1 else self.takes.pop(0)
+        if isinstance(found, QuireError):
+            raise found
+        return found
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Answering:
+    def __init__(self, parts: list[Part]) -> None:
+        self.left = iter(parts)
+
+    def admit(self, more: int, coming: int = 0) -> None:
+        """There is always room."""
+
+    def answer(self, call: Any) -> Part:
+        return next(self.left)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0), (0, 2, 1)])
+def test_what_is_ready_of_one_prompt_is_told_before_another_fails(order: tuple[int, ...]) -> None:
+    """Unless the failure is met first: then nothing has been taken yet from those behind it."""
+    fails = Part(Unavailable("it is gone"))
+    parts = [Part([Delta(0, "a")], [Delta(0, "b")], None), fails, Part([Delta(0, "c")], None)]
+    placed = [parts[i] for i in order]
+    before = order[: order.index(1)]
+    both = together(Answering(placed), [cast(Any, None)] * 3, 1)  # type: ignore[arg-type]
+    if before:
+        told = both.take()
+        want = [("a" if i == 0 else "c", order.index(i)) for i in before]
+        assert [(delta.text, delta.index) for delta in told or ()] == want
+        if 0 in before:
+            assert [delta.text for delta in both.take() or ()] == ["b"]
+    with pytest.raises(Unavailable, match="gone"):
+        both.take()
+    both.close()
+    assert all(part.closed for part in parts)
 
 
 async def test_an_engine_that_dies_before_the_first_token_is_unavailable() -> None:
@@ -276,7 +340,7 @@ async def test_a_client_that_leaves_frees_its_pages(stream: bool) -> None:
         server.port.say(server.port.submitted[0], *TOKENIZER.encode("the"))
         await asyncio.sleep(0)
         raw.left.set()
-        await asyncio.wait_for(raw.ended, 1)
+        await asyncio.wait_for(raw.ended, 100)
         assert sorted(server.port.aborted) == sorted(request.id for request in server.port.submitted)
         assert len(server.port.aborted) == 4
 

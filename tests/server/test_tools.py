@@ -285,3 +285,46 @@ async def test_the_timeout_header_counts_where_the_field_is_not_sent() -> None:
             "/v1/completions", json={"prompt": "a"}, headers={"X-Request-Timeout": "nan"}
         )
         check_error(response, 400, "x-request-timeout", "above 0")
+
+
+ENDPOINTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": HI, "tools": TOOLS}),
+    ("/v1/responses", {"input": "hi", "tools": [{"type": "function", **tool["function"]} for tool in TOOLS]}),
+    (
+        "/v1/messages",
+        {"messages": HI, "tools": [{"name": "weather", "input_schema": SCHEMA}], "max_tokens": 60},
+    ),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("arguments", ["[1]", "7", "true", '"null"'])
+async def test_arguments_of_another_kind_that_a_model_writes_are_no_500(arguments: str, stream: bool) -> None:
+    text = f'{{"name": "weather", "arguments": {arguments}}}'
+    async with served(speaking(text), template=KNOWS, room=1024, about={"tool_parser": "llama3_json"}) as server:
+        for path, body in ENDPOINTS:
+            response = await server.post(path, **body, stream=stream)
+            assert response.status_code == 200, response.text
+            assert "error" not in response.text.replace('"error":null', "")
+            said = response.text.replace("\\", "")
+            assert "weather" in said and (arguments in said) == (arguments != '"null"')
+
+
+WALKS = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{% for k, v in c.function.arguments.items() %}{{ k }}"
+    "{% endfor %}{% endfor %}{{ tools and m.content }}{% endfor %}"
+)
+"""A template that takes arguments for an object."""
+
+
+@pytest.mark.parametrize("arguments", [[1], 7, True, "[1]", "true", "null", '{"a": NaN}', None, {"a": [1]}])
+async def test_arguments_of_another_kind_that_a_client_sends_back_are_no_500(arguments: Any) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": arguments}}
+    history = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    for template in (KNOWS, CHATML, WALKS):
+        async with served(template=template, room=2048) as server:
+            response = await server.post("/v1/chat/completions", messages=history, tools=TOOLS)
+            if template is not WALKS or arguments is None or isinstance(arguments, dict):
+                assert response.status_code == 200, response.text
+            else:
+                check_error(response, 400, "messages", "template")

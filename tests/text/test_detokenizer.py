@@ -107,10 +107,10 @@ def test_a_token_costs_the_same_at_the_end_of_a_long_text(tokenizer: Tokenizer) 
     detokenizer = tokenizer.detokenizer()
 
     def cost() -> float:
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(500):
             detokenizer.feed([5])
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     early = min(cost() for _ in range(4))
     for _ in range(4):

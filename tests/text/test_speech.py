@@ -159,6 +159,28 @@ def test_each_style_is_read_as_its_family_writes_it(name: str, text: str, want: 
     assert [(part.kind, part.text) for part in tell(Reader(STYLES[name], TOOLS), text)] == want
 
 
+UNCLOSED: list[tuple[str, str, Told]] = [
+    ("hermes", '<tool_call>{"name": "now"}\n</tool_call>', CALL),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call></tool_call>', [*CALL, (C, "</tool_call>")]),
+    ("hermes", '<tool_call>{"name": "now"}</tool_', [*CALL, (C, "</tool_")]),
+    ("hermes", '<tool_call>{"name": "now"} so </tool_call>', [*CALL, (C, "so </tool_call>")]),
+    ("hermes", '<tool_call>{"name": "now"}<tool_call>{"name": "now"}</tool_call>', [*CALL, *CALL]),
+    ("gemma", '```tool_call\n{"name": "now"}\n```', CALL),
+    ("gemma", '```tool_call\n{"name": "now"}\n``', [*CALL, (C, "``")]),
+    ("gemma", '```tool_call\n{"name": "now"}\n``` ```', [*CALL, (C, "```")]),
+    ("gemma", '```tool_call\n{"name": "now"}\n```tool', [*CALL, (C, "```tool")]),
+    ("gemma", '```tool_call\n{"name": "now"}```json\n{"name": "now", "parameters": {}}\n```', [*CALL, *CALL]),
+    ("gemma", '```tool_call\n{"name": "now"}\n```\n```python\nx\n```', [*CALL, (C, "```python\nx\n```")]),
+    ("gemma", "```tool_code\nnow()\n``` ```", [*CALL, (C, "```")]),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "want"), READ + UNCLOSED)
+def test_a_mark_may_be_split_anywhere_within_and_behind_a_call(name: str, text: str, want: Told) -> None:
+    for sizes in ([1] * len(text), *([i] for i in range(len(text))), *([i, 1] for i in range(len(text)))):
+        assert [(part.kind, part.text) for part in tell(Reader(STYLES[name], TOOLS), text, sizes)] == want, sizes
+
+
 def test_arguments_are_told_while_they_are_written() -> None:
     reader = Reader(STYLES["hermes"], TOOLS)
     assert reader.feed('<tool_call>{"name": "get_weather", "arguments": {"city": "Pa') == [

@@ -83,7 +83,7 @@ def inspect(cache: Path, **environment: str) -> subprocess.CompletedProcess[str]
         env={**free, "HF_HOME": str(cache), **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
 

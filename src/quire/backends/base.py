@@ -17,7 +17,8 @@ from quire.values import UNKNOWN, Origin, SamplingParams, TokenLogprobs
 class Call:
     """One prompt to answer `sampling.n` times. `prompt` are token ids; `text` is what they were made of, if text.
 
-    timeout: seconds from arrival, inf for none. `id` is unique and chosen by the server.
+    timeout: seconds from arrival, inf for none. `id` is unique and chosen by the server. spend: called with the number
+    of tokens that each step generated, whether or not the client reads them; None: they are not metered.
     """
 
     id: str
@@ -28,6 +29,7 @@ class Call:
     salt: str = ""
     timeout: float = math.inf
     origin: Origin = UNKNOWN
+    spend: Callable[[int], None] | None = None
 
 
 class Delta(NamedTuple):
@@ -147,11 +149,10 @@ class Backend(Service, Protocol):
 
     def decode(self, tokens: tuple[int, ...], *, skip_special_tokens: bool = False) -> str: ...
 
-    def render(self, messages: list[dict[str, Any]], **options: Any) -> tuple[str, tuple[int, ...]]:
-        """Chat messages to (text, token ids) by the model's chat template.
+    def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """Chat messages to text by the model's chat template.
 
-        options: tools, add_generation_prompt, continue_final_message, chat_template_kwargs, and add_special_tokens
-        (False: most templates write the begin token themselves).
+        options: tools, add_generation_prompt, continue_final_message, chat_template_kwargs.
         Raises InvalidRequest when the template refuses the messages.
         """
 
@@ -160,6 +161,13 @@ class Backend(Service, Protocol):
 
     def reset_prefix_cache(self) -> None:
         """Calls from now on find nothing computed before. Raises Unavailable where there is no engine just now."""
+
+    def admit(self, more: int, coming: int = 0) -> None:
+        """Raises Overloaded where so many more answers cannot be queued, besides `coming` that will be asked for, and
+        Unavailable where nothing is answered now.
+
+        As `answer` would, but before anything is made of a request. Cheap.
+        """
 
     def answer(self, call: Call) -> Answers[Delta]:
         """Begin. Raises Overloaded, InvalidRequest and Unavailable; `take` raises DeadlineExceeded before the first

@@ -6,6 +6,9 @@ Parsing is httptools' (llhttp); RFC 9112 says when an answer is complete and whe
 from __future__ import annotations
 
 import asyncio
+import math
+import re
+import select
 import ssl
 from collections.abc import Iterable
 from typing import NamedTuple, cast
@@ -21,6 +24,14 @@ _CONNECT = 5.0
 """Seconds until a server that does not take a connection is given up."""
 _IDLE = 64
 """Connections kept for later."""
+_REST = 4.0
+"""Seconds that a connection is kept unused: servers close theirs after 5 (uvicorn) or more, and a request that meets
+the closing is lost, for nothing tells whether it was read."""
+_KEEP_ALIVE = re.compile(rb"\btimeout\s*=\s*(\d{1,6})\b", re.IGNORECASE)
+_MARGIN = 1.0
+"""Seconds by which a connection is given up before the server says that it will."""
+_SAFE = frozenset({"GET", "HEAD"})
+"""Methods that change nothing, so that they may be sent again when an answer fails to come (RFC 9110, 9.2.1, 9.2.2)."""
 _HIGH = 256 << 10
 """Bytes of an answer that may wait for its reader."""
 _HEAD = 64 << 10
@@ -28,9 +39,9 @@ _HEAD = 64 << 10
 
 
 class Broken(Exception):
-    """An exchange broke off. unheard: nothing of an answer had come, so another server may be asked instead.
+    """An exchange broke off. unheard: nothing of an answer had come; the request may have been processed all the same.
 
-    code: what to call it in an error.
+    code: what to call it in an error; `upstream_unreachable` means that no connection was made, so nothing was sent.
     """
 
     def __init__(self, why: str, *, unheard: bool = False, code: str = "upstream_died") -> None:
@@ -83,6 +94,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._parser = httptools.HttpResponseParser(self)
+        self._until = math.inf
         self._begin()
 
     def _begin(self) -> None:
@@ -122,6 +134,26 @@ class Connection(asyncio.Protocol):
     @property
     def reusable(self) -> bool:
         return self._done and self._keep and not self.lost and not self._parts and self._broken is None
+
+    def rest(self) -> None:
+        """It is kept for another exchange: for as long as the server says in Keep-Alive, at most `_REST` seconds."""
+        rest = _REST
+        for name, value in self.headers:
+            if name == b"keep-alive" and (said := _KEEP_ALIVE.search(value)):
+                rest = min(rest, int(said[1]) - _MARGIN)
+        self._until = asyncio.get_running_loop().time() + rest
+
+    def usable(self) -> bool:
+        """Whether the server will read what is sent now, as far as can be known: it has neither closed the connection
+        nor is likely to. What it has sent already, and the event loop not read, is an end: it was asked nothing."""
+        transport = self._transport
+        if self.lost or transport is None or transport.is_closing():
+            return False
+        if asyncio.get_running_loop().time() >= self._until:
+            return False
+        waiting = select.poll()
+        waiting.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return not waiting.poll(0)
 
     def close(self) -> None:
         """Now, whatever is under way: the server sees that nobody listens."""
@@ -225,8 +257,8 @@ class Pool:
     async def exchange(self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> Connection:
         """Ask, and return when status and headers are there. Raises Broken.
 
-        A kept connection may have been closed by the server just as it was used: as long as nothing was heard on it,
-        a fresh one is asked again.
+        A kept connection may be closed by the server just as it is used. Whether the server had read the request then,
+        nothing tells: only a method that changes nothing is sent again, on a fresh connection.
         """
         lines = [f"{method} {self.origin.prefix}{path} HTTP/1.1\r\nhost: {self.origin.authority}\r\n".encode("latin-1")]
         lines += [b"%s: %s\r\n" % field for field in headers]
@@ -238,13 +270,14 @@ class Pool:
             try:
                 return await _asked(kept, request)
             except Broken as error:
-                if not error.unheard:
+                if not error.unheard or method not in _SAFE:
                     raise
         return await _asked(await self._connect(), request)
 
     def give_back(self, connection: Connection) -> None:
         """An exchange is over, complete or not."""
         if connection.reusable and len(self._idle) < _IDLE:
+            connection.rest()
             self._idle.append(connection)
         else:
             connection.close()
@@ -257,8 +290,9 @@ class Pool:
     def _kept(self) -> Connection | None:
         while self._idle:
             connection = self._idle.pop()
-            if not connection.lost:
+            if connection.usable():
                 return connection
+            connection.close()
         return None
 
     async def _connect(self) -> Connection:

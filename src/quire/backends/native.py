@@ -69,6 +69,8 @@ class NativeBackend:
         self._observer: RimObserver = Unobserved() if observer is None else observer
         self._max_queued, self._max_unread, self._clock, self._seeds = max_queued, max_unread, clock, seeds
         self._seats: dict[str, tuple[Live, Answer]] = {}
+        self._in_gaps = 0
+        """Of these, those that run only in the gaps."""
         self._lives: set[Live] = set()
         self._left = Departures()
         self._stats: dict[str, Any] = {}
@@ -118,24 +120,20 @@ class NativeBackend:
     def token_text(self, token: int) -> tuple[str, bytes]:
         return self._tokenizer.token_text(token)
 
-    def render(self, messages: list[dict[str, Any]], **options: Any) -> tuple[str, tuple[int, ...]]:
+    def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
         if self._chat is None:
             raise InvalidRequest(
                 f"{self._card.id} has no chat template: use /v1/completions, or start the server with --chat-template",
                 param="messages",
                 code="no_chat_template",
             )
-        special = options.pop("add_special_tokens", False)  # most templates write the begin token themselves
-        text = self._chat.render(messages, **options)
-        return text, self._tokenizer.encode(text, add_special_tokens=special)
+        return self._chat.render(messages, **options)
 
     # ---------------------------------------------------------------- calls
 
     def answer(self, call: Call) -> Live:
         now = self._clock()
-        if not self.ready():
-            self._observer.on_refused("draining" if self._draining else "unavailable")
-            raise Unavailable("the server is shutting down" if self._draining else "the engine is not ready")
+        self._check_ready()
         asked = requests(
             call,
             tokenizer=self._tokenizer,
@@ -143,33 +141,44 @@ class NativeBackend:
             seed=self._seeds(),
             deadline=now + call.timeout,
         )
-        self._queue(len(asked), now)
+        if len(asked) > self._max_queued:
+            raise InvalidRequest(
+                f"n ({len(asked)}) is more than may wait in this server's queue ({self._max_queued})", param="n"
+            )
+        self.admit(len(asked))
         self._port.submit(asked)
         live = Live(call, now, asked[0].max_new, self._abandon)
         stops = StopStrings(call.sampling.stop)
         for request in asked:
             live.answers[request.id] = made = answer_to(request, self._tokenizer, stops)
             self._seats[request.id] = live, made
+        self._in_gaps += len(asked) * (call.priority >= IDLE)
         self._lives.add(live)
         if call.timeout < math.inf:
             live.timer = asyncio.get_running_loop().call_later(call.timeout, self._end, live, "timeout")
         return live
 
-    def _queue(self, more: int, now: float) -> None:
-        """Raises Overloaded when `more` answers would make the queue longer than it may be."""
-        if more > self._max_queued:
-            raise InvalidRequest(
-                f"n ({more}) is more than may wait in this server's queue ({self._max_queued})", param="n"
-            )
-        waiting = len(self._seats) - self._port.snapshot().get("active_requests", 0)
+    def _check_ready(self) -> None:
+        """Raises Unavailable while there is no engine, and when the server is shutting down."""
+        if not self.ready():
+            self._observer.on_refused("draining" if self._draining else "unavailable")
+            raise Unavailable("the server is shutting down" if self._draining else "the engine is not ready")
+
+    def admit(self, more: int, coming: int = 0) -> None:
+        self._check_ready()
+        waiting = len(self._seats) + coming - self._port.snapshot().get("active_requests", 0)
         if waiting + more > self._max_queued:  # who runs only in the gaps stands in nobody's way
-            waiting = max(0, waiting - sum(live.call.priority >= IDLE for live, _ in self._seats.values()))
+            waiting = max(0, waiting - self._in_gaps)
         if waiting + more > self._max_queued:
             self._observer.on_refused("max_num_queued_reqs")
             raise Overloaded(
                 f"{waiting} answers wait and {more} more are asked for, but at most {self._max_queued} may wait",
-                retry_after=self._left.wait(waiting, now),
+                retry_after=self._left.wait(waiting, self._clock()),
             )
+
+    def _leave_seat(self, id: str) -> None:
+        live, _ = self._seats.pop(id)
+        self._in_gaps -= live.call.priority >= IDLE
 
     # ---------------------------------------------------------------- what the engine says
 
@@ -195,7 +204,10 @@ class NativeBackend:
                 else:
                     gaps[one.last, made] += 1
                 one.last = now
+            counted = one.count
             delta = told(one, event)
+            if live.call.spend is not None:
+                live.call.spend(one.count - counted)
             before, began = began, time.perf_counter()
             one.spent += began - before
             if delta is None:
@@ -222,7 +234,8 @@ class NativeBackend:
     def _finish(self, live: Live, answer: Answer, delta: Delta, now: float) -> None:
         """An answer is complete. An error ends the whole call, and so does a deadline before any token."""
         reason = delta.finish_reason or ""
-        del self._seats[answer.id], live.answers[answer.id]
+        self._leave_seat(answer.id)
+        del live.answers[answer.id]
         live.made += answer.count
         self._left.note(now)
         if answer.surplus:
@@ -262,7 +275,7 @@ class NativeBackend:
             if not live.answers:
                 continue
             for answer in live.answers.values():
-                del self._seats[answer.id]
+                self._leave_seat(answer.id)
                 self._tell_end(live, answer, "error", now)
             live.answers.clear()
             live.error = Interrupted(f"the engine stopped while this request was running: {reason}")
@@ -292,7 +305,7 @@ class NativeBackend:
             now = self._clock()
             ids = list(live.answers)
             for answer in live.answers.values():
-                del self._seats[answer.id]
+                self._leave_seat(answer.id)
                 self._tell_end(live, answer, "abort", now)
             live.answers.clear()
             self._port.abort(ids)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import msgspec
 
 from quire.backends.http1 import Broken, Connection
+from quire.backends.offload import offload
 from quire.errors import Unavailable
 
 MOST_HELD = 1 << 20
@@ -86,7 +88,7 @@ class Passage:
             while True:
                 data = await self._connection.read()
                 if not data:
-                    return self._end()
+                    return await self._end()
                 if not self.streams:
                     self._whole.append(data)
                     return data
@@ -108,7 +110,7 @@ class Passage:
         self._listener.on_over(self, error)
         self._give_back(self._connection)
 
-    def _end(self) -> bytes:
+    async def _end(self) -> bytes:
         rest, self._rest = self._rest, b""
         if self.streams and self._connection.until_closed and _DONE not in self._tail + rest:
             raise Broken("it closed the connection in the middle of its answer")
@@ -117,10 +119,13 @@ class Passage:
             return rest
         if self._whole:
             whole = b"".join(self._whole)
-            self._learn(whole)
-            self._used(whole)
+            await offload(len(whole), partial(self._sum_up, whole))
         self.close(None)
         return b""
+
+    def _sum_up(self, whole: bytes) -> None:
+        self._learn(whole)
+        self._used(whole)
 
     # ---------------------------------------------------------------- what a stream says
 

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from quire.backends.answer import Answer, sibling
 from quire.backends.base import Call
@@ -18,8 +19,8 @@ from quire.values import Request, SamplingParams
 _CONTEXT = 16
 """Tokens before an answer that its first space may depend on."""
 
-_SEEDS = (1 << 63) - 1
-"""Seeds are kept to what every executor's signed 64-bit integers hold."""
+_SEEDS = (1 << 64) - 1
+"""All 64 bits of a seed count. A negative one is its two's complement, as in PyTorch: -1 is 2^64 - 1."""
 
 
 def requests(call: Call, *, tokenizer: Tokenizer, limit: int, seed: int, deadline: float = math.inf) -> list[Request]:
@@ -29,20 +30,21 @@ def requests(call: Call, *, tokenizer: Tokenizer, limit: int, seed: int, deadlin
     engine's clock. Raises InvalidRequest with the counts when prompt and answer cannot fit.
     """
     sampling = call.sampling
-    if sampling.bad_words:
+    if sampling.bad_words and not sampling.bad_words_token_ids:
         sampling = replace(sampling, bad_words_token_ids=bad_words(sampling.bad_words, tokenizer))
     max_new = room(len(call.prompt), sampling, limit)
     seed = (seed if sampling.seed is None else sampling.seed) & _SEEDS
     eos = frozenset() if sampling.ignore_eos else tokenizer.eos
-    salt = _short(call.salt)
+    salt = short(call.salt, call.origin.tenant)
     ids = [f"{call.id}-{choice}" for choice in range(sampling.n)]
+    others, stop = sibling(sampling, 1), eos.union(sampling.stop_token_ids)
     return [
         Request(
             id=id,
             prompt=call.prompt,
             max_new=max_new,
-            sampling=sibling(sampling, choice),
-            stop=eos.union(sampling.stop_token_ids),
+            sampling=others if choice else sampling,
+            stop=stop,
             seed=seed,
             choice=choice,
             priority=call.priority,
@@ -92,7 +94,11 @@ def room(prompt: int, sampling: SamplingParams, limit: int) -> int:
     return sampling.max_tokens
 
 
-def bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+class Encoder(Protocol):
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]: ...
+
+
+def bad_words(words: Sequence[str], tokenizer: Encoder) -> tuple[tuple[int, ...], ...]:
     """Each word as it stands at a text's beginning and after a space. Raises InvalidRequest for an empty one."""
     spelled: dict[tuple[int, ...], None] = {}
     for word in words:
@@ -104,6 +110,12 @@ def bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ..
     return tuple(spelled)
 
 
-def _short(salt: str) -> str:
-    """A salt of any length as one of 32 characters: the prefix index and the histories of requests keep it."""
-    return salt and hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+def short(salt: str, tenant: str = "") -> str:
+    """A salt of any length as one of 32 characters: the prefix index and the histories of requests keep it.
+
+    The tenant is hashed under a key of its own, so that no salt that a client chooses is another tenant's.
+    """
+    if not salt and not tenant:
+        return ""
+    told = salt.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(told, digest_size=16, key=tenant.encode()).hexdigest()

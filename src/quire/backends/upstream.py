@@ -38,7 +38,7 @@ class About(NamedTuple):
     """What observers are told of a request. caller: its request_id is what it goes by here.
 
     most: tokens it may get, 0 if untold. spend: hears how many tokens prompt and answer had, once they are known.
-    told: whether observers hear of it at all.
+    told: whether observers hear of it at all. begins: the part of it that tells which others begin alike (`beginning`).
     """
 
     caller: Caller
@@ -46,6 +46,7 @@ class About(NamedTuple):
     sampling: SamplingParams = SamplingParams()
     spend: Callable[[int], None] = lambda tokens: None
     told: bool = True
+    begins: bytes = b""
 
 
 class _Ask:
@@ -231,7 +232,7 @@ class UpstreamBackend:
 
         Raises Overloaded, and Unavailable when no server takes it.
         """
-        self._admit()
+        self.admit()
         ask = _Ask(self, about)
         self._under_way += 1
         try:
@@ -251,10 +252,13 @@ class UpstreamBackend:
     async def _exchange(
         self, ask: _Ask, method: str, path: str, headers: Headers, body: bytes
     ) -> tuple[Connection, Upstream]:
-        """By the first server that takes a connection: what reached one is never asked of another."""
+        """By the first server that takes a connection: what one may have read is never asked of another.
+
+        A server that took the request and died may have died of it, and would take the next one with it.
+        """
         left = [upstream for upstream in self.upstreams if upstream.well]
         while left:
-            server = self._choose(left, body)
+            server = self._choose(left, ask.about.begins)
             ask.taken_by(server)
             try:
                 return await server.pool.exchange(method, path, headers, body), server
@@ -267,7 +271,8 @@ class UpstreamBackend:
         self.rim.on_refused("unavailable")
         raise Unavailable(f"no upstream answers now: {self._why()}", code="upstream_unreachable")
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
+        """Raises Overloaded and Unavailable, as `send` would, before a body is read."""
         if self._draining:
             self.rim.on_refused("draining")
             raise Unavailable("the server is shutting down")
@@ -278,13 +283,12 @@ class UpstreamBackend:
                 retry_after=self._left.wait(self._under_way, self.clock()),
             )
 
-    def _choose(self, left: Sequence[Upstream], body: bytes) -> Upstream:
+    def _choose(self, left: Sequence[Upstream], begins: bytes) -> Upstream:
         """The one with the fewest outstanding, in turn among equals; or the one that has seen the prefix."""
         self._turn += 1
         least = min((left[(i + self._turn) % len(left)] for i in range(len(left))), key=lambda one: one.outstanding)
         if not self._affinity or len(left) == 1:
             return least
-        begins = beginning(body)
         kin = max(left, key=lambda one: blake2b(begins + str(one.origin).encode(), digest_size=8).digest())
         return kin if kin.outstanding <= least.outstanding + _SLACK else least
 

@@ -120,7 +120,13 @@ def _quire(config: Mapping[str, Any], dtype: str, threads: int, batch: int) -> D
         Path(folder, "config.json").write_text(json.dumps({**config, "torch_dtype": dtype}))
         engine: Engine = build_engine(
             Settings.of(
-                model=folder, load_format="dummy", dtype=dtype, threads=threads, max_num_seqs=batch, max_model_len=2048
+                model=folder,
+                load_format="dummy",
+                dtype=dtype,
+                device="cpu",  # where there is a GPU, too
+                threads=threads,
+                max_num_seqs=batch,
+                max_model_len=2048,
             )
         )
 

@@ -40,10 +40,12 @@ _READY = re.compile(r"is ready at (\S+:\d+):")
 def command(batch: int, prompt: int, new: int, repeat: int, as_json: bool) -> None:
     """Decode through local, gRPC on loopback, and ONNX Runtime (pip install 'quire[grpc,onnx]')."""
     speeds: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as folder, elsewhere("--dtype", "float32", "--max-num-seqs", str(batch)) as at:
+    here = {"dtype": "float32", "device": "cpu", "max_num_seqs": batch}  # a CPU, where there is a GPU, too
+    flags = [word for name, value in here.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    with tempfile.TemporaryDirectory() as folder, elsewhere(*flags) as at:
         extra("quire.weights.onnx_export", "onnx").export(locate(EMBEDDED), Path(folder))
         engines = {
-            "local": build_engine(Settings.of(dtype="float32", max_num_seqs=batch), keep=batch),
+            "local": build_engine(Settings.of(**here), keep=batch),
             "grpc": build_engine(Settings.of(executor="grpc", executor_address=at), keep=batch),
             "onnx": build_engine(Settings.of(model=folder, executor="onnx", max_num_seqs=batch), keep=batch),
         }

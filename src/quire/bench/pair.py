@@ -22,6 +22,7 @@ from rich.table import Table
 from quire import __version__
 from quire.backends.http1 import Origin
 from quire.backends.keeper import free_port
+from quire.bench.asking import TOKENS
 from quire.bench.clients import figures, run
 from quire.bench.load import Job
 from quire.bench.started import model_of, through, vllm
@@ -50,7 +51,8 @@ class Load:
     salt: bool
 
     def asked(self, level: int, seed: int) -> tuple[list[list[int]], list[int]]:
-        return prompts(self.requests or COUNTS.get(level, 6 * level), self.prompt, self.new, seed=seed)
+        count = self.requests or COUNTS.get(level, 6 * level)
+        return prompts(count, self.prompt, self.new, seed=seed, ids=TOKENS)
 
 
 @click.command("pair", context_settings={"ignore_unknown_options": False})

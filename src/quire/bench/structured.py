@@ -41,6 +41,9 @@ class Timed:
         self.spent.append(time.perf_counter() - began)
         return made
 
+    def why(self) -> str:
+        return self.inner.why()
+
 
 def schema(i: int) -> dict[str, Any]:
     """One of many alike: a long list of objects with texts, numbers, choices and lists."""

@@ -56,12 +56,18 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
 
 
 def prompts(
-    count: int, prompt: tuple[int, int], new: tuple[int, int], *, shared: int = 0, seed: int = 0
+    count: int,
+    prompt: tuple[int, int],
+    new: tuple[int, int],
+    *,
+    shared: int = 0,
+    seed: int = 0,
+    ids: tuple[int, int] = (1000, 50000),
 ) -> tuple[list[list[int]], list[int]]:
-    """Prompts of random tokens, and how many new ones each is to get."""
+    """Prompts of random tokens, and how many new ones each is to get. ids: the first one, and the one past the last."""
     rng = random.Random(seed)
-    head = [rng.randrange(1000, 50000) for _ in range(shared)]
-    made = [head + [rng.randrange(1000, 50000) for _ in range(rng.randint(*prompt))] for _ in range(count)]
+    head = [rng.randrange(*ids) for _ in range(shared)]
+    made = [head + [rng.randrange(*ids) for _ in range(rng.randint(*prompt))] for _ in range(count)]
     return made, [rng.randint(*new) for _ in range(count)]
 
 

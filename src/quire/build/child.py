@@ -33,11 +33,12 @@ def main(wrap: Callable[[Executor], Executor] = lambda executor: executor) -> in
     """
     heap.settled()
     link = socket.socket(fileno=int(sys.argv[1]))
+    link.set_inheritable(False)  # compilers that libraries start: one that outlived this process would keep it open
     metrics, history = EngineMetrics(), History()
     window = LiveWindow(history)
     try:
         settings = _settings(link)
-        watch = Watch()
+        watch = Watch(timeout=_step_timeout(settings))
         engine = build_engine(settings, observers=[metrics, watch, history, window], wrap=wrap)
     except QuireError as error:
         _tell(link, Refused(type(error).__name__, str(error)))
@@ -59,6 +60,12 @@ def _tell(link: socket.socket, message: Ready | Refused) -> None:
     """A front that has gone away meanwhile is noticed by whoever reads next."""
     with suppress(ConnectionError):
         link.sendall(frame(message))
+
+
+def _step_timeout(settings: Settings) -> float | None:
+    """Seconds. What runs elsewhere may be silent as long as the executor there may."""
+    asked, executor = settings.execution.step_timeout, settings.executor
+    return executor.executor_step_timeout if asked is None and executor.executor == "grpc" else asked
 
 
 def _cache_labels(settings: Settings, about: Description) -> dict[str, str]:

@@ -33,11 +33,12 @@ from quire.models.registry import parameters
 from quire.ops.base import Ops
 from quire.ops.fixed import FixedOps
 from quire.ops.reference import ReferenceOps
+from quire.ops.steady import SteadyOps, holds
 from quire.runner.memory import LayerShape
 from quire.values import MANY
 from quire.weights.canary import Canary
 from quire.weights.load import load_model
-from quire.weights.locate import locate
+from quire.weights.locate import EMBEDDED, locate
 
 
 def build_engine(
@@ -127,7 +128,9 @@ def _load(settings: Settings, device: torch.device, canary: Canary | None) -> Mo
             locate(model.model, revision=model.revision, cache=model.download_dir),
             dtype=model.dtype,
             device=device,
-            ops=choose_ops(device, settings.execution.deterministic),
+            ops=choose_ops(
+                device, settings.execution.deterministic, embedded=model.model == EMBEDDED and model.dtype == "auto"
+            ),
             load_format=model.load_format,
             quantization=model.quantization,
             canary=canary,
@@ -147,10 +150,13 @@ def count_compiles(device: str) -> Callable[[], int]:
     return int if device == "cpu" else cast(Callable[[], int], _gpu().count_compiles())
 
 
-def choose_ops(device: torch.device, deterministic: bool = False) -> Ops:
-    """The kernels for a device. deterministic: each row's bits are its own."""
+def choose_ops(device: torch.device, deterministic: bool | None = None, *, embedded: bool = False) -> Ops:
+    """The kernels for a device. deterministic: each row's bits are its own; None: for the embedded model as it is
+    shipped, on a CPU, where that costs little."""
     if device.type != "cpu":
-        return cast(Ops, _gpu().make_ops(device, deterministic))
+        return cast(Ops, _gpu().make_ops(device, bool(deterministic)))
+    if deterministic is None and embedded:
+        return SteadyOps() if holds() else FixedOps()
     return FixedOps() if deterministic else ReferenceOps()
 
 

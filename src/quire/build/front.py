@@ -33,7 +33,8 @@ from quire.server.app import create_app
 from quire.server.batch_runner import Answer
 from quire.server.desk import BatchDesk, Desk, NoDesk
 from quire.server.doors import answerer
-from quire.server.limits import Keys, Limits
+from quire.server.hosts import Hosts, loopback
+from quire.server.limits import BATCHES, Keys, Limits
 from quire.server.rates import Rates
 from quire.server.run import listen
 from quire.server.run import serve as answer
@@ -44,6 +45,10 @@ _ENGINE = MappingProxyType({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE
 some 280 kB each: memory grew for thousands of requests, and they were no faster for it."""
 
 log = logging.getLogger("uvicorn.error")
+
+
+_STANDBY_AFTER = 10.0
+"""Seconds for which an engine has been ready before another process stands by to replace it."""
 
 
 def serve(settings: Settings, *, child: str = "quire.build.child") -> None:
@@ -73,16 +78,19 @@ def serve(settings: Settings, *, child: str = "quire.build.child") -> None:
         max_answers=min(1024, settings.scheduler.max_num_queued_reqs),
         priorities=settings.scheduler.scheduling_policy == "priority",
     )
-    desk = _desk(server, answerer(backend, limits, f"quire-{__version__}"), limits)
+    keys = build_keys(settings)
+    desk = _desk(server, answerer(backend, limits, f"quire-{__version__}", keys.tenant(BATCHES)), limits)
     app = create_app(
         backend,
         limits=limits,
-        keys=build_keys(settings),
+        keys=keys,
         rates=build_rates(settings.access),
         version=__version__,
         view=Audience(port),
         desk=desk,
         recording=recording_folder(settings.execution),
+        hosts=build_hosts(settings),
+        origins=settings.access.allowed_origins,
     )
     running = answer(
         app,
@@ -95,6 +103,7 @@ def serve(settings: Settings, *, child: str = "quire.build.child") -> None:
         root_path=server.root_path,
         tls=build_tls(settings.access),
         desk=desk,
+        address_file=server.address_file,
         on_ready=partial(_ready, text, backend, began),
     )
     sent = tracing.around(running)
@@ -128,6 +137,17 @@ def build_keys(settings: Settings) -> Keys:
     return Keys(settings.server.api_key, settings.access.admin_key)
 
 
+def build_hosts(settings: Settings) -> Hosts:
+    """The names by which the server may be asked.
+
+    Where none are given: this machine's, for a server on loopback that anybody may use without a key. A server with
+    keys is of no use to a page that has none, and one on a network is asked by names that only its owner knows.
+    """
+    host, allowed = settings.server.host, settings.access.allowed_hosts
+    any_name = not allowed and (settings.server.api_key or not loopback(host))
+    return Hosts(("*",) if any_name else (*allowed, host))
+
+
 def build_rates(access: AccessConfig) -> Rates:
     return Rates(access.max_requests_per_minute or math.inf, access.max_tokens_per_minute or math.inf)
 
@@ -154,4 +174,5 @@ def engine_process(settings: Settings, name: str, child: str = "quire.build.chil
         told,
         partial(render, model=name),
         environment=_ENGINE,
+        standby_after=_STANDBY_AFTER if settings.server.standby_engine else None,
     )

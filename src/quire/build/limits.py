@@ -39,7 +39,8 @@ class Made(NamedTuple):
 def refuse(settings: Settings, executor: str, fixed: Mapping[str, str]) -> None:
     """Raises InvalidConfig for an option that was set where it would do nothing. fixed: by name, why."""
     for name, why in fixed.items():
-        if settings.get(name) != OPTIONS[name].default:
+        off = OPTIONS[name].default is None and settings.get(name) is False
+        if settings.get(name) != OPTIONS[name].default and not off:
             raise InvalidConfig(f"{OPTIONS[name].flag} does not go with --executor {executor}: {why}", param=name)
 
 

@@ -18,7 +18,7 @@ from quire.backends.http1 import Origin
 from quire.backends.keeper import Keeper, Others, PrivateServer, free_port
 from quire.backends.observer import RimObserver, Several
 from quire.backends.upstream import UpstreamBackend
-from quire.build.front import build_keys, build_rates, build_tls
+from quire.build.front import build_hosts, build_keys, build_rates, build_tls
 from quire.build.patience import patience
 from quire.build.tracing import build_tracing
 from quire.config import OPTIONS, Settings
@@ -84,17 +84,20 @@ def relay(settings: Settings) -> None:
         rates=build_rates(settings.access),
         version=__version__,
         view=Audience(lanes),
+        hosts=build_hosts(settings),
+        origins=settings.access.allowed_origins,
     )
     running = answer(
         app,
         backend,
         sock,
-        patience=patience(server),
+        patience=patience(server, relays=True),
         shutdown_timeout=server.shutdown_timeout,
         log_level=server.uvicorn_log_level,
         log_config=log_config(server.log_format),
         root_path=server.root_path,
         tls=build_tls(settings.access),
+        address_file=server.address_file,
         on_ready=lambda url: log.info(
             "%s is ready at %s after %.1f s; answers come from %s",
             *(backend.name, url, time.monotonic() - began, ", ".join(urls)),

@@ -66,7 +66,7 @@ def load_draft(settings: Settings, target: Model, device: torch.device, ops: Ops
         ops=ops,
         load_format=model.load_format,
         quantization=asked.quantization,
-        seed=model.seed + 1,
+        seed=(model.seed + 1) % (1 << 64),
         draft=True,
     )
     if draft.spec.vocab != target.spec.vocab:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, suppress
 from typing import Any
 
 import click
@@ -33,7 +34,7 @@ Answer = Callable[[list[Message]], Iterator[str]]
     ],
 )
 def command(settings: Settings, url: str | None, system: str | None, **sampling: Any) -> None:
-    """Talk to a model; an empty line is ignored, Ctrl-C stops an answer, Ctrl-D ends."""
+    """Talk to a model; an empty line is ignored, Ctrl-C stops an answer, Ctrl-C or Ctrl-D at the prompt ends."""
     console = Console(highlight=False, soft_wrap=True)
     opening = [{"role": "system", "content": system}] if system else []
     if url is not None:
@@ -47,38 +48,45 @@ def command(settings: Settings, url: str | None, system: str | None, **sampling:
 
 
 def converse(console: Console, messages: list[Message], answer: Answer) -> None:
-    """Ask, show, remember, until the input ends."""
+    """Ask, show, remember, until the input ends, or Ctrl-C comes where no answer is being made."""
     fixed = len(messages)
-    while True:
-        try:
+    with suppress(KeyboardInterrupt, EOFError):
+        while True:
             asked = console.input("[bold green]you[/] " if console.is_terminal else "")
-        except (EOFError, KeyboardInterrupt):
-            return
-        if not asked.strip():
-            continue
-        messages.append({"role": "user", "content": asked})
-        said = ""
-        try:
-            for piece in remembering(console, messages, fixed, answer):
+            if asked.strip():
+                take_turn(console, messages, fixed, asked, answer)
+
+
+def take_turn(console: Console, messages: list[Message], fixed: int, asked: str, answer: Answer) -> None:
+    """One question and its answer, or as much of it as was shown before Ctrl-C."""
+    messages.append({"role": "user", "content": asked})
+    said = ""
+    try:
+        with closing(remembering(console, messages, fixed, answer)) as pieces:
+            for piece in pieces:
                 said += piece
                 console.out(piece, end="", highlight=False)
-        except QuireError as error:
-            if not console.is_terminal:
-                raise
-            messages.pop()  # whoever types can ask again, or something else
-            console.print(f"\n{escape(str(error))}", style="red")
-            continue
+    except KeyboardInterrupt:
+        if not said:
+            messages.pop()  # a question without an answer is not a turn that templates know
+        else:
+            messages.append({"role": "assistant", "content": said})
         console.print()
+    except QuireError as error:
+        if not console.is_terminal:
+            raise
+        messages.pop()  # whoever types can ask again, or something else
+        console.print(f"\n{escape(str(error))}", style="red")
+    else:
         messages.append({"role": "assistant", "content": said})
+        console.print()
 
 
-def remembering(console: Console, messages: list[Message], fixed: int, answer: Answer) -> Iterator[str]:
+def remembering(console: Console, messages: list[Message], fixed: int, answer: Answer) -> Generator[str, None, None]:
     """The answer's pieces. What no longer fits the model's context is forgotten, oldest first, and that is said."""
     while True:
         try:
             yield from answer(messages)
-            return
-        except KeyboardInterrupt:
             return
         except InvalidRequest as error:
             if (

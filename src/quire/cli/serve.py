@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
-
 import click
 
 from quire.build.front import serve
 from quire.build.relay import relay
 from quire.cli.options import SettingsCommand
 from quire.config import Settings
+from quire.server.hosts import loopback
 
 
 @click.command("serve", cls=SettingsCommand, positional=True, rest="vllm_args")
@@ -23,20 +22,14 @@ def command(settings: Settings) -> None:
 def warnings(settings: Settings) -> list[str]:
     """What others could do to a server on a network."""
     host, access = settings.server.host, settings.access
-    if _loopback(host):
+    if loopback(host):
         return []
     said = []
     if not settings.server.api_key:
-        said.append(f"anyone who reaches {host} can use this server: set --api-key")
+        pages = "" if access.allowed_hosts else " (--allowed-hosts at least keeps out pages that they see in browsers)"
+        said.append(f"anyone who reaches {host} can use this server: set --api-key{pages}")
     if not (settings.server.api_key or access.admin_key):
-        said.append(f"anyone who reaches {host} can see who asks for what: set --admin-key")
+        said.append(f"anyone who reaches {host} can see how much is asked for: set --admin-key")
     if access.ssl_keyfile is None:
         said.append(f"what is said to {host}, keys too, can be read on its way: set --ssl-keyfile and --ssl-certfile")
     return said
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

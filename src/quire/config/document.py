@@ -17,7 +17,9 @@ vLLM's where vLLM has the option. Later wins:
     defaults < file (--config FILE.yaml, or QUIRE_CONFIG) < QUIRE_* environment < flags
 
 `quire config` prints the values that result and where each came from. What is unknown is refused, by the nearest
-known name, with exit code 2: no option is ignored in silence.
+known name, with exit code 2: no option is ignored in silence. Variables that Kubernetes injects for a Service named
+`quire` are no options and are passed over: `QUIRE_SERVICE_HOST`, `QUIRE_SERVICE_PORT*`, `QUIRE_PORT_8000_TCP*`, and
+`QUIRE_PORT` where its value is `tcp://...`.
 
 A file is a flat list:
 

@@ -20,6 +20,11 @@ class ServerConfig:
         secret=True,
         unset="none",
     )
+    address_file: str | None = option(
+        None,
+        "File that holds the server's address (https://127.0.0.1:8000, say) while it answers, for health checks.",
+        unset="none",
+    )
     root_path: str = option("", "Path prefix that a proxy in front removes.")
     max_body_bytes: int = option(4 << 20, "Largest request body accepted (4MiB works).", low=1024, high=1 << 40)
     batch_dir: str | None = option(
@@ -31,7 +36,11 @@ class ServerConfig:
     )
     max_n: int = option(128, "Most answers to one prompt: the largest n.", low=1, high=1024)
     max_connections: int = option(
-        4096, "Clients connected at once; one more is refused with 503 and a Retry-After.", low=1, high=1 << 20
+        4096,
+        "Clients connected at once, as far as the process may open descriptors (ulimit -n, raised to its hard limit at "
+        "the start); one more is refused with 503 and a Retry-After.",
+        low=1,
+        high=1 << 20,
     )
     timeout_keep_alive: float = option(5.0, "Seconds a connection may wait between two requests.", low=0.1, high=86400)
     read_timeout: float = option(
@@ -42,6 +51,11 @@ class ServerConfig:
     )
     shutdown_timeout: float = option(
         30.0, "Seconds that running requests may still take after SIGTERM.", low=0, high=86400
+    )
+    standby_engine: bool = option(
+        True,
+        "Keep a second process that has imported what an engine needs, so that requests are answered again within "
+        "seconds when the engine's process dies; it takes some 200 MiB of memory.",
     )
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(
         "info", "How much the HTTP server logs."

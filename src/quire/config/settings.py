@@ -176,10 +176,19 @@ class ExecutionConfig:
         None, "CPU threads for the model; auto: OMP_NUM_THREADS, else the cores there are.", low=1, high=4096
     )
     enforce_eager: bool = option(False, "Launch every kernel of every step, without CUDA graphs; no meaning on a CPU.")
-    deterministic: bool = option(
-        False,
+    deterministic: bool | None = option(
+        None,
         "The same bits of every token and log-probability alone, in a crowd, cold, warm, chunked, preempted and "
-        "speculated, for a price.",
+        "speculated, for a price; auto: for the embedded model in its own dtype on a CPU, where the price is small.",
+    )
+    step_timeout: float | None = option(
+        None,
+        "Seconds that a step may take before /health says 503 and the log says where it hangs; after as many again the "
+        "engine is started anew. Ten times what the steps before suggest is allowed in any case. auto: 10 once steps "
+        "have been measured, 30 and a tenth of a second for each token of a step before; for --executor grpc its "
+        "--executor-step-timeout.",
+        low=0.1,
+        high=86400,
     )
     debug: bool = option(False, "Show the traceback of an error.")
     recording_dir: str | None = option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from quire.errors import InvalidConfig
 
 FILE_VARIABLE = "QUIRE_CONFIG"
 """Names the file, as `--config` does. The one variable that is not an option's."""
+
+_SERVICE = re.compile(r"QUIRE(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
+_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://\S+")
 
 
 def load(
@@ -70,7 +74,19 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str
     for variable, value in sorted(environ.items()):
         if not variable.startswith(PREFIX) or variable == FILE_VARIABLE:
             continue
+        if _of_a_service(variable, value):
+            continue
         if variable not in variables:
             raise refuse(variable, "environment", variables)
         given[variables[variable]] = (value, f"environment {variable}")
     return given
+
+
+def _of_a_service(variable: str, value: str) -> bool:
+    """Whether Kubernetes, or a Docker link, injects this for a Service whose name begins with `quire`.
+
+    It does so for every Service of a namespace, `QUIRE_PORT=tcp://10.0.0.1:8000` among them, which is no port.
+    """
+    if variable.endswith("_PORT") and _SERVICE_URL.fullmatch(value):
+        return True
+    return _SERVICE.fullmatch(variable) is not None

@@ -18,7 +18,7 @@ _NO_CODE = "code from a repository is never run; only built-in architectures are
 _NO_COMPILE = "there is no compile step"
 _ALWAYS = "it is always on"
 _TEXT_ONLY = "models read and write text only"
-_HEADERS = "put a proxy in front that sets CORS headers"
+_HEADERS = "pages of --allowed-origins may send all methods and headers, but no cookies"
 _GONE = "it says nothing about this engine: leave it out"
 
 UNSUPPORTED: Mapping[str, str] = MappingProxyType(
@@ -125,7 +125,6 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
         "ssl_cert_reqs": _NO_TLS,
         "ssl_ciphers": _NO_TLS,
         "enable_ssl_refresh": "start the server again to read new certificates",
-        "allowed_origins": _HEADERS,
         "allowed_methods": _HEADERS,
         "allowed_headers": _HEADERS,
         "allow_credentials": _HEADERS,
@@ -174,6 +173,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "alias": "--served-model-name",
         "chat_template_file": "--chat-template",
         "quantize": "--quantization",
+        "watchdog_timeout": "--step-timeout",
         "cache_type_k": "--kv-cache-dtype",
         "n_gpu_layers": "--device",
         "ngl": "--device",

@@ -20,12 +20,18 @@ class Constraint(Protocol):
         masks past it are never used and may be None.
         """
 
+    def why(self) -> str:
+        """Why the last mask allows nothing, where the constraint itself came to an end; empty where it did not."""
+
 
 class Free:
     """No constraint: the scheduler recognises FREE and plans no masks at all."""
 
     def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[Mask]:
         return [None] * (1 + len(drafts))
+
+    def why(self) -> str:
+        return ""
 
 
 FREE = Free()
@@ -36,6 +42,9 @@ class Pending:
 
     def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[Mask]:
         raise AssertionError("a sequence was planned before its constraint was made")
+
+    def why(self) -> str:
+        return ""
 
 
 PENDING = Pending()

@@ -95,6 +95,9 @@ class Sequence:
         sampling = self.request.sampling
         structure, allowed = sampling.structured_outputs, sampling.allowed_token_ids
         field = structure.param if structure else "bad_words" if allowed is None else "allowed_token_ids"
+        if why == STUCK and (ended := self.constraint.why()):
+            why = f"{field}: the answer cannot go on by it: {ended}"
+            return failed(self.request.id, InvalidRequest(why, param=field))
         blame = InvalidRequest(why, param=field) if why == STUCK else StepFailed(why)
         return failed(self.request.id, blame)
 

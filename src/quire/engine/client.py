@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from quire import errors
 from quire.engine.executor import Description
@@ -28,12 +28,12 @@ from quire.engine.wire import (
     Ready,
     Refused,
     Seen,
-    Submit,
     ToEngine,
     ToFront,
     Told,
     Update,
     frame,
+    submission,
 )
 from quire.errors import QuireError, Unavailable
 from quire.values import FinishReason, Request
@@ -50,11 +50,20 @@ _LOOK_EVERY = 1.0
 """Seconds between two looks at an engine that has work."""
 
 
+class _Spawned(NamedTuple):
+    """A process that builds an engine as soon as it is sent settings, and our end of its socket."""
+
+    process: subprocess.Popen[bytes]
+    sock: socket.socket
+
+
 class EngineProcess:
     """A `Port` to an engine in a process of its own.
 
     argv: the command that starts it; the number of an inherited socket is appended. settings: what it is built
     from. render: /metrics text of a metrics snapshot. environment: variables for it, where they are not set already.
+    standby_after: seconds after an engine is ready until a second process is started, which imports what an engine
+    needs and waits to replace it; None: none is started.
     """
 
     def __init__(
@@ -65,8 +74,9 @@ class EngineProcess:
         *,
         backoff: float = 0.5,
         environment: Mapping[str, str] = MappingProxyType({}),
+        standby_after: float | None = None,
     ) -> None:
-        self.environment = dict(environment)
+        self.environment, self.standby_after = dict(environment), standby_after
         self.argv, self.settings, self.render, self.backoff = list(argv), dict(settings), render, backoff
         self.process: subprocess.Popen[bytes] | None = None
         self.restarts = 0
@@ -84,22 +94,14 @@ class EngineProcess:
         self._pause, self._began = 0.0, 0.0
         self._progress = Progress(time.monotonic())
         self._timer: asyncio.TimerHandle | None = None
+        self._standby: _Spawned | None = None
+        self._standby_timer: asyncio.TimerHandle | None = None
 
     # ---------------------------------------------------------------- life
 
     async def start(self) -> Description:
         """Start the process and wait until it is ready. Raises what the engine could not be built for."""
-        here, there = socket.socketpair()
-        try:
-            self.process = subprocess.Popen(
-                [*self.argv, str(there.fileno())],
-                pass_fds=[there.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=self.environment | os.environ,
-                start_new_session=True,  # Ctrl-C is for the front: it drains first
-            )
-        finally:
-            there.close()
+        self.process, here = self._take_standby() or self._spawn()
         self._progress = Progress(time.monotonic())
         loop = asyncio.get_running_loop()
         link = _Link(self, loop.create_future())
@@ -114,7 +116,44 @@ class EngineProcess:
         self._began = time.monotonic()
         if self._looking:
             link.say(Look(True))
+        if self.standby_after is not None:
+            self._standby_timer = loop.call_later(self.standby_after, self._start_standby)
         return about
+
+    def _spawn(self) -> _Spawned:
+        here, there = socket.socketpair()
+        try:
+            process = subprocess.Popen(
+                [*self.argv, str(there.fileno())],
+                pass_fds=[there.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=self.environment | os.environ,
+                start_new_session=True,  # Ctrl-C is for the front: it drains first
+            )
+        except BaseException:
+            here.close()
+            raise
+        finally:
+            there.close()
+        return _Spawned(process, here)
+
+    def _start_standby(self) -> None:
+        """Only for an engine that has lived for a while: one that dies young is not to cost two processes a time."""
+        if self.ready() and self._standby is None:
+            try:
+                self._standby = self._spawn()
+            except OSError as error:  # no process or descriptor is left: the engine that runs goes on
+                log.warning("no standby engine can be started: %s", error)
+
+    def _take_standby(self) -> _Spawned | None:
+        """The process that waits to replace an engine, if there is one and it lives."""
+        if self._standby_timer is not None:
+            self._standby_timer.cancel()
+        standby, self._standby = self._standby, None
+        if standby is not None and standby.process.poll() is not None:
+            standby.sock.close()
+            return None
+        return standby
 
     async def close(self) -> None:
         """Let the process go; it ends by itself when its socket closes."""
@@ -122,6 +161,11 @@ class EngineProcess:
         for under_way in (self._restart, self._timer):
             if under_way is not None:
                 under_way.cancel()
+        standby = self._take_standby()
+        if standby is not None:
+            standby.sock.close()
+            standby.process.kill()
+            await asyncio.to_thread(standby.process.wait)
         await self._reap()
 
     async def _reap(self, patience: float = 5.0) -> None:
@@ -171,7 +215,7 @@ class EngineProcess:
     def submit(self, requests: Sequence[Request]) -> None:
         link = self._ready_link()
         self._progress.asked(time.monotonic())
-        link.say(Submit(list(requests)))
+        link.say(submission(requests))
         if self._timer is None:
             self._look()
 

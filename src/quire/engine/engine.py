@@ -246,6 +246,18 @@ class Engine:
         for seq in lives:  # which executor, and why, is for the log
             self.fail(seq.request.id, Unavailable("the executor was lost while this request ran: it may be sent again"))
 
+    def abandon(self) -> None:
+        """End every request and forget every step in flight: for who closes, and after a `step` that raised.
+
+        Raises what keeps the executor from starting again.
+        """
+        for id in list(self.scheduler.seqs):
+            self.abort(id)
+        self.flight.clear()
+        self.recovery.lost()
+        self._out.clear()
+        self.executor.reset()
+
     # ---------------------------------------------------------------- what can be read
 
     @property

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import select
+import math
+import selectors
 import socket
 import sys
 import traceback
@@ -15,7 +16,7 @@ from quire.core.constraint import Constraints, NoConstraints
 from quire.engine.engine import Engine
 from quire.engine.watch import Watch
 from quire.engine.window import NoWindow, Window
-from quire.engine.wire import Abort, Ask, Forget, Frames, Look, Seen, Submit, ToEngine, Told, Update, frame
+from quire.engine.wire import Abort, Ask, Forget, Frames, Look, Seen, Submit, ToEngine, Told, Update, frame, submitted
 from quire.errors import InvalidRequest, StepFailed
 from quire.text.harmless import block
 from quire.values import Request, Tokens, failed
@@ -50,10 +51,13 @@ class EngineLoop:
         self.told = float("-inf")
         self.taken = 0
         self.rested = False
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(link, selectors.EVENT_READ)
+        self._wakers: set[int] = set()
 
     def run(self) -> None:
         """Until the front goes away, in the middle of a sentence or not."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        with self._selector, contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._tell([])
             while self._listen():
                 events = self.engine.step()
@@ -65,8 +69,7 @@ class EngineLoop:
         """Take what has been said; wait for it when idle, or until the next plan is due. False: the front is gone."""
         busy = self.engine.can_step or bool(self.refused)
         while True:
-            wait = self.engine.spare() if busy else self._patience()
-            heard = select.select([self.link.fileno(), *self.constraints.wakers()], [], [], wait)[0]
+            heard = self._wait(self.engine.spare()) if busy else self._select(self._patience())
             if self.link.fileno() in heard:
                 if not (data := self.link.recv(1 << 20)):
                     return False
@@ -77,6 +80,22 @@ class EngineLoop:
                 self._rest(idle=not busy)
                 return True
             busy, self.rested = True, False
+
+    def _wait(self, seconds: float) -> set[int]:
+        """Descriptors with something to read within `seconds`, less up to a millisecond.
+
+        Selectors count in milliseconds and round up; a plan that is late costs more than one that is a little early.
+        """
+        return self._select(math.floor(seconds * 1e3) * 1e-3)
+
+    def _select(self, seconds: float | None) -> set[int]:
+        """Descriptors with something to read within `seconds`; None: however long that takes. Of any number:
+        select(2) takes those below 1,024 only, and an inherited one may be above."""
+        for waker in self.constraints.wakers():
+            if waker not in self._wakers:
+                self._wakers.add(waker)
+                self._selector.register(waker, selectors.EVENT_READ)
+        return {key.fd for key, _ in self._selector.select(seconds)}
 
     def _patience(self) -> float | None:
         """Seconds to wait for something to be said; None for as long as it takes."""
@@ -94,7 +113,7 @@ class EngineLoop:
     def _obey(self, message: ToEngine) -> None:
         if isinstance(message, Submit):
             self.taken += 1
-            for request in message.requests:
+            for request in submitted(message):
                 self._add(request)
         elif isinstance(message, Abort):
             for id in message.ids:

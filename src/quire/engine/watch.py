@@ -31,30 +31,34 @@ _UNKNOWN = 0.1
 _MARGIN = 10.0
 """A step may take so many times what the slowest seen would suggest: attention costs more the longer a context is."""
 
-_LARGE = 16
-"""Tokens from which on a step says what a token costs."""
+_SHORT, _LONG = 10.0, 30.0
+"""Seconds that any step may take, unless an option says otherwise: once steps have been measured, and before."""
 
 
 class Watch:
     """An observer that learns what steps cost and keeps the last few.
 
-    floor: seconds that any step may take. keep: steps remembered. out: where failures and reports are written.
+    timeout: seconds that any step may take; None: 10 where steps are known to be short, 30 before any was measured.
+    keep: steps remembered. out: where failures and reports are written.
     """
 
-    def __init__(self, *, floor: float = 30.0, keep: int = 12, out: TextIO | None = None) -> None:
-        self.floor = floor
+    def __init__(self, *, timeout: float | None = None, keep: int = 12, out: TextIO | None = None) -> None:
+        self.timeout = timeout
         self.out = sys.stderr if out is None else out
         self.last: deque[StepRecord] = deque(maxlen=keep)
         self.longest = 0.0
         self.rate = 0.0
+        self.most = 0
 
     def due(self, budget: int) -> float:
-        """Seconds within which a step must be over that feeds `budget` tokens at most."""
-        return (
-            self.floor + _MARGIN * max(self.longest, self.rate * budget)
-            if self.last
-            else self.floor + _UNKNOWN * budget
-        )
+        """Seconds within which a step must be over that feeds `budget` tokens at most.
+
+        That is the timeout, or `_MARGIN` times what the steps before suggest, where that is more.
+        """
+        if not self.last:
+            return (_LONG if self.timeout is None else self.timeout) + _UNKNOWN * budget
+        known = _MARGIN * max(self.longest, self.rate * budget)
+        return max(_SHORT if self.timeout is None else self.timeout, known)
 
     # ---------------------------------------------------------------- an observer
 
@@ -66,7 +70,10 @@ class Watch:
         if took > self.longest:
             self.longest = took
         fed = sum([span[1] for span in record.plan.spans])
-        if fed >= _LARGE and took > self.rate * fed:
+        if fed > 2 * self.most:  # what few tokens cost says little of many: part of it is the step's own
+            self.rate = 0.0
+        self.most = max(self.most, fed)
+        if 2 * fed >= self.most and took > self.rate * fed:
             self.rate = took / fed
         self.last.append(record)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -20,7 +21,10 @@ class Configure(msgspec.Struct, tag=True, frozen=True):
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
-    requests: list[Request]
+    """Requests. (id, choice) stands for one that differs from the one before it in nothing else, as the answers to one
+    prompt do: a prompt of 100,000 tokens is not sent 128 times. Made by `submission`, read by `submitted`."""
+
+    requests: list[Request | tuple[str, int]]
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -74,6 +78,28 @@ class Update(msgspec.Struct, tag=True, frozen=True):
     due: float
     stats: dict[str, Any] | None = None
     metrics: dict[str, Any] | None = None
+
+
+def submission(requests: Iterable[Request]) -> Submit:
+    sent: list[Request | tuple[str, int]] = []
+    before: Request | None = None
+    for request in requests:
+        same = before is not None and replace(request, id=before.id, choice=before.choice) == before
+        sent.append((request.id, request.choice) if same else request)
+        before = request
+    return Submit(sent)
+
+
+def submitted(message: Submit) -> Iterator[Request]:
+    before: Request | None = None
+    for one in message.requests:
+        if isinstance(one, Request):
+            before = one
+        elif before is not None:
+            before = replace(before, id=one[0], choice=one[1])
+        else:
+            raise ValueError("the first of several requests says nothing but its id")
+        yield before
 
 
 TELL = signal.SIGUSR1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable
 from functools import cached_property
@@ -11,9 +10,10 @@ from functools import cached_property
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from quire.errors import InvalidModel, InvalidRequest
-from quire.grammar.matcher import Matcher
+from quire.grammar.matcher import Matcher, reason
 from quire.grammar.schema import check_schema
 from quire.grammar.vocabulary import vocabulary
+from quire.text.reasoning import CLOSE, OPEN
 from quire.text.tokenizer import Tokenizer
 from quire.values import StructuredOutputs
 
@@ -23,11 +23,10 @@ SPACE = " "
 _FIRST = 0.1
 """Processor seconds the first mask may take."""
 
-_TELL = 400
-"""Characters of the library's message that are told."""
+_AHEAD = 8
+"""Tokens of one possible answer that are tried: most grammars that are too wide are so near their beginning."""
 
 _COERCE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
-_WHERE = re.compile(r"\s*<non-verbose/>|json-schema:///")
 
 
 class Compiled:
@@ -58,7 +57,7 @@ class Compiler:
     def __call__(self, structure: StructuredOutputs) -> Compiled:
         """Raises InvalidRequest naming the field it came in, with the compiler's own words."""
         try:
-            source = _source(structure)
+            source = _after_thoughts(structure)
             first = LLMatcher(self._vocabulary, source, log_level=0, limits=_limits())
         except InvalidModel as error:
             raise InvalidRequest(f"{structure.param}: {error}", param=structure.param) from error
@@ -72,7 +71,22 @@ class Compiler:
             raise _refusal(structure, "it is too complex")
         if not any(mask):
             raise _refusal(structure, "nothing can satisfy it")
+        if why := _ahead(first.deep_copy(), mask, self._tokenizer.eos):
+            raise _refusal(structure, why)
         return Compiled(first, self._tokenizer.eos)
+
+
+def _ahead(matcher: LLMatcher, mask: bytes, eos: frozenset[int]) -> str:
+    """Why the grammar cannot be followed through one of the answers it allows; empty if nothing is found."""
+    for _ in range(_AHEAD):
+        bits = int.from_bytes(mask, "little") & ~sum(1 << token for token in eos)
+        if not bits or matcher.is_stopped():
+            return ""
+        matcher.consume_token((bits & -bits).bit_length() - 1)
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            return str(matcher.get_error())
+    return ""
 
 
 def _limits() -> LLParserLimits:
@@ -98,15 +112,34 @@ def _source(structure: StructuredOutputs) -> str:
         white = None if compact else structure.whitespace_pattern or SPACE
         options = {"whitespace_flexible": white is not None, "whitespace_pattern": white, "lenient": False}
         return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
+    if kind == "choice":  # as one terminal: of alternatives in a rule, each is followed by itself
+        texts = " | ".join(map(json.dumps, json.loads(text)))
+        return str(LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + texts))
     return str(grammar_from(kind, text))
+
+
+_THOUGHTS = f"""
+thoughts[suffix={json.dumps(CLOSE)}]: /(?s:.*)/
+SPACE: /\\n{{0,2}}/
+"""
+
+
+def _after_thoughts(structure: StructuredOutputs) -> str:
+    """The structure's grammar, after thoughts if there may be some: any text up to their end. Names do not mix."""
+    source, ahead = _source(structure), structure.thoughts
+    if ahead == "none":
+        return source
+    as_json = structure.kind[0] in ("json", "regex")
+    answer = json.loads(source)["grammars"][0] if as_json else {"lark_grammar": source}
+    thoughts = "thoughts SPACE" if ahead == "open" else f"({json.dumps(OPEN)} thoughts SPACE)?"
+    whole = {"lark_grammar": f"start: {thoughts} @answer{_THOUGHTS}"}
+    return json.dumps({"grammars": [whole, {**answer, "name": "answer"}]})
 
 
 def _refusal(structure: StructuredOutputs, why: str) -> InvalidRequest:
     what = {"json": "the JSON schema", "regex": "the regular expression", "choice": "the choice"}
     if why.startswith("NoExtension"):
         why = "nothing can satisfy it"
-    said = " ".join(_WHERE.sub("", why.replace(_COERCE, "Use anyOf")).split())
-    if len(said) > _TELL:
-        said = said[:_TELL] + "..."
+    said = reason(why.replace(_COERCE, "Use anyOf"))
     name = what.get(structure.kind[0], "the grammar")
     return InvalidRequest(f"{structure.param}: {name} cannot be used: {said}", param=structure.param)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 
@@ -11,6 +12,24 @@ from quire.core.plan import Mask
 
 NOTHING = b""
 """Allows no token: the row ends with an error of its own."""
+
+
+_TELL = 400
+"""Characters of the library's message that are told."""
+
+_NOISE = re.compile(r"\s*<non-verbose/>|json-schema:///|Parser Error: ")
+_ROW = re.compile(r".*Current row has (\d+) items; max is (\d+).*", re.DOTALL)
+
+
+def reason(why: str) -> str:
+    """The library's words for why a grammar cannot be followed, on one line; its own terms in those of its users."""
+    if wide := _ROW.fullmatch(why):
+        return (
+            f"it has {wide[1]} ways to go on in one place, and at most {wide[2]} are taken: have fewer alternatives "
+            "(of fixed texts, an enum or a choice may have many more)"
+        )
+    said = " ".join(_NOISE.sub("", why).split())
+    return said[:_TELL] + "..." if len(said) > _TELL else said
 
 
 class Budget:
@@ -38,7 +57,7 @@ class Matcher:
     def __init__(self, matcher: LLMatcher, eos: frozenset[int], budget: Budget = ORDINARY) -> None:
         self._matcher, self._eos, self._budget = matcher, eos, budget
         self._seen: list[int] = []
-        self._over = self._failed = False
+        self._over, self._why = False, ""
         self._spent = 0.0
         self._end = _bits(eos)
 
@@ -48,8 +67,11 @@ class Matcher:
         made = self._walk(drafts)
         self._spent += self._budget.clock() - began
         if self._spent > self._budget.once + self._budget.each * len(output):
-            self._failed = True
+            self._why = self._why or "following it takes too much time: make it simpler"
         return made
+
+    def why(self) -> str:
+        return self._why
 
     def _follow(self, output: list[int]) -> None:
         known = len(self._seen)
@@ -61,7 +83,7 @@ class Matcher:
         for token in fresh:
             self._over = self._over or token in self._eos
             if not self._over and not self._matcher.consume_token(token):
-                self._failed = True
+                self._why = reason(self._matcher.get_error()) or "the answer left it"
         self._seen += fresh
 
     def _walk(self, drafts: Sequence[int]) -> list[Mask]:
@@ -84,11 +106,11 @@ class Matcher:
     def _mask(self) -> bytes:
         if self._over:
             return self._end
-        if self._failed:
+        if self._why:
             return NOTHING
         mask: bytes = self._matcher.compute_bitmask()
         if self._matcher.is_error():  # then the mask would say that the text may end
-            self._failed = True
+            self._why = reason(self._matcher.get_error()) or "it cannot be followed any further"
             return NOTHING
         return mask
 

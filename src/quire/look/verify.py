@@ -56,7 +56,7 @@ def command(ctx: click.Context, settings: Settings, requests: int, new: int, rep
         cost, why = charged(settings, repeat)
     about = {
         "model": settings.model.model,
-        "deterministic": settings.execution.deterministic,
+        "deterministic": bool(settings.execution.deterministic),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "machine": platform.machine(),
@@ -117,7 +117,7 @@ def show(settings: Settings, rows: Sequence[Row], cost: Sequence[Price], why: st
         told = (str(row.requests), f"{row.tokens:,}", seen, *counts, tell(row.first))
         table.add_row(row.name, *(("", "", "not tried", "", "", "", row.why) if row.why else told))
     console.print(table)
-    console.print(verdict(settings.execution.deterministic, rows))
+    console.print(verdict(bool(settings.execution.deterministic), rows))
     if not cost:
         console.print(f"price: {why}")
         return

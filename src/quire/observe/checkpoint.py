@@ -75,6 +75,9 @@ class Given:
     def masks(self, output: Any, drafts: Any) -> list[Any]:
         return [None] * (1 + len(drafts))
 
+    def why(self) -> str:
+        return ""
+
 
 GIVEN = Given()
 CONSTRAINTS: tuple[Constraint, ...] = (FREE, GIVEN, PENDING)

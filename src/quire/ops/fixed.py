@@ -47,7 +47,7 @@ class FixedOps(ReferenceOps):
         if out < NARROW:
             weight = F.pad(weight, (0, 0, 0, NARROW - out))
             bias = None if bias is None else F.pad(bias, (0, NARROW - out))
-        return in_tiles(partial(F.linear, weight=weight, bias=bias), x, self.rows)[:, :out]
+        return in_tiles(partial(F.linear, weight=weight, bias=bias), x, ROWS)[:, :out]
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         heads, half = q.shape[1], cos.shape[-1]

@@ -6,7 +6,7 @@ that each layer's gather is one `index_select` whose result already stands head 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -57,16 +57,56 @@ class Paged(RaggedBatch):
         """reach: tokens of which so many are read at a time; past a span's own end, anything that is its own."""
         starts = batch.query_start.tolist()
         lengths = batch.kv_len.tolist()
-        counts = [stop - start for start, stop in pairwise(starts)]
         together: dict[tuple[int, int], list[int]] = {}
-        for span, n in enumerate(counts):
-            if n:
-                together.setdefault((n, 0 if n <= FEW else span), []).append(span)
-        table = batch.page_table
-        size = batch.page_size
+        for span, (start, stop) in enumerate(pairwise(starts)):
+            if stop > start:
+                together.setdefault((stop - start, 0 if stop - start <= FEW else span), []).append(span)
+        return cls._of(
+            batch,
+            tuple(
+                group(batch, spans, n, starts, lengths, reach)
+                for (n, _), every in together.items()
+                for spans in alike(every, lengths)
+            ),
+        )
+
+    @classmethod
+    def cut(cls, batch: RaggedBatch, run: int) -> Paged:
+        """As `of`, but for every query all positions are read up to the end of its own run of `run`, and no more: who
+        it is together with has no say in how many. Spans that cross a run's end are cut there."""
+        lengths, spans, starts = list[int](), list[int](), [0]
+        together: dict[tuple[int, int, int], list[int]] = {}
+        ends = batch.kv_len.tolist()
+        for span, ((start, stop), end) in enumerate(zip(pairwise(batch.query_start.tolist()), ends, strict=True)):
+            first = end - (stop - start)
+            while first < end:
+                last = first // run + 1
+                n = min(end, last * run) - first
+                together.setdefault((n, last, 0 if n <= FEW else len(spans)), []).append(len(spans))
+                first += n
+                spans.append(span)
+                lengths.append(first)
+                starts.append(starts[-1] + n)
+        pieces = batch
+        if len(spans) != len(ends):
+            at = torch.tensor(spans, device=batch.page_table.device)
+            pieces = replace(
+                batch,
+                query_start=batch.query_start.new_tensor(starts),
+                kv_len=batch.kv_len.new_tensor(lengths),
+                page_table=batch.page_table[at],
+            )
+        whole = [-(-length // run) * run for length in lengths]
+        groups = [group(pieces, some, n, starts, whole, run) for (n, _, _), some in together.items()]
+        return cls._of(batch, tuple(replace(each, even=False) for each in groups))
+
+    @classmethod
+    def _of(cls, batch: RaggedBatch, groups: tuple[Group, ...]) -> Paged:
+        table, size = batch.page_table, batch.page_size
+        counts = [stop - start for start, stop in pairwise(batch.query_start.tolist())]
         begun = [
             (span, last // size)
-            for span, (n, last) in enumerate(zip(counts, lengths, strict=True))
+            for span, (n, last) in enumerate(zip(counts, batch.kv_len.tolist(), strict=True))
             if n and last % size and last // size * size >= last - n
         ]
         at = torch.tensor(begun, dtype=torch.int64, device=table.device).view(-1, 2)
@@ -81,11 +121,7 @@ class Paged(RaggedBatch):
             max_query=batch.max_query,
             max_kv=batch.max_kv,
             wanted=batch.wanted,
-            groups=tuple(
-                group(batch, spans, n, starts, lengths, reach)
-                for (n, _), every in together.items()
-                for spans in alike(every, lengths)
-            ),
+            groups=groups,
             begun=table[at[:, 0], at[:, 1]].long(),
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.backends.base import Delta
+from quire.backends.offload import PER_SCORE, PER_TOKEN
 from quire.server.calls import Job
 from quire.server.logprobs import Score, TextLogprobs, TokenText, chat_logprobs, prompt_logprobs
 from quire.text.part import PLAIN, Part, Splitter, joined
@@ -122,6 +123,23 @@ class Gathered:
     def parts(self) -> list[Part]:
         """All of it in order, neighbours of a kind as one."""
         return joined(self._parts)
+
+
+def cost(job: Job, choices: Sequence[Gathered]) -> int:
+    """About how many bytes telling them is worth (backends.offload)."""
+    top = 1 + max(job.top or 0, job.prompt_top or 0)
+    tokens = sum(len(one.tokens) for one in choices)
+    scores = sum(len(one.logprobs) + job.n * len(one.prompt_logprobs) for one in choices)
+    return (
+        PER_TOKEN * (tokens + shown_prompt(job) * job.n)
+        + PER_SCORE * top * scores
+        + sum(len(one.pooled) for one in choices)
+    )
+
+
+def shown_prompt(job: Job) -> int:
+    """Tokens of prompts that answers repeat, each of them once a choice."""
+    return sum(len(call.prompt) for call in job.calls) if job.echo or job.token_ids else 0
 
 
 def completion(job: Job, choices: Sequence[Gathered], usage: Usage, token_text: TokenText, by: str) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -17,13 +17,18 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from quire.backends.base import Answers, Backend, Delta, ModelCard, Service
+from quire.backends.offload import offload
 from quire.errors import InvalidRequest, QuireError, Unavailable, nearest
 from quire.server import answers, calls, faults, openapi, prompts, schemas
+from quire.server.answers import Gathered, Usage
 from quire.server.calls import Job
+from quire.server.chunks import Chunks
 from quire.server.desk import Desk, NoDesk
 from quire.server.doors import COUNTS, DOORS, Count, Door, came, gather
 from quire.server.embeddings import EmbeddingsRequest
-from quire.server.limits import Guard, Keys, Limits, deadline, no_page_elsewhere, origin, read_body
+from quire.server.gate import Gate, Place
+from quire.server.hosts import CrossOrigin, Hosts, no_page_elsewhere
+from quire.server.limits import Guard, Keys, Limits, deadline, origin, read_body
 from quire.server.page import Blank, Page, View
 from quire.server.rates import Rates
 from quire.server.recordings import Recordings
@@ -31,6 +36,8 @@ from quire.server.stream import EventStream, together, unless_gone
 from quire.server.tools import toolbox
 from quire.text.tools.styles import STYLES
 
+T = TypeVar("T")
+JSON = "application/json"
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
 _GONE = 499
 """nginx's code for a client that closed its request; nobody reads it."""
@@ -47,59 +54,100 @@ class Api:
     def __init__(self, backend: Backend, limits: Limits, version: str, rates: Rates) -> None:
         self._backend, self._limits, self._version = backend, limits, version
         self._by, self._rates = f"quire-{version}", rates
+        self._gate = Gate(lambda held: backend.admit(1, held))
 
     # ---------------------------------------------------------------- generation
 
     async def generation(self, door: Door, request: Request) -> Response | EventStream[Delta]:
         """Any of DOORS."""
-        asked = await self._read(request, door.asks)
-        job = came(await door.job(asked, self._backend, self._limits), origin(request.scope))
-        if job.stream and door.chunks is not None:
-            said = self._said(job, request)
-            chunks = door.chunks(asked, job, self._backend.token_text)
-            return EventStream(said, chunks, keep_alive=self._limits.keep_alive)
-        made = await unless_gone(request.receive, gather(job, self._said(job, request), self._backend.token_text))
-        return gone_or_json(made and door.whole(asked, job, *made, self._backend.token_text, self._by))
+        text = self._backend.token_text
+
+        def prepared(asked: Any) -> tuple[Any, Job, Chunks | None]:
+            job = self._came(door.job(asked, self._backend, self._limits), request)
+            return asked, job, door.chunks(asked, job, text) if job.stream and door.chunks is not None else None
+
+        with self._gate.place() as place:
+            size, (asked, job, chunks) = await self._read(request, door.asks, prepared, place)
+        if chunks is not None:
+            return EventStream(partial(self._begin, job), chunks, keep_alive=self._limits.keep_alive)
+        made = await unless_gone(request.receive, self._gathered(job))
+        if made is None:
+            return gone_or_json(None)
+        return await written(size + answers.cost(job, made[0]), lambda: door.whole(asked, job, *made, text, self._by))
 
     async def count(self, count: Count, request: Request) -> Response:
         """Any of COUNTS."""
-        job = await count.job(await self._read(request, count.asks), self._backend, self._limits)
+        _, job = await self._read(request, count.asks, lambda asked: count.job(asked, self._backend, self._limits))
         return gone_or_json(count.told(len(job.calls[0].prompt)))
 
     async def generate(self, request: Request) -> Response:
         began = time.perf_counter()
-        asked = await self._read(request, schemas.GenerateRequest)
-        job = came(await calls.generate(asked, self._backend, self._limits), origin(request.scope))
-        made = await unless_gone(request.receive, gather(job, self._said(job, request), self._backend.token_text))
+
+        def prepared(asked: schemas.GenerateRequest) -> Job:
+            return self._came(calls.generate(asked, self._backend, self._limits), request)
+
+        with self._gate.place() as place:
+            _, job = await self._read(request, schemas.GenerateRequest, prepared, place)
+        made = await unless_gone(request.receive, self._gathered(job))
         return gone_or_json(made and answers.generated(job, made[0][0], time.perf_counter() - began))
 
-    def _said(self, job: Job, request: Request) -> Callable[[], Answers[Delta]]:
-        """What begins the answers, on the account of who asked."""
-        key, prompts = request.scope["key"], sum(len(call.prompt) for call in job.calls)
-        return lambda: self._rates.metered(key, prompts, together(self._backend, job.calls, job.n))
+    def _came(self, job: Job, request: Request) -> Job:
+        return came(job, origin(request.scope), self._rates.meter(request.scope["key"]))
 
-    async def _read(self, request: Request, kind: type[schemas.T]) -> schemas.T:
-        asked = schemas.parse(await read_body(request, self._limits), kind, self._limits)
-        if isinstance(asked, schemas.Sampling | EmbeddingsRequest) and asked.timeout is None:
-            asked.timeout = deadline(request.headers)
-        return asked
+    def _begin(self, job: Job) -> Answers[Delta]:
+        """Raises what `Backend.answer` raises.
+
+        Prompts are charged once all of them are admitted: a client that hangs up afterwards has used them all the same,
+        and one whose request was refused has not.
+        """
+        admitted = together(self._backend, job.calls, job.n)
+        for call in job.calls:
+            if call.spend is not None:
+                call.spend(len(call.prompt))
+        return admitted
+
+    def _gathered(self, job: Job) -> Coroutine[Any, Any, tuple[list[Gathered], Usage]]:
+        return gather(job, partial(self._begin, job), self._backend.token_text)
+
+    async def _read(
+        self,
+        request: Request,
+        kind: type[schemas.T],
+        prepared: Callable[[schemas.T], T],
+        place: Place | None = None,
+    ) -> tuple[int, T]:
+        """The size of the body in bytes, and what `prepared` makes of the request in it, offloaded together.
+
+        In turn (see gate). place: that of a request which will be queued.
+        """
+        body = await read_body(request, self._limits)
+        await self._gate.turn(place)
+
+        def read() -> T:
+            asked = schemas.parse(body, kind, self._limits)
+            if isinstance(asked, schemas.Sampling | EmbeddingsRequest) and asked.timeout is None:
+                asked.timeout = deadline(request.headers)
+            return prepared(asked)
+
+        return len(body), await offload(len(body), read)
 
     # ---------------------------------------------------------------- tokens
 
     async def tokenize(self, request: Request) -> Response:
-        asked = await self._read(request, schemas.TokenizeRequest)
+        _, told = await self._read(request, schemas.TokenizeRequest, self._tokenized)
+        return Response(told, media_type=JSON)
+
+    def _tokenized(self, asked: schemas.TokenizeRequest) -> bytes:
         card = prompts.model(asked.model, self._backend)
         if (asked.prompt is None) == (asked.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
         if asked.messages is not None:
             tools = toolbox(asked.tools, None, None, STYLES[card.tool_parser]).shown
-            _, tokens = await prompts.rendered(asked.messages, asked, self._backend, tools)
+            _, tokens = prompts.rendered(asked.messages, asked, self._backend, tools)
         else:
-            [(_, tokens)] = await prompts.encoded(
-                [asked.prompt or ""], asked.add_special_tokens is not False, self._backend
-            )
+            [(_, tokens)] = prompts.encoded([asked.prompt or ""], asked.add_special_tokens is not False, self._backend)
         names = [self._backend.token_text(token)[0] for token in tokens] if asked.return_token_strs else None
-        return gone_or_json(
+        return msgspec.json.encode(
             {
                 "count": len(tokens),
                 "max_model_len": card.max_model_len,
@@ -109,16 +157,19 @@ class Api:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        asked = await self._read(request, schemas.DetokenizeRequest)
+        _, told = await self._read(request, schemas.DetokenizeRequest, self._detokenized)
+        return Response(told, media_type=JSON)
+
+    def _detokenized(self, asked: schemas.DetokenizeRequest) -> bytes:
         card = prompts.model(asked.model, self._backend)
         prompts.in_vocabulary(asked.tokens, "tokens", card)
-        return gone_or_json({"prompt": await prompts.decoded(asked.tokens, self._backend)})
+        return msgspec.json.encode({"prompt": self._backend.decode(tuple(asked.tokens))})
 
     # ---------------------------------------------------------------- what there is, and how it is
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Takes vLLM's parameters where they say what happens anyway."""
-        no_page_elsewhere(request.headers)
+        no_page_elsewhere(request.scope)
         for name, value in request.query_params.items():
             if name not in _RESETS:
                 raise InvalidRequest(f"unknown parameter {name!r}.{nearest(name, _RESETS)}", param=name)
@@ -147,10 +198,13 @@ def create_app(
     view: View | None = None,
     desk: Desk | None = None,
     recording: Path | None = None,
+    hosts: Hosts | None = None,
+    origins: Collection[str] = (),
 ) -> ASGIApp:
     """The ASGI application around a backend that the caller starts and closes, and so the desk, which has batches.
 
-    view: what the live page shows. recording: the folder of the flight recorder's files.
+    view: what the live page shows. recording: the folder of the flight recorder's files. hosts: the names by which the
+    server may be asked, any by default. origins: those whose pages may use it (CORS).
     """
     limits, keys = Limits() if limits is None else limits, Keys() if keys is None else keys
     rates = Rates() if rates is None else rates
@@ -171,7 +225,7 @@ def create_app(
         *Recordings(recording).routes(),
         *page.routes(),
     ]
-    return assembled(routes, keys, page, rates)
+    return assembled(routes, keys, page, rates, hosts, origins)
 
 
 def vitals(service: Service, version: str) -> list[Route]:
@@ -207,8 +261,15 @@ def vitals(service: Service, version: str) -> list[Route]:
     ]
 
 
-def assembled(routes: Sequence[BaseRoute], keys: Keys, page: Page, rates: Rates) -> ASGIApp:
-    """Routes behind keys, errors in OpenAI's shape."""
+def assembled(
+    routes: Sequence[BaseRoute],
+    keys: Keys,
+    page: Page,
+    rates: Rates,
+    hosts: Hosts | None = None,
+    origins: Collection[str] = (),
+) -> ASGIApp:
+    """Routes behind keys, errors in OpenAI's shape. hosts, origins: as of `create_app`."""
     app = Starlette(
         routes=routes,
         exception_handlers={
@@ -218,18 +279,24 @@ def assembled(routes: Sequence[BaseRoute], keys: Keys, page: Page, rates: Rates)
         },
     )
     app.router.redirect_slashes = False
-    return Guard(app, keys, page.admits, rates)
+    guard = Guard(app, keys, page.admits, rates, hosts)
+    return CrossOrigin(guard, origins) if origins else guard
 
 
 async def _openapi(document: bytes, request: Request) -> Response:
-    return Response(document, media_type="application/json")
+    return Response(document, media_type=JSON)
 
 
 def gone_or_json(value: Any) -> Response:
     """JSON, or nothing for a client that left."""
     if value is None:
         return Response(status_code=_GONE)
-    return Response(msgspec.json.encode(value), media_type="application/json")
+    return Response(msgspec.json.encode(value), media_type=JSON)
+
+
+async def written(size: int, told: Callable[[], Any]) -> Response:
+    """JSON of what `told` returns; making and writing it costs about as much as reading `size` bytes."""
+    return Response(await offload(size, lambda: msgspec.json.encode(told())), media_type=JSON)
 
 
 def _card(card: ModelCard) -> dict[str, Any]:

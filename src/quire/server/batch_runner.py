@@ -9,7 +9,8 @@ import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,6 +21,7 @@ from quire.server.store import Unkept
 
 log = logging.getLogger("uvicorn.error")
 
+T = TypeVar("T")
 Answer = Callable[[str, bytes], Awaitable[dict[str, Any]]]
 """(endpoint, body) -> the answer, made in the gaps. Raises as the endpoint would."""
 
@@ -43,6 +45,7 @@ class BatchRunner:
     def __init__(self, batches: Batches, answer: Answer, *, width: int) -> None:
         self._batches, self._answer, self._width = batches, answer, width
         self._task: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._alone = asyncio.Lock()
 
     async def start(self) -> None:
@@ -54,6 +57,11 @@ class BatchRunner:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+
+    async def _blocking(self, work: Callable[..., T], *args: Any) -> T:
+        """What reads and writes files, in the one thread that does: one after the other, also where callers leave."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
     async def _run(self) -> None:
         while True:
@@ -61,23 +69,23 @@ class BatchRunner:
                 try:
                     await self._batch(batch)
                 except Exception as error:  # its own fault alone: others go on, and so do people
-                    if (why := _unkept(error)) is not None:
-                        log.error("%s waits: %s", batch["id"], why)
+                    if (full := _unkept(error)) is not None:
+                        log.error("%s waits: %s", batch["id"], full)
                         await asyncio.sleep(_DISK)
                         continue
                     log.exception("%s failed", batch["id"])
-                    batch["errors"] = _error("server_error", "the server met an error of its own; its log says more")
+                    why = _error("server_error", "the server met an error of its own; its log says more")
                     with contextlib.suppress(Unkept):
-                        self._batches.turn(batch, "failed")
+                        self._batches.turn(batch, "failed", errors=why)
             await asyncio.sleep(_PAUSE)
 
     async def _batch(self, batch: dict[str, Any]) -> None:
         batches = self._batches
         if batch["status"] == "finalizing":
-            return await asyncio.to_thread(batches.finish, batch, batch["finishes_as"])
-        done = await asyncio.to_thread(batches.answered, batch)
+            return await self._blocking(batches.finish, batch, batch["finishes_as"])
+        done = await self._blocking(batches.answered, batch)
         if batch["status"] == "validating":
-            await asyncio.to_thread(batches.check, batch)
+            await self._blocking(batches.check, batch)
             if batch["errors"]:
                 return batches.turn(batch, "failed")
             if batch["status"] == "validating":  # it may have been cancelled meanwhile
@@ -86,8 +94,8 @@ class BatchRunner:
         ended = "cancelled" if batch["status"] == "cancelling" else "completed"
         if ended == "completed" and _expired(batch) and batch["request_counts"]["total"] > _answered(batch):
             ended = "expired"
-            await asyncio.to_thread(self._missed, batch)
-        return await asyncio.to_thread(batches.finish, batch, ended)
+            await self._blocking(self._missed, batch)
+        return await self._blocking(batches.finish, batch, ended)
 
     async def _lines(self, batch: dict[str, Any], done: set[str]) -> None:
         """`width` workers over one iterator of lines, until it ends, or the batch does."""
@@ -111,9 +119,10 @@ class BatchRunner:
             await asyncio.wait(work, timeout=_PAUSE)
 
     async def _worker(self, batch: dict[str, Any], left: Iterator[Line]) -> None:
-        for line in left:
+        while (line := await self._blocking(next, left, None)) is not None:
             status, body = await self._one(batch["endpoint"], bytes(line.body))
-            self._batches.note(batch, line.custom_id, status, body, f"req_{uuid.uuid4().hex}")
+            request_id = f"req_{uuid.uuid4().hex}"
+            await self._blocking(self._batches.note, batch, line.custom_id, status, body, request_id)
 
     async def _one(self, endpoint: str, body: bytes) -> tuple[int, Any]:
         """A line that stops the engine each time it is asked must not stop it for ever."""

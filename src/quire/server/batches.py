@@ -13,11 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from quire.backends.offload import offload
 from quire.errors import InvalidRequest, Overloaded
-from quire.server.files import document, limit_of
-from quire.server.limits import Limits, no_page_elsewhere, read_body
+from quire.server.files import document, limit_of, listing
+from quire.server.hosts import no_page_elsewhere
+from quire.server.limits import Limits, read_body
 from quire.server.schemas import parse
-from quire.server.store import Store, kept, new_id, page_of, whole_lines
+from quire.server.store import Store, kept, new_id, newest_first, whole_lines
 
 MOST_LINES = 50_000
 MOST_WAITING = 100
@@ -33,6 +35,9 @@ _TOLD = 100
 """Errors of one input file that are told."""
 
 _WINDOW = {"24h": 24 * 3600}.get
+
+_FILES = ((".output", "output_file_id"), (".errors", "error_file_id"))
+"""What a journal becomes."""
 
 OVER = ("completed", "failed", "expired", "cancelled")
 
@@ -53,6 +58,15 @@ class Line(msgspec.Struct, kw_only=True):
     method: str
     url: str
     body: msgspec.Raw
+
+
+class _Answered(msgspec.Struct):
+    """What has to be known of a line of a journal."""
+
+    custom_id: str
+
+
+_answered = msgspec.json.Decoder(_Answered).decode
 
 
 class Batches:
@@ -76,7 +90,8 @@ class Batches:
     # ---------------------------------------------------------------- routes
 
     async def create(self, request: Request) -> Response:
-        asked = parse(await read_body(request, self._limits), BatchRequest, self._limits)
+        body = await read_body(request, self._limits)
+        asked = await offload(len(body), lambda: parse(body, BatchRequest, self._limits))
         if asked.endpoint not in self._endpoints:
             known = ", ".join(self._endpoints)
             raise InvalidRequest(f"endpoint must be one of {known}", param="endpoint")
@@ -105,51 +120,55 @@ class Batches:
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
             "metadata": asked.metadata,
         }
-        for old in self.store.newest(_over)[MOST_KEPT - 1 :] if len(self.store) >= MOST_KEPT else ():
-            self.store.forget(old["id"])
         self.store.put(batch)
+        if len(self.store) > MOST_KEPT:
+            for old in newest_first(filter(_over, self.store.all()))[MOST_KEPT - 1 :]:
+                self.store.forget(old["id"])
         return _json(batch)
 
     async def listed(self, request: Request) -> Response:
-        after = request.query_params.get("after")
-        return _json(page_of(self.store.newest(), limit_of(request, 100), after, bool))
+        return await listing(self.store, limit_of(request, 100), request.query_params.get("after"))
 
     async def about(self, request: Request) -> Response:
         return _json(self.store.get(request.path_params["id"]))
 
     async def cancel(self, request: Request) -> Response:
-        no_page_elsewhere(request.headers)
+        no_page_elsewhere(request.scope)
         batch = self.store.get(request.path_params["id"])
-        if batch["status"] in ("validating", "in_progress"):
-            self.turn(batch, "cancelling")
-        elif batch["status"] != "cancelling":
-            raise InvalidRequest(f"{batch['id']} is {batch['status']} already", param="id", code="batch_over")
+        with self.store.lock:
+            if batch["status"] in ("validating", "in_progress"):
+                self.turn(batch, "cancelling")
+            elif batch["status"] != "cancelling":
+                raise InvalidRequest(f"{batch['id']} is {batch['status']} already", param="id", code="batch_over")
         return _json(batch)
 
     # ---------------------------------------------------------------- what the runner needs
 
-    def turn(self, batch: dict[str, Any], status: str) -> None:
-        """Into another state, on disk before anything follows from it."""
-        batch["status"] = status
-        batch[f"{status}_at"] = int(time.time())
-        self.store.put(batch)
+    def turn(self, batch: dict[str, Any], status: str, **changes: Any) -> None:
+        """Into another state, on disk before anything follows from it. Raises Unkept; then it is in the old one."""
+        self.store.put(batch, **{"status": status, f"{status}_at": int(time.time())}, **changes)
 
     def unfinished(self) -> list[dict[str, Any]]:
         """The oldest first."""
-        return self.store.newest(lambda batch: not _over(batch))[::-1]
+        return newest_first(batch for batch in self.store.all() if not _over(batch))[::-1]
 
     def reading(self, file: str) -> str | None:
         """The id of an unfinished batch that reads `file`."""
         return next((batch["id"] for batch in self.unfinished() if batch["input_file_id"] == file), None)
 
     def lines(self, batch: dict[str, Any]) -> Iterator[tuple[int, bytes]]:
-        """(number, line) of the input."""
+        """(number, line) of the input, without blank ones. Blocking: runs in a thread."""
         with self.files.data(batch["input_file_id"]).open("rb") as file:
             number = 0
             if file.read(3) != codecs.BOM_UTF8:  # some editors begin files with it
                 file.seek(0)
-            while line := file.readline(self._limits.max_body_bytes + 1):
+            while ahead := file.peek():
+                blank = len(ahead) - len(ahead.lstrip())
+                if skipped := ahead.rfind(b"\n", 0, blank) + 1:  # many at once, for there may be millions
+                    number += file.read(skipped).count(b"\n")
+                    continue
                 number += 1
+                line = file.readline(self._limits.max_body_bytes + 1)
                 if line.strip():
                     yield number, line
 
@@ -187,16 +206,17 @@ class Batches:
         return None if one.url == batch["endpoint"] else f"url must be {batch['endpoint']}, as the batch's endpoint"
 
     def answered(self, batch: dict[str, Any]) -> set[str]:
-        """The custom ids in the journals, which are cut back to their whole lines. Sets the counts."""
+        """The custom ids in the journals, which are cut back to their whole lines. Sets the counts. Blocking: runs in
+        a thread."""
         done: set[str] = set()
         for suffix, count in ((".output", "completed"), (".errors", "failed")):
             before = len(done)
-            done |= {msgspec.json.decode(line)["custom_id"] for line in whole_lines(self._journal(batch, suffix))}
+            done |= {_answered(line).custom_id for line in whole_lines(self._journal(batch, suffix))}
             batch["request_counts"][count] = len(done) - before
         return done
 
     def note(self, batch: dict[str, Any], custom_id: str, status: int, body: Any, request_id: str) -> None:
-        """One request is answered: one write."""
+        """One request is answered: one write. Blocking: runs in a thread."""
         good = status < 400
         response = {"status_code": status, "request_id": request_id, "body": body}
         line = {"id": new_id("batch_req_"), "custom_id": custom_id, "response": response, "error": None}
@@ -218,12 +238,13 @@ class Batches:
 
     def finish(self, batch: dict[str, Any], status: str) -> None:
         """Journals become files. May be killed anywhere and begun again. Blocking: runs in a thread. Raises Unkept."""
-        for suffix, name in ((".output", "output_file_id"), (".errors", "error_file_id")):
-            if batch[name] is None and self._journal(batch, suffix).exists():
-                batch[name] = new_id("file-")
-        batch["finishes_as"] = status
-        self.turn(batch, "finalizing")
-        for suffix, name in ((".output", "output_file_id"), (".errors", "error_file_id")):
+        made = {
+            name: new_id("file-")
+            for suffix, name in _FILES
+            if batch[name] is None and self._journal(batch, suffix).exists()
+        }
+        self.turn(batch, "finalizing", finishes_as=status, **made)
+        for suffix, name in _FILES:
             journal, id = self._journal(batch, suffix), batch[name]
             if id is None:
                 continue
@@ -233,8 +254,7 @@ class Batches:
                     os.fsync(file.fileno())
                 self.files.put(document(id, journal.stat().st_size, f"{batch['id']}{suffix}.jsonl", "batch_output"))
                 journal.replace(target)
-        del batch["finishes_as"]
-        self.turn(batch, status)
+        self.turn(batch, status, finishes_as=msgspec.UNSET)
 
 
 def _over(batch: dict[str, Any]) -> bool:

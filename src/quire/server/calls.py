@@ -1,4 +1,7 @@
-"""Requests into calls of the backend, one a prompt, and what the answer must show of them."""
+"""Requests into calls of the backend, one a prompt, and what the answer must show of them.
+
+Blocking: it is offloaded with the request it belongs to (backends.offload).
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.backends.base import Backend, Call, ModelCard
+from quire.backends.spell import short
 from quire.errors import InvalidRequest
 from quire.server.limits import Limits, check_answers
-from quire.server.params import check_logprobs, longest, sampling, told, truncated
+from quire.server.params import alike, check_logprobs, longest, sampling, told, truncated
 from quire.server.prompts import encoded, model, prompts, rendered
 from quire.server.schemas import Answers, ChatRequest, CompletionRequest, GenerateRequest, Sampling
-from quire.server.structure import structure
 from quire.server.tools import NO_TOOLS, Toolbox, toolbox
 from quire.text.part import Splitter
-from quire.text.reasoning import Thinking, thinks_first
+from quire.text.reasoning import Thinking, thoughts_ahead
 from quire.text.speech import Speech
 from quire.text.tools.styles import STYLES
 from quire.values import SamplingParams
@@ -58,7 +61,7 @@ class Job:
         return calls if self.thinking is None else Speech(Thinking(inside=self.thinking), calls)
 
 
-async def completion(asked: CompletionRequest, backend: Backend, limits: Limits) -> Job:
+def completion(asked: CompletionRequest, backend: Backend, limits: Limits) -> Job:
     """Raises InvalidRequest or UnknownModel naming the field."""
     card = model(asked.model, backend)
     if asked.best_of is not None and asked.best_of != (asked.n or 1):
@@ -68,21 +71,22 @@ async def completion(asked: CompletionRequest, backend: Backend, limits: Limits)
     echoed = asked.logprobs if asked.echo else None
     given = prompts(asked.prompt, card, limits)
     check_answers(len(given), asked.n, limits)
-    several = await encoded(given, asked.add_special_tokens is not False, backend, longest(asked, card))
+    several = encoded(given, asked.add_special_tokens is not False, backend, longest(asked, card))
     most = 1 if scored_only else asked.max_tokens
+    same, salt = alike(asked, backend, card, limits), short(asked.cache_salt or "")
     calls, left_out = [], 0
     for text, whole in several:
         ids, less = truncated(whole, asked, card, most or 16)
         text, left_out = None if less else text, left_out + less
-        params = sampling(asked, ids, card, limits, most, 16, logprobs=asked.logprobs, echoed=echoed)
-        calls.append(_call("cmpl-", text, ids, asked, params, limits))
+        params = sampling(asked, ids, card, limits, most, 16, logprobs=asked.logprobs, echoed=echoed, changed=same)
+        calls.append(_call("cmpl-", text, ids, asked, params, limits, salt))
     if asked.echo:
         calls = [replace(call, text=backend.decode(call.prompt)) if call.text is None else call for call in calls]
     shown = told(asked, calls[0].sampling, card, "max_tokens")
     return _job(asked, card, calls, left_out, top=asked.logprobs, scored_only=scored_only, params=shown)
 
 
-async def chat(asked: ChatRequest, backend: Backend, limits: Limits, kind: str = "chatcmpl-") -> Job:
+def chat(asked: ChatRequest, backend: Backend, limits: Limits, kind: str = "chatcmpl-") -> Job:
     """kind: what the answer's id begins with. Raises InvalidRequest or UnknownModel naming the field."""
     card = model(asked.model, backend)
     top = (asked.top_logprobs or 0) if asked.logprobs else None
@@ -91,24 +95,24 @@ async def chat(asked: ChatRequest, backend: Backend, limits: Limits, kind: str =
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     check_logprobs("top_logprobs", asked.top_logprobs, limits)
     most, name = asked.max_tokens, "max_tokens"
-    if asked.max_completion_tokens is not None:
-        if most not in (None, asked.max_completion_tokens):
-            raise InvalidRequest("max_tokens and max_completion_tokens differ: send one", param="max_tokens")
+    if asked.max_completion_tokens is not None:  # the newer of the two names
         most, name = asked.max_completion_tokens, "max_completion_tokens"
     tools = toolbox(asked.tools, asked.tool_choice, asked.parallel_tool_calls, STYLES[card.tool_parser])
-    text, ids = await rendered(asked.messages, asked, backend, tools.shown, longest(asked, card))
-    thinking = None
-    if card.reasoning_parser != "none":
-        thinking = thinks_first(card.reasoning_parser, text, _begun(asked))
+    text, ids = rendered(asked.messages, asked, backend, tools.shown, longest(asked, card))
+    changed = alike(asked, backend, card, limits)
+    form = tools.structure(changed["structured_outputs"])
+    off = form is not None and (asked.chat_template_kwargs or {}).get("enable_thinking") is False
+    ahead = thoughts_ahead(card.reasoning_parser, text, _begun(asked), off=off)
+    thinking = None if card.reasoning_parser == "none" else ahead == "open"
     ids, less = truncated(ids, asked, card, most)
-    changed: dict[str, Any] = {"structured_outputs": tools.structure(structure(asked), thinking=bool(thinking))}
+    changed["structured_outputs"] = form and replace(form, thoughts=ahead)
     if tools.parameters and tools.style.special and asked.skip_special_tokens is None:
         changed["skip_special_tokens"] = False
     params = sampling(asked, ids, card, limits, most, None, logprobs=top, name=name, changed=changed)
     return _job(
         asked,
         card,
-        [_call(kind, _begun(asked), ids, asked, params, limits)],
+        [_call(kind, _begun(asked), ids, asked, params, limits, short(asked.cache_salt or ""))],
         less,
         top=top,
         thinking=thinking,
@@ -118,15 +122,16 @@ async def chat(asked: ChatRequest, backend: Backend, limits: Limits, kind: str =
     )
 
 
-async def generate(asked: GenerateRequest, backend: Backend, limits: Limits) -> Job:
+def generate(asked: GenerateRequest, backend: Backend, limits: Limits) -> Job:
     """Raises InvalidRequest or UnknownModel naming the field."""
     card = model(asked.model, backend)
     several = prompts(asked.prompt, card, limits)
     if len(several) != 1:
         raise InvalidRequest("prompt: one prompt at a time here; /v1/completions takes several", param="prompt")
-    [(text, ids)] = await encoded(several, asked.add_special_tokens is not False, backend, card.max_model_len)
-    params = sampling(asked, ids, card, limits, asked.max_new_tokens, 16, name="max_new_tokens")
-    call = _call("gen-", text, ids, asked, params, limits)
+    [(text, ids)] = encoded(several, asked.add_special_tokens is not False, backend, card.max_model_len)
+    same = alike(asked, backend, card, limits)
+    params = sampling(asked, ids, card, limits, asked.max_new_tokens, 16, name="max_new_tokens", changed=same)
+    call = _call("gen-", text, ids, asked, params, limits, short(asked.cache_salt or ""))
     return Job(id=call.id, model=card.id, calls=[call])
 
 
@@ -143,6 +148,7 @@ def _call(
     asked: Sampling,
     params: SamplingParams,
     limits: Limits,
+    salt: str,
 ) -> Call:
     return Call(
         id=f"{kind}{uuid.uuid4().hex}",
@@ -150,7 +156,7 @@ def _call(
         text=text,
         sampling=params,
         priority=asked.priority or 0,
-        salt=asked.cache_salt or "",
+        salt=salt,
         timeout=limits.timeout if asked.timeout is None else asked.timeout,
     )
 

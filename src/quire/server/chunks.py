@@ -8,8 +8,9 @@ from typing import Any, Protocol
 import msgspec
 
 from quire.backends.base import Delta
+from quire.backends.offload import PER_SCORE, PER_TOKEN
 from quire.server import faults
-from quire.server.answers import Usage, finish_reason
+from quire.server.answers import Usage, finish_reason, shown_prompt
 from quire.server.calls import Job
 from quire.server.logprobs import Score, TextLogprobs, TokenText, chat_logprobs
 from quire.text.part import Part
@@ -27,7 +28,14 @@ def event(data: bytes) -> bytes:
 
 
 class Chunks(Protocol):
-    """The stream of one job, in its API's shape."""
+    """The stream of one job, in its API's shape. Made where the job is, and written by one thread at a time."""
+
+    @property
+    def edges(self) -> int:
+        """About how many bytes making the opening, or the closing, is worth (backends.offload)."""
+
+    def cost(self, ready: Sequence[Delta]) -> int:
+        """About how many bytes making the events of these deltas is worth."""
 
     def opening(self) -> bytes:
         """What comes before the first delta."""
@@ -40,6 +48,11 @@ class Chunks(Protocol):
 
     def failed(self, error: Exception) -> bytes:
         """What comes instead, when an error ends the stream."""
+
+
+def per_delta(job: Job) -> int:
+    """About how many bytes an ordinary delta's events are worth."""
+    return PER_TOKEN + (0 if job.top is None else PER_SCORE * (1 + job.top))
 
 
 class _Head:
@@ -75,9 +88,16 @@ class CompletionChunks:
     def __init__(self, job: Job, token_text: TokenText) -> None:
         self._job, self._head, self._text = job, _Head(job, "text_completion", token_text), token_text
         self._plain = job.top is None and not job.token_ids
+        self._each = per_delta(job)
+        self._first = shown_prompt(job) * self._each
         self._begun: set[int] = set()
         self._tellers: dict[int, TextLogprobs] = {}
         self._scores: dict[int, Sequence[Score]] = {}
+
+    edges = 0
+
+    def cost(self, ready: Sequence[Delta]) -> int:
+        return self._each * len(ready) + (self._first if len(self._begun) < len(self._head.of) else 0)
 
     def opening(self) -> bytes:
         return b""
@@ -141,11 +161,18 @@ class ChatChunks:
     def __init__(self, job: Job, token_text: TokenText) -> None:
         self._job, self._head, self._text = job, _Head(job, "chat.completion.chunk", token_text), token_text
         self._plain = job.top is None and not job.token_ids
+        self._each = per_delta(job)
         self._nothing = [] if self._plain and not job.every_usage else [b'"delta":{}']
         choices = len(job.calls) * job.n
         self._splitters = [job.splitter() for _ in range(choices)]
         self._called = [False] * choices
         self._opened = b"".join(map(self._opening, range(choices)))  # with the usage of before the first delta
+
+    edges = 0
+    """It is made where the job is."""
+
+    def cost(self, ready: Sequence[Delta]) -> int:
+        return self._each * len(ready)
 
     def opening(self) -> bytes:
         return self._opened

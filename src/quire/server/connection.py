@@ -8,6 +8,7 @@ the last request of a connection that it is gone).
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -33,18 +34,24 @@ _SLICE = 16 << 10
 class Patience:
     """What one connection may cost. Times are seconds.
 
-    connections: at once; one more hears 503. header_bytes, headers: of one request, its first line included.
+    connections: at once; one more hears 503. descriptors: that a connection may take, with what is opened for it.
+    header_bytes, headers: of one request, its first line included.
     keep_alive: between two requests. read: for a whole head, and for every KiB of a body. write: for every KiB of an
     answer. linger: for reading a refusal that came before the request was whole.
     """
 
     connections: int = 4096
+    descriptors: int = 1
     header_bytes: int = 32 << 10
     headers: int = 128
     keep_alive: float = 5.0
     read: float = 20.0
     write: float = 60.0
     linger: float = 2.0
+
+
+def _nothing() -> None:
+    """For what is closed already."""
 
 
 class Line(asyncio.Transport):
@@ -70,6 +77,10 @@ class Line(asyncio.Transport):
             self._closed = True
             self._on_close()
 
+    def lost(self) -> None:
+        """The client is gone: closing has nothing left to do."""
+        self._closed, self._on_close = True, _nothing
+
     def is_closing(self) -> bool:
         return self._closed or self.inner.is_closing()
 
@@ -90,8 +101,40 @@ class Line(asyncio.Transport):
         return self.inner.get_write_buffer_size()
 
 
-class _TooMuch(Exception):
-    """Raised within the parser: a head larger than it may be."""
+class _Refused(Exception):
+    """Raised within the parser: a head that this server does not take, and why."""
+
+    def __init__(self, error: InvalidRequest, status: int | None = None) -> None:
+        super().__init__(error)
+        self.error, self.status = error, status
+
+
+_HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[\w.~%!$&'()*+;=-]*)(?::\d{0,5})?")
+"""A Host field (RFC 9110, 7.2), which may be empty. Names that are not ASCII come in Punycode."""
+
+_ABSOLUTE = re.compile(rb"https?://([^/?#]+)", re.IGNORECASE)
+
+
+def _checked(version: str, target: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+    """Refuse a head that the parser takes and that a proxy in front may understand otherwise than this server.
+
+    Where the target names a host, as requests to proxies do, that is the host (RFC 9112, 3.2.2): it replaces the
+    field. Raises _Refused.
+    """
+    if version not in ("1.0", "1.1"):
+        raise _Refused(InvalidRequest(f"this server speaks HTTP/1.1, not HTTP/{version}"))
+    codings = [value for name, value in headers if name == b"transfer-encoding"]
+    if codings and (version == "1.0" or [coding.lower() for coding in codings] != [b"chunked"]):
+        raise _Refused(InvalidRequest("a body may have one Transfer-Encoding, chunked, in HTTP/1.1 only"))
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1 or (not hosts and version == "1.1"):
+        raise _Refused(InvalidRequest(f"a request in HTTP/1.1 has one Host field, not {len(hosts) or 'none'}"))
+    if not target.startswith((b"/", b"*")):
+        absolute = _ABSOLUTE.match(target)
+        hosts = [b"/" if absolute is None else absolute[1]]
+        headers[:] = [*((name, value) for name, value in headers if name != b"host"), (b"host", hosts[0])]
+    if hosts and _HOST.fullmatch(hosts[0]) is None:
+        raise _Refused(InvalidRequest("the Host field, or the target of this request, does not name a host and a port"))
 
 
 class Connection(HttpToolsProtocol):
@@ -131,6 +174,10 @@ class Connection(HttpToolsProtocol):
         self.pipeline.clear()
         self._later.clear()
         super().connection_lost(exc)
+        # What refers to it and what it refers to, both ways, would keep it until a full garbage collection, which comes
+        # after tens of thousands of connections.
+        self._line.lost()
+        self._running = self.cycle = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         if self._deaf:
@@ -160,7 +207,7 @@ class Connection(HttpToolsProtocol):
                     self._spend(len(part))
             except httptools.HttpParserUpgrade:  # to nothing that is spoken here: it is answered as if it had not asked
                 self._last()
-            except (httptools.HttpParserError, _TooMuch) as error:
+            except (httptools.HttpParserError, _Refused) as error:
                 self._invalid(error)
 
     def _begin(self, part: Literal["", "head", "body"]) -> None:
@@ -172,7 +219,9 @@ class Connection(HttpToolsProtocol):
     def _spend(self, size: int) -> None:
         self._head += size
         if self._head > self._patience.header_bytes or self._fields > self._patience.headers:
-            raise _TooMuch
+            most = f"{self._patience.header_bytes} bytes and {self._patience.headers} fields"
+            why = f"the head of this request is larger than this server takes ({most})"
+            raise _Refused(TooLarge(why, code="head_too_large"), 431)
 
     # ---------------------------------------------------------------- what the parser says
 
@@ -191,6 +240,7 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        _checked(self.parser.get_http_version(), self.url, self.headers)
         super().on_headers_complete()
         self._begin("body")
         if not self.pipeline:
@@ -215,12 +265,9 @@ class Connection(HttpToolsProtocol):
     # ---------------------------------------------------------------- refusals
 
     def _invalid(self, error: Exception) -> None:
-        if isinstance(error, _TooMuch) or isinstance(error.__context__, _TooMuch):
-            most = f"{self._patience.header_bytes} bytes and {self._patience.headers} fields"
-            self._refuse(
-                TooLarge(f"the head of this request is larger than this server takes ({most})", code="head_too_large"),
-                431,
-            )
+        cause = error if isinstance(error, _Refused) else error.__context__
+        if isinstance(cause, _Refused):
+            self._refuse(cause.error, cause.status)
         else:
             self._refuse(InvalidRequest("this is not a request in HTTP/1.1"))
 
@@ -250,8 +297,12 @@ class Connection(HttpToolsProtocol):
             return
         code = HTTPStatus(status or error.status)
         said = faults.of(error)
-        head = f"HTTP/1.1 {code.value} {code.phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(said)}"
-        self._line.write(head.encode() + b"\r\nconnection: close\r\n\r\n" + said)
+        head = (
+            f"HTTP/1.1 {code.value} {code.phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(said)}\r\n"
+        )
+        fields = faults.headers(error) | {"connection": "close"}
+        head += "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        self._line.write(head.encode() + b"\r\n" + said)
         self._line.close()
 
     def _leave(self) -> None:

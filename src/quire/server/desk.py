@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
@@ -35,9 +36,12 @@ class BatchDesk:
 
     def __init__(self, folder: Path, answer: Answer, limits: Limits, *, width: int) -> None:
         """Raises InvalidConfig if the folder cannot be had, or another server has it."""
-        self._lock = Lock(folder)
-        files = Store(folder / "files", "file")
-        self._batches = Batches(Store(folder / "batches", "batch"), files, limits, ENDPOINTS)
+        with ExitStack() as undo:
+            self._lock = Lock(folder)
+            undo.callback(self._lock.close)
+            files = Store(folder / "files", "file")
+            self._batches = Batches(Store(folder / "batches", "batch"), files, limits, ENDPOINTS)
+            undo.pop_all()
         self._files = Files(files, self._batches.reading)
         self._runner = BatchRunner(self._batches, answer, width=width)
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from quire.backends.base import Answers, Backend, Delta, each
+from quire.backends.offload import offload
 from quire.errors import Interrupted, InvalidRequest
 from quire.server import answers, calls, schemas
 from quire.server import messages as anthropic
@@ -28,13 +29,14 @@ from quire.values import IDLE, Origin
 
 
 class Door(NamedTuple):
-    """One path. asks: the type of its requests. job, chunks, whole: what becomes of them, streamed or not.
+    """One path. asks: the type of its requests. job, chunks, whole: what becomes of them, streamed or not; all three
+    are offloaded with the request.
 
     chunks is None where nothing is streamed. `by` is the system fingerprint.
     """
 
     asks: type[schemas.Sampling] | type[EmbeddingsRequest]
-    job: Callable[[Any, Backend, Limits], Awaitable[Job]]
+    job: Callable[[Any, Backend, Limits], Job]
     chunks: Callable[[Any, Job, TokenText], Chunks] | None
     whole: Callable[[Any, Job, Sequence[Gathered], Usage, TokenText, str], dict[str, Any]]
 
@@ -43,7 +45,7 @@ class Count(NamedTuple):
     """A path that counts a prompt's tokens. asks, job: as of a Door; told: the answer, for so many."""
 
     asks: type[schemas.Sampling]
-    job: Callable[[Any, Backend, Limits], Awaitable[Job]]
+    job: Callable[[Any, Backend, Limits], Job]
     told: Callable[[int], dict[str, Any]]
 
 
@@ -85,21 +87,21 @@ def spelled(asked: Any, names: Mapping[str, str]) -> Iterator[None]:
         raise InvalidRequest(said, param=names[old] + dot + rest, code=error.code) from error
 
 
-async def _counted(asked: anthropic.CountRequest, backend: Backend, limits: Limits) -> Job:
+def _counted(asked: anthropic.CountRequest, backend: Backend, limits: Limits) -> Job:
     """Messages as a job. Raises InvalidRequest or UnknownModel naming the field."""
     thinks = backend.model().reasoning_parser != "none"
     with spelled(asked, _SPELLED_MESSAGES):
-        return await calls.chat(anthropic.as_chat(asked, thinks=thinks), backend, limits, "msg_")
+        return calls.chat(anthropic.as_chat(asked, thinks=thinks), backend, limits, "msg_")
 
 
-async def _chat(asked: schemas.ChatRequest, backend: Backend, limits: Limits) -> Job:
+def _chat(asked: schemas.ChatRequest, backend: Backend, limits: Limits) -> Job:
     with spelled(asked, _SPELLED_CHAT):
-        return await calls.chat(asked, backend, limits)
+        return calls.chat(asked, backend, limits)
 
 
-async def _responses(asked: stateless.ResponsesRequest, backend: Backend, limits: Limits) -> Job:
+def _responses(asked: stateless.ResponsesRequest, backend: Backend, limits: Limits) -> Job:
     with spelled(asked, _SPELLED_RESPONSES):
-        return await calls.chat(stateless.as_chat(asked), backend, limits, "resp_")
+        return calls.chat(stateless.as_chat(asked), backend, limits, "resp_")
 
 
 def behind(job: Job, priority: int) -> Job:
@@ -107,9 +109,9 @@ def behind(job: Job, priority: int) -> Job:
     return replace(job, calls=[replace(call, priority=priority) for call in job.calls])
 
 
-def came(job: Job, origin: Origin) -> Job:
-    """The same job, and where it came from."""
-    return replace(job, calls=[replace(call, origin=origin) for call in job.calls])
+def came(job: Job, origin: Origin, spend: Callable[[int], None] | None) -> Job:
+    """The same job, where it came from, and what charges for its tokens (see `Call`)."""
+    return replace(job, calls=[replace(call, origin=origin, spend=spend) for call in job.calls])
 
 
 COUNTS: Mapping[str, Count] = MappingProxyType(
@@ -157,21 +159,28 @@ DOORS: Mapping[str, Door] = MappingProxyType(
 )
 
 
-def answerer(backend: Backend, limits: Limits, by: str) -> Callable[[str, bytes], Awaitable[dict[str, Any]]]:
-    """(path, body) -> the whole answer, made in the gaps: while nobody else asks for anything.
+def answerer(
+    backend: Backend, limits: Limits, by: str, tenant: str = ""
+) -> Callable[[str, bytes], Awaitable[dict[str, Any]]]:
+    """(path, body) -> the whole answer, made in the gaps: while nobody else asks for anything. tenant: whose it is.
 
     It raises what the path would refuse with, and Interrupted for an answer that was broken off.
     """
 
     async def answer(path: str, body: bytes) -> dict[str, Any]:
         door = DOORS[path]
-        asked = schemas.parse(body, door.asks, limits)
-        job = behind(await door.job(asked, backend, limits), IDLE)
+
+        def prepared() -> tuple[Any, Job]:
+            asked = schemas.parse(body, door.asks, limits)
+            return asked, came(behind(door.job(asked, backend, limits), IDLE), Origin(tenant=tenant), None)
+
+        asked, job = await offload(len(body), prepared)
         if job.stream:
             raise InvalidRequest("stream: nobody listens to a stream here: leave it out", param="stream")
         made, usage = await gather(job, partial(together, backend, job.calls, job.n), backend.token_text)
         if any(one.finish_reason == "abort" for one in made):
             raise Interrupted("the answer was broken off")
-        return door.whole(asked, job, made, usage, backend.token_text, by)
+        whole = partial(door.whole, asked, job, made, usage, backend.token_text, by)
+        return await offload(len(body) + answers.cost(job, made), whole)
 
     return answer

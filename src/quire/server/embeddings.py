@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.backends.base import Backend, Call, ModelCard
+from quire.backends.spell import short
 from quire.backends.vectors import check, vector
 from quire.errors import InvalidRequest
 from quire.server.answers import Gathered, Usage
@@ -39,22 +40,23 @@ class EmbeddingsRequest(msgspec.Struct, kw_only=True):
     timeout: float | None = None
 
 
-async def embedding(asked: EmbeddingsRequest, backend: Backend, limits: Limits) -> Job:
+def embedding(asked: EmbeddingsRequest, backend: Backend, limits: Limits) -> Job:
     """One call a text. Raises InvalidRequest or UnknownModel naming the field."""
     card = model(asked.model, backend)
     check(asked.dimensions, pools=card.pools)
     if asked.encoding_format not in (None, *FORMATS):
         raise InvalidRequest(f"encoding_format must be one of {', '.join(FORMATS)}", param="encoding_format")
     check_haste(asked.priority, asked.timeout, limits)
-    several = await _read(asked, backend, card, limits)
+    several = _read(asked, backend, card, limits)
     sampling = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooling=_pooling(asked))
+    salt = short(asked.cache_salt or "")
     calls = [
         Call(
             id=f"embd-{uuid.uuid4().hex}",
             prompt=ids,
             sampling=sampling,
             priority=asked.priority or 0,
-            salt=asked.cache_salt or "",
+            salt=salt,
             timeout=limits.timeout if asked.timeout is None else asked.timeout,
         )
         for ids in several
@@ -70,12 +72,12 @@ def _pooling(asked: EmbeddingsRequest) -> Pooling:
     raise InvalidRequest("pooling must be one of mean, last", param="pooling")
 
 
-async def _read(asked: EmbeddingsRequest, backend: Backend, card: ModelCard, limits: Limits) -> list[tuple[int, ...]]:
+def _read(asked: EmbeddingsRequest, backend: Backend, card: ModelCard, limits: Limits) -> list[tuple[int, ...]]:
     """The token ids of every text. Raises InvalidRequest naming `input`."""
     try:
         given = prompts(asked.input, card, limits)
         check_answers(len(given), 1, limits)
-        several = await encoded(given, asked.add_special_tokens is not False, backend, card.max_model_len)
+        several = encoded(given, asked.add_special_tokens is not False, backend, card.max_model_len)
     except InvalidRequest as error:
         raise InvalidRequest(str(error).replace("prompt", "input"), param="input", code=error.code) from error
     return [ids for _, ids in several]

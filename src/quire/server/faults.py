@@ -67,17 +67,22 @@ def _speaks_anthropic(path: str) -> bool:
 
 def response(error: QuireError, path: str) -> Response:
     """In the shape that clients of `path` expect."""
-    headers = {}
-    if isinstance(error, Overloaded):
-        headers["retry-after"] = str(math.ceil(error.retry_after))
-    elif isinstance(error, Unavailable):
-        headers["retry-after"] = str(_AGAIN)
-    elif isinstance(error, TooLarge):
-        headers["connection"] = "close"  # what is left of the body is not wanted
-    elif isinstance(error, Unauthorized):
-        headers["www-authenticate"] = "Bearer"
     text = anthropic(error) if _speaks_anthropic(path) else of(error)
-    return Response(text, error.status, headers, "application/json")
+    return Response(text, error.status, headers(error), "application/json")
+
+
+def headers(error: QuireError) -> dict[str, str]:
+    """Header fields that go with an error, besides those of its body."""
+    if isinstance(error, Overloaded):
+        return {"retry-after": str(math.ceil(error.retry_after))}
+    if isinstance(error, Unavailable):  # OpenAI's and Anthropic's clients send a 503 again, unless they are told not to
+        once = {"x-should-retry": "false"} if error.code == "upstream_died" else {}
+        return {"retry-after": str(_AGAIN), **once}
+    if isinstance(error, TooLarge):
+        return {"connection": "close"}  # what is left of the body is not wanted
+    if isinstance(error, Unauthorized):
+        return {"www-authenticate": "Bearer"}
+    return {}
 
 
 async def raised(request: Request, error: Exception) -> Response:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,14 +17,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
+from quire.backends.offload import offload
 from quire.errors import InvalidRequest, TooLarge
-from quire.server.limits import no_page_elsewhere
+from quire.server.hosts import no_page_elsewhere
 from quire.server.multipart import Form, boundary
-from quire.server.store import Store, Unkept, kept, new_id, page_of
+from quire.server.store import Store, Unkept, created, kept, new_id, newest_first, page_of
 
 PURPOSES = ("batch",)
 MOST_FILES = 10_000
 _LONGEST_NAME = 200
+
+_ABOUT = 64
+"""Bytes that sorting a document, and perhaps writing it, is worth (backends.offload)."""
 
 
 class Incoming:
@@ -69,7 +74,7 @@ class Files:
         ]
 
     async def upload(self, request: Request) -> Response:
-        no_page_elsewhere(request.headers)
+        no_page_elsewhere(request.scope)
         if len(self._store) >= MOST_FILES:
             raise InvalidRequest(
                 f"there are {MOST_FILES} files, and no more may be: delete some", code="too_many_files"
@@ -83,7 +88,7 @@ class Files:
         opened: list[BinaryIO] = []
 
         def opens(name: str) -> Callable[[bytes], None]:
-            opened.append(path.open("wb"))
+            opened.append(BufferedWriter(created(path, "wb")))
             return partial(self._incoming.write, path, opened[0])
 
         form = Form(boundary(request.headers.get("content-type", "")), opens, room)
@@ -120,15 +125,12 @@ class Files:
 
     async def listed(self, request: Request) -> Response:
         purpose = request.query_params.get("purpose")
-        newest = self._store.newest()
         order = request.query_params.get("order", "desc")
         if order not in ("asc", "desc"):
             raise InvalidRequest(f"order must be asc or desc, not {order[:40]!r}", param="order")
-        if order == "asc":
-            newest.reverse()
-        limit = limit_of(request, 10_000)
         after = request.query_params.get("after")
-        return _json(page_of(newest, limit, after, lambda one: purpose in (None, one["purpose"])))
+        keep = bool if purpose is None else (lambda one: one["purpose"] == purpose)
+        return await listing(self._store, limit_of(request, 10_000), after, keep, oldest_first=order == "asc")
 
     async def about(self, request: Request) -> Response:
         return _json(self._store.get(request.path_params["id"]))
@@ -170,6 +172,24 @@ def limit_of(request: Request, most: int) -> int:
         if 1 <= int(given) <= most:
             return int(given)
     raise InvalidRequest(f"limit must be a number between 1 and {most}", param="limit")
+
+
+async def listing(
+    store: Store,
+    limit: int,
+    after: str | None,
+    keep: Callable[[dict[str, Any]], bool] = bool,
+    *,
+    oldest_first: bool = False,
+) -> Response:
+    """A page of the store's documents (`store.page_of`), the newest first by default."""
+    known = store.all()
+
+    def made() -> bytes:
+        documents = newest_first(known)
+        return msgspec.json.encode(page_of(documents[::-1] if oldest_first else documents, limit, after, keep))
+
+    return Response(await offload(_ABOUT * len(known), made), media_type="application/json")
 
 
 def _json(value: Any) -> Response:

@@ -17,8 +17,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.config.server import ServerConfig
-from quire.errors import InvalidRequest, Overloaded, QuireError, TooLarge, Unauthorized
+from quire.errors import InvalidRequest, Overloaded, TooLarge, Unauthorized
 from quire.server import faults
+from quire.server.hosts import Foreign, Hosts
 from quire.server.rates import Rates
 from quire.values import IDLE, Origin
 
@@ -29,6 +30,9 @@ UNCOUNTED = OPEN | {"/ping"}
 """Paths that may be asked as often as one likes, in whatever way."""
 
 _CONTAINERS = frozenset({dict, list})
+
+_BETWEEN = re.compile(rb"[\s,;\"']+")
+"""What stands between the words of a header field."""
 
 _ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
@@ -83,23 +87,6 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     except ClientDisconnect as gone:
         raise InvalidRequest("the client left before its request was complete") from gone
     return b"".join(parts)
-
-
-class Foreign(QuireError):
-    """A page of another site asked, through the browser of somebody who reads it."""
-
-    status = 403
-    kind = "permission_error"
-
-
-def no_page_elsewhere(headers: Mapping[str, str]) -> None:
-    """Raises Foreign for what a page of another site asks.
-
-    For POSTs that carry no JSON: those any page may send, also to a server on its reader's machine, and no browser asks
-    beforehand (Fetch, CORS-safelisted requests). Browsers say so themselves; other clients say nothing.
-    """
-    if headers.get("sec-fetch-site") == "cross-site":
-        raise Foreign("pages of other sites cannot ask for this", code="cross_site")
 
 
 def _too_large(most: int) -> TooLarge:
@@ -159,12 +146,23 @@ def check_haste(priority: int | None, timeout: float | None, limits: Limits) -> 
 ADMIN = ("/stats", "/load", "/metrics", "/v1/requests", "/v1/recording", "/ui", "/reset_prefix_cache")
 """Paths that tell of other people's requests, or slow them down, and those below them."""
 
+LOCAL = ("/v1/requests", "/v1/recording", "/ui/events", "/reset_prefix_cache")
+"""Those of them that show single requests, or change how the server runs, and those below them: without an admin key
+they are for the machine that it runs on. Counts (/stats, /load, /metrics) are not, for they are scraped from others."""
+
 ANYONE = -1
 """Who asks, where no key is needed."""
 
+BATCHES = -2
+"""Who asks in lines of batches, which belong to everybody with a key."""
+
 
 def for_admins(path: str) -> bool:
-    return any(path == one or path.startswith(one + "/") for one in ADMIN)
+    return _below(path, ADMIN)
+
+
+def _below(path: str, paths: Collection[str]) -> bool:
+    return any(path == one or path.startswith(one + "/") for one in paths)
 
 
 class Keys:
@@ -175,18 +173,52 @@ class Keys:
 
     def __init__(self, keys: Collection[str] = (), admin: Collection[str] = ()) -> None:
         self._salt = secrets.token_bytes(16)
-        self._keys, self._admin = [self._digest(key) for key in keys], [self._digest(key) for key in admin]
+        self._keys, self._admin = [self._spelled(key) for key in keys], [self._spelled(key) for key in admin]
+        self._several = bool(self._keys) and len({*self._keys, *self._admin}) > 1
 
-    def _digest(self, key: str) -> bytes:
-        return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), key=self._salt).digest()
+    def _digest(self, given: bytes) -> bytes:
+        return hashlib.blake2b(given, key=self._salt).digest()
+
+    def _spelled(self, key: str) -> tuple[bytes, ...]:
+        """Digests of the bytes that clients send for a key: UTF-8, or Latin-1, as browsers and some libraries do."""
+        spelled = {key.encode("utf-8", "surrogateescape")}
+        with suppress(UnicodeEncodeError):
+            spelled.add(key.encode("latin-1"))
+        return tuple(self._digest(one) for one in sorted(spelled))
+
+    def _matches(self, given: bytes) -> list[bool]:
+        """Of each key, those for admins first, whether it is this one."""
+        digest = self._digest(given)
+        return [bool(sum(hmac.compare_digest(digest, one) for one in known)) for known in (*self._admin, *self._keys)]
 
     @property
     def needed(self) -> bool:
         return bool(self._keys)
 
+    def in_field(self, value: bytes) -> bool:
+        """Whether the value of a header field holds one of these keys, after whatever scheme or name."""
+        if not (self._admin or self._keys):
+            return False
+        words = _BETWEEN.split(value)
+        given = {value, value.partition(b" ")[2].strip(), *words, *(word.partition(b"=")[2] for word in words)}
+        return any(any(self._matches(one)) for one in given if one)
+
+    @property
+    def apart(self) -> bool:
+        """Whether admins have keys of their own."""
+        return bool(self._admin)
+
     @property
     def needed_for_admins(self) -> bool:
         return bool(self._admin or self._keys)
+
+    def tenant(self, key: int) -> str:
+        """Among whose requests cached prefixes may be shared, for requests of this key.
+
+        Where several keys ask, how many tokens of a prompt were cached, and how quickly it was read, would tell one
+        what another has asked.
+        """
+        return str(key) if self._several else ""
 
     def check(self, headers: Mapping[str, str], *, admin: bool = False) -> int:
         """Whose key it is, as a number. Raises Unauthorized unless the bearer token, or x-api-key, is a key for this.
@@ -199,15 +231,23 @@ class Keys:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if "authorization" not in headers:
             scheme, given = "bearer", headers.get("x-api-key", "")
-        digest = self._digest(given.strip())
-        matches = [hmac.compare_digest(digest, known) for known in (*self._admin, *self._keys)]
+        given = given.strip(" \t\r\n")
+        matches = self._matches(_sent(given))
         matches = matches[: len(self._admin)] if admin and self._admin else matches
-        if scheme.lower() != "bearer" or not given.strip() or not any(matches):
+        if scheme.lower() != "bearer" or not given or not any(matches):
             which = "the admin key" if admin and self._admin else "an API key"
             raise Unauthorized(
                 f"this needs {which}: send the header 'Authorization: Bearer KEY'", code="invalid_api_key"
             )
         return matches.index(True)
+
+
+def _sent(text: str) -> bytes:
+    """The bytes of a header field, which are read as Latin-1; of a text that cannot be one, in UTF-8."""
+    try:
+        return text.encode("latin-1")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")
 
 
 def nobody(path: str, headers: Mapping[str, str]) -> bool:
@@ -219,6 +259,7 @@ class Guard:
     """ASGI middleware: no key, no entry, whatever the path; and every answer and scope carries the request's id.
 
     admits: who else gets in, by path and headers. rates: what each key may ask for; scope["key"] says which it is.
+    hosts: the names by which the server may be asked; health may be asked by any.
     scope["send"] is for bodies: all that handlers have put around theirs looks at heads alone.
     """
 
@@ -228,9 +269,11 @@ class Guard:
         keys: Keys,
         admits: Callable[[str, Mapping[str, str]], bool] = nobody,
         rates: Rates | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
         self.app, self._keys, self._admits = app, keys, admits
         self._rates = Rates() if rates is None else rates
+        self._hosts = Hosts() if hosts is None else hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -247,11 +290,16 @@ class Guard:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         scope["key"] = ANYONE
         try:
-            if path not in OPEN and not self._admits(path, headers):
-                scope["key"] = self._keys.check(headers, admin=for_admins(path))
+            if path not in OPEN:
+                self._hosts.check(headers)
+                if not self._admits(path, headers):
+                    scope["key"] = self._keys.check(headers, admin=for_admins(path))
+                if _below(path, LOCAL) and not self._keys.apart:
+                    self._hosts.check_local(scope, headers)
+            scope["tenant"] = self._keys.tenant(scope["key"])
             if scope["method"] == "POST" and path not in UNCOUNTED:
                 self._rates.admit(scope["key"])
-        except (Unauthorized, Overloaded) as error:
+        except (Unauthorized, Overloaded, Foreign) as error:
             await faults.response(error, scope["path"])(scope, receive, named)
             return
         await self.app({**scope, "send": send}, receive, named)  # in a copy: the server's own is known to what sends
@@ -271,7 +319,12 @@ def deadline(headers: Mapping[str, str]) -> float | None:
 def origin(scope: Scope) -> Origin:
     """Where a request came from, as the Guard let it in."""
     headers = Headers(scope=scope)
-    return Origin(scope.get("request_id", ""), headers.get("traceparent", ""), headers.get("tracestate", ""))
+    return Origin(
+        scope.get("request_id", ""),
+        headers.get("traceparent", ""),
+        headers.get("tracestate", ""),
+        scope.get("tenant", ""),
+    )
 
 
 def request_id(headers: Mapping[str, str]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from quire.backends.base import Delta
+from quire.backends.offload import PER_TOKEN
 from quire.server import faults
 from quire.server.answers import Usage
 from quire.server.calls import Job
@@ -32,6 +34,11 @@ class MessageChunks:
         self._kind = ""
         self._called = False
         self._end: tuple[str | None, str | None] = (None, None)
+
+    edges = 0
+
+    def cost(self, ready: Sequence[Delta]) -> int:
+        return PER_TOKEN * len(ready)
 
     def opening(self) -> bytes:
         return named("message_start", message=head(self._job, self._usage) | {"usage": self._first_usage()})

@@ -23,7 +23,7 @@ _MEANS: Mapping[str, str] = {
     "206": "The part that was asked for",
     "400": "A field is wrong, and named",
     "401": "A key is needed",
-    "403": "A page of another site asked",
+    "403": "Not for this host name, page or machine",
     "404": "There is none of that name",
     "408": "The request did not get on",
     "413": "The request is too large",
@@ -34,7 +34,7 @@ _MEANS: Mapping[str, str] = {
     "503": "Not now: see Retry-After",
     "504": "Nothing was made in time",
 }
-_ALWAYS = ("401", "408", "431", "503")
+_ALWAYS = ("401", "403", "408", "431", "503")
 _BODY = ("400", "404", "413", "415", "429")
 
 
@@ -145,6 +145,8 @@ def _narrowed(name: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 def _operation(operation: Operation) -> dict[str, Any]:
     errors = {*_ALWAYS, *operation.errors, *(_BODY if operation.asks is not None else ())}
+    keyless: dict[str, Any] = {"security": []} if operation.path in OPEN else {}
+    errors -= {"401"} if keyless else set()
     failed = {"$ref": "#/components/schemas/Error"}
     answers: dict[str, Any] = {
         status: {"description": _MEANS[status], "content": {JSON: {"schema": failed}}} for status in sorted(errors)
@@ -153,7 +155,7 @@ def _operation(operation: Operation) -> dict[str, Any]:
         answers["206"]["content"] = {BYTES: {}}
         answers["400"]["content"][TEXT] = answers["416"]["content"][TEXT] = {}
     answers["200"] = {"description": _MEANS["200"], "content": {kind: {} for kind in operation.gives}}
-    told: dict[str, Any] = {"summary": operation.about, "responses": answers}
+    told: dict[str, Any] = {"summary": operation.about, "responses": answers, **keyless}
     within = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
     asked = [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
     told["parameters"] = (within if "{id}" in operation.path else []) + asked

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from quire.backends.offload import offload
 from quire.errors import InvalidRequest, QuireError, Unauthorized
 from quire.server.chunks import KEEP_ALIVE, event
 from quire.server.limits import Keys, Limits, read_body
@@ -153,14 +155,8 @@ class Page:
         return _json({"needed": self._keys.needed_for_admins, "signed_in": known or not self._keys.needed_for_admins})
 
     async def sign_in(self, request: Request) -> Response:
-        try:
-            key = msgspec.json.decode(await read_body(request, self._limits), type=_SignIn).key
-        except msgspec.DecodeError as error:
-            raise InvalidRequest(f'send {{"key": "..."}}: {error}', param="key") from error
-        try:
-            self._keys.check({"authorization": f"Bearer {key}"}, admin=True)
-        except Unauthorized:
-            raise Unauthorized("this is not a key of this server", code="invalid_api_key") from None
+        body = await read_body(request, self._limits)
+        await offload(len(body), partial(self._check, body))
         answer = _json({"signed_in": True})
         answer.set_cookie(
             COOKIE,
@@ -172,6 +168,16 @@ class Page:
             secure=request.url.scheme == "https",
         )
         return answer
+
+    def _check(self, body: bytes) -> None:
+        try:
+            key = msgspec.json.decode(body, type=_SignIn).key
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(f'send {{"key": "..."}}: {error}', param="key") from error
+        try:
+            self._keys.check({"authorization": f"Bearer {key}"}, admin=True)
+        except Unauthorized:
+            raise Unauthorized("this is not a key of this server", code="invalid_api_key") from None
 
     async def sign_out(self, request: Request) -> Response:
         self._sessions.close(request.cookies.get(COOKIE, ""))

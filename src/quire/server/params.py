@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
-from quire.backends.base import ModelCard
-from quire.backends.spell import room
+from quire.backends.base import Backend, ModelCard
+from quire.backends.spell import bad_words, room
 from quire.errors import InvalidRequest
 from quire.server.limits import Limits, check_haste
 from quire.server.prompts import in_vocabulary
@@ -25,6 +24,19 @@ _PLAIN = (
 )
 
 
+def alike(asked: Sampling, backend: Backend, card: ModelCard, limits: Limits) -> dict[str, Any]:
+    """Fields of SamplingParams that are the same for every prompt of a request, and cost too much to make for each.
+
+    Raises InvalidRequest naming the field.
+    """
+    _counts(asked, card, limits)
+    return {
+        "structured_outputs": structure(asked),
+        "logit_bias": None if asked.logit_bias is None else _bias(asked.logit_bias, card),
+        "bad_words_token_ids": bad_words(asked.bad_words, backend) if asked.bad_words else None,
+    }
+
+
 def sampling(
     asked: Sampling,
     prompt: Sequence[int],
@@ -36,15 +48,13 @@ def sampling(
     logprobs: int | None = None,
     echoed: int | None = None,
     name: str = "max_tokens",
-    changed: Mapping[str, Any] = MappingProxyType({}),
+    changed: Mapping[str, Any],
 ) -> SamplingParams:
     """Request, then the checkpoint's recommendation, then OpenAI's defaults.
 
-    name: how `most` was spelled. changed: fields that follow from others, over all these.
+    name: how `most` was spelled. changed: what `alike` found, and fields that follow from others, over all these.
     """
-    _counts(asked, card, limits)
     given = {field: getattr(asked, field) for field in _PLAIN}
-    given["structured_outputs"] = None if "structured_outputs" in changed else structure(asked)
     given |= {field: card.defaults.get(field) for field in _RECOMMENDED if given[field] is None}
     if isinstance(asked, Answers):
         given |= {"n": asked.n, "prompt_logprobs": _prompt_logprobs(asked, echoed, limits)}
@@ -52,10 +62,9 @@ def sampling(
         most, name = card.defaults.get("max_tokens", otherwise), "max_tokens"
         most = None if most is None else max(min(most, card.max_model_len - len(prompt)), 1)
     given |= changed
-    bias = None if asked.logit_bias is None else _bias(asked.logit_bias, card)
     chosen = {field: value for field, value in given.items() if value is not None}
     try:
-        made = SamplingParams(**chosen, max_tokens=most, logprobs=logprobs, logit_bias=bias or {})
+        made = SamplingParams(**chosen, max_tokens=most, logprobs=logprobs)
         room(len(prompt), made, card.max_model_len)
     except InvalidRequest as error:
         raise _respelled(error, name) from error

@@ -1,10 +1,10 @@
-"""Prompts and messages into token ids."""
+"""Prompts and messages into token ids. Blocking: what calls it is offloaded (backends.offload)."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Iterable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -16,8 +16,7 @@ from quire.server.limits import Limits
 from quire.server.schemas import ChatRequest, Prompt, TokenizeRequest
 from quire.values import MANY
 
-_LONG = 1 << 14
-"""Characters from which on text is encoded in another thread, so that streams go on meanwhile."""
+_KIND = MappingProxyType({str: "text", list: "token ids"})
 
 _HOPELESS = 16
 """Characters a token from which on a text is thought too long for a context, and tried."""
@@ -54,6 +53,13 @@ def prompts(given: Prompt, card: ModelCard, limits: Limits) -> list[str | tuple[
         raise InvalidRequest(
             f"prompt: {len(several)} prompts, and at most {limits.max_prompts} go together", param="prompt"
         )
+    for i, one in enumerate(several):
+        if isinstance(one, str | list) and isinstance(several[0], str | list) and type(one) is not type(several[0]):
+            raise InvalidRequest(
+                f"prompt[{i}] is {_KIND[type(one)]}, and prompt[0] is {_KIND[type(several[0])]}: "
+                "send all prompts as text, or all as token ids",
+                param="prompt",
+            )
     return [_prompt(one, f"prompt[{i}]" if several is given else "prompt", card) for i, one in enumerate(several)]
 
 
@@ -98,33 +104,22 @@ def _too_long(count: str, most: int) -> InvalidRequest:
     )
 
 
-async def encoded(
+def encoded(
     several: Sequence[str | tuple[int, ...]], special: bool, backend: Backend, most: int = MANY
 ) -> list[tuple[str | None, tuple[int, ...]]]:
     """(text, token ids) of each prompt. Raises InvalidRequest for the first that leaves none of `most` tokens for an
     answer, before the others are encoded."""
-
-    def encode() -> list[tuple[str | None, tuple[int, ...]]]:
-        _fits(several, backend, most)
-        found: list[tuple[str | None, tuple[int, ...]]] = []
-        for one in several:
-            text, ids = (one, backend.encode(one, add_special_tokens=special)) if isinstance(one, str) else (None, one)
-            if len(ids) >= most:
-                raise _too_long(str(len(ids)), most)
-            found.append((text, ids))
-        return found
-
-    long = sum(len(one) for one in several if isinstance(one, str)) >= _LONG
-    return await asyncio.to_thread(encode) if long else encode()
+    _fits(several, backend, most)
+    found: list[tuple[str | None, tuple[int, ...]]] = []
+    for one in several:
+        text, ids = (one, backend.encode(one, add_special_tokens=special)) if isinstance(one, str) else (None, one)
+        if len(ids) >= most:
+            raise _too_long(str(len(ids)), most)
+        found.append((text, ids))
+    return found
 
 
-async def decoded(tokens: Sequence[int], backend: Backend) -> str:
-    """The text of token ids."""
-    ids = tuple(tokens)
-    return await asyncio.to_thread(backend.decode, ids) if len(ids) >= _LONG else backend.decode(ids)
-
-
-async def rendered(
+def rendered(
     messages: list[dict[str, Any]],
     asked: ChatRequest | TokenizeRequest,
     backend: Backend,
@@ -145,19 +140,17 @@ async def rendered(
             "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
         )
 
-    def render() -> tuple[str, tuple[int, ...]]:
-        _fits((message.get("content") for message in messages), backend, most)
-        return backend.render(
-            messages,
-            tools=tools,
-            add_generation_prompt=begins,
-            continue_final_message=goes_on,
-            chat_template_kwargs=asked.chat_template_kwargs or {},
-            add_special_tokens=bool(asked.add_special_tokens),
-        )
-
-    long = sum(len(str(message.get("content", ""))) for message in messages) >= _LONG
-    return await asyncio.to_thread(render) if long else render()
+    _fits((message.get("content") for message in messages), backend, most)
+    text = backend.render(
+        messages,
+        tools=tools,
+        add_generation_prompt=begins,
+        continue_final_message=goes_on,
+        chat_template_kwargs=asked.chat_template_kwargs or {},
+    )
+    _fits([text], backend, most)  # what else there is in messages, calls and tools say, is text by now
+    special = bool(asked.add_special_tokens)  # most templates write the begin token themselves
+    return text, backend.encode(text, add_special_tokens=special)
 
 
 def _message(message: dict[str, Any], where: str) -> dict[str, Any]:

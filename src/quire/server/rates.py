@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
-from quire.backends.base import Answers, Delta
 from quire.errors import Overloaded
 
 _MINUTE = 60.0
@@ -55,31 +54,15 @@ class Rates:
         requests.take(1.0)
 
     def spend(self, key: int, tokens: int) -> None:
-        """Tokens of a prompt that was taken, or of an answer that was told."""
+        """Tokens of a prompt that was admitted, or of an answer that was generated."""
         self._buckets(key)[1].take(tokens)
 
-    def metered(self, key: int, prompt: int, said: Answers[Delta]) -> Answers[Delta]:
-        """What is said, counted as it comes; so is the prompt of so many tokens, once something is.
-
-        Nothing is counted while there is no bound.
-        """
-        return said if self._tokens == math.inf else _Metered(said, partial(self.spend, key), prompt)
+    def meter(self, key: int) -> Callable[[int], None] | None:
+        """What charges this key for tokens; None while there is no bound, so that nothing is counted then."""
+        return None if self._tokens == math.inf else partial(self.spend, key)
 
     def _buckets(self, key: int) -> tuple[Bucket, Bucket]:
         if key not in self._of:
             now = self._clock()
             self._of[key] = Bucket(self._requests, now), Bucket(self._tokens, now)
         return self._of[key]
-
-
-class _Metered:
-    def __init__(self, said: Answers[Delta], spend: Callable[[int], None], prompt: int) -> None:
-        self.listen, self._take, self.close = said.listen, said.take, said.close
-        self._spend, self._prompt = spend, prompt
-
-    def take(self) -> Sequence[Delta] | None:
-        ready = self._take()
-        if ready:
-            self._spend(self._prompt + sum([len(delta.tokens) for delta in ready]))
-            self._prompt = 0
-        return ready

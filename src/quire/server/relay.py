@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
@@ -16,13 +17,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.backends.offload import offload
 from quire.backends.passage import Passage
-from quire.backends.upstream import About, UpstreamBackend
+from quire.backends.upstream import About, UpstreamBackend, beginning
 from quire.errors import DeadlineExceeded, InvalidRequest, QuireError, Unavailable
 from quire.observe.scrape import merged
 from quire.server import faults, schemas
-from quire.server.app import METRICS, assembled, gone_or_json, vitals
+from quire.server.app import METRICS, assembled, gone_or_json, vitals, written
 from quire.server.chunks import DONE, event
+from quire.server.hosts import Hosts
 from quire.server.limits import Keys, Limits, deadline, origin, read_body
 from quire.server.page import NotThere, Page, View
 from quire.server.rates import Rates
@@ -35,6 +38,7 @@ _OURS = frozenset(
     {
         *(b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"),
         *(b"host", b"content-length", b"accept-encoding", b"expect", b"x-request-id", b"cookie", b"x-request-timeout"),
+        *(b"proxy-authorization", b"proxy-authenticate"),
     }
 )
 """Header fields of a request that end here: those of the connection, and what this server sees to."""
@@ -43,10 +47,15 @@ _GENERATE = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/me
 """What observers hear of."""
 
 _KEYS = frozenset({b"authorization", b"x-api-key"})
+_SECRETS = re.compile(rb"auth|key|token|secret|credential")
+"""What the names of header fields with keys in them say."""
 _THEIRS = frozenset(
     {b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server", b"x-request-id"}
 )
 """Header fields of an answer that go no further."""
+
+_CORS = b"access-control-"
+"""Nor do those: which pages may read answers is for this server to say."""
 
 
 class _Peek(msgspec.Struct):
@@ -80,6 +89,12 @@ class _Passed:
     def __init__(self, path: str) -> None:
         self._path = path
 
+    edges = 0
+
+    def cost(self, ready: Sequence[bytes]) -> int:
+        """They pass as they are."""
+        return 0
+
     def opening(self) -> bytes:
         return b""
 
@@ -98,9 +113,9 @@ class _Passed:
 
 
 class Relay:
-    """Upstream servers, answering over HTTP through this one. keys: whether clients' keys are for this server."""
+    """Upstream servers, answering over HTTP through this one. keys: those of this server, which go no further."""
 
-    def __init__(self, backend: UpstreamBackend, limits: Limits, rates: Rates, *, keys: bool) -> None:
+    def __init__(self, backend: UpstreamBackend, limits: Limits, rates: Rates, *, keys: Keys) -> None:
         self._backend, self._limits, self._rates, self._keys = backend, limits, rates, keys
 
     def routes(self) -> list[Route]:
@@ -112,6 +127,7 @@ class Relay:
         ]
 
     async def passed(self, request: Request) -> Response | _Relayed:
+        self._backend.admit()
         body = await read_body(request, self._limits) if request.method == "POST" else b""
         until = _until(request.headers)
         passage = await self._send(request, request.scope["raw_path"], body, until)
@@ -123,8 +139,8 @@ class Relay:
         if whole is None:
             return gone_or_json(None)
         if passage.status >= 400:
-            self._check(passage, whole)
-        headers = [(name, value) for name, value in passage.headers if name not in _THEIRS]
+            await offload(len(whole), partial(self._check, passage, whole))
+        headers = [(name, value) for name, value in passage.headers if not (name in _THEIRS or name.startswith(_CORS))]
         response = Response(whole, passage.status)
         response.raw_headers[:] = [*headers, (b"content-length", b"%d" % len(whole))]
         return response
@@ -132,43 +148,64 @@ class Relay:
     async def generate(self, request: Request) -> Response:
         """Our own short form, asked of the upstream as a completion."""
         began, until = time.perf_counter(), _until(request.headers)
+        self._backend.admit()
         raw = await read_body(request, self._limits)
+        body = await offload(len(raw), partial(self._as_completion, raw))
+        passage = await self._send(request, b"/v1/completions", body, until)
+        whole = None if passage is None else await unless_gone(request.receive, _whole(passage, until))
+        if passage is None or whole is None:
+            return gone_or_json(None)
+        if passage.status >= 400:
+            await offload(len(whole), partial(self._check, passage, whole))
+            return Response(whole, passage.status, media_type="application/json")
+        return await written(len(whole), partial(_generated, whole, time.perf_counter() - began))
+
+    def _as_completion(self, raw: bytes) -> bytes:
+        """Raises InvalidRequest naming the field."""
         schemas.parse(raw, schemas.GenerateRequest, self._limits)
         asked = msgspec.json.decode(raw)
         if "max_new_tokens" in asked:
             asked["max_tokens"] = asked.pop("max_new_tokens")
         asked.setdefault("model", self._backend.name)
-        passage = await self._send(request, b"/v1/completions", msgspec.json.encode(asked), until)
-        whole = None if passage is None else await unless_gone(request.receive, _whole(passage, until))
-        if passage is None or whole is None:
-            return gone_or_json(None)
-        if passage.status >= 400:
-            self._check(passage, whole)
-            return Response(whole, passage.status, media_type="application/json")
-        return gone_or_json(_generated(whole, time.perf_counter() - began))
+        return msgspec.json.encode(asked)
 
     async def metrics(self, request: Request) -> Response:
         theirs = await self._backend.scrape()
-        return Response(merged(self._backend.metrics(), theirs), media_type=METRICS)
+        size = sum(len(text) for _, text in theirs)
+        text = await offload(size, partial(merged, self._backend.metrics(), theirs))
+        return Response(text, media_type=METRICS)
 
     # ---------------------------------------------------------------- on the way
 
     async def _send(self, request: Request, path: bytes, body: bytes, until: float | None) -> Passage | None:
         """None if the client left before there was a status."""
-        (most, sampling), caller = peeked(body), origin(request.scope)
-        dropped = _OURS | _KEYS if self._keys or self._backend.keyed else _OURS
-        headers = [field for field in request.scope["headers"] if field[0] not in dropped]
-        headers.append((b"x-request-id", caller.request_id.encode()))
+        (most, sampling), begins = await offload(len(body), lambda: (peeked(body), beginning(body)))
+        caller = origin(request.scope)
+        headers = [*self._onward(request.scope["headers"]), (b"x-request-id", caller.request_id.encode())]
         target = path.decode("latin-1").removeprefix(request.scope.get("root_path", ""))
         if any(part in ("..", ".") for part in unquote(target).split("/")):
             raise NotThere("a path with dots in it goes nowhere")
         if query := request.scope.get("query_string"):
             target += "?" + query.decode("latin-1")
         generates = target.startswith(_GENERATE) and request.method == "POST"
-        about = About(caller, most, sampling, partial(self._rates.spend, request.scope["key"]), generates)
+        about = About(caller, most, sampling, partial(self._rates.spend, request.scope["key"]), generates, begins)
         method = "GET" if request.method == "HEAD" else request.method  # whose answer is one that says how long it is
         work = self._backend.send(method, target, headers, body, about)
         return await unless_gone(request.receive, _by(until, work))
+
+    def _onward(self, headers: Sequence[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
+        """The header fields of a request that go to the upstream.
+
+        Not those of the connection (RFC 9110, 7.6.1), nor a key of this server, wherever it stands. A client's own key
+        goes on where neither clients nor the upstream have keys of this server's.
+        """
+        dropped = {*_OURS, *_KEYS} if self._keys.needed or self._backend.keyed else {*_OURS}
+        for name, value in headers:
+            if name == b"connection":
+                dropped.update(option.strip().lower() for option in value.split(b","))
+        for name, value in headers:
+            if name not in dropped and not (_SECRETS.search(name) and self._keys.in_field(value)):
+                yield name, value
 
     def _check(self, passage: Passage, whole: bytes) -> None:
         """Raises what an upstream's refusal means, unless it says so itself in the right shape."""
@@ -296,7 +333,9 @@ def create_relay_app(
     rates: Rates,
     version: str,
     view: View,
+    hosts: Hosts | None = None,
+    origins: Collection[str] = (),
 ) -> ASGIApp:
     """The ASGI application in front of a backend that the caller starts and closes. view: what the live page shows."""
-    page, relay = Page(view, keys, limits), Relay(backend, limits, rates, keys=keys.needed)
-    return assembled([*vitals(backend, version), *page.routes(), *relay.routes()], keys, page, rates)
+    page, relay = Page(view, keys, limits), Relay(backend, limits, rates, keys=keys)
+    return assembled([*vitals(backend, version), *page.routes(), *relay.routes()], keys, page, rates, hosts, origins)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from quire.backends.base import Delta
+from quire.backends.offload import PER_SCORE, PER_TOKEN
 from quire.errors import QuireError
 from quire.server import faults
 from quire.server.answers import Gathered, Usage
@@ -28,6 +30,17 @@ class ResponseBuilder:
         self.usage = Usage(job, token_text)
         self.output: list[dict[str, Any]] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._repeated = len(_json((asked.instructions, asked.tools, asked.text, asked.tool_choice)))
+
+    @property
+    def size(self) -> int:
+        """Bytes of the object, about: what it repeats of the request, and the answer so far."""
+        return self._repeated + PER_TOKEN * self.usage.completion + self.unsaid
+
+    @property
+    def unsaid(self) -> int:
+        """The same, of the log-probabilities that the item's end will tell."""
+        return PER_SCORE * (1 + (self._job.top or 0)) * len(self._logprobs)
 
     def add(self, part: Part) -> dict[str, Any] | None:
         """The item that `part` begins, if it does; its text is added to the newest item."""
@@ -149,6 +162,14 @@ class ResponseChunks:
         self._number = 0
         self._finish: str | None = None
         self._open: dict[str, Any] | None = None
+
+    @property
+    def edges(self) -> int:
+        return self._builder.size
+
+    def cost(self, ready: Sequence[Delta]) -> int:
+        """An item's end repeats the item."""
+        return PER_TOKEN * len(ready) + (self._builder.unsaid if self._number else self._builder.size)
 
     def _event(self, kind: str, **data: Any) -> bytes:
         body = {"type": kind, "sequence_number": self._number, **data}

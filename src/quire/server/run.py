@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
@@ -17,6 +20,7 @@ from starlette.types import ASGIApp
 from quire import heap
 from quire.backends.base import Service
 from quire.errors import InvalidConfig
+from quire.server import descriptors
 from quire.server.connection import Connection, Patience
 from quire.server.desk import Desk, NoDesk
 
@@ -29,8 +33,15 @@ _LARGE = 256 << 10
 _UNREAD = 128 << 10
 """Bytes of an answer that the system holds for a slow reader: some seconds of the fastest stream."""
 
+_FEWER = (
+    "at most %d clients are connected at once, not %d (--max-connections): this process may not have more descriptors "
+    "open; raise its hard limit (ulimit -Hn)"
+)
+
 _LAST_BYTES = 5
 """Seconds that drained answers may take to reach slow readers."""
+
+log = logging.getLogger("uvicorn.error")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -61,17 +72,20 @@ async def serve(
     root_path: str = "",
     tls: tuple[str, str] | None = None,
     desk: Desk | None = None,
+    address_file: str | None = None,
     on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Start `backend`, answer on `sock`, and return when SIGTERM or Ctrl-C came and everything has ended.
 
     After the signal new requests get 503 and Retry-After; those running may take `shutdown_timeout` seconds.
     tls: files of the private key and of the certificate. desk: who works beside the answers; it starts after the
-    backend and ends before it drains.
+    backend and ends before it drains. address_file: holds the server's address while it answers.
     Raises what `Service.start` raises; nothing listens before it has returned.
     """
     desk = NoDesk() if desk is None else desk
     patience = Patience() if patience is None else patience
+    room = descriptors.room(patience.connections, descriptors.raise_limit(), patience.descriptors)
+    asked, patience = patience.connections, replace(patience, connections=room.connections)
     config = uvicorn.Config(
         app,
         http=cast(Any, partial(Connection, patience=patience)),
@@ -83,11 +97,14 @@ async def serve(
         proxy_headers=False,
         server_header=False,
         root_path=root_path,
+        backlog=room.backlog,
         ssl_keyfile=tls and tls[0],
         ssl_certfile=tls and tls[1],
         timeout_keep_alive=cast(int, patience.keep_alive),
         timeout_graceful_shutdown=_LAST_BYTES,
     )
+    if room.connections < asked:
+        log.warning(_FEWER, room.connections, asked)
     heap.mapped_from(_LARGE)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, thread_name_prefix="rim"))
     try:
@@ -96,8 +113,9 @@ async def serve(
         server = _Server(config, backend, desk, shutdown_timeout)
         answering = asyncio.ensure_future(server.serve(sockets=[sock]))
         await server.listening(answering)
-        on_ready(url(sock, "http" if tls is None else "https"))
-        await answering
+        with _written(address_file, url(sock, "http" if tls is None else "https")) as address:
+            on_ready(address)
+            await answering
     finally:
         await desk.stop()
         await backend.close()
@@ -107,6 +125,30 @@ async def serve(
 def url(sock: socket.socket, scheme: str = "http") -> str:
     host, port = sock.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _near(url: str) -> str:
+    """The address as a program on this machine reaches it: a server that listens everywhere is on loopback too."""
+    return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
+@contextmanager
+def _written(file: str | None, address: str) -> Iterator[str]:
+    """`file`, if any, holds `address` meanwhile. Where it cannot be written the log says so: answers matter more."""
+    if file is None:
+        yield address
+        return
+    try:
+        Path(file).write_text(_near(address), "ascii")
+    except OSError as error:
+        log.warning("address_file: %s cannot be written: %s", file, error.strerror or error)
+    try:
+        yield address
+    finally:
+        try:
+            Path(file).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("address_file: %s cannot be removed: %s", file, error.strerror or error)
 
 
 class _Server(uvicorn.Server):

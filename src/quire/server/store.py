@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, Literal
 
 import msgspec
 
 from quire.errors import InvalidConfig, InvalidRequest, Unavailable
+from quire.text.harmless import harmless
+
+log = logging.getLogger("uvicorn.error")
 
 _ID = re.compile(r"[a-z]+[-_][0-9a-f]{24}")
 
@@ -38,28 +44,75 @@ def kept() -> Iterator[None]:
         raise Unkept(f"this server's disk cannot take it: {error.strerror}", code="storage") from error
 
 
+@contextmanager
+def usable(folder: Path) -> Iterator[None]:
+    """Raises InvalidConfig where something within `folder` cannot be used."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidConfig(f"--batch-dir: {error.filename or folder}: {error.strerror}") from error
+
+
 def new_id(kind: str) -> str:
     return kind + secrets.token_hex(12)
+
+
+class Document(msgspec.Struct):
+    """What every document has."""
+
+    id: str
+    created_at: int
+
+
+def created(path: Path, mode: Literal["wb", "ab"]) -> FileIO:
+    """The file opened, and where there was none, for this server's user alone. Unbuffered."""
+    return FileIO(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
+def _write(file: FileIO, data: bytes) -> None:
+    """All of it. Raises OSError where there is room for a part only."""
+    if file.write(data) < len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class Store:
     """Documents of one kind in a folder: `ID.json`, with `ID.data` beside where there is any.
 
-    Blocking, but never for long: documents are small. Used from one process only.
+    Blocking, but never for long: documents are small. Used from one process only, by any of its threads; `lock` is for
+    changes that depend on what a document says. Files with other names in the folder are left alone.
     """
 
     def __init__(self, folder: Path, what: str) -> None:
+        """Raises InvalidConfig if the folder cannot be used."""
         self._folder, self._what = folder, what
-        folder.mkdir(parents=True, exist_ok=True)
         self._known: dict[str, dict[str, Any]] = {}
-        for path in sorted(folder.glob("*.json")):
-            document = msgspec.json.decode(path.read_bytes())
-            self._known[document["id"]] = document
+        self.lock = threading.RLock()
+        with usable(folder):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.chmod(0o700)
+            ours = [path for path in sorted(folder.iterdir()) if _ID.fullmatch(path.stem) and path.is_file()]
+            for path in ours:
+                self._admit(path)
         self.bytes = sum(map(_bytes, self._known.values()))
         """All data kept, by the documents' own word."""
-        for path in folder.iterdir():
-            if path.suffix in (".new", ".part") or (path.suffix == ".data" and path.stem not in self._known):
-                path.unlink()  # of a write or an upload that was killed
+
+    def _admit(self, path: Path) -> None:
+        """A file of ours, found at the start: read a document, and delete what a killed write or upload left."""
+        document = path.with_suffix(".json")
+        if path.suffix in (".new", ".part") or (path.suffix == ".data" and not document.exists()):
+            path.unlink()
+            return
+        if path.stat().st_mode & 0o077:  # as earlier versions wrote them
+            path.chmod(0o600)
+        if path == document:
+            try:
+                known = msgspec.json.decode(path.read_bytes())
+                if msgspec.convert(known, Document).id != path.stem:
+                    raise msgspec.ValidationError("its id is not its name")
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                log.warning("%s is no %s, and is left alone: %s", path, self._what, harmless(str(error)))
+            else:
+                self._known[known["id"]] = known
 
     def get(self, id: str) -> dict[str, Any]:
         """The document. Raises UnknownFile."""
@@ -70,35 +123,53 @@ class Store:
     def __len__(self) -> int:
         return len(self._known)
 
-    def put(self, document: dict[str, Any]) -> None:
-        """Keep it: the old one is there until the new one is, whole. Raises Unkept."""
-        path = self._path(document["id"], ".new")
-        with kept(), path.open("wb") as file:
-            file.write(msgspec.json.encode(document))
-            file.flush()
-            os.fsync(file.fileno())
-            path.replace(path.with_suffix(".json"))
-        self.bytes += _bytes(document) - _bytes(self._known.get(document["id"]))
-        self._known[document["id"]] = document
+    def put(self, document: dict[str, Any], **changes: Any) -> None:
+        """Keep a document with these changes, UNSET for a field to be taken away.
+
+        The old one is on disk until the new one is, whole, and so it is in memory. Raises Unkept, with nothing changed.
+        """
+        with self.lock:
+            whole = {name: value for name, value in {**document, **changes}.items() if value is not msgspec.UNSET}
+            path = self._path(whole["id"], ".new")
+            with kept():
+                try:
+                    with created(path, "wb") as file:
+                        _write(file, msgspec.json.encode(whole))
+                        os.fsync(file.fileno())
+                    path.replace(path.with_suffix(".json"))
+                except OSError:
+                    path.unlink(missing_ok=True)
+                    raise
+            self.bytes += _bytes(whole) - _bytes(self._known.get(whole["id"]))
+            for name in document.keys() - whole.keys():
+                del document[name]
+            document.update(whole)
+            self._known[whole["id"]] = document
 
     def add(self, id: str, suffix: str, line: bytes) -> None:
         """A line more in a journal, whole or not at all. Raises Unkept."""
-        with kept(), self._path(id, suffix).open("ab", buffering=0) as file:
+        with kept(), created(self._path(id, suffix), "ab") as file:
             end = file.tell()
-            if file.write(line) < len(line):  # as much as there was room for
+            try:
+                _write(file, line)
+            except OSError:
                 file.truncate(end)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                raise
 
     def forget(self, id: str) -> None:
-        self.bytes -= _bytes(self.get(id))
-        del self._known[id]
-        self._path(id, ".json").unlink(missing_ok=True)
-        self._path(id, ".data").unlink(missing_ok=True)
+        """Raises Unkept where it cannot be deleted; then it is still there."""
+        with self.lock:
+            known = self.get(id)
+            with kept():
+                self._path(id, ".json").unlink(missing_ok=True)
+            self.bytes -= _bytes(known)
+            del self._known[id]
+            with kept():
+                self._path(id, ".data").unlink(missing_ok=True)
 
-    def newest(self, keep: Callable[[dict[str, Any]], bool] = bool) -> list[dict[str, Any]]:
-        """Those that are to be kept, or all; the newest first."""
-        kept = filter(keep, self._known.values())
-        return sorted(kept, key=lambda one: (one["created_at"], one["id"]), reverse=True)
+    def all(self) -> list[dict[str, Any]]:
+        """In no order."""
+        return list(self._known.values())
 
     def data(self, id: str) -> Path:
         """Where its data is."""
@@ -120,6 +191,10 @@ class Store:
 def _bytes(document: dict[str, Any] | None) -> int:
     """Of its data: the smallest file takes a block of the disk."""
     return 0 if document is None else max(document.get("bytes", 0), 4096)
+
+
+def newest_first(documents: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(documents, key=lambda one: (one["created_at"], one["id"]), reverse=True)
 
 
 def page_of(
@@ -147,16 +222,14 @@ class Lock:
 
     def __init__(self, folder: Path) -> None:
         """Raises InvalidConfig if another process has it, or the folder cannot be had."""
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with ExitStack() as undo:
-                self._file: BinaryIO = undo.enter_context((folder / "lock").open("wb"))
+        with usable(folder), ExitStack() as undo:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = undo.enter_context(created(folder / "lock", "ab"))
+            try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                undo.pop_all()
-        except BlockingIOError:
-            raise InvalidConfig(f"another server uses {folder}: choose another --batch-dir") from None
-        except OSError as error:
-            raise InvalidConfig(f"--batch-dir {folder}: {error.strerror}") from error
+            except BlockingIOError:
+                raise InvalidConfig(f"another server uses {folder}: choose another --batch-dir") from None
+            undo.pop_all()
 
     def close(self) -> None:
         self._file.close()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
 from quire.backends.base import Answers, Backend, Call, Delta
+from quire.backends.offload import offload
 from quire.errors import QuireError
 from quire.server.begun import begun
 from quire.server.chunks import KEEP_ALIVE
@@ -36,6 +38,7 @@ def together(backend: Backend, calls: Sequence[Call], n: int) -> Answers[Delta]:
 class _Together:
     def __init__(self, backend: Backend, calls: Sequence[Call], n: int) -> None:
         self._parts: list[tuple[int, Answers[Delta]]] = []
+        backend.admit(len(calls) * n)
         with ExitStack() as undo:
             undo.callback(self.close)
             for i, call in enumerate(calls):
@@ -88,6 +91,11 @@ async def _stop(*tasks: asyncio.Task[Any]) -> None:
 
 class Writer(Protocol[D_contra]):
     """What a stream's parts look like as bytes (`chunks.Chunks`, of deltas)."""
+
+    @property
+    def edges(self) -> int: ...
+
+    def cost(self, ready: Sequence[D_contra]) -> int: ...
 
     def opening(self) -> bytes: ...
 
@@ -143,20 +151,23 @@ class EventStream(Generic[D]):
 
     async def _tell(self, first: bytes) -> None:
         """Write `first`, and then what is ready until nothing is."""
-        of = self._chunks.of
+        chunks = self._chunks
         try:
             if first:
                 await self._send(first)
             while ready := self._take():
-                data = b"".join(map(of, ready))
+                data = await offload(chunks.cost(ready), partial(self._of, ready))
                 if data or not self._started:
                     await self._send(data)
             if ready is None:
-                await self._end(self._chunks.closing())
+                await self._end(await offload(chunks.edges, chunks.closing))
                 self._over.set_result(None)
         except Exception as error:
             self._over.set_result(await self._failed(error))
         self._writing = None
+
+    def _of(self, ready: Sequence[D]) -> bytes:
+        return b"".join(map(self._chunks.of, ready))
 
     async def _failed(self, error: Exception) -> Exception | None:
         """End with an error: as an event where the status has gone out. What is raised, if it is not told, or for the
@@ -164,7 +175,7 @@ class EventStream(Generic[D]):
         if not self._started:
             return error
         try:
-            await self._end(self._chunks.failed(error))
+            await self._end(await offload(self._chunks.edges, partial(self._chunks.failed, error)))
         except Exception as worse:
             return worse
         return None if isinstance(error, QuireError) else error
@@ -174,7 +185,7 @@ class EventStream(Generic[D]):
         if not self._started:
             self._started = True
             await self._head({"type": "http.response.start", "status": 200, "headers": HEADERS})
-            data = self._chunks.opening() + data
+            data = await offload(self._chunks.edges, self._chunks.opening) + data
         await self._body({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _end(self, data: bytes) -> None:

@@ -13,7 +13,6 @@ from quire.errors import InvalidRequest
 from quire.grammar.schema import check_schema
 from quire.server.fields import check
 from quire.text.part import PLAIN, Splitter
-from quire.text.reasoning import CLOSE
 from quire.text.tools.reader import Reader
 from quire.text.tools.styles import HERMES, Style
 from quire.values import MANY, StructuredOutputs
@@ -52,17 +51,17 @@ class Toolbox:
     def call_id(self) -> str:
         return self.style.id_prefix + uuid.uuid4().hex[: self.style.id_length]
 
-    def structure(self, asked: StructuredOutputs | None, *, thinking: bool) -> StructuredOutputs | None:
+    def structure(self, asked: StructuredOutputs | None) -> StructuredOutputs | None:
         """What the answer must look like: as `asked`, unless it calls tools, which it may have to.
 
-        thinking: the answer begins with thoughts, which are free. Raises InvalidRequest for what cannot go together.
+        Raises InvalidRequest for what cannot go together.
         """
         if not self.parameters or not (self.forced or self.strict or asked):
             return asked
         if asked is None and not self.forced:
             return StructuredOutputs(grammar=self._free_grammar(), param="tools")
         if asked is None:
-            return StructuredOutputs(grammar=self._grammar(None, thinking), param="tool_choice")
+            return StructuredOutputs(grammar=self._grammar(None), param="tool_choice")
         if self.forced:
             raise InvalidRequest(
                 f"{asked.param} and a tool_choice that forces calls exclude each other", param=asked.param
@@ -71,9 +70,9 @@ class Toolbox:
             raise InvalidRequest(
                 f"{asked.param} goes with tools only as a JSON schema: send tool_choice none", param=asked.param
             )
-        return StructuredOutputs(grammar=self._grammar(asked, thinking), param=asked.param)
+        return StructuredOutputs(grammar=self._grammar(asked), param=asked.param)
 
-    def _grammar(self, otherwise: StructuredOutputs | None, thinking: bool) -> str:
+    def _grammar(self, otherwise: StructuredOutputs | None) -> str:
         """In llguidance's Lark: calls as the model's family writes them, each with arguments of its tool's schema."""
         style, more = self.style, min(self.most, _FORCED) - 1
         between = f" ({_text(style.between)} call){{0,{more}}}" if more else ""
@@ -84,9 +83,6 @@ class Toolbox:
             check_schema(schema, otherwise.param)
             start = "calls | answer"
             rules.append(f"answer: {_schema(schema, otherwise)}")
-        if thinking:
-            start = f"thoughts SPACE ({start})"
-            rules += [_up_to("thoughts", CLOSE), r"SPACE: /\n{0,2}/"]
         return "\n".join([f"start: {start}", *rules])
 
     def _free_grammar(self) -> str:
@@ -96,7 +92,8 @@ class Toolbox:
         rest = _text(style.before.removeprefix(mark))
         start = f"start: (said {rest} call {_text(style.after)}){{0,{min(self.most, _FORCED)}}} TEXT"
         last = f"TEXT: /(?s:.*)/ & ~/(?s:.*){re.escape(mark)}(?s:.*)/"
-        return "\n".join([start, _up_to("said", mark), last, *self._calls()])
+        said = f"said[suffix={_text(mark)}]: /(?s:.*)/"
+        return "\n".join([start, said, last, *self._calls()])
 
     def _calls(self) -> list[str]:
         rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(self.schemas)))]
@@ -105,11 +102,6 @@ class Toolbox:
             rules.append(f"call_{i}: {_text(self.style.head(name))} arguments_{i} {_text('}')}")
             rules.append(f"arguments_{i}: {_schema(schema)}")
         return rules
-
-
-def _up_to(rule: str, mark: str) -> str:
-    """A rule for any text up to and with the first `mark`."""
-    return f"{rule}[suffix={_text(mark)}]: /(?s:.*)/"
 
 
 NO_TOOLS = Toolbox()

@@ -2,118 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, Self
 
-from jinja2 import BaseLoader, Environment, TemplateError, meta, nodes, pass_context
-from jinja2.exceptions import SecurityError, TemplateSyntaxError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
+from jinja2 import meta
+from jinja2.exceptions import TemplateSyntaxError
 
 from quire.errors import InvalidModel, InvalidRequest
+from quire.text.sandbox import METER, Budget, Metered, Refused, Sandbox, extent
 from quire.text.tokenizer import read_json
 from quire.text.tools.describe import described
 from quire.text.tools.styles import Style, style_of
 
 _HERE = "\N{OBJECT REPLACEMENT CHARACTER}quire-continues-here\N{OBJECT REPLACEMENT CHARACTER}"
-_ROOM = 1 << 20
-"""Characters a template may add of its own, and turns it may take in loops and macros, in one rendering."""
-
-_TURN = "quire:turn"
-"""No template can spell this name."""
-
-Looping = TypeVar("Looping", nodes.For, nodes.Macro, nodes.CallBlock)
-
-
-class _Refused(TemplateError):
-    """The template itself said no (`raise_exception`)."""
 
 
 class _Failed(Exception):
     """The template broke, or was stopped."""
-
-
-class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training; in serving it is only its contents."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja's own spelling of the interface
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Templates come with checkpoints, so they are not trusted: no attribute tricks, no giant values."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        longest = max((len(x) for x in (left, right) if isinstance(x, str | list | tuple)), default=0)
-        times = max((abs(x) for x in (left, right) if isinstance(x, int)), default=1)
-        if longest * times > _ROOM or (operator == "**" and times > 1 << 16):
-            raise SecurityError(f"{operator!r} would make too large a value")
-        return super().call_binop(context, operator, left, right)
-
-    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        raise SecurityError(
-            f"it reaches for {attribute!r} of {type(obj).__name__!r}, which is not a template's to touch"
-        )
-
-
-class _Budget:
-    """What one rendering may still write and count: templates can nest loops, and must come to an end."""
-
-    def __init__(self, room: int) -> None:
-        self._left = room
-
-    def spend(self, amount: int) -> None:
-        self._left -= amount
-        if self._left < 0:
-            raise SecurityError("it goes on without end")
-
-    def range(self, *bounds: int) -> range:
-        numbers = range(*bounds)
-        self.spend(len(numbers))
-        return numbers
-
-
-class _Alone(BaseLoader):
-    """A checkpoint has one template: what others it asks for are not there."""
-
-    def get_source(self, environment: Environment, template: str) -> NoReturn:
-        raise SecurityError(f"it asks for another template, {template!r}, and there is none")
-
-
-class _Metered(NodeTransformer):
-    """Every turn of a loop and every call of a macro is counted: they need write nothing to go on for ever."""
-
-    def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802 - jinja's own spelling
-        return self._counted(node)
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:  # noqa: N802 - jinja's own spelling
-        return self._counted(node)
-
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.CallBlock:  # noqa: N802 - jinja's own spelling
-        return self._counted(node)
-
-    def _counted(self, node: Looping) -> Looping:
-        self.generic_visit(node)
-        turn = nodes.Filter(nodes.Const(1), _TURN, [], [], None, None, lineno=node.lineno)
-        node.body.insert(0, nodes.ExprStmt(turn, lineno=node.lineno))
-        return node
-
-
-@pass_context
-def _turn(context: Context, amount: int) -> None:
-    """What was given to the rendering is read, which the template's own `set` does not reach."""
-    context.parent[_TURN].spend(amount)
 
 
 class ChatTemplate:
@@ -124,16 +30,10 @@ class ChatTemplate:
 
         Raises InvalidModel if `source` is not a template.
         """
-        sandbox = _Sandbox(
-            loader=_Alone(), trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-        )
-        sandbox.filters["tojson"] = _tojson
-        sandbox.filters[_TURN] = _turn
-        del sandbox.globals["lipsum"]  # text without end is all it makes
-        sandbox.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
+        sandbox = Sandbox()
         try:
             names = meta.find_undeclared_variables(sandbox.parse(source))
-            self._template = sandbox.from_string(_Metered().visit(sandbox.parse(source)))
+            self._template = sandbox.from_string(Metered().visit(sandbox.parse(source)))
         except (TemplateSyntaxError, RecursionError) as error:
             raise InvalidModel(f"the chat template does not compile: {_line(error)}") from error
         self._tokens = dict(tokens or {})
@@ -186,7 +86,7 @@ class ChatTemplate:
         }
         try:
             text = self._run(names)
-        except _Refused as error:
+        except Refused as error:
             raise InvalidRequest(f"the chat template refuses the messages: {_line(error)}", param="messages") from error
         except _Failed as error:
             raise InvalidRequest(f"the chat template fails: {_line(error)}", param="messages") from error
@@ -206,23 +106,25 @@ class ChatTemplate:
             self._run(
                 {"messages": [{"role": "user", "content": "Hello"}], "tools": None, "add_generation_prompt": True}
             )
-        except _Refused:
+        except Refused:
             return
         except _Failed as error:
             raise InvalidModel(f"the chat template fails: {_line(error)}; name another with --chat-template") from error
 
     def _run(self, names: Mapping[str, Any]) -> str:
-        """Raises _Refused or _Failed."""
-        budget = _Budget(_ROOM + 8 * sum(len(str(message)) for message in names["messages"]))
+        """Raises Refused or _Failed."""
+        budget = Budget(extent(list(names.values())))
         told: list[str] = []
         try:
-            for piece in self._template.generate({**self._tokens, **names, "range": budget.range, _TURN: budget}):
+            for piece in self._template.generate({**self._tokens, **names, "range": budget.range, METER: budget}):
                 budget.spend(len(piece))
                 told.append(piece)
-        except _Refused:
+        except Refused:
             raise
         except RecursionError as error:
             raise _Failed("it calls itself without end") from error
+        except MemoryError as error:
+            raise _Failed("it takes more memory than there is") from error
         except Exception as error:  # whatever Python the template ran into; it is not ours
             raise _Failed(_line(error)) from error
         return "".join(told)
@@ -282,25 +184,6 @@ def _template(path: Path) -> str:
         raise InvalidModel(f"chat template {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InvalidModel(f"chat template {path} is not text: {error}") from error
-
-
-def _raise(message: str) -> NoReturn:
-    raise _Refused(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON: jinja's own filter escapes for HTML, which would reach the model."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _line(error: BaseException) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from quire.text.part import Part, possible
+from quire.values import Ahead
 
 ReasoningParser = Literal["none", "deepseek_r1", "qwen3"]
 
@@ -20,17 +21,26 @@ def parser_of(template: str | None) -> ReasoningParser:
 
 
 def thinks_first(parser: ReasoningParser, prompt: str, begun: str = "") -> bool:
-    """Whether an answer to `prompt` begins with thoughts although no mark in it says so.
+    """Whether an answer to `prompt` begins with thoughts although no mark in it says so (see `thoughts_ahead`)."""
+    return thoughts_ahead(parser, prompt, begun) == "open"
 
-    begun: the part of an answer that it goes on with. A mark at the prompt's end, or the last one in `begun`, decides;
-    without one, DeepSeek's models think first, and Qwen's write a mark.
+
+def thoughts_ahead(parser: ReasoningParser, prompt: str, begun: str = "", *, off: bool = False) -> Ahead:
+    """Which thoughts an answer to `prompt` may have before it.
+
+    begun: the part of an answer that it goes on with. off: the client wants none. A mark at the prompt's end, or the
+    last one in `begun`, decides; without one, DeepSeek's models think first, and Qwen's may write a mark.
     """
     if parser == "none":
-        return False
-    if OPEN in begun or CLOSE in begun:
-        return begun.rfind(OPEN) > begun.rfind(CLOSE)
+        return "none"
+    if begun:
+        return "open" if begun.rfind(OPEN) > begun.rfind(CLOSE) else "none"
     end = prompt[-64:].rstrip()
-    return end.endswith(OPEN) or (parser == "deepseek_r1" and not begun and not end.endswith(CLOSE))
+    if end.endswith(OPEN):
+        return "open"
+    if end.endswith(CLOSE) or off:
+        return "none"
+    return "open" if parser == "deepseek_r1" else "possible"
 
 
 class Thinking:

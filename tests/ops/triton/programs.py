@@ -11,6 +11,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 
+HANG = 6000.0
+"""Seconds: compiling everything takes minutes, and ten times that on a busy machine is no hang."""
+
 
 def said(program: str, *arguments: str, cache: Path) -> Any:
     """What a program beside this file prints, as JSON. cache: where compiled kernels are kept."""
@@ -22,7 +25,7 @@ def said(program: str, *arguments: str, cache: Path) -> Any:
         env=environment | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -63,6 +63,7 @@ def test_chunks_decode_drafts_and_samples_through_interpreted_kernels(shape: str
     assert not any(each.k[0].any() or each.v[0].any() for each in executor.runner.kv)  # nobody writes there
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the launches of a card are captured before lengths are known")
 def test_what_the_prefix_cache_gave_to_several_is_read_for_them_together(

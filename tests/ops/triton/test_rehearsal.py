@@ -28,7 +28,8 @@ def rehearsed(cache: Path, *drafts: str) -> tuple[int, int, int, int, list[str]]
     return steps, works, compiled, launchers, late
 
 
-@pytest.mark.parametrize("drafts", [(), pytest.param(("drafts",), marks=pytest.mark.nightly)], ids=["alone", "drafts"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("drafts", [(), ("drafts",)], ids=["alone", "drafts"])
 def test_nothing_is_left_to_compile_and_with_a_full_cache_little_is_rehearsed(
     drafts: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -108,7 +109,7 @@ def test_a_rehearsal_that_fails_is_told_and_does_no_harm(caplog: pytest.LogCaptu
 
 
 def test_as_many_are_compiled_at_once_as_there_are_workers() -> None:
-    both, told = threading.Barrier(2, timeout=30), list[tuple[int, int]]()
+    both, told = threading.Barrier(2, timeout=300), list[tuple[int, int]]()
     with Held(lambda made: both.wait()) as held:
         futures = [held.submit(both.wait) for _ in range(2)]
         assert not any(future.done() for future in futures)
@@ -130,7 +131,7 @@ def test_a_compilation_that_fails_stops_no_other() -> None:
 def test_nobody_waits_for_what_was_never_run() -> None:
     with Held(print) as held:
         left = held.submit(lambda: 1)
-    assert isinstance(left.exception(timeout=1), CancelledError)
+    assert isinstance(left.exception(timeout=100), CancelledError)
 
 
 def test_the_interpreter_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

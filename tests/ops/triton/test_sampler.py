@@ -129,7 +129,7 @@ def test_draws_equal_the_hosts(spread: float) -> None:
     agree(logits, [Row(SamplingParams(temperature=temperatures[i % 3]), seed=i - 5, choice=i % 2) for i in range(12)])
 
 
-@pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
+@pytest.mark.parametrize("spread", [3.0, *(pytest.param(far, marks=pytest.mark.nightly) for far in (0.1, 30.0))])
 @pytest.mark.parametrize(
     "limits",
     [{"top_k": 1}, {"top_k": 40}, {"top_k": 2000}, {"top_p": 0.1}, {"top_p": 0.9}, {"top_p": 0.999}, {"min_p": 0.05},
@@ -216,7 +216,7 @@ def test_noise_is_the_hosts_to_the_last_bit() -> None:
     ],
     ids=["greedy", "hot", "cut", "edited"],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)])
 def test_logits_of_sixteen_bits_draw_what_they_would_draw_in_float32(
     params: SamplingParams, dtype: torch.dtype
 ) -> None:

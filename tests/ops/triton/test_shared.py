@@ -240,10 +240,11 @@ def test_what_a_table_holds_behind_its_end_is_not_looked_at() -> None:
     assert depths(planned) == [0] * len(NOBODY)
 
 
-def test_256_sequences_share_long_prefixes_cut_into_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("crowd", [64, pytest.param(256, marks=pytest.mark.nightly)])
+def test_many_sequences_share_long_prefixes_cut_into_runs(crowd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefixes, "LONG", 256)
-    planned = check([("abcdefghijkl"[: 8 if i % 2 else 12], 3) for i in range(256)])
-    assert depths(planned) == [512] * 256
+    planned = check([("abcdefghijkl"[: 8 if i % 2 else 12], 3) for i in range(crowd)])
+    assert depths(planned) == [512] * crowd
     ((found),) = planned.shared.values()
     assert min(found.begun[1].tolist()) > 1
 

@@ -227,8 +227,15 @@ SAMPLING = (
 )
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("drafts", ["none", "ngram", "model"])
+@pytest.mark.parametrize(
+    ("drafts", "depth"),
+    [
+        ("none", 0),
+        ("ngram", 1),
+        ("model", 1),
+        *(pytest.param(*one, marks=pytest.mark.nightly) for one in (("none", 1), ("ngram", 0), ("model", 0))),
+    ],
+)
 def test_a_house_on_these_kernels_answers_as_the_dense_loop(drafts: str, depth: int) -> None:
     rng = random.Random(depth)
     asked = [

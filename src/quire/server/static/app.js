@@ -190,6 +190,11 @@ function draw(now) {
 
 async function enter() {
   if (!(await signedIn())) return;
+  const requests = await fetch("v1/requests");
+  if (requests.status === 403) {
+    say("lost", (await requests.json()).error.message);
+    return;
+  }
   const models = await fetch("v1/models");
   if (models.ok) chat.model = (await models.json()).data[0].id;
   listen();

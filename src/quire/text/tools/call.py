@@ -101,17 +101,18 @@ class Call:
         return True
 
     def _spelled(self, value: str) -> bool:
-        """Arguments that are no object: a text with one in it, or null."""
+        """Arguments that are no object: only a text that spells one, or null, can be meant as one."""
         try:
-            text = json.loads(value)
-            inner = json.loads(text) if isinstance(text, str) else text
-            (text or "").encode()  # no half of a pair, which no answer could carry
+            given = json.loads(value)
+            text = given if isinstance(given, str) else value
+            spelled = json.loads(text, parse_constant=_refuse)
+            text.encode()  # no half of a pair, which no answer could carry
         except (ValueError, RecursionError):
             return False
-        if not isinstance(inner, dict | None):
+        if not isinstance(spelled, dict | None):
             return False
         self._given = True
-        self.told.append(text or "{}")
+        self.told.append("{}" if spelled is None else text)
         return True
 
     def _finish(self) -> bool:
@@ -120,3 +121,8 @@ class Call:
             self._given = True
             self.told.append("{}")
         return self.begun
+
+
+def _refuse(constant: str) -> None:
+    """Python's NaN and Infinity, which no JSON has."""
+    raise ValueError(f"{constant} is not JSON")

@@ -1,0 +1,62 @@
+"""Who is blamed for a step that failed, and who is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.core.plan import Plan
+from quire.engine.clock import VirtualClock
+from quire.engine.engine import Engine
+from quire.engine.executor import Executor, Handle
+from quire.errors import StepFailed
+from quire.executors.costs import StepCost
+from quire.sim.run import House
+
+
+class Failing:
+    """Steps fail at the numbers in `at`, counted from 1, whoever is in them."""
+
+    def __init__(self, inner: Executor, at: set[int]) -> None:
+        self.inner, self.at, self.launched = inner, at, 0
+        self.describe, self.reset, self.close = inner.describe, inner.reset, inner.close
+
+    def launch(self, plan: Plan) -> Handle:
+        self.launched += 1
+        if self.launched in self.at:
+            raise StepFailed("by number")
+        return self.inner.launch(plan)
+
+
+def ran(at: set[int], prompts: int = 1, **settings: object) -> tuple[list[str], int]:
+    """(how each request ended, steps that failed)."""
+    house = House(**{"pages": 64, "page_size": 4, "max_num_seqs": 4, "cost": StepCost(0.01), **settings})  # type: ignore[arg-type]
+    engine: Engine = house.build(VirtualClock())
+    engine.executor = Failing(engine.executor, at)
+    for i in range(prompts):
+        engine.submit([i, 1, 2, 3, 4], 12)
+    for _ in range(1000):
+        if not engine.has_pending_work:
+            break
+        engine.step()
+    assert not engine.has_pending_work
+    return [done.finish for done in engine.completed_requests], engine.failures
+
+
+@pytest.mark.parametrize("later", [5, 6, 9, 13])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_who_fails_alone_twice_at_different_places_is_not_blamed(later: int, depth: int) -> None:
+    assert ran({2, later}, depth=depth) == (["length"], 2)
+
+
+def test_who_fails_alone_at_many_places_is_not_blamed() -> None:
+    assert ran({2, 4, 6, 8, 10, 12, 14}) == (["length"], 7)
+
+
+def test_who_fails_alone_twice_at_the_same_place_is_blamed() -> None:
+    assert ran({1, 2}) == (["error"], 2)
+    assert ran({2, 3, 4}) == (["error"], 3), "the second time when it is begun anew, which is another place"
+
+
+def test_different_requests_that_fail_alone_at_the_same_place_are_not_blamed() -> None:
+    """Both in step 1; then the first alone, which passes when it is tried again; then the second alone."""
+    assert ran({1, 2, 4}, prompts=2) == (["length", "length"], 3)

@@ -1,0 +1,174 @@
+"""The folder of files and batches: a full disk, files of somebody else, and who may read it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.errors import InvalidConfig
+from quire.server.desk import BatchDesk
+from quire.server.limits import Limits
+from quire.server.store import Unkept, new_id
+from tests.server.doubles import check_error
+from tests.server.test_batches import jsonl, line, office
+
+pytestmark = pytest.mark.anyio
+
+
+class Disk:
+    """`os.fsync` of a disk that is full for some of the writes: `full` says which, counted from 0."""
+
+    def __init__(self, full: set[int]) -> None:
+        self.full, self.writes = full, 0
+
+    def __call__(self, file: int) -> None:
+        self.writes += 1
+        if self.writes - 1 in self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+async def test_a_batch_that_a_full_disk_does_not_let_be_cancelled_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, go = asyncio.Event(), asyncio.Event()
+
+    def held(answer: Any) -> Any:
+        async def one(path: str, body: bytes) -> Any:
+            asked.set()
+            await go.wait()
+            return await answer(path, body)
+
+        return one
+
+    async with office(tmp_path, wrap=held) as here:
+        id = (await here.begin(line("a"), line("b")))["id"]
+        await asked.wait()
+        before = await here.about(id)
+        with monkeypatch.context() as patch:
+            patch.setattr("os.fsync", Disk({0}))
+            refused = await here.client.post(f"/v1/batches/{id}/cancel")
+        assert check_error(refused, 503, words="No space left on device")["code"] == "storage"
+        assert await here.about(id) == before and before["status"] == "in_progress"
+        assert not list(tmp_path.rglob("*.new"))
+        go.set()
+        batch = await here.until(id, "completed", "cancelled", "cancelling")
+        assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 2)
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_what_a_full_disk_refuses_changes_a_batch_neither_in_memory_nor_on_disk(
+    tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever write of its end fails: two states, two journals, two documents of files."""
+    desk = BatchDesk(tmp_path, answer, Limits(), width=1)
+    store, batches = desk._batches.store, desk._batches
+    batch = {"id": new_id("batch_"), "created_at": 1, "status": "in_progress", "request_counts": {"completed": 0}}
+    batch |= {"output_file_id": None, "error_file_id": None, "request_counts": {"completed": 0, "failed": 0}}
+    store.put(batch)
+    batches.note(batch, "a", 200, {}, "r")
+    batches.note(batch, "b", 400, {}, "r")
+    disk = Disk({at})
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", disk)
+        with pytest.raises(Unkept):
+            batches.finish(batch, "completed")
+    kept = msgspec.json.decode((tmp_path / "batches" / f"{batch['id']}.json").read_bytes())
+    assert {**kept, "request_counts": None} == {**batch, "request_counts": None}
+    assert batch["status"] == ("in_progress" if at == 0 else "finalizing")
+    assert store.get(str(batch["id"])) is batch
+    batches.finish(batch, "completed")
+    assert batch["status"] == "completed" and "finishes_as" not in batch
+    assert len(desk._files._store) == 2
+    desk._lock.close()
+
+
+async def answer(path: str, body: bytes) -> dict[str, Any]:
+    raise AssertionError(f"no line is to be answered here: {path}")
+
+
+async def test_what_cannot_be_deleted_is_still_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any, **rest: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    async with office(tmp_path) as here:
+        id = (await here.upload(jsonl(line("a")))).json()["id"]
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", refused)
+            check_error(await here.client.delete(f"/v1/files/{id}"), 503, words="Read-only")
+        assert len(await here.lines(id)) == 1
+        assert (await here.client.delete(f"/v1/files/{id}")).json()["deleted"] is True
+        assert not list((tmp_path / "files").iterdir())
+
+
+FOREIGN = (
+    *("lock", "notes.json", "files/package.json", "files/notes.txt", "files/x.data", "files/y.part", "files/z.new"),
+    *(
+        "batches/list.json",
+        "batches/.hidden.new",
+        "files/file-1.json",
+        "files/file-short.data",
+        "files/a.json/deep.new",
+    ),
+)
+
+
+async def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path) -> None:
+    mine = f"files/{new_id('file-')}"
+    broken = (f"{mine}.json", f"{mine}.data", f"batches/{new_id('batch_')}.json")
+    for name in (*FOREIGN, *broken):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("[] not ours")
+    for folder in ("files", "batches"):
+        (tmp_path / folder / f"{new_id('file-')}.data").mkdir()
+    for _ in range(2):
+        async with office(tmp_path) as here:
+            batch = await here.until((await here.begin(line("a")))["id"], "completed")
+            assert batch["request_counts"]["completed"] == 1
+    assert [name for name in (*FOREIGN, *broken) if (tmp_path / name).read_text() != "[] not ours"] == []
+
+
+async def test_what_a_killed_server_left_half_written_is_deleted(tmp_path: Path) -> None:
+    left = [f"files/{new_id('file-')}.{kind}" for kind in ("part", "data", "new")] + [f"batches/{new_id('batch_')}.new"]
+    for name in left:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{")
+    async with office(tmp_path):
+        assert [name for name in left if (tmp_path / name).exists()] == []
+
+
+@pytest.mark.parametrize("taken", ["", "files", "batches", "lock/x"])
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, taken: str) -> None:
+    folder = tmp_path / "b"
+    (folder / taken).parent.mkdir(parents=True, exist_ok=True)
+    (folder / taken).write_text("a file where a folder should be, or the other way round")
+    named = rf"--batch-dir: .*b/?{taken.partition('/')[0]}: (File exists|Is a dir|Not a dir)"
+    with pytest.raises(InvalidConfig, match=named):
+        BatchDesk(folder, answer, Limits(), width=1)
+    if taken not in ("", "lock/x"):  # and the lock is free again
+        (folder / taken).unlink()
+        BatchDesk(folder, answer, Limits(), width=1)._lock.close()
+
+
+def modes(folder: Path) -> set[tuple[str, int]]:
+    return {("d" if path.is_dir() else "f", stat.S_IMODE(path.stat().st_mode)) for path in (folder, *folder.rglob("*"))}
+
+
+async def test_files_and_batches_are_for_the_servers_own_user_alone(tmp_path: Path) -> None:
+    """Also those that an earlier version wrote for everybody to read."""
+    before = os.umask(0o022)
+    try:
+        for _ in range(2):
+            async with office(tmp_path / "b") as here:
+                await here.until((await here.begin(line("a"), line("b", n=0)))["id"], "completed")
+                assert modes(tmp_path / "b") == {("d", 0o700), ("f", 0o600)}
+            for path in (tmp_path / "b" / "files", *(tmp_path / "b" / "files").iterdir()):
+                path.chmod(0o755 if path.is_dir() else 0o644)
+    finally:
+        os.umask(before)

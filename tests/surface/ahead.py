@@ -1,0 +1,79 @@
+"""The run-ahead executor of a GPU where there is none: `quire.build.cuda`'s own, its kernels interpreted, on a CPU.
+
+`python -m tests.surface.ahead ...` is `quire ...` with it. The engine's process is this module too, with a number for
+its argument. Only what asks the card itself is replaced: its memory, and its queue of work, which is done at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():  # before any kernel is defined
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest
+
+from quire.build.limits import Limits
+from quire.config import Settings
+from quire.engine.executor import Executor
+from quire.models.base import Model
+from quire.runner.graphs import AtOnce, Key
+from quire.runner.memory import GIB, LayerShape
+
+
+class Plain(AtOnce):
+    """`CudaQueue`'s arguments; nothing is captured, so nothing has to be got ready."""
+
+    def __init__(self, device: torch.device, largest: int, rehearse: object = None) -> None:
+        self.largest = largest
+
+    def get_ready(self, key: Key, work: Callable[[], object]) -> None:
+        return
+
+
+def make(settings: Settings, model: Model, limits: Limits, layers: Sequence[LayerShape]) -> Executor:
+    """As `quire.build.host.on_host`, which this stands in for."""
+    from quire.build import cuda
+
+    sizes = {name: getattr(limits, name) for name in ("page_size", "cap", "rows", "max_model_len", "depth")}
+    return cuda.make_executor(settings, model, torch.device("cpu"), tokens=limits.budget, **sizes)
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Inside, engines that would run on the CPU run as on a GPU."""
+    import tests.ops.triton.conftest  # noqa: F401  the interpreter, as these tests have it
+    from quire.build import cuda, engine
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "CudaQueue", Plain)
+        patch.setattr(cuda, "WIDTHS", (1,))  # what steps cost is measured, and interpreted steps are slow
+        patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (GIB, GIB))
+        patch.setattr(engine, "on_host", make)
+        yield
+
+
+def main(arguments: Sequence[str]) -> Any:
+    from quire.build.child import main as child
+
+    with installed():
+        if arguments and arguments[0].isdecimal():
+            return child()
+        from quire.build.front import serve
+        from quire.cli import main as quire
+        from quire.cli import serve as command
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(command, "serve", partial(serve, child=__spec__.name))
+            return quire.main(list(arguments), prog_name="quire")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,331 @@
+"""Every block of code of the README, of CONTRIBUTING and of docs/: as printed, but for addresses and lengths."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import yaml
+
+from quire.backends.keeper import free_port
+from tests.live import ROOT, Live, environment, serving
+from tests.surface.commands import alone, ready, serve
+from tests.surface.house import House
+from tests.surface.items import Item, Named
+
+PAGES = (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")))
+MOST = 6
+"""Tokens an answer has at most, of those that say a number: interpreted kernels are slow."""
+
+
+class Block(NamedTuple):
+    """name: its page, and the comment above it or how its first line begins."""
+
+    name: str
+    text: str
+
+    def words(self, command: str) -> Iterator[list[str]]:
+        """What follows `quire COMMAND` in each line that is one, with the embedded model for others."""
+        for line in self.text.splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:2] == ["quire", command]:
+                yield [re.sub(r"^(MODEL|\w+/[\w.-]+)$", "embedded", word) for word in words[2:]]
+
+
+def blocks() -> Iterator[Block]:
+    for page in PAGES:
+        found = re.findall(
+            r"^(?:<!-- (\w+) -->\n)?```\w+\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.MULTILINE
+        )
+        for comment, text in found:
+            yield Block(f"{page.relative_to(ROOT)}: {comment or text.splitlines()[0].split('#')[0][:60].strip()}", text)
+
+
+FOUND = {block.name: block for block in blocks()}
+
+
+def short(code: str) -> str:
+    return re.sub(r'(max_tokens"?[:=] ?)(\d+)', lambda m: f"{m[1]}{min(int(m[2]), MOST)}", code)
+
+
+def python(name: str, after: str = "", told: Callable[[str], Any] = str) -> Item:
+    """Run in this process. after: what is run behind it. told: what of its words all settings have in common."""
+
+    def run(house: House) -> Any:
+        house.rest()
+        with house.assumed(), contextlib.redirect_stdout(io.StringIO()) as said:
+            scope: dict[str, Any] = {}
+            exec(compile(short(FOUND[name].text) + after, name, "exec"), scope)
+            if "llm" in scope:
+                scope["llm"].close()
+        return told(said.getvalue())
+
+    return Item(name, run)
+
+
+def client(name: str, needs: tuple[str, ...] = (), ci: tuple[str, ...] = ("grpc",)) -> Item:
+    """Run in a process of its own against a server."""
+
+    def run(house: House) -> Any:
+        code = short(FOUND[name].text)
+        code = code.replace("http://127.0.0.1:8000", house.server.url)
+        shell = ["bash", "-euc"] if code.startswith("curl") else [sys.executable, "-c"]
+        done = subprocess.run(
+            [*shell, code], capture_output=True, text=True, env=environment(), cwd=house.folder, check=False
+        )
+        assert done.returncode == 0, done.stderr + house.server.log
+        return answer(done.stdout)
+
+    return Item(name, run, part="server", ci=ci, needs=needs)
+
+
+def answer(said: str) -> Any:
+    """Of a response its choices; of other words all."""
+    try:
+        body = json.loads(said)
+    except ValueError:
+        return said
+    assert "choices" in body, body
+    return body["choices"]
+
+
+def settings(name: str) -> Item:
+    """A file of settings."""
+
+    def run(house: House) -> Any:
+        file = house.folder / "settings.yaml"
+        ours = house.environ()
+        given = yaml.safe_load(FOUND[name].text)
+        assert len(given) > 2
+        theirs = {key: value for key, value in given.items() if f"QUIRE_{key.upper().replace('-', '_')}" not in ours}
+        file.write_text(yaml.safe_dump(theirs | {"model": "embedded"}))
+        few = ("--max-tokens", 6, "--temperature", 0)
+        return house.quire("generate", "The little dog", "--config", file, *few)
+
+    return Item(name, run, executors=("local", "ahead"))  # sizes are for whoever runs the steps
+
+
+@contextlib.contextmanager
+def started(house: House, *words: str, environ: Mapping[str, str] = MappingProxyType({})) -> Iterator[Live]:
+    """`quire serve WORDS` under the house's setting, as far as the words leave it open."""
+    house.rest()
+    folder = house.folder / f"served-{free_port()}"
+    folder.mkdir()
+    ours = {name: value for name, value in house.environ().items() if flag(name) not in words}
+    with serving(folder, *words, module=house.module, environ=ours | dict(environ)) as live:
+        yield live
+
+
+def flag(variable: str) -> str:
+    return "--" + variable.removeprefix("QUIRE_").lower().replace("_", "-")
+
+
+def asked(live: Live) -> Any:
+    ask = {"prompt": ["Once upon a time", "The little dog"], "max_tokens": 6, "temperature": 0}
+    response = live.http.post("/v1/completions", json=ask)
+    assert response.status_code == 200, response.text
+    return [choice["text"] for choice in response.json()["choices"]]
+
+
+def served(name: str, **more: Any) -> Item:
+    """Each server that is shown answers."""
+
+    def run(house: House) -> Any:
+        told = []
+        for words in FOUND[name].words("serve"):
+            with started(house, *words) as live:
+                told.append(asked(live))
+        assert told
+        return told
+
+    return Item(name, run, ci=(), **more)
+
+
+def deterministic(house: House) -> Any:
+    [words] = FOUND[DETERMINISTIC].words("serve")
+    with started(house, *words) as live:
+        told = asked(live)
+    [words] = FOUND[DETERMINISTIC].words("verify")
+    house.quire("verify", *words, "--requests", 2, "--new", 3, "--repeat", 0)
+    return told
+
+
+def onnx(house: House) -> Any:
+    """Exported, and served from there."""
+    house.rest()
+    [(model, _)], [words] = FOUND[ONNX].words("export-onnx"), FOUND[ONNX].words("serve")
+    graphs = house.folder / f"graphs-{free_port()}"
+    alone("export-onnx", model, graphs)
+    folder = house.folder / f"served-{free_port()}"
+    folder.mkdir()
+    with serving(folder, str(graphs), *words[1:]) as live:
+        return asked(live)
+
+
+def hf(house: House) -> Any:
+    house.rest()
+    [words] = FOUND[HF].words("serve")
+    folder = house.folder / f"served-{free_port()}"
+    folder.mkdir()
+    with serving(folder, *words, "--dtype", "float32") as live:
+        return asked(live)
+
+
+def elsewhere(house: House) -> Any:
+    """`quire executor`, and a server whose steps it runs, as the page has them one after the other."""
+    [words] = FOUND[EXECUTOR].words("executor")
+    with house.process("executor", *(word.replace("50051", "0") for word in words)) as process:
+        port = ready(process)
+        [words] = FOUND[CLIENT].words("serve")
+        folder = house.folder / f"served-{free_port()}"
+        folder.mkdir()
+        few = {"QUIRE_MAX_NUM_SEQS": "8", "QUIRE_MAX_NUM_BATCHED_TOKENS": "64"}
+        with serving(folder, *(word.replace("50051", port) for word in words), environ=few) as live:
+            return asked(live)
+
+
+def recording(house: House) -> Any:
+    """Of a server that ran ahead, or did not: every decision is made again."""
+    [words], where = FOUND[RECORDING].words("serve"), house.folder / f"recordings-{free_port()}"
+    with started(house, words[0], str(where)) as live:
+        told = asked(live)
+    assert "every decision is the same" in alone("replay", where)
+    return told
+
+
+def looked_at(house: House) -> Any:
+    [(first,)], [(second,)] = FOUND[LOOK].words("inspect"), FOUND[LOOK].words("plan")
+    assert "weights" in house.quire("plan", second, codes=(0, 1))
+    return house.quire("inspect", first)
+
+
+def speculative(house: House) -> Any:
+    """The one line of docs/speculation.md, and an answer."""
+    house.rest()
+    code = "from quire import LLM, SamplingParams\n" + FOUND[SPECULATIVE].text
+    more = "print(llm.generate('Once upon a time', SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text)"
+    scope: dict[str, Any] = {}
+    with house.assumed(), contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(compile(code + more, SPECULATIVE, "exec"), scope)
+        scope["llm"].close()
+    return said.getvalue()
+
+
+def batch(house: House) -> Any:
+    """docs/server.md's, waited for, and what came out."""
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
+    line["body"] = {"model": "embedded", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 5}  # type: ignore[assignment]
+    (house.folder / "requests.jsonl").write_text(json.dumps(line) + "\n")
+    server = house.server
+    scope: dict[str, Any] = {"client": server.openai}
+    with contextlib.chdir(house.folder), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # the page leaves its file to the end of the process
+        exec(compile(FOUND[BATCH].text, BATCH, "exec"), scope)
+    while (found := server.openai.batches.retrieve(scope["batch"].id)).status in (
+        "validating",
+        "in_progress",
+        "finalizing",
+    ):
+        assert server.process.poll() is None, server.log
+    assert found.status == "completed" and found.output_file_id is not None, found
+    [row] = [json.loads(each) for each in server.openai.files.content(found.output_file_id).text.splitlines()]
+    return row["response"]["body"]["choices"]
+
+
+BATCH = "docs/server.md: from pathlib import Path"
+SPECULATIVE = 'docs/speculation.md: llm = LLM(speculative_config={"method": "ngram", "num_specul'
+DRAFT = 'docs/speculation.md: quire serve --speculative-config \'{"method": "draft_model"}\''
+DETERMINISTIC = "docs/deterministic.md: quire serve --deterministic"
+ONNX = "docs/executors.md: quire export-onnx embedded my-graphs"
+HF = "docs/executors.md: quire serve EleutherAI/pythia-70m --executor hf"
+EXECUTOR = "docs/executors.md: quire executor MODEL --listen 127.0.0.1:50051"
+CLIENT = "docs/executors.md: quire serve MODEL --executor grpc --executor-address 127.0.0"
+RECORDING = "docs/recording.md: quire serve --recording-dir /var/lib/quire/recordings"
+LOOK = "docs/models.md: quire inspect Qwen/Qwen3-0.6B"
+PARSED = "tests/test_docs.py::test_every_command_shown_is_one_there_is"
+SCHEMA = "docs/structured.md: schema"
+
+BLOCKS = (
+    python("README.md: offline"),
+    python("docs/library.md: from quire import LLM, SamplingParams", told=lambda said: re.sub(r"\.\d{3,}", "", said)),
+    python(
+        "docs/library.md: from quire.build.engine import build_engine",
+        told=lambda said: re.findall(r"^\((?:\d+, )+\d+\)", said, re.MULTILINE),
+    ),
+    python("docs/structured.md: offline"),
+    Item(SPECULATIVE, speculative),
+    settings("docs/configuration.md: model: embedded"),
+    Item(
+        "docs/library.md: from quire.sim.run import House, drive",
+        lambda house: exec(FOUND["docs/library.md: from quire.sim.run import House, drive"].text, {}),
+        executors=(),
+        elsewhere="tests/test_docs.py::test_each_example_of_the_library_runs",
+    ),
+    Item(LOOK, looked_at, executors=("local",)),
+    Item("README.md: serve", serve, part="server", ci=("grpc",)),
+    client("README.md: curl", ci=("ahead", "grpc")),
+    client("README.md: openai", needs=("openai",)),
+    *(client(f"docs/structured.md: {name}") for name in ("schema", "choice", "regex", "grammar")),
+    Item(BATCH, batch, part="server", ci=("grpc",), needs=("openai",)),
+    Item(RECORDING, recording, ci=()),
+    Item(DETERMINISTIC, deterministic, executors=("local", "ahead"), ci=()),
+    served(DRAFT, executors=("local", "ahead")),
+    Item(EXECUTOR, elsewhere, executors=("local", "ahead"), ci=(), needs=("grpc",)),
+    Item(CLIENT, elsewhere, executors=(), ci=(), needs=("grpc",)),
+    Item(ONNX, onnx, executors=(), ci=(), needs=("onnx", "onnxruntime")),
+    Item(HF, hf, executors=(), ci=(), needs=("transformers",)),
+)
+
+NAMED = (
+    Named("README.md: test", "CI is this", "tests/test_readme.py::test_the_test_command_is_the_one_ci_runs"),
+    Named(
+        'CONTRIBUTING.md: pip install -e ".[dev]" && pre-commit install',
+        "commands of a developer",
+        "tests/test_readme.py::test_the_test_command_is_the_one_ci_runs",
+    ),
+    Named(
+        "CONTRIBUTING.md: python -m tests.mutation --seed 1 --count 100",
+        "commands of a developer",
+        "tests/test_mutation.py",
+    ),
+    Named("docs/deployment.md: docker build -t quire .", "needs Docker", "tests/test_deploy.py"),
+    Named(
+        'docs/model-card.md: TEXT="--stories tinystories.txt.xz --fairytales fairytales_p',
+        "training takes hours and texts that are not here",
+        "tests/training/test_train.py",
+    ),
+    Named(
+        "docs/recording.md: worked",
+        "no engine of a setting",
+        "tests/sim/test_replay.py::test_the_worked_example_of_the_docs_works",
+    ),
+    Named(
+        'docs/recording.md: curl -o found.quirerec -H "Authorization: Bearer $ADMIN_KEY"',
+        "needs a key of one's own",
+        "tests/test_recording.py",
+    ),
+    Named(
+        """docs/speculation.md: quire serve big-model --speculative-config '{"model": "small""",
+        "needs two models that share a tokenizer",
+        PARSED,
+    ),
+    Named(
+        "docs/upstream.md: quire serve --backend vllm --model Qwen/Qwen2.5-7B-Instruct",
+        "needs vLLM",
+        "tests/backends/test_keeper.py",
+    ),
+    Named(
+        "docs/upstream.md: quire bench pair --direct http://127.0.0.1:8000 --concurrenc",
+        "`quire bench pair` is tried",
+        PARSED,
+    ),
+)

@@ -1,0 +1,292 @@
+"""Every command of the command line, with arguments that make it short."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from quire.backends.keeper import free_port
+from quire.cli import main
+from tests.surface.house import House
+from tests.surface.items import Item
+
+SHORT = ("--max-tokens", 6, "--temperature", 0)
+READY = re.compile(r"is ready at 127\.0\.0\.1:(\d+)")
+
+
+def generate(house: House) -> Any:
+    told = [house.quire("generate", prompt, *SHORT) for prompt in ("The little dog", "Once upon a time " * 12)]
+    return told, house.quire("generate", "-", *SHORT, "--stop", " the", input="One day")
+
+
+def chat(house: House) -> Any:
+    return house.quire("chat", "--system", "Be kind.", *SHORT, input="Hello!\nTell me about a boat.\n")
+
+
+def chat_elsewhere(house: House) -> Any:
+    url = house.server.url
+    return alone("chat", "--url", url, "--max-tokens", 6, input="Hello!\nA boat?\n")
+
+
+def serve(house: House) -> Any:
+    """Whole and streamed, over HTTP."""
+    http, ask = house.server.http, {"model": "embedded", "max_tokens": 4, "temperature": 0}
+    whole = http.post("/v1/completions", json={**ask, "prompt": ["Once upon a time", "The little dog"]}).json()
+    talk = [{"role": "user", "content": "Tell me about a boat. " * 12}]
+    streamed = http.post("/v1/chat/completions", json={**ask, "messages": talk, "stream": True}).text
+    seeded = http.post("/v1/completions", json={**ask, "prompt": "One", "temperature": 0.9, "seed": 3, "n": 2}).json()
+    pieces = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    said = "".join(piece["choices"][0]["delta"].get("content") or "" for piece in pieces if piece["choices"])
+    assert streamed.rstrip().endswith("data: [DONE]")
+    return said, [[choice["text"] for choice in body["choices"]] for body in (whole, seeded)]
+
+
+def executor(house: House) -> Any:
+    """Another engine's steps are run there."""
+    with house.process("executor", "--listen", "127.0.0.1:0") as process:
+        there = ("--executor", "grpc", "--executor-address", f"127.0.0.1:{ready(process)}")
+        few = ("--max-num-seqs", 8, "--max-num-batched-tokens", 64)
+        return alone("generate", "The little dog", *SHORT, *there, *few)
+
+
+def ready(process: subprocess.Popen[str]) -> str:
+    """The port of a `quire executor`, once it listens."""
+    assert process.stdout is not None
+    said = READY.search(process.stdout.readline())
+    assert said is not None
+    return said[1]
+
+
+def verify(house: House) -> Any:
+    """In float32 answers are the same, though not to the last bit."""
+    told = house.quire("verify", "--requests", 2, "--new", 4, "--repeat", 0, "--json", codes=(0, 1))
+    situations = json.loads(told)["situations"]
+    assert situations and all(row["tokens"] == 2 * 4 for row in situations if row.get("tokens"))
+    return [row["name"] for row in situations[:5]]
+
+
+def config(house: House) -> Any:
+    shown = house.quire("config")
+    for name, value in house.environ().items():
+        option = name.removeprefix("QUIRE_").lower().replace("_", "-")
+        assert re.search(rf"^\s*{option}\s.*environment {name}\s*$", shown, re.M), (option, value, shown)
+    return len(shown.splitlines())
+
+
+def plan(house: House) -> Any:
+    return "weights" in house.quire("plan", "embedded", codes=(0, 1))
+
+
+def engine(house: House) -> Any:
+    few = ("--requests", 30, "--virtual", "--step-ms", 5, "--json")
+    found = json.loads(house.quire("bench", "engine", *few, "--lookahead", house.setting.lookahead))
+    return found["tokens"]
+
+
+def replay(house: House) -> Any:
+    where = house.folder / f"recordings-{free_port()}"
+    few = ("--requests", 30, "--blocks", 24, "--virtual", "--step-ms", 5, "--lookahead", house.setting.lookahead)
+    house.quire("bench", "engine", *few, "--recording-dir", where)
+    assert "every decision is the same" in house.quire("replay", where)
+
+
+def demo(house: House) -> Any:
+    told = house.quire("demo", "--lookahead", house.setting.lookahead)
+    return sorted(re.findall(r"finished: (\w+)", told))
+
+
+def recorded(house: House) -> Any:
+    """What a load test of the server keeps, drawn."""
+    saved, page = house.folder / "load.json", house.folder / "report.html"
+    few = ("--random-output-len", "3:5", "--random-input-len", "4:8", "--processes", 1, "--num-warmups", 1)
+    once = ("--max-concurrency", 2, "--num-prompts", 4, "--save-result", saved)
+    url = house.server.url
+    alone("bench", "serve", "--base-url", url, *few, *once)
+    alone("bench", "report", saved, "--output", page)
+    assert page.read_text().lstrip().lower().startswith("<!doctype html")
+    [level] = json.loads(saved.read_text())["levels"]
+    return level["requests"], level["ok"]
+
+
+def pair(house: House) -> Any:
+    few = ("--concurrency", 2, "--requests", 4, "--new", 3, 5, "--prompt", 4, 8, "--processes", 1, "--repeat", 1)
+    alone("bench", "pair", "--direct", house.server.url, *few, "--gate", 0.01, "--out", house.folder / "pair")
+
+
+def alone(*arguments: object, input: str | None = None, codes: tuple[int, ...] = (0,)) -> str:
+    """A command that has settings of its own, and leaves what runs alone."""
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(main, [str(one) for one in arguments], input=input)
+    assert done.exit_code in codes, (arguments, done.output, done.exception)
+    return done.stdout
+
+
+def bench(*arguments: object, **more: Any) -> Item:
+    """A benchmark with settings of its own: that it ends well."""
+
+    def run(house: House) -> None:
+        house.rest()
+        port = ("--port", free_port()) if arguments[0] in ("front", "batches", "viewers", "http") else ()
+        alone("bench", *arguments, *port)
+
+    return Item(f"quire bench {arguments[0]}", run, executors=(), **more)
+
+
+def on_card(name: str, *arguments: object) -> Item:
+    """A benchmark of a card; without one it says so: tests/bench/test_card.py."""
+    return bench(
+        name, *arguments, card=True, elsewhere="tests/bench/test_card.py::test_without_a_card_it_is_one_line_at_once"
+    )
+
+
+def export(house: House) -> Any:
+    where = house.folder / f"graphs-{free_port()}"
+    alone("export-onnx", "embedded", where)
+    return alone("generate", "The little dog", *SHORT, "--model", where, "--executor", "onnx")
+
+
+def diff(house: House) -> Any:
+    return alone("diff", "embedded")
+
+
+def logits(house: House) -> None:
+    from quire.bench import shapes
+
+    tiny = shapes.qwen(3, 32, 2, (4, 2, 8), 48, 60000, tied=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shapes, "SHAPES", {"qwen3-0.6b": tiny})
+        alone("bench", "logits", "qwen3-0.6b", "--dtype", "float32", "--tokens", 24)
+
+
+def cpu(house: House) -> None:
+    from quire.bench import cpu
+
+    few = {"hidden_size": 144, "num_hidden_layers": 2, "intermediate_size": 128}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "SHAPES", {"smollm2-135m": {**cpu.SHAPES["smollm2-135m"], **few}})
+        alone("bench", "cpu", "--dtype", "float32", "--batch", 1, "--prompt", 4, "--new", 2, "--repeat", 1)
+
+
+LADDER = "tests/bench/test_ladder.py"
+
+COMMANDS = (
+    Item("quire generate", generate),
+    Item("quire chat", chat),
+    Item("quire config", config),
+    Item("quire plan", plan, executors=("local",)),
+    Item("quire bench engine", engine, executors=("local",)),
+    Item("quire replay", replay, executors=("local",)),
+    Item("quire demo", demo, executors=("local",)),
+    Item("quire verify", verify, ci=("grpc",)),
+    Item("quire executor", executor, executors=("local", "ahead"), ci=("local",), needs=("grpc",)),
+    Item("quire inspect", lambda house: house.quire("inspect", "embedded"), executors=("local",)),
+    Item("quire version", lambda house: house.quire("version"), executors=()),
+    Item("quire serve", serve, part="server"),
+    Item("quire chat --url", chat_elsewhere, part="server", ci=("grpc",)),
+    Item("quire bench serve, quire bench report", recorded, part="server", ci=("grpc",)),
+    Item("quire bench pair", pair, part="server", ci=()),
+    Item(
+        "quire export-onnx",
+        export,
+        executors=(),
+        needs=("onnx", "onnxruntime"),
+        elsewhere="tests/test_cli_executors.py::test_what_export_writes_generates",
+    ),
+    Item(
+        "quire diff",
+        diff,
+        executors=(),
+        needs=("transformers",),
+        elsewhere="tests/look/test_look.py::test_a_model_departs_nowhere_from_transformers",
+    ),
+    bench("drafts", "--batch", 1, "--new", 12, "--repeat", 1, "--json", ci=()),
+    bench("front", "--streams", 2, "--new", 4, "--seconds", 0.1, "--rounds", 1, ci=()),
+    bench("batches", "--rounds", 1, "--people", 2, "--rate", 8, ci=()),
+    bench("viewers", "--viewers", 1, "--streams", 2, "--seconds", 0.3, "--rounds", 1, ci=()),
+    bench("structured", "--batch", 2, "--new", 8, "--repeat", 1, "--json"),
+    Item("quire bench cpu", cpu, executors=(), ci=(), needs=("transformers",)),
+    bench("checkpoint", "--gib", 0.1, "--repeat", 1, ci=()),
+    bench(
+        "ladder",
+        "embedded",
+        "--scale",
+        0.05,
+        "--repeat",
+        1,
+        "--context",
+        256,
+        elsewhere=f"{LADDER}::test_every_rung_is_measured_without_and_with_it",
+    ),
+    Item(
+        "quire bench logits",
+        logits,
+        executors=(),
+        elsewhere="tests/bench/test_logits.py::test_a_row_for_each_dtype_and_way",
+    ),
+    bench(
+        "profile",
+        "--batch",
+        2,
+        "--prompt",
+        16,
+        "--new",
+        3,
+        "--peak",
+        1,
+        elsewhere="tests/bench/test_profile.py::test_the_embedded_model_is_profiled_and_traced",
+    ),
+    bench(
+        "paging",
+        "--dtype",
+        "bfloat16",
+        "--batch",
+        1,
+        "--prompt",
+        4,
+        12,
+        "--new",
+        2,
+        6,
+        "--context",
+        128,
+        "--kv-gib",
+        0.0136,
+        elsewhere=f"{LADDER}::test_pages_hold_what_a_piece_a_sequence_cannot",
+    ),
+    bench(
+        "doors",
+        "--batch",
+        2,
+        "--prompt",
+        4,
+        "--new",
+        6,
+        "--repeat",
+        1,
+        "--json",
+        needs=("grpc", "onnx", "onnxruntime"),
+        ci=(),
+    ),
+    on_card("gpu", "latency-1b", "--repeat", 1),
+    on_card(
+        "speculate",
+        "--model",
+        "qwen3-0.6b",
+        "--draft",
+        "qwen3-0.6b",
+        "--batch",
+        1,
+        "--prompt",
+        16,
+        "--new",
+        8,
+        "--repeat",
+        1,
+    ),
+    on_card("http", "--concurrency", 2, "--processes", 1),
+    on_card("kernels", "--only", "embed"),
+)

@@ -1,0 +1,439 @@
+"""Ctrl-C, other signals, several threads and `close` against one LLM: whatever comes, the next call is right."""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, suppress
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from quire import LLM, SamplingParams
+from quire.cli.chat import Message, converse
+from quire.core.kv import KV, prefix_index
+from quire.core.plan import Plan
+from quire.core.scheduler import Scheduler
+from quire.engine.engine import Engine
+from quire.errors import Closed, Interrupted, StepFailed
+from quire.text.chat import ChatTemplate
+from tests.test_llm import Alphabet, Spelled, tokenizer
+
+SHORT = SamplingParams(max_tokens=5)
+GUARD = 60.0
+"""Seconds after which what hangs is said to hang."""
+
+
+class Gated(Alphabet):
+    """Launches wait at the gate. `widest`: the most spans that one of them had."""
+
+    def __init__(self, pages: int = 256) -> None:
+        super().__init__(pages)
+        self.gate, self.reached = threading.Event(), threading.Event()
+        self.gate.set()
+        self.widest = 0
+        self.broken = False
+
+    def launch(self, plan: Plan) -> Spelled:
+        self.reached.set()
+        assert self.gate.wait(GUARD)
+        self.widest = max(self.widest, len(plan.spans))
+        return super().launch(plan)
+
+    def reset(self) -> None:
+        if self.broken:
+            raise RuntimeError("the device is gone")
+        super().reset()
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_interrupts() -> Iterator[None]:
+    """As in a terminal, also where these tests run in the background, where a shell has Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def executor() -> Gated:
+    return Gated()
+
+
+@pytest.fixture(params=[0, 1, 2], ids="lookahead {}".format)
+def llm(request: pytest.FixtureRequest, executor: Gated, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    about = executor.describe()
+    kv = KV(about.pages, about.page_size, prefix_index(about.page_size, True))
+    engine = Engine(Scheduler(kv, rows=about.rows), executor, depth=request.param)
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
+    text = SimpleNamespace(tokenizer=tokenizer(), template=template, defaults={})
+    monkeypatch.setattr("quire.llm.build_engine", lambda settings: engine)
+    monkeypatch.setattr("quire.llm.build_text", lambda settings: text)
+    with LLM() as opened:
+        yield opened
+    assert kv.pool.free == about.pages, "pages were not given back"
+
+
+def right(llm: LLM) -> bool:
+    """Whether it answers as if nothing had been, alone and together."""
+    texts = [output.outputs[0].text for output in llm.generate(["a", "mm", "x"], SHORT, use_tqdm=False)]
+    return texts == ["bcdef", "nopqr", "yz"] and "".join(llm.stream("c", SHORT)) == "defgh"
+
+
+def begin(stream: Generator[str, None, None]) -> None:
+    with closing(stream):
+        next(stream)
+
+
+CALLS: dict[str, Callable[[LLM], Any]] = {
+    "generate": lambda llm: llm.generate(["abc", "de"], SamplingParams(max_tokens=8, n=2), use_tqdm=False),
+    "chat": lambda llm: llm.chat([{"role": "user", "content": "abc"}], SHORT, use_tqdm=False),
+    "stream": lambda llm: list(llm.stream("abc", SHORT)),
+    "a stream that is left": lambda llm: begin(llm.stream("abc", SHORT)),
+    "reset_prefix_cache": lambda llm: llm.reset_prefix_cache(),
+}
+
+
+class Stop(BaseException):
+    """What a signal's handler raises, as KeyboardInterrupt is."""
+
+
+class Nth:
+    """Raises Stop in this thread before the n-th bytecode of what is called under it; counts them if n is never."""
+
+    def __init__(self, n: int) -> None:
+        self.left, self.count = n, 0
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> Nth:
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self.count += 1
+            self.left -= 1
+            if self.left == 0:
+                raise Stop
+        return self
+
+    def run(self, work: Callable[[], object]) -> bool:
+        """Whether it was interrupted."""
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            work()
+        except Stop:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_interrupted_at_any_bytecode_leaves_the_next_one_right(llm: LLM, call: str) -> None:
+    def work() -> None:
+        CALLS[call](llm)
+
+    (whole := Nth(-1)).run(work)
+    landed = sum(Nth(n).run(work) and right(llm) for n in range(1, whole.count, max(1, whole.count // 60)))
+    assert landed > 20 and right(llm)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_interrupted_at_every_bytecode_leaves_the_next_one_right(llm: LLM, call: str) -> None:
+    (whole := Nth(-1)).run(lambda: CALLS[call](llm))
+    for n in range(1, whole.count):
+        Nth(n).run(lambda: CALLS[call](llm))
+        assert right(llm), f"after bytecode {n} of {whole.count}"
+
+
+def hurried(work: Callable[[], object], after: float, again: float, times: int) -> int:
+    """`work` under `times` signals, the first `after` seconds from now, the others each `again` seconds later. How many
+    came."""
+    came, open = 0, True
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        if open and came < times:
+            came += 1
+            raise Stop
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, after, again)
+        work()
+    except Stop:
+        pass
+    finally:
+        open = False  # nothing that Python looks for signals at lies between
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+    return came
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_signals_at_any_moment_leave_the_next_call_right(llm: LLM, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a second one, while the first is being dealt with."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: None)  # Python drops what is raised in a destructor
+    chance, came = random.Random(times), 0
+    for call in list(CALLS.values()) * 12:
+        came += hurried(lambda call=call: call(llm), chance.uniform(1e-5, 2e-3), chance.uniform(1e-5, 3e-4), times)
+        assert right(llm)
+    assert came > 0
+
+
+def test_an_interrupted_call_ends_what_it_asked_for(llm: LLM, executor: Gated) -> None:
+    """Ctrl-C while a step is under way that takes long: the call ends at once, its request with the step."""
+    executor.gate.clear()
+    executor.reached.clear()
+
+    def interrupt() -> None:
+        executor.reached.wait(GUARD)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    helper = threading.Thread(target=interrupt)
+    helper.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("a", SamplingParams(max_tokens=30), use_tqdm=False)
+    helper.join()
+    assert not executor.gate.is_set(), "the step was waited for"
+    executor.gate.set()
+    assert right(llm)
+    assert executor.widest <= 3, "what was interrupted ran on beside"
+
+
+# ---------------------------------------------------------------- threads
+
+
+def together(count: int, work: Callable[[int], object]) -> list[object]:
+    """What each thread's call returned or raised."""
+    found: list[object] = [None] * count
+
+    def one(number: int) -> None:
+        try:
+            found[number] = work(number)
+        except BaseException as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=one, args=(number,), daemon=True) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(GUARD)
+    return found
+
+
+def test_32_threads_get_32_right_answers(llm: LLM) -> None:
+    letters = "abcdefghijklmnopqrst"
+
+    def ask(number: int) -> tuple[str, ...]:
+        start, params = letters[number % len(letters)], SamplingParams(max_tokens=4)
+        return (
+            *(output.outputs[0].text for output in llm.generate([start, start * 3], params, use_tqdm=False)),
+            "".join(llm.stream(start, params)),
+            llm.chat([{"role": "user", "content": start}], params, use_tqdm=False)[0].outputs[0].text,
+        )
+
+    every = letters + "uvwx"
+    want = {number: every[at + 1 : at + 5] for number in range(32) for at in (number % len(letters),)}
+    assert together(32, ask) == [(want[number],) * 4 for number in range(32)]
+
+
+def test_requests_of_several_threads_run_in_the_same_steps(llm: LLM, executor: Gated) -> None:
+    executor.gate.clear()
+    executor.reached.clear()
+
+    def ask(number: int) -> object:
+        if number == 9:  # lets the others go once all of them have asked
+            executor.reached.wait(GUARD)
+            while llm._thread._asked.qsize() + len(llm._thread._listeners) < 9:  # some may be in the step already
+                time.sleep(0.001)
+            executor.gate.set()
+            return None
+        return llm.generate("a", SHORT, use_tqdm=False)[0].outputs[0].text
+
+    assert together(10, ask)[:9] == ["bcdef"] * 9
+    assert executor.widest == executor.describe().rows
+
+
+# ---------------------------------------------------------------- close
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_asked_after_close_raises_closed(llm: LLM, call: str) -> None:
+    llm.close()
+    llm.close()
+    with pytest.raises(Closed, match="has been closed"):
+        CALLS[call](llm)
+    with pytest.raises(Closed):
+        llm.embed("a")
+
+
+def test_close_ends_the_calls_of_other_threads_with_interrupted(llm: LLM, executor: Gated) -> None:
+    executor.gate.clear()
+    executor.reached.clear()
+
+    def ask(number: int) -> object:
+        if number < 2:
+            return llm.generate("a", SHORT, use_tqdm=False) if number else list(llm.stream("a", SHORT))
+        executor.reached.wait(GUARD)
+        if number == 2:
+            while llm._thread._closed is None:
+                time.sleep(0.001)
+            executor.gate.set()
+        elif number == 3:
+            while len(llm._thread._listeners) + llm._thread._asked.qsize() < 2:
+                time.sleep(0.001)
+            llm.close()
+        return None
+
+    found = together(4, ask)
+    assert [type(each) in (Interrupted, Closed) for each in found[:2]] == [True, True]
+    assert Interrupted in map(type, found)
+    assert found[2:] == [None, None] and executor.closed
+
+
+def test_a_stream_begun_before_close_ends_with_an_error(llm: LLM) -> None:
+    stream = llm.stream("a", SamplingParams(max_tokens=30))
+    assert next(stream) == "b"
+    llm.close()
+    with suppress(Interrupted):
+        assert "".join(stream) == "cdefghijklmnopqrstuvwxyz"[: len("cdefghijklmnopqrstuvwxyz")]
+
+
+def test_an_llm_that_nobody_holds_ends_its_thread(llm: LLM) -> None:
+    other = LLM()
+    thread = other._thread._thread
+    assert thread.is_alive()
+    del other
+    gc.collect()
+    thread.join(GUARD)
+    assert not thread.is_alive()
+
+
+def test_an_llm_made_before_a_fork_says_so_in_the_child(llm: LLM) -> None:
+    child = os.fork()
+    if not child:
+        with suppress(BaseException):
+            llm.generate("a", SHORT, use_tqdm=False)
+        try:
+            llm.generate("a", SHORT, use_tqdm=False)
+        except Closed as error:
+            os._exit(0 if "forked" in str(error) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+# ---------------------------------------------------------------- an engine that fails
+
+
+def test_an_engine_that_fails_in_a_step_answers_the_next_call(
+    llm: LLM, executor: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._engine.scheduler, "commit", lambda result: {}["nothing"])
+        with pytest.raises(StepFailed, match="KeyError"):
+            llm.generate(["a", "b"], SHORT, use_tqdm=False)
+    assert right(llm)
+
+
+def test_an_engine_that_cannot_start_again_says_so_from_then_on(
+    llm: LLM, executor: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor.broken = True
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._engine.scheduler, "commit", lambda result: {}["nothing"])
+        with pytest.raises(StepFailed):
+            llm.generate("a", SHORT, use_tqdm=False)
+    with pytest.raises(Closed, match="could not be started again"):
+        llm.generate("a", SHORT, use_tqdm=False)
+    executor.broken = False
+
+
+# ---------------------------------------------------------------- commands
+
+
+def test_ctrl_c_ends_generate_and_not_with_a_traceback() -> None:
+    argv = [sys.executable, "-m", "quire", "generate", "Once"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=GUARD)
+    finally:
+        process.kill()
+    assert process.returncode in (0, 1) and b"Traceback" not in said
+
+
+@pytest.mark.parametrize("where", ["before the first piece", "between pieces", "while a piece is shown"])
+def test_ctrl_c_stops_an_answer_of_chat_and_keeps_the_session(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Screen(io.StringIO):
+        def write(self, text: str) -> int:
+            if where == "while a piece is shown" and text == "one":
+                signal.raise_signal(signal.SIGINT)
+            return super().write(text)
+
+    ended: list[bool] = []
+
+    def answer(messages: list[Message]) -> Iterator[str]:
+        first = messages[-1]["content"] == "first"
+        try:
+            if first and where == "before the first piece":
+                signal.raise_signal(signal.SIGINT)
+            yield "one" if first else "fine"
+            if first and where == "between pieces":
+                signal.raise_signal(signal.SIGINT)
+            if first:
+                yield " more"
+        finally:
+            ended.append(first)
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("first\nsecond\n"))
+    shown, talk = Screen(), list[Message]()
+    converse(Console(file=shown, soft_wrap=True), talk, answer)
+    assert ended == [True, False], "the answer that was stopped is still being made, or the session has ended"
+    said = [] if where == "before the first piece" else ["first", "one"]
+    assert [message["content"] for message in talk] == [*said, "second", "fine"]
+    assert shown.getvalue().endswith("\nfine\n")
+
+
+def test_ctrl_c_at_the_prompt_ends_chat_cleanly(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Keyboard(io.StringIO):
+        def readline(self, size: int | None = -1) -> str:
+            line = super().readline(-1)
+            if line == "^C\n":
+                signal.raise_signal(signal.SIGINT)
+            return line
+
+    monkeypatch.setattr("sys.stdin", Keyboard("hello\n^C\nnever\n"))
+    talk: list[Message] = []
+    converse(Console(file=io.StringIO()), talk, lambda messages: iter(["fine"]))
+    assert [message["content"] for message in talk] == ["hello", "fine"]
+
+
+def test_chat_in_this_process_goes_on_after_ctrl_c(llm: LLM) -> None:
+    """Ctrl-C while the first piece is shown; the second question is answered as if nothing had been."""
+
+    class Screen(io.StringIO):
+        def write(self, text: str) -> int:
+            if text == "b":
+                signal.raise_signal(signal.SIGINT)
+            return super().write(text)
+
+    before, sys.stdin = sys.stdin, io.StringIO("a\nf\n")
+    try:
+        shown, talk = Screen(), list[Message]()
+        converse(Console(file=shown, soft_wrap=True), talk, lambda messages: llm.stream_chat(messages[-1:], SHORT))
+    finally:
+        sys.stdin = before
+    assert [message["content"] for message in talk] == ["a", "b", "f", "ghijk"]
+    assert right(llm)

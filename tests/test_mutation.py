@@ -1,0 +1,135 @@
+"""The tool that plants faults: what it draws can be planted, and what it says of them is so."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.mutation.__main__ import ROOMS, ROOT, main
+from tests.mutation.faults import DoesNotApply, Fault, candidates, drawn, planted, read
+from tests.mutation.nearest import Nearness
+from tests.mutation.trial import CAUGHT, NOT_APPLIED, SURVIVED, Bench, Limits
+
+SMALL = """\
+def limit(a, b):
+    return min(a, b)
+
+
+def unseen(a):
+    return a + 1
+
+
+def until(n):
+    while n > 0:
+        n -= 1
+    return n
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A tree of one module and its tests, one of which fails by itself."""
+    (tmp_path / "src/quire/core").mkdir(parents=True)
+    for folder in ("src/quire", "src/quire/core"):
+        (tmp_path / folder / "__init__.py").write_text("")
+    (tmp_path / "src/quire/core/little.py").write_text(SMALL)
+    shutil.copytree(ROOT / "tests/mutation", tmp_path / "tests/mutation", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "tests/__init__.py").write_text("")
+    (tmp_path / "tests/test_little.py").write_text(
+        "from quire.core.little import limit, unseen, until\n\n\n"
+        "def test_broken():\n    assert unseen(1) == 99\n\n\n"
+        "def test_limit():\n    assert limit(1, 2) == 1\n\n\n"
+        "def test_until():\n    assert until(3) == 0\n"
+    )
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["gpu", "nightly"]\n')
+    return tmp_path
+
+
+def test_a_fault_is_caught_survives_or_does_not_apply_and_the_tree_is_as_before(small: Path) -> None:
+    path = "src/quire/core/little.py"
+    faults = [
+        Fault(path, 0, "return min(a, b)", "return max(a, b)"),
+        Fault("core/little", 0, "    return a + 1", "    return a + 2"),  # only the test that is broken would see it
+        Fault(path, 0, "n -= 1", "n -= 0"),
+        Fault(path, 0, "return 7", "return 8"),
+    ]
+    bench = Bench(small, 1, Limits(fault=600.0, test=2.0))
+    results = [bench.tried(fault) for fault in faults]
+    assert [result.verdict for result in results] == [CAUGHT, SURVIVED, CAUGHT, NOT_APPLIED]
+    assert [result.by for result in results[:3]] == [
+        "tests/test_little.py::test_limit",
+        "",
+        "tests/test_little.py::test_until (hangs)",
+    ]
+    assert [result.fault.line for result in results[:3]] == [2, 6, 11]
+    assert (bench.clean / path).read_text() == (small / path).read_text() == SMALL
+    assert [(tree / path).read_text() for tree in bench._free] == [SMALL]
+    bench.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (Fault("core/little", 0, "return", "pass"), "3 times"),
+        (Fault("core/little", 0, "n -= 1", "n -="), "not Python"),
+        (Fault("core/little", 0, "n -= 1", "n  -=  1"), "changes nothing"),
+        (Fault("core/little", 3, "n -= 1", "n -= 2"), "1 times|0 times|line"),
+        (Fault("core/other", 0, "n -= 1", "n -= 2"), "no such file"),
+    ],
+)
+def test_what_cannot_be_planted_says_why(small: Path, fault: Fault, why: str) -> None:
+    if fault.line:
+        _, source, line = planted(small, fault)  # a piece of the file is there once, wherever it is thought to be
+        assert (source.count("n -= 2"), line) == (1, 11)
+        return
+    with pytest.raises(DoesNotApply, match=why):
+        planted(small, fault)
+
+
+def test_what_is_drawn_follows_from_the_seed_and_can_be_planted() -> None:
+    faults = drawn(ROOT, ROOMS, 60, seed=3)
+    assert faults == drawn(ROOT, ROOMS, 60, seed=3) != drawn(ROOT, ROOMS, 60, seed=4)
+    assert len(faults) == 60 and {fault.path.split("/")[2] for fault in faults} == set(ROOMS)
+    for fault in faults:
+        path, source, line = planted(ROOT, fault)
+        before = path.read_text().splitlines()
+        after = source.splitlines()
+        assert line == fault.line and [
+            i for i, pair in enumerate(zip(before, after, strict=True), 1) if len({*pair}) > 1
+        ] == [line]
+
+
+def test_every_place_of_a_small_module_is_drawn_from() -> None:
+    changes = {(fault.line, fault.new.strip()) for _, fault in candidates(SMALL, "x.py")}
+    assert {(2, "return max(a, b)"), (2, "return min(b, a)"), (6, "return (a - 1)"), (10, "while n >= 0:")} <= changes
+    assert {(11, "n += 1"), (11, "pass"), (11, "n -= 2"), (6, "return a + 2")} <= changes
+    assert all(ast.parse(SMALL.replace(fault.old, fault.new)) for _, fault in candidates(SMALL, "x.py"))
+
+
+def test_faults_are_read_from_a_list_or_line_by_line(tmp_path: Path) -> None:
+    rows = [{"path": "a", "old": "b", "new": "c"}, {"path": "a", "old": "b", "new": "c", "line": 3}]
+    file = tmp_path / "faults.json"
+    want = [Fault("a", 0, "b", "c"), Fault("a", 3, "b", "c")]
+    for text in (json.dumps(rows), "\n".join(map(json.dumps, rows))):
+        file.write_text(text)
+        assert read(file) == want
+
+
+def test_the_nearest_tests_of_a_module_are_its_own() -> None:
+    tests = Nearness(ROOT)
+    for module, test in (("core/blocks", "core/test_blocks"), ("server/stream", "server/test_streams")):
+        assert tests.nearest(f"src/quire/{module}.py")[0] == f"tests/{test}.py"
+    assert "tests/test_lattice.py" in tests.nearest("src/quire/core/scheduler.py")[:8]
+
+
+@pytest.mark.nightly
+def test_most_faults_planted_at_random_are_caught(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Docs say how many of a hundred; a machine that others use too has less time for each."""
+    bad = main(
+        ["--seed", "1", "--count", "40", "--jobs", "2", "--at-least", "65", "--json", str(tmp_path / "out.json")]
+    )
+    assert not bad, capsys.readouterr().out
