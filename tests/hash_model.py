@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.core.plan import Mask, Open, Plan, Result, Span
+from quire.core.plan import Mask, NewSequence, Plan, Result, Span
 from quire.engine.executor import Description
 from quire.errors import StepFailed
 from quire.values import TokenLogprobs
@@ -42,7 +42,7 @@ def logprob(seen: Sequence[int | None], token: int) -> TokenLogprobs:
 class Row:
     """What a device keeps of a row: a fold over plans."""
 
-    opened: Open
+    opened: NewSequence
     uid: int
     history: list[int]
     length: int
@@ -63,7 +63,7 @@ class HashHandle:
     def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
         if self.device.eager and self.failure is None:
             assert self.fed, "the forward did not run ahead of its masks"
-        self.given = dict(zip(self.plan.masked, masks, strict=True))
+        self.given = dict(zip(self.plan.masked_spans, masks, strict=True))
         if self.device.eager:
             self.device.run()
 
@@ -101,7 +101,7 @@ class HashDevice:
 
     def describe(self) -> Description:
         return Description(
-            pages=self.pages, page_size=self.size, rows=self.places, max_model_len=1 << 20, vocab_size=VOCAB
+            num_blocks=self.pages, block_size=self.size, num_rows=self.places, max_model_len=1 << 20, vocab_size=VOCAB
         )
 
     def close(self) -> None:
@@ -115,11 +115,11 @@ class HashDevice:
         if self.hiccup():
             raise StepFailed("a hiccup at launch")
         handle, hot = HashHandle(self, plan), self.hot()
-        for o in plan.opened:
+        for o in plan.new_sequences:
             self.uid += 1
             self.tables[o.row] = (self.uid, [])
-            self.known[self.uid] = o.start
-        for row, pages in plan.grown:
+            self.known[self.uid] = o.num_computed
+        for row, pages in plan.new_blocks:
             assert not hot & set(pages), "a page was given out while a step in flight may write it"
             assert 0 not in pages, "the spare page was given out"
             self.tables[row][1].extend(pages)
@@ -129,7 +129,7 @@ class HashDevice:
         self.unread.append(handle)
         self.steps += 1
         self.deepest = max(self.deepest, len(self.unread))
-        self.fed_tokens += sum(s.n for s in plan.spans)
+        self.fed_tokens += sum(s.num_tokens for s in plan.spans)
         if self.eager:
             self.run()
         return handle
@@ -142,7 +142,7 @@ class HashDevice:
         assert handle.got is not None, "deadlock: sampling waits for masks that can not come"
         self.unread.popleft()
         for (uid, _), s, got in zip(handle.uids, handle.plan.spans, handle.got.tokens, strict=True):
-            self.known[uid] += s.n - max(s.rows, 1) + 1 + max(len(got) - 1, 0)
+            self.known[uid] += s.num_tokens - max(s.num_samples, 1) + 1 + max(len(got) - 1, 0)
         return handle.got
 
     def hot(self) -> set[int]:
@@ -151,7 +151,7 @@ class HashDevice:
         for handle in self.unread:
             for (uid, table), s in zip(handle.uids, handle.plan.spans, strict=True):
                 out.update(table[low[uid] // self.size :])
-                low[uid] += s.n - max(s.rows, 1) + 1
+                low[uid] += s.num_tokens - max(s.num_samples, 1) + 1
         return out
 
     # ---------------------------------------------------------------- the stream, in order, as far as it can
@@ -162,31 +162,33 @@ class HashDevice:
             if not handle.fed:
                 self._forward(handle)
                 handle.fed = True
-            if handle.failure is not None or (handle.plan.masked and handle.given is None):
+            if handle.failure is not None or (handle.plan.masked_spans and handle.given is None):
                 return  # a failed step stops the stream: only a reset helps
             self._sample(handle)
             self.queue.popleft()
 
     def _forward(self, handle: HashHandle) -> None:
         plan = handle.plan
-        for o in plan.opened:
-            self.rows[o.row] = Row(o, 0, list(o.tokens), o.start)
-        for row, pages in plan.grown:
+        for o in plan.new_sequences:
+            self.rows[o.row] = Row(o, 0, list(o.tokens), o.num_computed)
+        for row, pages in plan.new_blocks:
             self.rows[row].table += pages
         for s, (uid, _) in zip(plan.spans, handle.uids, strict=True):
             r = self.rows[s.row]
             r.uid = r.uid or uid
             assert r.uid == uid, "a span for a row that was opened again"
-        for row, pages in plan.grown:
+        for row, pages in plan.new_blocks:
             for page in pages:
                 self.owner[page] = self.rows[row].uid
         for s in plan.spans:  # all writes first, as one ragged forward does
             r = self.rows[s.row]
-            feed = (r.history + r.drafts)[r.length : r.length + s.n]
-            assert s.n >= max(1, s.rows), "logits come only from fed tokens"
-            assert s.logits in (s.rows, s.n), "logits are of the sampled rows, or of all"
+            feed = (r.history + r.drafts)[r.length : r.length + s.num_tokens]
+            assert s.num_tokens >= max(1, s.num_samples), "logits come only from fed tokens"
+            assert s.num_logits in (s.num_samples, s.num_tokens), "logits are of the sampled rows, or of all"
             unfed = len(r.history) - r.length
-            assert s.rows == max(0, s.n - unfed + 1) and len(feed) == s.n, "host and device disagree on a shape"
+            assert s.num_samples == max(0, s.num_tokens - unfed + 1) and len(feed) == s.num_tokens, (
+                "host and device disagree on a shape"
+            )
             for i, token in enumerate(feed):
                 self._write(r, r.length + i, token)
             handle.views.append((r, r.length, feed))
@@ -210,35 +212,35 @@ class HashDevice:
         result = Result([], [], {}, {}, {})
         for j, (s, (r, start, feed)) in enumerate(zip(handle.plan.spans, handle.views, strict=True)):
             got: list[int] = []
-            end = start + s.n
-            if s.logits > s.rows:
+            end = start + s.num_tokens
+            if s.num_logits > s.num_samples:
                 known = (*r.history, None)
                 result.prompt_logprobs[j] = [
-                    logprob(self.seen(r, p + 1), known[p + 1] or 0) for p in range(start, end - s.rows)
+                    logprob(self.seen(r, p + 1), known[p + 1] or 0) for p in range(start, end - s.num_samples)
                 ]
-            if s.rows == 0:
+            if s.num_samples == 0:
                 r.length = end
                 result.tokens.append(got)
                 continue
             if SICK in feed:
                 result.errors[j] = "the model produced NaN logits"
-            masks = handle.given[j] if handle.given and j in handle.given else [None] * s.rows
-            assert len(masks) == s.rows, "one mask a sampled row"
+            masks = handle.given[j] if handle.given and j in handle.given else [None] * s.num_samples
+            assert len(masks) == s.num_samples, "one mask a sampled row"
             told: list[TokenLogprobs] = []
-            for i in range(s.rows):  # verify; with zero drafts this is plain decode
-                seen = self.seen(r, end - s.rows + i + 1)
+            for i in range(s.num_samples):  # verify; with zero drafts this is plain decode
+                seen = self.seen(r, end - s.num_samples + i + 1)
                 got.append(next_token(seen, (r.opened.seed, r.opened.choice), masks[i]))
                 told.append(logprob(seen, got[-1]))
-                if i < s.rows - 1 and feed[len(feed) - s.rows + 1 + i] != got[-1]:
+                if i < s.num_samples - 1 and feed[len(feed) - s.num_samples + 1 + i] != got[-1]:
                     break
             if r.opened.sampling.logprobs is not None:
                 result.logprobs[j] = told
             r.history += got
             r.length = len(r.history) - 1
             result.tokens.append([] if j in result.errors else got)
-            r.drafts = self._propose(r, handle.plan.drafts[j] if handle.plan.drafts else 0)
-            if j in handle.plan.masked:
-                result.drafts.append(list(r.drafts))
+            r.drafts = self._propose(r, handle.plan.num_drafts[j] if handle.plan.num_drafts else 0)
+            if j in handle.plan.masked_spans:
+                result.draft_tokens.append(list(r.drafts))
         handle.got = result
 
     def _propose(self, r: Row, depth: int) -> list[int]:

@@ -11,9 +11,9 @@ from typing import Any
 from quire.core import kv as kv_room
 from quire.core import policy, reuse, scheduler
 from quire.core.constraint import FREE
-from quire.core.speculate import Fixed
+from quire.core.speculate import FixedDrafts
 from quire.engine import engine
-from quire.values import IDLE, MANY, Request, SamplingParams
+from quire.values import BACKGROUND, UNLIMITED, Request, SamplingParams
 from tests.executors.doors import Wired
 from tests.hash_model import POISON, SICK, VOCAB, HashDevice, logprob, naive
 
@@ -22,11 +22,11 @@ from tests.hash_model import POISON, SICK, VOCAB, HashDevice, logprob, naive
 class House:
     """The classes under test; the planted bugs swap in broken ones."""
 
-    KV: Any = kv_room.KV
+    KV: Any = kv_room.KVCacheManager
     Scheduler: Any = scheduler.Scheduler
     Engine: Any = engine.Engine
-    NoReuse: Any = reuse.NoReuse
-    RadixReuse: Any = reuse.RadixReuse
+    NoReuse: Any = reuse.NoPrefixCache
+    RadixReuse: Any = reuse.RadixPrefixCache
 
 
 STOP = frozenset(t for t in range(VOCAB) if t % 17 == 0)
@@ -86,27 +86,27 @@ def _workload() -> list[Request]:
         Request(
             id=str(i),
             prompt=prompt,
-            max_new=new,
+            max_new_tokens=new,
             stop=STOP if i % 3 else frozenset(),
             sampling=logprobs.get(i, SamplingParams()),
-            priority=IDLE if i in GAPS else i % 3,
+            priority=BACKGROUND if i in GAPS else i % 3,
         )
         for i, (prompt, new) in enumerate(shapes)
     ]
     fork = shared + draw(9)
-    return requests + [Request(id=f"fork-{c}", prompt=fork, max_new=8, seed=7, choice=c) for c in range(3)]
+    return requests + [Request(id=f"fork-{c}", prompt=fork, max_new_tokens=8, seed=7, choice=c) for c in range(3)]
 
 
 REQUESTS = _workload()
 CONSTRAINED = {r.id for i, r in enumerate(REQUESTS) if i % 4 == 2}
-LONGEST = max(len(r.prompt) + r.max_new for r in REQUESTS)
+LONGEST = max(len(r.prompt) + r.max_new_tokens for r in REQUESTS)
 WANT = {
-    r.id: naive(r.prompt, r.max_new, r.stop, (r.seed, r.choice), mask_after if r.id in CONSTRAINED else None)
+    r.id: naive(r.prompt, r.max_new_tokens, r.stop, (r.seed, r.choice), mask_after if r.id in CONSTRAINED else None)
     for r in REQUESTS
 }
 BAD = [
-    Request(id="poison", prompt=(5, 6, 7, POISON, 8), max_new=5),
-    Request(id="sick", prompt=(9, 9, SICK), max_new=5),
+    Request(id="poison", prompt=(5, 6, 7, POISON, 8), max_new_tokens=5),
+    Request(id="sick", prompt=(9, 9, SICK), max_new_tokens=5),
 ]
 
 AXES: dict[str, Sequence[Any]] = {
@@ -114,8 +114,8 @@ AXES: dict[str, Sequence[Any]] = {
     "size": (1, 4, LONGEST + 8),
     "tight": (1, 2, 16),
     "reuse": (False, True),
-    "cap": (1, 4, MANY),
-    "feed": ((MANY, MANY), (16, 5), (64, 7), (9, MANY)),  # budget, chunk
+    "cap": (1, 4, UNLIMITED),
+    "feed": ((UNLIMITED, UNLIMITED), (16, 5), (64, 7), (9, UNLIMITED)),  # budget, chunk
     "admit": ("continuous", "static"),
     "drafts": (0, 3, -3),  # -3: a depth from 0 to 3, drawn anew for each row and step
     "eager": (False, True),
@@ -134,36 +134,38 @@ def combinations(axes: dict[str, Sequence[Any]] = AXES) -> Iterator[dict[str, An
 
 def check(sch: Any, dev: HashDevice) -> None:
     """KV invariants and page ownership, after every commit."""
-    pool = sch.kv.pool
+    pool = sch.kv.block_pool
     held = {id(s): s for s in sch.running}
-    held |= {id(s): s for step in sch.flight for s in (*step.seqs, *step.graves) if s.row is not None}
-    want = [0] * len(pool.refs)
+    held |= {id(s): s for step in sch.inflight for s in (*step.seqs, *step.deferred_frees) if s.row is not None}
+    want = [0] * len(pool.ref_counts)
     for s in held.values():
         for page in s.blocks:
             want[page] += 1
-    assert want == pool.refs, "reference counts"
-    assert len({s.priority >= IDLE for s in sch.running}) <= 1, "somebody runs in the gaps while others run"
-    assert all(s in sch.running and s.claim == place for place, s in sch.kv.claims.items()), "claims"
+    assert want == pool.ref_counts, "reference counts"
+    assert len({s.priority >= BACKGROUND for s in sch.running}) <= 1, "somebody runs in the gaps while others run"
+    assert all(s in sch.running and s.inflight_prefix == place for place, s in sch.kv.inflight_prefixes.items()), (
+        "claims"
+    )
     leaders = {id(s): s for s in (*held.values(), *sch.running)}
-    assert sum(len(s.followers) for s in leaders.values()) == sch.waiting.held, "followers"
-    rest = [*pool.blank, *getattr(pool.shelf, "_pages", getattr(pool.shelf, "_born", ()))]
+    assert sum(len(s.waiters) for s in leaders.values()) == sch.waiting.num_parked, "followers"
+    rest = [*pool.free_list, *getattr(pool.eviction_policy, "_pages", getattr(pool.eviction_policy, "_born", ()))]
     assert len(rest) == len(set(rest)) and set(rest) == {b for b, n in enumerate(want) if n == 0} - {0}, "free pages"
     rows = [s.row for s in held.values()]
     assert len(set(rows)) == len(rows) and not set(rows) & set(sch.rows), "rows"
     assert all(s.blocks == [] for s in sch.seqs.values() if s.row is None), "pages without a row"
     flying = dict.fromkeys(held, 0)
-    for step in sch.flight:
+    for step in sch.inflight:
         for s, span in zip(step.seqs, step.plan.spans, strict=True):
             flying[id(s)] += span.rows > 0
-    assert all(s.pending == flying[id(s)] for s in held.values()), "pending"
+    assert all(s.num_inflight == flying[id(s)] for s in held.values()), "pending"
     hot = dev.hot()
-    assert all(pool.refs[b] == 1 for b in hot), "a page that a step in flight may write is free or shared"
-    assert not hot & set(getattr(sch.kv.reuse, "where", {})), "a published page may still be written"
+    assert all(pool.ref_counts[b] == 1 for b in hot), "a page that a step in flight may write is free or shared"
+    assert not hot & set(getattr(sch.kv.prefix_cache, "where", {})), "a published page may still be written"
 
 
 def keys_hold(sch: Any, dev: HashDevice) -> None:
     """A published page holds what its key says."""
-    for page, (_, key) in getattr(sch.kv.reuse, "where", {}).items():
+    for page, (_, key) in getattr(sch.kv.prefix_cache, "where", {}).items():
         assert tuple(dev.mem.get((page, i)) for i in range(dev.size)) == key, "published page, other contents"
 
 
@@ -175,7 +177,7 @@ class Run:
         c = combo
         self.pages = -(-LONGEST // c["size"]) * c["tight"]
         index = house.RadixReuse(c["size"]) if c["reuse"] else house.NoReuse()
-        shelf, pressure = policy.SHELVES[c["shelf"]](), policy.PRESSURES[c["pressure"]]
+        shelf, pressure = policy.EVICTION_POLICIES[c["shelf"]](), policy.RESERVE_POLICIES[c["pressure"]]
         kv = house.KV(self.pages, c["size"], index, shelf, worth=4, pressure=pressure)
         budget, chunk = c["feed"]
         self.sch = house.Scheduler(
@@ -183,11 +185,11 @@ class Run:
             rows=64,
             cap=c["cap"],
             budget=budget,
-            gap=MANY if chunk == MANY else 5,
+            gap=UNLIMITED if chunk == UNLIMITED else 5,
             chunk=chunk,
-            admit=policy.ADMISSIONS[c["admit"]],
-            order=policy.ORDERS[c["order"]],
-            speculation=Drawn(c["drafts"], random.Random(7)) if c["drafts"] < 0 else Fixed(c["drafts"]),
+            admit=policy.ADMISSION_POLICIES[c["admit"]],
+            order=policy.PRIORITY_POLICIES[c["order"]],
+            speculation=Drawn(c["drafts"], random.Random(7)) if c["drafts"] < 0 else FixedDrafts(c["drafts"]),
         )
         work = sorted((axis, value) for axis, value in combo.items() if axis != "pressure")  # the same under each
         self.rng = random.Random(repr(work))
@@ -216,20 +218,20 @@ class Run:
         return False
 
     def _stamp(self) -> None:
-        pool, dev, commit = self.sch.kv.pool, self.dev, self.sch.commit
-        drop = pool.drop
+        pool, dev, commit = self.sch.kv.block_pool, self.dev, self.sch.commit
+        drop = pool.decref
 
         def stamped(page: int) -> None:
-            assert pool.refs[page] > 1 or page not in dev.hot(), "a page was freed while a step may write it"
+            assert pool.ref_counts[page] > 1 or page not in dev.hot(), "a page was freed while a step may write it"
             drop(page)
 
         def checked(result: Any) -> Any:
             out = commit(result)
             check(self.sch, dev)
-            self.followed = max(self.followed, self.sch.waiting.held)
+            self.followed = max(self.followed, self.sch.waiting.num_parked)
             return out
 
-        pool.drop, self.sch.commit = stamped, checked
+        pool.decref, self.sch.commit = stamped, checked
 
     def drive(self) -> None:
         todo = [*REQUESTS, *BAD] if self.combo["fails"] else list(REQUESTS)
@@ -237,7 +239,7 @@ class Run:
         n = 0
         while todo or self.eng.has_pending_work:
             if self.combo["depth"] < 0:
-                self.eng.depth = self.rng.randrange(3)  # the depth is only a number: change it while running
+                self.eng.lookahead = self.rng.randrange(3)  # the depth is only a number: change it while running
             for _ in range(1 if self.combo["late"] else len(todo)):
                 if todo:
                     request = todo.pop(0)
@@ -251,7 +253,7 @@ class Run:
                 self.eng.abort(suspect)
             if self.empties and self.emptied.random() < 0.1:
                 self.eng.reset_prefix_cache()
-                assert not self.sch.kv.reuse.match(REQUESTS[0].prompt, "")[0], "something is found after a reset"
+                assert not self.sch.kv.prefix_cache.match(REQUESTS[0].prompt, "")[0], "something is found after a reset"
             for event in self.eng.step():
                 self._hear(event)
             check(self.sch, self.dev)
@@ -272,7 +274,7 @@ class Run:
 
     def _settle(self, doomed: dict[str, int]) -> None:
         c, sch, dev = self.combo, self.sch, self.dev
-        assert sch.kv.pool.free == self.pages and not dev.unread and len(sch.rows) == 64, "leak"
+        assert sch.kv.block_pool.free == self.pages and not dev.unread and len(sch.rows) == 64, "leak"
         assert not sch.seqs and not len(sch.waiting), "somebody was forgotten"
         for r in REQUESTS:
             made, want = self.said.get(r.id, []), WANT[r.id][len(r.prompt) :]
@@ -288,9 +290,9 @@ class Run:
         else:
             assert c["depth"] < 0 or min(c["depth"], 1) + 1 <= dev.deepest <= c["depth"] + 1, "no look-ahead happened"
             if c["depth"] == 0:
-                assert not sch.wasted, "depth 0 wastes nothing"
+                assert not sch.discarded_spans, "depth 0 wastes nothing"
         if c["drafts"] == 0:
-            assert not sch.wasted.get("length"), "a span was planned past a known end"
+            assert not sch.discarded_spans.get("length"), "a span was planned past a known end"
 
     def _logprobs(self, r: Request) -> None:
         tokens = WANT[r.id]

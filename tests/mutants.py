@@ -34,54 +34,76 @@ class Bug(NamedTuple):
     new: str
 
 
-_LEAVE = """        if self.flight:
-            self.flight[-1].graves.append(seq)
+_LEAVE = """        if self.inflight:
+            self.inflight[-1].deferred_frees.append(seq)
         else:
-            self._bury(seq)"""
+            self._free(seq)"""
 
 _MASKS = """            while len(flight) > 1:
                 self._commit()
-            _tried(flight[0][2].sample, _tried(scheduler.masks))"""
+            _as_step_failure(flight[0][2].sample, _as_step_failure(scheduler.masks))"""
 
 S, K, B, Q = "core.scheduler", "core.kv", "core.blocks", "core.sequence"
 E, V = "engine.engine", "engine.recovery"
 
 BUGS = [
-    Bug("pages freed at once, not with the last plan launched", S, _LEAVE, "        self._bury(seq)"),
+    Bug("pages freed at once, not with the last plan launched", S, _LEAVE, "        self._free(seq)"),
     Bug(
         "pages go home with the oldest plan in flight",
         S,
-        "self.flight[-1].graves.append",
-        "self.flight[0].graves.append",
+        "self.inflight[-1].deferred_frees.append",
+        "self.inflight[0].deferred_frees.append",
     ),
-    Bug("reserve forgets steps in flight", S, "known + seq.reach - seq.unfed + n", "known - seq.unfed + n"),
-    Bug("reserve counts one token per step in flight, not 1+k", S, "known + seq.reach", "known + seq.pending"),
-    Bug("end by count not foreseen", S, "if known + seq.pending >= seq.limit:", "if False:"),
+    Bug(
+        "reserve forgets steps in flight",
+        S,
+        "length + seq.max_inflight - seq.num_unscheduled + num_tokens",
+        "length - seq.num_unscheduled + num_tokens",
+    ),
+    Bug(
+        "reserve counts one token per step in flight, not 1+k",
+        S,
+        "length + seq.max_inflight",
+        "length + seq.num_inflight",
+    ),
+    Bug("end by count not foreseen", S, "if length + seq.num_inflight >= seq.max_length:", "if False:"),
     Bug(
         "end by count foreseen one step early",
         S,
-        "known + seq.pending >= seq.limit:",
-        "known + seq.pending + 1 >= seq.limit and seq.pending:",
+        "length + seq.num_inflight >= seq.max_length:",
+        "length + seq.num_inflight + 1 >= seq.max_length and seq.num_inflight:",
     ),
-    Bug("tokens after a stop inside a verify kept", Q, "        del got[end:], self.tokens[base + end :]\n", ""),
+    Bug("tokens after a stop inside a verify kept", Q, "        del new_tokens[end:], self.tokens[base + end :]\n", ""),
     Bug(
-        "published one token too far", K, "while seq.mark <= seq.computed and", "while seq.mark <= seq.computed + 1 and"
+        "published one token too far",
+        K,
+        "while seq.next_cache_at <= seq.num_computed and",
+        "while seq.next_cache_at <= seq.num_computed + 1 and",
     ),
     Bug(
         "chunk published when planned, not when committed",
         S,
-        "                seq.unfed -= n\n",
-        "                seq.unfed -= n\n                seq.computed += n\n                self.kv.publish(seq)\n"
-        "                seq.computed -= n\n",
+        "                seq.num_unscheduled -= num_tokens\n",
+        "                seq.num_unscheduled -= num_tokens\n                seq.num_computed += num_tokens\n                self.kv.cache_blocks(seq)\n                seq.num_computed -= num_tokens\n",
     ),
-    Bug("preempted row opened while still in flight", S, "rows = self.rows and seq.row is None", "rows = self.rows"),
+    Bug(
+        "preempted row opened while still in flight",
+        S,
+        "rows = self.free_rows and seq.row is None",
+        "num_samples = self.free_rows",
+    ),
     Bug(
         "who runs in the gaps does not make way",
         S,
-        "if running and running[0].priority >= IDLE and",
-        "if running and running[0].priority > IDLE and",
+        "if running and running[0].priority >= BACKGROUND and",
+        "if running and running[0].priority > BACKGROUND and",
     ),
-    Bug("gaps are not waited for", S, "if seq.priority >= IDLE and self.running and", "if seq.priority > IDLE and"),
+    Bug(
+        "gaps are not waited for",
+        S,
+        "if seq.priority >= BACKGROUND and self.running and",
+        "if seq.priority > BACKGROUND and",
+    ),
     Bug(
         "abort forgets the waiting queue",
         S,
@@ -98,111 +120,121 @@ BUGS = [
         "masks made before the step ahead is committed",
         E,
         _MASKS,
-        "            scheduler.flight.rotate(1)\n            masks = scheduler.masks()\n            scheduler.flight.rotate(-1)\n            flight[-1][2].sample(masks)",
+        "            scheduler.inflight.rotate(1)\n            masks = scheduler.supports_masks()\n            scheduler.inflight.rotate(-1)\n            flight[-1][2].sample(masks)",
     ),
-    Bug("masks do not walk the drafts", S, "seq.drafts[: rows - 1])\n", "[])\n"),
+    Bug("masks do not walk the drafts", S, "seq.draft_tokens[: num_samples - 1])\n", "[])\n"),
     Bug(
         "masks asked for after the depth check",
         E,
-        "if plan and plan.masked:",
-        "if plan and plan.masked and len(flight) == 1:",
+        "if plan and plan.masked_spans:",
+        "if plan and plan.masked_spans and len(flight) == 1:",
     ),
     Bug(
         "row number given back at once",
         S,
-        "            self.flight[-1].graves.append(seq)",
-        "            self.flight[-1].graves.append(seq)\n            self.rows.append(seq.row)",
+        "            self.inflight[-1].deferred_frees.append(seq)",
+        "            self.inflight[-1].deferred_frees.append(seq)\n            self.rows.append(seq.row)",
     ),
     Bug("decode span reused though the row moved", S, " or span.row != seq.row", ""),
-    Bug("span reused though a verify is not a chunk", S, " or span.rows != rows", ""),
-    Bug("'same spans' compares lengths only", S, "if self._same != (same :=", "if len(self._same) != len(same :="),
-    Bug("prefix hits not sent", K, "sent = seq.room // self.page_size", "sent = len(seq.blocks)"),
+    Bug("span reused though a verify is not a chunk", S, " or span.num_samples != num_samples", ""),
+    Bug(
+        "'same spans' compares lengths only",
+        S,
+        "if self._last_spans != (same :=",
+        "if len(self._last_spans) != len(same :=",
+    ),
+    Bug("prefix hits not sent", K, "num_sent = seq.capacity // self.block_size", "num_sent = len(seq.blocks)"),
     Bug(
         "an open row keeps its old draft count",
         K,
-        "seq.unfed, seq.drafting, seq.room = len(seq.tokens) - seq.computed, 0, 0",
-        "seq.unfed, seq.room = len(seq.tokens) - seq.computed, 0",
+        "seq.num_unscheduled, seq.num_drafts, seq.capacity = len(seq.tokens) - seq.num_computed, 0, 0",
+        "seq.num_unscheduled, seq.capacity = len(seq.tokens) - seq.num_computed, 0",
     ),
-    Bug("spare page in the pool", B, "list(range(pages, 0, -1))", "list(range(pages, -1, -1))"),
-    Bug("the last token's place: one too few", K, "min(upto, seq.limit - 1)", "min(upto, seq.limit - 2)"),
+    Bug("spare page in the pool", B, "list(range(num_blocks, 0, -1))", "list(range(num_blocks, -1, -1))"),
+    Bug("the last token's place: one too few", K, "min(length, seq.max_length - 1)", "min(length, seq.max_length - 2)"),
     Bug(
         "pending not given back when a row ended",
         S,
-        "            if span.rows:\n                seq.pending -= 1",
-        "            if span.rows and not seq.finish:\n                seq.pending -= 1",
+        "            if span.num_samples:\n                seq.num_inflight -= 1",
+        "            if span.num_samples and not seq.finish_reason:\n                seq.num_inflight -= 1",
     ),
-    Bug("a taken page stays in the index", B, "            self.reuse.forget(page)\n", ""),
+    Bug("a taken page stays in the index", B, "            self.prefix_cache.remove(block)\n", ""),
     Bug("whole prompt matched, last token not fed", K, "seq.tokens[:-1]", "seq.tokens"),
     Bug(
         "prefix hits taken although prompt logits are wanted",
         K,
-        "[] if seq.asks or ",
+        "[] if seq.needs_prompt_logits or ",
         "[] if ",
     ),
-    Bug("prompt log-probabilities told twice after a preemption", Q, "max(0, self.told - self.computed)", "0"),
+    Bug(
+        "prompt log-probabilities told twice after a preemption",
+        Q,
+        "max(0, self.prompt_logprobs_sent - self.num_computed)",
+        "0",
+    ),
     Bug(
         "followers forgotten when their leader ends",
         S,
-        "        self.waiting.release(seq)\n        if seq.row is None",
+        "        self.waiting.unpark(seq)\n        if seq.row is None",
         "        if seq.row is None",
     ),
-    Bug("followers forgotten when their leader is preempted", S, "        self.waiting.release(victim)\n", ""),
+    Bug("followers forgotten when their leader is preempted", S, "        self.waiting.unpark(victim)\n", ""),
     Bug(
         "followers forgotten when a step fails",
         S,
-        "            self.waiting.release(seq)\n            self._bury",
-        "            self._bury",
+        "            self.waiting.unpark(seq)\n            self._free",
+        "            self._free",
     ),
-    Bug("who left still claims a page", S, "        self.kv.unclaim(seq)\n", ""),
+    Bug("who left still claims a page", S, "        self.kv.drop_inflight_prefix(seq)\n", ""),
     Bug(
         "a shared page leaves the shelf twice",
         B,
-        "        if self.refs[page] == 0:\n            self.shelf.remove(page)\n        self.refs",
-        "        self.refs",
+        "        if self.ref_counts[block] == 0:\n            self.eviction_policy.remove(block)\n        self.ref_counts",
+        "        self.ref_counts",
     ),
-    Bug("a dropped cached page counts as blank", B, "if self.reuse.holds(page):", "if False:"),
-    Bug("recovery keeps the prefix index", S, "        self.kv.clear()\n", ""),
-    Bug("recovery keeps pending spans", S, "            seq.pending = seq.reach = 0\n", ""),
+    Bug("a dropped cached page counts as blank", B, "if self.prefix_cache.contains(block):", "if False:"),
+    Bug("recovery keeps the prefix index", S, "        self.kv.reset()\n", ""),
+    Bug("recovery keeps pending spans", S, "            seq.num_inflight = seq.max_inflight = 0\n", ""),
     Bug(
         "recovery forgets rows on their way home",
         S,
-        "        lost = {id(s): s for step in self.flight for s in (*step.seqs, *step.graves) if s.row is not None}\n",
+        "        lost = {id(s): s for step in self.inflight for s in (*step.seqs, *step.deferred_frees) if s.row is not None}\n",
         "        lost: dict[int, Sequence] = {}\n",
     ),
     Bug(
         "recovery blames a failure in company",
         V,
         "        if len(lost) == 1 and beside <= {id(lost[0])}:\n",
-        "        if lost:\n",
+        "        if on_executor_lost:\n",
     ),
     Bug(
         "recovery forgets those it held back",
         V,
-        "everyone = [*waiting.drain(), *self.held]",
+        "everyone = [*waiting.drain(), *self.parked]",
         "everyone = waiting.drain()",
     ),
     Bug(
         "an abort during a trial holds the rest for ever",
         E,
-        "            if self.recovery.active:\n                self.recovery.passed(())\n",
+        "            if self.recovery.active:\n                self.recovery.on_step_passed(())\n",
         "",
     ),
     Bug(
         "a sick row takes its batch along",
         S,
-        '                self._end(seq, "error")\n',
-        '                for other in list(step.seqs):\n                    if other.finish is None:\n                        self._end(other, "error")\n',
+        '                self._finish(seq, "error")\n',
+        '                for other in list(step.sequences):\n                    if other.finish_reason is None:\n                        self._finish(other, "error")\n',
     ),
-    Bug("short row preempts although pages are coming home", S, "if need <= pool.free + coming:", "if False:"),
+    Bug("short row preempts although pages are coming home", S, "if needed <= pool.num_free + deferred:", "if False:"),
 ]
 
 HARMLESS = [
-    Bug("span reused though prompt logits are wanted", S, " or span.logits != logits", ""),
+    Bug("span reused though prompt logits are wanted", S, " or span.num_logits != num_logits", ""),
     Bug(
         "preempted row's token in flight dropped",
         S,
-        "            elif got or j not in result.errors:",
-        "            elif seq in self.waiting:\n                pass\n            elif got or j not in result.errors:",
+        "            elif new_tokens or j not in result.errors:",
+        "            elif seq in self.waiting:\n                pass\n            elif new_tokens or j not in result.errors:",
     ),
 ]
 """These only cost work: every answer stays right. Kept to show that the lattice does not cry wolf."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.errors import InvalidRequest
-from quire.values import SamplingParams, StructuredOutputs
+from quire.values import SamplingParams, StructuredOutputsParams
 
 
 class Index:
@@ -46,4 +46,4 @@ def test_what_vllm_takes_is_taken() -> None:
     assert (made.stop, made.bad_words, made.stop_token_ids) == (("ab",), ("the",), (7,))
     made = SamplingParams(stop=None, stop_token_ids=None, bad_words=None, logit_bias=None, seed=None, max_tokens=None)  # type: ignore[arg-type]
     assert (made.stop, made.stop_token_ids, made.bad_words, made.logit_bias) == ((), (), (), {})
-    assert SamplingParams(structured_outputs=StructuredOutputs(choice=("a",))).structured_outputs is not None
+    assert SamplingParams(structured_outputs=StructuredOutputsParams(choice=("a",))).structured_outputs is not None

@@ -13,22 +13,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.core.kv import KV, prefix_index
+from quire.core.kv import KVCacheManager, make_prefix_cache
 from quire.core.scheduler import Scheduler
-from quire.core.speculate import Fixed
+from quire.core.speculate import FixedDrafts
 from quire.engine.engine import Engine
 from quire.engine.executor import Executor
 from quire.executors.cuda import CudaExecutor
 from quire.executors.local import LocalExecutor
 from quire.models.base import Model
-from quire.ops.fixed import FixedOps
+from quire.ops.fixed import BatchInvariantOps
 from quire.ops.reference import ReferenceOps
-from quire.runner.device import DeviceSteps, PlainSteps
+from quire.runner.device import DeviceSteps, TorchSteps
 from quire.runner.drafts import NoDrafts
-from quire.runner.graphs import AtOnce, Queue
+from quire.runner.graphs import EagerQueue, Queue
 from quire.runner.ngram import NgramDrafter
 from quire.runner.proposers import NgramProposer, NoProposer
-from quire.values import GREEDY, MANY, Request, SamplingParams, TokenLogprobs
+from quire.values import GREEDY, UNLIMITED, Request, SamplingParams, TokenLogprobs
 from quire.weights.load import load_model
 from quire.weights.locate import embedded
 from tests import checkpoints
@@ -57,10 +57,10 @@ class Kind(NamedTuple):
 class Situation(NamedTuple):
     """What may happen around a request. pages: MANY for as many as can be used."""
 
-    pages: int = MANY
+    pages: int = UNLIMITED
     size: int = 16
     budget: int = 512
-    chunk: int = MANY
+    chunk: int = UNLIMITED
     cap: int = 64
     reuse: bool = True
     drafts: int = 0
@@ -80,7 +80,7 @@ class Subject:
             Request(
                 id=str(i),
                 prompt=(shared if i % 3 == 0 else ()) + draw(rng.randrange(1, 90)) + words * (i % 4),
-                max_new=8,
+                max_new_tokens=8,
                 sampling=replace(SETTINGS[i % 5], logprobs=i % 3, prompt_logprobs=1 if i == 4 else None),
                 seed=i * 7 + 1,
             )
@@ -104,9 +104,16 @@ class Subject:
     def engine(self, s: Situation) -> Engine:
         pages = min(s.pages, 12 * -(-CONTEXT // s.size))
         executor = self.executor(s, pages)
-        kv = KV(pages, s.size, prefix_index(s.size, s.reuse))
-        scheduler = Scheduler(kv, rows=64, cap=s.cap, budget=s.budget, chunk=s.chunk, speculation=Fixed(s.drafts))
-        return Engine(scheduler, executor, depth=s.depth)
+        kv = KVCacheManager(pages, s.size, make_prefix_cache(s.size, s.reuse))
+        scheduler = Scheduler(
+            kv,
+            rows=64,
+            max_num_seqs=s.cap,
+            max_num_batched_tokens=s.budget,
+            max_chunk_tokens=s.chunk,
+            speculation=FixedDrafts(s.drafts),
+        )
+        return Engine(scheduler, executor, lookahead=s.depth)
 
     def ask(self, engine: Engine, requests: list[Request]) -> dict[str, Answer]:
         got: dict[str, tuple[list[int], list[TokenLogprobs], list[TokenLogprobs]]] = {}
@@ -135,8 +142,8 @@ class Subject:
 class Ahead(Subject):
     """The same by the executor of a device that is run ahead of. On a CPU its steps are plain torch."""
 
-    steps: DeviceSteps = PlainSteps()
-    queue: Queue = AtOnce()
+    steps: DeviceSteps = TorchSteps()
+    queue: Queue = EagerQueue()
     device = torch.device("cpu")
 
     def executor(self, s: Situation, pages: int) -> Executor:
@@ -161,7 +168,7 @@ def subject(kind: Kind, base: Path) -> Subject:
     folder = embedded() if kind.shape == "embedded" else base / f"deterministic-{kind.shape}"
     if not folder.exists():
         checkpoints.make(folder, kind.shape)
-    return Subject(load_model(folder, dtype=kind.dtype, quantization=kind.quantization, ops=FixedOps()))  # type: ignore[arg-type]
+    return Subject(load_model(folder, dtype=kind.dtype, quantization=kind.quantization, ops=BatchInvariantOps()))  # type: ignore[arg-type]
 
 
 SOME = (
@@ -193,8 +200,8 @@ def seen_in_every_situation(it: Subject) -> None:
     seen = {name: it.check(s, 3).gauges() for name, s in SITUATIONS.items()}
     assert seen["a warm cache"].prefix_hit > seen["a crowd"].prefix_hit
     assert seen["no memory"].preemptions > 0
-    assert seen["drafts"].drafted[2] > 0, "some drafts were right"
-    assert seen["drafts"].drafted[1] > seen["drafts"].drafted[2], "and some wrong"
+    assert seen["drafts"].draft_totals[2] > 0, "some drafts were right"
+    assert seen["drafts"].draft_totals[1] > seen["drafts"].draft_totals[2], "and some wrong"
 
 
 def test_a_device_that_is_run_ahead_of_gives_the_same_bits(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -206,10 +213,10 @@ def test_a_device_that_is_run_ahead_of_gives_the_same_bits(tmp_path_factory: pyt
 
 situations = st.builds(
     Situation,
-    pages=st.sampled_from([MANY, MANY, 160]),
+    pages=st.sampled_from([UNLIMITED, UNLIMITED, 160]),
     size=st.sampled_from([1, 3, 8, 16, 256]),
     budget=st.sampled_from([64, 65, 128, 512]),
-    chunk=st.sampled_from([1, 5, 32, 100, MANY]),
+    chunk=st.sampled_from([1, 5, 32, 100, UNLIMITED]),
     cap=st.sampled_from([1, 3, 64]),
     reuse=st.booleans(),
     drafts=st.sampled_from([0, 0, 1, 5]),

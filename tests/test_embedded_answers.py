@@ -11,7 +11,7 @@ from quire.build import engine as build
 from quire.build.engine import build_engine, choose_ops
 from quire.config import Settings
 from quire.engine.engine import Engine
-from quire.ops.fixed import FixedOps
+from quire.ops.fixed import BatchInvariantOps
 from quire.ops.reference import ReferenceOps
 from quire.ops.steady import SteadyOps, holds
 from quire.values import SamplingParams, TokenLogprobs
@@ -67,11 +67,11 @@ def test_none_of_10000_answers_of_the_embedded_model_depends_on_load() -> None:
 
 def test_a_machine_whose_libraries_do_otherwise_takes_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "holds", lambda: False)
-    assert type(choose_ops(torch.device("cpu"), embedded=True)) is FixedOps
+    assert type(choose_ops(torch.device("cpu"), embedded=True)) is BatchInvariantOps
 
 
 def test_what_is_chosen_goes_before_the_embedded_models_default() -> None:
     cpu = torch.device("cpu")
-    assert type(choose_ops(cpu, embedded=True)) is (SteadyOps if holds() else FixedOps)
+    assert type(choose_ops(cpu, embedded=True)) is (SteadyOps if holds() else BatchInvariantOps)
     assert type(choose_ops(cpu, False, embedded=True)) is type(choose_ops(cpu)) is ReferenceOps
-    assert type(choose_ops(cpu, True, embedded=True)) is FixedOps
+    assert type(choose_ops(cpu, True, embedded=True)) is BatchInvariantOps

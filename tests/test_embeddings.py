@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from quire.core.plan import Open, Plan, Span
+from quire.core.plan import NewSequence, Plan, Span
 from quire.errors import InvalidRequest
 from quire.llm import LLM
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
 from quire.runner.batch import ragged
 from quire.runner.memory import allocate, layer_shapes
-from quire.runner.rows import Rows, Shape
+from quire.runner.rows import RowState, StepShape
 from quire.weights.load import load_model
 from quire.weights.locate import locate
 from tests.live import Live, serving
@@ -55,9 +55,11 @@ def hidden(ids: list[int]) -> Any:
     kv: list[LayerKV] = list(
         allocate(layer_shapes(model.spec.kv_shapes, torch.float32), pages=pages, page_size=size, device="cpu")
     )
-    rows = Rows(1, 2048, size)
+    rows = RowState(1, 2048, size)
     spans = (Span(0, len(ids), 1, 1),)
-    shape: Shape = rows.fold(Plan((Open(0, tuple(ids), 0, len(ids)),), ((0, tuple(range(1, pages + 1))),), spans))
+    shape: StepShape = rows.apply_plan(
+        Plan((NewSequence(0, tuple(ids), 0, len(ids)),), ((0, tuple(range(1, pages + 1))),), spans)
+    )
     return model.forward(ragged(rows, shape, torch.device("cpu")), kv).numpy()
 
 

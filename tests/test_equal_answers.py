@@ -16,13 +16,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from quire.core.kv import KV, prefix_index
-from quire.core.policy import ADMISSIONS, SHELVES
+from quire.core.kv import KVCacheManager, make_prefix_cache
+from quire.core.policy import ADMISSION_POLICIES, EVICTION_POLICIES
 from quire.core.scheduler import Scheduler
 from quire.engine.engine import Engine
 from quire.executors.local import LocalExecutor
 from quire.models.base import Model
-from quire.values import GREEDY, MANY, Request
+from quire.values import GREEDY, UNLIMITED, Request
 from quire.weights.load import load_model
 from quire.weights.locate import embedded
 from tests import checkpoints
@@ -46,19 +46,19 @@ class Subject:
     def engine(self, *, pages: int = 400, page_size: int = 16, **settings: Any) -> Engine:
         """An engine around the CPU executor; `settings` are the scheduler's, and depth, reuse and shelf."""
         depth, reuse = settings.pop("depth", 0), settings.pop("reuse", True)
-        shelf = SHELVES[settings.pop("shelf", "lru")]()
+        shelf = EVICTION_POLICIES[settings.pop("shelf", "lru")]()
         executor = LocalExecutor(
             self.ours, pages=pages, page_size=page_size, rows=64, max_model_len=512, dtype=torch.float32
         )
-        kv = KV(pages, page_size, prefix_index(page_size, reuse), shelf)
-        return Engine(Scheduler(kv, rows=64, **settings), executor, depth=depth)
+        kv = KVCacheManager(pages, page_size, make_prefix_cache(page_size, reuse), shelf)
+        return Engine(Scheduler(kv, rows=64, **settings), executor, lookahead=depth)
 
     def ask(self, engine: Engine, which: Sequence[int], new: int = NEW) -> dict[int, tuple[int, ...]]:
         for i in which:
-            engine.add(Request(id=str(i), prompt=self.prompts[i], max_new=new, sampling=GREEDY))
+            engine.add(Request(id=str(i), prompt=self.prompts[i], max_new_tokens=new, sampling=GREEDY))
         while engine.has_pending_work:
             engine.step()
-        assert engine.gauges().used_pages == 0
+        assert engine.gauges().used_blocks == 0
         return {int(c.id): c.tokens for c in engine.completed_requests}
 
 
@@ -137,8 +137,8 @@ AXES: dict[str, Sequence[Any]] = {
     "tight": (1, 2, 16),
     "reuse": (False, True),
     "shelf": ("lru", "fifo"),
-    "cap": (1, 4, MANY),
-    "feed": ((MANY, MANY), (16, 5), (64, 7), (9, MANY)),
+    "cap": (1, 4, UNLIMITED),
+    "feed": ((UNLIMITED, UNLIMITED), (16, 5), (64, 7), (9, UNLIMITED)),
     "admit": ("continuous", "static"),
 }
 
@@ -153,7 +153,7 @@ def test_a_slice_of_the_lattice_on_real_tensors(share: int, tmp_path_factory: py
         budget, chunk = c.pop("feed")
         longest = max(map(len, subject.prompts)) + 6
         pages = -(-longest // c["page_size"]) * c.pop("tight")
-        admit = ADMISSIONS[c.pop("admit")]
+        admit = ADMISSION_POLICIES[c.pop("admit")]
         engine = subject.engine(pages=pages, budget=budget, chunk=chunk, admit=admit, **c)
         which = rng.sample(range(16), 6)
         answers = subject.ask(engine, which, 6)

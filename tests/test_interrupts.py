@@ -21,7 +21,7 @@ from rich.console import Console
 
 from quire import LLM, SamplingParams
 from quire.cli.chat import Message, converse
-from quire.core.kv import KV, prefix_index
+from quire.core.kv import KVCacheManager, make_prefix_cache
 from quire.core.plan import Plan
 from quire.core.scheduler import Scheduler
 from quire.engine.engine import Engine
@@ -72,15 +72,15 @@ def executor() -> Gated:
 @pytest.fixture(params=[0, 1, 2], ids="lookahead {}".format)
 def llm(request: pytest.FixtureRequest, executor: Gated, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     about = executor.describe()
-    kv = KV(about.pages, about.page_size, prefix_index(about.page_size, True))
-    engine = Engine(Scheduler(kv, rows=about.rows), executor, depth=request.param)
+    kv = KVCacheManager(about.num_blocks, about.block_size, make_prefix_cache(about.block_size, True))
+    engine = Engine(Scheduler(kv, rows=about.num_rows), executor, lookahead=request.param)
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
     text = SimpleNamespace(tokenizer=tokenizer(), template=template, defaults={})
     monkeypatch.setattr("quire.llm.build_engine", lambda settings: engine)
     monkeypatch.setattr("quire.llm.build_text", lambda settings: text)
     with LLM() as opened:
         yield opened
-    assert kv.pool.free == about.pages, "pages were not given back"
+    assert kv.block_pool.num_free == about.num_blocks, "pages were not given back"
 
 
 def right(llm: LLM) -> bool:
@@ -260,7 +260,7 @@ def test_requests_of_several_threads_run_in_the_same_steps(llm: LLM, executor: G
         return llm.generate("a", SHORT, use_tqdm=False)[0].outputs[0].text
 
     assert together(10, ask)[:9] == ["bcdef"] * 9
-    assert executor.widest == executor.describe().rows
+    assert executor.widest == executor.describe().num_rows
 
 
 # ---------------------------------------------------------------- close

@@ -28,11 +28,11 @@ def test_every_combination_gives_the_naive_loops_tokens(share: int) -> None:
 
 def test_pressure_preempts_and_reuse_hits_somewhere_in_the_sample() -> None:
     runs = [lattice.run(c) for c in _sample("pressure", 60, tight=1, reuse=True, size=4, pressure="preempt")]
-    assert sum(r.sch.preempted for r in runs) > 50
+    assert sum(r.sch.num_preemptions for r in runs) > 50
     assert sum(r.followed for r in runs) > 50
-    assert sum(r.sch.kv.hit for r in runs) > 1000
+    assert sum(r.sch.kv.num_hit_tokens for r in runs) > 1000
     assert sum(r.dev.stray_writes for r in runs) > 0
-    assert sum(sum(r.sch.wasted.values()) for r in runs) > 50
+    assert sum(sum(r.sch.discarded_spans.values()) for r in runs) > 50
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda b: b.name)

@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from quire import LLM, SamplingParams
 from quire.config import Settings
-from quire.core.kv import KV, prefix_index
+from quire.core.kv import KVCacheManager, make_prefix_cache
 from quire.core.plan import Mask, Plan, Result
 from quire.core.scheduler import Scheduler
 from quire.engine.engine import Engine
@@ -20,7 +20,7 @@ from quire.engine.executor import Description
 from quire.errors import InvalidConfig, InvalidRequest, QuireError
 from quire.text.chat import ChatTemplate
 from quire.text.tokenizer import Tokenizer
-from quire.values import MANY, CompletionOutput, TokenLogprobs
+from quire.values import UNLIMITED, CompletionOutput, TokenLogprobs
 
 CONTEXT = 40
 LETTERS = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -51,10 +51,10 @@ class Alphabet:
         self.fails = ""
 
     def describe(self) -> Description:
-        return Description(pages=self.pages, page_size=4, rows=8, max_model_len=CONTEXT, vocab_size=END + 1)
+        return Description(num_blocks=self.pages, block_size=4, num_rows=8, max_model_len=CONTEXT, vocab_size=END + 1)
 
     def launch(self, plan: Plan) -> Spelled:
-        for opened in plan.opened:
+        for opened in plan.new_sequences:
             wanted = opened.sampling.logprobs is not None
             self.rows[opened.row] = (list(opened.tokens), 1 + opened.choice, wanted)
         tokens: list[list[int]] = []
@@ -62,7 +62,7 @@ class Alphabet:
         for index, span in enumerate(plan.spans):
             history, stride, wanted = self.rows[span.row]
             last = history[-1] + stride
-            tokens.append([last if last <= LETTERS["z"] else END] if span.rows else [])
+            tokens.append([last if last <= LETTERS["z"] else END] if span.num_samples else [])
             history += tokens[-1]
             if wanted:
                 logprobs[index] = [TokenLogprobs(token, -0.5, 1) for token in tokens[-1]]
@@ -101,14 +101,14 @@ def lookahead(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def chunk() -> int:
-    return MANY
+    return UNLIMITED
 
 
 @pytest.fixture
 def engine(alphabet: Alphabet, lookahead: int, chunk: int) -> Engine:
     about = alphabet.describe()
-    kv = KV(about.pages, about.page_size, prefix_index(about.page_size, True))
-    return Engine(Scheduler(kv, rows=about.rows, chunk=chunk), alphabet, depth=lookahead)
+    kv = KVCacheManager(about.num_blocks, about.block_size, make_prefix_cache(about.block_size, True))
+    return Engine(Scheduler(kv, rows=about.num_rows, max_chunk_tokens=chunk), alphabet, lookahead=lookahead)
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def llm(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     monkeypatch.setattr("quire.llm.build_text", lambda settings: text)
     with LLM() as opened:
         yield opened
-    assert engine.scheduler.kv.pool.free == engine.about.pages, "pages were not given back"
+    assert engine.scheduler.kv.block_pool.num_free == engine.description.num_blocks, "pages were not given back"
 
 
 def only(llm: LLM, prompt: Any, **sampling: Any) -> CompletionOutput:
@@ -169,13 +169,13 @@ def test_a_stop_string_ends_the_text_before_it_and_spans_tokens(llm: LLM) -> Non
 
 def test_a_stop_string_ends_the_computing_too(llm: LLM, engine: Engine) -> None:
     assert only(llm, "a", max_tokens=30, ignore_eos=True).finish_reason == "length"
-    whole = engine.ledger.steps
+    whole = engine.stats.num_steps
     assert only(llm, "a", max_tokens=30, ignore_eos=True, stop="ef").text == "bcd"
-    assert engine.ledger.steps - whole < 10 < 30 <= whole
-    before = engine.ledger.steps
+    assert engine.stats.num_steps - whole < 10 < 30 <= whole
+    before = engine.stats.num_steps
     outputs = llm.generate(["a", "c"], SamplingParams(max_tokens=30, ignore_eos=True, stop="ef"))
     assert [output.outputs[0].text for output in outputs] == ["bcd", "d"]
-    assert engine.ledger.steps - before < 10, "of several at once too"
+    assert engine.stats.num_steps - before < 10, "of several at once too"
 
 
 def test_a_stop_string_may_be_kept(llm: LLM) -> None:

@@ -19,7 +19,7 @@ SMALL = {"max_num_seqs": 2, "max_model_len": 256}
 
 
 def tokens(engine: Engine) -> list[int]:
-    engine.add(Request(id="a", prompt=(5, 9, 30, 7), max_new=12, sampling=GREEDY))
+    engine.add(Request(id="a", prompt=(5, 9, 30, 7), max_new_tokens=12, sampling=GREEDY))
     made: list[int] = []
     while engine.has_pending_work:
         for event in engine.step():
@@ -30,14 +30,14 @@ def tokens(engine: Engine) -> list[int]:
 
 def test_weights_and_kv_are_quantised_on_request_and_measured() -> None:
     engine = build_engine(Settings.of(**SMALL, quantization="fp8", kv_cache_dtype="fp8"))
-    facts = engine.about.facts
+    facts = engine.description.static_gauges
     assert 0.9 < facts["quire:canary_top1_agreement"] < 1
     assert 0 < facts["quire:canary_kl_nats"] < 0.01
     assert 0 < facts["quire:canary_kv_kl_nats"] < 0.01
     assert facts["quire:kv_cache_float8_layers"] == 8
     plain = build_engine(Settings.of(**SMALL))
-    assert plain.about.facts == {}
-    assert engine.about.kv_bytes * 2 == plain.about.kv_bytes
+    assert plain.description.static_gauges == {}
+    assert engine.description.block_bytes * 2 == plain.description.block_bytes
     metrics = EngineMetrics()
     metrics.facts = facts
     text = render(metrics.snapshot(engine), model="m").decode()
@@ -73,7 +73,7 @@ def test_what_spoils_the_model_is_refused_unless_told_otherwise(
         build_engine(Settings.of(**SMALL, quantization="fp8"))
     build_engine(Settings.of(**SMALL, quantization="fp8", canary="warn")).close()
     assert "next tokens stay the same" in caplog.text
-    assert build_engine(Settings.of(**SMALL, quantization="fp8", canary="off")).about.facts == {}
+    assert build_engine(Settings.of(**SMALL, quantization="fp8", canary="off")).description.static_gauges == {}
 
 
 def test_a_method_that_is_none_is_refused_by_name() -> None:

@@ -9,12 +9,12 @@ import pytest
 
 from quire.backends.base import Call
 from quire.backends.spell import requests
-from quire.core.plan import Open, Plan, Span
-from quire.engine.wire import Frames, Submit, ToEngine, frame
+from quire.core.plan import NewSequence, Plan, Span
+from quire.engine.wire import FrameReader, Submit, ToEngine, encode_frame
 from quire.executors.contract import executor_pb2 as pb
 from quire.executors.contract import translate
 from quire.runner.noise import stream
-from quire.runner.traits import Traits
+from quire.runner.traits import SamplingFeatures
 from quire.values import Request, SamplingParams
 from tests.server.doubles import TOKENIZER, check_error, served
 
@@ -36,18 +36,18 @@ def asked(seed: int) -> Request:
 def test_all_64_bits_of_a_seed_reach_the_engine_and_its_executors(seed: int) -> None:
     request = asked(seed)
     assert request.seed == seed
-    [submit] = Frames(ToEngine).feed(frame(Submit([request])))
+    [submit] = FrameReader(ToEngine).feed(encode_frame(Submit([request])))
     assert submit.requests[0].seed == seed
-    plan = Plan((Open(0, (5,), 0, 1, DRAWN, seed),), (), (Span(0, 1, 1, 1),))
+    plan = Plan((NewSequence(0, (5,), 0, 1, DRAWN, seed),), (), (Span(0, 1, 1, 1),))
     sent = translate.send_plan(plan, ()).SerializeToString()
-    assert translate.read_plan(pb.Plan.FromString(sent), ()).opened[0].seed == seed
+    assert translate.read_plan(pb.Plan.FromString(sent), ()).new_sequences[0].seed == seed
 
 
 def test_no_two_seeds_are_the_same_noise() -> None:
     assert len({stream(asked(seed).seed, 0) for seed in SEEDS}) == len(SEEDS)
-    traits = Traits(len(SEEDS))
+    traits = SamplingFeatures(len(SEEDS))
     for row, seed in enumerate(SEEDS):
-        traits.open(Open(row, (5,), 0, 1, DRAWN, asked(seed).seed))
+        traits.open(NewSequence(row, (5,), 0, 1, DRAWN, asked(seed).seed))
     assert len(np.unique(traits.stream)) == len(SEEDS)
 
 

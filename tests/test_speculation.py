@@ -12,25 +12,25 @@ import numpy as np
 import pytest
 import torch
 
-from quire.core.kv import KV, prefix_index
+from quire.core.kv import KVCacheManager, make_prefix_cache
 from quire.core.scheduler import Scheduler
-from quire.core.speculate import Adaptive, Fixed, Speculation
+from quire.core.speculate import AdaptiveDrafts, FixedDrafts, SpeculationPolicy
 from quire.engine.engine import Engine
 from quire.executors.cuda import CudaExecutor
 from quire.executors.local import LocalExecutor
 from quire.llm import LLM
 from quire.models.base import Model
-from quire.runner.arena import Arena
-from quire.runner.device import DeviceSteps, PlainSteps
+from quire.runner.arena import DeviceState
+from quire.runner.device import DeviceSteps, TorchSteps
 from quire.runner.drafter import ModelDrafter
 from quire.runner.drafts import Drafter, NoDrafts
-from quire.runner.graphs import AtOnce
+from quire.runner.graphs import EagerQueue
 from quire.runner.memory import allocate, layer_shapes
 from quire.runner.ngram import NgramDrafter, lookup
 from quire.runner.proposers import ModelProposer, NgramProposer, Proposer
-from quire.runner.rows import Ints, Rows
+from quire.runner.rows import Ints, RowState
 from quire.text.tokenizer import Tokenizer
-from quire.values import GREEDY, Request, SamplingParams, StructuredOutputs
+from quire.values import GREEDY, Request, SamplingParams, StructuredOutputsParams
 from quire.weights.load import load_model
 from quire.weights.locate import embedded
 
@@ -53,11 +53,11 @@ def models() -> tuple[Model, Model]:
     return load_model(embedded(), dtype="float32"), load_model(embedded() / "draft", dtype="float32")
 
 
-class Drawn(Fixed):
+class Drawn(FixedDrafts):
     """A depth nobody can foresee."""
 
     def depth(self, seq: Any) -> int:
-        return hash((seq.order, len(seq.tokens))) % (self.most + 1)
+        return hash((seq.arrival, len(seq.tokens))) % (self.max_drafts + 1)
 
 
 def drafter(kind: str) -> Drafter:
@@ -67,10 +67,12 @@ def drafter(kind: str) -> Drafter:
         return NgramDrafter(4)
     draft = models()[1]
     kv = allocate(layer_shapes(draft.spec.kv_shapes, torch.float32), pages=PAGES, page_size=SIZE)
-    return ModelDrafter(draft, kv, vocab_size=draft.spec.vocab, depth=4, rows=ROWS, device=torch.device("cpu"))
+    return ModelDrafter(draft, kv, vocab_size=draft.spec.vocab, num_drafts=4, rows=ROWS, device=torch.device("cpu"))
 
 
-def engine(kind: str, policy: type[Fixed] | type[Adaptive] = Fixed, *, pages: int = PAGES, depth: int = 0) -> Engine:
+def engine(
+    kind: str, policy: type[FixedDrafts] | type[AdaptiveDrafts] = FixedDrafts, *, pages: int = PAGES, depth: int = 0
+) -> Engine:
     drafts = drafter(kind)
     executor = LocalExecutor(
         models()[0],
@@ -81,9 +83,15 @@ def engine(kind: str, policy: type[Fixed] | type[Adaptive] = Fixed, *, pages: in
         dtype=torch.float32,
         drafter=drafts,
     )
-    speculation: Speculation = policy(drafts.depth)
-    kv = KV(pages, SIZE, prefix_index(SIZE, True))
-    return Engine(Scheduler(kv, rows=ROWS, cap=12, budget=96, chunk=40, speculation=speculation), executor, depth=depth)
+    speculation: SpeculationPolicy = policy(drafts.num_drafts)
+    kv = KVCacheManager(pages, SIZE, make_prefix_cache(SIZE, True))
+    return Engine(
+        Scheduler(
+            kv, rows=ROWS, max_num_seqs=12, max_num_batched_tokens=96, max_chunk_tokens=40, speculation=speculation
+        ),
+        executor,
+        lookahead=depth,
+    )
 
 
 def requests(count: int, seed: int = 1) -> list[Request]:
@@ -97,7 +105,12 @@ def requests(count: int, seed: int = 1) -> list[Request]:
         new = rng.randrange(5, 40)
         out.append(
             Request(
-                id=str(i), prompt=prompt, max_new=new, sampling=SETTINGS[i % 8], seed=rng.getrandbits(40), choice=i % 2
+                id=str(i),
+                prompt=prompt,
+                max_new_tokens=new,
+                sampling=SETTINGS[i % 8],
+                seed=rng.getrandbits(40),
+                choice=i % 2,
             )
         )
     return out
@@ -108,7 +121,7 @@ def answers(it: Engine, asked: Sequence[Request]) -> dict[str, tuple[int, ...]]:
         it.add(request)
     while it.has_pending_work:
         it.step()
-    assert it.gauges().used_pages == 0
+    assert it.gauges().used_blocks == 0
     return {c.id: c.tokens for c in it.completed_requests}
 
 
@@ -118,11 +131,11 @@ def plain(count: int, seed: int = 1) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("kind", ["ngram", "model"])
-@pytest.mark.parametrize("policy", [Fixed, Drawn, Adaptive])
-def test_answers_are_the_same_with_any_drafts(kind: str, policy: type[Fixed]) -> None:
+@pytest.mark.parametrize("policy", [FixedDrafts, Drawn, AdaptiveDrafts])
+def test_answers_are_the_same_with_any_drafts(kind: str, policy: type[FixedDrafts]) -> None:
     it = engine(kind, policy)
     assert answers(it, requests(48)) == plain(48)
-    assert it.scheduler.drafted.fed > 100
+    assert it.scheduler.draft_stats.num_drafted > 100
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -140,10 +153,10 @@ def test_the_embedded_draft_is_often_right_about_a_story() -> None:
     it = engine("model")
     prompt = Tokenizer.from_folder(embedded()).encode("Once upon a time, there was a little girl named Lily.")
     for i in range(6):
-        it.add(Request(id=str(i), prompt=prompt, max_new=60, sampling=SamplingParams(temperature=0.7), seed=i))
+        it.add(Request(id=str(i), prompt=prompt, max_new_tokens=60, sampling=SamplingParams(temperature=0.7), seed=i))
     while it.has_pending_work:
         it.step()
-    assert it.scheduler.drafted.accepted > 0.4 * it.scheduler.drafted.fed
+    assert it.scheduler.draft_stats.num_accepted > 0.4 * it.scheduler.draft_stats.num_drafted
 
 
 def ahead(kind: str, steps: DeviceSteps | None = None) -> Engine:
@@ -152,7 +165,7 @@ def ahead(kind: str, steps: DeviceSteps | None = None) -> Engine:
     if kind == "model":
         draft, device = models()[1], torch.device("cpu")
         kv = allocate(layer_shapes(draft.spec.kv_shapes, torch.float32), pages=PAGES, page_size=SIZE)
-        proposer = ModelProposer(draft, kv, depth=4, rows=ROWS, device=device)
+        proposer = ModelProposer(draft, kv, num_drafts=4, rows=ROWS, device=device)
     executor = CudaExecutor(
         models()[0],
         pages=PAGES,
@@ -162,12 +175,18 @@ def ahead(kind: str, steps: DeviceSteps | None = None) -> Engine:
         tokens=96,
         dtype=torch.float32,
         device=torch.device("cpu"),
-        steps=steps or PlainSteps(),
-        queue=AtOnce(),
+        steps=steps or TorchSteps(),
+        queue=EagerQueue(),
         proposer=proposer,
     )
-    kv_ = KV(PAGES, SIZE, prefix_index(SIZE, True))
-    return Engine(Scheduler(kv_, rows=ROWS, cap=12, budget=96, chunk=40, speculation=Drawn(4)), executor, depth=1)
+    kv_ = KVCacheManager(PAGES, SIZE, make_prefix_cache(SIZE, True))
+    return Engine(
+        Scheduler(
+            kv_, rows=ROWS, max_num_seqs=12, max_num_batched_tokens=96, max_chunk_tokens=40, speculation=Drawn(4)
+        ),
+        executor,
+        lookahead=1,
+    )
 
 
 @pytest.mark.parametrize("kind", ["ngram", "model"])
@@ -177,16 +196,16 @@ def test_answers_are_the_same_where_the_device_drafts(kind: str, greedy: bool) -
     asked = [r for r in requests(48) if not greedy or r.sampling == GREEDY]
     it = ahead(kind)
     assert answers(it, asked) == {r.id: plain(48)[r.id] for r in asked}
-    assert it.scheduler.drafted.accepted > 5
+    assert it.scheduler.draft_stats.num_accepted > 5
 
 
-class OneTooMany(PlainSteps):
+class OneTooMany(TorchSteps):
     """A planted bug: the first wrong draft of a chain is accepted, too."""
 
-    def verify(self, arena: Arena, tokens: torch.Tensor) -> None:
+    def verify(self, arena: DeviceState, tokens: torch.Tensor) -> None:
         for c in range(int(arena.step.counts[3])):
             for i in range(int(arena.chain[c]), int(arena.chain[c + 1]) - 1):
-                draft = arena.history[int(arena.step.pick_row[i]), int(arena.step.pick_at[i])].clone()
+                draft = arena.history[int(arena.step.sample_row[i]), int(arena.step.sample_position[i])].clone()
                 if tokens[i] != draft:
                     tokens[i] = draft
                     break
@@ -216,9 +235,9 @@ SCHEMA = {
     "additionalProperties": False,
 }
 ASKED = (
-    SamplingParams(temperature=0.0, max_tokens=40, structured_outputs=StructuredOutputs(json=SCHEMA)),
+    SamplingParams(temperature=0.0, max_tokens=40, structured_outputs=StructuredOutputsParams(json=SCHEMA)),
     SamplingParams(
-        temperature=0.9, seed=3, max_tokens=40, structured_outputs=StructuredOutputs(regex="(cat|dog| and )+")
+        temperature=0.9, seed=3, max_tokens=40, structured_outputs=StructuredOutputsParams(regex="(cat|dog| and )+")
     ),
     SamplingParams(temperature=0.8, seed=4, n=3, max_tokens=30, logprobs=2),
     SamplingParams(temperature=0.0, max_tokens=30, logprobs=1, prompt_logprobs=1),
@@ -232,7 +251,7 @@ def test_grammars_choices_and_log_probabilities_are_the_same_with_drafts(config:
     want = library(None).generate(prompts, list(ASKED), use_tqdm=False)
     llm = library(config)
     got = llm.generate(prompts, list(ASKED), use_tqdm=False)
-    assert llm._engine.scheduler.drafted.accepted > 20
+    assert llm._engine.scheduler.draft_stats.num_accepted > 20
     for a, b, asked in zip(got, want, ASKED, strict=True):
         assert [o.token_ids for o in a.outputs] == [o.token_ids for o in b.outputs]
         assert len(a.outputs) == asked.n
@@ -253,18 +272,20 @@ def test_a_thousand_seeded_requests_are_the_same() -> None:
 class OffByOne(NgramDrafter):
     """A planted bug: the verify accepts the draft after the one it should compare."""
 
-    def propose(self, rows: Rows, which: Ints, depth: Ints) -> Any:
+    def propose(self, rows: RowState, which: Ints, depth: Ints) -> Any:
         drafts = super().propose(rows, which, depth)
-        settle = rows.settle
+        settle = rows.advance
 
         def wrong(shape: Any, sampled: Any, bad: Any) -> Any:
-            row = shape.row_row
+            row = shape.sample_row
             sampled = sampled.copy()
-            known = rows.known[row] + shape.depth
-            sampled[~shape.last] = rows.tokens[row, known][~shape.last]  # whatever was drafted is right
+            known = rows.num_known[row] + shape.depth
+            sampled[~shape.is_last_sample] = rows.tokens[row, known][
+                ~shape.is_last_sample
+            ]  # whatever was drafted is right
             return settle(shape, sampled, bad)
 
-        rows.settle = wrong  # type: ignore[method-assign]
+        rows.advance = wrong  # type: ignore[method-assign]
         return drafts
 
 
@@ -273,11 +294,11 @@ def histogram(drafts: Drafter, count: int, sampling: SamplingParams) -> Counter[
     executor = LocalExecutor(
         models()[0], pages=PAGES, page_size=SIZE, rows=ROWS, max_model_len=CONTEXT, dtype=torch.float32, drafter=drafts
     )
-    kv = KV(PAGES, SIZE, prefix_index(SIZE, True))
-    it = Engine(Scheduler(kv, rows=ROWS, cap=ROWS, speculation=Fixed(drafts.depth)), executor)
+    kv = KVCacheManager(PAGES, SIZE, make_prefix_cache(SIZE, True))
+    it = Engine(Scheduler(kv, rows=ROWS, max_num_seqs=ROWS, speculation=FixedDrafts(drafts.num_drafts)), executor)
     prompt = (300, 301, 302, 300, 301, 302, 300, 301)
     for i in range(count):
-        it.add(Request(id=str(i), prompt=prompt, max_new=3, sampling=sampling, seed=i))
+        it.add(Request(id=str(i), prompt=prompt, max_new_tokens=3, sampling=sampling, seed=i))
     seen: Counter[int] = Counter()
     while it.has_pending_work:
         it.step()

@@ -17,7 +17,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from quire import LLM, SamplingParams
-from quire.values import StructuredOutputs
+from quire.values import StructuredOutputsParams
 from tests.grammar.schemas import Schema, schemas
 from tests.live import Live, environment, serving
 
@@ -222,7 +222,9 @@ TEMPLATE = (
 def test_offline_conversations_are_bound_after_their_thoughts(tmp_path: Path) -> None:
     template = tmp_path / "thinks.jinja"
     template.write_text(TEMPLATE)
-    params = SamplingParams(structured_outputs=StructuredOutputs(regex="[0-9]{5}"), max_tokens=30, temperature=0.0)
+    params = SamplingParams(
+        structured_outputs=StructuredOutputsParams(regex="[0-9]{5}"), max_tokens=30, temperature=0.0
+    )
     with LLM(chat_template=str(template)) as llm:
 
         def bound(text: str) -> bool:

@@ -10,10 +10,10 @@ from click.testing import CliRunner, Result
 
 from quire.bench.verified import Difference, difference
 from quire.cli import main
-from quire.ops.fixed import FixedOps
+from quire.ops.fixed import BatchInvariantOps
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
-from quire.values import MANY, TokenLogprobs
+from quire.values import UNLIMITED, TokenLogprobs
 
 SITUATIONS = [
     "alone, once more",
@@ -48,7 +48,7 @@ def test_deterministic_mode_keeps_its_promise_in_every_situation_and_every_one_c
     assert all(row["happened"] > 0 for row in rows), rows
 
 
-class Crowded(FixedOps):
+class Crowded(BatchInvariantOps):
     """A planted bug: attention sums as the shape of the batch has it."""
 
     def attention(
@@ -57,16 +57,16 @@ class Crowded(FixedOps):
         kv: LayerKV,
         batch: RaggedBatch,
         scale: float,
-        window: int = MANY,
+        window: int = UNLIMITED,
         soft_cap: float = 0.0,
     ) -> Any:
         return ReferenceOps.attention(self, q, kv, batch, scale, window, soft_cap)
 
 
-class Untiled(FixedOps):
+class Untiled(BatchInvariantOps):
     """A planted bug: products are of as many rows as there are."""
 
-    rows = MANY
+    rows = UNLIMITED
     product = ReferenceOps.product
 
 
@@ -74,7 +74,7 @@ class Untiled(FixedOps):
     ("bug", "args"), [(Crowded, ()), (Untiled, ("--quantization", "fp8", "--speculative-config", NGRAM))]
 )
 def test_a_planted_dependence_on_the_batch_is_caught(
-    bug: type[FixedOps], args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    bug: type[BatchInvariantOps], args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.build.engine.FixedOps", bug)
     code, found = told("--deterministic", "--dtype", "float32", "--requests", "4", "--new", "4", *args)

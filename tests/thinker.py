@@ -16,7 +16,7 @@ from quire.build.text import build_text
 from quire.config import Settings
 from quire.engine.executor import Executor
 from quire.executors.local import LocalExecutor
-from quire.runner.rows import Rows, Shape
+from quire.runner.rows import RowState, StepShape
 from quire.runner.sampler import Sampled, Sampler
 
 THOUGHT, ANSWER = "I know.", "Yes."
@@ -34,8 +34,8 @@ class Scripted:
     def __init__(self, inner: Sampler, script: tuple[int, ...]) -> None:
         self.inner, self.script, self.vocab_size = inner, script, inner.vocab_size
 
-    def __call__(self, logits: torch.Tensor, rows: Rows, shape: Shape, masks: Any = ()) -> Sampled:
-        written = rows.known[shape.row_row] + shape.depth - rows.prompt[shape.row_row]
+    def __call__(self, logits: torch.Tensor, rows: RowState, shape: StepShape, masks: Any = ()) -> Sampled:
+        written = rows.num_known[shape.sample_row] + shape.sample_offset - rows.prompt_length[shape.sample_row]
         for i, at in enumerate(written.tolist()):
             if at < len(self.script):
                 logits[i, self.script[at]] = 1e4

@@ -21,9 +21,9 @@ from rich.progress import Progress
 
 from quire import errors
 from quire.backends import vectors
-from quire.backends.answer import Answer, told
+from quire.backends.answer import OutputProcessor, delta_of_error
 from quire.backends.base import Call, Delta
-from quire.backends.spell import answer_to, requests
+from quire.backends.spell import output_processor, requests
 from quire.build.engine import build_engine
 from quire.build.text import build_text
 from quire.checks import token_ids
@@ -31,8 +31,8 @@ from quire.config import Settings
 from quire.core.constraint import FREE, Constraint
 from quire.engine.thread import EngineThread, wait_for
 from quire.errors import InvalidRequest, QuireError
-from quire.grammar.llguidance import Compiler
-from quire.grammar.workshop import Workshop
+from quire.grammar.llguidance import LlguidanceCompiler
+from quire.grammar.workshop import GrammarCompiler
 from quire.text.reasoning import thoughts_ahead
 from quire.text.stop import StopStrings
 from quire.text.tokenizer import Tokenizer
@@ -44,8 +44,8 @@ from quire.values import (
     Pooling,
     Request,
     RequestOutput,
+    RequestStepOutput,
     SamplingParams,
-    Tokens,
 )
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -66,7 +66,7 @@ class LLM:
         self.settings = Settings.of(model=model, **options) if settings is None else settings
         self._text = build_text(self.settings)
         self._engine = build_engine(self.settings)
-        self._grammars = Workshop(Compiler(lambda: self._text.tokenizer))
+        self._grammars = GrammarCompiler(LlguidanceCompiler(lambda: self._text.tokenizer))
         self._grammars_lock = threading.Lock()
         self._seeds = random.Random(self.settings.model.seed)
         self._names = itertools.count()
@@ -102,7 +102,7 @@ class LLM:
         naming the field, also where the executor has no hidden states.
         """
         self._thread.check()
-        vectors.check(dimensions, pools=self._engine.about.pools)
+        vectors.check(dimensions, pools=self._engine.description.supports_pooling)
         asked = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooling=pooling)
         return [
             job.embedding(dimensions, normalize=normalize) for job in self._run(self._read(prompts), asked, use_tqdm)
@@ -272,12 +272,12 @@ class LLM:
 
     def _readers(self, job: _Job, end: Callable[[QuireError | None], None]) -> list[_Reader]:
         """One for each answer. end: called when it is complete, or with why it will never be."""
-        about, tokenizer, seed = self._engine.about, self._text.tokenizer, self._seeds.getrandbits(63)
-        limit = min(about.max_model_len, about.pages * about.page_size)
+        about, tokenizer, seed = self._engine.description, self._text.tokenizer, self._seeds.getrandbits(63)
+        limit = min(about.max_model_len, about.num_blocks * about.block_size)
         stops = StopStrings(job.call.sampling.stop)
         asked = requests(job.call, tokenizer=tokenizer, limit=limit, seed=seed)
         return [
-            _Reader(job, request, self._constraint(request), answer_to(request, tokenizer, stops), end)
+            _Reader(job, request, self._constraint(request), output_processor(request, tokenizer, stops), end)
             for request in asked
         ]
 
@@ -285,7 +285,7 @@ class LLM:
         if request.sampling.structured_outputs is None:
             return FREE
         with self._grammars_lock:
-            return self._grammars.now(request)
+            return self._grammars.get_or_compile(request)
 
 
 class _Job:
@@ -304,7 +304,7 @@ class _Job:
             outputs=tuple(self._completion(index, deltas) for index, deltas in enumerate(self.choices)),
             finished=True,
             prompt_logprobs=next((told for delta in first if (told := delta.prompt_logprobs)), None),
-            num_cached_tokens=max(delta.cached for delta in first),
+            num_cached_tokens=max(delta.num_cached for delta in first),
         )
 
     def embedding(self, dimensions: int | None, *, normalize: bool) -> EmbeddingRequestOutput:
@@ -314,7 +314,7 @@ class _Job:
             raise InvalidRequest(last.error or "the prompt came to no vector", param="prompts")
         numbers = vectors.vector(last.pooled, dimensions, normalize=normalize)
         outputs = EmbeddingOutput(tuple(numbers.tolist()))
-        return EmbeddingRequestOutput(self.call.id, self.call.prompt, outputs, num_cached_tokens=last.cached)
+        return EmbeddingRequestOutput(self.call.id, self.call.prompt, outputs, num_cached_tokens=last.num_cached)
 
     def _completion(self, index: int, deltas: Sequence[Delta]) -> CompletionOutput:
         wanted = self.call.sampling.logprobs is not None
@@ -341,7 +341,7 @@ class _Reader:
         job: _Job,
         request: Request,
         constraint: Constraint,
-        answer: Answer,
+        answer: OutputProcessor,
         end: Callable[[QuireError | None], None],
     ) -> None:
         self.request, self.constraint = request, constraint
@@ -349,10 +349,10 @@ class _Reader:
         self._job = weakref.ref(job)  # a caller who is interrupted anywhere lets go of it
         self._answer, self._end = answer, end
 
-    def take(self, event: Tokens) -> FinishReason | None:
+    def take(self, event: RequestStepOutput) -> FinishReason | None:
         if self._job() is None:
             return "abort"
-        delta = told(self._answer, event)
+        delta = delta_of_error(self._answer, event)
         if delta is None:
             return None
         self.tell(delta)

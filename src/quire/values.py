@@ -14,10 +14,10 @@ from typing import Any, Literal, NamedTuple, get_args
 from quire import checks
 from quire.errors import InvalidRequest, QuireError
 
-MANY = 1 << 30
+UNLIMITED = 1 << 30
 """'No limit', as a number: off is a degenerate value of the only path."""
 
-IDLE = 1 << 30
+BACKGROUND = 1 << 30
 """The priority from which on a request runs only in the gaps: while nobody else runs or could."""
 
 Pooling = Literal["mean", "last"]
@@ -44,7 +44,7 @@ Ahead = Literal["none", "possible", "open"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StructuredOutputs:
+class StructuredOutputsParams:
     """What an answer must look like (vLLM's StructuredOutputsParams): exactly one of the first five.
 
     json: a JSON schema, as an object or as JSON text; kept as text. json_object: any JSON object. regex: a regular
@@ -69,10 +69,10 @@ class StructuredOutputs:
     param: str = field(default="structured_outputs", compare=False)
 
     def __post_init__(self) -> None:
-        given = [name for name in _STRUCTURES if getattr(self, name) not in (None, False)]
+        given = [name for name in _STRUCTURE_KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             said = " and ".join(given) + " exclude each other" if given else "nothing is asked for"
-            raise self._refusal(f"{said}: give exactly one of {', '.join(_STRUCTURES)}")
+            raise self._refusal(f"{said}: give exactly one of {', '.join(_STRUCTURE_KINDS)}")
         if self.json is not None:
             object.__setattr__(self, "json", self._schema(self.json))
         if self.choice is not None:
@@ -85,8 +85,8 @@ class StructuredOutputs:
             if not isinstance(getattr(self, name), str | None):
                 raise self._refusal(f"{name} must be text")
         length = sum(map(len, (self.kind[1], self.whitespace_pattern or "")))
-        if length > STRUCTURE_CHARS:
-            raise self._refusal(f"it has {length} characters, and at most {STRUCTURE_CHARS} are taken")
+        if length > MAX_STRUCTURE_CHARS:
+            raise self._refusal(f"it has {length} characters, and at most {MAX_STRUCTURE_CHARS} are taken")
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -115,9 +115,9 @@ class StructuredOutputs:
         return InvalidRequest(f"{self.param}: {why}", param=self.param)
 
 
-_STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
+_STRUCTURE_KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
-STRUCTURE_CHARS = 1 << 18
+MAX_STRUCTURE_CHARS = 1 << 18
 """The largest schema or grammar that is taken."""
 
 
@@ -157,7 +157,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
@@ -179,7 +179,7 @@ class SamplingParams:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})", param="min_tokens"
             )
-        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise InvalidRequest("structured_outputs must be StructuredOutputs(...)", param="structured_outputs")
         if self.structured_outputs is not None and self.min_tokens:
             raise InvalidRequest(
@@ -205,16 +205,16 @@ RANGES: tuple[tuple[str, float, float], ...] = (
     ("n", 1, 1024),
     ("temperature", 0.0, 100.0),
     ("top_p", 0.0, 1.0),
-    ("top_k", -1, MANY),
+    ("top_k", -1, UNLIMITED),
     ("min_p", 0.0, 1.0),
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
     ("repetition_penalty", 0.01, 100.0),
     ("seed", -(1 << 63), (1 << 64) - 1),
-    ("max_tokens", 1, MANY),
-    ("min_tokens", 0, MANY),
-    ("logprobs", -1, MANY),
-    ("prompt_logprobs", -1, MANY),
+    ("max_tokens", 1, UNLIMITED),
+    ("min_tokens", 0, UNLIMITED),
+    ("logprobs", -1, UNLIMITED),
+    ("prompt_logprobs", -1, UNLIMITED),
 )
 """Whole numbers have whole bounds."""
 
@@ -237,14 +237,14 @@ class Request:
 
     id: str
     prompt: tuple[int, ...]
-    max_new: int
+    max_new_tokens: int
     sampling: SamplingParams = GREEDY
     stop: frozenset[int] = frozenset()
     seed: int = 0
     choice: int = 0
     priority: int = 0
     deadline: float = math.inf
-    salt: str = ""
+    cache_salt: str = ""
 
     def check_ids(self, vocab_size: int) -> None:
         """Raises InvalidRequest for token ids that are none of so many."""
@@ -253,7 +253,7 @@ class Request:
             checks.vocabulary(name, getattr(self.sampling, name), vocab_size)
 
 
-class Tokens(NamedTuple):
+class RequestStepOutput(NamedTuple):
     """What one request got from one step. `finish` is None while it goes on.
 
     `prompt_logprobs` come with the chunk that computed them (position 0 has none). `cached` counts the prompt
@@ -268,16 +268,16 @@ class Tokens(NamedTuple):
     stop_token: int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    cached: int = 0
+    num_cached: int = 0
     error: str | None = None
     param: str | None = None
     status: int = 500
     pooled: bytes = b""
 
 
-def failed(id: str, error: QuireError) -> Tokens:
+def error_output(id: str, error: QuireError) -> RequestStepOutput:
     """How a request is told that it has failed, and why."""
-    return Tokens(id, (), "error", error=str(error), param=error.param, status=error.status)
+    return RequestStepOutput(id, (), "error", error=str(error), param=error.param, status=error.status)
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +324,7 @@ class EmbeddingRequestOutput:
     num_cached_tokens: int = 0
 
 
-class Origin(NamedTuple):
+class TraceContext(NamedTuple):
     """Where a call came from. request_id: of the HTTP request that brought it. traceparent, tracestate: W3C trace
     context as it came, unchecked; empty if none did. tenant: among whose calls cached prefixes are shared; empty where
     there is one."""
@@ -335,10 +335,10 @@ class Origin(NamedTuple):
     tenant: str = ""
 
 
-UNKNOWN = Origin()
+NO_TRACE_CONTEXT = TraceContext()
 
 
-class Ended(NamedTuple):
+class FinishedRequest(NamedTuple):
     """How one answer ended, as the rim tells those who watch. Counts are tokens; seconds are what a client measures.
 
     id: the call's; choice: which of its answers. cached: prompt tokens found in the prefix cache. tokens: told.
@@ -350,11 +350,11 @@ class Ended(NamedTuple):
     choice: int
     reason: str
     sampling: SamplingParams
-    origin: Origin
+    origin: TraceContext
     prompt: int
     cached: int
     tokens: int
     max_tokens: int
     first: float | None
     seconds: float
-    detokenising: float = 0.0
+    detokenize_seconds: float = 0.0

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.engine.executor import Description
 from quire.engine.port import OnDeath, OnTokens
-from quire.values import FinishReason, Request, TokenLogprobs, Tokens
+from quire.values import FinishReason, Request, RequestStepOutput, TokenLogprobs
 
 Script = Callable[[Request], Sequence[int]]
 """What the engine will say to a request, end tokens included; the fake stops where an engine would."""
@@ -19,7 +19,7 @@ class FakePort:
 
     def __init__(self, script: Script | None = None, *, pages: int = 1000, max_model_len: int = 128) -> None:
         self.about = Description(
-            pages=pages, page_size=16, rows=64, max_model_len=max_model_len, vocab_size=512, depth=0
+            num_blocks=pages, block_size=16, num_rows=64, max_model_len=max_model_len, vocab_size=512, lookahead=0
         )
         self.script = script
         self.submitted: list[Request] = []
@@ -85,7 +85,7 @@ class FakePort:
     def say(self, request: Request | str, *tokens: int, **rest: Any) -> None:
         """One step that brings something to one request only."""
         id = request if isinstance(request, str) else request.id
-        self.told([Tokens(id, tokens, **rest)])
+        self.told([RequestStepOutput(id, tokens, **rest)])
 
     def die(self, reason: str) -> None:
         self.up = False
@@ -103,7 +103,7 @@ class FakePort:
             if batch:
                 self.told(batch)
 
-    def _one(self, request: Request, said: list[int]) -> Tokens:
+    def _one(self, request: Request, said: list[int]) -> RequestStepOutput:
         asks = request.sampling
         first = len(said) == len(self.script(request)) if self.script else False
         token = said.pop(0)
@@ -111,9 +111,9 @@ class FakePort:
         finish = stop = None
         if token in request.stop and made > asks.min_tokens:
             finish, stop = "stop", token
-        elif made >= request.max_new or not said:
+        elif made >= request.max_new_tokens or not said:
             finish = "length"
-        return Tokens(
+        return RequestStepOutput(
             request.id,
             (token,),
             finish,  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ class FakePort:
             prompt_logprobs=tuple(scored(t, asks.prompt_logprobs) for t in request.prompt[1:])
             if first and asks.prompt_logprobs is not None
             else (),
-            cached=16 if first and len(request.prompt) > 16 else 0,
+            num_cached=16 if first and len(request.prompt) > 16 else 0,
         )
 
 

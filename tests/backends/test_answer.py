@@ -6,33 +6,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.backends.answer import Answer
+from quire.backends.answer import OutputProcessor
 from quire.backends.base import Delta
-from quire.backends.spell import answer_to
+from quire.backends.spell import output_processor
 from quire.text.stop import StopStrings
 from quire.text.tokenizer import Tokenizer
-from quire.values import Request, SamplingParams, TokenLogprobs, Tokens
+from quire.values import Request, RequestStepOutput, SamplingParams, TokenLogprobs
 from tests.text.vocabulary import byte_level
 
 TOKENIZER = Tokenizer(byte_level(), {"eos_token": "<|end|>"})
 EOS = 1
 
 
-def answer(**fields: object) -> Answer:
+def answer(**fields: object) -> OutputProcessor:
     sampling = SamplingParams(**{"max_tokens": None, **fields})  # type: ignore[arg-type]
-    request = Request(id="a", prompt=(5,), max_new=99, sampling=sampling)
-    return answer_to(request, TOKENIZER, StopStrings(sampling.stop))
+    request = Request(id="a", prompt=(5,), max_new_tokens=99, sampling=sampling)
+    return output_processor(request, TOKENIZER, StopStrings(sampling.stop))
 
 
 def ids(text: str) -> tuple[int, ...]:
     return TOKENIZER.encode(text)
 
 
-def run(one: Answer, events: list[Tokens]) -> list[Delta]:
+def run(one: OutputProcessor, events: list[RequestStepOutput]) -> list[Delta]:
     """As the rim reads them: nothing after the end."""
     deltas = []
     for event in events:
-        delta = one.take(event)
+        delta = one.process(event)
         if delta is not None:
             deltas.append(delta)
             if delta.finish_reason:
@@ -58,12 +58,12 @@ def test_however_tokens_are_cut_into_steps_the_answer_is_the_same(
 ) -> None:
     tokens = [*ids(text), EOS] if ended == "stop" else [*ids(text), ids("a")[0]]
 
-    def events(sizes: list[int]) -> list[Tokens]:
-        made: list[Tokens] = []
+    def events(sizes: list[int]) -> list[RequestStepOutput]:
+        made: list[RequestStepOutput] = []
         at = 0
         while at < len(tokens):
             size = sizes[len(made)] if len(made) < len(sizes) else 1
-            made.append(Tokens("a", tuple(tokens[at : at + size])))
+            made.append(RequestStepOutput("a", tuple(tokens[at : at + size])))
             at += size
         made[-1] = made[-1]._replace(finish=ended, stop_token=EOS if ended == "stop" else None)
         return made
@@ -79,23 +79,23 @@ def test_however_tokens_are_cut_into_steps_the_answer_is_the_same(
 
 
 def test_the_end_token_is_counted_but_not_shown_and_not_named() -> None:
-    deltas = run(answer(skip_special_tokens=False), [Tokens("a", (*ids("the"), EOS), "stop", EOS)])
+    deltas = run(answer(skip_special_tokens=False), [RequestStepOutput("a", (*ids("the"), EOS), "stop", EOS)])
     assert whole(deltas) == ("the", (*ids("the"), EOS), "stop", None)
 
 
 def test_a_stop_token_of_the_request_is_named() -> None:
     token = ids("the")[0]
-    told = run(answer(stop_token_ids=[token]), [Tokens("a", (*ids("a"), token), "stop", token)])
+    told = run(answer(stop_token_ids=[token]), [RequestStepOutput("a", (*ids("a"), token), "stop", token)])
     assert whole(told) == ("a", (*ids("a"), token), "stop", token)
     shown = run(
         answer(stop_token_ids=[token], include_stop_str_in_output=True),
-        [Tokens("a", (*ids("a"), token), "stop", token)],
+        [RequestStepOutput("a", (*ids("a"), token), "stop", token)],
     )
     assert whole(shown)[0] == "athe"
 
 
 def test_an_ignored_end_token_that_is_a_stop_token_is_named() -> None:
-    deltas = run(answer(ignore_eos=True, stop_token_ids=[EOS]), [Tokens("a", (EOS,), "stop", EOS)])
+    deltas = run(answer(ignore_eos=True, stop_token_ids=[EOS]), [RequestStepOutput("a", (EOS,), "stop", EOS)])
     assert whole(deltas) == ("", (EOS,), "stop", EOS)
 
 
@@ -103,17 +103,17 @@ def test_tokens_past_a_stop_string_are_surplus_and_not_counted() -> None:
     one = answer(stop=["dog"], logprobs=0)
     tokens = ids("the dog and a boat")
     scores = tuple(TokenLogprobs(t, -1.0, 1) for t in tokens)
-    deltas = run(one, [Tokens("a", tokens, logprobs=scores)])
+    deltas = run(one, [RequestStepOutput("a", tokens, logprobs=scores)])
     text, used, finish, reason = whole(deltas)
     assert (text, finish, reason) == ("the ", "stop", "dog")
     assert TOKENIZER.decode(used) == "the dog"
     assert one.count == len(used) == len(deltas[0].logprobs)
-    assert one.surplus == len(tokens) - len(used)
+    assert one.num_surplus == len(tokens) - len(used)
 
 
 def test_text_held_back_is_told_at_the_end() -> None:
     one = answer(stop=["boats"])
-    first = run(one, [Tokens("a", (t,)) for t in ids("a boat")])
+    first = run(one, [RequestStepOutput("a", (t,)) for t in ids("a boat")])
     assert "".join(d.text for d in first) == "a "
     assert one.end("length").text == "boat"
 
@@ -121,34 +121,40 @@ def test_text_held_back_is_told_at_the_end() -> None:
 def test_half_a_character_is_told_only_at_the_end_and_its_tokens_with_it() -> None:
     tokens = ids("🐸")[:-1]
     one = answer()
-    assert run(one, [Tokens("a", tokens)]) == []
+    assert run(one, [RequestStepOutput("a", tokens)]) == []
     assert one.end("timeout") == Delta(0, "�", tokens, finish_reason="timeout")
 
 
 def test_log_probabilities_of_the_prompt_come_with_the_first_text() -> None:
     one = answer(prompt_logprobs=0)
     score = TokenLogprobs(5, -1.0, 1)
-    deltas = run(one, [Tokens("a", (), prompt_logprobs=(score,)), Tokens("a", ids("a"), prompt_logprobs=(score,))])
+    deltas = run(
+        one,
+        [
+            RequestStepOutput("a", (), prompt_logprobs=(score,)),
+            RequestStepOutput("a", ids("a"), prompt_logprobs=(score,)),
+        ],
+    )
     assert [d.prompt_logprobs for d in deltas] == [(None, score, score)]
 
 
 def test_cached_tokens_are_told_with_every_delta() -> None:
-    deltas = run(answer(), [Tokens("a", ids("a"), cached=16), Tokens("a", ids("b"))])
-    assert [d.cached for d in deltas] == [16, 16]
+    deltas = run(answer(), [RequestStepOutput("a", ids("a"), num_cached=16), RequestStepOutput("a", ids("b"))])
+    assert [d.num_cached for d in deltas] == [16, 16]
 
 
 def test_an_error_ends_the_answer_with_its_reason() -> None:
-    deltas = run(answer(), [Tokens("a", (), "error", error="out of luck")])
+    deltas = run(answer(), [RequestStepOutput("a", (), "error", error="out of luck")])
     assert (deltas[-1].finish_reason, deltas[-1].error) == ("error", "out of luck")
 
 
 @pytest.mark.parametrize("least", [0, 1, 3])
 def test_a_stop_string_counts_only_after_min_tokens(least: int) -> None:
     tokens = ids("the the the the")
-    deltas = run(answer(stop=["the"], min_tokens=least), [Tokens("a", (t,)) for t in tokens])
+    deltas = run(answer(stop=["the"], min_tokens=least), [RequestStepOutput("a", (t,)) for t in tokens])
     assert whole(deltas)[0] == ["", "the ", "the the the "][[0, 1, 3].index(least)]
 
 
 def test_without_text_wanted_tokens_come_at_the_end() -> None:
-    deltas = run(answer(detokenize=False), [Tokens("a", (7,)), Tokens("a", (8,), "length")])
+    deltas = run(answer(detokenize=False), [RequestStepOutput("a", (7,)), RequestStepOutput("a", (8,), "length")])
     assert whole(deltas) == ("", (7, 8), "length", None)

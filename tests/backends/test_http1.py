@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from quire.backends.http1 import Broken, Connection, Origin, Pool
+from quire.backends.http1 import Connection, ConnectionLost, Origin, Pool
 
 pytestmark = pytest.mark.anyio
 
@@ -61,7 +61,7 @@ async def test_what_changes_something_is_sent_once_on_a_kept_connection(method: 
     server = Server()
     async with pool(server) as one:
         await ask(one, "GET")
-        with pytest.raises(Broken, match="without an answer") as broken:
+        with pytest.raises(ConnectionLost, match="without an answer") as broken:
             await ask(one, method)
         assert server.asked == ["GET", method] and broken.value.code == "upstream_died"
 

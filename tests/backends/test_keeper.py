@@ -15,7 +15,7 @@ import pytest
 
 from quire.backends.http1 import Origin
 from quire.backends.keeper import PrivateServer, free_port
-from quire.backends.observer import NoLanes, Unobserved
+from quire.backends.observer import NoObserver, NoRequestObserver
 from quire.backends.upstream import UpstreamBackend
 from quire.errors import InvalidConfig, Unavailable
 from tests.live import Live, environment, serving
@@ -56,14 +56,14 @@ def fake(tmp_path: Path) -> Path:
 def behind(server: PrivateServer, port: int) -> UpstreamBackend:
     return UpstreamBackend(
         [Origin.parse(f"127.0.0.1:{port}")],
-        keeper=server,
-        rim=Unobserved(),
-        lanes=NoLanes(),
+        supervisor=server,
+        observer=NoObserver(),
+        request_observer=NoRequestObserver(),
         kind="vllm",
         headers=[(b"authorization", b"Bearer k")],
-        most=8,
+        max_outstanding=8,
         affinity=False,
-        patience=20,
+        start_timeout=20,
     )
 
 
@@ -76,7 +76,9 @@ async def until(true: Callable[[], bool], seconds: float = 100.0) -> None:
 async def test_it_is_started_again_when_it_dies_and_ends_when_told(fake: Path, tmp_path: Path) -> None:
     port = free_port()
     kept = tmp_path / "log"
-    server = PrivateServer([sys.executable, str(fake), "--port", str(port)], {"VLLM_API_KEY": "k"}, kept, pause=0.05)
+    server = PrivateServer(
+        [sys.executable, str(fake), "--port", str(port)], {"VLLM_API_KEY": "k"}, kept, restart_delay=0.05
+    )
     backend = behind(server, port)
     await backend.start()
     assert backend.ready() and backend.name == "fake"

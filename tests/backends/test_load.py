@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from quire.backends.load import Departures
+from quire.backends.load import DrainRate
 
 
-def leaving(every: float, count: int) -> Departures:
-    departures = Departures()
+def leaving(every: float, count: int) -> DrainRate:
+    departures = DrainRate()
     for i in range(count):
-        departures.note(100.0 + i * every)
+        departures.record(100.0 + i * every)
     return departures
 
 
@@ -23,4 +23,4 @@ def test_a_stall_makes_the_wait_longer() -> None:
 def test_the_wait_stays_within_reason() -> None:
     assert leaving(0.001, 50).wait(3, 100.05) == 1
     assert leaving(30, 5).wait(2048, 300) == 60
-    assert Departures().wait(2048, 5) == 1
+    assert DrainRate().wait(2048, 5) == 1

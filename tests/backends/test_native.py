@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.backends.base import Backend, Call, Delta, ModelCard, each
+from quire.backends.base import Backend, Call, Delta, ModelCard, iterate
 from quire.backends.native import NativeBackend
 from quire.errors import (
     DeadlineExceeded,
@@ -22,7 +22,7 @@ from quire.errors import (
 )
 from quire.text.chat import ChatTemplate
 from quire.text.tokenizer import Tokenizer
-from quire.values import Ended, SamplingParams, Tokens
+from quire.values import FinishedRequest, RequestStepOutput, SamplingParams
 from tests.backends.ports import FakePort
 from tests.text.vocabulary import CHATML, byte_level
 
@@ -36,7 +36,7 @@ class Watching:
     """Keeps what the rim tells."""
 
     def __init__(self) -> None:
-        self.ends: list[Ended] = []
+        self.ends: list[FinishedRequest] = []
         self.firsts = self.gaps = self.surplus = 0
         self.refused: list[str] = []
 
@@ -47,7 +47,7 @@ class Watching:
     def on_gap(self, seconds: float, tokens: int, answers: int = 1) -> None:
         self.gaps += tokens * answers
 
-    def on_end(self, ended: Ended) -> None:
+    def on_end(self, ended: FinishedRequest) -> None:
         self.ends.append(ended)
 
     def on_refused(self, reason: str) -> None:
@@ -61,7 +61,7 @@ class Watching:
 
 
 async def rim(port: FakePort, observer: Watching | None = None, **rest: Any) -> NativeBackend:
-    made = NativeBackend(port=port, tokenizer=TOKENIZER, card=CARD, observer=observer, **rest)
+    made = NativeBackend(engine=port, tokenizer=TOKENIZER, card=CARD, observer=observer, **rest)
     await made.start()
     return made
 
@@ -73,7 +73,7 @@ def call(prompt: str = "the", *, id: str = "c", timeout: float = 1e9, **fields: 
 
 async def collect(backend: NativeBackend, one: Call) -> list[Delta]:
     with closing(backend.answer(one)) as said:
-        return [delta async for ready in each(said) for delta in ready]
+        return [delta async for ready in iterate(said) for delta in ready]
 
 
 def says(text: str) -> list[int]:
@@ -111,15 +111,15 @@ async def test_many_answers_do_not_mix() -> None:
         for choice in (0, 1):
             text = "".join(d.text for d in deltas if d.index == choice)
             assert text == "dog " * (1 + i % 7) + f"c{i}-{choice}"
-    assert backend._seats == {}
-    assert backend._lives == set()
+    assert backend._active == {}
+    assert backend._requests == set()
 
 
 async def test_what_is_ready_together_comes_together() -> None:
     port = FakePort()
     backend = await rim(port)
     with closing(backend.answer(call())) as said:
-        stream = each(said)
+        stream = iterate(said)
         first = asyncio.ensure_future(anext(stream))
         await settle()
         for token in TOKENIZER.encode("the dog"):
@@ -147,7 +147,7 @@ async def test_a_reader_that_leaves_ends_its_answers() -> None:
     port, watching = FakePort(), Watching()
     backend = await rim(port, watching)
     said = backend.answer(call(n=2))
-    first = asyncio.ensure_future(anext(each(said)))
+    first = asyncio.ensure_future(anext(iterate(said)))
     await settle()
     port.say("c-1", *TOKENIZER.encode("the"))
     await first
@@ -171,7 +171,7 @@ async def test_what_a_reader_does_not_read_is_bounded() -> None:
     port = FakePort()
     backend = await rim(port, max_unread=10)
     with closing(backend.answer(call())) as said:
-        stream = each(said)
+        stream = iterate(said)
         first = asyncio.ensure_future(anext(stream))
         await settle()
         [request] = port.submitted
@@ -192,7 +192,7 @@ async def test_an_answer_that_cannot_be_put_into_words_ends_alone(caplog: pytest
     bad, good = (asyncio.ensure_future(collect(backend, call(id=id))) for id in ("bad", "good"))
     await settle()
     both = {request.id: request for request in port.submitted}
-    port.told([Tokens("bad-0", ("x",)), Tokens("good-0", tuple(TOKENIZER.encode("dog")))])  # type: ignore[arg-type]
+    port.told([RequestStepOutput("bad-0", ("x",)), RequestStepOutput("good-0", tuple(TOKENIZER.encode("dog")))])  # type: ignore[arg-type]
     port.say(both["good-0"], 1, finish="stop", stop_token=1)
     with pytest.raises(StepFailed, match=r"could not be put into words \(TypeError\)"):
         await bad
@@ -293,7 +293,7 @@ async def test_whose_mistake_a_failure_is_comes_with_it_whether_or_not_a_field_i
         backend = await rim(port)
         bad = asyncio.ensure_future(collect(backend, call(id="bad")))
         await settle()
-        port.told([Tokens("bad-0", (), "error", error="no such page", param=param, status=told)])
+        port.told([RequestStepOutput("bad-0", (), "error", error="no such page", param=param, status=told)])
         with pytest.raises(kind, match="no such page") as caught:
             await bad
         assert type(caught.value) is kind and caught.value.param == param
@@ -396,7 +396,7 @@ async def test_a_token_costs_the_rim_little_more_than_its_text() -> None:
         return asyncio.Task(coro, loop=loop, **rest)
 
     port = FakePort(max_model_len=1024)
-    backend = NativeBackend(port=port, tokenizer=TOKENIZER, card=replace(CARD, max_model_len=1024))
+    backend = NativeBackend(engine=port, tokenizer=TOKENIZER, card=replace(CARD, max_model_len=1024))
     await backend.start()
     tasks = [asyncio.ensure_future(collect(backend, call(id=f"c{i}", max_tokens=1000))) for i in range(64)]
     await settle()
@@ -408,7 +408,7 @@ async def test_a_token_costs_the_rim_little_more_than_its_text() -> None:
     for _ in range(20):
         began = time.thread_time()
         for _ in range(25):
-            port.told([Tokens(id, (token,)) for id in ids])
+            port.told([RequestStepOutput(id, (token,)) for id in ids])
             await asyncio.sleep(0)
         half = time.thread_time()
         for _ in range(25):
@@ -417,7 +417,7 @@ async def test_a_token_costs_the_rim_little_more_than_its_text() -> None:
         spent.append(half - began)
         control.append(time.thread_time() - half)
     loop.set_task_factory(None)
-    port.told([Tokens(id, (token,), "length") for id in ids])
+    port.told([RequestStepOutput(id, (token,), "length") for id in ids])
     await asyncio.gather(*tasks)
     assert not made
     ratio = [took / text for took, text in zip(spent, control, strict=True)]  # a busy machine slows both down

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.backends.http1 import Broken, Origin
-from quire.backends.passage import MOST_HELD, Passage
+from quire.backends.http1 import ConnectionLost, Origin
+from quire.backends.passage import MAX_HELD_BYTES, UpstreamResponse
 from quire.errors import InvalidConfig, Unavailable
 from tests.backends.stub import EVENTS, event
 
@@ -38,7 +38,7 @@ class Wire:
         if self.pieces:
             return self.pieces.pop(0)
         if self.breaks:
-            raise Broken("it is gone")
+            raise ConnectionLost("it is gone")
         return b""
 
 
@@ -50,14 +50,14 @@ class Heard:
     def on_made(self, tokens: int) -> None:
         self.made += tokens
 
-    def on_over(self, passage: Passage, error: str | None) -> None:
+    def on_over(self, passage: UpstreamResponse, error: str | None) -> None:
         self.over.append(error)
 
 
-def passed(wire: Wire) -> tuple[list[bytes], Passage, Heard, str]:
+def passed(wire: Wire) -> tuple[list[bytes], UpstreamResponse, Heard, str]:
     """The pieces that went on, the passage, what was heard, and the error at the end."""
     heard = Heard()
-    passage = Passage(wire, lambda connection: None, heard, "there")  # type: ignore[arg-type]
+    passage = UpstreamResponse(wire, lambda connection: None, heard, "there")  # type: ignore[arg-type]
     pieces: list[bytes] = []
 
     async def read() -> str:
@@ -82,7 +82,7 @@ def test_any_cut_passes_whole_events_and_counts_the_same(places: list[int], end:
     pieces, passage, heard, error = passed(Wire(*cut(stream, places)))
     assert b"".join(pieces) == stream and not error
     assert all(piece.endswith(end) for piece in pieces)
-    assert (passage.tokens, passage.prompt, passage.finish, passage.id) == (4, 3, "length", "cmpl-7")
+    assert (passage.tokens, passage.prompt_tokens, passage.finish, passage.id) == (4, 3, "length", "cmpl-7")
     assert heard.made == 5 and heard.over == [None]
 
 
@@ -97,7 +97,7 @@ def test_a_death_anywhere_cuts_no_event(place: int) -> None:
 
 def test_usage_with_every_event_is_the_last_ones() -> None:
     _, passage, heard, _ = passed(Wire(b"\n\n".join([*CHAT, b""])))
-    assert (passage.tokens, passage.prompt, passage.finish) == (3, 2, "length")
+    assert (passage.tokens, passage.prompt_tokens, passage.finish) == (3, 2, "length")
     assert heard.made == 3
 
 
@@ -111,12 +111,12 @@ def test_usage_with_every_event_is_the_last_ones() -> None:
 def test_usage_is_found_where_other_apis_put_it(last: dict[str, Any]) -> None:
     stream = b"event: x\ndata: {}\n\nevent: y\ndata: " + json.dumps(last).encode() + b"\n\n"
     _, passage, _, _ = passed(Wire(stream))
-    assert (passage.tokens, passage.prompt) == (6, 5)
+    assert (passage.tokens, passage.prompt_tokens) == (6, 5)
 
 
 def test_an_event_without_end_is_held_only_so_long() -> None:
-    pieces, _, _, _ = passed(Wire(*[b"x" * (MOST_HELD // 4)] * 6))
-    assert [len(piece) for piece in pieces] == [MOST_HELD, MOST_HELD // 2]
+    pieces, _, _, _ = passed(Wire(*[b"x" * (MAX_HELD_BYTES // 4)] * 6))
+    assert [len(piece) for piece in pieces] == [MAX_HELD_BYTES, MAX_HELD_BYTES // 2]
 
 
 def test_a_stream_that_just_stops_is_told_from_one_that_ends() -> None:

@@ -16,7 +16,7 @@ TOKENIZER = Tokenizer(byte_level(), {"eos_token": "<|end|>"}, eos=[3])
 
 def spelled(prompt: int = 10, limit: int = 100, salt: str = "s", **fields: object) -> list[Request]:
     sampling = SamplingParams(**{"max_tokens": None, **fields})  # type: ignore[arg-type]
-    call = Call(id="c", prompt=tuple(range(5, 5 + prompt)), sampling=sampling, priority=3, salt=salt)
+    call = Call(id="c", prompt=tuple(range(5, 5 + prompt)), sampling=sampling, priority=3, cache_salt=salt)
     return requests(call, tokenizer=TOKENIZER, limit=limit, seed=77)
 
 
@@ -28,10 +28,10 @@ def test_n_answers_are_n_requests_of_one_seed() -> None:
 
 
 def test_a_salt_stays_apart_from_every_other_and_is_short() -> None:
-    salts = [spelled(salt=salt)[0].salt for salt in ("", "s", "s" * (3 << 20), "t" + "s" * (3 << 20), "\ud800")]
+    salts = [spelled(salt=salt)[0].cache_salt for salt in ("", "s", "s" * (3 << 20), "t" + "s" * (3 << 20), "\ud800")]
     assert salts[0] == "" and len(set(salts)) == len(salts)
     assert {len(salt) for salt in salts[1:]} == {32}
-    assert salts[1] == spelled()[0].salt, "and the same every time"
+    assert salts[1] == spelled()[0].cache_salt, "and the same every time"
 
 
 def test_ends_are_the_models_own_and_the_requests() -> None:
@@ -40,9 +40,9 @@ def test_ends_are_the_models_own_and_the_requests() -> None:
 
 
 def test_the_answer_gets_what_the_context_leaves() -> None:
-    assert spelled()[0].max_new == 90
-    assert spelled(max_tokens=7)[0].max_new == 7
-    assert spelled(prompt=99)[0].max_new == 1
+    assert spelled()[0].max_new_tokens == 90
+    assert spelled(max_tokens=7)[0].max_new_tokens == 7
+    assert spelled(prompt=99)[0].max_new_tokens == 1
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,14 @@ import pytest
 from click import ClickException
 
 from quire.bench.drafts import LOOKUP, STARTS, compared, load, story, summary
-from quire.core.speculate import Fixed
+from quire.core.speculate import FixedDrafts
 
 
 def test_summaries_are_sentences_of_the_story_and_mostly_drafted_right() -> None:
     engines = {"off": load(None, 1), "look-up": load(LOOKUP, 1)}
-    engines["look-up"]._engine.scheduler.speculation = Fixed(8)  # else this machine's moment says how many are made
+    engines["look-up"]._engine.scheduler.speculation = FixedDrafts(
+        8
+    )  # else this machine's moment says how many are made
     asked = [summary(engines["off"], STARTS[0], 60)]
     found = compared("summaries", engines, "look-up", asked, 1)
     assert found["right"] > 0.4 and found["drafted"] > 20

@@ -12,7 +12,7 @@ import pytest
 from quire.bench.front import child, compare, spent
 from quire.bench.load import Job, spoken
 from quire.bench.timed import STEP, timed
-from quire.core.plan import Open, Plan, Span
+from quire.core.plan import NewSequence, Plan, Span
 from quire.executors.synthetic import SyntheticExecutor
 
 
@@ -44,9 +44,9 @@ def test_the_engine_is_the_process_that_the_front_started() -> None:
 def test_steps_take_as_long_as_they_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(STEP, "20")
     executor = timed(SyntheticExecutor(vocab_size=7))
-    assert executor.about.vocab_size == 7
+    assert executor.description.vocab_size == 7
     began = time.monotonic()
-    result = executor.launch(Plan((Open(0, (1, 2), 0, 2),), (), (Span(0, 2, 1, 1),))).result()
+    result = executor.launch(Plan((NewSequence(0, (1, 2), 0, 2),), (), (Span(0, 2, 1, 1),))).result()
     assert time.monotonic() - began >= 0.02
     assert len(result.tokens[0]) == 1
 

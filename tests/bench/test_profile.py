@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from quire.bench.profile import work
 from quire.bench.shapes import SHAPES
 from quire.cli import main
-from quire.models.registry import active, parameters, read_spec
+from quire.models.registry import active_parameters, parameters, read_spec
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -40,7 +40,7 @@ def test_operations_are_two_for_each_weight_a_token_meets_and_four_for_each_numb
 def test_a_tied_head_is_counted_once_for_each_sample(shape: str) -> None:
     spec = read_spec(dict(SHAPES[shape]))
     tables = spec.vocab * spec.hidden * (1 if spec.tie else 2)
-    assert active(spec) == parameters(spec)
+    assert active_parameters(spec) == parameters(spec)
     assert work(spec, 1, 0, sampled=1) == 2 * (parameters(spec) - tables + spec.vocab * spec.hidden)
 
 

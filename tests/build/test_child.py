@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.wire import Configure, frame
+from quire.engine.wire import Configure, encode_frame
 from tests.live import ROOT, environment
 
 
@@ -28,7 +28,7 @@ def test_an_engine_whose_front_went_away_while_it_was_built_ends_without_a_word(
             stderr=said,
         )
     there.close()
-    here.sendall(frame(Configure(settings)))
+    here.sendall(encode_frame(Configure(settings)))
     here.close()
     assert process.wait(600) == code
     assert (tmp_path / "said").read_text() == ""

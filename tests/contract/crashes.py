@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.engine.wire import TELL
+from quire.engine.wire import REPORT_SIGNAL
 from quire.server import descriptors
 from tests.contract.poison import poisons
 from tests.contract.soak import SLOW
@@ -285,7 +285,7 @@ class Crowd:
             while time.monotonic() - began < seconds or not self.figures.kills:
                 await asyncio.sleep(min(every, max(0.0, seconds - (time.monotonic() - began))) / 2)
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.live.engine_pid(), TELL)  # it says what it does, and goes on
+                    os.kill(self.live.engine_pid(), REPORT_SIGNAL)  # it says what it does, and goes on
                 await asyncio.sleep(every / 2)
                 await self.kill(began)
                 shown(row(self.figures.kills[-1]))

@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.engine.wire import TELL
+from quire.engine.wire import REPORT_SIGNAL
 from tests.contract.poison import Poison, poisons
 from tests.contract.streams import hear_all
 from tests.contract.wire import HOST, ask, request, send
@@ -63,7 +63,7 @@ def soak(live: Live, seconds: float) -> Figures:
     try:
         return asyncio.run(_soak(live, seconds))
     except Exception as error:
-        os.kill(live.engine_pid(), TELL)
+        os.kill(live.engine_pid(), REPORT_SIGNAL)
         time.sleep(1.0)
         raise AssertionError(f"{live.stats()}\n{live.log[-8000:]}") from error
 

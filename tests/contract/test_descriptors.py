@@ -34,7 +34,7 @@ def test_at_1024_descriptors_1100_silent_connections_leave_new_clients_a_503(tmp
 
     async def story(port: int) -> None:
         silent = [await asyncio.open_connection(HOST, port) for _ in range(1100)]
-        refused = 1100 - descriptors.room(4096, LIMIT, 1).connections
+        refused = 1100 - descriptors.connection_limits(4096, LIMIT, 1).connections
         heard = await asyncio.gather(*(reader.read() for reader, _ in silent[-refused:]))
         assert {answers(said)[0].status for said in heard} == {503}
         for _ in range(3):
@@ -77,11 +77,11 @@ def test_an_infinite_limit_that_is_not_granted_is_raised_to_a_usual_one(monkeypa
 @pytest.mark.parametrize("limit", [1, 64, 256, 1024, 20_000, 1 << 20])
 @pytest.mark.parametrize("each", [1, 2])
 def test_connections_and_those_waiting_to_be_accepted_fit_the_limit(limit: int, each: int) -> None:
-    room = descriptors.room(4096, limit, each)
+    room = descriptors.connection_limits(4096, limit, each)
     assert 1 <= room.connections <= 4096 and 1 <= room.backlog <= 2048
     if limit > 128:
         assert room.connections * each + room.backlog + 32 <= limit
-    assert descriptors.room(4096, None, each) == (4096, 2048)
+    assert descriptors.connection_limits(4096, None, each) == (4096, 2048)
 
 
 def test_a_connection_with_a_file_or_an_upstream_counts_twice() -> None:

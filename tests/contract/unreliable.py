@@ -16,10 +16,9 @@ from quire.build.child import main as child
 from quire.build.front import serve
 from quire.config import Settings
 from quire.core.plan import Plan, Result
-from quire.engine.executor import Executor, Handle
+from quire.engine.executor import Executor, StepHandle
 from quire.executors.local import LocalExecutor
-from quire.runner.batch import Shape
-from quire.runner.rows import Rows
+from quire.runner.rows import RowState, StepShape
 from quire.runner.sampler import Sampled, Sampler
 
 
@@ -39,8 +38,8 @@ SECRET = "/srv/models/secret.bin at 0x7f00dead"
 class Broken:
     """A step that was launched, and did not come home."""
 
-    def __init__(self, inner: Handle) -> None:
-        self.sample, self.over = inner.sample, inner.over
+    def __init__(self, inner: StepHandle) -> None:
+        self.sample, self.over = inner.sample, inner.is_done
 
     def result(self) -> Result:
         raise RuntimeError(f"CUDA error: an illegal memory access was encountered, {SECRET}")
@@ -55,8 +54,8 @@ class Unreliable:
         runner = cast(LocalExecutor, inner).runner
         runner.sampler = cast(Sampler, Spoilt(runner.sampler, self.seeds))
 
-    def launch(self, plan: Plan) -> Handle:
-        for opened in plan.opened:
+    def launch(self, plan: Plan) -> StepHandle:
+        for opened in plan.new_sequences:
             self.seeds[opened.row] = opened.seed
         fates = {self.seeds[span.row] for span in plan.spans}
         if Fate.MEMORY in fates:
@@ -77,8 +76,8 @@ class Spoilt:
     def __init__(self, inner: Sampler, seeds: dict[int, int]) -> None:
         self.inner, self.seeds, self.vocab_size = inner, seeds, inner.vocab_size
 
-    def __call__(self, logits: torch.Tensor, rows: Rows, shape: Shape, masks: Any = ()) -> Sampled:
-        for i, row in enumerate(shape.row_row.tolist()):
+    def __call__(self, logits: torch.Tensor, rows: RowState, shape: StepShape, masks: Any = ()) -> Sampled:
+        for i, row in enumerate(shape.sample_row.tolist()):
             if self.seeds[row] == Fate.NAN:
                 logits[i] = torch.nan
         return self.inner(logits, rows, shape, masks)

@@ -6,16 +6,16 @@ from quire.core.blocks import Fifo
 
 
 def taken(shelf: Fifo) -> list[int]:
-    return [shelf.take() for _ in range(len(shelf))]
+    return [shelf.evict() for _ in range(len(shelf))]
 
 
 def test_a_page_that_was_taken_back_and_filled_anew_is_given_up_by_its_new_age() -> None:
     shelf = Fifo()
-    shelf.put(1, born=10)
-    shelf.put(2, born=20)
+    shelf.add(1, allocated_at=10)
+    shelf.add(2, allocated_at=20)
     shelf.remove(1)
-    shelf.put(3, born=30)
-    shelf.put(1, born=40)  # its first entry, of age 10, is still in the heap
+    shelf.add(3, allocated_at=30)
+    shelf.add(1, allocated_at=40)  # its first entry, of age 10, is still in the heap
     assert len(shelf) == 3 and taken(shelf) == [2, 3, 1]
 
 
@@ -25,6 +25,6 @@ def test_entries_that_count_no_more_are_cleared_away_and_the_order_stays() -> No
         page = born % 5
         if born >= 5:
             shelf.remove(page)
-        shelf.put(page, born=born)
+        shelf.add(page, allocated_at=born)
     assert len(shelf._heap) <= 64 + 4 * 5 + 1
     assert taken(shelf) == [0, 1, 2, 3, 4]

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from quire.core.kv import KV, prefix_index
+from quire.core.kv import KVCacheManager, make_prefix_cache
 from quire.core.scheduler import Scheduler
-from quire.values import IDLE, Request
+from quire.values import BACKGROUND, Request
 
 
 def ask(id: str, priority: int = 0) -> Request:
-    return Request(id=id, prompt=tuple(range(30)), max_new=4, priority=priority)
+    return Request(id=id, prompt=tuple(range(30)), max_new_tokens=4, priority=priority)
 
 
 def test_steps_are_short_only_while_those_in_the_gaps_run() -> None:
-    scheduler = Scheduler(KV(64, 4, prefix_index(4, False)), rows=8, budget=100, gap=7)
-    scheduler.add(ask("a", IDLE))
-    scheduler.add(ask("b", IDLE))
+    scheduler = Scheduler(
+        KVCacheManager(64, 4, make_prefix_cache(4, False)), rows=8, max_num_batched_tokens=100, max_background_tokens=7
+    )
+    scheduler.add(ask("a", BACKGROUND))
+    scheduler.add(ask("b", BACKGROUND))
     plan = scheduler.plan()
-    assert plan is not None and [span.n for span in plan.spans] == [7]
+    assert plan is not None and [span.num_tokens for span in plan.spans] == [7]
     scheduler.add(ask("person"))
     plan = scheduler.plan()
-    assert plan is not None and [(span.n, span.rows) for span in plan.spans] == [(30, 1)]
+    assert plan is not None and [(span.num_tokens, span.num_samples) for span in plan.spans] == [(30, 1)]

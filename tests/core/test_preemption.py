@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 
-from quire.core.policy import PRESSURES
+from quire.core.policy import RESERVE_POLICIES
 from quire.core.step import Decision
 from quire.engine.clock import VirtualClock
 from quire.engine.events import Completed, StepRecord
-from quire.sim.run import House
+from quire.sim.run import SimConfig
 from quire.values import Request
 
 
@@ -26,7 +26,7 @@ class Watching:
 
     def on_step(self, record: StepRecord) -> None:
         self.decisions += record.decisions
-        self.fed += sum(span.n for span in record.plan.spans)
+        self.fed += sum(span.num_tokens for span in record.plan.spans)
 
     def on_end(self, ended: Completed) -> None: ...
 
@@ -36,7 +36,7 @@ class Watching:
 def first_victim(lengths: dict[str, int], pages: int, urgency: dict[str, int]) -> tuple[str, str]:
     """(who gave way first, to whom) where these prompts are all computed and then grow."""
     seen = Watching()
-    house = House(
+    house = SimConfig(
         pages=pages, page_size=4, prefix_caching=False, scheduling_policy="priority", pressure_policy="preempt"
     )
     engine = house.build(VirtualClock(), [seen])
@@ -44,9 +44,9 @@ def first_victim(lengths: dict[str, int], pages: int, urgency: dict[str, int]) -
         engine.submit([1] * length, 8, id=id, priority=urgency.get(id, 0))
     while engine.has_pending_work:
         engine.step()
-    chosen = next(each for each in seen.decisions if each.what == "preempted")
+    chosen = next(each for each in seen.decisions if each.kind == "preempted")
     assert all(len(one.tokens) == 8 for one in engine.completed_requests)
-    return chosen.id, chosen.by
+    return chosen.request_id, chosen.cause
 
 
 @pytest.mark.parametrize("order", [("long", "short", "middle"), ("long", "middle", "short")])
@@ -63,7 +63,7 @@ def pressed(policy: str) -> tuple[int, float]:
     """(preemptions, tokens fed for each that had to be) where prompts take many chunks and pages hold few of them."""
     seen, rng = Watching(), random.Random(3)
     sizes = {"pages": 100, "page_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 16, "chunk": 16}
-    house = House(**sizes, prefix_caching=False, pressure_policy=policy)  # type: ignore[arg-type]
+    house = SimConfig(**sizes, prefix_caching=False, pressure_policy=policy)  # type: ignore[arg-type]
     engine = house.build(VirtualClock(), [seen])
     least = 0
     for _ in range(30):
@@ -88,8 +88,8 @@ def test_nobody_is_sent_away_where_all_is_reserved() -> None:
 
 def test_one_piece_a_sequence_is_wanted_once() -> None:
     """Contiguous memory: as many run at once as there are pieces, whatever the policy."""
-    for policy in PRESSURES:
-        engine = House(pages=4, page_size=64, max_num_seqs=8, pressure_policy=policy).build(VirtualClock())
+    for policy in RESERVE_POLICIES:
+        engine = SimConfig(pages=4, page_size=64, max_num_seqs=8, pressure_policy=policy).build(VirtualClock())
         for _ in range(8):
             engine.submit([1] * 8, 8)
         while engine.has_pending_work:
@@ -101,12 +101,14 @@ def test_one_piece_a_sequence_is_wanted_once() -> None:
 def test_every_preemption_is_told_once(depth: int) -> None:
     """Also one after which nobody could be fed, so that there was no plan to tell it with."""
     seen, rng = Watching(), random.Random(5)
-    house = House(pages=8, page_size=4, max_num_seqs=3, depth=depth, prefix_caching=False, pressure_policy="preempt")
+    house = SimConfig(
+        pages=8, page_size=4, max_num_seqs=3, depth=depth, prefix_caching=False, pressure_policy="preempt"
+    )
     engine = house.build(VirtualClock(), [seen])
     for i in range(40):
         engine.submit([1] * rng.randint(1, 10), rng.randint(4, 20), id=f"r-{i}")
     while engine.has_pending_work:
         engine.step()
-    told = Counter(each.id for each in seen.decisions if each.what == "preempted")
+    told = Counter(each.request_id for each in seen.decisions if each.kind == "preempted")
     assert told == {one.id: one.preemptions for one in engine.completed_requests if one.preemptions}
     assert told.total() == engine.gauges().preemptions > 0

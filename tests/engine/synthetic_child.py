@@ -14,14 +14,14 @@ import time
 
 from quire.core.plan import Plan
 from quire.engine.engine import Engine
-from quire.engine.executor import Executor, Handle
+from quire.engine.executor import Executor, StepHandle
 from quire.engine.process import EngineLoop
-from quire.engine.watch import Watch
-from quire.engine.window import NoWindow
-from quire.engine.wire import Configure, Frames, Ready, Refused, frame
+from quire.engine.watch import StepWatch
+from quire.engine.window import NoLiveView
+from quire.engine.wire import BuildFailed, Configure, FrameReader, Ready, encode_frame
 from quire.executors.costs import StepCost
 from quire.observe.engine_metrics import EngineMetrics
-from quire.sim.run import House
+from quire.sim.run import SimConfig
 
 
 class Sticking:
@@ -32,13 +32,13 @@ class Sticking:
     def __init__(self, inner: Executor) -> None:
         self.describe, self.reset, self.close, self.inner = inner.describe, inner.reset, inner.close, inner
 
-    def launch(self, plan: Plan) -> Handle:
-        if any(opened.seed == self.SEED for opened in plan.opened):
+    def launch(self, plan: Plan) -> StepHandle:
+        if any(opened.seed == self.SEED for opened in plan.new_sequences):
             time.sleep(60)
         return self.inner.launch(plan)
 
 
-class Telling(NoWindow):
+class Telling(NoLiveView):
     """A frame a step while somebody watches."""
 
     on = False
@@ -52,24 +52,24 @@ class Telling(NoWindow):
 
 def main() -> None:
     link = socket.socket(fileno=int(sys.argv[1]))
-    (said,) = Frames(Configure).feed(link.recv(1 << 16))
+    (said,) = FrameReader(Configure).feed(link.recv(1 << 16))
     if said.settings.get("bad"):
-        link.sendall(frame(Refused("InvalidModel", "no such model: try 'embedded'")))
+        link.sendall(encode_frame(BuildFailed("InvalidModel", "no such model: try 'embedded'")))
         sys.exit(2)
     if said.settings.get("dies"):
         os._exit(3)
     if lives := said.settings.get("lives"):
         threading.Timer(lives, os._exit, [4]).start()
     metrics = EngineMetrics()
-    watch = Watch(timeout=said.settings.get("timeout"))
+    watch = StepWatch(timeout=said.settings.get("timeout"))
     cost = StepCost(said.settings.get("step", 0.0), said.settings.get("token", 0.0))
-    engine = House(pages=64, page_size=4, cost=cost).build(observers=[metrics, watch])
+    engine = SimConfig(pages=64, page_size=4, cost=cost).build(observers=[metrics, watch])
     if said.settings.get("sticks"):
         engine.executor = Sticking(engine.executor)
-    watch.listen(engine)
-    link.sendall(frame(Ready(engine.about)))
+    watch.install_signal_handler(engine)
+    link.sendall(encode_frame(Ready(engine.description)))
     window = Telling() if said.settings.get("window") else None
-    EngineLoop(engine, link, lambda: metrics.snapshot(engine), watch, window=window).run()
+    EngineLoop(engine, link, lambda: metrics.snapshot(engine), watch, live_view=window).run()
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
 from quire.errors import InvalidRequest
 from quire.executors.costs import StepCost
-from quire.sim.run import House
+from quire.sim.run import SimConfig
 from quire.values import Request, SamplingParams
 
 
-def house(**settings: object) -> House:
-    return House(**{"pages": 32, "page_size": 4, "max_num_seqs": 4, "cost": StepCost(0.01, 0.001), **settings})  # type: ignore[arg-type]
+def house(**settings: object) -> SimConfig:
+    return SimConfig(**{"pages": 32, "page_size": 4, "max_num_seqs": 4, "cost": StepCost(0.01, 0.001), **settings})  # type: ignore[arg-type]
 
 
 def run(engine: Engine) -> None:
@@ -115,13 +115,13 @@ def test_aborting_frees_the_pages_within_a_step() -> None:
         engine.submit([1] * 20, 50, id="long")
         for _ in range(5):
             engine.step()
-        assert engine.gauges().used_pages > 0
+        assert engine.gauges().used_blocks > 0
         engine.abort("long")
         events = engine.step()
         assert [(e.id, e.finish) for e in events if e.finish] == [("long", "abort")]
         for _ in range(depth):
             engine.step()
-        assert engine.gauges().used_pages == 0
+        assert engine.gauges().used_blocks == 0
         engine.abort("long")  # again, and unknown ones: nothing happens
         engine.abort("never-seen")
         run(engine)
@@ -163,26 +163,29 @@ def cached(engine: Engine, requests: list[Request]) -> dict[str, int]:
         engine.add(request)
     while engine.has_pending_work:
         for event in engine.step():
-            found[event.id] = max(found.get(event.id, 0), event.cached)
+            found[event.id] = max(found.get(event.id, 0), event.num_cached)
     return found
 
 
 def test_who_begins_with_what_another_is_computing_waits_for_it() -> None:
     head = tuple(range(200))
-    asked = [Request(id=f"n-{i}", prompt=(*head, 300 + i), max_new=3) for i in range(4)]
+    asked = [Request(id=f"n-{i}", prompt=(*head, 300 + i), max_new_tokens=3) for i in range(4)]
     engine = house(pages=400).build(VirtualClock())
     assert cached(engine, asked) == {"n-0": 0, "n-1": 200, "n-2": 200, "n-3": 200}
     engine = house(pages=400, chunk=20).build(VirtualClock())
-    assert cached(engine, [*asked, Request(id="late", prompt=(*head[:100], 7), max_new=3)])["late"] == 100
+    assert cached(engine, [*asked, Request(id="late", prompt=(*head[:100], 7), max_new_tokens=3)])["late"] == 100
 
 
 def test_nobody_waits_for_little_for_another_salt_or_for_what_it_must_compute_itself() -> None:
     head = tuple(range(100))
     asks = SamplingParams(prompt_logprobs=1)
     for first, other in (
-        (Request(id="a", prompt=head[:60], max_new=3), Request(id="b", prompt=head[:60], max_new=3)),
-        (Request(id="a", prompt=head, max_new=3), Request(id="b", prompt=head, max_new=3, salt="x")),
-        (Request(id="a", prompt=head, max_new=3), Request(id="b", prompt=head, max_new=3, sampling=asks)),
+        (Request(id="a", prompt=head[:60], max_new_tokens=3), Request(id="b", prompt=head[:60], max_new_tokens=3)),
+        (
+            Request(id="a", prompt=head, max_new_tokens=3),
+            Request(id="b", prompt=head, max_new_tokens=3, cache_salt="x"),
+        ),
+        (Request(id="a", prompt=head, max_new_tokens=3), Request(id="b", prompt=head, max_new_tokens=3, sampling=asks)),
     ):
         assert cached(house(pages=400).build(VirtualClock()), [first, other]) == {"a": 0, "b": 0}
 
@@ -191,7 +194,7 @@ def test_who_waited_for_another_goes_on_when_that_one_leaves() -> None:
     engine = house(pages=400, chunk=20).build(VirtualClock())
     head = tuple(range(200))
     for i in range(3):
-        engine.add(Request(id=f"n-{i}", prompt=(*head, 300 + i), max_new=3))
+        engine.add(Request(id=f"n-{i}", prompt=(*head, 300 + i), max_new_tokens=3))
     engine.step()
     assert engine.gauges().running == 1 and engine.gauges().waiting == 2
     engine.abort("n-0")
@@ -202,9 +205,9 @@ def test_who_waited_for_another_goes_on_when_that_one_leaves() -> None:
 def test_a_salt_keeps_prefixes_apart() -> None:
     engine = house().build(VirtualClock())
     for name, salt in (("a", ""), ("b", "x"), ("c", "y"), ("d", "x")):
-        engine.add(Request(id=name, prompt=tuple(range(17)), max_new=2, salt=salt))
+        engine.add(Request(id=name, prompt=tuple(range(17)), max_new_tokens=2, cache_salt=salt))
         run(engine)
-    assert engine.ledger.cached == 16  # d found b's pages, and nobody else anybody's
+    assert engine.stats.num_cached_tokens == 16  # d found b's pages, and nobody else anybody's
 
 
 def test_preemption_resumes_and_is_counted() -> None:

@@ -21,15 +21,15 @@ from quire.engine import client
 from quire.engine.client import EngineProcess
 from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
-from quire.engine.pace import Progress
+from quire.engine.pace import StallDetector
 from quire.engine.process import EngineLoop
-from quire.engine.slack import NoSlack
-from quire.engine.watch import Watch
-from quire.engine.wire import Abort, Submit, Update, frame
+from quire.engine.slack import NoPlanDelay
+from quire.engine.watch import StepWatch
+from quire.engine.wire import Abort, Submit, Update, encode_frame
 from quire.errors import InvalidModel, QuireError, Unavailable
 from quire.executors.costs import StepCost
-from quire.sim.run import House
-from quire.values import Request, SamplingParams, Tokens
+from quire.sim.run import SimConfig
+from quire.values import Request, RequestStepOutput, SamplingParams
 
 CHILD = str(Path(__file__).with_name("synthetic_child.py"))
 
@@ -45,10 +45,10 @@ class Rig:
             backoff=0.01,
             standby_after=standby_after,
         )
-        self.events: list[Tokens] = []
+        self.events: list[RequestStepOutput] = []
         self.deaths: list[str] = []
 
-        def hear(events: Sequence[Tokens]) -> None:
+        def hear(events: Sequence[RequestStepOutput]) -> None:
             self.events.extend(events)
 
         self.port.subscribe(hear, self.deaths.append)
@@ -74,7 +74,9 @@ class Rig:
 
 
 def ask(id: str, new: int = 5, prompt: Sequence[int] = (1, 2, 3)) -> Request:
-    return Request(id=id, prompt=tuple(prompt), max_new=new, sampling=SamplingParams(logit_bias={3: 1.5}, seed=4))
+    return Request(
+        id=id, prompt=tuple(prompt), max_new_tokens=new, sampling=SamplingParams(logit_bias={3: 1.5}, seed=4)
+    )
 
 
 def test_tokens_come_back_and_the_counters_settle() -> None:
@@ -113,7 +115,7 @@ def test_after_a_reset_nothing_computed_before_is_found_and_who_runs_goes_on() -
                     rig.port.reset_prefix_cache()
                 await rig.until(lambda: rig.finish(id) is not None)
                 assert len(rig.made(id)) == 40
-                return max(event.cached for event in rig.events if event.id == id)
+                return max(event.num_cached for event in rig.events if event.id == id)
 
             assert [await cached("a", reset=True), await cached("b", reset=True)] == [0, 0]
             assert await cached("c", reset=False) == 0
@@ -271,7 +273,7 @@ def test_a_stopped_engine_is_not_alive_after_the_step_timeout_and_is_replaced() 
 
 
 def stuck(id: str) -> Request:
-    return Request(id=id, prompt=(1, 2, 3), max_new=5, sampling=SamplingParams(seed=666), seed=666)
+    return Request(id=id, prompt=(1, 2, 3), max_new_tokens=5, sampling=SamplingParams(seed=666), seed=666)
 
 
 def test_a_long_prefill_is_progress() -> None:
@@ -292,22 +294,22 @@ def test_a_long_prefill_is_progress() -> None:
 
 
 def test_an_engine_that_says_idle_before_it_heard_is_not_idle() -> None:
-    progress = Progress(0.0)
-    progress.heard(Update(0, [], True, 0, 2.0), 0.0)
-    progress.asked(10.0)
-    progress.heard(Update(7, [], True, 0, 2.0), 10.5)  # of what came before; it had not read on yet
+    progress = StallDetector(0.0)
+    progress.on_update(Update(0, [], True, 0, 2.0), 0.0)
+    progress.on_submit(10.0)
+    progress.on_update(Update(7, [], True, 0, 2.0), 10.5)  # of what came before; it had not read on yet
     assert not progress.idle
-    assert progress.overdue(12.0) < 0 < progress.overdue(12.6)
-    progress.heard(Update(8, [], True, 1, 2.0), 12.7)
-    assert progress.idle and progress.overdue(99.0) <= 0
+    assert progress.is_stalled(12.0) < 0 < progress.is_stalled(12.6)
+    progress.on_update(Update(8, [], True, 1, 2.0), 12.7)
+    assert progress.idle and progress.is_stalled(99.0) <= 0
 
 
 def test_updates_without_a_step_are_no_progress() -> None:
-    progress = Progress(0.0)
-    progress.asked(0.0)
+    progress = StallDetector(0.0)
+    progress.on_submit(0.0)
     for second in range(5):
-        progress.heard(Update(1, [], False, 1, 2.0), float(second))
-    assert progress.overdue(5.0) == 3.0
+        progress.on_update(Update(1, [], False, 1, 2.0), float(second))
+    assert progress.is_stalled(5.0) == 3.0
 
 
 class Pauses:
@@ -364,7 +366,7 @@ def test_who_watches_sees_the_next_engine_too_and_who_stopped_does_not() -> None
     async def story() -> None:
         async with Rig(window=True) as rig:
             frames: list[bytes] = []
-            rig.port.show(lambda frame, whole: frames.append(frame))
+            rig.port.on_frames(lambda frame, whole: frames.append(frame))
 
             async def of_a_new_engine(id: str) -> list[bytes]:
                 """Frames seen of an engine that takes the place of the last."""
@@ -381,9 +383,9 @@ def test_who_watches_sees_the_next_engine_too_and_who_stopped_does_not() -> None
             rig.port.submit([ask("first")])
             await rig.until(lambda: rig.finish("first") is not None)
             assert frames == []
-            rig.port.look(True)
+            rig.port.watch(True)
             assert await of_a_new_engine("second") and await of_a_new_engine("third")
-            rig.port.look(False)
+            rig.port.watch(False)
             assert await of_a_new_engine("fourth") == []
 
     asyncio.run(story())
@@ -397,11 +399,11 @@ def test_several_requests_in_one_message_and_then_idleness_are_no_stall() -> Non
             for names in (["a", "b", "c"], ["d"], ["e", "f"]):
                 rig.port.submit([ask(name) for name in names])
                 await rig.until(lambda names=names: all(rig.finish(name) for name in names))
-                await rig.until(lambda: rig.port._progress.idle)
+                await rig.until(lambda: rig.port._stall_detector.idle)
             rig.port.submit([ask("g"), ask("h")])
             rig.port.submit([ask("i", 10_000), ask("j")])
             await rig.until(lambda: all(rig.finish(name) for name in "ghij"))
-            await rig.until(lambda: rig.port._progress.idle)
+            await rig.until(lambda: rig.port._stall_detector.idle)
             assert rig.port.restarts == 0
 
     asyncio.run(story())
@@ -413,17 +415,17 @@ def test_after_work_and_a_rest_memory_is_given_back_once(monkeypatch: pytest.Mon
     monkeypatch.setattr("quire.engine.process._REST", 0.01)
     front, back = socket.socketpair()
     with front, back:
-        house = House(pages=64, page_size=4, max_num_seqs=4, cost=StepCost(0.01, 0.001)).build(VirtualClock())
-        loop = EngineLoop(house, back, dict, Watch())
-        assert loop._listen() and len(given) == 1 and loop._patience() is None
-        front.sendall(frame(Submit([ask("a")])))
-        assert loop._listen() and not loop.rested and len(given) == 1
+        house = SimConfig(pages=64, page_size=4, max_num_seqs=4, cost=StepCost(0.01, 0.001)).build(VirtualClock())
+        loop = EngineLoop(house, back, dict, StepWatch())
+        assert loop._receive() and len(given) == 1 and loop._idle_timeout() is None
+        front.sendall(encode_frame(Submit([ask("a")])))
+        assert loop._receive() and not loop.trimmed and len(given) == 1
         while house.can_step:
             house.step()
-        assert loop._listen() and len(given) == 2
+        assert loop._receive() and len(given) == 2
 
 
-class Due(NoSlack):
+class Due(NoPlanDelay):
     """Plans are due at a moment of the machine's clock."""
 
     at = 0.0
@@ -435,19 +437,23 @@ class Due(NoSlack):
 def test_until_the_next_plan_is_due_the_loop_goes_on_listening() -> None:
     due, front, back = Due(), *socket.socketpair()
     with front, back:
-        plain = House(pages=64, page_size=4, depth=1).build()
-        engine = Engine(plain.scheduler, plain.executor, depth=1, slack=due)
-        loop = EngineLoop(engine, back, dict, Watch())
+        plain = SimConfig(pages=64, page_size=4, depth=1).build()
+        engine = Engine(plain.scheduler, plain.executor, lookahead=1, plan_delay=due)
+        loop = EngineLoop(engine, back, dict, StepWatch())
         engine.add(ask("first", 50))
         engine.step()
         due.at = time.monotonic() + 2.0
-        said = [frame(Submit([ask("second")])), frame(Submit([ask("third")])), frame(Abort(["second"]))]
+        said = [
+            encode_frame(Submit([ask("second")])),
+            encode_frame(Submit([ask("third")])),
+            encode_frame(Abort(["second"])),
+        ]
         timers = [threading.Timer(0.05 * i, front.sendall, [message]) for i, message in enumerate(said, 1)]
         for timer in timers:
             timer.start()
-        assert loop._listen() and time.monotonic() >= due.at - 1e-3
-        assert set(engine.scheduler.seqs) == {"first", "third"}
-        assert loop._listen(), "what is due is not put off"
+        assert loop._receive() and time.monotonic() >= due.at - 1e-3
+        assert set(engine.scheduler.sequences) == {"first", "third"}
+        assert loop._receive(), "what is due is not put off"
         for timer in timers:
             timer.join()
 

@@ -7,10 +7,10 @@ import pytest
 from quire.core.plan import Plan
 from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
-from quire.engine.executor import Executor, Handle
+from quire.engine.executor import Executor, StepHandle
 from quire.errors import StepFailed
 from quire.executors.costs import StepCost
-from quire.sim.run import House
+from quire.sim.run import SimConfig
 
 
 class Failing:
@@ -20,7 +20,7 @@ class Failing:
         self.inner, self.at, self.launched = inner, at, 0
         self.describe, self.reset, self.close = inner.describe, inner.reset, inner.close
 
-    def launch(self, plan: Plan) -> Handle:
+    def launch(self, plan: Plan) -> StepHandle:
         self.launched += 1
         if self.launched in self.at:
             raise StepFailed("by number")
@@ -29,7 +29,7 @@ class Failing:
 
 def ran(at: set[int], prompts: int = 1, **settings: object) -> tuple[list[str], int]:
     """(how each request ended, steps that failed)."""
-    house = House(**{"pages": 64, "page_size": 4, "max_num_seqs": 4, "cost": StepCost(0.01), **settings})  # type: ignore[arg-type]
+    house = SimConfig(**{"pages": 64, "page_size": 4, "max_num_seqs": 4, "cost": StepCost(0.01), **settings})  # type: ignore[arg-type]
     engine: Engine = house.build(VirtualClock())
     engine.executor = Failing(engine.executor, at)
     for i in range(prompts):

@@ -13,11 +13,11 @@ from quire.core.plan import Plan
 from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
 from quire.engine.events import StepRecord
-from quire.engine.slack import MeasuredSlack, NoSlack, Slack
-from quire.engine.watch import Watch
+from quire.engine.slack import MeasuredPlanDelay, NoPlanDelay, PlanDelay
+from quire.engine.watch import StepWatch
 from quire.executors.costs import StepCost
 from quire.executors.synthetic import SyntheticHandle
-from quire.sim.run import House
+from quire.sim.run import SimConfig
 
 STEP, HOST = 0.005, 0.0003
 
@@ -45,7 +45,7 @@ class Device:
 class Rig:
     """A server's loop on a virtual clock. late: seconds by which its next sleep is too long. pace: of the next step."""
 
-    slack: Callable[[VirtualClock], Slack] = MeasuredSlack
+    slack: Callable[[VirtualClock], PlanDelay] = MeasuredPlanDelay
     host: float = HOST
     late: Callable[[], float] = lambda: 0.00005
     depth: int = 1
@@ -56,17 +56,17 @@ class Rig:
 
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
-        plain = House(depth=self.depth, pages=8192, max_num_batched_tokens=2048, chunk=2048, cost=StepCost(STEP)).build(
-            self.clock
-        )
+        plain = SimConfig(
+            depth=self.depth, pages=8192, max_num_batched_tokens=2048, chunk=2048, cost=StepCost(STEP)
+        ).build(self.clock)
         self.device = Device(plain, self.clock, self.host, self.pace)
-        self.watch = Watch(keep=100_000)
+        self.watch = StepWatch(keep=100_000)
         self.engine = Engine(
             plain.scheduler,
             self.device,
-            depth=self.depth,
+            lookahead=self.depth,
             clock=self.clock,
-            slack=self.slack(self.clock),
+            plan_delay=self.slack(self.clock),
             observers=[self.watch],
         )
 
@@ -75,7 +75,7 @@ class Rig:
         coming, engine, clock = sorted(arrivals), self.engine, self.clock
         for _ in range(steps):
             self.waits.append(0.0)
-            while (left := engine.spare()) > 0:
+            while (left := engine.time_to_next_plan()) > 0:
                 until = clock.now() + left
                 heard = [c for c in coming if c[0] <= until]
                 upto = heard[0][0] if heard else until + self.late()
@@ -83,7 +83,7 @@ class Rig:
                 clock.sleep_until(upto)
                 self._take(coming)
             self._take(coming)
-            self.device.busy = bool(engine.flight)
+            self.device.busy = bool(engine.inflight)
             for event in engine.step():
                 if event.tokens:
                     self.first.setdefault(event.id, clock.now())
@@ -113,11 +113,11 @@ def noisy(seed: int, share: float, every: Callable[[], float] = lambda: STEP) ->
 
 def test_who_comes_while_a_step_runs_is_in_the_next_one() -> None:
     waited = {}
-    for slack in (MeasuredSlack, lambda clock: NoSlack()):
+    for slack in (MeasuredPlanDelay, lambda clock: NoPlanDelay()):
         rig = Rig(slack).warm()
         came = [rig.clock.now() + i * 10 * STEP + 0.5 * STEP for i in range(20)]
         rig.run(250, [(at, f"new-{i}", 1) for i, at in enumerate(came)])
-        waited[slack is MeasuredSlack] = [rig.first[f"new-{i}"] - at for i, at in enumerate(came)]
+        waited[slack is MeasuredPlanDelay] = [rig.first[f"new-{i}"] - at for i, at in enumerate(came)]
     assert max(waited[True]) < 1.6 * STEP  # the rest of one step, and its own
     assert min(waited[False]) > 2.0 * STEP  # and one more between
 
@@ -173,7 +173,7 @@ def test_a_device_that_becomes_slower_is_learnt_too() -> None:
 
 
 def test_a_host_that_is_slower_than_the_device_never_waits() -> None:
-    rig, plain = Rig(host=1.5 * STEP).warm(), Rig(lambda clock: NoSlack(), host=1.5 * STEP).warm()
+    rig, plain = Rig(host=1.5 * STEP).warm(), Rig(lambda clock: NoPlanDelay(), host=1.5 * STEP).warm()
     assert not any(rig.waits) and rig.clock.now() == plain.clock.now()
 
 
@@ -189,7 +189,7 @@ def test_a_launch_that_takes_long_once_is_remembered_for_a_while() -> None:
 
 
 def test_nothing_waits_where_nothing_runs_ahead_or_nothing_runs() -> None:
-    assert Rig().engine.spare() == 0.0
+    assert Rig().engine.time_to_next_plan() == 0.0
     rig = Rig(depth=0).warm()
     assert not any(rig.waits)
 
@@ -204,46 +204,46 @@ def test_the_wait_is_no_part_of_what_a_step_took() -> None:
         assert record.committed - record.planned < 1.3 * STEP  # and who is fed has been waiting less, not more
 
 
-def known(slack: MeasuredSlack, fed: int, took: float, times: int) -> None:
+def known(slack: MeasuredPlanDelay, fed: int, took: float, times: int) -> None:
     for _ in range(times):
-        slack.launched(slack.clock.now())
-        slack.learn(fed, took, waited=True)
+        slack.on_launch(slack.clock.now())
+        slack.record(fed, took, waited=True)
 
 
 def test_a_step_takes_at_least_what_those_took_that_fed_about_as_much_or_less() -> None:
     clock = VirtualClock()
-    slack = MeasuredSlack(clock)
-    known(slack, 16, 0.005, MeasuredSlack.KNOWN - 1)
-    assert slack.left(16, clock.now()) == 0.0, "too little is known"
+    slack = MeasuredPlanDelay(clock)
+    known(slack, 16, 0.005, MeasuredPlanDelay.KNOWN - 1)
+    assert slack.remaining(16, clock.now()) == 0.0, "too little is known"
     known(slack, 16, 0.006, 1)
-    assert 0.004 < slack.left(16, clock.now()) < 0.005
-    assert slack.left(15, clock.now()) == slack.left(300, clock.now()) == slack.left(16, clock.now())
+    assert 0.004 < slack.remaining(16, clock.now()) < 0.005
+    assert slack.remaining(15, clock.now()) == slack.remaining(300, clock.now()) == slack.remaining(16, clock.now())
     known(slack, 300, 0.02, 10)
-    assert slack.left(300, clock.now()) < 0.005, "some that fed less were faster"
-    known(slack, 300, 0.02, MeasuredSlack.KEPT)
-    assert slack.left(300, clock.now()) > 0.015, "those are long ago"
-    assert slack.left(16, clock.now()) == 0.0, "and of others nothing is known"
+    assert slack.remaining(300, clock.now()) < 0.005, "some that fed less were faster"
+    known(slack, 300, 0.02, MeasuredPlanDelay.KEPT)
+    assert slack.remaining(300, clock.now()) > 0.015, "those are long ago"
+    assert slack.remaining(16, clock.now()) == 0.0, "and of others nothing is known"
 
 
 def test_nobody_waits_for_less_than_what_is_worth_it() -> None:
     clock = VirtualClock()
-    slack = MeasuredSlack(clock)
-    known(slack, 16, 2 * MeasuredSlack.WORTH, 10)
+    slack = MeasuredPlanDelay(clock)
+    known(slack, 16, 2 * MeasuredPlanDelay.WORTH, 10)
     begun = clock.now()
-    assert slack.left(16, begun) > MeasuredSlack.WORTH
-    clock.time += MeasuredSlack.WORTH
-    assert slack.left(16, begun) == 0.0
+    assert slack.remaining(16, begun) > MeasuredPlanDelay.WORTH
+    clock.time += MeasuredPlanDelay.WORTH
+    assert slack.remaining(16, begun) == 0.0
 
 
 def test_a_result_that_was_there_teaches_only_if_the_plan_was_late() -> None:
     clock = VirtualClock()
-    slack = MeasuredSlack(clock)
+    slack = MeasuredPlanDelay(clock)
     known(slack, 16, 0.005, 10)
     margin = slack.margin
-    slack.learn(16, 0.001, waited=False)  # a host that was busy elsewhere: nobody knows when that step ended
-    before = slack.left(16, clock.now())
+    slack.record(16, 0.001, waited=False)  # a host that was busy elsewhere: nobody knows when that step ended
+    before = slack.remaining(16, clock.now())
     assert slack.margin == margin and before > 0.004
-    slack.learn(16, 0.006, waited=False)
-    assert slack.margin == 2 * margin and slack.left(16, clock.now()) == 0.0
-    slack.learn(16, 0.006, waited=False)
+    slack.record(16, 0.006, waited=False)
+    assert slack.margin == 2 * margin and slack.remaining(16, clock.now()) == 0.0
+    slack.record(16, 0.006, waited=False)
     assert slack.margin == 2 * margin

@@ -7,31 +7,31 @@ import socket
 import pytest
 
 from quire.engine.process import EngineLoop
-from quire.engine.watch import Watch
-from quire.engine.window import NoWindow
-from quire.engine.wire import Ask, Frames, ToFront, Told
-from quire.sim.run import House
+from quire.engine.watch import StepWatch
+from quire.engine.window import NoLiveView
+from quire.engine.wire import Explain, Explanation, FrameReader, ToFront
+from quire.sim.run import SimConfig
 
 
-class Broken(NoWindow):
+class Broken(NoLiveView):
     """A window whose stories cannot be told."""
 
     def explain(self, id: str, now: float) -> bytes:
         raise KeyError(f"{id} \x1b[2J")
 
 
-def ask(window: NoWindow) -> list[Told]:
+def ask(window: NoLiveView) -> list[Explanation]:
     here, there = socket.socketpair()
     with here, there:
-        EngineLoop(House().build(), there, dict, Watch(), window=window)._obey(Ask(3, "who"))
-        return list(Frames(ToFront).feed(here.recv(1 << 16)))
+        EngineLoop(SimConfig().build(), there, dict, StepWatch(), live_view=window)._handle(Explain(3, "who"))
+        return list(FrameReader(ToFront).feed(here.recv(1 << 16)))
 
 
 def test_a_story_that_cannot_be_told_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ask(Broken()) == [Told(3, b"null")]
+    assert ask(Broken()) == [Explanation(3, b"null")]
     said = capsys.readouterr().err
     assert "KeyError" in said and "\x1b" not in said
 
 
 def test_where_nobody_can_look_in_nothing_is_known() -> None:
-    assert ask(NoWindow()) == [Told(3, b"null")]
+    assert ask(NoLiveView()) == [Explanation(3, b"null")]

@@ -9,13 +9,13 @@ import pytest
 
 from quire.backends.base import Call
 from quire.backends.spell import requests
-from quire.engine.wire import Frames, Submit, ToEngine, frame, submission, submitted
-from quire.values import Request, SamplingParams, StructuredOutputs
+from quire.engine.wire import FrameReader, Submit, ToEngine, encode_frame, submission, submitted
+from quire.values import Request, SamplingParams, StructuredOutputsParams
 from tests.server.doubles import TOKENIZER
 
 LARGE = SamplingParams(
     n=64,
-    structured_outputs=StructuredOutputs(choice=("a" * 5000, "b")),
+    structured_outputs=StructuredOutputsParams(choice=("a" * 5000, "b")),
     logit_bias=dict.fromkeys(range(400), 1.0),
     allowed_token_ids=tuple(range(400)),
 )
@@ -23,8 +23,8 @@ LARGE = SamplingParams(
 
 def sent(several: list[Request]) -> tuple[int, list[Request]]:
     """Bytes on the way, and what arrives."""
-    data = frame(submission(several))
-    [message] = Frames(ToEngine).feed(data)
+    data = encode_frame(submission(several))
+    [message] = FrameReader(ToEngine).feed(data)
     return len(data), list(submitted(message))
 
 
@@ -40,8 +40,15 @@ def test_what_the_answers_to_a_prompt_share_is_sent_to_the_engine_once(sampling:
 
 
 def test_requests_of_any_kinds_arrive_as_they_were() -> None:
-    a = Request(id="a", prompt=(1, 2), max_new=3)
-    kinds = [a, replace(a, id="b", choice=1), replace(a, seed=5), replace(a, prompt=(1, 3)), replace(a, salt="s"), a]
+    a = Request(id="a", prompt=(1, 2), max_new_tokens=3)
+    kinds = [
+        a,
+        replace(a, id="b", choice=1),
+        replace(a, seed=5),
+        replace(a, prompt=(1, 3)),
+        replace(a, cache_salt="s"),
+        a,
+    ]
     for several in itertools.permutations(kinds, 4):
         assert sent(list(several))[1] == list(several)
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from quire.core.plan import Mask, Plan, Result, Span
-from quire.engine.executor import Description, Executor, Handle
+from quire.engine.executor import Description, Executor, StepHandle
 from quire.executors.contract import executor_pb2 as pb
 from quire.executors.contract import translate
-from quire.executors.host import Host
+from quire.executors.host import ExecutorServer
 from quire.executors.remote import RemoteExecutor
 
 _READY = re.compile(r"is ready at 127\.0\.0\.1:(\d+)")
@@ -25,7 +25,7 @@ _READY = re.compile(r"is ready at 127\.0\.0\.1:(\d+)")
 @contextmanager
 def served(executor: Executor, **settings: Any) -> Iterator[RemoteExecutor]:
     """`executor` behind gRPC, seen from the other end."""
-    host = Host(executor, "127.0.0.1:0")
+    host = ExecutorServer(executor, "127.0.0.1:0")
     remote = RemoteExecutor(f"127.0.0.1:{host.port}", **settings)
     try:
         yield remote
@@ -59,7 +59,7 @@ class Killable:
 class Told:
     """A handle whose masks and result have been messages on their way."""
 
-    def __init__(self, inner: Handle) -> None:
+    def __init__(self, inner: StepHandle) -> None:
         self.inner = inner
 
     def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
@@ -67,7 +67,7 @@ class Told:
         self.inner.sample(translate.read_masks(pb.Masks.FromString(sent)))
 
     def over(self) -> bool:
-        return self.inner.over()
+        return self.inner.is_done()
 
     def result(self) -> Result:
         sent = translate.send_result(self.inner.result()).SerializeToString()

@@ -11,20 +11,20 @@ import pytest
 import torch
 
 from quire.core.constraint import FREE
-from quire.core.kv import KV, prefix_index
-from quire.core.plan import Open, Plan, Span
-from quire.core.policy import ADMISSIONS
+from quire.core.kv import KVCacheManager, make_prefix_cache
+from quire.core.plan import NewSequence, Plan, Span
+from quire.core.policy import ADMISSION_POLICIES
 from quire.core.scheduler import Scheduler
-from quire.core.speculate import Adaptive, Fixed, depths
+from quire.core.speculate import AdaptiveDrafts, FixedDrafts, draft_counts
 from quire.engine.engine import Engine
 from quire.errors import StepFailed
 from quire.executors.cuda import CudaExecutor
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.runner.device import PlainSteps
-from quire.runner.graphs import AtOnce, Key
+from quire.runner.device import TorchSteps
+from quire.runner.graphs import EagerQueue, GraphKey
 from quire.runner.memory import allocate, layer_shapes
 from quire.runner.proposers import ModelProposer, NgramProposer, NoProposer, Proposer
-from quire.values import MANY, Request, Tokens
+from quire.values import UNLIMITED, Request, RequestStepOutput
 from tests.executors.test_local import LONGEST, MODEL, OPENING, REQUESTS, RULED, WANT, Alternate, Fragile
 from tests.runner.tiny import POISON, VOCAB, Tiny
 
@@ -56,11 +56,11 @@ class Ending(Tiny):
         return hidden.masked_fill((batch.positions >= self.upto)[:, None], torch.nan)
 
 
-class Unforeseen(Fixed):
+class Unforeseen(FixedDrafts):
     """A depth nobody can foresee."""
 
     def depth(self, seq: Any) -> int:
-        return hash((seq.order, len(seq.tokens))) % (self.most + 1)
+        return hash((seq.arrival, len(seq.tokens))) % (self.max_drafts + 1)
 
 
 def proposer(kind: str, *, pages: int, size: int, rows: int) -> Proposer:
@@ -70,7 +70,7 @@ def proposer(kind: str, *, pages: int, size: int, rows: int) -> Proposer:
         return Repeated(3)
     draft = MODEL if kind == "twin" else Doubtful()
     kv = allocate(layer_shapes(draft.spec.kv_shapes, torch.float64), pages=pages, page_size=size)
-    return ModelProposer(draft, kv, depth=3, rows=rows, device=torch.device("cpu"))
+    return ModelProposer(draft, kv, num_drafts=3, rows=rows, device=torch.device("cpu"))
 
 
 def executor(
@@ -85,8 +85,8 @@ def executor(
         tokens=rows * length,
         dtype=torch.float64,
         device=torch.device("cpu"),
-        steps=PlainSteps(),
-        queue=AtOnce(),
+        steps=TorchSteps(),
+        queue=EagerQueue(),
         proposer=proposer(drafts, pages=pages, size=size, rows=rows),
         depth=2,
     )
@@ -100,38 +100,38 @@ class House:
         *,
         size: int = 4,
         pages: int = 400,
-        cap: int = MANY,
-        feed: tuple[int, int] = (MANY, MANY),
+        cap: int = UNLIMITED,
+        feed: tuple[int, int] = (UNLIMITED, UNLIMITED),
         depth: int = 1,
         reuse: bool = True,
         admit: str = "continuous",
         model: Tiny = MODEL,
         drafts: str = "none",
-        policy: type[Fixed] = Fixed,
+        policy: type[FixedDrafts] = FixedDrafts,
     ) -> None:
         self.executor = executor(model, pages=pages, size=size, rows=16, length=LONGEST + 1, drafts=drafts)
-        kv = KV(pages, size, prefix_index(size, reuse))
+        kv = KVCacheManager(pages, size, make_prefix_cache(size, reuse))
         self.scheduler = Scheduler(
             kv,
             rows=16,
-            cap=cap,
-            budget=feed[0],
-            chunk=feed[1],
-            admit=ADMISSIONS[admit],
-            speculation=policy(self.executor.describe().drafts),
+            max_num_seqs=cap,
+            max_num_batched_tokens=feed[0],
+            max_chunk_tokens=feed[1],
+            admission_policy=ADMISSION_POLICIES[admit],
+            speculation=policy(self.executor.describe().num_drafts),
         )
-        self.engine = Engine(self.scheduler, self.executor, depth=max(depth, 0))
+        self.engine = Engine(self.scheduler, self.executor, lookahead=max(depth, 0))
         self.drawn = random.Random(7) if depth < 0 else None
-        self.events: dict[str, list[Tokens]] = {}
+        self.events: dict[str, list[RequestStepOutput]] = {}
 
-    def answer(self, requests: Sequence[Request], late: Callable[[], int] = lambda: MANY) -> dict[str, list[int]]:
+    def answer(self, requests: Sequence[Request], late: Callable[[], int] = lambda: UNLIMITED) -> dict[str, list[int]]:
         todo = list(requests)
         while todo or self.engine.has_pending_work:
             for request in todo[: late()]:
                 self.engine.add(request, Alternate() if request.id in RULED else FREE)
                 todo.remove(request)
             if self.drawn is not None:
-                self.engine.depth = self.drawn.randrange(3)
+                self.engine.lookahead = self.drawn.randrange(3)
             for event in self.engine.step():
                 self.events.setdefault(event.id, []).append(event)
         return {id: [t for e in events for t in e.tokens] for id, events in self.events.items()}
@@ -142,11 +142,11 @@ AXES = {
     "size": (1, 4, 64),
     "tight": (1, 2, 14),
     "reuse": (False, True),
-    "feed": ((MANY, MANY), (16, 5), (9, MANY)),
+    "feed": ((UNLIMITED, UNLIMITED), (16, 5), (9, UNLIMITED)),
     "admit": ("continuous", "static"),
     "cap": (3, 16),
     "drafts": ("none", "ngram", "model", "twin"),
-    "policy": (Fixed, Unforeseen),
+    "policy": (FixedDrafts, Unforeseen),
 }
 COMBOS = [dict(zip(AXES, v, strict=True)) for v in itertools.product(*AXES.values())]
 
@@ -162,19 +162,19 @@ def test_every_combination_gives_the_dense_loops_tokens(share: int) -> None:
         house = House(pages=-(-LONGEST // int(str(settings["size"]))) * tight, **settings)  # type: ignore[arg-type]
         rng = random.Random(str(combo))
         assert house.answer(REQUESTS, late=lambda rng=rng: rng.randrange(3)) == WANT, combo  # type: ignore[misc]
-        assert house.scheduler.kv.pool.free == house.scheduler.kv.pool.pages
+        assert house.scheduler.kv.block_pool.num_free == house.scheduler.kv.block_pool.num_blocks
 
 
-class Swinging(Fixed):
+class Swinging(FixedDrafts):
     """Another depth for each token, and not one for all rows of a step."""
 
     def depth(self, seq: Any) -> int:
-        return (len(seq.tokens) + seq.order) % (self.most + 1)
+        return (len(seq.tokens) + seq.arrival) % (self.max_drafts + 1)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("policy", [Fixed, Unforeseen, Swinging])
-def test_the_device_hears_of_every_change_of_how_many_drafts_are_wanted(depth: int, policy: type[Fixed]) -> None:
+@pytest.mark.parametrize("policy", [FixedDrafts, Unforeseen, Swinging])
+def test_the_device_hears_of_every_change_of_how_many_drafts_are_wanted(depth: int, policy: type[FixedDrafts]) -> None:
     """Answers do not tell: they are the same whatever was drafted."""
     house = House(depth=depth, drafts="ngram", policy=policy)
     runner, asked, heard = house.executor.runner, list[list[int]](), list[list[int]]()
@@ -184,16 +184,16 @@ def test_the_device_hears_of_every_change_of_how_many_drafts_are_wanted(depth: i
         launch(step)
         if any(step.plan.drafts):
             asked.append([d for span, d in zip(step.plan.spans, step.plan.drafts, strict=True) if span.rows])
-            heard.append(runner.arena.wanted[: len(asked[-1])].tolist())
+            heard.append(runner.state.wanted_drafts[: len(asked[-1])].tolist())
 
     runner._launch = launched  # type: ignore[method-assign]
-    house.answer([Request(id=str(i), prompt=(3, 1, i), max_new=30) for i in range(4)])
-    assert heard == asked and len({*map(tuple, asked)}) > (0 if policy is Fixed else 3)
+    house.answer([Request(id=str(i), prompt=(3, 1, i), max_new_tokens=30) for i in range(4)])
+    assert heard == asked and len({*map(tuple, asked)}) > (0 if policy is FixedDrafts else 3)
 
 
 def test_a_row_with_nan_logits_fails_alone() -> None:
-    house = House(depth=1, feed=(MANY, 7))
-    sick = [Request(id=f"sick-{i}", prompt=(*range(i), POISON), max_new=5) for i in (0, 5, 20)]
+    house = House(depth=1, feed=(UNLIMITED, 7))
+    sick = [Request(id=f"sick-{i}", prompt=(*range(i), POISON), max_new_tokens=5) for i in (0, 5, 20)]
     mixed = [r for pair in itertools.zip_longest(REQUESTS, sick) for r in pair if r]
     answers = house.answer(mixed, late=lambda: 2)
     assert {id: answers[id] for id in WANT} == WANT
@@ -205,8 +205,8 @@ def test_a_row_with_nan_logits_fails_alone() -> None:
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_what_fails_where_drafts_reach_past_the_limit_fails_nobody(depth: int) -> None:
     house = House(depth=depth, drafts="twin", model=Ending(9 + 11 - 1))
-    answers = house.answer([Request(id="it", prompt=tuple(range(9)), max_new=11)])
-    assert answers == House().answer([Request(id="it", prompt=tuple(range(9)), max_new=11)])
+    answers = house.answer([Request(id="it", prompt=tuple(range(9)), max_new_tokens=11)])
+    assert answers == House().answer([Request(id="it", prompt=tuple(range(9)), max_new_tokens=11)])
     assert house.events["it"][-1].finish == "length"
 
 
@@ -214,8 +214,8 @@ def test_what_fails_where_drafts_reach_past_the_limit_fails_nobody(depth: int) -
 @pytest.mark.parametrize("upto", [9, 13, 14, 15, 16, 17])
 def test_what_came_before_a_failure_is_told_with_drafts_as_without(upto: int, drafts: str) -> None:
     house = House(drafts=drafts, model=Ending(upto))
-    answers = house.answer([Request(id="it", prompt=tuple(range(9)), max_new=11)])
-    whole = House().answer([Request(id="it", prompt=tuple(range(9)), max_new=11)])
+    answers = house.answer([Request(id="it", prompt=tuple(range(9)), max_new_tokens=11)])
+    whole = House().answer([Request(id="it", prompt=tuple(range(9)), max_new_tokens=11)])
     assert answers["it"] == whole["it"][: upto - 8]
     assert house.events["it"][-1].error == "the model produced NaN or infinite logits"
 
@@ -223,14 +223,14 @@ def test_what_came_before_a_failure_is_told_with_drafts_as_without(upto: int, dr
 def test_a_step_that_fails_costs_only_the_request_at_fault() -> None:
     harmless = [r for r in REQUESTS if 13 not in (*r.prompt, *WANT[r.id])]
     house = House(depth=1, model=Fragile())
-    answers = house.answer([*harmless[:3], Request(id="bad", prompt=(1, 13, 2), max_new=4), *harmless[3:]])
+    answers = house.answer([*harmless[:3], Request(id="bad", prompt=(1, 13, 2), max_new_tokens=4), *harmless[3:]])
     assert {r.id: answers[r.id] for r in harmless} == {r.id: WANT[r.id] for r in harmless}
     assert "could not run this request" in str(house.events["bad"][-1].error)
 
 
 def test_a_failure_keeps_its_cause_and_lasts_until_reset() -> None:
     it = executor(Fragile())
-    failed = it.launch(Plan((Open(0, (13,), 0, 1),), ((0, (5,)),), (Span(0, 1, 1, 1),)))
+    failed = it.launch(Plan((NewSequence(0, (13,), 0, 1),), ((0, (5,)),), (Span(0, 1, 1, 1),)))
     with pytest.raises(StepFailed, match=r"^the step failed: a kernel failed$") as caught:
         failed.result()
     assert isinstance(caught.value.__cause__, RuntimeError)
@@ -259,12 +259,12 @@ def test_a_step_is_over_when_the_device_is_past_it_or_broken(monkeypatch: pytest
     it, marks = executor(), [Far(), Far()]
     monkeypatch.setattr(it.runner.queue, "mark", iter(marks).__next__)
     step, broken = it.launch(OPENING), it.launch(Plan((), (), (Span(0, 1, 1, 1),)))
-    assert not step.over()
+    assert not step.is_done()
     marks[0].passed = True
-    assert step.over() and not broken.over()
+    assert step.is_done() and not broken.is_done()
     marks[1].broken = True
-    assert broken.over()
-    assert step.result().tokens and step.over()
+    assert broken.is_done()
+    assert step.result().tokens and step.is_done()
     with pytest.raises(StepFailed, match="illegal memory access"):
         broken.result()
 
@@ -272,9 +272,9 @@ def test_a_step_is_over_when_the_device_is_past_it_or_broken(monkeypatch: pytest
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan((Open(7, (1,), 0, 1),), (), (Span(7, 1, 1, 1),)),
-        Plan((Open(0, tuple(range(17)), 0, 17),), (), (Span(0, 17, 1, 1),)),
-        Plan((Open(0, (1, 2), 0, 2),), ((0, (5,)),), (Span(0, 1, 1, 1),)),
+        Plan((NewSequence(7, (1,), 0, 1),), (), (Span(7, 1, 1, 1),)),
+        Plan((NewSequence(0, tuple(range(17)), 0, 17),), (), (Span(0, 17, 1, 1),)),
+        Plan((NewSequence(0, (1, 2), 0, 2),), ((0, (5,)),), (Span(0, 1, 1, 1),)),
     ],
     ids=["no such row", "longer than the context", "samples before the prompt is fed"],
 )
@@ -286,7 +286,7 @@ def test_a_plan_that_cannot_be_is_a_failed_step(plan: Plan) -> None:
 def test_the_forward_runs_ahead_of_the_masks_and_sampling_does_not() -> None:
     model = Tiny()
     it = executor(model)
-    step = it.launch(OPENING._replace(masked=(0,)))
+    step = it.launch(OPENING._replace(masked_spans=(0,)))
     assert model.fed >= 3
     with pytest.raises(StepFailed, match="waits for masks"):
         step.result()
@@ -318,31 +318,37 @@ def test_steady_decode_sends_nothing_but_pages(monkeypatch: pytest.MonkeyPatch) 
 def test_it_describes_itself_and_closing_lets_go_of_the_pool() -> None:
     it = executor()
     about = it.describe()
-    assert (about.pages, about.page_size, about.rows, about.max_model_len, about.vocab_size) == (8, 4, 2, 16, VOCAB)
-    assert (about.dtype, about.device, about.drafts, about.depth) == ("float64", "cpu", 0, 2)
+    assert (about.num_blocks, about.block_size, about.num_rows, about.max_model_len, about.vocab_size) == (
+        8,
+        4,
+        2,
+        16,
+        VOCAB,
+    )
+    assert (about.dtype, about.device, about.num_drafts, about.lookahead) == ("float64", "cpu", 0, 2)
     it.close()
     assert not it.runner.kv
 
 
-class Noted(AtOnce):
+class Noted(EagerQueue):
     """Remembers which kinds of step there were."""
 
     def __init__(self) -> None:
-        self.seen: set[Key] = set()
+        self.seen: set[GraphKey] = set()
 
-    def run(self, key: Key, work: Callable[[], object]) -> None:
+    def run(self, key: GraphKey, work: Callable[[], object]) -> None:
         self.seen.add(key)
         work()
 
 
-class Eager(Adaptive):
+class Eager(AdaptiveDrafts):
     """Thinks that drafts cost next to nothing."""
 
     def __init__(self, most: int) -> None:
-        super().__init__(most, {(1 << w, d): 1.0 + 0.001 * d for w in range(5) for d in depths(most)})
+        super().__init__(most, {(1 << w, d): 1.0 + 0.001 * d for w in range(5) for d in draft_counts(most)})
 
     def timed(self, plan: Plan, seconds: float) -> None:
-        super().timed(plan, 1.0 + 0.001 * (plan.spans[0].rows - 1))
+        super().timed(plan, 1.0 + 0.001 * (plan.spans[0].num_samples - 1))
 
 
 @pytest.mark.parametrize("most", [1, 3, 8])
@@ -359,21 +365,26 @@ def test_every_kind_of_step_is_known_at_the_start_however_deep_drafts_are_and_wh
         tokens=64,
         dtype=torch.float64,
         device=torch.device("cpu"),
-        steps=PlainSteps(),
+        steps=TorchSteps(),
         queue=queue,
-        proposer=ModelProposer(MODEL, kv, depth=most, rows=rows, device=torch.device("cpu")),
+        proposer=ModelProposer(MODEL, kv, num_drafts=most, rows=rows, device=torch.device("cpu")),
         depth=1,
     )
     scheduler = Scheduler(
-        KV(60, 4, prefix_index(4, True)), rows=rows, cap=2, budget=64, chunk=16, speculation=Eager(most)
+        KVCacheManager(60, 4, make_prefix_cache(4, True)),
+        rows=rows,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        max_chunk_tokens=16,
+        speculation=Eager(most),
     )
-    engine = Engine(scheduler, house, depth=1)
+    engine = Engine(scheduler, house, lookahead=1)
     for i, (prompt, new) in enumerate(itertools.product((1, 5, 9), range(14, 30))):
         engine.submit([2 + i % 7] * prompt, new)
     while engine.has_pending_work:
         engine.step()
-    drafted = scheduler.drafted
-    assert drafted.by_position[most - 1] > 0, "as deep as it goes"
+    drafted = scheduler.draft_stats
+    assert drafted.accepted_by_position[most - 1] > 0, "as deep as it goes"
     made = [*cuda.kinds(rows, 64, 64), *cuda.speculative(rows, 64, most, True)]
     known = set(made)
     assert len(made) == len(known), "none is made ready twice"

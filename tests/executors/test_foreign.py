@@ -42,7 +42,7 @@ def ask(engine: Engine, vocab: int, **sampling: Any) -> list[tuple[int, ...]]:
         for event in engine.step():
             assert event.error is None, event.error
             said[event.id] += event.tokens
-    assert engine.gauges().used_pages == 0
+    assert engine.gauges().used_blocks == 0
     return [said[id] for id in ids]
 
 
@@ -97,7 +97,7 @@ def test_other_architectures_export_too(shape: str, tmp_path: Path) -> None:
     export(tmp_path / "model", tmp_path / "graphs")
     local = build_engine(Settings.of(model=str(tmp_path / "model"), dtype="float32"))
     onnx = build_engine(Settings.of(model=str(tmp_path / "graphs"), executor="onnx"))
-    vocab = local.about.vocab_size
+    vocab = local.description.vocab_size
     assert ask(onnx, vocab) == ask(local, vocab)
     local.close()
     onnx.close()
@@ -180,7 +180,7 @@ def test_a_model_we_have_no_layers_for_answers_as_transformers_does(make: Any, t
     with pytest.raises(InvalidModel, match="is not supported"):
         build_engine(Settings.of(model=str(tmp_path)))
     engine = build_engine(Settings.of(model=str(tmp_path), executor="hf", max_num_batched_tokens=64, max_num_seqs=4))
-    assert not engine.about.pools
+    assert not engine.description.supports_pooling
     said = ask(engine, VOCAB)
     for prompt, answer in zip(prompts(VOCAB), said, strict=True):
         ids = torch.tensor([prompt])

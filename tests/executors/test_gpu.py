@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 import torch
 
-from quire.core.kv import KV, prefix_index
-from quire.core.policy import ADMISSIONS, SHELVES
+from quire.core.kv import KVCacheManager, make_prefix_cache
+from quire.core.policy import ADMISSION_POLICIES, EVICTION_POLICIES
 from quire.core.scheduler import Scheduler
-from quire.core.speculate import Adaptive, Fixed, depths
+from quire.core.speculate import AdaptiveDrafts, FixedDrafts, draft_counts
 from quire.engine.engine import Engine
 from quire.executors.cuda import CudaExecutor
 from quire.executors.local import LocalExecutor
 from quire.runner.graphs import CudaQueue
 from quire.runner.memory import allocate, layer_shapes
 from quire.runner.proposers import ModelProposer, NgramProposer, NoProposer, Proposer
-from quire.values import MANY, Request, SamplingParams
+from quire.values import UNLIMITED, Request, SamplingParams
 from quire.weights.load import load_model
 from tests import checkpoints
 
@@ -57,7 +57,7 @@ def workload(vocab: int, new: int, sampling: Sequence[SamplingParams]) -> list[R
     shared = draw(40)
     prompts = [(shared if i % 3 == 0 else ()) + draw(rng.randrange(2, 60)) for i in range(15)]
     return [
-        Request(id=str(i), prompt=p, max_new=new, sampling=sampling[i % len(sampling)], seed=rng.getrandbits(40))
+        Request(id=str(i), prompt=p, max_new_tokens=new, sampling=sampling[i % len(sampling)], seed=rng.getrandbits(40))
         for i, p in enumerate([*prompts, prompts[0]])
     ]
 
@@ -102,13 +102,15 @@ class Subject:
             return NgramProposer(3, shortest=1)
         device, shapes = torch.device("cuda"), layer_shapes(self.gpu.spec.kv_shapes, torch.float32)
         kv = allocate(shapes, pages=PAGES, page_size=page_size, device=device)
-        return ModelProposer(self.gpu, kv, depth=3, rows=ROWS, device=device)
+        return ModelProposer(self.gpu, kv, num_drafts=3, rows=ROWS, device=device)
 
     def local(self, requests: Sequence[Request]) -> dict[str, tuple[int, ...]]:
         executor = LocalExecutor(
             self.cpu, pages=400, page_size=16, rows=ROWS, max_model_len=LENGTH, dtype=torch.float32
         )
-        return ask(Engine(Scheduler(KV(400, 16, prefix_index(16, True)), rows=ROWS), executor), requests)
+        return ask(
+            Engine(Scheduler(KVCacheManager(400, 16, make_prefix_cache(16, True)), rows=ROWS), executor), requests
+        )
 
 
 def ask(engine: Engine, requests: Sequence[Request]) -> dict[str, tuple[int, ...]]:
@@ -128,8 +130,8 @@ def subject(shape: str, base: Path) -> Subject:
 def test_every_family_answers_as_on_the_cpu(shape: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     it = subject(shape, tmp_path_factory.getbasetemp())
     requests = workload(checkpoints.VOCAB, 24, (GREEDY,))
-    kv = KV(PAGES, 16, prefix_index(16, True))
-    engine = Engine(Scheduler(kv, rows=ROWS, budget=96), it.executor(16, eager=False), depth=1)
+    kv = KVCacheManager(PAGES, 16, make_prefix_cache(16, True))
+    engine = Engine(Scheduler(kv, rows=ROWS, max_num_batched_tokens=96), it.executor(16, eager=False), lookahead=1)
     assert ask(engine, requests) == it.local(requests)
 
 
@@ -144,26 +146,28 @@ def test_every_sampling_setting_answers_as_on_the_cpu(
     for which in (requests, [r for r in requests if r.sampling in SAMPLING[:5]]):  # the host samples some, or none
         executor.reset()
         scheduler = Scheduler(
-            KV(PAGES, 16, prefix_index(16, True)),
+            KVCacheManager(PAGES, 16, make_prefix_cache(16, True)),
             rows=ROWS,
-            budget=96,
-            speculation=Fixed(executor.describe().drafts),
+            max_num_batched_tokens=96,
+            speculation=FixedDrafts(executor.describe().num_drafts),
         )
-        assert ask(Engine(scheduler, executor, depth=1), which) == it.local(which)
-        drafted = scheduler.drafted
-        assert drafts != "model" or drafted.accepted > 0.6 * drafted.fed
+        assert ask(Engine(scheduler, executor, lookahead=1), which) == it.local(which)
+        drafted = scheduler.draft_stats
+        assert drafts != "model" or drafted.num_accepted > 0.6 * drafted.num_drafted
     assert not any(each.k[0].any() or each.v[0].any() for each in executor.runner.kv)  # nobody writes there
 
 
 def test_a_step_that_drafts_is_timed_and_leaves_no_trace(tmp_path_factory: pytest.TempPathFactory) -> None:
     it = subject("qwen3-gqa", tmp_path_factory.getbasetemp())
     executor = it.executor(16, eager=False, drafts="model")
-    paces = [executor.runner.pace(4, drafts) for drafts in (0, 1, 3)]
+    paces = [executor.runner.step_seconds(4, drafts) for drafts in (0, 1, 3)]
     assert 0 < paces[0] < paces[1] < paces[2]
     requests = workload(checkpoints.VOCAB, 8, (GREEDY,))
-    policy = Adaptive(3, {(n, d): executor.runner.pace(n, d) for n in (1, 2, 4, 8, 16, 32) for d in depths(3)})
-    kv = KV(PAGES, 16, prefix_index(16, True))
-    engine = Engine(Scheduler(kv, rows=ROWS, budget=96, speculation=policy), executor, depth=1)
+    policy = AdaptiveDrafts(
+        3, {(n, d): executor.runner.step_seconds(n, d) for n in (1, 2, 4, 8, 16, 32) for d in draft_counts(3)}
+    )
+    kv = KVCacheManager(PAGES, 16, make_prefix_cache(16, True))
+    engine = Engine(Scheduler(kv, rows=ROWS, max_num_batched_tokens=96, speculation=policy), executor, lookahead=1)
     assert ask(engine, requests) == it.local(requests)
 
 
@@ -185,17 +189,17 @@ def test_prompts_become_the_vectors_that_they_become_on_the_cpu(
     it = subject("qwen3-gqa", tmp_path_factory.getbasetemp())
     answers = workload(checkpoints.VOCAB, 12, (GREEDY,))
     pooled = [
-        replace(one, id=f"{how}-{one.id}", max_new=1, sampling=SamplingParams(temperature=0.0, pooling=how))
+        replace(one, id=f"{how}-{one.id}", max_new_tokens=1, sampling=SamplingParams(temperature=0.0, pooling=how))
         for one in answers
         for how in ("mean", "last")
     ]
     both = [one for pair in itertools.zip_longest(pooled, answers) for one in pair if one is not None]
     local = LocalExecutor(it.cpu, pages=400, page_size=16, rows=ROWS, max_model_len=LENGTH, dtype=torch.float32)
-    want = vectors(Engine(Scheduler(KV(400, 16, prefix_index(16, True)), rows=ROWS), local), pooled)
+    want = vectors(Engine(Scheduler(KVCacheManager(400, 16, make_prefix_cache(16, True)), rows=ROWS), local), pooled)
     executor = it.executor(16, eager=eager)
-    assert executor.describe().pools
-    kv = KV(PAGES, 16, prefix_index(16, True))
-    engine = Engine(Scheduler(kv, rows=ROWS, budget=96, chunk=17), executor, depth=depth)
+    assert executor.describe().supports_pooling
+    kv = KVCacheManager(PAGES, 16, make_prefix_cache(16, True))
+    engine = Engine(Scheduler(kv, rows=ROWS, max_num_batched_tokens=96, max_chunk_tokens=17), executor, lookahead=depth)
     made = vectors(engine, both)
     assert made.keys() == want.keys() == {one.id for one in pooled}
     for id, vector in made.items():
@@ -210,8 +214,8 @@ AXES: dict[str, Sequence[Any]] = {
     "tight": (1, 2, 16),
     "reuse": (False, True),
     "shelf": ("lru", "fifo"),
-    "cap": (1, 4, MANY),
-    "feed": ((MANY, MANY), (16, 5), (64, 7), (9, MANY)),
+    "cap": (1, 4, UNLIMITED),
+    "feed": ((UNLIMITED, UNLIMITED), (16, 5), (64, 7), (9, UNLIMITED)),
     "admit": ("continuous", "static"),
     "eager": (False, False, True),
     "drafts": ("none", "ngram", "model"),
@@ -230,18 +234,18 @@ def test_a_slice_of_the_lattice_on_the_gpu(share: int, tmp_path_factory: pytest.
         c = dict(zip(AXES, values, strict=True))
         size, (budget, chunk) = c["page_size"], c["feed"]
         pages = min(PAGES, -(-longest // size) * c["tight"])
-        kv = KV(pages, size, prefix_index(size, c["reuse"]), SHELVES[c["shelf"]]())
+        kv = KVCacheManager(pages, size, make_prefix_cache(size, c["reuse"]), EVICTION_POLICIES[c["shelf"]]())
         executor = it.executor(size, eager=c["eager"], drafts=c["drafts"])
         scheduler = Scheduler(
             kv,
             rows=ROWS,
-            cap=c["cap"],
-            budget=budget,
-            chunk=chunk,
-            admit=ADMISSIONS[c["admit"]],
-            speculation=Fixed(executor.describe().drafts),
+            max_num_seqs=c["cap"],
+            max_num_batched_tokens=budget,
+            max_chunk_tokens=chunk,
+            admission_policy=ADMISSION_POLICIES[c["admit"]],
+            speculation=FixedDrafts(executor.describe().num_drafts),
         )
         which = random.Random(str(c)).sample(range(16), 6)
-        engine = Engine(scheduler, executor, depth=c["depth"])
+        engine = Engine(scheduler, executor, lookahead=c["depth"])
         answers = ask(engine, [requests[i] for i in which])
         assert answers == {str(i): want[str(i)] for i in which}, c

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from quire.core.constraint import FREE
-from quire.core.kv import KV, prefix_index
-from quire.core.plan import Open, Plan, Span
-from quire.core.policy import ADMISSIONS
+from quire.core.kv import KVCacheManager, make_prefix_cache
+from quire.core.plan import NewSequence, Plan, Span
+from quire.core.policy import ADMISSION_POLICIES
 from quire.core.scheduler import Scheduler
-from quire.core.speculate import Fixed
+from quire.core.speculate import FixedDrafts
 from quire.engine.engine import Engine
 from quire.errors import StepFailed
 from quire.executors.local import LocalExecutor
 from quire.runner.drafts import Drafter, NoDrafts
-from quire.runner.rows import Ints, Rows
-from quire.values import GREEDY, MANY, Request, SamplingParams, Tokens
+from quire.runner.rows import Ints, RowState
+from quire.values import GREEDY, UNLIMITED, Request, RequestStepOutput, SamplingParams
 from tests.runner.oracle import naive
 from tests.runner.tiny import POISON, VOCAB, Tiny
 
@@ -66,7 +66,7 @@ def workload() -> list[Request]:
         Request(
             id=str(i),
             prompt=prompt,
-            max_new=rng.randrange(4, 16),
+            max_new_tokens=rng.randrange(4, 16),
             stop=frozenset() if i % 3 == 0 else STOP,
             sampling=SAMPLING[i % len(SAMPLING)],
             seed=rng.randrange(-(1 << 40), 1 << 40),
@@ -79,7 +79,7 @@ def workload() -> list[Request]:
 REQUESTS = workload()
 RULED = {"1", "4", "10"}
 WANT = {r.id: naive(MODEL, r, alternate if r.id in RULED else None) for r in REQUESTS}
-LONGEST = max(len(r.prompt) + r.max_new for r in REQUESTS)
+LONGEST = max(len(r.prompt) + r.max_new_tokens for r in REQUESTS)
 
 
 class Scripted:
@@ -90,10 +90,10 @@ class Scripted:
         self.rng = random.Random(depth)
         self.texts = [[*r.prompt, *WANT[r.id]] for r in REQUESTS]
 
-    def propose(self, rows: Rows, which: Ints, depth: Ints) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+    def propose(self, rows: RowState, which: Ints, depth: Ints) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
         out = np.zeros((len(which), self.depth), np.int32)
         for q, row in enumerate(which.tolist()):
-            known = int(rows.known[row])
+            known = int(rows.num_known[row])
             history = rows.tokens[row, :known].tolist()
             found = next((t for t in self.texts if t[:known] == history), [])[known : known + self.depth]
             for i, token in enumerate(found):
@@ -112,9 +112,9 @@ class House:
         *,
         size: int = 4,
         pages: int = 400,
-        cap: int = MANY,
-        budget: int = MANY,
-        chunk: int = MANY,
+        cap: int = UNLIMITED,
+        budget: int = UNLIMITED,
+        chunk: int = UNLIMITED,
         depth: int = 0,
         reuse: bool = True,
         admit: str = "continuous",
@@ -125,14 +125,20 @@ class House:
         self.executor = LocalExecutor(
             model, pages=pages, page_size=size, rows=16, max_model_len=LONGEST + 1, dtype=torch.float64, drafter=drafter
         )
-        kv = KV(pages, size, prefix_index(size, reuse))
+        kv = KVCacheManager(pages, size, make_prefix_cache(size, reuse))
         self.scheduler = Scheduler(
-            kv, rows=16, cap=cap, budget=budget, chunk=chunk, admit=ADMISSIONS[admit], speculation=Fixed(drafter.depth)
+            kv,
+            rows=16,
+            max_num_seqs=cap,
+            max_num_batched_tokens=budget,
+            max_chunk_tokens=chunk,
+            admission_policy=ADMISSION_POLICIES[admit],
+            speculation=FixedDrafts(drafter.num_drafts),
         )
-        self.engine = Engine(self.scheduler, self.executor, depth=depth)
-        self.events: dict[str, list[Tokens]] = {}
+        self.engine = Engine(self.scheduler, self.executor, lookahead=depth)
+        self.events: dict[str, list[RequestStepOutput]] = {}
 
-    def answer(self, requests: Sequence[Request], late: Callable[[], int] = lambda: MANY) -> dict[str, list[int]]:
+    def answer(self, requests: Sequence[Request], late: Callable[[], int] = lambda: UNLIMITED) -> dict[str, list[int]]:
         todo = list(requests)
         while todo or self.engine.has_pending_work:
             for request in todo[: late()]:
@@ -148,7 +154,7 @@ AXES = {
     "size": (1, 4, 64),
     "tight": (1, 2, 14),
     "reuse": (False, True),
-    "feed": ((MANY, MANY), (16, 5), (9, MANY)),
+    "feed": ((UNLIMITED, UNLIMITED), (16, 5), (9, UNLIMITED)),
     "admit": ("continuous", "static"),
     "drafts": (0, 3),
     "cap": (3, 16),
@@ -157,7 +163,9 @@ COMBOS = [dict(zip(AXES, v, strict=True)) for v in itertools.product(*AXES.value
 CHOSEN = random.Random(1).sample(COMBOS, 216)
 
 
-@pytest.mark.parametrize("combo", CHOSEN, ids=lambda c: "-".join(str(v) for v in c.values()).replace(str(MANY), "all"))
+@pytest.mark.parametrize(
+    "combo", CHOSEN, ids=lambda c: "-".join(str(v) for v in c.values()).replace(str(UNLIMITED), "all")
+)
 def test_every_combination_gives_the_dense_loops_tokens(combo: dict[str, object]) -> None:
     kw = dict(combo)
     size, tight, drafts = int(str(kw["size"])), int(str(kw.pop("tight"))), int(str(kw.pop("drafts")))
@@ -165,11 +173,11 @@ def test_every_combination_gives_the_dense_loops_tokens(combo: dict[str, object]
     rng = random.Random(str(combo))
     house = House(pages=-(-LONGEST // size) * tight, drafter=Scripted(drafts) if drafts else None, **kw)  # type: ignore[arg-type]
     assert house.answer(REQUESTS, late=lambda: rng.randrange(3)) == WANT
-    assert house.scheduler.kv.pool.free == house.scheduler.kv.pool.pages
+    assert house.scheduler.kv.block_pool.num_free == house.scheduler.kv.block_pool.num_blocks
 
 
 def test_the_workload_tells_settings_apart() -> None:
-    plain = {r.id: naive(MODEL, Request(id=r.id, prompt=r.prompt, max_new=r.max_new)) for r in REQUESTS}
+    plain = {r.id: naive(MODEL, Request(id=r.id, prompt=r.prompt, max_new_tokens=r.max_new_tokens)) for r in REQUESTS}
     assert sum(plain[r.id] != WANT[r.id] for r in REQUESTS) >= 10
     assert len({t for answer in WANT.values() for t in answer}) > VOCAB // 2
     assert max(len(answer) for answer in WANT.values()) >= 10
@@ -192,7 +200,7 @@ def test_logprobs_are_those_of_the_dense_model(drafts: int) -> None:
         assert [x for _, x in each.top] == pytest.approx(values.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("chunk", [1, 5, MANY])
+@pytest.mark.parametrize("chunk", [1, 5, UNLIMITED])
 def test_prompt_logprobs_come_whole_whatever_the_chunks(chunk: int) -> None:
     house = House(chunk=chunk)
     request = next(r for r in REQUESTS if r.sampling.prompt_logprobs is not None)
@@ -207,7 +215,7 @@ def test_prompt_logprobs_come_whole_whatever_the_chunks(chunk: int) -> None:
 
 def test_a_row_with_nan_logits_fails_alone() -> None:
     house = House(depth=1, chunk=7)
-    sick = [Request(id=f"sick-{i}", prompt=(*range(i), POISON), max_new=5) for i in (0, 5, 20)]
+    sick = [Request(id=f"sick-{i}", prompt=(*range(i), POISON), max_new_tokens=5) for i in (0, 5, 20)]
     mixed = [r for pair in itertools.zip_longest(REQUESTS, sick) for r in pair if r]
     answers = house.answer(mixed, late=lambda: 2)
     assert {id: answers[id] for id in WANT} == WANT
@@ -229,7 +237,7 @@ def test_a_step_that_fails_costs_only_the_request_at_fault() -> None:
     harmless = [r for r in REQUESTS if 13 not in (*r.prompt, *WANT[r.id])]
     assert len(harmless) >= 4
     house = House(depth=1, model=Fragile())
-    answers = house.answer([*harmless[:3], Request(id="bad", prompt=(1, 13, 2), max_new=4), *harmless[3:]])
+    answers = house.answer([*harmless[:3], Request(id="bad", prompt=(1, 13, 2), max_new_tokens=4), *harmless[3:]])
     assert {r.id: answers[r.id] for r in harmless} == {r.id: WANT[r.id] for r in harmless}
     assert house.events["bad"][-1].error == "the engine could not run this request (RuntimeError)"
 
@@ -238,12 +246,12 @@ def executor(model: Tiny = MODEL) -> LocalExecutor:
     return LocalExecutor(model, pages=8, page_size=4, rows=2, max_model_len=16, dtype=torch.float64)
 
 
-OPENING = Plan((Open(0, (1, 2, 3), 0, 3),), ((0, (5,)),), (Span(0, 3, 1, 1),))
+OPENING = Plan((NewSequence(0, (1, 2, 3), 0, 3),), ((0, (5,)),), (Span(0, 3, 1, 1),))
 
 
 def test_a_failure_keeps_its_cause_and_lasts_until_reset() -> None:
     it = executor(Fragile())
-    failed = it.launch(Plan((Open(0, (13,), 0, 1),), ((0, (5,)),), (Span(0, 1, 1, 1),)))
+    failed = it.launch(Plan((NewSequence(0, (13,), 0, 1),), ((0, (5,)),), (Span(0, 1, 1, 1),)))
     with pytest.raises(StepFailed, match=r"^the step failed: a kernel failed$") as caught:
         failed.result()
     assert isinstance(caught.value.__cause__, RuntimeError)
@@ -256,9 +264,9 @@ def test_a_failure_keeps_its_cause_and_lasts_until_reset() -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan((Open(7, (1,), 0, 1),), (), (Span(7, 1, 1, 1),)),
-        Plan((Open(0, tuple(range(17)), 0, 17),), (), (Span(0, 17, 1, 1),)),
-        Plan((Open(0, (1, 2), 0, 2),), ((0, (5,)),), (Span(0, 1, 1, 1),)),
+        Plan((NewSequence(7, (1,), 0, 1),), (), (Span(7, 1, 1, 1),)),
+        Plan((NewSequence(0, tuple(range(17)), 0, 17),), (), (Span(0, 17, 1, 1),)),
+        Plan((NewSequence(0, (1, 2), 0, 2),), ((0, (5,)),), (Span(0, 1, 1, 1),)),
     ],
     ids=["no such row", "longer than the context", "samples before the prompt is fed"],
 )
@@ -270,7 +278,7 @@ def test_a_plan_that_cannot_be_is_a_failed_step(plan: Plan) -> None:
 def test_the_forward_runs_ahead_of_the_masks_and_sampling_does_not() -> None:
     model = Tiny()
     it = executor(model)
-    step = it.launch(OPENING._replace(masked=(0,)))
+    step = it.launch(OPENING._replace(masked_spans=(0,)))
     assert model.fed == 3
     with pytest.raises(StepFailed, match="waits for masks"):
         step.result()
@@ -280,7 +288,7 @@ def test_the_forward_runs_ahead_of_the_masks_and_sampling_does_not() -> None:
 
 
 def test_a_mask_that_allows_nothing_fails_the_row() -> None:
-    step = executor().launch(OPENING._replace(masked=(0,)))
+    step = executor().launch(OPENING._replace(masked_spans=(0,)))
     step.sample([[bytes(8)]])
     result = step.result()
     assert result.tokens == [[]]
@@ -289,9 +297,15 @@ def test_a_mask_that_allows_nothing_fails_the_row() -> None:
 
 def test_it_describes_itself() -> None:
     about = executor().describe()
-    assert (about.pages, about.page_size, about.rows, about.max_model_len, about.vocab_size) == (8, 4, 2, 16, VOCAB)
-    assert about.kv_bytes == 2 * 2 * 4 * 2 * 8 * 8
-    assert (about.dtype, about.device, about.drafts, about.depth) == ("float64", "cpu", 0, 0)
+    assert (about.num_blocks, about.block_size, about.num_rows, about.max_model_len, about.vocab_size) == (
+        8,
+        4,
+        2,
+        16,
+        VOCAB,
+    )
+    assert about.block_bytes == 2 * 2 * 4 * 2 * 8 * 8
+    assert (about.dtype, about.device, about.num_drafts, about.lookahead) == ("float64", "cpu", 0, 0)
 
 
 def test_closing_lets_go_of_the_pool() -> None:

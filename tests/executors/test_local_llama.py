@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from quire.core.kv import KV, prefix_index
+from quire.core.kv import KVCacheManager, make_prefix_cache
 from quire.core.scheduler import Scheduler
-from quire.core.speculate import Fixed
+from quire.core.speculate import FixedDrafts
 from quire.engine.engine import Engine
 from quire.executors.local import LocalExecutor
 from quire.models.base import Model
 from quire.ops.reference import ReferenceOps
 from quire.runner.drafts import NoDrafts
-from quire.runner.rows import Ints, Rows
-from quire.values import MANY, Request, SamplingParams
+from quire.runner.rows import Ints, RowState
+from quire.values import UNLIMITED, Request, SamplingParams
 from quire.weights.load import load_model
 
 VOCAB, CONTEXT, SICK = 300, 128, 299
@@ -66,7 +66,7 @@ def requests() -> list[Request]:
         Request(
             id=str(i),
             prompt=(shared if i % 2 else ()) + tuple(rng.randrange(SICK) for _ in range(rng.randrange(1, 30))),
-            max_new=20,
+            max_new_tokens=20,
             sampling=SETTINGS[i % 4],
             seed=i // 8,
             choice=i % 2,
@@ -80,7 +80,7 @@ class Guess:
 
     depth = 2
 
-    def propose(self, rows: Rows, which: Ints, depth: Ints) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+    def propose(self, rows: RowState, which: Ints, depth: Ints) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
         return rows.tokens[which, :2]
 
     def reset(self) -> None:
@@ -94,8 +94,13 @@ def answer(
     executor = LocalExecutor(
         model, pages=pages, page_size=size, rows=16, max_model_len=CONTEXT, dtype=torch.float32, drafter=drafter
     )
-    scheduler = Scheduler(KV(pages, size, prefix_index(size, True)), rows=16, speculation=Fixed(drafter.depth), **kw)
-    engine = Engine(scheduler, executor, depth=depth)
+    scheduler = Scheduler(
+        KVCacheManager(pages, size, make_prefix_cache(size, True)),
+        rows=16,
+        speculation=FixedDrafts(drafter.num_drafts),
+        **kw,
+    )
+    engine = Engine(scheduler, executor, lookahead=depth)
     for request in asked:
         engine.add(request)
     tokens: dict[str, list[int]] = {}
@@ -131,14 +136,17 @@ def test_a_seeded_answer_is_the_same_in_any_house(
 ) -> None:
     tokens, _, scheduler = answer(model, requests(), **house)
     assert tokens == alone
-    if house.get("pages", MANY) < 16:
-        assert scheduler.preempted > 0
+    if house.get("pages", UNLIMITED) < 16:
+        assert scheduler.num_preemptions > 0
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_pages_that_held_nan_harm_nobody_who_gets_them_next(model: Model, depth: int) -> None:
     rng = random.Random(2)
-    ill = [Request(id=f"ill-{i}", prompt=(SICK, *(rng.randrange(9) for _ in range(30))), max_new=9) for i in range(5)]
+    ill = [
+        Request(id=f"ill-{i}", prompt=(SICK, *(rng.randrange(9) for _ in range(30))), max_new_tokens=9)
+        for i in range(5)
+    ]
     well = requests()
     want = answer(model, well)[0]
     mixed = [r for i, r in enumerate(well) for r in ([r, ill[i // 3]] if i % 3 == 0 and i < 15 else [r])]

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from quire.core.kv import KV, prefix_index
-from quire.core.plan import Open, Plan, Span
+from quire.core.kv import KVCacheManager, make_prefix_cache
+from quire.core.plan import NewSequence, Plan, Span
 from quire.core.scheduler import Scheduler
-from quire.core.speculate import Fixed
+from quire.core.speculate import FixedDrafts
 from quire.engine.engine import Engine
 from quire.engine.executor import Executor
 from quire.executors.local import LocalExecutor
-from quire.values import MANY, Request, SamplingParams, Tokens
+from quire.values import UNLIMITED, Request, RequestStepOutput, SamplingParams
 from tests.executors.doors import served
 from tests.executors.test_cuda import House, executor
 from tests.executors.test_local import LONGEST, MODEL, REQUESTS, WANT
@@ -35,7 +35,7 @@ def prompts() -> list[tuple[int, ...]]:
 
 def pooled() -> list[Request]:
     return [
-        Request(id=f"{how}-{i}", prompt=prompt, max_new=1, sampling=sampling)
+        Request(id=f"{how}-{i}", prompt=prompt, max_new_tokens=1, sampling=sampling)
         for i, prompt in enumerate(prompts())
         for how, sampling in POOLED.items()
     ]
@@ -52,7 +52,7 @@ def mixed(seed: int) -> list[Request]:
     return both
 
 
-def check(events: dict[str, list[Tokens]]) -> None:
+def check(events: dict[str, list[RequestStepOutput]]) -> None:
     for request in pooled():
         [event] = events[request.id]
         assert event.finish == "length"
@@ -81,9 +81,18 @@ def remote() -> Iterator[Executor]:
 @pytest.mark.parametrize("door", [local, ahead, remote])
 def test_every_executor_that_pools_gives_the_dense_models_vectors(door) -> None:  # type: ignore[no-untyped-def]
     with door() as it:
-        assert it.describe().pools
-        engine = Engine(Scheduler(KV(200, 4, prefix_index(4, True)), rows=8, budget=24, chunk=7), it, depth=1)
-        events: dict[str, list[Tokens]] = {}
+        assert it.describe().supports_pooling
+        engine = Engine(
+            Scheduler(
+                KVCacheManager(200, 4, make_prefix_cache(4, True)),
+                rows=8,
+                max_num_batched_tokens=24,
+                max_chunk_tokens=7,
+            ),
+            it,
+            lookahead=1,
+        )
+        events: dict[str, list[RequestStepOutput]] = {}
         for request in mixed(1):
             if request.id not in {"1", "4", "10"}:
                 engine.add(request)
@@ -97,30 +106,30 @@ def test_every_executor_that_pools_gives_the_dense_models_vectors(door) -> None:
 @pytest.mark.parametrize("depth", [0, 1, 2, -1])
 def test_running_ahead_changes_no_vector_and_vectors_change_no_answer(depth: int, drafts: str) -> None:
     rng = random.Random(depth)
-    for tight, feed in ((2, (16, 5)), (3, (9, MANY)), (14, (MANY, MANY))):
-        house = House(size=4, pages=-(-LONGEST // 4) * tight, depth=depth, feed=feed, drafts=drafts, policy=Fixed)
+    for tight, feed in ((2, (16, 5)), (3, (9, UNLIMITED)), (14, (UNLIMITED, UNLIMITED))):
+        house = House(size=4, pages=-(-LONGEST // 4) * tight, depth=depth, feed=feed, drafts=drafts, policy=FixedDrafts)
         answers = house.answer(mixed(depth), late=lambda: rng.randrange(4))
         assert {id: answers[id] for id in WANT} == WANT
         check(house.events)
-        assert house.scheduler.kv.pool.free == house.scheduler.kv.pool.pages
+        assert house.scheduler.kv.block_pool.num_free == house.scheduler.kv.block_pool.num_blocks
 
 
 def test_a_row_left_in_the_middle_leaves_nothing_for_the_next_in_its_place() -> None:
     it = executor()
     spans: Sequence[Span] = (Span(0, 3, 0, 0),)
-    first = Open(0, (5, 6, 7, 8, 9), 0, 5, POOLED["mean"])
+    first = NewSequence(0, (5, 6, 7, 8, 9), 0, 5, POOLED["mean"])
     it.launch(Plan((first,), ((0, (1, 2)),), tuple(spans))).result()
-    again = Open(0, (1, 2, 3), 0, 3, POOLED["mean"])
+    again = NewSequence(0, (1, 2, 3), 0, 3, POOLED["mean"])
     told = it.launch(Plan((again,), ((0, (3,)),), (Span(0, 3, 1, 1),))).result()
     np.testing.assert_allclose(np.frombuffer(told.pooled[0], "<f4"), MODEL.states((1, 2, 3)).float().mean(0), atol=2e-6)
-    plain = it.launch(Plan((Open(0, (1, 2, 3), 0, 3),), ((0, (4,)),), (Span(0, 3, 1, 1),))).result()
+    plain = it.launch(Plan((NewSequence(0, (1, 2, 3), 0, 3),), ((0, (4,)),), (Span(0, 3, 1, 1),))).result()
     assert plain.pooled == {}
 
 
 def test_a_vector_of_broken_numbers_is_an_error_of_its_own() -> None:
-    house = House(depth=1, feed=(MANY, 3))
-    sick = Request(id="sick", prompt=(1, 2, 3, 4, POISON), max_new=1, sampling=POOLED["mean"])
-    well = Request(id="well", prompt=(1, 2, 3, 4), max_new=1, sampling=POOLED["mean"])
+    house = House(depth=1, feed=(UNLIMITED, 3))
+    sick = Request(id="sick", prompt=(1, 2, 3, 4, POISON), max_new_tokens=1, sampling=POOLED["mean"])
+    well = Request(id="well", prompt=(1, 2, 3, 4), max_new_tokens=1, sampling=POOLED["mean"])
     house.answer([sick, well])
     assert house.events["sick"][-1].error == "the model produced NaN or infinite logits"
     assert not house.events["sick"][-1].pooled
@@ -138,6 +147,6 @@ def test_steps_in_which_nobody_pools_give_no_hidden_states(monkeypatch: pytest.M
 
     monkeypatch.setattr(it.runner, "_body", seen)
     for sampling in (POOLED["mean"], POOLED["last"], SamplingParams(temperature=0.0)):
-        it.launch(Plan((Open(0, (1, 2, 3), 0, 3, sampling),), ((0, (1,)),), (Span(0, 3, 1, 1),))).result()
+        it.launch(Plan((NewSequence(0, (1, 2, 3), 0, 3, sampling),), ((0, (1,)),), (Span(0, 3, 1, 1),))).result()
         it.reset()
     assert whole == [True, False, False]

@@ -14,8 +14,8 @@ from typing import Any
 import grpc
 import pytest
 
-from quire.core.kv import KV, prefix_index
-from quire.core.plan import Open, Plan, Result, Span
+from quire.core.kv import KVCacheManager, make_prefix_cache
+from quire.core.plan import NewSequence, Plan, Result, Span
 from quire.core.scheduler import Scheduler
 from quire.engine.engine import Engine
 from quire.engine.executor import Description
@@ -32,8 +32,8 @@ from quire.executors.contract.translate import (
     send_plan,
     send_result,
 )
-from quire.executors.host import Credentials, Host
-from quire.executors.remote import RemoteExecutor, Trust
+from quire.executors.host import Credentials, ExecutorServer
+from quire.executors.remote import RemoteExecutor, TlsConfig
 from quire.executors.synthetic import SyntheticExecutor
 from quire.values import SamplingParams, TokenLogprobs
 from tests.executors.doors import Killable, served
@@ -61,8 +61,12 @@ EVERYTHING = SamplingParams(
 
 def engine(executor: Any, depth: int = 1) -> Engine:
     about = executor.describe()
-    scheduler = Scheduler(KV(about.pages, about.page_size, prefix_index(about.page_size, True)), rows=about.rows, cap=4)
-    return Engine(scheduler, executor, depth=depth)
+    scheduler = Scheduler(
+        KVCacheManager(about.num_blocks, about.block_size, make_prefix_cache(about.block_size, True)),
+        rows=about.num_rows,
+        max_num_seqs=4,
+    )
+    return Engine(scheduler, executor, lookahead=depth)
 
 
 def finish(it: Engine) -> dict[str, Any]:
@@ -89,12 +93,12 @@ def test_the_committed_messages_are_those_of_the_proto_file(tmp_path: Path) -> N
 def test_a_plan_arrives_as_it_was_sent() -> None:
     spans = (Span(3, 5, 0, 0), Span(1, 1, 1, 1))
     opened = (
-        Open(3, (5, 0, 9), 1, 2, EVERYTHING, -(1 << 63), 2, frozenset({1, 8}), 40),
-        Open(1, (1,), 0, 1, SamplingParams(temperature=0.0, max_tokens=None), 5),
+        NewSequence(3, (5, 0, 9), 1, 2, EVERYTHING, -(1 << 63), 2, frozenset({1, 8}), 40),
+        NewSequence(1, (1,), 0, 1, SamplingParams(temperature=0.0, max_tokens=None), 5),
     )
     plan = Plan(opened, ((3, (7, 8)), (1, ())), spans, (1,), (0, 4))
     arrived = read_plan(pb.Plan.FromString(send_plan(plan, ()).SerializeToString()), ())
-    assert arrived == plan._replace(opened=(opened[0]._replace(seed=1 << 63), opened[1]))
+    assert arrived == plan._replace(new_sequences=(opened[0]._replace(seed=1 << 63), opened[1]))
 
 
 def test_the_same_spans_are_said_once_and_arrive_as_the_same_object() -> None:
@@ -118,9 +122,10 @@ def test_masks_and_descriptions_arrive_as_they_were_sent() -> None:
     masks = [[None, b"\x00\x01"], [b""]]
     assert read_masks(pb.Masks.FromString(send_masks(masks).SerializeToString())) == masks
     about = Description(
-        pages=9, page_size=16, rows=4, max_model_len=99, vocab_size=50, depth=2, tokens=77, drafts=3, masks=False,
-        kv_bytes=1 << 40, device="cuda", dtype="bfloat16", paces={(1, 0): 0.25}, catch_up=0.5, draft_kv=0.1,
-        facts={"a": 1.5},
+        num_blocks=9, block_size=16, num_rows=4, max_model_len=99, vocab_size=50, lookahead=2, max_step_tokens=77,
+        num_drafts=3, supports_masks=False, block_bytes=1 << 40, device="cuda", dtype="bfloat16",
+        step_times={(1, 0): 0.25}, draft_catch_up_seconds=0.5, draft_kv_share=0.1,
+        static_gauges={"a": 1.5},
     )  # fmt: skip
     assert described(pb.Description.FromString(describe(about, 1).SerializeToString())) == about
 
@@ -163,7 +168,7 @@ def test_a_row_that_was_never_opened_is_named() -> None:
 def test_a_second_engine_is_refused_while_the_first_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.executors.host.PATIENCE", 0.05)
     with served(SyntheticExecutor(**SIZES)) as first:
-        first.launch(Plan((Open(0, (1,), 0, 1),), ((0, (1,)),), (Span(0, 1, 1, 1),))).result()
+        first.launch(Plan((NewSequence(0, (1,), 0, 1),), ((0, (1,)),), (Span(0, 1, 1, 1),))).result()
         second = RemoteExecutor(first.address)
         handle = second.launch(Plan((), (), ()))
         with pytest.raises(ExecutorLost, match="resource exhausted: another engine uses this executor"):
@@ -173,7 +178,7 @@ def test_a_second_engine_is_refused_while_the_first_is_there(monkeypatch: pytest
 
 
 def test_another_version_is_told_apart_by_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = Host(SyntheticExecutor(**SIZES), "127.0.0.1:0")
+    host = ExecutorServer(SyntheticExecutor(**SIZES), "127.0.0.1:0")
     with monkeypatch.context() as patch:
         patch.setattr("quire.executors.remote.VERSION", 2)
         with pytest.raises(InvalidConfig, match="version 2 of the contract and this executor version 1"):
@@ -196,7 +201,7 @@ def test_another_version_is_told_apart_by_both_sides(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_what_makes_no_sense_ends_the_stream_with_a_reason(commands: list[pb.Command], complaint: str) -> None:
-    host = Host(SyntheticExecutor(**SIZES), "127.0.0.1:0")
+    host = ExecutorServer(SyntheticExecutor(**SIZES), "127.0.0.1:0")
     with grpc.insecure_channel(f"127.0.0.1:{host.port}") as channel:
         run = channel.stream_stream(f"/{SERVICE}/{RUN}", pb.Command.SerializeToString, pb.Answer.FromString)
         with pytest.raises(grpc.RpcError) as caught:
@@ -209,7 +214,7 @@ def test_an_address_where_nobody_is_and_one_that_cannot_be_had() -> None:
     with pytest.raises(InvalidConfig, match=r"the executor at 127\.0\.0\.1:1 is lost"):
         RemoteExecutor("127.0.0.1:1", patience=0.2)
     with pytest.raises(InvalidConfig, match="cannot listen"):
-        Host(SyntheticExecutor(**SIZES), "203.0.113.7:1")
+        ExecutorServer(SyntheticExecutor(**SIZES), "203.0.113.7:1")
 
 
 class Stuck(SyntheticExecutor):
@@ -237,22 +242,22 @@ def test_a_step_is_over_when_its_answer_is_here() -> None:
     executor.free = threading.Event()
     with served(executor) as remote:
         handle = remote.launch(Plan((), (), ()))
-        assert not handle.over()
+        assert not handle.is_done()
         executor.free.set()
         deadline = time.monotonic() + 100
-        while not handle.over():
+        while not handle.is_done():
             assert time.monotonic() < deadline
             time.sleep(0.001)
         assert handle.result() == Result([], [])
         remote.close()
-        assert handle.over(), "nothing is waited for where there is no connection"
+        assert handle.is_done(), "nothing is waited for where there is no connection"
 
 
 def test_commands_that_nobody_takes_up_wait_outside() -> None:
     """A client that sends and sends is not read further than a few steps ahead."""
     executor = Stuck(**SIZES)
     executor.free = threading.Event()
-    host = Host(executor, "127.0.0.1:0")
+    host = ExecutorServer(executor, "127.0.0.1:0")
     sent = 0
 
     def flood() -> Iterator[pb.Command]:
@@ -325,7 +330,7 @@ class Gate:
 
 def test_a_dropped_connection_fails_what_is_in_flight_and_reopens_the_rest() -> None:
     device = HashDevice(64, 4)
-    host = Host(device, "127.0.0.1:0")
+    host = ExecutorServer(device, "127.0.0.1:0")
     gate = Gate(host.port)
     remote = RemoteExecutor(f"127.0.0.1:{gate.port}")
     it = engine(remote)
@@ -345,17 +350,17 @@ def test_a_dropped_connection_fails_what_is_in_flight_and_reopens_the_rest() -> 
     for i in range(6):
         want = naive((1, 2, i), 40, frozenset(), (0, 0), None)[3:]
         assert said[str(i)] == (want if i > 3 else want[: len(said[str(i)])]) and said[str(i)]
-    assert it.gauges().used_pages == 0
+    assert it.gauges().used_blocks == 0
     remote.close()
     gate.close()
     host.stop()
 
 
 def test_an_executor_that_comes_back_with_other_sizes_is_not_used() -> None:
-    host = Host(SyntheticExecutor(**SIZES), "127.0.0.1:0")
+    host = ExecutorServer(SyntheticExecutor(**SIZES), "127.0.0.1:0")
     remote = RemoteExecutor(f"127.0.0.1:{host.port}")
     host.stop()
-    other = Host(SyntheticExecutor(**SIZES | {"pages": 65}), f"127.0.0.1:{host.port}")
+    other = ExecutorServer(SyntheticExecutor(**SIZES | {"pages": 65}), f"127.0.0.1:{host.port}")
     it = engine(remote)
     for _ in range(2):
         it.submit((1, 2), 4, id="a")
@@ -400,13 +405,13 @@ TLS = Path(__file__).parent / "tls"
 def test_tls_lets_in_who_trusts_and_is_trusted(mutual: bool) -> None:
     authority, certificate, key = ((TLS / name).read_bytes() for name in ("ca.pem", "end.pem", "end.key"))
     credentials = Credentials(certificate, key, authority if mutual else None)
-    host = Host(SyntheticExecutor(**SIZES), "127.0.0.1:0", credentials)
+    host = ExecutorServer(SyntheticExecutor(**SIZES), "127.0.0.1:0", credentials)
     address = f"127.0.0.1:{host.port}"
-    trust = Trust(authority, certificate, key) if mutual else Trust(authority)
+    trust = TlsConfig(authority, certificate, key) if mutual else TlsConfig(authority)
     remote = RemoteExecutor(address, trust=trust)
     assert remote.launch(Plan((), (), ())).result() == Result([], [])
     remote.close()
-    strangers = [None, *([Trust(authority)] if mutual else [])]
+    strangers = [None, *([TlsConfig(authority)] if mutual else [])]
     for stranger in strangers:
         with pytest.raises(InvalidConfig, match="is lost"):
             RemoteExecutor(address, trust=stranger, patience=0.3)

@@ -10,7 +10,7 @@ import functools
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from quire.grammar.llguidance import Compiler
+from quire.grammar.llguidance import LlguidanceCompiler
 from quire.text.tokenizer import Tokenizer
 from tests.runner.tiny import VOCAB
 
@@ -36,8 +36,8 @@ def tokenizer() -> Tokenizer:
 
 
 @functools.cache
-def compiler() -> Compiler:
-    return Compiler(tokenizer)
+def compiler() -> LlguidanceCompiler:
+    return LlguidanceCompiler(tokenizer)
 
 
 def allowed(mask: bytes | None) -> set[int]:

@@ -12,27 +12,29 @@ import pytest
 import torch
 
 from quire.core.constraint import FREE, PENDING
-from quire.core.kv import KV, prefix_index
+from quire.core.kv import KVCacheManager, make_prefix_cache
 from quire.core.plan import Mask, Plan
 from quire.core.scheduler import Scheduler
-from quire.core.speculate import Fixed
+from quire.core.speculate import FixedDrafts
 from quire.engine.engine import Engine
 from quire.errors import InvalidRequest, StepFailed
 from quire.executors.local import LocalExecutor
 from quire.executors.synthetic import SyntheticExecutor
 from quire.runner.drafts import NoDrafts
-from quire.runner.rows import Ints, Rows
-from quire.values import MANY, Request, SamplingParams, StructuredOutputs, Tokens
+from quire.runner.rows import Ints, RowState
+from quire.values import UNLIMITED, Request, RequestStepOutput, SamplingParams, StructuredOutputsParams
 from tests.grammar.little import END, compiler
 from tests.runner.oracle import naive
 from tests.runner.tiny import VOCAB, Tiny
 
 MODEL = Tiny()
 STRUCTURES = (
-    StructuredOutputs(regex="(ab|b|12){2,6}(1|c)*"),
-    StructuredOutputs(json={"type": "array", "items": {"enum": ["a", "ab", 12, True]}, "minItems": 2, "maxItems": 5}),
-    StructuredOutputs(choice=("abc", "ab", "12 a", "true", '{"a":1}')),
-    StructuredOutputs(
+    StructuredOutputsParams(regex="(ab|b|12){2,6}(1|c)*"),
+    StructuredOutputsParams(
+        json={"type": "array", "items": {"enum": ["a", "ab", 12, True]}, "minItems": 2, "maxItems": 5}
+    ),
+    StructuredOutputsParams(choice=("abc", "ab", "12 a", "true", '{"a":1}')),
+    StructuredOutputsParams(
         json={
             "type": "object",
             "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["ab", False]}},
@@ -40,7 +42,7 @@ STRUCTURES = (
             "additionalProperties": False,
         }
     ),
-    StructuredOutputs(grammar='start: "{" inner* "}"\ninner: "a" | "[" inner "]"'),
+    StructuredOutputsParams(grammar='start: "{" inner* "}"\ninner: "a" | "[" inner "]"'),
 )
 
 
@@ -57,7 +59,13 @@ def workload() -> list[Request]:
         )
         requests.append(
             Request(
-                id=str(i), prompt=prompt, max_new=14, sampling=sampling, stop=frozenset({END}), seed=i, choice=i % 2
+                id=str(i),
+                prompt=prompt,
+                max_new_tokens=14,
+                sampling=sampling,
+                stop=frozenset({END}),
+                seed=i,
+                choice=i % 2,
             )
         )
     return requests
@@ -74,7 +82,7 @@ def by_hand(request: Request) -> Callable[[Sequence[int]], Mask] | None:
 
 REQUESTS = workload()
 WANT = {r.id: naive(MODEL, r, by_hand(r)) for r in REQUESTS}
-LONGEST = max(len(r.prompt) + r.max_new for r in REQUESTS)
+LONGEST = max(len(r.prompt) + r.max_new_tokens for r in REQUESTS)
 
 
 class Scripted:
@@ -85,10 +93,10 @@ class Scripted:
         self.rng = random.Random(depth)
         self.texts = [[*r.prompt, *WANT[r.id], END] for r in REQUESTS]
 
-    def propose(self, rows: Rows, which: Ints, depth: Ints) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+    def propose(self, rows: RowState, which: Ints, depth: Ints) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
         out = np.zeros((len(which), self.depth), np.int32)
         for q, row in enumerate(which.tolist()):
-            known = int(rows.known[row])
+            known = int(rows.num_known[row])
             history = rows.tokens[row, :known].tolist()
             found = next((t for t in self.texts if t[:known] == history), [])[known : known + self.depth]
             for i, token in enumerate(found):
@@ -129,11 +137,16 @@ class House:
             return launch(plan)
 
         self.executor.launch = launch_or_fail  # type: ignore[method-assign]
-        kv = KV(pages, size, prefix_index(size, reuse))
+        kv = KVCacheManager(pages, size, make_prefix_cache(size, reuse))
         self.scheduler = Scheduler(
-            kv, rows=16, cap=cap, budget=feed[0], chunk=feed[1], speculation=Fixed(drafter.depth)
+            kv,
+            rows=16,
+            max_num_seqs=cap,
+            max_num_batched_tokens=feed[0],
+            max_chunk_tokens=feed[1],
+            speculation=FixedDrafts(drafter.num_drafts),
         )
-        self.engine = Engine(self.scheduler, self.executor, depth=depth)
+        self.engine = Engine(self.scheduler, self.executor, lookahead=depth)
         self.finish: dict[str, str] = {}
 
     def answer(self, rng: random.Random) -> dict[str, list[int]]:
@@ -150,7 +163,7 @@ class House:
                 request = pending.pop(rng.randrange(len(pending)))
                 structure = request.sampling.structured_outputs
                 assert structure is not None and request.id not in made
-                self.engine.provide(request.id, compiler()(structure).constraint())
+                self.engine.set_constraint(request.id, compiler()(structure).constraint())
             for event in self.engine.step():
                 made.setdefault(event.id, []).extend(event.tokens)
                 if event.finish:
@@ -163,7 +176,7 @@ AXES: dict[str, Sequence[Any]] = {
     "size": (1, 4, 64),
     "tight": (1, 2, 14),
     "reuse": (False, True),
-    "feed": ((MANY, MANY), (16, 5), (9, MANY)),
+    "feed": ((UNLIMITED, UNLIMITED), (16, 5), (9, UNLIMITED)),
     "drafts": (0, 3),
     "fails": (False, True),
     "cap": (3, 16),
@@ -177,11 +190,15 @@ def hold(combo: dict[str, Any]) -> House:
     assert house.answer(random.Random(str(combo))) == WANT
     for id, made in WANT.items():
         assert house.finish[id] == ("stop" if made[-1] == END else "length")
-    assert house.scheduler.kv.pool.free == house.scheduler.kv.pool.pages and not len(house.scheduler.waiting)
+    assert house.scheduler.kv.block_pool.num_free == house.scheduler.kv.block_pool.num_blocks and not len(
+        house.scheduler.waiting
+    )
     return house
 
 
-@pytest.mark.parametrize("combo", CHOSEN, ids=lambda c: "-".join(str(v) for v in c.values()).replace(str(MANY), "all"))
+@pytest.mark.parametrize(
+    "combo", CHOSEN, ids=lambda c: "-".join(str(v) for v in c.values()).replace(str(UNLIMITED), "all")
+)
 def test_every_combination_gives_the_naive_loops_tokens(combo: dict[str, Any]) -> None:
     hold(combo)
 
@@ -194,12 +211,14 @@ def test_the_whole_lattice() -> None:
 
 def test_pressure_preempts_constrained_rows() -> None:
     combos = [c for c in COMBOS if c["tight"] == 1 and c["size"] == 1 and c["cap"] == 16 and c["fails"]]
-    assert sum(hold(combo).scheduler.preempted for combo in combos) > 60
+    assert sum(hold(combo).scheduler.num_preemptions for combo in combos) > 60
 
 
 def test_the_workload_tells_grammars_apart() -> None:
     free = {
-        r.id: naive(MODEL, Request(id=r.id, prompt=r.prompt, max_new=14, stop=r.stop, seed=r.seed, choice=r.choice))
+        r.id: naive(
+            MODEL, Request(id=r.id, prompt=r.prompt, max_new_tokens=14, stop=r.stop, seed=r.seed, choice=r.choice)
+        )
         for r in REQUESTS
     }
     ruled = [r for r in REQUESTS if r.sampling.structured_outputs]
@@ -212,15 +231,15 @@ def test_the_workload_tells_grammars_apart() -> None:
 
 def engine() -> Engine:
     executor = LocalExecutor(MODEL, pages=64, page_size=4, rows=4, max_model_len=99, dtype=torch.float64)
-    return Engine(Scheduler(KV(64, 4, prefix_index(4, True)), rows=4), executor)
+    return Engine(Scheduler(KVCacheManager(64, 4, make_prefix_cache(4, True)), rows=4), executor)
 
 
-def ask(id: str, structure: StructuredOutputs | None = STRUCTURES[0], **fields: Any) -> Request:
+def ask(id: str, structure: StructuredOutputsParams | None = STRUCTURES[0], **fields: Any) -> Request:
     sampling = SamplingParams(temperature=0.0, structured_outputs=structure, **fields.pop("sampling", {}))
-    return Request(id=id, prompt=(5, 6, 7), max_new=6, sampling=sampling, stop=frozenset({END}), **fields)
+    return Request(id=id, prompt=(5, 6, 7), max_new_tokens=6, sampling=sampling, stop=frozenset({END}), **fields)
 
 
-def run(engine: Engine) -> list[Tokens]:
+def run(engine: Engine) -> list[RequestStepOutput]:
     out = []
     while engine.can_step:
         out += engine.step()
@@ -235,7 +254,7 @@ def test_who_waits_for_a_grammar_holds_nobody_up_and_says_why() -> None:
     assert {e.id for e in run(house)} == {"free"}
     assert house.has_pending_work and not house.can_step and house.metrics_snapshot()["waiting_requests"] == 1
     assert all(("waits", "late", "grammar", 0) in record.decisions for record in seen)
-    house.provide("late", compiler()(STRUCTURES[0]).constraint())
+    house.set_constraint("late", compiler()(STRUCTURES[0]).constraint())
     assert {e.id for e in run(house)} == {"late"}
     assert not house.has_pending_work
 
@@ -251,7 +270,7 @@ def test_a_request_may_end_before_its_grammar_is_made() -> None:
     assert (events["refused"].param, events["refused"].status) == ("guided_regex", 400)
     assert events["gone"].param is None
     for id in events:
-        house.provide(id, compiler()(STRUCTURES[0]).constraint())
+        house.set_constraint(id, compiler()(STRUCTURES[0]).constraint())
     assert not house.has_pending_work and not house.can_step
 
 
@@ -260,10 +279,10 @@ def test_the_choices_of_n_wait_each_for_its_own_constraint() -> None:
     compiled = compiler()(STRUCTURES[0])
     for choice in range(3):
         house.add(ask(f"c{choice}", choice=choice), PENDING)
-    house.provide("c2", compiled.constraint())
+    house.set_constraint("c2", compiled.constraint())
     assert {e.id for e in run(house) if e.finish} == {"c2"}
-    house.provide("c0", compiled.constraint())
-    house.provide("c1", compiled.constraint())
+    house.set_constraint("c0", compiled.constraint())
+    house.set_constraint("c1", compiled.constraint())
     assert {e.id for e in run(house) if e.finish} == {"c0", "c1"}
 
 
@@ -273,7 +292,7 @@ def test_an_engine_that_cannot_obey_says_so_rather_than_answer_without() -> None
     assert caught.value.param == "structured_outputs"
     blind = SyntheticExecutor(pages=64, page_size=4, rows=4)
     with pytest.raises(InvalidRequest, match="cannot make structured output"):
-        Engine(Scheduler(KV(64, 4, prefix_index(4, True)), rows=4), blind).add(ask("a"), PENDING)
+        Engine(Scheduler(KVCacheManager(64, 4, make_prefix_cache(4, True)), rows=4), blind).add(ask("a"), PENDING)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +303,7 @@ def test_an_engine_that_cannot_obey_says_so_rather_than_answer_without() -> None
     ],
 )
 def test_fields_that_exclude_each_other_are_the_requests_fault(
-    sampling: dict[str, Any], structure: StructuredOutputs | None, param: str
+    sampling: dict[str, Any], structure: StructuredOutputsParams | None, param: str
 ) -> None:
     house = engine()
     request = ask("a", structure, sampling=sampling)

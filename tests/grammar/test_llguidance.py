@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import tokenizers
 
-from quire.core.plan import STUCK
+from quire.core.plan import NO_TOKEN_ALLOWED
 from quire.core.sequence import Sequence
 from quire.errors import InvalidRequest
-from quire.grammar.llguidance import Compiler
+from quire.grammar.llguidance import LlguidanceCompiler
 from quire.text.tokenizer import Tokenizer
-from quire.values import Request, SamplingParams, StructuredOutputs
+from quire.values import Request, SamplingParams, StructuredOutputsParams
 from tests.grammar.little import END, allowed, compiler, spell, tokenizer
 from tests.text.vocabulary import byte_level, sentencepiece, wordpiece
 
 
 def obeys(text: str, **structure: Any) -> bool:
     """Whether `text`, token by token and then the end, is allowed."""
-    matcher = compiler()(StructuredOutputs(**structure)).constraint()
+    matcher = compiler()(StructuredOutputsParams(**structure)).constraint()
     tokens = [*spell(text), END]
     return all(token in allowed(matcher.masks(tokens[:i], ())[0]) for i, token in enumerate(tokens))
 
@@ -83,7 +83,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("structure", "words"), REFUSED, ids=lambda v: str(v)[:40])
 def test_what_cannot_be_compiled_is_refused_in_words(structure: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        compiler()(StructuredOutputs(**structure, param="guided_it"))
+        compiler()(StructuredOutputsParams(**structure, param="guided_it"))
     said = str(caught.value)
     assert said.startswith("guided_it: ") and words in said, said
     assert caught.value.param == "guided_it" and len(said) < 600 and "\n" not in said
@@ -91,9 +91,9 @@ def test_what_cannot_be_compiled_is_refused_in_words(structure: dict[str, Any], 
 
 def test_a_first_mask_that_takes_too_long_is_refused() -> None:
     ticks = iter((0.0, 5.0))
-    slow = Compiler(tokenizer, clock=lambda: next(ticks))
+    slow = LlguidanceCompiler(tokenizer, clock=lambda: next(ticks))
     with pytest.raises(InvalidRequest, match="too complex"):
-        slow(StructuredOutputs(regex="a*"))
+        slow(StructuredOutputsParams(regex="a*"))
 
 
 def metaspace() -> tokenizers.Tokenizer:
@@ -115,7 +115,7 @@ BY_BYTES = (byte_level(), sentencepiece(), sentencepiece(strip=False))
 def test_tokenizers_of_every_kind_are_spelled_to_the_byte(core: tokenizers.Tokenizer, text: str) -> None:
     end = "</s>" if core.token_to_id("</s>") else "<|end|>"
     own = Tokenizer(core, {"eos_token": end})
-    matcher = Compiler(lambda: own)(StructuredOutputs(choice=(text,))).constraint()
+    matcher = LlguidanceCompiler(lambda: own)(StructuredOutputsParams(choice=(text,))).constraint()
     tokens, said = list[int](), b""
     while True:
         mask = matcher.masks(tokens, ())[0] or b""
@@ -133,13 +133,13 @@ def test_tokenizers_of_every_kind_are_spelled_to_the_byte(core: tokenizers.Token
 )
 def test_a_tokenizer_that_cannot_be_used_is_named_as_the_reason(own: Tokenizer, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
-        Compiler(lambda: own)(StructuredOutputs(regex="a"))
+        LlguidanceCompiler(lambda: own)(StructuredOutputsParams(regex="a"))
 
 
 def test_a_choice_may_have_as_many_texts_as_there_is_room_for() -> None:
     """One of them the beginning of others."""
     texts = [f"c{i}" for i in range(9000)]
-    matcher = compiler()(StructuredOutputs(choice=tuple(texts))).constraint()
+    matcher = compiler()(StructuredOutputsParams(choice=tuple(texts))).constraint()
     for text in ("c0", "c7", "c4321", "c8999"):
         tokens = spell(text)
         assert all(tokens[i] in allowed(matcher.masks(tokens[:i], ())[0]) for i in range(len(tokens)))
@@ -156,9 +156,9 @@ def alternatives(count: int) -> dict[str, Any]:
 
 
 def test_more_alternatives_than_can_be_followed_are_refused_as_that() -> None:
-    compiler()(StructuredOutputs(json=alternatives(900)))
+    compiler()(StructuredOutputsParams(json=alternatives(900)))
     with pytest.raises(InvalidRequest) as caught:
-        compiler()(StructuredOutputs(json=alternatives(1200), param="response_format"))
+        compiler()(StructuredOutputsParams(json=alternatives(1200), param="response_format"))
     why = "response_format: the JSON schema cannot be used: it has 1200 ways to go on in one place, and at most 1000 "
     assert str(caught.value).startswith(why) and caught.value.param == "response_format"
 
@@ -166,14 +166,14 @@ def test_more_alternatives_than_can_be_followed_are_refused_as_that() -> None:
 def test_a_grammar_that_ends_in_the_middle_of_an_answer_says_why() -> None:
     """Too wide where no compiler looks: the answer ends with that, not with what other fields could have excluded."""
     late = {"type": "object", "properties": {"a": {"const": "a" * 30}, "b": alternatives(1200)}, "required": ["a", "b"]}
-    structure = StructuredOutputs(json=late, param="response_format")
+    structure = StructuredOutputsParams(json=late, param="response_format")
     matcher = compiler()(structure).constraint()
     begun, told = spell('{"a": "' + "a" * 30), spell('{"a": "' + "a" * 30 + '", "b": {')
     assert allowed(matcher.masks(begun, ())[0]) and matcher.why() == ""
     assert not allowed(matcher.masks(told, ())[0])
-    request = Request(id="r", prompt=(1,), max_new=9, sampling=SamplingParams(structured_outputs=structure))
-    failed = Sequence(request, 0, [1], 10, matcher).failed(STUCK)
+    request = Request(id="r", prompt=(1,), max_new_tokens=9, sampling=SamplingParams(structured_outputs=structure))
+    failed = Sequence(request, 0, [1], 10, matcher).error_output(NO_TOKEN_ALLOWED)
     assert (failed.status, failed.param) == (400, "response_format")
     assert "it has 1201 ways to go on in one place" in str(failed.error) and "bad_words" not in str(failed.error)
-    plain = Sequence(request, 0, [1], 10, compiler()(StructuredOutputs(regex="a")).constraint())
-    assert plain.failed(STUCK).error == STUCK
+    plain = Sequence(request, 0, [1], 10, compiler()(StructuredOutputsParams(regex="a")).constraint())
+    assert plain.error_output(NO_TOKEN_ALLOWED).error == NO_TOKEN_ALLOWED

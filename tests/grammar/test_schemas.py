@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator, FormatChecker
 
 from quire import LLM, SamplingParams
 from quire.errors import InvalidRequest
-from quire.values import StructuredOutputs
+from quire.values import StructuredOutputsParams
 from tests.grammar.schemas import CATEGORIES, Schema, schemas
 
 MOST = 400
@@ -39,7 +39,7 @@ def unfinished(llm: LLM, asked: Sequence[tuple[str, Schema]], temperature: float
     """Names of those that did not finish; all others are valid JSON, and valid."""
     params = [
         SamplingParams(
-            temperature=temperature, seed=i, max_tokens=MOST, structured_outputs=StructuredOutputs(json=schema)
+            temperature=temperature, seed=i, max_tokens=MOST, structured_outputs=StructuredOutputsParams(json=schema)
         )
         for i, (_, schema) in enumerate(asked)
     ]
@@ -78,7 +78,7 @@ def test_texts_and_numbers_without_bounds_are_cut_by_max_tokens_and_right_so_far
             temperature=1.0,
             seed=3,
             max_tokens=30,
-            structured_outputs=StructuredOutputs(json=schema),
+            structured_outputs=StructuredOutputsParams(json=schema),
             logit_bias={34: 1},
         )
         answer = llm.generate("x", params, use_tqdm=False)[0].outputs[0]
@@ -90,7 +90,9 @@ def test_texts_and_numbers_without_bounds_are_cut_by_max_tokens_and_right_so_far
 
 def test_an_object_of_any_kind_is_an_object(llm: LLM) -> None:
     asked = [
-        SamplingParams(temperature=t, seed=7, max_tokens=MOST, structured_outputs=StructuredOutputs(json_object=True))
+        SamplingParams(
+            temperature=t, seed=7, max_tokens=MOST, structured_outputs=StructuredOutputsParams(json_object=True)
+        )
         for t in (0.0, 0.5, 1.0)
     ]
     for output in llm.generate(["The dog has a name and an age: "] * 3, asked, use_tqdm=False):
@@ -101,7 +103,7 @@ def test_an_object_of_any_kind_is_an_object(llm: LLM) -> None:
 
 
 def test_a_broken_schema_is_refused_before_anything_runs(llm: LLM) -> None:
-    bad = SamplingParams(structured_outputs=StructuredOutputs(json={"type": "strng"}))
+    bad = SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "strng"}))
     with pytest.raises(InvalidRequest, match="Invalid type: strng"):
         llm.generate("x", bad, use_tqdm=False)
     assert llm.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].finish_reason == "length"

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
-from quire.layers.build import Build
-from quire.layers.formats import Format, Packed, Place, Plain, packed
-from quire.layers.parallel import Parallel, Solo, share
+from quire.layers.build import ModelBuilder
+from quire.layers.formats import Format, Packed, Plain, WeightSlot, packed
+from quire.layers.parallel import ParallelGroup, SingleRank, shard_of
 from quire.ops.reference import ReferenceOps
 
 
@@ -29,23 +29,23 @@ class Rank:
         return x
 
 
-def build(parallel: Parallel | None = None, format: Format = Plain) -> Build:
-    return Build(
+def build(parallel: ParallelGroup | None = None, format: Format = Plain) -> ModelBuilder:
+    return ModelBuilder(
         ops=ReferenceOps(),
-        parallel=parallel or Solo(),
+        parallel=parallel or SingleRank(),
         dtype=torch.float32,
         device=torch.device("cpu"),
         format=format,
     )
 
 
-def fill(made: Build, tensors: dict[str, Tensor]) -> None:
+def fill(made: ModelBuilder, tensors: dict[str, Tensor]) -> None:
     """As the loader does: every place gets its cut."""
-    for name, places in made.places.items():
+    for name, places in made.slots.items():
         for place in places:
             assert tuple(tensors[name].shape) == place.shape
-            place.put(tensors[name][place.cut])
-    made.seal()
+            place.copy_from(tensors[name][place.shard])
+    made.finalize()
 
 
 def randoms(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
@@ -56,7 +56,7 @@ def randoms(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("format", [Plain, Packed])
 def test_fused_columns_stand_side_by_side(format: Format) -> None:
     made = build(format=format)
-    fused = made.at("mlp").columns(("a", "b"), 6, ((4, 1), (3, 1)), bias=True)
+    fused = made.scope("mlp").column_parallel(("a", "b"), 6, ((4, 1), (3, 1)), bias=True)
     tensors = randoms(mlp__a__weight=(4, 6), mlp__b__weight=(3, 6), mlp__a__bias=(4,), mlp__b__bias=(3,))
     fill(made, tensors)
     x = torch.randn(2, 6)
@@ -72,7 +72,10 @@ def test_the_ranks_of_a_cut_add_up_to_the_whole(format: Format) -> None:
     partial = []
     for rank in range(2):
         made = build(Rank(rank, 2), format)
-        up, down = made.columns(("up",), 6, ((4, 2),), bias=True), made.rows("down", (4, 2), 5, bias=True)
+        up, down = (
+            made.column_parallel(("up",), 6, ((4, 2),), bias=True),
+            made.row_parallel("down", (4, 2), 5, bias=True),
+        )
         fill(made, tensors)
         assert up(x).shape == (3, 4)
         partial.append(down(up(x)))
@@ -85,7 +88,7 @@ def test_transposed_matrices_are_turned_about() -> None:
     halves = []
     for rank in range(2):
         made = build(Rank(rank, 2))
-        c = made.columns(("c",), 6, ((8, 1),), bias=True, transposed=True)
+        c = made.column_parallel(("c",), 6, ((8, 1),), bias=True, transposed=True)
         fill(made, tensors)
         halves.append(c(x))
     torch.testing.assert_close(torch.cat(halves, -1), x @ tensors["c.weight"] + tensors["c.bias"])
@@ -99,7 +102,7 @@ def test_a_matrix_that_holds_q_k_and_v_is_cut_between_heads(transposed: bool) ->
     q, k, v = (x @ weight.T + tensors["qkv.bias"]).split([8, 4, 4], -1)
     for rank in range(2):
         made = build(Rank(rank, 2))
-        fused = made.columns(("qkv",), 6, ((4, 2), (2, 2), (2, 2)), bias=True, transposed=transposed)
+        fused = made.column_parallel(("qkv",), 6, ((4, 2), (2, 2), (2, 2)), bias=True, transposed=transposed)
         fill(made, tensors)
         own = torch.cat([part.chunk(2, -1)[rank] for part in (q, k, v)], -1)
         torch.testing.assert_close(fused(x), own)
@@ -110,7 +113,7 @@ def test_a_tied_head_is_the_embeddings_table_and_needs_no_tensor(format: Format)
     made = build(format=format)
     embedding = made.embedding("embed", 10, 4)
     head = made.head("lm_head", 4, 10, embedding)
-    assert list(made.places) == ["embed.weight"]
+    assert list(made.slots) == ["embed.weight"]
     assert made.ignored == ["lm_head.weight"]
     tensors = randoms(embed__weight=(10, 4))
     fill(made, tensors)
@@ -121,21 +124,21 @@ def test_a_tied_head_is_the_embeddings_table_and_needs_no_tensor(format: Format)
 def test_a_matrix_has_memory_only_from_its_first_number_to_its_last() -> None:
     spare: list[Tensor] = []
     made = build(format=partial(Packed, spare=spare))
-    made.columns(("a", "b"), 6, ((4, 1), (4, 1)))
-    made.columns(("c",), 6, ((4, 1),))
+    made.column_parallel(("a", "b"), 6, ((4, 1), (4, 1)))
+    made.column_parallel(("c",), 6, ((4, 1),))
     tensors = randoms(a__weight=(4, 6), b__weight=(4, 6), c__weight=(4, 6))
-    a, b, c = (made.places[f"{name}.weight"][0] for name in "abc")
-    tile = made.stored[0].tiles[0]
+    a, b, c = (made.slots[f"{name}.weight"][0] for name in "abc")
+    tile = made.matrices[0].tiles[0]
     assert tile.memory is None
-    b.put(tensors["b.weight"])
+    b.copy_from(tensors["b.weight"])
     memory = weakref.ref(tile.memory)
     assert memory() is not None
-    a.put(tensors["a.weight"])
+    a.copy_from(tensors["a.weight"])
     assert tile.memory is None
     assert [memory()] == spare, "the next matrix is put together in it"
-    c.put(tensors["c.weight"])
+    c.copy_from(tensors["c.weight"])
     assert [memory()] == spare
-    made.seal()
+    made.finalize()
     assert memory() is None
 
 
@@ -144,11 +147,11 @@ def test_a_large_matrix_is_kept_in_tiles_that_multiply_as_one(monkeypatch: pytes
     for transposed in (False, True):
         made = build(format=Packed)
         parts = (("c",) if transposed else ("a", "b")), 6, ((4, 1), (7, 1))
-        fused = made.columns(*parts, bias=True, transposed=transposed)
+        fused = made.column_parallel(*parts, bias=True, transposed=transposed)
         tensors = randoms(a__weight=(4, 6), b__weight=(7, 6), a__bias=(4,), b__bias=(7,))
         whole, bias = (torch.cat([tensors[f"{n}.{kind}"] for n in "ab"]) for kind in ("weight", "bias"))
         fill(made, {"c.weight": whole.T, "c.bias": bias} if transposed else tensors)
-        assert [tile.rows.stop - tile.rows.start for tile in made.stored[0].tiles] == [3, 3, 3, 2]
+        assert [tile.rows.stop - tile.rows.start for tile in made.matrices[0].tiles] == [3, 3, 3, 2]
         x = torch.randn(2, 6)
         torch.testing.assert_close(fused(x), x @ whole.T + bias)
 
@@ -158,17 +161,17 @@ def test_a_place_is_filled_in_pieces(transposed: bool) -> None:
     into = torch.zeros(10, 4)
     whole = torch.randn(4, 12) if transposed else torch.randn(12, 4)
     cut = (slice(0, 4), slice(1, 11)) if transposed else (slice(1, 11), slice(0, 4))
-    place = Place("a", tuple(whole.shape), cut, into, transposed)
-    pieces = list(place.pieces(9))
+    place = WeightSlot("a", tuple(whole.shape), cut, into, transposed)
+    pieces = list(place.split(9))
     assert len(pieces) >= 4
-    assert max(piece.into.numel() for piece in pieces) <= 10
+    assert max(piece.target.numel() for piece in pieces) <= 10
     for piece in pieces:
-        piece.put(whole[piece.cut])
+        piece.copy_from(whole[piece.shard])
     torch.testing.assert_close(into, whole[cut].T if transposed else whole[cut])
 
 
 def test_heads_are_shared_out_whole_and_scarce_ones_held_by_several() -> None:
-    assert [share(6, Rank(r, 2), "heads", 4) for r in range(2)] == [slice(0, 12), slice(12, 24)]
-    assert [share(2, Rank(r, 4), "heads", 4) for r in range(4)] == [slice(0, 4)] * 2 + [slice(4, 8)] * 2
+    assert [shard_of(6, Rank(r, 2), "heads", 4) for r in range(2)] == [slice(0, 12), slice(12, 24)]
+    assert [shard_of(2, Rank(r, 4), "heads", 4) for r in range(4)] == [slice(0, 4)] * 2 + [slice(4, 8)] * 2
     with pytest.raises(InvalidModel, match="9 heads cannot be divided among 2 devices"):
-        share(9, Rank(0, 2), "heads")
+        shard_of(9, Rank(0, 2), "heads")

@@ -12,7 +12,7 @@ import pytest
 from quire.build.text import build_text
 from quire.config import Settings
 from quire.errors import InvalidModel
-from quire.look.facts import files, look, shapes
+from quire.look.facts import files, read_facts, shapes
 from quire.weights.load import load_model
 from tests.checkpoints import make
 from tests.text.vocabulary import CHATML, byte_level, save
@@ -68,7 +68,7 @@ def test_a_config_of_nonsense_is_refused_in_one_line(folder: Path) -> None:
     settings = Settings.of(model=str(folder))
 
     def tell() -> None:
-        looked = look(settings)
+        looked = read_facts(settings)
         assert [*shapes(looked), *files(looked)]
 
     refused = refusals(tell, folder / "config.json")

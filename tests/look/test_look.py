@@ -16,7 +16,7 @@ from quire.build.engine import build_engine
 from quire.cli import main
 from quire.config import Settings
 from quire.look.diff import compare, departs
-from quire.look.facts import look
+from quire.look.facts import read_facts
 from quire.look.plan import need, told
 from quire.weights.files import SINGLE
 from quire.weights.load import load_model
@@ -112,7 +112,7 @@ CPU = torch.device("cpu")
 def test_a_plan_adds_up_and_its_smallest_change_fits(tmp_path: Path) -> None:
     make(tmp_path, "llama-gqa-tied", num_hidden_layers=24, max_position_embeddings=4096)
     settings = Settings.of(model=str(tmp_path))
-    looked = look(settings)
+    looked = read_facts(settings)
     whole = need(settings, looked, 1 << 32, CPU)
     assert whole.weights == sum(t.nbytes for t in load_file(tmp_path / SINGLE).values())
     assert whole.least == 256
@@ -141,8 +141,8 @@ def test_a_plan_adds_up_and_its_smallest_change_fits(tmp_path: Path) -> None:
 def test_the_plan_is_what_the_engine_takes(tmp_path: Path) -> None:
     make(tmp_path, "llama-gqa-tied")
     settings = Settings.of(model=str(tmp_path), kv_cache_memory_bytes="2MiB", max_num_seqs=64)
-    plan = dict(told(settings, look(settings), 1 << 30, CPU))
-    blocks = build_engine(settings).about.pages
+    plan = dict(told(settings, read_facts(settings), 1 << 30, CPU))
+    blocks = build_engine(settings).description.num_blocks
     assert f": {blocks:,} blocks" in plan["KV pool"]
 
 

@@ -11,23 +11,23 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from quire.layers.rope import Rope
+from quire.layers.rope import RopeConfig
 from quire.models.spec import ModelSpec
-from quire.values import MANY
+from quire.values import UNLIMITED
 from quire.weights import load
 from tests.checkpoints import SHAPES, make
 from tests.models.feeding import LENGTHS, Feeder
 
 
-def plain(rope: Rope) -> Rope:
-    return Rope(dim=rope.dim, theta=rope.theta)
+def plain(rope: RopeConfig) -> RopeConfig:
+    return RopeConfig(dim=rope.dim, theta=rope.theta)
 
 
 def without_scaling(spec: ModelSpec) -> ModelSpec:
     return replace(spec, rope=plain(spec.rope), ropes=tuple(map(plain, spec.ropes)))
 
 
-def slower(rope: Rope) -> Rope:
+def slower(rope: RopeConfig) -> RopeConfig:
     return replace(rope, theta=2 * rope.theta) if rope.dim else rope
 
 
@@ -37,12 +37,12 @@ def experts(**change: object) -> Callable[[ModelSpec], ModelSpec]:
 
 WITHOUT: Mapping[str, Callable[[ModelSpec], ModelSpec]] = MappingProxyType(
     {
-        "windows": lambda spec: replace(spec, windows=(MANY,) * spec.layers),
-        "one more in a window": lambda spec: replace(spec, windows=tuple(min(MANY, w + 1) for w in spec.windows)),
+        "windows": lambda spec: replace(spec, windows=(UNLIMITED,) * spec.layers),
+        "one more in a window": lambda spec: replace(spec, windows=tuple(min(UNLIMITED, w + 1) for w in spec.windows)),
         "rope": lambda spec: replace(spec, rope=slower(spec.rope), ropes=tuple(map(slower, spec.ropes))),
         "rope scaling": without_scaling,
         "rope gain": lambda spec: replace(spec, rope=replace(spec.rope, gain=1.0)),
-        "rope rounding": lambda spec: replace(spec, rope=replace(spec.rope, whole=True)),
+        "rope rounding": lambda spec: replace(spec, rope=replace(spec.rope, full_dim=True)),
         "local ropes": lambda spec: replace(spec, ropes=(spec.rope,) * len(spec.ropes)),
         "scale": lambda spec: replace(spec, scale=spec.scale and spec.head_dim**-0.5),
         "cap of scores": lambda spec: replace(spec, score_cap=0.0),
@@ -50,7 +50,9 @@ WITHOUT: Mapping[str, Callable[[ModelSpec], ModelSpec]] = MappingProxyType(
         "renormalisation": experts(renormalise=True),
         "shares as they are": experts(renormalise=False),
         "an expert": lambda spec: replace(
-            spec, experts=spec.experts and replace(spec.experts, used=max(1, spec.experts.used - 1))
+            spec,
+            experts=spec.experts
+            and replace(spec.experts, num_experts_per_token=max(1, spec.experts.num_experts_per_token - 1)),
         ),
         "activation": lambda spec: replace(
             spec, activation="gelu_pytorch_tanh" if spec.activation == "silu" else spec.activation
@@ -75,7 +77,11 @@ def test_no_feature_of_a_shape_can_be_left_out(shape: str, tmp_path: Path, monke
     left_out = {name: change(given) for name, change in WITHOUT.items() if change(given) != given}
     assert "rope" in left_out or shape.startswith("gpt2"), "GPT-2's features are tensors, and those cannot be left out"
     for name, less in left_out.items():
-        if name == "shares as they are" and less.experts and less.experts.used == less.experts.count:
+        if (
+            name == "shares as they are"
+            and less.experts
+            and less.experts.num_experts_per_token == less.experts.num_experts
+        ):
             continue  # the shares of all sum to 1
         monkeypatch.setattr(load, "read_spec", lambda config, less=less: less)
         assert (logits(tmp_path) - whole).abs().max() > 1e-3, f"{shape} does not show {name}"
@@ -97,7 +103,7 @@ def test_every_family_comes_in_shapes_that_leave_no_way_out(tmp_path: Path) -> N
         make(tmp_path / shape, shape)
         spec = load.read_spec(load.read_config(tmp_path / shape))
         families.setdefault(spec.architecture, []).append(spec)
-        limits = [window for window in spec.windows if window < MANY]
+        limits = [window for window in spec.windows if window < UNLIMITED]
         limits += [rope.original for rope in (spec.rope, *spec.ropes)]
         assert max(limits) < sorted(LENGTHS)[-2], shape
     for name, specs in families.items():
@@ -117,5 +123,5 @@ def test_what_is_wanted_alone_is_what_it_is_among_all(shape: str, tmp_path: Path
         feeder = Feeder(model, page_size=16)
         batch = feeder.pages.batch([(0, 0, list(range(70))), (1, 0, [5, 6])])
         with torch.inference_mode():
-            found.append(model.forward(replace(batch, wanted=wanted), feeder.kv)[[69, 3, 71]])
+            found.append(model.forward(replace(batch, output_indices=wanted), feeder.kv)[[69, 3, 71]])
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)

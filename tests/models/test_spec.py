@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from quire.errors import InvalidModel
-from quire.layers.mixture import Mixture
-from quire.layers.rope import Rope
+from quire.layers.mixture import MoEConfig
+from quire.layers.rope import RopeConfig
 from quire.models.registry import parameters, read_spec
-from quire.values import MANY
+from quire.values import UNLIMITED
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -27,8 +27,8 @@ CONFIG = {
 def test_a_config_is_read_with_the_defaults_of_its_architecture() -> None:
     spec = read_spec(CONFIG)
     assert (spec.head_dim, spec.kv_heads, spec.context, spec.dtype, spec.stop) == (16, 2, 128, "bfloat16", (1, 2))
-    assert spec.rope == Rope(dim=16, theta=10_000.0)
-    assert spec.windows == (MANY, MANY)
+    assert spec.rope == RopeConfig(dim=16, theta=10_000.0)
+    assert spec.windows == (UNLIMITED, UNLIMITED)
     assert not spec.tie
     assert read_spec(CONFIG | {"num_key_value_heads": None}).kv_heads == 4
     assert read_spec(CONFIG | {"architectures": None, "model_type": "llama"}) == spec
@@ -45,12 +45,12 @@ def test_kv_and_parameters_are_counted() -> None:
 
 def test_old_and_new_spellings_of_rope_are_one() -> None:
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-    wanted = Rope(dim=16, theta=5e5, kind="llama3", factor=8.0, low=1.0, high=4.0, original=32)
+    wanted = RopeConfig(dim=16, theta=5e5, kind="llama3", factor=8.0, low=1.0, high=4.0, original=32)
     for old in ("rope_type", "type"):
         assert read_spec(CONFIG | {"rope_theta": 500000, "rope_scaling": {old: "llama3", **scaling}}).rope == wanted
     new = {"rope_type": "llama3", "rope_theta": 5e5, **scaling}
     assert read_spec(CONFIG | {"rope_parameters": new}).rope == wanted
-    assert read_spec(CONFIG | {"rope_theta": 7.0, "rope_scaling": None}).rope == Rope(dim=16, theta=7.0)
+    assert read_spec(CONFIG | {"rope_theta": 7.0, "rope_scaling": None}).rope == RopeConfig(dim=16, theta=7.0)
     assert read_spec(CONFIG | {"partial_rotary_factor": 0.5}).rope.dim == 8
 
 
@@ -61,14 +61,14 @@ def test_windows_are_read_per_layer_and_per_architecture() -> None:
         ).windows
 
     mixed = ["full_attention", "sliding_attention", "full_attention"]
-    assert windows("LlamaForCausalLM") == (MANY,) * 3
+    assert windows("LlamaForCausalLM") == (UNLIMITED,) * 3
     assert windows("MistralForCausalLM") == (8, 8, 8)
-    assert windows("MistralForCausalLM", layer_types=mixed) == (MANY, 8, MANY)
-    assert windows("MistralForCausalLM", sliding_window=None) == (MANY,) * 3
+    assert windows("MistralForCausalLM", layer_types=mixed) == (UNLIMITED, 8, UNLIMITED)
+    assert windows("MistralForCausalLM", sliding_window=None) == (UNLIMITED,) * 3
     for name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
-        assert windows(name) == (MANY,) * 3
-        assert windows(name, use_sliding_window=True, max_window_layers=2) == (MANY, MANY, 8)
-        assert windows(name, use_sliding_window=True, layer_types=mixed) == (MANY, 8, MANY)
+        assert windows(name) == (UNLIMITED,) * 3
+        assert windows(name, use_sliding_window=True, max_window_layers=2) == (UNLIMITED, UNLIMITED, 8)
+        assert windows(name, use_sliding_window=True, layer_types=mixed) == (UNLIMITED, 8, UNLIMITED)
     for wrong, said in (({"layer_types": mixed[:2]}, "list of num_hidden_layers"), ({"layer_types": ["x"] * 3}, "'x'")):
         with pytest.raises(InvalidModel, match=said):
             windows("MistralForCausalLM", **wrong)
@@ -127,16 +127,16 @@ def test_gemma3_is_read_as_published_nested_and_with_its_defaults() -> None:
     spec = read_spec(config | {"text_config": text | {"rope_scaling": scaling, "model_type": "gemma3_text"}})
     assert (spec.heads, spec.kv_heads, spec.head_dim, spec.vocab, spec.context) == (8, 4, 256, 262_208, 131_072)
     assert (spec.tie, spec.activation, spec.scale, spec.stop) == (True, "gelu_pytorch_tanh", 1 / 16, (1, 106))
-    assert spec.windows == (1024,) * 5 + (MANY, 1024)
-    assert spec.ropes[5] == spec.rope == Rope(dim=256, theta=1e6, kind="linear", factor=8.0)
-    assert spec.ropes[0] == Rope(dim=256, theta=1e4)
+    assert spec.windows == (1024,) * 5 + (UNLIMITED, 1024)
+    assert spec.ropes[5] == spec.rope == RopeConfig(dim=256, theta=1e6, kind="linear", factor=8.0)
+    assert spec.ropes[0] == RopeConfig(dim=256, theta=1e4)
     assert (spec.score_cap, spec.logit_cap) == (0.0, 0.0)
 
 
 def test_gemma2_caps_unless_told_not_to() -> None:
     config = CONFIG | {"architectures": ["Gemma2ForCausalLM"], "num_hidden_layers": 3, "sliding_window": 8}
     spec = read_spec(config)
-    assert (spec.score_cap, spec.logit_cap, spec.windows) == (50.0, 30.0, (8, MANY, 8))
+    assert (spec.score_cap, spec.logit_cap, spec.windows) == (50.0, 30.0, (8, UNLIMITED, 8))
     off = read_spec(config | {"attn_logit_softcapping": None, "final_logit_softcapping": None})
     assert (off.score_cap, off.logit_cap) == (0.0, 0.0)
 
@@ -154,7 +154,9 @@ def test_yarn_is_read_with_its_gain_and_its_longer_context() -> None:
 def test_experts_are_read_and_impossible_ones_refused() -> None:
     config = CONFIG | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "moe_intermediate_size": 20}
     spec = read_spec(config | {"num_experts_per_tok": 2, "mlp_only_layers": [1]})
-    assert spec.experts == Mixture(count=8, used=2, width=20, renormalise=False, dense=frozenset({1}))
+    assert spec.experts == MoEConfig(
+        num_experts=8, num_experts_per_token=2, width=20, normalize_weights=False, dense_layers=frozenset({1})
+    )
     assert parameters(spec) - parameters(read_spec(config | {"num_experts": 9, "mlp_only_layers": [1]})) == -64 - 3840
     with pytest.raises(InvalidModel, match="9 of 8 experts"):
         read_spec(config | {"num_experts_per_tok": 9})

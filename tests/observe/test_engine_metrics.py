@@ -7,14 +7,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.engine.clock import VirtualClock
 from quire.executors.costs import StepCost
 from quire.observe.engine_metrics import EngineMetrics, render
-from quire.sim.run import House, drive
+from quire.sim.run import SimConfig, simulate
 from quire.sim.workload import uniform
 
 
 def scrape() -> dict[str, float]:
     metrics = EngineMetrics()
-    engine = House(pages=64, page_size=4, max_num_seqs=8, cost=StepCost(0.01)).build(VirtualClock(), [metrics])
-    drive(engine, uniform(40, shared=8, prompt=(2, 20)))
+    engine = SimConfig(pages=64, page_size=4, max_num_seqs=8, cost=StepCost(0.01)).build(VirtualClock(), [metrics])
+    simulate(engine, uniform(40, shared=8, prompt=(2, 20)))
     text = render(metrics.snapshot(engine), "m").decode()
     found = {}
     for family in text_string_to_metric_families(text):
@@ -49,9 +49,9 @@ def test_buckets_only_grow() -> None:
 
 def test_speculation_is_counted_by_position() -> None:
     metrics = EngineMetrics()
-    engine = House(pages=64, page_size=4).build(observers=[metrics])
+    engine = SimConfig(pages=64, page_size=4).build(observers=[metrics])
     for fed, accepted in ((3, 2), (3, 0), (2, 2)):
-        engine.scheduler.drafted.learn(fed, accepted)
+        engine.scheduler.draft_stats.record(fed, accepted)
     text = render(metrics.snapshot(engine), "m").decode()
     assert 'vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 3.0' in text
     assert 'vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 8.0' in text

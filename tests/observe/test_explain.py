@@ -119,7 +119,7 @@ def test_a_request_of_another_salt_is_never_named_as_where_a_prefix_came_from() 
     prompt = [*range(1, 9), 50, 51, 52, 53, 54]
 
     def told(id: str, tokens: list[int], salt: str) -> dict[str, Any]:
-        watched.engine.add(Request(id=id, prompt=tuple(tokens), max_new=2, salt=salt))
+        watched.engine.add(Request(id=id, prompt=tuple(tokens), max_new_tokens=2, cache_salt=salt))
         watched.run()
         return watched.story(id)
 

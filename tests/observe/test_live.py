@@ -10,12 +10,12 @@ from tests.observe.watched import Watched, pages
 
 def truth(watched: Watched) -> dict[int, list[int]]:
     """The map as the pool has it."""
-    pool, writers = watched.engine.scheduler.kv.pool, watched.history.writers
+    pool, writers = watched.engine.scheduler.kv.block_pool, watched.history.writers
     found = {}
-    for page in range(1, pool.pages + 1):
-        if pool.refs[page] or pool.reuse.holds(page):
+    for page in range(1, pool.num_blocks + 1):
+        if pool.ref_counts[page] or pool.prefix_cache.contains(page):
             story, index = writers[page]
-            found[page] = [pool.refs[page], story.number, index]
+            found[page] = [pool.ref_counts[page], story.number, index]
     return found
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from quire.backends.observer import Several
+from quire.backends.observer import ObserverGroup
 from quire.observe.lines import FORMATS
-from quire.observe.log import LoggedRim, log_stats
-from quire.observe.rim_metrics import RimMetrics
-from quire.values import Ended, Origin, SamplingParams
+from quire.observe.log import RequestLogger, log_stats
+from quire.observe.rim_metrics import FrontendMetrics
+from quire.values import FinishedRequest, SamplingParams, TraceContext
 
 LOG = logging.getLogger("quire.tests")
 
@@ -22,13 +22,13 @@ def _listen(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, LOG.name)
 
 
-def ended(first: float | None, id: str = "cmpl-1", request_id: str = "") -> Ended:
-    return Ended(
+def ended(first: float | None, id: str = "cmpl-1", request_id: str = "") -> FinishedRequest:
+    return FinishedRequest(
         id,
         0,
         "stop",
         SamplingParams(n=2),
-        Origin(request_id),
+        TraceContext(request_id),
         prompt=7,
         cached=4,
         tokens=3,
@@ -39,7 +39,7 @@ def ended(first: float | None, id: str = "cmpl-1", request_id: str = "") -> Ende
 
 
 def test_each_answer_is_a_line_with_ids_counts_and_times(caplog: pytest.LogCaptureFixture) -> None:
-    rim = LoggedRim(LOG)
+    rim = RequestLogger(LOG)
     rim.on_end(ended(0.1, request_id="mine"))
     rim.on_end(ended(None))
     rim.on_refused("draining")
@@ -54,8 +54,8 @@ def test_each_answer_is_a_line_with_ids_counts_and_times(caplog: pytest.LogCaptu
 
 
 def test_logging_adds_no_metric() -> None:
-    plain = RimMetrics("m")
-    both = Several(plain, LoggedRim(LOG))
+    plain = FrontendMetrics("m")
+    both = ObserverGroup(plain, RequestLogger(LOG))
     both.on_first(1.0)
     both.on_gap(1.0, 2)
     both.on_surplus(1)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from quire.core.blocks import BlockPool
-from quire.core.kv import prefix_index
-from quire.observe.pool import PoolState, look
+from quire.core.kv import make_prefix_cache
+from quire.observe.pool import PoolState, pool_state
 
 
 def scheduler(pool: BlockPool, *running: Any) -> Any:
@@ -15,24 +15,24 @@ def scheduler(pool: BlockPool, *running: Any) -> Any:
 
 
 def test_holes_shares_and_empty_slots_are_counted() -> None:
-    pool = BlockPool(8, prefix_index(4, enabled=True))
-    held = [pool.take() for _ in range(8)]  # 1 to 8
+    pool = BlockPool(8, make_prefix_cache(4, enabled=True))
+    held = [pool.allocate() for _ in range(8)]  # 1 to 8
     assert held == list(range(1, 9))
     for page in (2, 5, 6, 7):
-        pool.drop(page)
-    pool.share(3)
+        pool.decref(page)
+    pool.incref(3)
     one = SimpleNamespace(blocks=[1, 3, 4, 8], computed=14)
-    assert look(scheduler(pool, one)) == PoolState(internal=2 / 16, external=1 - 3 / 4, shared=1)
+    assert pool_state(scheduler(pool, one)) == PoolState(internal=2 / 16, external=1 - 3 / 4, shared=1)
 
 
 def test_where_every_page_is_held_there_is_no_hole() -> None:
-    pool = BlockPool(2, prefix_index(4, enabled=True))
-    one = SimpleNamespace(blocks=[pool.take(), pool.take()], computed=8)
-    assert look(scheduler(pool, one)) == PoolState(0.0, 0.0, 0)
+    pool = BlockPool(2, make_prefix_cache(4, enabled=True))
+    one = SimpleNamespace(blocks=[pool.allocate(), pool.allocate()], computed=8)
+    assert pool_state(scheduler(pool, one)) == PoolState(0.0, 0.0, 0)
 
 
 def test_where_none_is_held_no_page_is_looked_at() -> None:
-    pool = BlockPool(2, prefix_index(4, enabled=True))
-    pool.drop(pool.take())
-    pool.refs = None  # type: ignore[assignment]
-    assert look(scheduler(pool)) == PoolState(0.0, 0.0, 0)
+    pool = BlockPool(2, make_prefix_cache(4, enabled=True))
+    pool.decref(pool.allocate())
+    pool.ref_counts = None  # type: ignore[assignment]
+    assert pool_state(scheduler(pool)) == PoolState(0.0, 0.0, 0)

@@ -23,21 +23,21 @@ from quire.engine.engine import Engine
 from quire.errors import InvalidConfig
 from quire.executors.costs import StepCost
 from quire.observe import ring, tape
-from quire.observe.disguise import Disguise
+from quire.observe.disguise import Anonymizer
 from quire.observe.recorded import recorded
 from quire.sim.replay import replay
-from quire.sim.run import House, drive
+from quire.sim.run import SimConfig, simulate
 from quire.sim.workload import uniform
-from quire.values import MANY
+from quire.values import UNLIMITED
 
 SECRET = 1_234_567_890_123
 """A token id that would be found in any file it is written to."""
 
 
 def run(folder: Path, requests: int = 30, limit: int = 1 << 26) -> Engine:
-    house = House(pages=16, page_size=4, max_num_seqs=4, max_num_batched_tokens=16, chunk=16, cost=StepCost(0.01))
+    house = SimConfig(pages=16, page_size=4, max_num_seqs=4, max_num_batched_tokens=16, chunk=16, cost=StepCost(0.01))
     engine = house.build(VirtualClock(), make=recorded(folder, limit))
-    drive(engine, uniform(requests, prompt=(4, 24), new=(4, 16), shared=8, rate=8.0))
+    simulate(engine, uniform(requests, prompt=(4, 24), new=(4, 16), shared=8, rate=8.0))
     return engine
 
 
@@ -55,9 +55,9 @@ def test_a_recording_is_bounded_and_can_be_replayed_from_what_is_left(tmp_path: 
     engine = run(tmp_path, requests=4000, limit=limit)
     engine.close()
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= limit
-    again = replay(tape.Reel([tmp_path]))
+    again = replay(tape.RecordingReader([tmp_path]))
     assert again.began.number > 0 and again.segments > 2
-    assert again.departure is None and again.engine.ledger.steps == engine.ledger.steps
+    assert again.divergence is None and again.engine.stats.num_steps == engine.stats.num_steps
 
 
 def test_recordings_of_earlier_processes_make_room_too(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
 
 
 def test_names_keep_beginnings_and_nothing_else() -> None:
-    one, other = Disguise(4), Disguise(4)
+    one, other = Anonymizer(4), Anonymizer(4)
     tokens = [5, 6, 7, 8, 5, 6, 7, 8, 9]
     names = one.pages(tokens)
     assert len(set(names)) == 2, "the same page at another place has another name"
@@ -85,9 +85,9 @@ def test_names_keep_beginnings_and_nothing_else() -> None:
 
 
 def test_no_token_salt_or_seed_is_written(tmp_path: Path) -> None:
-    house = House(pages=64, page_size=4)
+    house = SimConfig(pages=64, page_size=4)
     engine = house.build(VirtualClock(), make=recorded(tmp_path, 1 << 22))
-    engine.about = engine.about.__class__(64, 4, 32, MANY, 1 << 50)
+    engine.description = engine.description.__class__(64, 4, 32, UNLIMITED, 1 << 50)
     engine.submit([SECRET] * 9, 8, stop=[SECRET + 1], id="known")
     engine.step()
     engine._begin()  # type: ignore[attr-defined]
@@ -107,10 +107,10 @@ def test_a_process_killed_in_the_middle_leaves_all_it_decided(tmp_path: Path) ->
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[2], check=False)
     assert done.returncode == -signal.SIGKILL
-    reel = tape.Reel([tmp_path])
+    reel = tape.RecordingReader([tmp_path])
     again = replay(reel)
-    assert "killed" in reel.notes[0] and again.departure is None
-    assert again.engine.ledger.requests == 30
+    assert "killed" in reel.notes[0] and again.divergence is None
+    assert again.engine.stats.num_finished == 30
 
 
 @pytest.mark.parametrize("cut", [1, 3, 7, 40])
@@ -175,7 +175,9 @@ def test_a_recording_made_to_hurt_hurts_nobody(tmp_path: Path) -> None:
 
     def spoilt(value: Any) -> Any:
         if not isinstance(value, list) or not value or rng.random() < 0.1:
-            return rng.choice([0, -1, MANY, 1 << 62, None, "x", [], [5], True, 1.5, float("nan"), float("inf"), {}])
+            return rng.choice(
+                [0, -1, UNLIMITED, 1 << 62, None, "x", [], [5], True, 1.5, float("nan"), float("inf"), {}]
+            )
         at = rng.randrange(len(value))
         return [*value[:at], spoilt(value[at]), *value[at + 1 :]]
 
@@ -196,7 +198,7 @@ def test_a_recording_made_to_hurt_hurts_nobody(tmp_path: Path) -> None:
 
 
 def test_prompts_without_end_are_not_made_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    house = House(pages=64, page_size=1 << 18)
+    house = SimConfig(pages=64, page_size=1 << 18)
     engine = house.build(VirtualClock(), make=recorded(tmp_path, 1 << 22))
     for _ in range(3):
         engine.submit(range(1 << 14), 4)
@@ -232,6 +234,6 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
     monkeypatch.setattr(os, "posix_fallocate", full)
     engine = run(tmp_path, requests=3000, limit=1 << 20)
     engine.close()
-    assert engine.ledger.requests == 3000 and "No space left" in caplog.text
+    assert engine.stats.num_finished == 3000 and "No space left" in caplog.text
     assert len(calls) == 2, "it tries once"
-    assert replay(tape.Reel([only(tmp_path)])).departure is None
+    assert replay(tape.RecordingReader([only(tmp_path)])).divergence is None

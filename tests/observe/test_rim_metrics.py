@@ -4,9 +4,9 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.backends.observer import RimObserver, Several, Unobserved
-from quire.observe.rim_metrics import RimMetrics
-from quire.values import UNKNOWN, Ended, SamplingParams
+from quire.backends.observer import FrontendObserver, NoObserver, ObserverGroup
+from quire.observe.rim_metrics import FrontendMetrics
+from quire.values import NO_TRACE_CONTEXT, FinishedRequest, SamplingParams
 
 VLLM_BOUNDS = {
     "vllm:time_to_first_token_seconds": (
@@ -19,7 +19,7 @@ VLLM_BOUNDS = {
 }
 
 
-def samples(metrics: RimMetrics) -> dict[tuple[str, str], float]:
+def samples(metrics: FrontendMetrics) -> dict[tuple[str, str], float]:
     """Values by (name, the label that tells samples of a name apart)."""
     found = {}
     for family in text_string_to_metric_families(metrics.text().decode()):
@@ -30,15 +30,27 @@ def samples(metrics: RimMetrics) -> dict[tuple[str, str], float]:
     return found
 
 
-def end(metrics: RimObserver, reason: str = "stop", choice: int = 0, *, id: str = "c", tokens: int = 11) -> None:
+def end(metrics: FrontendObserver, reason: str = "stop", choice: int = 0, *, id: str = "c", tokens: int = 11) -> None:
     sampling = SamplingParams(n=2)
     metrics.on_end(
-        Ended(id, choice, reason, sampling, UNKNOWN, 5, cached=0, tokens=tokens, max_tokens=64, first=0.1, seconds=1.1)
+        FinishedRequest(
+            id,
+            choice,
+            reason,
+            sampling,
+            NO_TRACE_CONTEXT,
+            5,
+            cached=0,
+            tokens=tokens,
+            max_tokens=64,
+            first=0.1,
+            seconds=1.1,
+        )
     )
 
 
 def test_what_clients_saw_is_what_is_counted() -> None:
-    metrics = RimMetrics("tiny")
+    metrics = FrontendMetrics("tiny")
     metrics.on_first(0.0015)
     metrics.on_gap(0.006, 3)
     metrics.on_surplus(4)
@@ -60,7 +72,7 @@ def test_what_clients_saw_is_what_is_counted() -> None:
 
 
 def test_of_a_requests_answers_the_longest_is_counted_once() -> None:
-    metrics = RimMetrics("tiny")
+    metrics = FrontendMetrics("tiny")
     end(metrics, tokens=7)
     end(metrics, id="d", tokens=30)
     end(metrics, choice=1, tokens=5)
@@ -73,13 +85,13 @@ def test_of_a_requests_answers_the_longest_is_counted_once() -> None:
 
 
 def test_every_reason_is_there_from_the_start() -> None:
-    found = samples(RimMetrics("tiny"))
+    found = samples(FrontendMetrics("tiny"))
     for reason in ("stop", "length", "abort", "error", "repetition"):
         assert found["vllm:request_success_total", reason] == 0
 
 
 def test_buckets_are_vllms_and_finer_ones_below() -> None:
-    found = samples(RimMetrics("tiny"))
+    found = samples(FrontendMetrics("tiny"))
     for name, bounds in VLLM_BOUNDS.items():
         for bound in bounds.split():
             assert (name + "_bucket", str(float(bound))) in found
@@ -89,24 +101,24 @@ def test_buckets_are_vllms_and_finer_ones_below() -> None:
 
 def test_two_of_them_share_nothing() -> None:
     before = set(REGISTRY._names_to_collectors)
-    one, other = RimMetrics("tiny"), RimMetrics("tiny")
+    one, other = FrontendMetrics("tiny"), FrontendMetrics("tiny")
     one.on_first(1.0)
     assert samples(other)["vllm:time_to_first_token_seconds_count", ""] == 0
     assert set(REGISTRY._names_to_collectors) == before
 
 
 def test_nobody_may_watch_too() -> None:
-    end(Unobserved())
-    assert Unobserved().text() == b""
+    end(NoObserver())
+    assert NoObserver().text() == b""
 
 
 def test_several_hear_the_same() -> None:
-    one, other = RimMetrics("tiny"), RimMetrics("tiny")
-    both = Several(one, other)
+    one, other = FrontendMetrics("tiny"), FrontendMetrics("tiny")
+    both = ObserverGroup(one, other)
     both.on_first(0.1)
     both.on_gap(0.2, 2)
     both.on_surplus(1)
     both.on_refused("draining")
     end(both)
-    assert one.text() == other.text() != RimMetrics("tiny").text()
+    assert one.text() == other.text() != FrontendMetrics("tiny").text()
     assert both.text() == 2 * one.text()

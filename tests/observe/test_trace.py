@@ -14,12 +14,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from quire.build.tracing import Tracing
 from quire.errors import Unavailable
-from quire.values import UNKNOWN, Ended, Origin, SamplingParams
+from quire.values import NO_TRACE_CONTEXT, FinishedRequest, SamplingParams, TraceContext
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-def ended(id: str = "chatcmpl-1", origin: Origin = UNKNOWN, **about: Any) -> Ended:
+def ended(id: str = "chatcmpl-1", origin: TraceContext = NO_TRACE_CONTEXT, **about: Any) -> FinishedRequest:
     told: dict[str, Any] = {
         "choice": 0,
         "reason": "stop",
@@ -33,10 +33,10 @@ def ended(id: str = "chatcmpl-1", origin: Origin = UNKNOWN, **about: Any) -> End
         "seconds": 1.0,
         "detokenising": 0.01,
     }
-    return Ended(id, **told | about)
+    return FinishedRequest(id, **told | about)
 
 
-def traced(*answers: Ended, known: bool = True) -> list[ReadableSpan]:
+def traced(*answers: FinishedRequest, known: bool = True) -> list[ReadableSpan]:
     """The spans of these answers; the engine says each waited 0.1 s."""
 
     async def explain(id: str) -> bytes:
@@ -72,7 +72,7 @@ def test_a_request_is_one_trace_with_its_parts() -> None:
 
 
 def test_attributes_are_the_conventions_and_tell_no_text() -> None:
-    about = dict(traced(ended(origin=Origin("mine")))[-1].attributes or {})
+    about = dict(traced(ended(origin=TraceContext("mine")))[-1].attributes or {})
     assert about["gen_ai.operation.name"] == "chat"
     assert about["gen_ai.request.model"] == "tiny"
     assert about["gen_ai.request.temperature"] == 0.5 and about["gen_ai.request.seed"] == 3
@@ -85,19 +85,19 @@ def test_attributes_are_the_conventions_and_tell_no_text() -> None:
 
 
 def test_it_follows_the_callers_trace() -> None:
-    root = traced(ended(origin=Origin("", f"00-{TRACE}-{PARENT}-01", "a=b")))[-1]
+    root = traced(ended(origin=TraceContext("", f"00-{TRACE}-{PARENT}-01", "a=b")))[-1]
     assert root.context and f"{root.context.trace_id:032x}" == TRACE
     assert root.parent and f"{root.parent.span_id:016x}" == PARENT
     assert root.context.trace_state.get("a") == "b"
 
 
 def test_a_caller_that_does_not_sample_is_obeyed() -> None:
-    assert traced(ended(origin=Origin("", f"00-{TRACE}-{PARENT}-00"))) == []
+    assert traced(ended(origin=TraceContext("", f"00-{TRACE}-{PARENT}-00"))) == []
 
 
 @pytest.mark.parametrize("given", ["nonsense", f"00-{'0' * 32}-{PARENT}-01", f"ff-{TRACE}-{PARENT}-01", "\n\x1b[2J"])
 def test_nonsense_begins_a_new_trace(given: str) -> None:
-    root = traced(ended(origin=Origin("", given)))[-1]
+    root = traced(ended(origin=TraceContext("", given)))[-1]
     assert root.parent is None
 
 

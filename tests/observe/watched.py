@@ -10,8 +10,8 @@ from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
 from quire.executors.costs import StepCost
 from quire.observe.history import History
-from quire.observe.live import LiveWindow
-from quire.sim.run import House
+from quire.observe.live import EngineLiveView
+from quire.sim.run import SimConfig
 
 
 class Watched:
@@ -19,10 +19,10 @@ class Watched:
 
     def __init__(self, *, watch: bool = True, **house: Any) -> None:
         self.history = History(keep=house.pop("keep", 512), tokens=house.pop("tokens", 1 << 22))
-        self.window = LiveWindow(self.history)
+        self.window = EngineLiveView(self.history)
         self.clock = VirtualClock()
         house = {"pages": 32, "page_size": 4, "max_num_seqs": 4, "cost": StepCost(0.01)} | house
-        self.engine: Engine = House(**house).build(self.clock, [self.history, self.window])
+        self.engine: Engine = SimConfig(**house).build(self.clock, [self.history, self.window])
         self.history.attach(self.engine.scheduler.kv)
         self.window.base = 0.0
         self.frames: list[dict[str, Any]] = []

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.ops import fixed
-from quire.ops.fixed import FixedOps
-from quire.ops.packed import pack, packable, packed_linear
+from quire.ops.fixed import BatchInvariantOps
+from quire.ops.packed import can_pack, pack, packed_linear
 from quire.ops.reference import ReferenceOps
 from quire.ops.tiles import ROWS, in_tiles
-from quire.values import MANY
+from quire.values import UNLIMITED
 from tests.ops.batches import Pages, poisoned
 
-OPS, REFERENCE = FixedOps(), ReferenceOps()
+OPS, REFERENCE = BatchInvariantOps(), ReferenceOps()
 DTYPES = (torch.float32, torch.bfloat16)
 SIZES = (60, 90, 576, 3072)
 """No vector's width divides the first two; the last is summed in several runs."""
@@ -40,7 +40,7 @@ def test_whatever_is_done_to_a_row_has_the_same_bits_in_any_company(dtype: torch
         "gated": lambda x: OPS.linear(x, weight, gate="silu"),
         "narrow": lambda x: OPS.linear(x, weight[:6], weight[:6, 0]),
         "narrow gated": lambda x: OPS.linear(x, weight[:10], gate="gelu"),
-        "scaled": lambda x: OPS.scaled_linear(x, eighth, scale, MANY),
+        "scaled": lambda x: OPS.scaled_linear(x, eighth, scale, UNLIMITED),
         "int8": lambda x: OPS.int8_linear(x, weight.clamp(-1, 1).mul(99).to(torch.int8), scale),
         "silu": OPS.silu_mul,
         "gelu gate": OPS.gelu_mul,
@@ -49,7 +49,7 @@ def test_whatever_is_done_to_a_row_has_the_same_bits_in_any_company(dtype: torch
         "layer norm": lambda x: OPS.layer_norm(x, norm[0], norm[0], 1e-6),
         "tanh": torch.tanh,
         "shares": lambda x: x.float().softmax(-1),
-        "mix": lambda x: OPS.mix(x.view(len(x), 6, -1), x[:, :6].float().abs(), whole=True),
+        "mix": lambda x: OPS.combine_experts(x.view(len(x), 6, -1), x[:, :6].float().abs(), whole=True),
         "angles": lambda x: torch.stack(OPS.angles(x[:, 0] * 50, norm[0].float()), 1),
     }
     for name, way in ways.items():
@@ -58,7 +58,7 @@ def test_whatever_is_done_to_a_row_has_the_same_bits_in_any_company(dtype: torch
             assert torch.equal(way(rows), whole[which]), (name, which)
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if packable(dtype, torch.device("cpu"))])
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if can_pack(dtype, torch.device("cpu"))])
 @pytest.mark.parametrize("shape", [(70, 50), (128, 576), (96, 3072)])
 def test_a_packed_product_in_tiles_has_the_same_bits_in_any_company(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     weight, x = pack(torch.randn(shape).to(dtype)), torch.randn(40, shape[1]).to(dtype)
@@ -80,7 +80,9 @@ def test_functions_and_turns_are_those_of_the_reference(dtype: torch.dtype) -> N
         torch.testing.assert_close(ours, theirs)
     made, shares = torch.randn(33, 3, 20).to(dtype), torch.rand(33, 3)
     for whole in (False, True):
-        torch.testing.assert_close(OPS.mix(made, shares, whole=whole), REFERENCE.mix(made, shares, whole=whole))
+        torch.testing.assert_close(
+            OPS.combine_experts(made, shares, whole=whole), REFERENCE.combine_experts(made, shares, whole=whole)
+        )
 
 
 class Attended:
@@ -129,7 +131,7 @@ def feedings(draw: st.DrawFn) -> dict[str, object]:
         "shape": draw(st.sampled_from([(1, 1, 8), (3, 3, 22), (2, 4, 64), (1, 9, 16), (5, 1, 12)])),
         "chunks": chunks,
         "size": draw(st.sampled_from([2, 3, 16, 128, 512])),
-        "window": draw(st.sampled_from([MANY, 13, 200])),
+        "window": draw(st.sampled_from([UNLIMITED, 13, 200])),
         "soft_cap": draw(st.sampled_from([0.0, 3.0])),
         "others": draw(st.integers(0, 3)),
         "dtype": draw(st.sampled_from(DTYPES)),
@@ -151,7 +153,7 @@ def test_one_token_at_a_time_is_the_same_as_all_at_once(
     shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subject = Attended(140, *shape, torch.float32)
-    kinds = {"size": 16, "window": MANY, "soft_cap": 0.0, "others": 0, "seed": 0}
+    kinds = {"size": 16, "window": UNLIMITED, "soft_cap": 0.0, "others": 0, "seed": 0}
     whole = subject.fed([140], **kinds)
     assert torch.equal(subject.fed([1] * 140, **kinds), whole)
     monkeypatch.setattr(fixed, "AT_ONCE", 24)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.ops.packed import pack, packable, packed_linear
+from quire.ops.packed import can_pack, pack, packed_linear
 from quire.ops.reference import ReferenceOps
 
 OPS = ReferenceOps()
@@ -75,7 +75,7 @@ def test_gated_activations_take_the_gate_first(dtype: torch.dtype, tolerance: fl
 
 
 CPU = torch.device("cpu")
-PACKABLE = [dtype for dtype in (torch.float32, torch.bfloat16) if packable(dtype, CPU)]
+PACKABLE = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype, CPU)]
 
 
 @pytest.mark.parametrize("dtype", PACKABLE)
@@ -100,5 +100,5 @@ def test_a_packed_product_gives_a_row_the_same_bits_in_any_company(dtype: torch.
 
 
 def test_only_what_the_cpu_computes_in_is_packed() -> None:
-    assert not packable(torch.float16, CPU)
-    assert not packable(torch.float32, torch.device("meta"))
+    assert not can_pack(torch.float16, CPU)
+    assert not can_pack(torch.float32, torch.device("meta"))

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quire.core.plan import Open, Plan, Span
-from quire.runner.rows import Rows, Shape
+from quire.core.plan import NewSequence, Plan, Span
+from quire.runner.rows import RowState, StepShape
 
 
 def opened(
-    opens: Sequence[Open], drafts: Sequence[Sequence[int]] = (), *, context: int = 64, page_size: int = 4
-) -> tuple[Rows, Shape]:
+    opens: Sequence[NewSequence], drafts: Sequence[Sequence[int]] = (), *, context: int = 64, page_size: int = 4
+) -> tuple[RowState, StepShape]:
     """Each row has one token to feed, and its drafts."""
     depth = len(drafts[0]) if drafts else 0
-    rows = Rows(1 + max(o.row for o in opens), context, page_size, depth)
-    rows.fold(Plan(tuple(opens), (), ()))
+    rows = RowState(1 + max(o.row for o in opens), context, page_size, depth)
+    rows.apply_plan(Plan(tuple(opens), (), ()))
     which = np.array([o.row for o in opens])
-    rows.draft(which, np.array(drafts, np.int32).reshape(len(opens), depth), np.full(len(opens), depth))
+    rows.set_drafts(which, np.array(drafts, np.int32).reshape(len(opens), depth), np.full(len(opens), depth))
     spans = tuple(Span(o.row, 1 + depth, 1 + depth, 1 + depth) for o in opens)
-    return rows, rows.fold(Plan((), (), spans))
+    return rows, rows.apply_plan(Plan((), (), spans))

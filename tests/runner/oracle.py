@@ -92,7 +92,7 @@ def choose(logits: Sequence[float], s: SamplingParams, seed: int, choice: int, p
 def naive(model: Tiny, request: Request, mask_after: Callable[[Sequence[int]], Mask] | None = None) -> list[int]:
     """The answer to a request, one dense forward a token."""
     prompt, tokens = list(request.prompt), list(request.prompt)
-    while len(tokens) < len(prompt) + request.max_new:
+    while len(tokens) < len(prompt) + request.max_new_tokens:
         output = tokens[len(prompt) :]
         mask = mask_after(output) if mask_after else None
         logits = edited(model.dense(tokens)[-1].tolist(), request.sampling, prompt, output, request.stop, mask)

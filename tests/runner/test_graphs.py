@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from quire.ops import library as products
-from quire.ops.capture import Unready
-from quire.ops.library import BY_TORCH, Library, Shape, learning
+from quire.ops.capture import NotCapturable
+from quire.ops.library import TORCH_GEMM, GemmAutotuner, GemmShape, autotuning
 from quire.runner import graphs
-from quire.runner.graphs import CudaQueue, Key
-from quire.runner.traits import HOT
+from quire.runner.graphs import CudaQueue, GraphKey
+from quire.runner.traits import RANDOM
 
 
 class Tape(CudaQueue):
@@ -22,8 +22,8 @@ class Tape(CudaQueue):
     def __init__(self, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.largest, self.pool = largest, None
         self.graphs, self.begun = {}, set()
-        self.seen: list[tuple[str, Key]] = []
-        self.known: set[Key] = set()
+        self.seen: list[tuple[str, GraphKey]] = []
+        self.known: set[GraphKey] = set()
         self.recording = False
         monkeypatch.setattr(graphs, "captured", self.captured)
 
@@ -35,24 +35,24 @@ class Tape(CudaQueue):
             self.recording = False
         return self
 
-    def work(self, key: Key) -> Callable[[], object]:
+    def work(self, key: GraphKey) -> Callable[[], object]:
         def do() -> None:
             if self.recording and key not in self.known and key.spans == 3:
                 self.seen.append(("tried", key))
-                raise Unready("it has not been timed")
+                raise NotCapturable("it has not been timed")
             self.known.add(key)
             self.seen.append(("recorded" if self.recording else "done", key))
 
         return do
 
-    def ready(self, *keys: Key) -> list[tuple[str, Key]]:
+    def ready(self, *keys: GraphKey) -> list[tuple[str, GraphKey]]:
         for key in keys:
-            self.get_ready(key, self.work(key))
+            self.prepare(key, self.work(key))
         return self.seen
 
 
 def test_the_first_of_a_kind_is_done_and_the_others_are_only_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two, head, hot = Key(16, 16, 1), Key(8, 8, 1), Key.head(16, 0), Key.head(16, HOT)
+    one, two, head, hot = GraphKey(16, 16, 1), GraphKey(8, 8, 1), GraphKey.head(16, 0), GraphKey.head(16, RANDOM)
     tape = Tape(16, monkeypatch)
     assert tape.ready(one, two, head, hot) == [
         *(("done", one), ("recorded", one)),
@@ -64,14 +64,14 @@ def test_the_first_of_a_kind_is_done_and_the_others_are_only_recorded(monkeypatc
 
 
 def test_what_is_too_large_to_be_captured_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    large, one = Key(32, 16, 32), Key(16, 16, 16)
+    large, one = GraphKey(32, 16, 32), GraphKey(16, 16, 16)
     tape = Tape(16, monkeypatch)
     assert tape.ready(large, large, one) == [("done", large), ("done", large), ("recorded", one)]
     assert set(tape.graphs) == {one}
 
 
 def test_what_cannot_be_recorded_yet_is_done_and_then_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, three = Key(16, 16, 1), Key(3, 3, 1)
+    first, three = GraphKey(16, 16, 1), GraphKey(3, 3, 1)
     tape = Tape(16, monkeypatch)
     assert tape.ready(first, three)[2:] == [("tried", three), ("done", three), ("recorded", three)]
     assert three in tape.graphs
@@ -85,11 +85,11 @@ class Proposing:
     def takes(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         return True
 
-    def ways(self, shape: Shape) -> list[products.Way]:
+    def ways(self, shape: GemmShape) -> list[products.GemmAlgorithm]:
         return []
 
-    def way(self, shape: Shape, name: str) -> products.Way:
-        return BY_TORCH
+    def way(self, shape: GemmShape, name: str) -> products.GemmAlgorithm:
+        return TORCH_GEMM
 
 
 def test_products_are_timed_before_they_are_captured_and_not_again(
@@ -97,14 +97,14 @@ def test_products_are_timed_before_they_are_captured_and_not_again(
 ) -> None:
     x, weight, book = torch.ones(3, 4), torch.ones(2, 4), tmp_path / "book.json"
     monkeypatch.setattr(products, "capturing", lambda x: True)
-    new = Library(Proposing(), lambda works: [1.0])
-    with learning(book), pytest.raises(Unready, match=r"3,2,4,0,float32 is the fastest is not known"):
+    new = GemmAutotuner(Proposing(), lambda works: [1.0])
+    with autotuning(book), pytest.raises(NotCapturable, match=r"3,2,4,0,float32 is the fastest is not known"):
         new.linear(x, weight)
     assert torch.equal(new.linear(x, weight), torch.full((3, 2), 4.0)), "nothing is learnt any more"
     monkeypatch.undo()
-    with learning(book):
+    with autotuning(book):
         new.linear(x, weight)
     monkeypatch.setattr(products, "capturing", lambda x: True)
-    again = Library(Proposing(), lambda works: pytest.fail("timed again"))
-    with learning(book):
+    again = GemmAutotuner(Proposing(), lambda works: pytest.fail("timed again"))
+    with autotuning(book):
         assert torch.equal(again.linear(x, weight), torch.full((3, 2), 4.0))

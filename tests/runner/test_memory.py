@@ -5,68 +5,68 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.core.kv import KV
+from quire.core.kv import KVCacheManager
 from quire.errors import InvalidConfig
 from quire.runner.memory import (
     GIB,
     LayerShape,
     activation_bytes,
     allocate,
+    block_bytes,
     cpu_budget,
     layer_shapes,
-    page_bytes,
-    plan_pages,
-    usable_pages,
+    plan_blocks,
+    usable_blocks,
 )
 
 LAYERS = layer_shapes(((3, 64),) * 30, torch.bfloat16)
 
 
 def test_a_page_is_keys_and_values_of_every_layer() -> None:
-    assert page_bytes(LAYERS, 16) == 2 * 16 * 3 * 64 * 2 * 30
+    assert block_bytes(LAYERS, 16) == 2 * 16 * 3 * 64 * 2 * 30
     mixed = (LayerShape(1, 256, torch.bfloat16), LayerShape(4, 128, torch.float32))
-    assert page_bytes(mixed, 8) == 2 * 8 * (256 * 2 + 4 * 128 * 4)
+    assert block_bytes(mixed, 8) == 2 * 8 * (256 * 2 + 4 * 128 * 4)
 
 
 def test_what_is_allocated_is_what_was_computed_and_reads_zero() -> None:
     mixed = (LayerShape(1, 8, torch.bfloat16), LayerShape(2, 4, torch.float32))
     kv = allocate(mixed, pages=5, page_size=4)
     assert [tuple(each.k.shape) for each in kv] == [(6, 1, 4, 8), (6, 2, 4, 4)]
-    assert sum(t.nbytes for each in kv for t in (each.k, each.v)) == 6 * page_bytes(mixed, 4)
+    assert sum(t.nbytes for each in kv for t in (each.k, each.v)) == 6 * block_bytes(mixed, 4)
     assert all(not t.any() for each in kv for t in (each.k, each.v))
     assert all(each.k.data_ptr() != each.v.data_ptr() for each in kv)
 
 
 @pytest.mark.parametrize(("rows", "length", "size"), [(1, 2, 16), (4, 33, 16), (4, 34, 16), (7, 100, 1), (2, 64, 64)])
 def test_the_limits_can_use_what_the_scheduler_would_give(rows: int, length: int, size: int) -> None:
-    assert usable_pages(rows, length, size) == rows * KV(1, size).pages_for(length)
+    assert usable_blocks(rows, length, size) == rows * KVCacheManager(1, size).blocks_for(length)
 
 
 def test_a_small_budget_decides_the_pages_with_the_spare_one_inside() -> None:
-    each = page_bytes(LAYERS, 16)
-    assert plan_pages(LAYERS, page_size=16, rows=64, max_model_len=1024, budget=100 * each) == 99
-    assert plan_pages(LAYERS, page_size=16, rows=64, max_model_len=1024, budget=101 * each - 1) == 99
+    each = block_bytes(LAYERS, 16)
+    assert plan_blocks(LAYERS, page_size=16, rows=64, max_model_len=1024, budget=100 * each) == 99
+    assert plan_blocks(LAYERS, page_size=16, rows=64, max_model_len=1024, budget=101 * each - 1) == 99
 
 
 def test_a_large_budget_is_capped_at_what_the_limits_use() -> None:
-    assert plan_pages(LAYERS, page_size=16, rows=4, max_model_len=1024, budget=1 << 50) == 4 * 64
+    assert plan_blocks(LAYERS, page_size=16, rows=4, max_model_len=1024, budget=1 << 50) == 4 * 64
 
 
 def test_too_small_a_budget_says_what_would_fit() -> None:
-    budget = 11 * page_bytes(LAYERS, 16)
+    budget = 11 * block_bytes(LAYERS, 16)
     with pytest.raises(
         InvalidConfig, match=r"max_model_len 1024 needs 22\.85 MiB: lower max_model_len to 161"
     ) as caught:
-        plan_pages(LAYERS, page_size=16, rows=4, max_model_len=1024, budget=budget)
+        plan_blocks(LAYERS, page_size=16, rows=4, max_model_len=1024, budget=budget)
     assert "holds 161 tokens" in str(caught.value)
-    assert plan_pages(LAYERS, page_size=16, rows=4, max_model_len=161, budget=budget) == 10
+    assert plan_blocks(LAYERS, page_size=16, rows=4, max_model_len=161, budget=budget) == 10
     with pytest.raises(InvalidConfig):
-        plan_pages(LAYERS, page_size=16, rows=4, max_model_len=162, budget=budget)
+        plan_blocks(LAYERS, page_size=16, rows=4, max_model_len=162, budget=budget)
 
 
 def test_where_not_one_page_fits_no_shorter_context_is_advised() -> None:
     with pytest.raises(InvalidConfig, match="holds no tokens") as caught:
-        plan_pages(LAYERS, page_size=16, rows=4, max_model_len=1024, budget=5)
+        plan_blocks(LAYERS, page_size=16, rows=4, max_model_len=1024, budget=5)
     assert "lower" not in str(caught.value)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.core.plan import Open, Plan, Span
+from quire.core.plan import NewSequence, Plan, Span
 from quire.errors import StepFailed
 from quire.runner import results as room
 from quire.runner.drafts import NoDrafts
 from quire.runner.memory import allocate, layer_shapes
-from quire.runner.rows import Rows
+from quire.runner.rows import RowState
 from quire.runner.runner import Runner
 from quire.runner.sampler import Sampler
 from quire.values import GREEDY, SamplingParams
@@ -19,7 +19,7 @@ from tests.runner.tiny import VOCAB, Tiny
 
 def runner(model: Tiny) -> Runner:
     kv = allocate(layer_shapes(model.spec.kv_shapes, torch.float64), pages=40, page_size=4)
-    return Runner(model, kv, Rows(4, 100, 4), Sampler(VOCAB), NoDrafts(), torch.device("cpu"))
+    return Runner(model, kv, RowState(4, 100, 4), Sampler(VOCAB), NoDrafts(), torch.device("cpu"))
 
 
 def opening(row: int, prompt: tuple[int, ...], sampling: SamplingParams = GREEDY) -> Plan:
@@ -27,7 +27,7 @@ def opening(row: int, prompt: tuple[int, ...], sampling: SamplingParams = GREEDY
     rows = 1
     logits = rows if sampling.prompt_logprobs is None else len(prompt)
     return Plan(
-        (Open(row, prompt, 0, len(prompt), sampling),), ((row, pages),), (Span(row, len(prompt), rows, logits),)
+        (NewSequence(row, prompt, 0, len(prompt), sampling),), ((row, pages),), (Span(row, len(prompt), rows, logits),)
     )
 
 
@@ -72,14 +72,16 @@ def test_tokens_that_are_not_the_prompts_have_no_prompt_logprobs() -> None:
     text = (4, 8, 15, 16, 23, 42)
     wants = SamplingParams(temperature=0.0, prompt_logprobs=0)
     plan = opening(0, text, wants)
-    result = runner(model).launch(plan._replace(opened=(plan.opened[0]._replace(prompt=4),))).result()
+    result = (
+        runner(model).launch(plan._replace(new_sequences=(plan.new_sequences[0]._replace(prompt_length=4),))).result()
+    )
     assert [each.token for each in result.prompt_logprobs[0]] == [8, 15, 16]
 
 
 def test_steps_behind_one_that_waits_for_masks_wait_too() -> None:
     model = Tiny()
     it = runner(model)
-    first = it.launch(opening(0, (1, 2, 3))._replace(masked=(0,)))
+    first = it.launch(opening(0, (1, 2, 3))._replace(masked_spans=(0,)))
     second = it.launch(opening(1, (4, 5)))
     assert model.fed == 3
     with pytest.raises(StepFailed, match="masks"):
@@ -92,7 +94,7 @@ def test_steps_behind_one_that_waits_for_masks_wait_too() -> None:
 def test_a_reset_forgets_rows_and_steps() -> None:
     model = Tiny()
     it = runner(model)
-    waiting = it.launch(opening(0, (1, 2, 3))._replace(masked=(0,)))
+    waiting = it.launch(opening(0, (1, 2, 3))._replace(masked_spans=(0,)))
     it.reset()
     with pytest.raises(StepFailed):
         it.launch(Plan((), (), (Span(0, 1, 1, 1),))).result()
@@ -109,7 +111,9 @@ def test_a_seeded_answer_is_the_same_after_being_opened_again_at_any_point() -> 
 
     def go(it: Runner, text: tuple[int, ...], row: int, count: int) -> list[int]:
         plan = opening(row, (*text, *([0] * 12)), hot)
-        plan = plan._replace(opened=(Open(row, text, 0, len(prompt), hot, 99, 1),), spans=(Span(row, len(text), 1, 1),))
+        plan = plan._replace(
+            new_sequences=(NewSequence(row, text, 0, len(prompt), hot, 99, 1),), spans=(Span(row, len(text), 1, 1),)
+        )
         out = []
         for _ in range(count):
             out += it.launch(plan).result().tokens[0]

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.core.plan import Mask, Open, Plan
-from quire.runner.sampler import BROKEN, STUCK, Sampled, Sampler
-from quire.runner.truncate import Cut, truncate
+from quire.core.plan import Mask, NewSequence, Plan
+from quire.runner.sampler import BROKEN, NO_TOKEN_ALLOWED, Sampled, Sampler
+from quire.runner.truncate import Truncation, truncate
 from quire.values import GREEDY, SamplingParams, TokenLogprobs
 from tests.runner.bench_rows import opened
 from tests.runner.oracle import choose, edited
@@ -44,28 +44,31 @@ params = st.builds(
 masks = st.one_of(st.none(), st.binary(min_size=10, max_size=10), st.binary(min_size=5, max_size=5))
 
 
-def a_row(row: int, s: SamplingParams, rng: random.Random) -> Open:
+def a_row(row: int, s: SamplingParams, rng: random.Random) -> NewSequence:
     """Few distinct tokens, so that penalties and bad words bite."""
     text = tuple(rng.choice((1, 5, 9, 44, 70)) for _ in range(rng.randrange(2, 20)))
     prompt = rng.randrange(1, len(text))
-    return Open(row, text, len(text) - 1, prompt, s, rng.randrange(1 << 64), rng.randrange(3), STOP)
+    return NewSequence(row, text, len(text) - 1, prompt, s, rng.randrange(1 << 64), rng.randrange(3), STOP)
 
 
 def logits_for(count: int, seed: int) -> torch.Tensor:
     return 3 * torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(seed))
 
 
-def expected(o: Open, logits: torch.Tensor, mask: Mask = None, drafts: Sequence[int] = ()) -> int | None:
+def expected(o: NewSequence, logits: torch.Tensor, mask: Mask = None, drafts: Sequence[int] = ()) -> int | None:
     """What the slow sampler says; None where nothing is allowed."""
-    prompt, output = list(o.tokens[: o.prompt]), [*o.tokens[o.prompt :], *drafts]
-    line = edited(logits.tolist(), o.sampling, prompt, output, o.stop, mask)
+    prompt, output = list(o.tokens[: o.prompt_length]), [*o.tokens[o.prompt_length :], *drafts]
+    line = edited(logits.tolist(), o.sampling, prompt, output, o.stop_token_ids, mask)
     if max(line) == -math.inf:
         return None
     return choose(line, o.sampling, o.seed, o.choice, len(prompt) + len(output))
 
 
 def sample(
-    opens: Sequence[Open], logits: torch.Tensor, given_masks: Sequence[Mask] = (), drafts: Sequence[Sequence[int]] = ()
+    opens: Sequence[NewSequence],
+    logits: torch.Tensor,
+    given_masks: Sequence[Mask] = (),
+    drafts: Sequence[Sequence[int]] = (),
 ) -> Sampled:
     rows, shape = opened(opens, drafts)
     return Sampler(VOCAB)(logits.clone(), rows, shape, list(enumerate(given_masks)))
@@ -84,7 +87,7 @@ def test_every_setting_in_any_company_is_what_the_slow_row_says(
         want = expected(o, logits[r], mask)
         if want is None:
             assert got.bad[r]
-            assert got.errors[r] == STUCK
+            assert got.errors[r] == NO_TOKEN_ALLOWED
         else:
             assert not got.bad[r]
             assert got.tokens[r] == want
@@ -138,7 +141,7 @@ def test_samples_follow_the_distribution_asked_for(s: SamplingParams) -> None:
     probs /= probs.sum()
     counts = np.zeros(VOCAB, np.int64)
     for i in range(rounds):
-        opens = [Open(r, text, 4, 2, s, i * batch + r) for r in range(batch)]
+        opens = [NewSequence(r, text, 4, 2, s, i * batch + r) for r in range(batch)]
         counts += np.bincount(sample(opens, logits.expand(batch, -1)).tokens, minlength=VOCAB)
     assert counts[probs == 0].sum() == 0
     assert abs(chi_square(counts, probs)) < 4
@@ -168,7 +171,7 @@ def test_minus_infinity_from_the_model_is_a_token_it_excludes() -> None:
     logits = logits_for(1, 3)
     best = int(logits.argmax())
     logits[0, best] = -math.inf
-    got = sample([Open(0, (1, 2), 1, 1)], logits)
+    got = sample([NewSequence(0, (1, 2), 1, 1)], logits)
     assert not got.bad[0]
     assert got.tokens[0] == int(logits.argmax()) != best
 
@@ -198,7 +201,7 @@ def test_logprobs_are_of_the_raw_logits_whatever_sampling_does() -> None:
 def test_equal_logprobs_are_told_by_token_id() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, [11, 4, 60]] = 2.0
-    told = sample([Open(0, (1, 2), 1, 1, SamplingParams(temperature=0.0, logprobs=3))], logits).logprobs[0]
+    told = sample([NewSequence(0, (1, 2), 1, 1, SamplingParams(temperature=0.0, logprobs=3))], logits).logprobs[0]
     assert (told.token, told.rank) == (4, 1)
     assert [t for t, _ in told.top] == [4, 11, 60]
 
@@ -207,12 +210,12 @@ def test_settings_of_a_closed_row_do_not_outlive_it() -> None:
     """The same spans, another request in the row: what was derived from the first is stale."""
     logits = logits_for(1, 6)
     only = SamplingParams(temperature=1.0, allowed_token_ids=(33,), logprobs=0)
-    rows, shape = opened([Open(0, (1, 2), 1, 1, only)])
+    rows, shape = opened([NewSequence(0, (1, 2), 1, 1, only)])
     sampler = Sampler(VOCAB)
     first = sampler(logits.clone(), rows, shape)
     assert first.tokens[0] == 33
     assert 0 in first.logprobs
-    shape = rows.fold(Plan((Open(0, (1, 2), 1, 1),), (), shape.spans))
+    shape = rows.apply_plan(Plan((NewSequence(0, (1, 2), 1, 1),), (), shape.spans))
     second = sampler(logits.clone(), rows, shape)
     assert second.tokens[0] == int(logits.argmax())
     assert not second.logprobs
@@ -222,8 +225,8 @@ def test_seeds_are_64_bits_of_any_sign() -> None:
     logits = torch.zeros(1, VOCAB)
     hot = SamplingParams(temperature=1.0)
     seeds = [0, 1, -1, 1 << 32, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1]
-    got = {seed: int(sample([Open(0, (1, 2), 1, 1, hot, seed)], logits).tokens[0]) for seed in seeds}
-    assert got == {seed: expected(Open(0, (1, 2), 1, 1, hot, seed), logits[0]) for seed in seeds}
+    got = {seed: int(sample([NewSequence(0, (1, 2), 1, 1, hot, seed)], logits).tokens[0]) for seed in seeds}
+    assert got == {seed: expected(NewSequence(0, (1, 2), 1, 1, hot, seed), logits[0]) for seed in seeds}
     assert got[-1] == got[(1 << 64) - 1] == got[struct.unpack("q", b"\xff" * 8)[0]]
     assert len(set(got.values())) >= 5
 
@@ -235,7 +238,7 @@ def test_stop_tokens_are_masked_until_min_tokens_are_made_and_no_longer(made: in
     logits[0, 50] = 1.0
     patient = SamplingParams(temperature=0.0, min_tokens=3)
     text = tuple(range(10, 12 + made))
-    got = sample([Open(0, text, len(text) - 1, 2, patient, stop=STOP)], logits)
+    got = sample([NewSequence(0, text, len(text) - 1, 2, patient, stop_token_ids=STOP)], logits)
     assert got.tokens[0] == (50 if made < 3 else 3)
 
 
@@ -246,7 +249,7 @@ def test_a_bad_word_is_kept_from_being_completed_across_drafts(drafted: int) -> 
     logits[:, 30] = 1.0
     wary = SamplingParams(temperature=0.0, bad_words_token_ids=((7, 8, 9),))
     text = (7, 8, *(7, 8)[: 2 - drafted])  # the prompt's own 7, 8 do not begin a word of the output
-    got = sample([Open(0, text, len(text) - 1, 2, wary)], logits, drafts=[list((7, 8)[2 - drafted :])])
+    got = sample([NewSequence(0, text, len(text) - 1, 2, wary)], logits, drafts=[list((7, 8)[2 - drafted :])])
     assert got.tokens.tolist() == [9] * drafted + [30]
 
 
@@ -258,7 +261,7 @@ def test_a_nucleus_may_be_wider_than_the_first_look(top_p: float) -> None:
     inside = set(order[(probs.cumsum(0) - probs) < top_p].tolist())
     assert len(inside) > 64
     asked = SamplingParams(temperature=1.0, top_p=top_p)
-    rows, shape = opened([Open(r, (1, 2), 1, 1, asked, r) for r in range(4000)])
+    rows, shape = opened([NewSequence(r, (1, 2), 1, 1, asked, r) for r in range(4000)])
     got = Sampler(vocab)(line.expand(4000, -1).clone(), rows, shape)
     drawn = set(got.tokens.tolist())
     assert drawn <= inside
@@ -285,6 +288,6 @@ def test_a_nucleus_at_the_edge_of_a_token_is_the_same_whatever_others_ask_for() 
     assert moved > 10, "the two ways differ, so the edges lie between"
 
 
-def cut(top_k: list[int], top_p: list[float], min_p: list[float]) -> Cut:
+def cut(top_k: list[int], top_p: list[float], min_p: list[float]) -> Truncation:
     heat = np.ones(len(top_k), np.float32)
-    return Cut.of(heat, np.array(top_k), np.array(top_p), np.array(min_p, np.float32), 300)
+    return Truncation.of(heat, np.array(top_k), np.array(top_p), np.array(min_p, np.float32), 300)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.runner.truncate import Cut, truncate
+from quire.runner.truncate import Truncation, truncate
 from quire.values import SamplingParams
 from tests.runner.oracle import kept
 
@@ -19,7 +19,7 @@ def cut(rows: np.ndarray, params: list[SamplingParams]) -> list[set[int]]:
         np.array([getattr(p, name) for p in params], dtype) for name, dtype in
         (("temperature", np.float32), ("top_p", np.float64), ("min_p", np.float32))
     )  # fmt: skip
-    truncate(logits, Cut.of(temperature, np.array([p.top_k for p in params]), top_p, min_p, VOCAB))
+    truncate(logits, Truncation.of(temperature, np.array([p.top_k for p in params]), top_p, min_p, VOCAB))
     return [set(np.flatnonzero(row > -np.inf).tolist()) for row in logits]
 
 

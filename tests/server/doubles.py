@@ -13,10 +13,10 @@ import httpx
 
 from quire.backends.base import ModelCard
 from quire.backends.native import NativeBackend
-from quire.observe.rim_metrics import RimMetrics
+from quire.observe.rim_metrics import FrontendMetrics
 from quire.server.app import create_app
 from quire.server.limits import Keys, Limits
-from quire.server.page import View
+from quire.server.page import LiveSource
 from quire.server.rates import Rates
 from quire.text.chat import ChatTemplate
 from quire.text.tokenizer import Tokenizer
@@ -92,18 +92,18 @@ async def served(
     port: FakePort | None = None,
     headers: dict[str, str] | None = None,
     room: int = 128,
-    view: View | None = None,
+    view: LiveSource | None = None,
     about: dict[str, Any] | None = None,
     **rest: Any,
 ) -> AsyncIterator[Served]:
     port = FakePort(script, max_model_len=room) if port is None else port
     card = ModelCard(id="tiny", created=1700000000, max_model_len=room, defaults=defaults or {}, **(about or {}))
     backend = NativeBackend(
-        port=port,
+        engine=port,
         tokenizer=TOKENIZER,
         card=card,
         chat=None if template is None else ChatTemplate(template),
-        observer=RimMetrics("tiny"),
+        observer=FrontendMetrics("tiny"),
         **rest,
     )
     await backend.start()

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 
 from quire.backends.http1 import Origin
-from quire.backends.keeper import Others
+from quire.backends.keeper import NoSupervisor
 from quire.backends.upstream import UpstreamBackend
 from quire.observe.audience import Audience
-from quire.observe.lanes import Lanes
-from quire.observe.rim_metrics import RimMetrics
+from quire.observe.lanes import RequestTimeline
+from quire.observe.rim_metrics import FrontendMetrics
 from quire.server.limits import Keys, Limits
 from quire.server.rates import Rates
 from quire.server.relay import create_relay_app
@@ -26,7 +26,7 @@ from tests.backends.stub import Stub
 @dataclass
 class Relayed:
     backend: UpstreamBackend
-    lanes: Lanes
+    lanes: RequestTimeline
     client: httpx.AsyncClient
 
     async def complete(self, prompt: str, **rest: Any) -> httpx.Response:
@@ -47,13 +47,15 @@ class Relayed:
         raise AssertionError(stats)
 
 
-def backend_of(*stubs: Stub | str, key: str | None = None, lanes: Lanes | None = None, **rest: Any) -> UpstreamBackend:
+def backend_of(
+    *stubs: Stub | str, key: str | None = None, lanes: RequestTimeline | None = None, **rest: Any
+) -> UpstreamBackend:
     settings: dict[str, Any] = {"most": 100, "affinity": False, "patience": 0.3, **rest}
     return UpstreamBackend(
         [Origin.parse(one if isinstance(one, str) else one.url) for one in stubs],
-        keeper=Others(),
-        rim=RimMetrics("stub"),
-        lanes=lanes or Lanes("stubs"),
+        supervisor=NoSupervisor(),
+        observer=FrontendMetrics("stub"),
+        request_observer=lanes or RequestTimeline("stubs"),
         kind="openai",
         headers=[(b"authorization", b"Bearer " + key.encode())] if key else [],
         **settings,
@@ -71,7 +73,7 @@ async def relaying(
     rates: Rates | None = None,
     **rest: Any,
 ) -> AsyncIterator[Relayed]:
-    lanes = Lanes("stubs")
+    lanes = RequestTimeline("stubs")
     backend = backend_of(*stubs, key=key, lanes=lanes, **rest)
     app = create_relay_app(
         backend,

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from quire.server.app import create_app
-from quire.server.desk import BatchDesk
+from quire.server.desk import FolderBatchService
 from quire.server.doors import answerer
-from quire.server.limits import BATCHES, OPEN, Keys, Limits
+from quire.server.limits import BATCHES, PUBLIC_PATHS, Keys, Limits
 from quire.server.openapi import document
 from quire.server.rates import Rates
 from tests.backends.ports import FakePort
@@ -186,13 +186,13 @@ async def test_every_route_that_asks_the_engine_keeps_the_prefixes_of_keys_apart
     path: str, body: dict[str, Any]
 ) -> None:
     port = FakePort(answers)
-    port.about = replace(port.about, pools=True)
+    port.about = replace(port.about, supports_pooling=True)
     async with served(api_keys=("a", "b"), port=port) as server:
         seen = []
         for key in ("a", "b"):
             known = len(server.port.submitted)
             await server.client.post(path, json=body, headers=bearer(key))
-            seen.append({request.salt for request in server.port.submitted[known:]})
+            seen.append({request.cache_salt for request in server.port.submitted[known:]})
         assert [len(one) for one in seen] == [1, 1] and seen[0] != seen[1] and "" not in seen[0] | seen[1]
 
 
@@ -212,7 +212,7 @@ async def test_lines_of_batches_share_prefixes_among_themselves_and_with_no_key(
         for tenant in ("-2", ""):
             answer = answerer(server.backend, Limits(), "test", tenant)
             await answer("/v1/completions", b'{"prompt": "the"}')
-        batch, shared = (request.salt for request in server.port.submitted[-2:])
+        batch, shared = (request.cache_salt for request in server.port.submitted[-2:])
         assert batch and batch not in seen and shared == ""
         assert Keys(("a", "b")).tenant(BATCHES) == "-2" and Keys(("a",)).tenant(BATCHES) == ""
 
@@ -272,8 +272,8 @@ async def test_no_route_in_any_spelling_by_any_method_opens_without_a_key(tmp_pa
     """But health, and the page on which keys are typed in."""
     async with served(api_keys=("secret",), admin_keys=("boss",)) as server:
         answer = answerer(server.backend, Limits(), "x")
-        desk = BatchDesk(tmp_path, answer, Limits(), width=1)
-        app = create_app(server.backend, keys=Keys(("secret",), ("boss",)), desk=desk)
+        desk = FolderBatchService(tmp_path, answer, Limits(), width=1)
+        app = create_app(server.backend, keys=Keys(("secret",), ("boss",)), batch_service=desk)
         routes = {path.replace("{id}", "x") for path in msgspec.json.decode(document("0"))["paths"]}
         open_to_all = set()
         for path in sorted({*routes, "/openapi.json", "/docs", "/", "/nope"}):
@@ -282,7 +282,7 @@ async def test_no_route_in_any_spelling_by_any_method_opens_without_a_key(tmp_pa
                     if await status(app, method, spelling) != 401:
                         open_to_all.add(unquote(spelling.partition("?")[0]))
         await desk.stop()
-        assert open_to_all == OPEN
+        assert open_to_all == PUBLIC_PATHS
 
 
 @pytest.mark.parametrize("path", ["//stats", "/stats/", "/STATS", "/%73tats", "/v1/requests/", "/v1/../stats"])

@@ -159,8 +159,8 @@ async def test_every_sampling_field_reaches_the_engine() -> None:
     assert request.sampling.logit_bias == {7: -3.5}
     assert request.sampling.allowed_token_ids == (1, 2, 3)
     assert len(request.sampling.bad_words_token_ids) == 2
-    assert (request.seed, set(request.stop), request.max_new) == (42, {9}, 30)
-    assert request.priority == 3 and len(request.salt) == 32  # a digest: see test_spell
+    assert (request.seed, set(request.stop), request.max_new_tokens) == (42, {9}, 30)
+    assert request.priority == 3 and len(request.cache_salt) == 32  # a digest: see test_spell
 
 
 async def test_a_stop_string_ends_the_answer_and_is_named() -> None:

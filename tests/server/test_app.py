@@ -99,10 +99,10 @@ async def test_of_max_tokens_and_max_completion_tokens_the_newer_name_wins(older
     async with served() as server:
         both = {"max_tokens": older, "max_completion_tokens": newer, "return_sampling_params": True}
         chat = await server.chat(**both)
-        assert server.port.submitted[-1].max_new == newer
+        assert server.port.submitted[-1].max_new_tokens == newer
         assert chat["sampling_params"]["max_tokens"] == {"value": newer, "source": "request"}
         chunks = await server.stream("/v1/chat/completions", messages=HI, **both)
-        assert server.port.submitted[-1].max_new == newer
+        assert server.port.submitted[-1].max_new_tokens == newer
         assert chunks[-1]["sampling_params"]["max_tokens"]["value"] == newer
 
 

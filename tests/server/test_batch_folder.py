@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from quire.errors import InvalidConfig
-from quire.server.desk import BatchDesk
+from quire.server.desk import FolderBatchService
 from quire.server.limits import Limits
-from quire.server.store import Unkept, new_id
+from quire.server.store import WriteFailed, new_id
 from tests.server.doubles import check_error
 from tests.server.test_batches import jsonl, line, office
 
@@ -67,17 +67,17 @@ def test_what_a_full_disk_refuses_changes_a_batch_neither_in_memory_nor_on_disk(
     tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever write of its end fails: two states, two journals, two documents of files."""
-    desk = BatchDesk(tmp_path, answer, Limits(), width=1)
+    desk = FolderBatchService(tmp_path, answer, Limits(), width=1)
     store, batches = desk._batches.store, desk._batches
     batch = {"id": new_id("batch_"), "created_at": 1, "status": "in_progress", "request_counts": {"completed": 0}}
     batch |= {"output_file_id": None, "error_file_id": None, "request_counts": {"completed": 0, "failed": 0}}
     store.put(batch)
-    batches.note(batch, "a", 200, {}, "r")
-    batches.note(batch, "b", 400, {}, "r")
+    batches.record_answer(batch, "a", 200, {}, "r")
+    batches.record_answer(batch, "b", 400, {}, "r")
     disk = Disk({at})
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", disk)
-        with pytest.raises(Unkept):
+        with pytest.raises(WriteFailed):
             batches.finish(batch, "completed")
     kept = msgspec.json.decode((tmp_path / "batches" / f"{batch['id']}.json").read_bytes())
     assert {**kept, "request_counts": None} == {**batch, "request_counts": None}
@@ -150,10 +150,10 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, taken: str) -> No
     (folder / taken).write_text("a file where a folder should be, or the other way round")
     named = rf"--batch-dir: .*b/?{taken.partition('/')[0]}: (File exists|Is a dir|Not a dir)"
     with pytest.raises(InvalidConfig, match=named):
-        BatchDesk(folder, answer, Limits(), width=1)
+        FolderBatchService(folder, answer, Limits(), width=1)
     if taken not in ("", "lock/x"):  # and the lock is free again
         (folder / taken).unlink()
-        BatchDesk(folder, answer, Limits(), width=1)._lock.close()
+        FolderBatchService(folder, answer, Limits(), width=1)._lock.close()
 
 
 def modes(folder: Path) -> set[tuple[str, int]]:

@@ -18,11 +18,11 @@ import pytest
 from quire.errors import Interrupted, InvalidConfig, TooLarge
 from quire.server import batches, files
 from quire.server.app import create_app
-from quire.server.desk import BatchDesk
+from quire.server.desk import FolderBatchService
 from quire.server.doors import answerer
 from quire.server.limits import Limits
-from quire.server.store import Store, Unkept, new_id
-from quire.values import IDLE
+from quire.server.store import Store, WriteFailed, new_id
+from quire.values import BACKGROUND
 from tests.server.doubles import ANSWER, Served, check_error, served
 
 pytestmark = pytest.mark.anyio
@@ -41,7 +41,7 @@ def jsonl(*lines: Any) -> bytes:
 class Office:
     """A server with a desk, and what its clients do."""
 
-    def __init__(self, client: httpx.AsyncClient, server: Served, desk: BatchDesk) -> None:
+    def __init__(self, client: httpx.AsyncClient, server: Served, desk: FolderBatchService) -> None:
         self.client, self.server, self.desk = client, server, desk
 
     async def upload(self, data: bytes, **fields: str) -> httpx.Response:
@@ -81,8 +81,8 @@ async def office(
 ) -> AsyncIterator[Office]:
     limits = Limits() if limits is None else limits
     async with served(**rest) as server:
-        desk = BatchDesk(folder, wrap(answerer(server.backend, limits, "quire-9.9")), limits, width=width)
-        app = create_app(server.backend, limits=limits, desk=desk)
+        desk = FolderBatchService(folder, wrap(answerer(server.backend, limits, "quire-9.9")), limits, width=width)
+        app = create_app(server.backend, limits=limits, batch_service=desk)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as client:
             await desk.start()
             try:
@@ -106,7 +106,7 @@ async def test_every_line_is_answered_once_and_as_the_endpoint_would(tmp_path: P
             assert one["response"]["body"]["choices"][0]["message"]["content"] == ANSWER
         [bad] = await here.lines(batch["error_file_id"])
         assert bad["response"]["status_code"] == 400 and bad["response"]["body"]["error"]["param"] == "n"
-        assert {request.priority for request in here.server.port.submitted} == {IDLE}
+        assert {request.priority for request in here.server.port.submitted} == {BACKGROUND}
         about = (await here.client.get(f"/v1/files/{batch['output_file_id']}")).json()
         assert about["purpose"] == "batch_output" and about["bytes"] > 0
 
@@ -249,8 +249,8 @@ async def test_killed_while_it_finishes_a_batch_has_its_files_once(
         batch = await here.begin(line("a"), line("b", n=0))
         await here.desk.stop()
         document = batches.store.get(batch["id"])
-        batches.note(document, "a", 200, {}, "req")
-        batches.note(document, "b", 400, {}, "req")
+        batches.record_answer(document, "a", 200, {}, "req")
+        batches.record_answer(document, "b", 400, {}, "req")
         first = 2 if when.startswith("second") else 1
         if when.endswith("put"):
             monkeypatch.setattr(batches.files, "put", then(batches.files.put, lambda document: True, first))
@@ -258,7 +258,7 @@ async def test_killed_while_it_finishes_a_batch_has_its_files_once(
             moved = then(Path.replace, lambda path, target: path.suffix in (".output", ".errors"), first)
             monkeypatch.setattr(Path, "replace", lambda path, target: moved(path, target))
         else:
-            turn = batches.turn
+            turn = batches.set_status
             monkeypatch.setattr(
                 batches,
                 "turn",
@@ -298,9 +298,9 @@ async def test_a_batch_whose_every_line_is_answered_is_complete_even_when_the_wi
         batches = here.desk._batches
         document = batches.store.get(batch["id"])
         batches.check(document)
-        batches.turn(document, "in_progress")
-        batches.note(document, "a", 200, {}, "req")
-        batches.note(document, "b", 400, {}, "req")
+        batches.set_status(document, "in_progress")
+        batches.record_answer(document, "a", 200, {}, "req")
+        batches.record_answer(document, "b", 400, {}, "req")
         batches.store.put({**document, "expires_at": 1})
     async with office(tmp_path) as here:
         batch = await here.until(batch["id"], "completed", "expired")
@@ -364,7 +364,7 @@ def test_a_line_for_which_there_is_no_room_leaves_nothing_of_itself(tmp_path: Pa
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (7, limits[1]))  # then as much is written as fits
-        with pytest.raises(Unkept, match="cannot take it"):
+        with pytest.raises(WriteFailed, match="cannot take it"):
             store.add(id, ".output", b"three\n")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -381,12 +381,12 @@ async def test_while_the_disk_is_full_batches_wait_and_then_answer_every_line_on
 
     def added(self: Store, id: str, suffix: str, line: bytes) -> None:
         if next(full, False):
-            raise Unkept("full")
+            raise WriteFailed("full")
         add(self, id, suffix, line)
 
     def replaced(self: Store, document: dict[str, Any], **changes: Any) -> None:
         if changes.get("status") in ("in_progress", "finalizing", "completed") and next(full, False):
-            raise Unkept("full")
+            raise WriteFailed("full")
         put(self, document, **changes)
 
     monkeypatch.setattr(Store, "add", added)
@@ -495,7 +495,7 @@ async def test_an_upload_that_means_something_else_is_refused(
 async def test_one_folder_has_one_server(tmp_path: Path) -> None:
     async with office(tmp_path) as here:
         with pytest.raises(InvalidConfig, match="--batch-dir"):
-            BatchDesk(tmp_path, answerer(here.server.backend, Limits(), "x"), Limits(), width=1)
+            FolderBatchService(tmp_path, answerer(here.server.backend, Limits(), "x"), Limits(), width=1)
 
 
 async def test_without_a_folder_there_are_no_batches_and_it_says_how_to_have_them() -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from quire.server.begun import begun
+from quire.server.begun import start_eagerly
 
 pytestmark = pytest.mark.anyio
 
@@ -17,7 +17,7 @@ async def test_what_need_not_wait_is_done_and_leaves_nothing_behind() -> None:
     async def work() -> None:
         done.append("all")
 
-    assert begun(work()) is None
+    assert start_eagerly(work()) is None
     assert done == ["all"]
 
 
@@ -31,7 +31,7 @@ async def test_what_waits_goes_on_when_what_it_waits_for_comes() -> None:
         await asyncio.sleep(0)
         done.append(await second)
 
-    task = begun(work())
+    task = start_eagerly(work())
     assert task is not None and not done
     first.set()
     second.set_result("second")
@@ -51,7 +51,7 @@ async def test_what_it_waits_for_may_fail_and_be_caught() -> None:
             await asyncio.sleep(0)
             done.append("went on")
 
-    task = begun(work())
+    task = start_eagerly(work())
     future.set_exception(ValueError("bad"))
     assert task is not None
     await task
@@ -67,8 +67,8 @@ async def test_errors_come_out_where_they_happen() -> None:
         raise ValueError("later")
 
     with pytest.raises(ValueError, match="now"):
-        begun(at_once())
-    task = begun(later())
+        start_eagerly(at_once())
+    task = start_eagerly(later())
     assert task is not None
     with pytest.raises(ValueError, match="later"):
         await task
@@ -83,7 +83,7 @@ async def test_it_can_be_cancelled_while_it_waits() -> None:
         finally:
             cleaned.append("up")
 
-    task = begun(work())
+    task = start_eagerly(work())
     assert task is not None
     await asyncio.sleep(0)
     task.cancel()

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from quire.server.connection import Connection, Line, Patience
+from quire.server.connection import Connection, ResponseTransport, Timeouts
 from quire.server.limits import Limits
 from tests.contract.wire import Answer, answers, request, send
 from tests.server.doubles import ANSWER, Served, says
@@ -34,7 +34,7 @@ async def listening(script: Any = "answers", *, limits: Limits | None = None, **
     rest: dict[str, Any] = {} if script == "answers" else {"script": script}
     if limits is not None:
         rest["limits"] = limits
-    async with running(patience=Patience(**patience), **rest) as (server, where, _):
+    async with running(patience=Timeouts(**patience), **rest) as (server, where, _):
         yield server, urlsplit(where).port
 
 
@@ -232,7 +232,7 @@ class Buffered:
 
 def test_what_has_left_for_a_client_is_what_was_written_and_is_held_no_more() -> None:
     inner = Buffered()
-    line = Line(inner, lambda: None)  # type: ignore[arg-type]
+    line = ResponseTransport(inner, lambda: None)  # type: ignore[arg-type]
     line.write(b"12345")
     line.write(b"678")
     assert line.taken == 0

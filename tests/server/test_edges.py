@@ -10,7 +10,7 @@ import pytest
 
 from quire.server.limits import Limits
 from quire.server.tools import MOST
-from quire.values import STRUCTURE_CHARS
+from quire.values import MAX_STRUCTURE_CHARS
 from tests.server.doubles import HI, answers, check_error, served
 
 pytestmark = pytest.mark.anyio
@@ -54,7 +54,7 @@ EDGES: dict[str, Edge] = {
         lambda most: {"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(most)]},
         "tools",
     ),
-    "a schema": (COMPLETIONS, STRUCTURE_CHARS, lambda most: {"guided_json": schema(most)}, "guided_json"),
+    "a schema": (COMPLETIONS, MAX_STRUCTURE_CHARS, lambda most: {"guided_json": schema(most)}, "guided_json"),
 }
 
 

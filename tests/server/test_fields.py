@@ -9,7 +9,7 @@ from openai.types.chat import completion_create_params as chats
 
 from quire.errors import InvalidRequest
 from quire.server import schemas
-from quire.server.fields import NO_OPS, REFUSED, check, table
+from quire.server.fields import NO_OPS, REFUSED_FIELDS, check, table
 
 VLLM = re.findall(
     r"\w+",
@@ -46,16 +46,16 @@ def test_no_field_has_two_states() -> None:
     for kind in (schemas.ChatRequest, schemas.CompletionRequest, schemas.GenerateRequest):
         rows = table(kind.__struct_fields__)
         assert len({row.field for row in rows}) == len(rows)
-    assert not NO_OPS.keys() & REFUSED.keys()
+    assert not NO_OPS.keys() & REFUSED_FIELDS.keys()
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("name", sorted(REFUSED_FIELDS))
 def test_a_refusal_names_the_field_and_says_why(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check({name: {"anything": 1}}, ())
     assert caught.value.param == name
-    assert str(caught.value) == f"{name}: {REFUSED[name].why}"
-    for harmless in (None, *REFUSED[name].harmless):
+    assert str(caught.value) == f"{name}: {REFUSED_FIELDS[name].why}"
+    for harmless in (None, *REFUSED_FIELDS[name].no_op):
         assert check({name: harmless}, ()) == {}
 
 

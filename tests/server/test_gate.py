@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.server.gate import Gate
+from quire.server.gate import AdmissionGate
 from tests.contract.wire import answers, ask, request
 from tests.server.doubles import TOKENIZER, served
 from tests.server.test_run import running
@@ -51,7 +51,7 @@ async def test_of_a_crowd_those_too_many_are_refused_before_others_are_read(monk
         for task in crowd:
             task.cancel()
         await asyncio.gather(*crowd, return_exceptions=True)
-        assert not server.backend._seats
+        assert not server.backend._active
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/generate", "/v1/embeddings"])
@@ -110,27 +110,27 @@ async def test_prompts_that_do_not_fit_together_are_refused_before_any_is_begun(
 
 
 async def test_who_leaves_while_waiting_for_a_turn_gives_it_up() -> None:
-    gate = Gate(lambda held: None)
+    gate = AdmissionGate(lambda held: None)
     order: list[int] = []
 
     async def one(number: int) -> None:
-        with gate.place() as place:
-            await gate.turn(place)
+        with gate.slot() as place:
+            await gate.wait_turn(place)
             order.append(number)
 
     tasks = [asyncio.ensure_future(one(number)) for number in range(5)]
     await asyncio.sleep(0)
     tasks[2].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert order == [0, 1, 3, 4] and gate._held == 0
+    assert order == [0, 1, 3, 4] and gate._num_counted == 0
 
 
 async def test_turns_are_an_iteration_of_the_loop_apart() -> None:
     """Whatever else is ready, such as a socket or an answer under way, is served between two requests."""
-    gate, order = Gate(lambda held: None), []
+    gate, order = AdmissionGate(lambda held: None), []
 
     async def one(number: int) -> None:
-        await gate.turn()
+        await gate.wait_turn()
         order.append(number)
 
     tasks = [asyncio.ensure_future(one(number)) for number in range(8)]

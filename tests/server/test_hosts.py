@@ -14,10 +14,10 @@ from quire.build.front import build_hosts
 from quire.config import Settings
 from quire.errors import InvalidConfig
 from quire.server.app import create_app
-from quire.server.desk import BatchDesk
+from quire.server.desk import FolderBatchService
 from quire.server.doors import answerer
-from quire.server.hosts import Foreign, Hosts, loopback
-from quire.server.limits import OPEN, Keys, Limits
+from quire.server.hosts import ForeignHost, Hosts, loopback
+from quire.server.limits import PUBLIC_PATHS, Keys, Limits
 from quire.server.openapi import OPERATIONS
 from tests.contract.wire import request, send
 from tests.server.doubles import check_error, served
@@ -41,7 +41,7 @@ async def asked(
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A server, asked from that address."""
     async with served() as server:
-        app = create_app(server.backend, keys=keys, desk=desk, **access)
+        app = create_app(server.backend, keys=keys, batch_service=desk, **access)
         transport = httpx.ASGITransport(app=app, client=(client, 40000))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as asks:
             yield asks
@@ -54,7 +54,7 @@ def test_names_of_this_machine_and_addresses_are_answered(host: str) -> None:
 
 @pytest.mark.parametrize("host", ELSEWHERE)
 def test_other_names_are_refused_and_the_option_is_named(host: str) -> None:
-    with pytest.raises(Foreign, match="--allowed-hosts"):
+    with pytest.raises(ForeignHost, match="--allowed-hosts"):
         Hosts(()).check({"host": host})
     Hosts(("*",)).check({"host": host})
 
@@ -64,7 +64,7 @@ def test_allowed_hosts_are_names_and_all_names_below_one_in_any_case_with_any_po
     for host in ("quire.example.com", "QUIRE.example.com.:443", "a.lab.example", "a.b.lab.example:80", "local.example"):
         hosts.check({"host": host})
     for host in ("example.com", "x.quire.example.com", "lab.example", "evil-lab.example", "notlocal.example"):
-        with pytest.raises(Foreign):
+        with pytest.raises(ForeignHost):
             hosts.check({"host": host})
 
 
@@ -93,19 +93,19 @@ def test_strange_names_are_refused_where_pages_could_use_them(
     if strange:
         hosts.check({"host": "evil.example"})
     else:
-        with pytest.raises(Foreign):
+        with pytest.raises(ForeignHost):
             hosts.check({"host": "evil.example"})
 
 
 async def test_a_page_that_rebinds_its_name_gets_nothing_from_any_route(tmp_path: Path) -> None:
     async with served() as server:
-        desk = BatchDesk(tmp_path, answerer(server.backend, Limits(), "x"), Limits(), width=1)
+        desk = FolderBatchService(tmp_path, answerer(server.backend, Limits(), "x"), Limits(), width=1)
         async with asked(desk=desk, hosts=Hosts(())) as client:
             for operation in OPERATIONS:
                 path = operation.path.replace("{id}", "x")
                 response = await client.request(operation.method, path, headers={"host": "evil.example:8000"})
-                assert response.status_code == (200 if path in OPEN else 403), path
-                assert path in OPEN or response.json()["error"]["type"] == "permission_error"
+                assert response.status_code == (200 if path in PUBLIC_PATHS else 403), path
+                assert path in PUBLIC_PATHS or response.json()["error"]["type"] == "permission_error"
             for path in ("/v1/models", "/ui", "/ui/app.js", "/openapi.json", "/nope"):
                 error = check_error(await client.get(path, headers={"host": "evil.example"}), 403, words="evil.example")
                 assert error["code"] == "host_not_allowed"

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 from anthropic import APIStatusError, AsyncAnthropic, BadRequestError
 
-from quire.values import Tokens
+from quire.values import RequestStepOutput
 from tests.server.doubles import ANSWER, TOKENIZER, Served, served
 from tests.server.test_tools import CALLS, KNOWS, QWEN, SCHEMA, THOUGHT, speaking
 
@@ -42,7 +42,7 @@ async def test_a_message_has_anthropics_shape() -> None:
         assert (made.stop_reason, made.stop_sequence) == ("end_turn", None)
         request = server.port.submitted[-1]
         assert TOKENIZER.decode(request.prompt).startswith("<|im_start|>system\nBe kind.<|im_end|>")
-        assert (request.max_new, request.sampling.temperature) == (64, 0.5)
+        assert (request.max_new_tokens, request.sampling.temperature) == (64, 0.5)
         assert made.usage.input_tokens + (made.usage.cache_read_input_tokens or 0) == len(request.prompt)
         assert made.usage.output_tokens == len(TOKENIZER.encode(ANSWER)) + 1
 
@@ -198,9 +198,9 @@ async def test_the_client_raises_what_the_server_says_also_in_mid_stream() -> No
             while not server.port.submitted:
                 await asyncio.sleep(0)
             id = server.port.submitted[0].id
-            server.port.told([Tokens(id, (TOKENIZER.encode("a")[0],))])
+            server.port.told([RequestStepOutput(id, (TOKENIZER.encode("a")[0],))])
             await asyncio.sleep(0)
-            server.port.told([Tokens(id, (), "error", error="the card is on fire")])
+            server.port.told([RequestStepOutput(id, (), "error", error="the card is on fire")])
 
         breaking = asyncio.ensure_future(break_off())
         with pytest.raises(APIStatusError, match="on fire"):

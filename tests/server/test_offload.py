@@ -24,23 +24,23 @@ import pytest
 from quire.backends import passage
 from quire.backends.base import Delta
 from quire.backends.offload import LARGE
-from quire.backends.passage import Passage
+from quire.backends.passage import UpstreamResponse
 from quire.server import answers, batches, relay
-from quire.server.answers import Gathered
+from quire.server.answers import ChoiceBuilder
 from quire.server.app import create_app
 from quire.server.batches import Batches
 from quire.server.calls import Job
-from quire.server.desk import BatchDesk
+from quire.server.desk import FolderBatchService
 from quire.server.doors import answerer
 from quire.server.files import document
 from quire.server.limits import Keys, Limits
-from quire.server.page import Blank
+from quire.server.page import NoLiveSource
 from quire.server.rates import Rates
 from quire.server.relay import create_relay_app
 from quire.server.store import Store, new_id
 from quire.text.chat import ChatTemplate
 from quire.text.tokenizer import Tokenizer
-from quire.values import Request, TokenLogprobs, Tokens
+from quire.values import Request, RequestStepOutput, TokenLogprobs
 from tests.backends.ports import FakePort
 from tests.server.doubles import HI, Served, served
 from tests.server.test_batches import jsonl, line, office
@@ -235,9 +235,9 @@ def grown(value: Any, size: int) -> Iterator[tuple[str, Any]]:
 def desk_of(server: Served, folder: Path) -> Iterator[Any]:
     """The application with files and batches."""
     limits = Limits()
-    desk = BatchDesk(folder, answerer(server.backend, limits, "x"), limits, width=1)
+    desk = FolderBatchService(folder, answerer(server.backend, limits, "x"), limits, width=1)
     try:
-        yield create_app(server.backend, limits=limits, keys=Keys(), desk=desk)
+        yield create_app(server.backend, limits=limits, keys=Keys(), batch_service=desk)
     finally:
         desk._lock.close()
 
@@ -293,9 +293,9 @@ SCORE = TokenLogprobs(5, -1.0, 1, ((5, -1.0),))
 class Scored(FakePort):
     """Answers with one token, and makes log-probabilities of a prompt in no time."""
 
-    def _one(self, request: Request, said: list[int]) -> Tokens:
+    def _one(self, request: Request, said: list[int]) -> RequestStepOutput:
         scores = (SCORE,) * (len(request.prompt) - 1) if request.sampling.prompt_logprobs is not None else ()
-        return Tokens(request.id, (5,), "length", logprobs=(SCORE,), prompt_logprobs=scores)
+        return RequestStepOutput(request.id, (5,), "length", logprobs=(SCORE,), prompt_logprobs=scores)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -361,7 +361,7 @@ CHATTY = {"messages": HI, "logprobs": True, "top_logprobs": 20}
 
 async def test_an_embedding_is_written_in_another_thread() -> None:
     job = Job(id="e", model="m", calls=[])
-    made = Gathered()
+    made = ChoiceBuilder()
     made.add(Delta(0, "", pooled=bytes(4 << 10), finish_reason="length"))
     assert answers.cost(job, [made]) >= LARGE
 
@@ -465,7 +465,7 @@ class Echo:
     def admit(self) -> None:
         """There is always room."""
 
-    async def send(self, method: str, path: str, headers: Any, body: bytes, about: Any) -> Passage:
+    async def send(self, method: str, path: str, headers: Any, body: bytes, about: Any) -> UpstreamResponse:
         connection = SimpleNamespace(status=200, headers=[], until_closed=False, read=self.read)
         self.parts = [
             b"",
@@ -473,7 +473,7 @@ class Echo:
             body,
         ]
         self.parts = [b"", b"}", body, self.parts[1]]
-        return Passage(connection, lambda _: None, SimpleNamespace(on_over=lambda *_: None), "u")  # type: ignore[arg-type]
+        return UpstreamResponse(connection, lambda _: None, SimpleNamespace(on_over=lambda *_: None), "u")  # type: ignore[arg-type]
 
     async def read(self) -> bytes:
         return self.parts.pop()
@@ -487,10 +487,10 @@ async def test_a_request_that_is_passed_on_costs_the_loop_no_more_for_being_larg
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        passage, "_decoder", SimpleNamespace(decode=lambda text: msgspec.json.decode(text, type=passage._Said))
+        passage, "_decoder", SimpleNamespace(decode=lambda text: msgspec.json.decode(text, type=passage._UsageEnvelope))
     )
     monkeypatch.setattr(
-        relay, "_peek", SimpleNamespace(decode=lambda text: msgspec.json.decode(text, type=relay._Peek))
+        relay, "_peek", SimpleNamespace(decode=lambda text: msgspec.json.decode(text, type=relay._PeekedFields))
     )
     app = create_relay_app(
         Echo(),
@@ -498,7 +498,7 @@ async def test_a_request_that_is_passed_on_costs_the_loop_no_more_for_being_larg
         keys=Keys(),
         rates=Rates(),
         version="x",
-        view=Blank(),  # type: ignore[arg-type]
+        view=NoLiveSource(),  # type: ignore[arg-type]
     )
     calls = []
     for size in SIZES:

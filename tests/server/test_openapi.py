@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from quire.server.doors import DOORS
-from quire.server.fields import NO_OPS, REFUSED
+from quire.server.doors import ENDPOINTS
+from quire.server.fields import NO_OPS, REFUSED_FIELDS
 from quire.server.openapi import OPERATIONS
 from tests.server.doubles import served
 
@@ -26,7 +26,7 @@ async def test_every_route_is_described_but_the_live_page() -> None:
     routes = {route.path.replace("{id:path}", "{id}") for route in app.app.routes}
     undescribed = {path for path in routes - document["paths"].keys() if not path.startswith("/ui")}
     assert undescribed <= {"/openapi.json", "/v1/files/{rest:path}", "/v1/batches/{rest:path}"}
-    assert {"/v1/files/{id}/content", "/v1/batches/{id}/cancel", *DOORS} <= document["paths"].keys()
+    assert {"/v1/files/{id}/content", "/v1/batches/{id}/cancel", *ENDPOINTS} <= document["paths"].keys()
 
 
 async def test_every_field_of_the_table_is_in_every_request() -> None:
@@ -34,9 +34,9 @@ async def test_every_field_of_the_table_is_in_every_request() -> None:
     for asks in (operation.asks for operation in OPERATIONS if operation.asks is not None):
         schema = document["components"]["schemas"][asks.__name__]
         assert schema["additionalProperties"] is False
-        assert set(schema["properties"]) == {*asks.__struct_fields__, *NO_OPS, *REFUSED}
-        for name in REFUSED.keys() - set(asks.__struct_fields__):
-            assert schema["properties"][name]["enum"] == [None, *REFUSED[name].harmless]
+        assert set(schema["properties"]) == {*asks.__struct_fields__, *NO_OPS, *REFUSED_FIELDS}
+        for name in REFUSED_FIELDS.keys() - set(asks.__struct_fields__):
+            assert schema["properties"][name]["enum"] == [None, *REFUSED_FIELDS[name].no_op]
 
 
 async def test_what_needs_no_key_says_so_and_everything_else_needs_one() -> None:

@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from quire.engine.executor import Description
 from quire.errors import InvalidConfig
-from quire.server.connection import Patience
+from quire.server.connection import Timeouts
 from quire.server.limits import Limits
 from quire.server.run import listen, serve, url
 from tests.backends.ports import FakePort, Script
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.anyio
 
 @asynccontextmanager
 async def running(
-    script: Script | None = answers, *, patience: Patience | None = None, shutdown_timeout: float = 2, **rest: object
+    script: Script | None = answers, *, patience: Timeouts | None = None, shutdown_timeout: float = 2, **rest: object
 ) -> AsyncIterator[tuple[Served, str, asyncio.Task[None]]]:
     """A server on a free port, until the test ends it or leaves."""
     async with served(script, **rest) as server:  # type: ignore[arg-type]
@@ -38,7 +38,7 @@ async def running(
                 server.app,
                 server.backend,
                 sock,
-                patience=patience,
+                timeouts=patience,
                 shutdown_timeout=shutdown_timeout,
                 log_level="error",
                 on_ready=lambda told: up.set() if told == where else None,
@@ -137,7 +137,7 @@ async def test_200_streams_opened_and_dropped_leave_nothing() -> None:
         async with asyncio.timeout(100):
             while server.port.running:
                 await asyncio.sleep(0.005)
-        assert server.backend._seats == {}
+        assert server.backend._active == {}
 
 
 async def test_a_body_of_ten_megabytes_is_refused_and_the_next_request_served() -> None:
@@ -201,7 +201,7 @@ async def test_an_engine_that_cannot_start_is_closed_and_said() -> None:
             raise InvalidConfig("no such device")
 
     async with served() as server:
-        server.backend._port = port = Broken()
+        server.backend._engine = port = Broken()
         with pytest.raises(InvalidConfig, match="no such device"):
             await serve(server.app, server.backend, listen("127.0.0.1", 0))
         assert port.closed

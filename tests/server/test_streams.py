@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.backends.base import Call, Delta
-from quire.backends.live import Live
+from quire.backends.live import ActiveRequest
 from quire.errors import QuireError, Unavailable
 from quire.server.calls import Job
 from quire.server.limits import Limits
-from quire.server.stream import EventStream, together
-from quire.values import Tokens
+from quire.server.stream import EventStream, answer_all
+from quire.values import RequestStepOutput
 from tests.server.doubles import ANSWER, HI, TOKENIZER, Served, events, says, served
 
 pytestmark = pytest.mark.anyio
@@ -220,7 +220,7 @@ def test_what_is_ready_of_one_prompt_is_told_before_another_fails(order: tuple[i
     parts = [Part([Delta(0, "a")], [Delta(0, "b")], None), fails, Part([Delta(0, "c")], None)]
     placed = [parts[i] for i in order]
     before = order[: order.index(1)]
-    both = together(Answering(placed), [cast(Any, None)] * 3, 1)  # type: ignore[arg-type]
+    both = answer_all(Answering(placed), [cast(Any, None)] * 3, 1)  # type: ignore[arg-type]
     if before:
         told = both.take()
         want = [("a" if i == 0 else "c", order.index(i)) for i in before]
@@ -293,7 +293,7 @@ async def test_a_token_is_written_by_the_step_that_brings_it() -> None:
         raws = [Raw(server, "/v1/completions", prompt="a", n=2, stream=True) for _ in range(3)]
         while len(server.port.submitted) < 6:
             await asyncio.sleep(0)
-        step = [Tokens(request.id, TOKENIZER.encode("the")) for request in server.port.submitted]
+        step = [RequestStepOutput(request.id, TOKENIZER.encode("the")) for request in server.port.submitted]
         server.port.told(step)
         assert [[body.count(b'"text":"the"') for body in raw.bodies] for raw in raws] == [[2]] * 3
         for raw in raws:
@@ -307,7 +307,7 @@ async def test_a_stream_whose_client_is_gone_takes_no_other_with_it() -> None:
         while len(server.port.submitted) < 2:
             await asyncio.sleep(0)
         broken.fails = True
-        server.port.told([Tokens(request.id, TOKENIZER.encode("the")) for request in server.port.submitted])
+        server.port.told([RequestStepOutput(request.id, TOKENIZER.encode("the")) for request in server.port.submitted])
         assert len(whole.bodies) == 1
         with pytest.raises(ConnectionError):
             await broken.ended
@@ -326,7 +326,9 @@ async def test_an_answer_that_ended_leaves_nothing_that_only_a_search_for_garbag
                 said = await server.post("/v1/completions", prompt=prompt, n=2, max_tokens=64, stream=stream)
                 assert said.status_code == 200
             await asyncio.sleep(0)
-            kept = [type(one).__name__ for one in gc.get_objects() if type(one) in (Live, EventStream, Job, Call)]
+            kept = [
+                type(one).__name__ for one in gc.get_objects() if type(one) in (ActiveRequest, EventStream, Job, Call)
+            ]
         finally:
             gc.enable()
     assert kept == []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.values import StructuredOutputs, Tokens
+from quire.values import RequestStepOutput, StructuredOutputsParams
 from tests.backends.ports import FakePort
 from tests.server.doubles import HI, check_error, served
 
@@ -17,36 +17,36 @@ pytestmark = pytest.mark.anyio
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TEXT = json.dumps(SCHEMA, separators=(",", ":"))
 
-SPELLINGS: list[tuple[dict[str, Any], StructuredOutputs]] = [
-    ({"response_format": {"type": "json_object"}}, StructuredOutputs(json_object=True)),
-    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, StructuredOutputs(json=SCHEMA)),
+SPELLINGS: list[tuple[dict[str, Any], StructuredOutputsParams]] = [
+    ({"response_format": {"type": "json_object"}}, StructuredOutputsParams(json_object=True)),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, StructuredOutputsParams(json=SCHEMA)),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": SCHEMA}}},
-        StructuredOutputs(json=SCHEMA),
+        StructuredOutputsParams(json=SCHEMA),
     ),
-    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, StructuredOutputs(json=SCHEMA)),
-    ({"structured_outputs": {"json": SCHEMA}}, StructuredOutputs(json=SCHEMA)),
-    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, StructuredOutputs(json=SCHEMA)),
-    ({"structured_outputs": {"json_object": True}}, StructuredOutputs(json_object=True)),
-    ({"structured_outputs": {"regex": "a+"}}, StructuredOutputs(regex="a+")),
-    ({"structured_outputs": {"choice": ["a", "b"]}}, StructuredOutputs(choice=("a", "b"))),
-    ({"structured_outputs": {"grammar": 'start: "a"'}}, StructuredOutputs(grammar='start: "a"')),
+    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, StructuredOutputsParams(json=SCHEMA)),
+    ({"structured_outputs": {"json": SCHEMA}}, StructuredOutputsParams(json=SCHEMA)),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, StructuredOutputsParams(json=SCHEMA)),
+    ({"structured_outputs": {"json_object": True}}, StructuredOutputsParams(json_object=True)),
+    ({"structured_outputs": {"regex": "a+"}}, StructuredOutputsParams(regex="a+")),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, StructuredOutputsParams(choice=("a", "b"))),
+    ({"structured_outputs": {"grammar": 'start: "a"'}}, StructuredOutputsParams(grammar='start: "a"')),
     (
         {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "\n?", "disable_fallback": True}},
-        StructuredOutputs(json=SCHEMA, whitespace_pattern="\n?"),
+        StructuredOutputsParams(json=SCHEMA, whitespace_pattern="\n?"),
     ),
     (
         {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
-        StructuredOutputs(json=SCHEMA, disable_any_whitespace=True),
+        StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True),
     ),
-    ({"guided_json": SCHEMA, "response_format": {"type": "text"}}, StructuredOutputs(json=SCHEMA)),
+    ({"guided_json": SCHEMA, "response_format": {"type": "text"}}, StructuredOutputsParams(json=SCHEMA)),
     (
         {"guided_json": TEXT, "guided_whitespace_pattern": " ?"},
-        StructuredOutputs(json=SCHEMA, whitespace_pattern=" ?"),
+        StructuredOutputsParams(json=SCHEMA, whitespace_pattern=" ?"),
     ),
-    ({"guided_regex": "a+", "guided_decoding_backend": "xgrammar"}, StructuredOutputs(regex="a+")),
-    ({"guided_choice": ["a", "b"]}, StructuredOutputs(choice=("a", "b"))),
-    ({"guided_grammar": 'start: "a"'}, StructuredOutputs(grammar='start: "a"')),
+    ({"guided_regex": "a+", "guided_decoding_backend": "xgrammar"}, StructuredOutputsParams(regex="a+")),
+    ({"guided_choice": ["a", "b"]}, StructuredOutputsParams(choice=("a", "b"))),
+    ({"guided_grammar": 'start: "a"'}, StructuredOutputsParams(grammar='start: "a"')),
 ]
 
 
@@ -133,7 +133,7 @@ async def test_a_schema_the_engine_refuses_is_a_400_before_any_token_streaming_o
             for request in requests:
                 structure = request.sampling.structured_outputs
                 why = f"{structure.param}: the JSON schema cannot be used: Invalid type: strng"
-                event = Tokens(request.id, (), "error", error=why, param=structure.param, status=400)
+                event = RequestStepOutput(request.id, (), "error", error=why, param=structure.param, status=400)
                 asyncio.get_running_loop().call_soon(self.told, [event])
 
     async with served(None, port=Refusing()) as server:

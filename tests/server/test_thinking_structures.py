@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from quire.errors import InvalidRequest
-from quire.grammar.llguidance import Compiler
+from quire.grammar.llguidance import LlguidanceCompiler
 from quire.server.doors import answerer
 from quire.server.limits import Limits
 from quire.text.reasoning import CLOSE, OPEN, thoughts_ahead
-from quire.values import Request, StructuredOutputs
+from quire.values import Request, StructuredOutputsParams
 from tests.server.doubles import HI, TOKENIZER, Served, says, served
 from tests.text.vocabulary import CHATML
 
@@ -67,9 +67,9 @@ TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"type":
 
 
 @cache
-def allows(structure: StructuredOutputs, text: str) -> bool:
+def allows(structure: StructuredOutputsParams, text: str) -> bool:
     """Whether the masks let `text` be the whole answer."""
-    follow = Compiler(lambda: TOKENIZER)(structure).constraint()
+    follow = LlguidanceCompiler(lambda: TOKENIZER)(structure).constraint()
     output: list[int] = []
     for token in says(text):
         [mask] = follow.masks(output, [])
@@ -225,4 +225,4 @@ async def test_a_raw_prompt_is_bound_from_its_first_token() -> None:
 def test_a_structure_knows_three_kinds_of_thoughts() -> None:
     assert thoughts_ahead("none", OPEN) == "none"
     with pytest.raises(InvalidRequest, match="thoughts must be one of none, possible, open"):
-        StructuredOutputs(regex="a", thoughts="some")  # type: ignore[arg-type]
+        StructuredOutputsParams(regex="a", thoughts="some")  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.grammar.llguidance import Compiler
+from quire.grammar.llguidance import LlguidanceCompiler
 from quire.values import Request, SamplingParams
 from tests.server.doubles import HI, TOKENIZER, check_error, says, served
 from tests.text.vocabulary import CHATML
@@ -128,7 +128,7 @@ FORCED = [
 def allows(params: SamplingParams, text: str) -> bool:
     """Whether the grammar lets `text` be the whole answer."""
     assert params.structured_outputs is not None
-    follow = Compiler(lambda: TOKENIZER)(params.structured_outputs).constraint()
+    follow = LlguidanceCompiler(lambda: TOKENIZER)(params.structured_outputs).constraint()
     output: list[int] = []
     for token in says(text):
         [mask] = follow.masks(output, [])

@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from quire.core.kv import KV, prefix_index
+from quire.core.kv import KVCacheManager, make_prefix_cache
 from quire.core.scheduler import Scheduler
 from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
@@ -14,7 +14,7 @@ from quire.executors.costs import StepCost
 from quire.executors.synthetic import SyntheticExecutor
 from quire.observe.histogram import percentile
 from quire.sim.workload import Load, uniform
-from quire.values import IDLE
+from quire.values import BACKGROUND
 
 LAPTOP = StepCost(base=0.0015, per_token=0.00012)
 """The embedded model on a CPU."""
@@ -27,10 +27,15 @@ def run(people: list[Load], cost: StepCost, budget: int, depth: int, lines: int)
     clock = VirtualClock()
     rows = 64 * (1 + depth)
     scheduler = Scheduler(
-        KV(8192, 16, prefix_index(16, True)), rows=rows, cap=64, budget=budget, gap=budget // 8, chunk=budget
+        KVCacheManager(8192, 16, make_prefix_cache(16, True)),
+        rows=rows,
+        max_num_seqs=64,
+        max_num_batched_tokens=budget,
+        max_background_tokens=budget // 8,
+        max_chunk_tokens=budget,
     )
     executor = SyntheticExecutor(pages=8192, page_size=16, rows=rows, depth=depth, cost=cost, clock=clock)
-    engine = Engine(scheduler, executor, depth=depth, clock=clock, keep=1 << 16)
+    engine = Engine(scheduler, executor, lookahead=depth, clock=clock, keep=1 << 16)
     prompts, began, came = count(), {}, 0
     took: list[float] = []
     under_way = done = 0
@@ -39,7 +44,7 @@ def run(people: list[Load], cost: StepCost, budget: int, depth: int, lines: int)
             began[engine.submit(people[came].prompt, people[came].new)] = people[came].arrival
             came += 1
         while under_way < lines:
-            engine.submit([next(prompts) % 30000] * 150, 200, id=f"line {next(prompts)}", priority=IDLE)
+            engine.submit([next(prompts) % 30000] * 150, 200, id=f"line {next(prompts)}", priority=BACKGROUND)
             under_way += 1
         if not engine.has_pending_work:
             clock.sleep_until(people[came].arrival)

@@ -15,11 +15,11 @@ from click.testing import CliRunner, Result
 
 from quire.cli import main
 from quire.core.scheduler import Scheduler
-from quire.core.speculate import Adaptive
+from quire.core.speculate import AdaptiveDrafts
 from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
-from quire.engine.pacer import LatencyPace
-from quire.engine.slack import MeasuredSlack
+from quire.engine.pacer import LatencyController
+from quire.engine.slack import MeasuredPlanDelay
 from quire.executors.costs import StepCost
 from quire.executors.synthetic import SyntheticHandle
 from quire.observe import tape
@@ -28,9 +28,9 @@ from quire.observe.recorded import RecordedEngine, recorded
 from quire.observe.recorder import Recorder
 from quire.observe.ring import Ring
 from quire.sim.replay import replay
-from quire.sim.run import House, drive
+from quire.sim.run import SimConfig, simulate
 from quire.sim.workload import uniform
-from quire.values import MANY
+from quire.values import UNLIMITED
 from tests.lattice import AXES, Drawn, Run, combinations
 from tests.lattice import House as Classes
 from tests.mutants import BUGS, plant
@@ -58,7 +58,7 @@ class Short(Ring):
         super().write(frame)
 
 
-def record(folder: Path, combo: dict[str, Any], frames: int = MANY) -> Run:
+def record(folder: Path, combo: dict[str, Any], frames: int = UNLIMITED) -> Run:
     """One combination of the lattice, recorded in segments of so many frames."""
     ring = Short(folder, frames)
     recorder = Recorder(ring)
@@ -91,9 +91,9 @@ def test_the_sample_has_every_value_of_every_axis() -> None:
 @pytest.mark.parametrize("combo", SAMPLE, ids=named)
 def test_every_plan_of_the_lattice_is_made_again(tmp_path: Path, combo: dict[str, Any]) -> None:
     run = record(tmp_path, combo)
-    again = replay(tape.Reel([tmp_path]), prepare=as_drawn(combo))
-    assert again.departure is None and not again.under_way
-    assert again.engine.ledger.steps == run.eng.ledger.steps and again.engine.failures == run.eng.failures
+    again = replay(tape.RecordingReader([tmp_path]), prepare=as_drawn(combo))
+    assert again.divergence is None and not again.under_way
+    assert again.engine.stats.num_steps == run.eng.stats.num_steps and again.engine.failures == run.eng.failures
     assert again.engine.gauges() == run.eng.gauges()
 
 
@@ -103,18 +103,18 @@ def test_every_segment_is_a_beginning(tmp_path: Path, combo: dict[str, Any]) -> 
     segments = sorted(tmp_path.iterdir())
     assert len(segments) > 2
     for first in range(len(segments)):
-        again = replay(tape.Reel(segments[first:]))
+        again = replay(tape.RecordingReader(segments[first:]))
         assert again.segments == len(segments) - first and again.began.number == first
-        assert again.departure is None and again.engine.ledger.steps == run.eng.ledger.steps
+        assert again.divergence is None and again.engine.stats.num_steps == run.eng.stats.num_steps
         assert again.engine.gauges() == run.eng.gauges()
 
 
 def tight(folder: Path) -> Engine:
     """Forty requests in too few pages, recorded."""
     sizes = {"pages": 12, "page_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "chunk": 16}
-    house = House(**sizes, pressure_policy="preempt", cost=StepCost(0.01))  # type: ignore[arg-type]
+    house = SimConfig(**sizes, pressure_policy="preempt", cost=StepCost(0.01))  # type: ignore[arg-type]
     engine = house.build(VirtualClock(), make=recorded(folder))
-    drive(engine, uniform(40, prompt=(4, 24), new=(4, 16), shared=8, rate=40.0))
+    simulate(engine, uniform(40, prompt=(4, 24), new=(4, 16), shared=8, rate=40.0))
     engine.close()
     return engine
 
@@ -156,8 +156,8 @@ def timed(combo: dict[str, Any], folder: Path) -> Run:
     recorder = Recorder(Short(folder, 60))
     run = Run(Classes(Engine=partial(RecordedEngine, recorder=recorder)), combo)
     paces = {(1 << i, d): 1e-4 * (1 + d / 4) for i in range(5) for d in (0, 1, 2, 3)}
-    run.sch.speculation = Adaptive(3, paces, catch_up=1e-7, share=0.01)
-    run.eng.pacer = LatencyPace(5e-5)
+    run.sch.speculation = AdaptiveDrafts(3, paces, catch_up_seconds=1e-7, kv_share=0.01)
+    run.eng.step_budget = LatencyController(5e-5)
     run.eng._begin()
     run.drive()
     run.eng.close()
@@ -169,11 +169,11 @@ def test_what_was_decided_by_measured_times_is_decided_again(tmp_path: Path, com
     run = timed(combo, tmp_path)
     files = sorted(tmp_path.iterdir())[1:]
     for first in range(0, len(files), 2):
-        again = replay(tape.Reel(files[first:]))
-        assert again.departure is None and again.engine.ledger.steps == run.eng.ledger.steps
+        again = replay(tape.RecordingReader(files[first:]))
+        assert again.divergence is None and again.engine.stats.num_steps == run.eng.stats.num_steps
         assert again.engine.gauges() == run.eng.gauges()
-        assert again.engine.pacer.fit() == run.eng.pacer.fit()  # type: ignore[attr-defined]
-        assert again.engine.scheduler.speculation.rates == run.sch.speculation.rates  # type: ignore[attr-defined]
+        assert again.engine.step_budget.fit() == run.eng.step_budget.fit()  # type: ignore[attr-defined]
+        assert again.engine.scheduler.speculation.acceptance_rates == run.sch.speculation.acceptance_rates  # type: ignore[attr-defined]
 
 
 @pytest.mark.nightly
@@ -183,8 +183,8 @@ def test_all_night_plans_of_the_lattice_are_made_again(tmp_path: Path, seed: int
         run = record(tmp_path / str(i), combo, frames=100)
         files = sorted((tmp_path / str(i)).iterdir())
         for first in range(0, 1 if combo["drafts"] < 0 else len(files), 3):
-            again = replay(tape.Reel(files[first:]), prepare=as_drawn(combo))
-            assert again.departure is None and again.engine.gauges() == run.eng.gauges(), combo
+            again = replay(tape.RecordingReader(files[first:]), prepare=as_drawn(combo))
+            assert again.divergence is None and again.engine.gauges() == run.eng.gauges(), combo
 
 
 def test_the_worked_example_of_the_docs_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,25 +218,25 @@ def test_a_planted_bug_is_found_by_a_recording_of_before(tmp_path: Path, bug: An
     record(tmp_path, COMBO)
     house = plant(bug)
     empty = house.Scheduler(house.KV(1, 1))
-    parts = (empty, empty.kv, empty.kv.pool, empty.waiting, house.RadixReuse(1))
+    parts = (empty, empty.kv, empty.kv.block_pool, empty.waiting, house.RadixReuse(1))
     known = {**CLASSES, **{type(part).__name__: type(part) for part in parts}}
-    again = replay(tape.Reel([tmp_path]), known=known, make=house.Engine)
-    assert again.departure is not None and again.departure.step == PLANTED[bug.name]
+    again = replay(tape.RecordingReader([tmp_path]), known=known, make=house.Engine)
+    assert again.divergence is not None and again.divergence.step == PLANTED[bug.name]
 
 
 def test_the_summary_says_what_happened_and_why(tmp_path: Path) -> None:
     engine = tight(tmp_path)
     said = shown(tmp_path).output
     assert "every decision is the same" in said
-    assert f"steps 1 to {engine.ledger.steps}" in said and "requests 40: ended 40 length" in said
-    assert f"preemptions {engine.scheduler.preempted} (" in said and "is preempted for" in said
+    assert f"steps 1 to {engine.stats.num_steps}" in said and "requests 40: ended 40 length" in said
+    assert f"preemptions {engine.scheduler.num_preemptions} (" in said and "is preempted for" in said
     assert "for free KV blocks" in said and "longest steps:" in said
     found = told(tmp_path)
-    assert found["same"] and found["tokens"] == engine.ledger.generated
-    assert found["evictions"] == engine.scheduler.kv.pool.evictions
+    assert found["same"] and found["tokens"] == engine.stats.num_generated_tokens
+    assert found["evictions"] == engine.scheduler.kv.block_pool.evictions
     assert found["settings"]["pages"] == 12 and found["settings"]["budget"] == 16
-    assert len(found["preemptions"]["each"]) == engine.scheduler.preempted
-    assert found["time"]["executor"] == pytest.approx(engine.ledger.steps * 0.01)
+    assert len(found["preemptions"]["each"]) == engine.scheduler.num_preemptions
+    assert found["time"]["executor"] == pytest.approx(engine.stats.num_steps * 0.01)
 
 
 def test_one_request_and_one_step_are_told(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_one_request_and_one_step_are_told(tmp_path: Path) -> None:
 def test_what_is_not_in_the_recording_is_said(tmp_path: Path) -> None:
     engine = tight(tmp_path)
     assert "no request 'req-99'" in shown(tmp_path, "--request", "req-99", code=2).output
-    assert f"it has 1 to {engine.ledger.steps}" in shown(tmp_path, "--step", "9999", code=2).output
+    assert f"it has 1 to {engine.stats.num_steps}" in shown(tmp_path, "--step", "9999", code=2).output
 
 
 def broken_at(call: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,17 +284,17 @@ def test_an_engine_that_broke_breaks_again_and_a_mended_one_departs_there(
 
 def test_plans_that_waited_for_newcomers_are_made_again_without_waiting(tmp_path: Path) -> None:
     clock, waits = VirtualClock(), 0
-    engine = House(depth=1, pages=64, page_size=4, cost=StepCost(0.01)).build(clock, make=recorded(tmp_path))
-    engine.slack = MeasuredSlack(clock)
+    engine = SimConfig(depth=1, pages=64, page_size=4, cost=StepCost(0.01)).build(clock, make=recorded(tmp_path))
+    engine.plan_delay = MeasuredPlanDelay(clock)
     for i in range(200):
         if i % 5 == 0:
-            engine.submit([i] * 9, 12, timeout=0.1 if i % 3 else MANY)
+            engine.submit([i] * 9, 12, timeout=0.1 if i % 3 else UNLIMITED)
         engine.step()
-        waits += engine.spare() > 0
-        clock.sleep_until(clock.now() + engine.spare())
+        waits += engine.time_to_next_plan() > 0
+        clock.sleep_until(clock.now() + engine.time_to_next_plan())
     engine.close()
     found = told(tmp_path)
-    assert waits > 150 and found["requests"] == 40 and found["steps"][1] == engine.ledger.steps
+    assert waits > 150 and found["requests"] == 40 and found["steps"][1] == engine.stats.num_steps
 
 
 def test_a_step_that_never_came_home_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

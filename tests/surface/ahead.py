@@ -24,17 +24,17 @@ from quire.build.limits import Limits
 from quire.config import Settings
 from quire.engine.executor import Executor
 from quire.models.base import Model
-from quire.runner.graphs import AtOnce, Key
+from quire.runner.graphs import EagerQueue, GraphKey
 from quire.runner.memory import GIB, LayerShape
 
 
-class Plain(AtOnce):
+class Plain(EagerQueue):
     """`CudaQueue`'s arguments; nothing is captured, so nothing has to be got ready."""
 
     def __init__(self, device: torch.device, largest: int, rehearse: object = None) -> None:
         self.largest = largest
 
-    def get_ready(self, key: Key, work: Callable[[], object]) -> None:
+    def get_ready(self, key: GraphKey, work: Callable[[], object]) -> None:
         return
 
 

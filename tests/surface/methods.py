@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire import LLM, SamplingParams
-from quire.values import RequestOutput, StructuredOutputs
+from quire.values import RequestOutput, StructuredOutputsParams
 from tests.surface.house import House
 from tests.surface.items import Item
 
@@ -22,7 +22,7 @@ def told(outputs: list[RequestOutput]) -> Any:
 
 
 def generate(house: House) -> Any:
-    llm, chosen = house.llm, StructuredOutputs(choice=("yes", "no"))
+    llm, chosen = house.llm, StructuredOutputsParams(choice=("yes", "no"))
     how = [GREEDY, SEEDED, SamplingParams(temperature=0.0, max_tokens=8, structured_outputs=chosen), GREEDY]
     with house.here():
         return told(llm.generate(["Once upon a time", "The little dog", "Is a dog an animal? ", LONG], how))

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.text.part import Part, Splitter, joined
+from quire.text.part import Splitter, TextPart, joined
 from quire.text.reasoning import Thinking, parser_of, thinks_first
-from quire.text.speech import Speech, Thoughts
+from quire.text.speech import AnswerSplitter, ReasoningCounter
 from quire.text.tools.describe import described, spelled
 from quire.text.tools.reader import Reader
-from quire.text.tools.styles import STYLES, Style, style_of
+from quire.text.tools.styles import STYLES, ToolStyle, style_of
 
 TOOLS = {"get_weather": ("city", "days"), "now": ()}
 
@@ -41,8 +41,8 @@ texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=14).map
 cuts = st.lists(st.integers(1, 9), max_size=60)
 
 
-def tell(splitter: Splitter, text: str, sizes: Sequence[int] = ()) -> list[Part]:
-    parts: list[Part] = []
+def tell(splitter: Splitter, text: str, sizes: Sequence[int] = ()) -> list[TextPart]:
+    parts: list[TextPart] = []
     for size in sizes:
         parts += splitter.feed(text[:size])
         text = text[size:]
@@ -56,8 +56,8 @@ def bare(text: str) -> str:
 SPLITTERS: dict[str, Callable[[], Splitter]] = {
     **{name: lambda style=style: Reader(style, TOOLS) for name, style in STYLES.items()},  # type: ignore[misc]
     "thinking": lambda: Thinking(inside=True),
-    "qwen3": lambda: Speech(Thinking(inside=False), Reader(STYLES["hermes"], TOOLS)),
-    "deepseek_r1": lambda: Speech(Thinking(inside=True), Reader(STYLES["llama3_json"], TOOLS)),
+    "qwen3": lambda: AnswerSplitter(Thinking(inside=False), Reader(STYLES["hermes"], TOOLS)),
+    "deepseek_r1": lambda: AnswerSplitter(Thinking(inside=True), Reader(STYLES["llama3_json"], TOOLS)),
 }
 
 
@@ -184,10 +184,10 @@ def test_a_mark_may_be_split_anywhere_within_and_behind_a_call(name: str, text: 
 def test_arguments_are_told_while_they_are_written() -> None:
     reader = Reader(STYLES["hermes"], TOOLS)
     assert reader.feed('<tool_call>{"name": "get_weather", "arguments": {"city": "Pa') == [
-        Part("call", "get_weather"),
-        Part("arguments", '{"city": "Pa'),
+        TextPart("call", "get_weather"),
+        TextPart("arguments", '{"city": "Pa'),
     ]
-    assert reader.feed('ris"') == [Part("arguments", 'ris"')]
+    assert reader.feed('ris"') == [TextPart("arguments", 'ris"')]
 
 
 def test_no_more_calls_are_told_than_may_be_made() -> None:
@@ -221,7 +221,7 @@ def test_thoughts_come_out_without_their_marks(inside: bool, text: str, want: To
 def test_tokens_of_thoughts_are_counted_with_their_marks(inside: bool, text: str, want: int) -> None:
     tokens = ["<", "think>"] if text.startswith("<") else ["a", " b"]
     tokens = [*tokens, "a</", "think>", "c", "d"] if text.startswith("<") else [*tokens, "</", "thi", "nk>", "c"]
-    once, apart = Thoughts(inside=inside), Thoughts(inside=inside)
+    once, apart = ReasoningCounter(inside=inside), ReasoningCounter(inside=inside)
     once.feed(tokens)
     for token in tokens:
         apart.feed([token])
@@ -229,7 +229,7 @@ def test_tokens_of_thoughts_are_counted_with_their_marks(inside: bool, text: str
 
 
 def test_no_thoughts_no_tokens() -> None:
-    thoughts = Thoughts(inside=False)
+    thoughts = ReasoningCounter(inside=False)
     thoughts.feed(["<", "b>", "x"])
     assert thoughts.count == 0
 
@@ -261,7 +261,7 @@ def test_a_template_tells_its_style() -> None:
 
 
 @pytest.mark.parametrize("style", STYLES.values(), ids=lambda style: style.name)
-def test_a_template_without_tools_is_told_of_them_in_words(style: Style) -> None:
+def test_a_template_without_tools_is_told_of_them_in_words(style: ToolStyle) -> None:
     tool = {"type": "function", "function": {"name": "now", "parameters": {}}}
     call = {"type": "function", "function": {"name": "now", "arguments": {"a": 1}}}
     history: list[dict[str, Any]] = [

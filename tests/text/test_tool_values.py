@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from quire.text.part import Part, joined
+from quire.text.part import TextPart, joined
 from quire.text.tools.reader import Reader
 from quire.text.tools.styles import STYLES
 
@@ -51,13 +51,13 @@ def written(name: str, call: Any, *, ascii: bool) -> Iterator[str]:
     yield f"[weather(city={argument!r}), now()]"
 
 
-def pieces(parts: list[Part]) -> list[Part]:
+def pieces(parts: list[TextPart]) -> list[TextPart]:
     for part in parts:
         part.text.encode()
     return joined(parts)
 
 
-def told(name: str, *texts: str) -> list[Part]:
+def told(name: str, *texts: str) -> list[TextPart]:
     reader, parts = Reader(STYLES[name], TOOLS), []
     for text in texts:
         parts += reader.feed(text)
@@ -106,10 +106,10 @@ def test_any_json_at_length(name: str, call: Any, ascii: bool) -> None:
 @pytest.mark.parametrize("given", [[1], [], 7, 0, True, False, -1.5, "[1]", "7", "true", '"{}"', '{"a": NaN}'])
 def test_arguments_that_are_no_object_are_no_call(given: Any) -> None:
     text = json.dumps({"name": "weather", "arguments": given})
-    assert told("llama3_json", text) == [Part("content", text)]
+    assert told("llama3_json", text) == [TextPart("content", text)]
 
 
 @pytest.mark.parametrize("given", [None, "null", "{}", {}])
 def test_arguments_that_are_null_or_empty_are_an_empty_object(given: Any) -> None:
     text = json.dumps({"name": "weather", "arguments": given})
-    assert told("llama3_json", text) == [Part("call", "weather"), Part("arguments", "{}")]
+    assert told("llama3_json", text) == [TextPart("call", "weather"), TextPart("arguments", "{}")]

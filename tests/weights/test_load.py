@@ -13,7 +13,7 @@ from quire.errors import InvalidModel
 from quire.layers.formats import Plain
 from quire.layers.formats.packed import Packed
 from quire.models.base import Model
-from quire.ops.packed import packable
+from quire.ops.packed import can_pack
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.weights.files import INDEX, SINGLE, Checkpoint
 from quire.weights.load import load_model
@@ -92,7 +92,7 @@ def test_auto_dtype_is_the_checkpoints_and_float32_for_half_precision_on_a_cpu(f
 def test_a_draft_computes_the_same_by_other_products(folder: Path) -> None:
     target, draft = load_model(folder), load_model(folder, draft=True)
     torch.testing.assert_close(answer(draft), answer(target), atol=1e-5, rtol=1e-5)
-    if packable(torch.float32, torch.device("cpu")):
+    if can_pack(torch.float32, torch.device("cpu")):
         kinds = [type(model.blocks[0].attention.out.apply.__self__) for model in (target, draft)]  # type: ignore[attr-defined]
         assert kinds == [Packed, Plain]
 

@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.errors import InvalidModel
-from quire.layers.build import Build
+from quire.layers.build import ModelBuilder
 from quire.layers.formats import Plain, online
 from quire.models.registry import build_model, read_spec
-from quire.ops.quantised import restore_scaled, round_tokens
+from quire.ops.quantised import dequantize_scaled, quantize_tokens
 from quire.ops.reference import ReferenceOps
 from quire.weights.canary import Canary, Threshold
 from quire.weights.files import SINGLE, Checkpoint, read_config
-from quire.weights.load import load_model, stream
-from quire.weights.schemes import BESIDE, ONLINE, choose
+from quire.weights.load import load_model, load_weights
+from quire.weights.schemes import IGNORED_TENSORS, ONLINE, choose_format
 from tests.checkpoints import make
 from tests.layers.test_build import Rank
 from tests.quantised import FORMATS, SHAPE, SIZES, plain, quantise
@@ -44,7 +44,7 @@ def folder(source: Path, tmp_path: Path) -> Path:
 def test_a_format_answers_as_the_numbers_it_stands_for(folder: Path, name: str) -> None:
     means = quantise(folder, name)
     model = load_model(folder, dtype="float32")
-    stored = {each.matrix.parts[0].name: each.quantised for each in matrices(model)}
+    stored = {each.matrix.parts[0].name: each.quantized for each in matrices(model)}
     quantised = [each for each in stored.values() if each is not None]
     assert len(quantised) == 4 * 3
     for each in quantised:
@@ -73,9 +73,9 @@ def test_w8a8_rounds_each_token_by_its_largest_number(folder: Path) -> None:
     for t, token in enumerate(x):
         step = token.abs().max() / 127
         rounded[t] = (token / step).round() * step if step else 0.0
-    wanted = rounded @ stored.quantised.restored().t() + stored.bias
+    wanted = rounded @ stored.quantized.dequantize().t() + stored.bias
     torch.testing.assert_close(stored.apply(x), wanted, rtol=1e-4, atol=1e-4)
-    numbers, steps = round_tokens(x)
+    numbers, steps = quantize_tokens(x)
     assert numbers.abs().amax(1).tolist() == [127, 127, 127, 0, 127]
     torch.testing.assert_close(numbers * steps, rounded)
 
@@ -90,22 +90,22 @@ def test_a_cut_is_a_cut_of_the_whole_in_every_format(folder: Path, name: str) ->
     x = torch.randn(4, 144)
 
     def layers(rank: int, size: int) -> list:
-        format = choose(config, "auto", Plain, checkpoint.entries)
-        build = Build(
+        format = choose_format(config, "auto", Plain, checkpoint.entries)
+        build = ModelBuilder(
             ops=ReferenceOps(),
             parallel=Rank(rank, size),
             dtype=torch.float32,
             device=torch.device("cpu"),
             format=format,
         )
-        build.ignore(*BESIDE)
+        build.ignore(*IGNORED_TENSORS)
         with torch.inference_mode():
             model = build_model(spec, build)
-            stream(build, checkpoint, lambda done, total: None)
-            build.seal()
-        for stored in build.stored:
-            if stored.quantised is not None:
-                stored.quantised.exact = True
+            load_weights(build, checkpoint, lambda done, total: None)
+            build.finalize()
+        for stored in build.matrices:
+            if stored.quantized is not None:
+                stored.quantized.exact = True
         return model.blocks
 
     own = torch.randn(4, 144)
@@ -127,7 +127,7 @@ def test_plain_weights_are_quantised_on_request(folder: Path, method: str) -> No
     before = answer(load_model(folder, dtype="float32"))
     canary = Canary()
     model = load_model(folder, dtype="float32", quantization=method, canary=canary)
-    assert [each.quantised is None for each in matrices(model)] == [True] + [False] * 12, "the head stays as it was"
+    assert [each.quantized is None for each in matrices(model)] == [True] + [False] * 12, "the head stays as it was"
     after = answer(model)
     assert 0 < (after - before).std() < 0.15 * before.std()
     assert canary.quality is not None
@@ -146,7 +146,7 @@ def test_quantising_follows_its_definition(folder: Path, method: str, block: int
             scale = w[at].abs().max() / (127 if method == "int8" else 448)
             scaled = w[at] / scale
             wanted[at] = (scaled.round() if method == "int8" else scaled.to(torch.float8_e4m3fn).float()) * scale
-    found = matrices(load_model(folder, dtype="float32", quantization=method))[4].quantised.restored()
+    found = matrices(load_model(folder, dtype="float32", quantization=method))[4].quantized.dequantize()
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     error = (found - w).norm() / w.norm()
     assert error < (0.01 if method == "int8" else 0.04)
@@ -237,4 +237,4 @@ def test_dummy_weights_of_a_quantised_checkpoint_are_lively(folder: Path) -> Non
 
 def test_a_scale_counts_for_its_columns_only() -> None:
     weight, scale = torch.ones(2, 5, dtype=torch.int8), torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    assert restore_scaled(weight, scale, 2, 1).tolist() == [[1, 2, 2, 3, 3], [4, 5, 5, 6, 6]]
+    assert dequantize_scaled(weight, scale, 2, 1).tolist() == [[1, 2, 2, 3, 3], [4, 5, 5, 6, 6]]

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from quire.backends.base import Delta
 from quire.text.detokenizer import Detokenizer
-from quire.text.harmless import block
+from quire.text.harmless import escape_control_lines
 from quire.text.stop import StopFinder
-from quire.values import SamplingParams, TokenLogprobs, Tokens
+from quire.values import RequestStepOutput, SamplingParams, TokenLogprobs
 
 log = logging.getLogger("uvicorn.error")
 
@@ -19,7 +19,7 @@ _Read = tuple[str, int, str | None]
 """Text, the tokens behind it, and the stop string that ended it, if one did."""
 
 
-class Answer:
+class OutputProcessor:
     """Detokenises, finds stop strings, and so owns finish_reason and what usage counts.
 
     `id` is the engine's name for it. `count` are the tokens whose text was told or held back for a stop string;
@@ -43,8 +43,8 @@ class Answer:
         "id",
         "index",
         "last",
-        "spent",
-        "surplus",
+        "num_surplus",
+        "num_tokens",
     )
 
     def __init__(
@@ -58,10 +58,10 @@ class Answer:
         eos: frozenset[int],
     ) -> None:
         self.id, self.index = id, index
-        self.count = self.surplus = self.cached = 0
+        self.count = self.num_surplus = self.cached = 0
         self.first: float | None = None
         self.last: float | None = None
-        self.spent = 0.0
+        self.num_tokens = 0.0
         self._detokenizer, self._finder = detokenizer, finder
         self._include, self._min = sampling.include_stop_str_in_output, sampling.min_tokens
         self._searching = bool(sampling.stop)
@@ -70,7 +70,7 @@ class Answer:
         self._logprobs: tuple[TokenLogprobs, ...] = ()
         self._prompt: tuple[TokenLogprobs | None, ...] | None = None if sampling.prompt_logprobs is None else (None,)
 
-    def take(self, event: Tokens) -> Delta | None:
+    def process(self, event: RequestStepOutput) -> Delta | None:
         """What can be told after one engine step; None while everything is held back."""
         _, tokens, finish, _, logprobs, prompt, cached = event[:7]
         if prompt and self._prompt is not None:
@@ -86,7 +86,7 @@ class Answer:
         told = text or (tokens and self._prompt is not None)  # echoes wait for the prompt's scores
         return self._delta(text) if told else None
 
-    def _last(self, event: Tokens, finish: str) -> Delta:
+    def _last(self, event: RequestStepOutput, finish: str) -> Delta:
         """What is told at the engine's end of it; a stop string before that comes first."""
         if finish == "error":
             return self._delta("", finish="error", error=event.error)._replace(param=event.param, status=event.status)
@@ -127,7 +127,7 @@ class Answer:
 
     def _count(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], used: int) -> None:
         self.count += used
-        self.surplus += len(tokens) - used
+        self.num_surplus += len(tokens) - used
         self._tokens += tokens[:used]
         if logprobs:
             self._logprobs += logprobs[:used]
@@ -141,17 +141,17 @@ class Answer:
         return delta
 
 
-def told(answer: Answer, event: Tokens) -> Delta | None:
+def delta_of_error(answer: OutputProcessor, event: RequestStepOutput) -> Delta | None:
     """As `Answer.take`; an answer that cannot be put into words ends by itself, and no other with it."""
     try:
-        return answer.take(event)
+        return answer.process(event)
     except Exception as error:
-        log.error("an answer could not be put into words:\n%s", block(traceback.format_exc()))
+        log.error("an answer could not be put into words:\n%s", escape_control_lines(traceback.format_exc()))
         why = f"this answer could not be put into words ({type(error).__name__})"
         return Delta(answer.index, "", finish_reason="error", error=why)
 
 
-def sibling(sampling: SamplingParams, choice: int) -> SamplingParams:
+def sampling_for_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
     """The sampling of answer `choice`: log-probabilities of the prompt are computed once, for the first."""
     if choice == 0 or sampling.prompt_logprobs is None:
         return sampling

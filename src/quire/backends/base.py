@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from quire.text.reasoning import ReasoningParser
 from quire.text.tools.styles import ToolParser
-from quire.values import UNKNOWN, Origin, SamplingParams, TokenLogprobs
+from quire.values import NO_TRACE_CONTEXT, SamplingParams, TokenLogprobs, TraceContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +26,9 @@ class Call:
     text: str | None = None
     sampling: SamplingParams
     priority: int = 0
-    salt: str = ""
+    cache_salt: str = ""
     timeout: float = math.inf
-    origin: Origin = UNKNOWN
+    trace_context: TraceContext = NO_TRACE_CONTEXT
     spend: Callable[[int], None] | None = None
 
 
@@ -52,7 +52,7 @@ class Delta(NamedTuple):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    cached: int = 0
+    num_cached: int = 0
     error: str | None = None
     param: str | None = None
     status: int = 500
@@ -63,13 +63,13 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Answers(Protocol[T_co]):
+class ResultStream(Protocol[T_co]):
     """What comes, as it comes. Used from one event loop, by one reader, who closes it.
 
     The reader is called, so that what a step brings to many readers is told in one pass, without a task for each.
     """
 
-    def listen(self, news: Callable[[], None]) -> None:
+    def subscribe(self, news: Callable[[], None]) -> None:
         """From now on `news` is called when something comes while all is taken, and at the end. It raises nothing."""
 
     def take(self) -> Sequence[T_co] | None:
@@ -79,10 +79,10 @@ class Answers(Protocol[T_co]):
         """Nobody reads on."""
 
 
-async def each(answers: Answers[T]) -> AsyncGenerator[Sequence[T], None]:
+async def iterate(answers: ResultStream[T]) -> AsyncGenerator[Sequence[T], None]:
     """For readers who have time to wait: what is ready together in one list."""
     news = asyncio.Event()
-    answers.listen(news.set)
+    answers.subscribe(news.set)
     while (ready := answers.take()) is not None:
         if ready:
             yield ready
@@ -169,7 +169,7 @@ class Backend(Service, Protocol):
         As `answer` would, but before anything is made of a request. Cheap.
         """
 
-    def answer(self, call: Call) -> Answers[Delta]:
+    def answer(self, call: Call) -> ResultStream[Delta]:
         """Begin. Raises Overloaded, InvalidRequest and Unavailable; `take` raises DeadlineExceeded before the first
         delta, Unavailable and StepFailed at any time. Closing aborts the call.
         """

@@ -38,7 +38,7 @@ _HEAD = 64 << 10
 """Bytes of an answer's header fields."""
 
 
-class Broken(Exception):
+class ConnectionLost(Exception):
     """An exchange broke off. unheard: nothing of an answer had come; the request may have been processed all the same.
 
     code: what to call it in an error; `upstream_unreachable` means that no connection was made, so nothing was sent.
@@ -46,7 +46,7 @@ class Broken(Exception):
 
     def __init__(self, why: str, *, unheard: bool = False, code: str = "upstream_died") -> None:
         super().__init__(why)
-        self.unheard, self.code = unheard, code
+        self.retryable, self.code = unheard, code
 
 
 class Origin(NamedTuple):
@@ -102,11 +102,11 @@ class Connection(asyncio.Protocol):
         self._parts: list[bytes] = []
         self._size = self._fields = 0
         self._heard = self._headed = self._done = self._keep = self._paused = False
-        self._broken: Broken | None = None
+        self._broken: ConnectionLost | None = None
 
     # ---------------------------------------------------------------- for who asks
 
-    def ask(self, request: bytes) -> None:
+    def send(self, request: bytes) -> None:
         assert self._transport is not None
         self._begin()
         self.exchanges += 1
@@ -165,7 +165,7 @@ class Connection(asyncio.Protocol):
         if self._broken is not None:
             raise self._broken
         if self.lost:
-            raise Broken("the connection is closed", unheard=not self._heard)
+            raise ConnectionLost("the connection is closed", unheard=not self._heard)
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
@@ -202,12 +202,12 @@ class Connection(asyncio.Protocol):
                 self._done = True
             else:
                 when = "in the middle of its answer" if self._heard else "without an answer"
-                self._broken = Broken(f"it closed the connection {when}", unheard=not self._heard)
+                self._broken = ConnectionLost(f"it closed the connection {when}", unheard=not self._heard)
         self._wake()
 
     def _break(self, why: str, code: str) -> None:
         if self._broken is None:
-            self._broken = Broken(why, code=code)
+            self._broken = ConnectionLost(why, code=code)
         self.close()
 
     # ---------------------------------------------------------------- for the parser
@@ -269,8 +269,8 @@ class Pool:
         if kept is not None:
             try:
                 return await _asked(kept, request)
-            except Broken as error:
-                if not error.unheard or method not in _SAFE:
+            except ConnectionLost as error:
+                if not error.retryable or method not in _SAFE:
                     raise
         return await _asked(await self._connect(), request)
 
@@ -302,9 +302,9 @@ class Pool:
                 _, connection = await loop.create_connection(Connection, origin.host, origin.port, ssl=self._tls)
         except TimeoutError as error:
             why = f"it took no connection within {_CONNECT:g} s"
-            raise Broken(why, unheard=True, code="upstream_unreachable") from error
+            raise ConnectionLost(why, unheard=True, code="upstream_unreachable") from error
         except OSError as error:
-            raise Broken(_reason(error), unheard=True, code="upstream_unreachable") from error
+            raise ConnectionLost(_reason(error), unheard=True, code="upstream_unreachable") from error
         return connection
 
 
@@ -316,7 +316,7 @@ def _reason(error: OSError) -> str:
 
 async def _asked(connection: Connection, request: bytes) -> Connection:
     try:
-        connection.ask(request)
+        connection.send(request)
         await connection.headed()
     except BaseException:
         connection.close()

@@ -19,11 +19,11 @@ from quire.errors import InvalidConfig
 
 log = logging.getLogger("uvicorn.error")
 
-_SETTLED = 60.0
+_STABLE_AFTER = 60.0
 """Seconds after which a death counts as the first."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 """Seconds between two starts of a server that keeps dying."""
-_PATIENCE = 10.0
+_STOP_TIMEOUT = 10.0
 """Seconds that a server may take to end when it is told to."""
 _LAST_LINES = 12
 _LAST_BYTES = 64 << 10
@@ -31,7 +31,7 @@ _DIE_WITH_PARENT = 1
 """prctl's PR_SET_PDEATHSIG."""
 
 
-class Keeper(Protocol):
+class Supervisor(Protocol):
     """Who sees to it that the upstreams run."""
 
     async def start(self, on_death: Callable[[str], None]) -> None:
@@ -39,24 +39,24 @@ class Keeper(Protocol):
 
     async def close(self) -> None: ...
 
-    def died(self) -> str | None:
+    def failure(self) -> str | None:
         """Why there is no hope that a server answers yet; None while there is."""
 
-    def ready(self) -> None:
+    def on_ready(self) -> None:
         """A server has answered."""
 
 
-class Others:
+class NoSupervisor:
     """Somebody else's servers: nothing to do."""
 
     async def start(self, on_death: Callable[[str], None]) -> None: ...
 
     async def close(self) -> None: ...
 
-    def died(self) -> str | None:
+    def failure(self) -> str | None:
         return None
 
-    def ready(self) -> None: ...
+    def on_ready(self) -> None: ...
 
 
 class PrivateServer:
@@ -72,12 +72,18 @@ class PrivateServer:
         self,
         argv: Sequence[str],
         environment: Mapping[str, str],
-        kept: Path,
+        log_path: Path,
         *,
         name: str = "vllm",
-        pause: float = _FIRST_PAUSE,
+        restart_delay: float = _FIRST_PAUSE,
     ) -> None:
-        self.argv, self.environment, self.kept, self.name, self.pause = list(argv), dict(environment), kept, name, pause
+        self.argv, self.environment, self.log_path, self.name, self.restart_delay = (
+            list(argv),
+            dict(environment),
+            log_path,
+            name,
+            restart_delay,
+        )
         self.restarts = 0
         self._process: asyncio.subprocess.Process | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -88,7 +94,7 @@ class PrivateServer:
     async def start(self, on_death: Callable[[str], None]) -> None:
         self._on_death = on_death
         await self._spawn()
-        log.info("%s runs as process %d; its log is %s", self.name, self.pid, self.kept)
+        log.info("%s runs as process %d; its log is %s", self.name, self.pid, self.log_path)
         self._watching = asyncio.ensure_future(self._watch())
 
     @property
@@ -103,21 +109,21 @@ class PrivateServer:
             return
         self._signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(self._process.wait(), _PATIENCE)
+            await asyncio.wait_for(self._process.wait(), _STOP_TIMEOUT)
         except TimeoutError:
-            log.warning("%s did not end within %g s and is killed", self.name, _PATIENCE)
+            log.warning("%s did not end within %g s and is killed", self.name, _STOP_TIMEOUT)
         self._signal(signal.SIGKILL)  # its own children too
         await self._process.wait()
 
-    def died(self) -> str | None:
+    def failure(self) -> str | None:
         return self._why
 
-    def ready(self) -> None:
+    def on_ready(self) -> None:
         self._was_ready = True
 
     async def _spawn(self) -> None:
         try:
-            with self.kept.open("ab") as out:
+            with self.log_path.open("ab") as out:
                 self._process = await asyncio.create_subprocess_exec(
                     *self.argv,
                     stdin=asyncio.subprocess.DEVNULL,
@@ -125,7 +131,7 @@ class PrivateServer:
                     stderr=out,
                     env={**os.environ, **self.environment},
                     start_new_session=True,  # Ctrl-C is for us: we drain first
-                    preexec_fn=_leash(),
+                    preexec_fn=_die_with_parent(),
                 )
         except OSError as error:
             what = error.filename or self.argv[0]
@@ -148,17 +154,17 @@ class PrivateServer:
             for line in self.last_lines():
                 log.error("  | %s", line)
             if not self._was_ready:
-                self._why = f"{why} before it was ready; its log is {self.kept}, and ends: {self._told()}"
+                self._why = f"{why} before it was ready; its log is {self.log_path}, and ends: {self._last_output()}"
                 return
-            pause = 0.0 if time.monotonic() - began > _SETTLED else pause
-            log.error("%s; its log is %s; it is started again in %.1f s", why, self.kept, pause)
-            pause = await self._again(pause)
+            pause = 0.0 if time.monotonic() - began > _STABLE_AFTER else pause
+            log.error("%s; its log is %s; it is started again in %.1f s", why, self.log_path, pause)
+            pause = await self._restart_after(pause)
 
-    async def _again(self, pause: float) -> float:
+    async def _restart_after(self, pause: float) -> float:
         """Start it after a pause, and after a longer one if that fails; the pause for the next time."""
         while True:
             await asyncio.sleep(pause)
-            pause = min(max(2 * pause, self.pause), _LONGEST_PAUSE)
+            pause = min(max(2 * pause, self.restart_delay), _LONGEST_PAUSE)
             self.restarts += 1
             try:
                 await self._spawn()
@@ -168,12 +174,12 @@ class PrivateServer:
 
     def last_lines(self, most: int = _LAST_LINES) -> list[str]:
         """The end of what it said."""
-        with self.kept.open("rb") as said:
-            said.seek(max(0, self.kept.stat().st_size - _LAST_BYTES))
+        with self.log_path.open("rb") as said:
+            said.seek(max(0, self.log_path.stat().st_size - _LAST_BYTES))
             lines = said.read().decode("utf-8", "replace").splitlines()
         return [line.rstrip() for line in lines if line.strip()][-most:]
 
-    def _told(self) -> str:
+    def _last_output(self) -> str:
         """The line that says most: the last that names an error."""
         lines = self.last_lines(200)
         errors = [line for line in lines if "error" in line.lower()]
@@ -186,7 +192,7 @@ class PrivateServer:
             return
 
 
-def _leash() -> Callable[[], object] | None:
+def _die_with_parent() -> Callable[[], object] | None:
     """What a child does before it begins, so that it ends when we do; only Linux can."""
     if sys.platform != "linux":
         return None

@@ -8,13 +8,13 @@ from collections import deque
 _LONGEST = 60.0
 
 
-class Departures:
+class DrainRate:
     """The last few times a request ended, in seconds of one clock."""
 
     def __init__(self, remembered: int = 64) -> None:
         self._times: deque[float] = deque(maxlen=remembered)
 
-    def note(self, now: float) -> None:
+    def record(self, now: float) -> None:
         self._times.append(now)
 
     def wait(self, backlog: int, now: float) -> float:

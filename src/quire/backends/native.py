@@ -12,29 +12,34 @@ from dataclasses import replace
 from typing import Any, cast
 
 from quire import errors
-from quire.backends.answer import Answer, told
+from quire.backends.answer import OutputProcessor, delta_of_error
 from quire.backends.base import Call, Delta, ModelCard
-from quire.backends.live import Live
-from quire.backends.load import Departures
-from quire.backends.observer import RimObserver, Unobserved
-from quire.backends.spell import answer_to, requests
+from quire.backends.live import ActiveRequest
+from quire.backends.load import DrainRate
+from quire.backends.observer import FrontendObserver, NoObserver
+from quire.backends.spell import output_processor, requests
 from quire.engine.executor import Description
-from quire.engine.port import Port
+from quire.engine.port import EngineClient
 from quire.errors import DeadlineExceeded, Interrupted, InvalidRequest, Overloaded, Unavailable
 from quire.text.chat import ChatTemplate
 from quire.text.stop import StopStrings
 from quire.text.tokenizer import Tokenizer
-from quire.values import IDLE, Ended, FinishReason, Tokens
+from quire.values import BACKGROUND, FinishedRequest, FinishReason, RequestStepOutput
 
 
-def _draw() -> int:
+def _random_seed() -> int:
     return secrets.randbits(63)
 
 
-def _nothing_yet(about: Description) -> dict[str, Any]:
+def _initial_stats(about: Description) -> dict[str, Any]:
     """`/stats` before the engine's first step."""
     counts = ("waiting_requests", "active_requests", "completed_requests", "generated_tokens", "decode_steps")
-    cache = {"page_size": about.page_size, "max_pages": about.pages, "used_pages": 0, "free_pages": about.pages}
+    cache = {
+        "page_size": about.block_size,
+        "max_pages": about.num_blocks,
+        "used_pages": 0,
+        "free_pages": about.num_blocks,
+    }
     cache |= dict.fromkeys(("active_sequences", "pressure_events", "evictions"), 0)
     return {
         **dict.fromkeys(counts, 0),
@@ -55,24 +60,24 @@ class NativeBackend:
     def __init__(
         self,
         *,
-        port: Port,
+        engine: EngineClient,
         tokenizer: Tokenizer,
         card: ModelCard,
         chat: ChatTemplate | None = None,
-        observer: RimObserver | None = None,
+        observer: FrontendObserver | None = None,
         max_queued: int = 2048,
         max_unread: int = 1 << 15,
         clock: Callable[[], float] = time.monotonic,
-        seeds: Callable[[], int] = _draw,
+        seeds: Callable[[], int] = _random_seed,
     ) -> None:
-        self._port, self._tokenizer, self._card, self._chat = port, tokenizer, card, chat
-        self._observer: RimObserver = Unobserved() if observer is None else observer
+        self._engine, self._tokenizer, self._card, self._chat = engine, tokenizer, card, chat
+        self._observer: FrontendObserver = NoObserver() if observer is None else observer
         self._max_queued, self._max_unread, self._clock, self._seeds = max_queued, max_unread, clock, seeds
-        self._seats: dict[str, tuple[Live, Answer]] = {}
+        self._active: dict[str, tuple[ActiveRequest, OutputProcessor]] = {}
         self._in_gaps = 0
         """Of these, those that run only in the gaps."""
-        self._lives: set[Live] = set()
-        self._left = Departures()
+        self._requests: set[ActiveRequest] = set()
+        self._drain_rate = DrainRate()
         self._stats: dict[str, Any] = {}
         self._draining = False
         self._empty = asyncio.Event()
@@ -80,20 +85,20 @@ class NativeBackend:
     # ---------------------------------------------------------------- life
 
     async def start(self) -> None:
-        self._port.subscribe(self._on_tokens, self._on_death)
-        about = await self._port.start()
-        limit = min(self._card.max_model_len, about.max_model_len, about.pages * about.page_size)
-        self._card = replace(self._card, max_model_len=limit, vocab_size=about.vocab_size, pools=about.pools)
-        self._stats = _nothing_yet(about)
+        self._engine.subscribe(self._on_tokens, self._on_death)
+        about = await self._engine.start()
+        limit = min(self._card.max_model_len, about.max_model_len, about.num_blocks * about.block_size)
+        self._card = replace(self._card, max_model_len=limit, vocab_size=about.vocab_size, pools=about.supports_pooling)
+        self._stats = _initial_stats(about)
 
     async def close(self) -> None:
         self._draining = True
         self._end_all("abort")
-        await self._port.close()
+        await self._engine.close()
 
     async def drain(self, timeout: float) -> None:
         self._draining = True
-        if self._lives:
+        if self._requests:
             self._empty.clear()
             try:
                 await asyncio.wait_for(self._empty.wait(), timeout)
@@ -101,10 +106,10 @@ class NativeBackend:
                 self._end_all("abort")
 
     def alive(self) -> bool:
-        return self._port.alive()
+        return self._engine.alive()
 
     def ready(self) -> bool:
-        return self._port.ready() and not self._draining
+        return self._engine.ready() and not self._draining
 
     # ---------------------------------------------------------------- text
 
@@ -131,7 +136,7 @@ class NativeBackend:
 
     # ---------------------------------------------------------------- calls
 
-    def answer(self, call: Call) -> Live:
+    def answer(self, call: Call) -> ActiveRequest:
         now = self._clock()
         self._check_ready()
         asked = requests(
@@ -146,14 +151,14 @@ class NativeBackend:
                 f"n ({len(asked)}) is more than may wait in this server's queue ({self._max_queued})", param="n"
             )
         self.admit(len(asked))
-        self._port.submit(asked)
-        live = Live(call, now, asked[0].max_new, self._abandon)
+        self._engine.submit(asked)
+        live = ActiveRequest(call, now, asked[0].max_new_tokens, self._on_reader_closed)
         stops = StopStrings(call.sampling.stop)
         for request in asked:
-            live.answers[request.id] = made = answer_to(request, self._tokenizer, stops)
-            self._seats[request.id] = live, made
-        self._in_gaps += len(asked) * (call.priority >= IDLE)
-        self._lives.add(live)
+            live.processors[request.id] = made = output_processor(request, self._tokenizer, stops)
+            self._active[request.id] = live, made
+        self._in_gaps += len(asked) * (call.priority >= BACKGROUND)
+        self._requests.add(live)
         if call.timeout < math.inf:
             live.timer = asyncio.get_running_loop().call_later(call.timeout, self._end, live, "timeout")
         return live
@@ -166,29 +171,29 @@ class NativeBackend:
 
     def admit(self, more: int, coming: int = 0) -> None:
         self._check_ready()
-        waiting = len(self._seats) + coming - self._port.snapshot().get("active_requests", 0)
+        waiting = len(self._active) + coming - self._engine.snapshot().get("active_requests", 0)
         if waiting + more > self._max_queued:  # who runs only in the gaps stands in nobody's way
             waiting = max(0, waiting - self._in_gaps)
         if waiting + more > self._max_queued:
             self._observer.on_refused("max_num_queued_reqs")
             raise Overloaded(
                 f"{waiting} answers wait and {more} more are asked for, but at most {self._max_queued} may wait",
-                retry_after=self._left.wait(waiting, self._clock()),
+                retry_after=self._drain_rate.wait(waiting, self._clock()),
             )
 
     def _leave_seat(self, id: str) -> None:
-        live, _ = self._seats.pop(id)
-        self._in_gaps -= live.call.priority >= IDLE
+        live, _ = self._active.pop(id)
+        self._in_gaps -= live.call.priority >= BACKGROUND
 
     # ---------------------------------------------------------------- what the engine says
 
-    def _on_tokens(self, batch: Sequence[Tokens]) -> None:
+    def _on_tokens(self, batch: Sequence[RequestStepOutput]) -> None:
         """One engine step: each answer gets what it can tell, and each reader is called once."""
-        now, seats, observer = self._clock(), self._seats, self._observer
+        now, seats, observer = self._clock(), self._active, self._observer
         over: defaultdict[FinishReason, list[str]] = defaultdict(list)
         gaps: defaultdict[tuple[float, int], int] = defaultdict(int)
-        woken: list[Live] = []
-        unread: list[Live] = []
+        woken: list[ActiveRequest] = []
+        unread: list[ActiveRequest] = []
         began = time.perf_counter()
         for event in batch:
             seat, made = seats.get(event.id), len(event.tokens)
@@ -205,11 +210,11 @@ class NativeBackend:
                     gaps[one.last, made] += 1
                 one.last = now
             counted = one.count
-            delta = told(one, event)
+            delta = delta_of_error(one, event)
             if live.call.spend is not None:
                 live.call.spend(one.count - counted)
             before, began = began, time.perf_counter()
-            one.spent += began - before
+            one.num_tokens += began - before
             if delta is None:
                 continue
             if not live.deltas:
@@ -227,102 +232,102 @@ class NativeBackend:
         for live in unread:
             self._end(live, "abort")
         for why, ids in over.items():
-            self._port.abort(ids, why)
+            self._engine.abort(ids, why)
         for live in woken:
-            live.news()
+            live.on_ready()
 
-    def _finish(self, live: Live, answer: Answer, delta: Delta, now: float) -> None:
+    def _finish(self, live: ActiveRequest, answer: OutputProcessor, delta: Delta, now: float) -> None:
         """An answer is complete. An error ends the whole call, and so does a deadline before any token."""
         reason = delta.finish_reason or ""
         self._leave_seat(answer.id)
-        del live.answers[answer.id]
-        live.made += answer.count
-        self._left.note(now)
-        if answer.surplus:
-            self._observer.on_surplus(answer.surplus)
-        self._tell_end(live, answer, reason, now)
+        del live.processors[answer.id]
+        live.num_tokens += answer.count
+        self._drain_rate.record(now)
+        if answer.num_surplus:
+            self._observer.on_surplus(answer.num_surplus)
+        self._report_end(live, answer, reason, now)
         if reason == "error":
             why = delta.error or "the engine could not run this request"
             live.error = errors.of(delta.status, why, param=delta.param)
             return
         live.deltas.append(delta)
-        if reason == "timeout" and not live.answers and not live.made:
+        if reason == "timeout" and not live.processors and not live.num_tokens:
             live.deltas.clear()
             live.error = DeadlineExceeded(f"nothing was made within {live.call.timeout:g} s", param="timeout")
 
-    def _tell_end(self, live: Live, answer: Answer, reason: str, now: float) -> None:
+    def _report_end(self, live: ActiveRequest, answer: OutputProcessor, reason: str, now: float) -> None:
         self._observer.on_end(
-            Ended(
+            FinishedRequest(
                 live.call.id,
                 answer.index,
                 reason,
                 live.call.sampling,
-                live.call.origin,
+                live.call.trace_context,
                 prompt=len(live.call.prompt),
                 cached=answer.cached,
                 tokens=answer.count,
                 max_tokens=live.max_new,
                 first=None if answer.first is None else answer.first - live.arrived,
                 seconds=now - live.arrived,
-                detokenising=answer.spent,
+                detokenize_seconds=answer.num_tokens,
             )
         )
 
     def _on_death(self, reason: str) -> None:
         """The engine is gone, and so is everything it held."""
         now = self._clock()
-        for live in self._lives:
-            if not live.answers:
+        for live in self._requests:
+            if not live.processors:
                 continue
-            for answer in live.answers.values():
+            for answer in live.processors.values():
                 self._leave_seat(answer.id)
-                self._tell_end(live, answer, "error", now)
-            live.answers.clear()
+                self._report_end(live, answer, "error", now)
+            live.processors.clear()
             live.error = Interrupted(f"the engine stopped while this request was running: {reason}")
-            live.news()
+            live.on_ready()
 
     # ---------------------------------------------------------------- ends that the rim brings
 
-    def _end(self, live: Live, reason: FinishReason) -> None:
+    def _end(self, live: ActiveRequest, reason: FinishReason) -> None:
         """End every answer that goes on, with what there is."""
         now = self._clock()
-        over = list(live.answers.values())
+        over = list(live.processors.values())
         for answer in over:
             self._finish(live, answer, answer.end(reason), now)
-        live.news()
-        self._port.abort([answer.id for answer in over], reason)
+        live.on_ready()
+        self._engine.abort([answer.id for answer in over], reason)
 
     def _end_all(self, reason: FinishReason) -> None:
-        for live in list(self._lives):
-            if live.answers:
+        for live in list(self._requests):
+            if live.processors:
                 self._end(live, reason)
 
-    def _abandon(self, live: Live) -> None:
+    def _on_reader_closed(self, live: ActiveRequest) -> None:
         """Nobody reads on: finished, failed, or the client has gone. Its pages are free within a step."""
         if live.timer is not None:
             live.timer.cancel()
-        if live.answers:
+        if live.processors:
             now = self._clock()
-            ids = list(live.answers)
-            for answer in live.answers.values():
+            ids = list(live.processors)
+            for answer in live.processors.values():
                 self._leave_seat(answer.id)
-                self._tell_end(live, answer, "abort", now)
-            live.answers.clear()
-            self._port.abort(ids)
-        self._lives.discard(live)
-        if not self._lives:
+                self._report_end(live, answer, "abort", now)
+            live.processors.clear()
+            self._engine.abort(ids)
+        self._requests.discard(live)
+        if not self._requests:
             self._empty.set()
 
     # ---------------------------------------------------------------- what can be read
 
     def stats(self) -> dict[str, Any]:
-        return {"running": self._port.ready(), "model": self._card.id, **self._stats, **self._port.snapshot()}
+        return {"running": self._engine.ready(), "model": self._card.id, **self._stats, **self._engine.snapshot()}
 
     def load(self) -> int:
-        return len(self._lives)
+        return len(self._requests)
 
     def reset_prefix_cache(self) -> None:
-        self._port.reset_prefix_cache()
+        self._engine.reset_prefix_cache()
 
     def metrics(self) -> bytes:
-        return self._port.prometheus() + self._observer.text()
+        return self._engine.prometheus() + self._observer.text()

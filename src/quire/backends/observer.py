@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from quire.values import Ended
+from quire.values import FinishedRequest
 
 
-class RimObserver(Protocol):
+class FrontendObserver(Protocol):
     """Times are in seconds, as a client would have measured them; counts are tokens of one answer."""
 
     def on_first(self, seconds: float) -> None:
@@ -16,7 +16,7 @@ class RimObserver(Protocol):
     def on_gap(self, seconds: float, tokens: int, answers: int = 1) -> None:
         """So many answers got `tokens` more each, so long after the ones before."""
 
-    def on_end(self, ended: Ended) -> None:
+    def on_end(self, ended: FinishedRequest) -> None:
         """An answer ended, in whatever way."""
 
     def on_refused(self, reason: str) -> None:
@@ -29,14 +29,14 @@ class RimObserver(Protocol):
         """All of it as Prometheus text."""
 
 
-class Unobserved:
+class NoObserver:
     """Nobody watches."""
 
     def on_first(self, seconds: float) -> None: ...
 
     def on_gap(self, seconds: float, tokens: int, answers: int = 1) -> None: ...
 
-    def on_end(self, ended: Ended) -> None: ...
+    def on_end(self, ended: FinishedRequest) -> None: ...
 
     def on_refused(self, reason: str) -> None: ...
 
@@ -46,10 +46,10 @@ class Unobserved:
         return b""
 
 
-class Several:
+class ObserverGroup:
     """Observers that all hear the same, in order."""
 
-    def __init__(self, *observers: RimObserver) -> None:
+    def __init__(self, *observers: FrontendObserver) -> None:
         self._observers = observers
 
     def on_first(self, seconds: float) -> None:
@@ -60,7 +60,7 @@ class Several:
         for observer in self._observers:
             observer.on_gap(seconds, tokens, answers)
 
-    def on_end(self, ended: Ended) -> None:
+    def on_end(self, ended: FinishedRequest) -> None:
         for observer in self._observers:
             observer.on_end(ended)
 
@@ -76,7 +76,7 @@ class Several:
         return b"".join([observer.text() for observer in self._observers])
 
 
-class LaneObserver(Protocol):
+class RequestObserver(Protocol):
     """Hears of each request where answers are made elsewhere. Times are moments of one clock, in seconds."""
 
     def on_ask(self, id: str, most: int, now: float) -> int:
@@ -92,7 +92,7 @@ class LaneObserver(Protocol):
         """It is over. known_as: what its answer was called, '' if there was none; prompt: its tokens, 0 if untold."""
 
 
-class NoLanes:
+class NoRequestObserver:
     """Nobody watches."""
 
     def on_ask(self, id: str, most: int, now: float) -> int:

@@ -13,11 +13,11 @@ from typing import Protocol
 
 import msgspec
 
-from quire.backends.http1 import Broken, Connection
+from quire.backends.http1 import Connection, ConnectionLost
 from quire.backends.offload import offload
 from quire.errors import Unavailable
 
-MOST_HELD = 1 << 20
+MAX_HELD_BYTES = 1 << 20
 """Bytes of an unfinished event that are held back; a longer one passes in pieces."""
 
 _ENDS = re.compile(rb'"(?:finish_reason|stop_reason)":\s?"(\w+)"')
@@ -41,7 +41,7 @@ class _Inner(msgspec.Struct):
     usage: _Usage | None = None
 
 
-class _Said(msgspec.Struct):
+class _UsageEnvelope(msgspec.Struct):
     """Where usage stands: in chat and completions, in Responses' last event, in Messages' first."""
 
     usage: _Usage | None = None
@@ -49,20 +49,20 @@ class _Said(msgspec.Struct):
     message: _Inner | None = None
 
 
-_decoder = msgspec.json.Decoder(_Said)
+_decoder = msgspec.json.Decoder(_UsageEnvelope)
 
 
 class Listener(Protocol):
     """Who hears what passes."""
 
-    def on_made(self, tokens: int) -> None:
+    def on_tokens(self, tokens: int) -> None:
         """So many more events came, a token each as a rule."""
 
-    def on_over(self, passage: Passage, error: str | None) -> None:
+    def on_end(self, passage: UpstreamResponse, error: str | None) -> None:
         """The answer ended; broken off because of `error`, or by the client when that is ''."""
 
 
-class Passage:
+class UpstreamResponse:
     """One answer. status and headers are the upstream's; `streams`: it is made of server-sent events.
 
     made: events so far. told: tokens of the answer, None until a usage says it. prompt: its tokens, 0 if untold.
@@ -74,13 +74,13 @@ class Passage:
     ) -> None:
         self.status, self.headers = connection.status, connection.headers
         self.streams = any(n == b"content-type" and v.startswith(b"text/event-stream") for n, v in self.headers)
-        self.made = self.prompt = 0
-        self.told: int | None = None
+        self.num_events = self.prompt_tokens = 0
+        self.reported_tokens: int | None = None
         self.finish = self.id = ""
         self._connection, self._give_back, self._listener, self._name = connection, done, listener, name
         self._rest = self._tail = b""
         self._whole: list[bytes] = []
-        self._over = False
+        self._closed = False
 
     async def read(self) -> bytes:
         """The next bytes, whole events where it streams; b"" at the end. Raises Unavailable when it breaks off."""
@@ -95,8 +95,8 @@ class Passage:
                 data = self._events(data)
                 if data:
                     return data
-        except Broken as error:
-            if self._over:  # it was closed while somebody waited for more of it
+        except ConnectionLost as error:
+            if self._closed:  # it was closed while somebody waited for more of it
                 raise Unavailable("the server is shutting down") from error
             why = f"{self._name} broke off this answer: {error}"
             self.close(why)
@@ -104,16 +104,16 @@ class Passage:
 
     def close(self, error: str | None = "") -> None:
         """Nobody reads on; the upstream notices, unless it had finished."""
-        if self._over:
+        if self._closed:
             return
-        self._over = True
-        self._listener.on_over(self, error)
+        self._closed = True
+        self._listener.on_end(self, error)
         self._give_back(self._connection)
 
     async def _end(self) -> bytes:
         rest, self._rest = self._rest, b""
         if self.streams and self._connection.until_closed and _DONE not in self._tail + rest:
-            raise Broken("it closed the connection in the middle of its answer")
+            raise ConnectionLost("it closed the connection in the middle of its answer")
         if rest:
             self._count(rest)
             return rest
@@ -135,7 +135,7 @@ class Passage:
             data, self._rest = self._rest + data, b""
         if not data.endswith(b"\n\n"):
             cut = max(data.rfind(b"\n\n") + 2, data.rfind(b"\r\n\r\n") + 4, data.rfind(b"\r\r") + 2)
-            if cut < 5 and len(data) < MOST_HELD:
+            if cut < 5 and len(data) < MAX_HELD_BYTES:
                 self._rest = data
                 return b""
             if cut >= 5:
@@ -159,8 +159,8 @@ class Passage:
         if ended:
             self.finish = ended[1].decode()
         if fresh > 0:
-            self.made += fresh
-            self._listener.on_made(fresh)
+            self.num_events += fresh
+            self._listener.on_tokens(fresh)
 
     def _learn(self, data: bytes) -> None:
         found, ended = _ID.search(data[:512]), _ENDS.search(data)
@@ -177,9 +177,9 @@ class Passage:
         inner = said.response or said.message
         usage = said.usage or (inner and inner.usage)
         if usage:
-            self.prompt = usage.prompt_tokens or usage.input_tokens or self.prompt
-            self.told = usage.completion_tokens or usage.output_tokens
+            self.prompt_tokens = usage.prompt_tokens or usage.input_tokens or self.prompt_tokens
+            self.reported_tokens = usage.completion_tokens or usage.output_tokens
 
     @property
     def tokens(self) -> int:
-        return self.made if self.told is None else self.told
+        return self.num_events if self.reported_tokens is None else self.reported_tokens

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from quire.backends.answer import Answer, sibling
+from quire.backends.answer import OutputProcessor, sampling_for_choice
 from quire.backends.base import Call
 from quire.errors import InvalidRequest
 from quire.text.detokenizer import NoText
@@ -32,35 +32,35 @@ def requests(call: Call, *, tokenizer: Tokenizer, limit: int, seed: int, deadlin
     sampling = call.sampling
     if sampling.bad_words and not sampling.bad_words_token_ids:
         sampling = replace(sampling, bad_words_token_ids=bad_words(sampling.bad_words, tokenizer))
-    max_new = room(len(call.prompt), sampling, limit)
+    max_new = max_new_tokens(len(call.prompt), sampling, limit)
     seed = (seed if sampling.seed is None else sampling.seed) & _SEEDS
     eos = frozenset() if sampling.ignore_eos else tokenizer.eos
-    salt = short(call.salt, call.origin.tenant)
+    salt = hashed_salt(call.cache_salt, call.trace_context.tenant)
     ids = [f"{call.id}-{choice}" for choice in range(sampling.n)]
-    others, stop = sibling(sampling, 1), eos.union(sampling.stop_token_ids)
+    others, stop = sampling_for_choice(sampling, 1), eos.union(sampling.stop_token_ids)
     return [
         Request(
             id=id,
             prompt=call.prompt,
-            max_new=max_new,
+            max_new_tokens=max_new,
             sampling=others if choice else sampling,
             stop=stop,
             seed=seed,
             choice=choice,
             priority=call.priority,
             deadline=deadline,
-            salt=salt,
+            cache_salt=salt,
         )
         for choice, id in enumerate(ids)
     ]
 
 
-def answer_to(request: Request, tokenizer: Tokenizer, stops: StopStrings) -> Answer:
+def output_processor(request: Request, tokenizer: Tokenizer, stops: StopStrings) -> OutputProcessor:
     """What turns the tokens of `request` into text. `stops` are its stop strings, made once for all `n`."""
     sampling = request.sampling
     skip = sampling.skip_special_tokens
     text = tokenizer.detokenizer(skip_special_tokens=skip, context=request.prompt[-_CONTEXT:])
-    return Answer(
+    return OutputProcessor(
         request.id,
         request.choice,
         sampling,
@@ -70,7 +70,7 @@ def answer_to(request: Request, tokenizer: Tokenizer, stops: StopStrings) -> Ans
     )
 
 
-def room(prompt: int, sampling: SamplingParams, limit: int) -> int:
+def max_new_tokens(prompt: int, sampling: SamplingParams, limit: int) -> int:
     """How many tokens may follow a prompt of `prompt` tokens. Raises InvalidRequest with the counts when none can."""
     if not prompt:
         raise InvalidRequest("the prompt is empty: give at least one token", param="prompt")
@@ -110,7 +110,7 @@ def bad_words(words: Sequence[str], tokenizer: Encoder) -> tuple[tuple[int, ...]
     return tuple(spelled)
 
 
-def short(salt: str, tenant: str = "") -> str:
+def hashed_salt(salt: str, tenant: str = "") -> str:
     """A salt of any length as one of 32 characters: the prefix index and the histories of requests keep it.
 
     The tenant is hashed under a key of its own, so that no salt that a client chooses is another tenant's.

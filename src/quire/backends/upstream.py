@@ -12,21 +12,21 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from quire.backends.http1 import Broken, Connection, Headers, Origin
-from quire.backends.keeper import Keeper
-from quire.backends.load import Departures
-from quire.backends.observer import LaneObserver, NoLanes, RimObserver, Unobserved
-from quire.backends.passage import Passage
-from quire.backends.remote import Away, Upstream
+from quire.backends.http1 import Connection, ConnectionLost, Headers, Origin
+from quire.backends.keeper import Supervisor
+from quire.backends.load import DrainRate
+from quire.backends.observer import FrontendObserver, NoObserver, NoRequestObserver, RequestObserver
+from quire.backends.passage import UpstreamResponse
+from quire.backends.remote import Upstream, UpstreamDown
 from quire.errors import InvalidConfig, Overloaded, Unavailable
-from quire.values import Ended, SamplingParams
-from quire.values import Origin as Caller
+from quire.values import FinishedRequest, SamplingParams
+from quire.values import TraceContext as Caller
 
 log = logging.getLogger("uvicorn.error")
 
-_ASK_EVERY = 0.5
+_START_CHECK_INTERVAL = 0.5
 """Seconds between two looks while none has answered yet."""
-_SLACK = 4
+_MAX_IMBALANCE = 4
 """Requests that the server with the same prefix may have more than the one with the fewest."""
 _SCRAPE = 2.0
 """Seconds that a server may take over its metrics."""
@@ -34,83 +34,83 @@ _PREFIX = 512
 """Bytes of a prompt that tell which server has seen it."""
 
 
-class About(NamedTuple):
+class RequestInfo(NamedTuple):
     """What observers are told of a request. caller: its request_id is what it goes by here.
 
     most: tokens it may get, 0 if untold. spend: hears how many tokens prompt and answer had, once they are known.
     told: whether observers hear of it at all. begins: the part of it that tells which others begin alike (`beginning`).
     """
 
-    caller: Caller
-    most: int = 0
+    trace_context: Caller
+    max_tokens: int = 0
     sampling: SamplingParams = SamplingParams()
-    spend: Callable[[int], None] = lambda tokens: None
-    told: bool = True
+    on_usage: Callable[[int], None] = lambda tokens: None
+    observed: bool = True
     begins: bytes = b""
 
 
-class _Ask:
+class _UpstreamRequest:
     """One request under way: what is heard of it goes to the observers."""
 
-    def __init__(self, backend: UpstreamBackend, about: About) -> None:
-        self.backend, self.about = backend, about
-        self.rim: RimObserver = backend.rim if about.told else Unobserved()
-        self.lanes: LaneObserver = backend.lanes if about.told else NoLanes()
+    def __init__(self, backend: UpstreamBackend, about: RequestInfo) -> None:
+        self.backend, self.info = backend, about
+        self.observer: FrontendObserver = backend.observer if about.observed else NoObserver()
+        self.request_observer: RequestObserver = backend.request_observer if about.observed else NoRequestObserver()
         self.arrived = self.last = backend.clock()
         self.first: float | None = None
         self.server: Upstream | None = None
-        self.lane = self.lanes.on_ask(about.caller.request_id, about.most, self.arrived)
+        self.lane = self.request_observer.on_ask(about.trace_context.request_id, about.max_tokens, self.arrived)
 
-    def taken_by(self, server: Upstream | None) -> None:
+    def assign(self, server: Upstream | None) -> None:
         if self.server is not None:
             self.server.outstanding -= 1
         if server is not None:
             server.outstanding += 1
-            server.asked += 1
-            self.lanes.on_sent(self.lane, str(server.origin), self.backend.clock())
+            server.num_requests += 1
+            self.request_observer.on_sent(self.lane, str(server.origin), self.backend.clock())
         self.server = server
 
-    def on_made(self, tokens: int) -> None:
+    def on_tokens(self, tokens: int) -> None:
         now = self.backend.clock()
         if self.first is None:
             self.first = now
-            self.rim.on_first(now - self.arrived)
+            self.observer.on_first(now - self.arrived)
         else:
-            self.rim.on_gap(now - self.last, tokens)
+            self.observer.on_gap(now - self.last, tokens)
         self.last = now
         self.backend.generated += tokens
-        self.lanes.on_made(self.lane, tokens, now)
+        self.request_observer.on_made(self.lane, tokens, now)
 
-    def on_over(self, passage: Passage, error: str | None) -> None:
+    def on_end(self, passage: UpstreamResponse, error: str | None) -> None:
         if error and self.server is not None:
-            self.server.failed += 1
+            self.server.num_failed += 1
         failed = bool(error) or passage.status >= 400
         reason = "abort" if error == "" else "error" if failed else _REASONS.get(passage.finish, "stop")
-        self.backend.generated += passage.tokens - passage.made
-        self.over(reason, passage.prompt, passage.tokens, passage.id)
+        self.backend.generated += passage.tokens - passage.num_events
+        self.finish(reason, passage.prompt_tokens, passage.tokens, passage.id)
 
-    def over(self, reason: str, prompt: int = 0, tokens: int = 0, known_as: str = "") -> None:
+    def finish(self, reason: str, prompt: int = 0, tokens: int = 0, known_as: str = "") -> None:
         """known_as: what the answer was called."""
-        now, about = self.backend.clock(), self.about
-        self.taken_by(None)
-        about.spend(prompt + tokens)
-        self.rim.on_end(
-            Ended(
-                known_as or about.caller.request_id,
+        now, about = self.backend.clock(), self.info
+        self.assign(None)
+        about.on_usage(prompt + tokens)
+        self.observer.on_end(
+            FinishedRequest(
+                known_as or about.trace_context.request_id,
                 0,
                 reason,
                 about.sampling,
-                about.caller,
+                about.trace_context,
                 prompt,
                 cached=0,
                 tokens=tokens,
-                max_tokens=about.most,
+                max_tokens=about.max_tokens,
                 first=None if self.first is None else self.first - self.arrived,
                 seconds=now - self.arrived,
             )
         )
-        self.lanes.on_end(self.lane, known_as, reason, prompt, tokens, now)
-        self.backend.left(about.told, now)
+        self.request_observer.on_end(self.lane, known_as, reason, prompt, tokens, now)
+        self.backend.on_finished(about.observed, now)
 
 
 _REASONS: Mapping[str, str] = {"length": "length", "max_tokens": "length", "abort": "abort", "timeout": "timeout"}
@@ -129,53 +129,64 @@ class UpstreamBackend:
         self,
         origins: Sequence[Origin],
         *,
-        keeper: Keeper,
-        rim: RimObserver,
-        lanes: LaneObserver,
+        supervisor: Supervisor,
+        observer: FrontendObserver,
+        request_observer: RequestObserver,
         kind: str,
         headers: Headers,
-        most: int,
+        max_outstanding: int,
         affinity: bool,
-        patience: float,
+        start_timeout: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.upstreams = [Upstream(origin, headers) for origin in origins]
-        self.keeper, self.rim, self.lanes, self.kind, self.clock = keeper, rim, lanes, kind, clock
+        self.supervisor, self.observer, self.request_observer, self.kind, self.clock = (
+            supervisor,
+            observer,
+            request_observer,
+            kind,
+            clock,
+        )
         self.name, self.generated = "", 0
         self.keyed = any(name == b"authorization" for name, _ in headers)
-        self._headers, self._most, self._affinity, self._patience = headers, most, affinity, patience
-        self._completed = self._turn = self._under_way = 0
-        self._left = Departures()
+        self._headers, self._max_outstanding, self._affinity, self._start_timeout = (
+            headers,
+            max_outstanding,
+            affinity,
+            start_timeout,
+        )
+        self._completed = self._round_robin = self._under_way = 0
+        self._drain_rate = DrainRate()
         self._watching: list[asyncio.Task[None]] = []
-        self._open: set[Passage] = set()
+        self._open: set[UpstreamResponse] = set()
         self._draining = False
         self._empty = asyncio.Event()
 
     # ---------------------------------------------------------------- life
 
     async def start(self) -> None:
-        await self.keeper.start(self._lost)
+        await self.supervisor.start(self._lost)
         began, told = self.clock(), 0.0
         while True:
-            await asyncio.gather(*(upstream.look() for upstream in self.upstreams))
-            if any(upstream.well for upstream in self.upstreams):
+            await asyncio.gather(*(upstream.check() for upstream in self.upstreams))
+            if any(upstream.healthy for upstream in self.upstreams):
                 break
             waited = self.clock() - began
-            if (why := self.keeper.died()) is not None:
+            if (why := self.supervisor.failure()) is not None:
                 raise Unavailable(why)
-            if waited > self._patience:
-                raise Unavailable(f"no upstream answered within {self._patience:g} s: {self._why()}")
+            if waited > self._start_timeout:
+                raise Unavailable(f"no upstream answered within {self._start_timeout:g} s: {self._why()}")
             if waited >= told:
                 log.info("waiting for an upstream to answer: %s", self._why())
                 told += 10.0
-            await asyncio.sleep(min(_ASK_EVERY, self._patience))
-        self.keeper.ready()
+            await asyncio.sleep(min(_START_CHECK_INTERVAL, self._start_timeout))
+        self.supervisor.on_ready()
         self.name = await self._model()
         self._watching = [asyncio.ensure_future(upstream.watch()) for upstream in self.upstreams]
 
     async def _model(self) -> str:
         """What the first server that is well calls its model. Raises InvalidConfig if it will not say."""
-        first = next(upstream for upstream in self.upstreams if upstream.well)
+        first = next(upstream for upstream in self.upstreams if upstream.healthy)
         try:
             status, body = await first.get("/v1/models")
             if status in (401, 403):
@@ -183,7 +194,7 @@ class UpstreamBackend:
                     f"upstream {first.origin} wants a key ({status}): set --upstream-api-key", param="upstream_api_key"
                 )
             return str(msgspec.json.decode(body)["data"][0]["id"])
-        except (Away, msgspec.DecodeError, LookupError, TypeError) as error:
+        except (UpstreamDown, msgspec.DecodeError, LookupError, TypeError) as error:
             raise InvalidConfig(
                 f"upstream {first.origin} does not speak OpenAI's API: its /v1/models names no model ({error})",
                 param="upstream",
@@ -191,10 +202,10 @@ class UpstreamBackend:
 
     def _lost(self, why: str) -> None:
         for upstream in self.upstreams:
-            upstream.missed(why, surely=True)
+            upstream.record_failure(why, surely=True)
 
     def _why(self) -> str:
-        return "; ".join(f"{upstream.origin}: {upstream.why}" for upstream in self.upstreams if not upstream.well)
+        return "; ".join(f"{upstream.origin}: {upstream.why}" for upstream in self.upstreams if not upstream.healthy)
 
     async def close(self) -> None:
         self._draining = True
@@ -204,7 +215,7 @@ class UpstreamBackend:
         self._break_off()
         for upstream in self.upstreams:
             upstream.pool.close()
-        await self.keeper.close()
+        await self.supervisor.close()
 
     async def drain(self, timeout: float) -> None:
         self._draining = True
@@ -223,80 +234,82 @@ class UpstreamBackend:
         return True
 
     def ready(self) -> bool:
-        return not self._draining and any(upstream.well for upstream in self.upstreams)
+        return not self._draining and any(upstream.healthy for upstream in self.upstreams)
 
     # ---------------------------------------------------------------- requests
 
-    async def send(self, method: str, path: str, headers: Headers, body: bytes, about: About) -> Passage:
+    async def send(self, method: str, path: str, headers: Headers, body: bytes, info: RequestInfo) -> UpstreamResponse:
         """Pass a request on; returns when the status has come. The caller reads the passage, and closes it.
 
         Raises Overloaded, and Unavailable when no server takes it.
         """
         self.admit()
-        ask = _Ask(self, about)
+        ask = _UpstreamRequest(self, info)
         self._under_way += 1
         try:
             connection, server = await self._exchange(ask, method, path, [*headers, *self._headers], body)
         except BaseException as error:
-            ask.over("error" if isinstance(error, Exception) else "abort")
+            ask.finish("error" if isinstance(error, Exception) else "abort")
             raise
 
         def over(connection: Connection) -> None:
             self._open.discard(passage)
             server.pool.give_back(connection)
 
-        passage = Passage(connection, over, ask, f"upstream {server.origin}")
+        passage = UpstreamResponse(connection, over, ask, f"upstream {server.origin}")
         self._open.add(passage)
         return passage
 
     async def _exchange(
-        self, ask: _Ask, method: str, path: str, headers: Headers, body: bytes
+        self, request: _UpstreamRequest, method: str, path: str, headers: Headers, body: bytes
     ) -> tuple[Connection, Upstream]:
         """By the first server that takes a connection: what one may have read is never asked of another.
 
         A server that took the request and died may have died of it, and would take the next one with it.
         """
-        left = [upstream for upstream in self.upstreams if upstream.well]
+        left = [upstream for upstream in self.upstreams if upstream.healthy]
         while left:
-            server = self._choose(left, ask.about.begins)
-            ask.taken_by(server)
+            server = self._choose(left, request.info.begins)
+            request.assign(server)
             try:
                 return await server.pool.exchange(method, path, headers, body), server
-            except Broken as error:
-                server.failed += 1
+            except ConnectionLost as error:
+                server.num_failed += 1
                 if error.code != "upstream_unreachable":
                     raise Unavailable(f"upstream {server.origin} failed: {error}", code=error.code) from error
-                server.missed(str(error), surely=True)
+                server.record_failure(str(error), surely=True)
                 left.remove(server)
-        self.rim.on_refused("unavailable")
+        self.observer.on_refused("unavailable")
         raise Unavailable(f"no upstream answers now: {self._why()}", code="upstream_unreachable")
 
     def admit(self) -> None:
         """Raises Overloaded and Unavailable, as `send` would, before a body is read."""
         if self._draining:
-            self.rim.on_refused("draining")
+            self.observer.on_refused("draining")
             raise Unavailable("the server is shutting down")
-        if self._under_way >= self._most:
-            self.rim.on_refused("max_num_queued_reqs")
+        if self._under_way >= self._max_outstanding:
+            self.observer.on_refused("max_num_queued_reqs")
             raise Overloaded(
-                f"{self._under_way} requests are with the upstreams, and at most {self._most} may be",
-                retry_after=self._left.wait(self._under_way, self.clock()),
+                f"{self._under_way} requests are with the upstreams, and at most {self._max_outstanding} may be",
+                retry_after=self._drain_rate.wait(self._under_way, self.clock()),
             )
 
     def _choose(self, left: Sequence[Upstream], begins: bytes) -> Upstream:
         """The one with the fewest outstanding, in turn among equals; or the one that has seen the prefix."""
-        self._turn += 1
-        least = min((left[(i + self._turn) % len(left)] for i in range(len(left))), key=lambda one: one.outstanding)
+        self._round_robin += 1
+        least = min(
+            (left[(i + self._round_robin) % len(left)] for i in range(len(left))), key=lambda one: one.outstanding
+        )
         if not self._affinity or len(left) == 1:
             return least
         kin = max(left, key=lambda one: blake2b(begins + str(one.origin).encode(), digest_size=8).digest())
-        return kin if kin.outstanding <= least.outstanding + _SLACK else least
+        return kin if kin.outstanding <= least.outstanding + _MAX_IMBALANCE else least
 
-    def left(self, told: bool, now: float) -> None:
+    def on_finished(self, told: bool, now: float) -> None:
         """A request is over."""
         self._under_way -= 1
         self._completed += told
-        self._left.note(now)
+        self._drain_rate.record(now)
         if not self._under_way:
             self._empty.set()
 
@@ -314,11 +327,11 @@ class UpstreamBackend:
             "upstreams": [
                 {
                     "url": str(upstream.origin),
-                    "well": upstream.well,
+                    "well": upstream.healthy,
                     "why": upstream.why,
                     "outstanding": upstream.outstanding,
-                    "requests": upstream.asked,
-                    "failed": upstream.failed,
+                    "requests": upstream.num_requests,
+                    "failed": upstream.num_failed,
                 }
                 for upstream in self.upstreams
             ],
@@ -328,7 +341,7 @@ class UpstreamBackend:
         return self._under_way
 
     def metrics(self) -> bytes:
-        return self.rim.text()
+        return self.observer.text()
 
     async def scrape(self) -> list[tuple[str, bytes]]:
         """(name, /metrics text) of each server that has some."""
@@ -336,17 +349,17 @@ class UpstreamBackend:
         async def one(upstream: Upstream) -> tuple[str, bytes]:
             try:
                 status, text = await upstream.get("/metrics", timeout=_SCRAPE)
-            except Away:
+            except UpstreamDown:
                 return upstream.origin.authority, b""
             return upstream.origin.authority, text if status == 200 else b""
 
-        return list(await asyncio.gather(*(one(upstream) for upstream in self.upstreams if upstream.well)))
+        return list(await asyncio.gather(*(one(upstream) for upstream in self.upstreams if upstream.healthy)))
 
 
-_BEGINS = re.compile(rb'"(?:messages|prompt|input)"')
+_PROMPT_START = re.compile(rb'"(?:messages|prompt|input)"')
 
 
-def beginning(body: bytes) -> bytes:
+def prompt_prefix(body: bytes) -> bytes:
     """The part of a request that tells which others begin alike: the first bytes of its prompt, as written."""
-    found = _BEGINS.search(body)
+    found = _PROMPT_START.search(body)
     return body[found.end() : found.end() + _PREFIX] if found else b""

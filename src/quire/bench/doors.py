@@ -79,7 +79,7 @@ def decode(engine: Engine, batch: int, prompt: int, new: int, turn: int) -> floa
             break
         if began:
             tokens, now = tokens + sum(len(event.tokens) for event in events), time.perf_counter()
-        elif len(events) == batch and all(seq.computed >= prompt for seq in engine.scheduler.running):
+        elif len(events) == batch and all(seq.num_computed >= prompt for seq in engine.scheduler.running):
             began = time.perf_counter()
     while engine.has_pending_work:
         engine.step()

@@ -18,9 +18,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from quire.core.speculate import Drafted
+from quire.core.speculate import DraftStats
 from quire.llm import LLM
-from quire.values import SamplingParams, StructuredOutputs
+from quire.values import SamplingParams, StructuredOutputsParams
 
 STARTS = (
     "Once upon a time, there was a little girl named Lily.",
@@ -73,25 +73,25 @@ def summary(llm: LLM, start: str, new: int) -> Asked:
     """A story, and five of its sentences, greedily."""
     said = start + llm.generate([start], [story(new)], use_tqdm=False)[0].outputs[0].text
     sentences = dict.fromkeys(each.strip() for each in re.findall(r"[^.!?\n]{15,}[.!?]", said))
-    how = StructuredOutputs(regex=f"(({'|'.join(map(re.escape, sentences))}) ){{5}}")
+    how = StructuredOutputsParams(regex=f"(({'|'.join(map(re.escape, sentences))}) ){{5}}")
     return [said + "\n\n"], [SamplingParams(temperature=0.0, max_tokens=new, structured_outputs=how)]
 
 
 def compared(name: str, engines: Mapping[str, LLM], which: str, asked: Sequence[Asked], repeat: int) -> dict[str, Any]:
     """Both engines in turns over the same requests. Raises ClickException when an answer differs."""
     speeds: dict[str, list[float]] = {"off": [], which: []}
-    drafted = Drafted()
+    drafted = DraftStats()
     for _ in range(repeat):
         answers = {}
         for kind in speeds:
             llm = engines[kind]
-            llm._engine.scheduler.drafted = Drafted()
+            llm._engine.scheduler.draft_stats = DraftStats()
             began = time.perf_counter()
             done = [each for prompts, how in asked for each in llm.generate(prompts, how, use_tqdm=False)]
             seconds = time.perf_counter() - began
             answers[kind] = [each.outputs[0].token_ids for each in done]
             speeds[kind].append(sum(map(len, answers[kind])) / seconds)
-            drafted = llm._engine.scheduler.drafted
+            drafted = llm._engine.scheduler.draft_stats
         if answers["off"] != answers[which]:
             raise click.ClickException(f"{name}: answers differ with drafts")
     off, on = (statistics.median(runs[1:] or runs) for runs in speeds.values())
@@ -101,9 +101,9 @@ def compared(name: str, engines: Mapping[str, LLM], which: str, asked: Sequence[
         "on": on,
         "times": on / off,
         "runs": speeds,
-        "drafted": drafted.fed,
-        "right": drafted.accepted / max(1, drafted.fed),
-        "right_at": drafted.by_position,
+        "drafted": drafted.num_drafted,
+        "right": drafted.num_accepted / max(1, drafted.num_drafted),
+        "right_at": drafted.accepted_by_position,
     }
 
 

@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from quire.core.policy import PRESSURES
+from quire.core.policy import RESERVE_POLICIES
 from quire.engine.clock import VirtualClock, WallClock
 from quire.engine.engine import Engine
 from quire.executors.costs import StepCost
 from quire.observe.engine_metrics import EngineMetrics
 from quire.observe.histogram import percentile
 from quire.observe.recorded import recorded
-from quire.sim.run import House, Outcome, drive, peak_memory
+from quire.sim.run import Outcome, SimConfig, peak_memory, simulate
 from quire.sim.workload import Load, uniform
 
 _POINTS = (50, 95, 99)
@@ -37,7 +37,7 @@ _POINTS = (50, 95, 99)
 @click.option("--blocks", default=4096, show_default=True, help="KV blocks.")
 @click.option("--block-size", default=16, show_default=True, help="Tokens a block.")
 @click.option("--batching", type=click.Choice(["continuous", "static"]), default="continuous", show_default=True)
-@click.option("--pressure-policy", type=click.Choice(list(PRESSURES)), default="foresee", show_default=True)
+@click.option("--pressure-policy", type=click.Choice(list(RESERVE_POLICIES)), default="foresee", show_default=True)
 @click.option("--lookahead", default=0, show_default=True, help="Steps launched ahead of results.")
 @click.option("--prefix-caching/--no-prefix-caching", default=True, show_default=True)
 @click.option("--step-ms", default=0.0, help="Simulated milliseconds a step takes; 0: only the engine's own time.")
@@ -62,7 +62,7 @@ def command(
     **sizes: Any,
 ) -> None:
     """Run synthetic requests through the real engine, with metrics on, and say how fast it was."""
-    house = House(
+    house = SimConfig(
         pages=sizes["blocks"],
         page_size=sizes["block_size"],
         max_num_seqs=sizes["max_num_seqs"],
@@ -72,7 +72,7 @@ def command(
         prefix_caching=sizes["prefix_caching"],
         batching=sizes["batching"],
         pressure_policy=sizes["pressure_policy"],
-        cost=StepCost(step_ms / 1e3, token_us / 1e6) if step_ms or token_us else House().cost,
+        cost=StepCost(step_ms / 1e3, token_us / 1e6) if step_ms or token_us else SimConfig().cost,
     )
     if virtual and not house.cost.seconds(1):
         raise click.UsageError("--virtual needs simulated time: give --step-ms or --token-us")
@@ -88,11 +88,13 @@ def command(
         _show(found)
 
 
-def _run(house: House, loads: list[Load], virtual: bool, quiet: bool, make: Callable[..., Engine] = Engine) -> Outcome:
+def _run(
+    house: SimConfig, loads: list[Load], virtual: bool, quiet: bool, make: Callable[..., Engine] = Engine
+) -> Outcome:
     engine = house.build(VirtualClock() if virtual else WallClock(), [EngineMetrics()], make)
     with Progress(console=Console(stderr=True), transient=True, disable=quiet) as bar:
         task = bar.add_task("requests", total=len(loads))
-        return drive(engine, loads, lambda done: bar.update(task, completed=done))
+        return simulate(engine, loads, lambda done: bar.update(task, completed=done))
 
 
 def report(outcome: Outcome) -> dict[str, Any]:

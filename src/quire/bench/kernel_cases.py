@@ -14,8 +14,8 @@ from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import TritonOps
 from quire.ops.triton.sampler import sample
-from quire.ops.triton.settings import Asked, Settings
-from quire.values import MANY
+from quire.ops.triton.settings import RequestedFeatures, SamplingTensors
+from quire.values import UNLIMITED
 
 CACHE = 200 << 20
 """Bytes that calls are rotated through: several times an H200's L2."""
@@ -84,11 +84,11 @@ class Heads:
     groups: int
     dim: int
     dtype: torch.dtype = BF16
-    window: int = MANY
+    window: int = UNLIMITED
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
-        return f"{self.count}/{self.groups}x{self.dim} {kind}" + (f" window {self.window}" * (self.window < MANY))
+        return f"{self.count}/{self.groups}x{self.dim} {kind}" + (f" window {self.window}" * (self.window < UNLIMITED))
 
 
 def attention(ops: TritonOps, name: str, heads: Heads, spans: Sequence[tuple[int, int]], shared: int = 0) -> Case:
@@ -217,13 +217,13 @@ def row_case(ops: TritonOps, what: str, tokens: int) -> Case:
     def check_turn() -> float:
         exact = LayerKV(other.k.float(), other.v.float())
         wanted = tuple((weight.float(), eps) for weight, eps in norms)
-        want = plain.turn_and_write(qkv.float(), heads, exact, batch, turn, wanted)  # type: ignore[arg-type]
-        got = ops.turn_and_write(qkv, heads, other, batch, turn, norms)
+        want = plain.qk_norm_rope_store_kv(qkv.float(), heads, exact, batch, turn, wanted)  # type: ignore[arg-type]
+        got = ops.qk_norm_rope_store_kv(qkv, heads, other, batch, turn, norms)
         page, at = batch.slots // PAGE, batch.slots % PAGE
         written = ((relative(a[page, :, at], b[page, :, at])) for a, b in ((other.k, exact.k), (other.v, exact.v)))
         return max(relative(got, want), *written)
 
-    calls = [partial(ops.turn_and_write, qkv.clone(), heads, kv, batch, turn, norms) for _ in range(8)]
+    calls = [partial(ops.qk_norm_rope_store_kv, qkv.clone(), heads, kv, batch, turn, norms) for _ in range(8)]
     return Case(f"rows {what} {tokens} x 48 heads", check_turn, calls, 4.0 * qkv.numel())
 
 
@@ -240,10 +240,10 @@ def sampler_case(ops: TritonOps, rows: int, what: str) -> Case:
     def column(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((rows,), value, dtype=dtype, device="cuda")
 
-    settings = Settings(
+    settings = SamplingTensors(
         temperature=column(0.0 if what == "greedy" else 1.0),
         stream=torch.arange(rows, device="cuda"),
-        top_k=column(50 if what == "top_k, top_p" else MANY, torch.int32),
+        top_k=column(50 if what == "top_k, top_p" else UNLIMITED, torch.int32),
         top_p=column(0.95 if "top_p" in what else 2.0),
         min_p=column(0.0),
         repetition=column(1.2 if what == "penalties" else 1.0),
@@ -258,8 +258,8 @@ def sampler_case(ops: TritonOps, rows: int, what: str) -> Case:
     )
     history = torch.randint(vocab, (rows, 1024), dtype=torch.int32, device="cuda")
     which = torch.arange(rows, dtype=torch.int32, device="cuda")
-    asked = Asked(hot=what != "greedy", cut="top" in what, edited=what == "penalties")
-    tally = torch.zeros(rows, vocab if asked.edited else 1, dtype=torch.int32, device="cuda")
+    asked = RequestedFeatures(random=what != "greedy", truncated="top" in what, processed=what == "penalties")
+    tally = torch.zeros(rows, vocab if asked.processed else 1, dtype=torch.int32, device="cuda")
     context = (which, column(1000, torch.int32), history, column(500, torch.int32), settings, ops.card, asked)
 
     def check() -> float:

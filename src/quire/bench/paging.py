@@ -104,7 +104,7 @@ def drive(
     """`batch` requests at once. token: bytes of K/V one takes."""
     rng = random.Random(seed)
     asked = [([rng.randrange(5, 400) for _ in range(rng.randint(*prompt))], rng.randint(*new)) for _ in range(batch)]
-    page = engine.about.page_size
+    page = engine.description.block_size
     held: dict[str, int] = {}
     peak = (0, 0)
     most = 0
@@ -120,7 +120,7 @@ def drive(
         gauges = engine.gauges()
         most = max(most, gauges.running)
         written = sum(n for id, n in held.items() if n > first[id])
-        peak = max(peak, (gauges.used_pages * page, written))
+        peak = max(peak, (gauges.used_blocks * page, written))
     seconds = time.perf_counter() - began
     return {
         "tokens_a_second": sum(count for _, count in asked) / seconds,

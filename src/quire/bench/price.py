@@ -84,7 +84,7 @@ def decode(it: Engine, turn: int, *, vocab: int, batch: int, room: int) -> float
     new = min(NEW, room // 2)
     for i in range(batch):
         prompt = tuple((101 * i + 7 * at + turn) % vocab for at in range(min(PROMPT, room - new)))
-        it.add(Request(id=str(i), prompt=prompt, max_new=new, sampling=GREEDY))
+        it.add(Request(id=str(i), prompt=prompt, max_new_tokens=new, sampling=GREEDY))
     begun, made, began = set[str](), 0, 0.0
     while it.has_pending_work:
         events = it.step()
@@ -99,7 +99,9 @@ def decode(it: Engine, turn: int, *, vocab: int, batch: int, room: int) -> float
 def fill(it: Engine, turn: int, *, vocab: int, room: int) -> float:
     """Prompt tokens a second."""
     count = min(LONG, room - 1)
-    it.add(Request(id="0", prompt=tuple((7 * at + turn) % vocab for at in range(count)), max_new=1, sampling=GREEDY))
+    it.add(
+        Request(id="0", prompt=tuple((7 * at + turn) % vocab for at in range(count)), max_new_tokens=1, sampling=GREEDY)
+    )
     began = time.perf_counter()
     while it.has_pending_work:
         it.step()

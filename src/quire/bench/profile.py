@@ -27,7 +27,7 @@ from quire.bench.watch import Watch, environment
 from quire.build.engine import build_engine
 from quire.config import Settings
 from quire.engine.engine import Engine
-from quire.models.registry import active, read_spec
+from quire.models.registry import active_parameters, read_spec
 from quire.models.spec import ModelSpec
 from quire.weights.files import read_config
 from quire.weights.locate import locate
@@ -78,7 +78,7 @@ def profiled(
             latency_target_ms=0,
         )
     )
-    device = torch.device(engine.about.device)
+    device = torch.device(engine.description.device)
     try:
         run(engine, spec, batch, prompt, new)
         with Watch() as watch:
@@ -90,7 +90,7 @@ def profiled(
         engine.close()
     if trace is not None:
         seen.export_chrome_trace(str(trace))
-    best = 1e12 * peak if peak else ceiling(getattr(torch, engine.about.dtype), device)
+    best = 1e12 * peak if peak else ceiling(getattr(torch, engine.description.dtype), device)
     busy = [percent for _, percent, _ in watch.samples]
     return {
         "peak_tflop_s": best / 1e12,
@@ -130,7 +130,7 @@ def run(engine: Engine, spec: ModelSpec, batch: int, prompt: int, new: int) -> d
 def work(spec: ModelSpec, fed: int, seen: float, *, sampled: int) -> float:
     """Operations for `fed` tokens that see `seen` others each on average, and logits for `sampled` of them."""
     head = spec.vocab * spec.hidden
-    body = active(spec) - head * (1 if spec.tie else 2)
+    body = active_parameters(spec) - head * (1 if spec.tie else 2)
     attention = 2 * spec.layers * spec.heads * spec.head_dim * seen
     return 2 * (fed * (body + attention) + sampled * head)
 

@@ -27,7 +27,7 @@ from quire.bench.shapes import SHAPES, write
 from quire.bench.watch import environment
 from quire.bench.workloads import BANDWIDTH, Workload, prompts
 from quire.config.speculative import SpeculativeConfig
-from quire.core.speculate import Drafted
+from quire.core.speculate import DraftStats
 from quire.llm import LLM
 from quire.models.registry import parameters, read_spec
 
@@ -105,10 +105,13 @@ def turns(engines: Mapping[str, LLM], work: Workload, repeat: int) -> Iterator[d
         made: dict[str, dict[str, float]] = {}
         for turn in range(repeat):
             for kind, llm in engines.items():
-                drafted = llm._engine.scheduler.drafted = Drafted()
+                drafted = llm._engine.scheduler.draft_stats = DraftStats()
                 runs[kind].append(1e3 * decode(llm, work, batch, turn)[0])
-                steps = max(1, drafted.spans)
-                made[kind] = {"a_step": drafted.fed / steps, "right": drafted.accepted / max(1, drafted.fed)}
+                steps = max(1, drafted.num_verified)
+                made[kind] = {
+                    "a_step": drafted.num_drafted / steps,
+                    "right": drafted.num_accepted / max(1, drafted.num_drafted),
+                }
         best = {kind: statistics.median(each) for kind, each in runs.items()}
         off = statistics.mean(took for kind, took in best.items() if kind.startswith("off"))
         faster = {kind: off / took for kind, took in best.items()}

@@ -23,8 +23,8 @@ from quire.config import Settings
 from quire.core.constraint import FREE, Constraint
 from quire.core.plan import Mask
 from quire.engine.engine import Engine
-from quire.grammar.llguidance import Compiler
-from quire.values import Request, SamplingParams, StructuredOutputs
+from quire.grammar.llguidance import LlguidanceCompiler
+from quire.values import Request, SamplingParams, StructuredOutputsParams
 
 PROMPT = "Once upon a time, there were many animals. Here is a list of all of them: "
 
@@ -69,8 +69,8 @@ def command(model: str, dtype: str, batch: int, new: int, repeat: int, as_json: 
     """Decode with JSON schemas and without, and say what the schemas cost."""
     settings = Settings.of(model=model, dtype=dtype, max_num_seqs=batch)
     engine, tokenizer = build_engine(settings), build_tokenizer(settings)
-    compiler, prompt = Compiler(lambda: tokenizer), tokenizer.encode(PROMPT)
-    structures = [StructuredOutputs(json=schema(i)) for i in range(batch)]
+    compiler, prompt = LlguidanceCompiler(lambda: tokenizer), tokenizer.encode(PROMPT)
+    structures = [StructuredOutputsParams(json=schema(i)) for i in range(batch)]
     compiler(structures[0])  # reads the vocabulary
     began = time.perf_counter()
     compiled = [compiler(structure) for structure in structures]
@@ -101,10 +101,12 @@ def command(model: str, dtype: str, batch: int, new: int, repeat: int, as_json: 
     engine.close()
 
 
-def _request(prompt: tuple[int, ...], i: int, turn: int, new: int, structure: StructuredOutputs | None) -> Request:
+def _request(
+    prompt: tuple[int, ...], i: int, turn: int, new: int, structure: StructuredOutputsParams | None
+) -> Request:
     sampling = SamplingParams(temperature=1.0, ignore_eos=True, structured_outputs=structure)
     return Request(
-        id=f"{i}-{turn}-{structure is None}", prompt=prompt, max_new=new, sampling=sampling, seed=turn, choice=i
+        id=f"{i}-{turn}-{structure is None}", prompt=prompt, max_new_tokens=new, sampling=sampling, seed=turn, choice=i
     )
 
 

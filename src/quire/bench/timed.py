@@ -23,11 +23,11 @@ def timed(executor: Executor) -> SyntheticExecutor:
     executor.close()
     return SyntheticExecutor(
         pages=PAGES,
-        page_size=about.page_size,
-        rows=about.rows,
+        page_size=about.block_size,
+        rows=about.num_rows,
         max_model_len=about.max_model_len,
         vocab_size=about.vocab_size,
-        depth=about.depth,
+        depth=about.lookahead,
         cost=StepCost(float(os.environ[STEP]) / 1e3),
     )
 

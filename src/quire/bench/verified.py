@@ -41,7 +41,7 @@ CHUNK = 13
 Answer = tuple[TokenLogprobs, ...]
 
 
-class Watch:
+class ScheduleObserver:
     """Sees what an engine does."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Watch:
 
     def on_step(self, record: StepRecord) -> None:
         self.rows = max(self.rows, len(record.plan.spans))
-        self.chunks += sum(not span.rows for span in record.plan.spans)
+        self.chunks += sum(not span.num_samples for span in record.plan.spans)
 
     def on_end(self, ended: Completed) -> None:
         return
@@ -61,7 +61,7 @@ class Watch:
         return
 
 
-Seen = Callable[[Watch, Gauges], tuple[int, str]]
+Seen = Callable[[ScheduleObserver, Gauges], tuple[int, str]]
 """What shows that a situation came about: how often, of what."""
 
 
@@ -77,8 +77,8 @@ class Situation(NamedTuple):
     tight: bool = False
 
 
-def drafted(watch: Watch, gauges: Gauges) -> tuple[int, str]:
-    return gauges.drafted[1], f"drafts, {gauges.drafted[2]:,} right"
+def drafted(watch: ScheduleObserver, gauges: Gauges) -> tuple[int, str]:
+    return gauges.draft_totals[1], f"drafts, {gauges.draft_totals[2]:,} right"
 
 
 PLAIN = (
@@ -170,7 +170,10 @@ def requests(settings: Settings, made: Made, *, count: int, new: int) -> list[Re
         encoded = build_tokenizer(settings).encode(PROBE)
     except InvalidModel:
         encoded = ()
-    text, room = probe(about.vocab_size, encoded), min(about.max_model_len, about.pages * about.page_size) - new - 1
+    text, room = (
+        probe(about.vocab_size, encoded),
+        min(about.max_model_len, about.num_blocks * about.block_size) - new - 1,
+    )
     if room < 1:
         raise InvalidConfig(f"answers of {new} tokens do not fit into this context: lower --new", param="new")
 
@@ -181,7 +184,7 @@ def requests(settings: Settings, made: Made, *, count: int, new: int) -> list[Re
         Request(
             id=f"{i + 1}",
             prompt=prompt(i),
-            max_new=new,
+            max_new_tokens=new,
             sampling=replace(SAMPLINGS[i % len(SAMPLINGS)], logprobs=1),
             seed=settings.model.seed + i,
         )
@@ -189,7 +192,9 @@ def requests(settings: Settings, made: Made, *, count: int, new: int) -> list[Re
     ]
 
 
-def engine(settings: Settings, made: Made, *, pages: int = 0, chunk: int = 0, watch: Watch | None = None) -> Engine:
+def engine(
+    settings: Settings, made: Made, *, pages: int = 0, chunk: int = 0, watch: ScheduleObserver | None = None
+) -> Engine:
     """A new one around an executor that is there. pages, chunk: fewer than it has, smaller than usual; 0: not so.
 
     Where pages are few, requests are let in rashly, so that some lose theirs.
@@ -198,12 +203,14 @@ def engine(settings: Settings, made: Made, *, pages: int = 0, chunk: int = 0, wa
     executor.reset()
     about = executor.describe()
     if pages:
-        about = replace(about, pages=min(pages, about.pages))
+        about = replace(about, num_blocks=min(pages, about.num_blocks))
         settings = replace(settings, cache=replace(settings.cache, pressure_policy="preempt"))
     if chunk:
         limits = limits._replace(chunk=chunk, budget=max(limits.cap, chunk))
     observers = () if watch is None else (watch,)
-    return Engine(build_scheduler(settings, about, limits), executor, depth=limits.depth, observers=observers, keep=0)
+    return Engine(
+        build_scheduler(settings, about, limits), executor, lookahead=limits.depth, observers=observers, keep=0
+    )
 
 
 def ask(engine: Engine, asked: Sequence[Request]) -> dict[str, Answer]:
@@ -222,7 +229,7 @@ def ask(engine: Engine, asked: Sequence[Request]) -> dict[str, Answer]:
 def tried(
     settings: Settings, made: Made, situation: Situation, asked: Sequence[Request], alone: Mapping[str, Answer]
 ) -> Row:
-    watch, pages = Watch(), 0
+    watch, pages = ScheduleObserver(), 0
     if situation.tight:
         asked = sorted(asked, key=lambda request: len(request.prompt))
         pages = scarce(asked, made.executor.describe())
@@ -247,11 +254,11 @@ def tried(
 
 def scarce(asked: Sequence[Request], about: Description) -> int:
     """As few pages as the longest request takes, or more, if those who begin first then outgrow them."""
-    least = max(-(-(len(r.prompt) + r.max_new + about.drafts) // about.page_size) for r in asked)
+    least = max(-(-(len(r.prompt) + r.max_new_tokens + about.num_drafts) // about.block_size) for r in asked)
     begun = grown = 0
     for request in asked:
-        begun += len(request.prompt) // about.page_size + 1
-        grown += -(-(len(request.prompt) + request.max_new) // about.page_size)
+        begun += len(request.prompt) // about.block_size + 1
+        grown += -(-(len(request.prompt) + request.max_new_tokens) // about.block_size)
         if grown > max(begun, least):
             return max(begun, least)
     return least

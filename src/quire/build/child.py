@@ -16,14 +16,14 @@ from quire.build.text import build_tokenizer
 from quire.config import Settings
 from quire.engine.executor import Description, Executor
 from quire.engine.process import EngineLoop
-from quire.engine.watch import Watch
-from quire.engine.wire import Configure, Frames, Ready, Refused, frame
+from quire.engine.watch import StepWatch
+from quire.engine.wire import BuildFailed, Configure, FrameReader, Ready, encode_frame
 from quire.errors import QuireError
-from quire.grammar.llguidance import Compiler
-from quire.grammar.workshop import Workshop
+from quire.grammar.llguidance import LlguidanceCompiler
+from quire.grammar.workshop import GrammarCompiler
 from quire.observe.engine_metrics import EngineMetrics
 from quire.observe.history import History
-from quire.observe.live import LiveWindow
+from quire.observe.live import EngineLiveView
 
 
 def main(wrap: Callable[[Executor], Executor] = lambda executor: executor) -> int:
@@ -35,31 +35,31 @@ def main(wrap: Callable[[Executor], Executor] = lambda executor: executor) -> in
     link = socket.socket(fileno=int(sys.argv[1]))
     link.set_inheritable(False)  # compilers that libraries start: one that outlived this process would keep it open
     metrics, history = EngineMetrics(), History()
-    window = LiveWindow(history)
+    window = EngineLiveView(history)
     try:
         settings = _settings(link)
-        watch = Watch(timeout=_step_timeout(settings))
+        watch = StepWatch(timeout=_step_timeout(settings))
         engine = build_engine(settings, observers=[metrics, watch, history, window], wrap=wrap)
     except QuireError as error:
-        _tell(link, Refused(type(error).__name__, str(error)))
+        _tell(link, BuildFailed(type(error).__name__, str(error)))
         return 2
-    metrics.facts, metrics.cache = engine.about.facts, _cache_labels(settings, engine.about)
-    metrics.compiles = count_compiles(engine.about.device)
-    watch.listen(engine)
+    metrics.facts, metrics.cache = engine.description.static_gauges, _cache_labels(settings, engine.description)
+    metrics.compiles = count_compiles(engine.description.device)
+    watch.install_signal_handler(engine)
     history.attach(engine.scheduler.kv)
-    grammars = Workshop(Compiler(partial(build_tokenizer, settings)))
+    grammars = GrammarCompiler(LlguidanceCompiler(partial(build_tokenizer, settings)))
     gc.collect()
     heap.settled()
-    _tell(link, Ready(engine.about))
+    _tell(link, Ready(engine.description))
     EngineLoop(engine, link, lambda: metrics.snapshot(engine), watch, grammars, window).run()
     engine.close()
     return 0
 
 
-def _tell(link: socket.socket, message: Ready | Refused) -> None:
+def _tell(link: socket.socket, message: Ready | BuildFailed) -> None:
     """A front that has gone away meanwhile is noticed by whoever reads next."""
     with suppress(ConnectionError):
-        link.sendall(frame(message))
+        link.sendall(encode_frame(message))
 
 
 def _step_timeout(settings: Settings) -> float | None:
@@ -71,12 +71,12 @@ def _step_timeout(settings: Settings) -> float | None:
 def _cache_labels(settings: Settings, about: Description) -> dict[str, str]:
     """What vLLM's dashboards know of a KV cache, and our own options beside."""
     asked = {name: str(value) for name, value in asdict(settings.cache).items()}
-    known = {"block_size": str(about.page_size), "num_gpu_blocks": str(about.pages)}
+    known = {"block_size": str(about.block_size), "num_gpu_blocks": str(about.num_blocks)}
     return asked | known | {"cache_dtype": settings.cache.kv_cache_dtype}
 
 
 def _settings(link: socket.socket) -> Settings:
-    frames = Frames(Configure)
+    frames = FrameReader(Configure)
     while data := link.recv(1 << 16):
         for message in frames.feed(data):
             return Settings.of(**message.settings)

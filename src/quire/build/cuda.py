@@ -13,23 +13,23 @@ import torch
 from triton import knobs
 
 from quire.build.progress import compiling
-from quire.build.room import LARGEST, working_bytes
+from quire.build.room import LARGEST_GEMM_WORKSPACE, working_bytes
 from quire.build.speculate import VERIFIED, WIDTHS, build_proposer, draft_layers, load_draft, speculative
 from quire.config import Settings
 from quire.config.speculative import parse
-from quire.core.speculate import depths
+from quire.core.speculate import draft_counts
 from quire.engine.executor import Executor
 from quire.executors.cuda import CudaExecutor
 from quire.models.base import Model
 from quire.ops.base import Ops
-from quire.ops.library import learning
-from quire.ops.triton.fixed import FixedTritonOps
+from quire.ops.library import autotuning
+from quire.ops.triton.fixed import BatchInvariantTritonOps
 from quire.ops.triton.ops import TritonOps
-from quire.ops.triton.rehearsal import Rehearsal
-from quire.runner.graphs import CudaQueue, Key, Works, coarse, crowd, padding, unrehearsed
+from quire.ops.triton.rehearsal import Precompiler
+from quire.runner.graphs import CudaQueue, GraphKey, Works, bucket_seqs, bucket_tokens, no_precompile, padding
 from quire.runner.kernels import ForcedSteps, TritonSteps
-from quire.runner.memory import GIB, layer_shapes, page_bytes, plan_pages
-from quire.runner.traits import CUT, HOT, PENALISED
+from quire.runner.memory import GIB, block_bytes, layer_shapes, plan_blocks
+from quire.runner.traits import PENALISED, RANDOM, TRUNCATED
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ PRODUCTS = "quire-products.json"
 
 
 def make_ops(device: torch.device, deterministic: bool = False) -> Ops:
-    return FixedTritonOps(device) if deterministic else TritonOps(device)
+    return BatchInvariantTritonOps(device) if deterministic else TritonOps(device)
 
 
 def make_steps(settings: Settings, device: torch.device) -> TritonSteps:
@@ -48,7 +48,7 @@ def make_steps(settings: Settings, device: torch.device) -> TritonSteps:
     forced = None if asked is None else asked.chance()
     if forced is not None:
         return ForcedSteps(device, forced)
-    return TritonSteps(device, offers=0) if settings.execution.deterministic else TritonSteps(device)
+    return TritonSteps(device, supported_features=0) if settings.execution.deterministic else TritonSteps(device)
 
 
 def make_executor(
@@ -69,11 +69,11 @@ def make_executor(
     asked = parse(settings.scheduler.speculative_config)
     drafts = 0 if asked is None else asked.num_speculative_tokens
     layers = layer_shapes(spec.kv_shapes, model.dtype) + draft_layers(draft)
-    largest = 0 if settings.execution.enforce_eager else LARGEST
+    largest = 0 if settings.execution.enforce_eager else LARGEST_GEMM_WORKSPACE
     free, total = torch.cuda.mem_get_info(device)
     work = working_bytes(spec, model.dtype, tokens=tokens, captured=largest, rows=cap * (1 + drafts))
     left = int(free - (1 - cache.gpu_memory_utilization) * total) - work
-    pages = cache.num_gpu_blocks_override or plan_pages(
+    pages = cache.num_gpu_blocks_override or plan_blocks(
         layers,
         page_size=page_size,
         rows=cap,
@@ -81,7 +81,7 @@ def make_executor(
         budget=cache.kv_cache_memory_bytes or left,
     )
     began = time.monotonic()
-    with learning(Path(knobs.cache.dir) / PRODUCTS):
+    with autotuning(Path(knobs.cache.dir) / PRODUCTS):
         executor = CudaExecutor(
             model,
             pages=pages,
@@ -92,14 +92,21 @@ def make_executor(
             dtype=model.dtype,
             device=device,
             steps=make_steps(settings, device),
-            queue=CudaQueue(device, largest, make_rehearsal()),
+            queue=CudaQueue(device, largest, make_precompiler()),
             proposer=build_proposer(settings, draft, pages=pages, page_size=page_size, rows=rows, device=device),
             depth=depth,
-            warm=kinds(cap, tokens, largest) + speculative(cap, min(tokens, LARGEST), drafts, draft is not None),
-            paces=[(n, d) for d in depths(drafts) for n in WIDTHS if n <= cap and n * (1 + d) <= VERIFIED and drafts],
-            catch_up=None if draft is None else Key(most := coarse(min(tokens, LARGEST)), crowd(1), most, 0, "follow"),
+            warm=kinds(cap, tokens, largest)
+            + speculative(cap, min(tokens, LARGEST_GEMM_WORKSPACE), drafts, draft is not None),
+            paces=[
+                (n, d) for d in draft_counts(drafts) for n in WIDTHS if n <= cap and n * (1 + d) <= VERIFIED and drafts
+            ],
+            catch_up=None
+            if draft is None
+            else GraphKey(
+                most := bucket_tokens(min(tokens, LARGEST_GEMM_WORKSPACE)), bucket_seqs(1), most, 0, "follow"
+            ),
         )
-    held = (pages + 1) * page_bytes(layers, page_size)
+    held = (pages + 1) * block_bytes(layers, page_size)
     after = torch.cuda.mem_get_info(device)[0]
     log.info(
         "K/V: %d blocks of %d tokens, %.2f GiB; beside it %.2f GiB set aside, %.2f GiB taken so far; warm in %.1f s",
@@ -108,21 +115,21 @@ def make_executor(
     return executor
 
 
-def make_rehearsal() -> Callable[[Works], None]:
+def make_precompiler() -> Callable[[Works], None]:
     """Compiles with a thread a core; more than a few wait for Python's lock. The interpreter compiles nothing."""
-    return unrehearsed if knobs.runtime.interpret else Rehearsal(min(16, os.cpu_count() or 1), compiling)
+    return no_precompile if knobs.runtime.interpret else Precompiler(min(16, os.cpu_count() or 1), compiling)
 
 
-def kinds(cap: int, tokens: int, largest: int) -> list[Key]:
+def kinds(cap: int, tokens: int, largest: int) -> list[GraphKey]:
     """Every step that is captured, so that none is after the start; largest first, so that smaller graphs fit into the
     memory of larger ones. Beyond, one of each size that kernels are compiled for."""
     decode = sorted({padding(n) for n in range(1, cap + 1)}, reverse=True)
-    mixed = sorted({coarse(n) for n in range(1, min(tokens, largest) + 1)}, reverse=True)
-    crowds = sorted({crowd(n) for n in range(1, cap + 1)}, reverse=True)
-    most, every = coarse(tokens), HOT | CUT | PENALISED
-    bodies = dict.fromkeys([Key(most, crowds[0], most)] + [Key(t, s, t) for t in mixed for s in crowds])
-    heads = [Key.head(n, asked) for asked in (0, HOT, HOT | CUT) for n in decode]
-    return [*bodies, *(Key(n, n, 1) for n in decode), Key.head(decode[0], every), *heads]
+    mixed = sorted({bucket_tokens(n) for n in range(1, min(tokens, largest) + 1)}, reverse=True)
+    crowds = sorted({bucket_seqs(n) for n in range(1, cap + 1)}, reverse=True)
+    most, every = bucket_tokens(tokens), RANDOM | TRUNCATED | PENALISED
+    bodies = dict.fromkeys([GraphKey(most, crowds[0], most)] + [GraphKey(t, s, t) for t in mixed for s in crowds])
+    heads = [GraphKey.head(n, asked) for asked in (0, RANDOM, RANDOM | TRUNCATED) for n in decode]
+    return [*bodies, *(GraphKey(n, n, 1) for n in decode), GraphKey.head(decode[0], every), *heads]
 
 
 def count_compiles() -> Callable[[], int]:

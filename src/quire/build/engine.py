@@ -19,23 +19,23 @@ from quire.build.recording import build_recording
 from quire.build.room import host_bytes
 from quire.build.speculate import build_speculation
 from quire.config import Settings
-from quire.core.kv import KV, prefix_index
-from quire.core.policy import ADMISSIONS, ORDERS, PRESSURES, SHELVES
+from quire.core.kv import KVCacheManager, make_prefix_cache
+from quire.core.policy import ADMISSION_POLICIES, EVICTION_POLICIES, PRIORITY_POLICIES, RESERVE_POLICIES
 from quire.core.scheduler import Scheduler
 from quire.engine.engine import Engine
 from quire.engine.events import Observer
 from quire.engine.executor import Description, Executor
-from quire.engine.pacer import LatencyPace, NoPace, Pacer
-from quire.engine.slack import MeasuredSlack, NoSlack, Slack
+from quire.engine.pacer import LatencyController, StepBudget, UnlimitedStepBudget
+from quire.engine.slack import MeasuredPlanDelay, NoPlanDelay, PlanDelay
 from quire.errors import InvalidConfig
 from quire.models.base import Model
 from quire.models.registry import parameters
 from quire.ops.base import Ops
-from quire.ops.fixed import FixedOps
+from quire.ops.fixed import BatchInvariantOps
 from quire.ops.reference import ReferenceOps
 from quire.ops.steady import SteadyOps, holds
 from quire.runner.memory import LayerShape
-from quire.values import MANY
+from quire.values import UNLIMITED
 from quire.weights.canary import Canary
 from quire.weights.load import load_model
 from quire.weights.locate import EMBEDDED, locate
@@ -64,7 +64,7 @@ def build_engine(
         slack=build_slack(settings.executor.executor),
         keep=keep,
     )
-    engine.about = replace(engine.about, facts=engine.about.facts | facts)
+    engine.description = replace(engine.description, static_gauges=engine.description.static_gauges | facts)
     return engine
 
 
@@ -97,28 +97,33 @@ def _torch(settings: Settings) -> Made:
 def build_scheduler(settings: Settings, about: Description, limits: Limits) -> Scheduler:
     """The scheduler for an executor that says this about itself."""
     cache = settings.cache
-    index, shelf = prefix_index(about.page_size, cache.enable_prefix_caching), SHELVES[cache.eviction_policy]()
+    index, shelf = (
+        make_prefix_cache(about.block_size, cache.enable_prefix_caching),
+        EVICTION_POLICIES[cache.eviction_policy](),
+    )
     return Scheduler(
-        KV(about.pages, about.page_size, index, shelf, pressure=PRESSURES[cache.pressure_policy]),
-        rows=about.rows,
-        cap=limits.cap,
-        budget=limits.budget,
-        gap=MANY if limits.chunk == MANY else max(limits.cap, limits.budget // 8),
-        chunk=limits.chunk,
-        admit=ADMISSIONS[settings.scheduler.batching],
-        order=ORDERS[settings.scheduler.scheduling_policy],
+        KVCacheManager(
+            about.num_blocks, about.block_size, index, shelf, reserve_policy=RESERVE_POLICIES[cache.pressure_policy]
+        ),
+        rows=about.num_rows,
+        max_num_seqs=limits.cap,
+        max_num_batched_tokens=limits.budget,
+        max_background_tokens=UNLIMITED if limits.chunk == UNLIMITED else max(limits.cap, limits.budget // 8),
+        max_chunk_tokens=limits.chunk,
+        admission_policy=ADMISSION_POLICIES[settings.scheduler.batching],
+        priority_policy=PRIORITY_POLICIES[settings.scheduler.scheduling_policy],
         speculation=build_speculation(settings, about),
     )
 
 
-def build_pacer(milliseconds: float) -> Pacer:
+def build_pacer(milliseconds: float) -> StepBudget:
     """The pacer for a latency target; 0 for none."""
-    return LatencyPace(milliseconds / 1e3) if milliseconds else NoPace()
+    return LatencyController(milliseconds / 1e3) if milliseconds else UnlimitedStepBudget()
 
 
-def build_slack(executor: str) -> Slack:
+def build_slack(executor: str) -> PlanDelay:
     """How late steps are planned; at once where the device is elsewhere, for then the way there is what is hidden."""
-    return MeasuredSlack() if executor == "local" else NoSlack()
+    return MeasuredPlanDelay() if executor == "local" else NoPlanDelay()
 
 
 def _load(settings: Settings, device: torch.device, canary: Canary | None) -> Model:
@@ -156,8 +161,8 @@ def choose_ops(device: torch.device, deterministic: bool | None = None, *, embed
     if device.type != "cpu":
         return cast(Ops, _gpu().make_ops(device, bool(deterministic)))
     if deterministic is None and embedded:
-        return SteadyOps() if holds() else FixedOps()
-    return FixedOps() if deterministic else ReferenceOps()
+        return SteadyOps() if holds() else BatchInvariantOps()
+    return BatchInvariantOps() if deterministic else ReferenceOps()
 
 
 def _executor(

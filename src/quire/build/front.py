@@ -15,7 +15,7 @@ import uvloop
 from quire import __version__, heap
 from quire.backends.base import ModelCard
 from quire.backends.native import NativeBackend
-from quire.backends.observer import Several
+from quire.backends.observer import ObserverGroup
 from quire.build.patience import patience
 from quire.build.recording import recording_folder
 from quire.build.text import Text, build_text
@@ -27,18 +27,18 @@ from quire.engine.client import EngineProcess
 from quire.observe.audience import Audience
 from quire.observe.engine_metrics import render
 from quire.observe.lines import log_config
-from quire.observe.log import LoggedRim, telling
-from quire.observe.rim_metrics import RimMetrics
+from quire.observe.log import RequestLogger, telling
+from quire.observe.rim_metrics import FrontendMetrics
 from quire.server.app import create_app
 from quire.server.batch_runner import Answer
-from quire.server.desk import BatchDesk, Desk, NoDesk
+from quire.server.desk import BatchService, FolderBatchService, NoBatchService
 from quire.server.doors import answerer
 from quire.server.hosts import Hosts, loopback
 from quire.server.limits import BATCHES, Keys, Limits
 from quire.server.rates import Rates
 from quire.server.run import listen
 from quire.server.run import serve as answer
-from quire.values import MANY
+from quire.values import UNLIMITED
 
 _ENGINE = MappingProxyType({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"})
 """On a CPU, oneDNN keeps 1,024 products of matrices ready, one a shape, and torch's layer above it 1,024 of its own,
@@ -63,12 +63,12 @@ def serve(settings: Settings, *, child: str = "quire.build.child") -> None:
     port = engine_process(settings, name, child)
     tracing = build_tracing(server.otlp_traces_endpoint, port.explain, model=name)
     backend = NativeBackend(
-        port=port,
+        engine=port,
         tokenizer=text.tokenizer,
         chat=text.template,
         card=_card(name, settings.model.model, text),
-        observer=Several(
-            RimMetrics(name), *([LoggedRim(log)] if server.enable_log_requests else []), *tracing.observers
+        observer=ObserverGroup(
+            FrontendMetrics(name), *([RequestLogger(log)] if server.enable_log_requests else []), *tracing.observers
         ),
         max_queued=settings.scheduler.max_num_queued_reqs,
     )
@@ -87,7 +87,7 @@ def serve(settings: Settings, *, child: str = "quire.build.child") -> None:
         rates=build_rates(settings.access),
         version=__version__,
         view=Audience(port),
-        desk=desk,
+        batch_service=desk,
         recording=recording_folder(settings.execution),
         hosts=build_hosts(settings),
         origins=settings.access.allowed_origins,
@@ -96,13 +96,13 @@ def serve(settings: Settings, *, child: str = "quire.build.child") -> None:
         app,
         backend,
         listen(server.host, server.port),
-        patience=patience(server),
+        timeouts=patience(server),
         shutdown_timeout=server.shutdown_timeout,
         log_level=server.uvicorn_log_level,
         log_config=log_config(server.log_format),
         root_path=server.root_path,
         tls=build_tls(settings.access),
-        desk=desk,
+        batch_service=desk,
         address_file=server.address_file,
         on_ready=partial(_ready, text, backend, began),
     )
@@ -125,7 +125,7 @@ def _card(name: str, root: str, text: Text) -> ModelCard:
     return ModelCard(
         id=name,
         created=int(time.time()),
-        max_model_len=MANY,
+        max_model_len=UNLIMITED,
         root=root,
         defaults=text.defaults,
         tool_parser=text.tool_parser,
@@ -160,10 +160,10 @@ def build_tls(access: AccessConfig) -> tuple[str, str] | None:
     )
 
 
-def _desk(server: ServerConfig, answer: Answer, limits: Limits) -> Desk:
+def _desk(server: ServerConfig, answer: Answer, limits: Limits) -> BatchService:
     if server.batch_dir is None:
-        return NoDesk()
-    return BatchDesk(Path(server.batch_dir).expanduser(), answer, limits, width=server.batch_concurrency)
+        return NoBatchService()
+    return FolderBatchService(Path(server.batch_dir).expanduser(), answer, limits, width=server.batch_concurrency)
 
 
 def engine_process(settings: Settings, name: str, child: str = "quire.build.child") -> EngineProcess:

@@ -12,9 +12,9 @@ from quire.build.limits import Limits, Made, choose_device
 from quire.config import OPTIONS, Settings
 from quire.engine.executor import Description
 from quire.errors import InvalidConfig
-from quire.executors.host import Credentials, Host
-from quire.executors.remote import RemoteExecutor, Trust
-from quire.values import MANY
+from quire.executors.host import Credentials, ExecutorServer
+from quire.executors.remote import RemoteExecutor, TlsConfig
+from quire.values import UNLIMITED
 
 THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -57,13 +57,13 @@ def make(settings: Settings) -> Made:
 def limits_of(settings: Settings, about: Description) -> Limits:
     """What an executor that says this of itself leaves to choose. Raises InvalidConfig for more than it can do."""
     scheduler = settings.scheduler
-    most = about.rows // (1 + about.depth)
+    most = about.num_rows // (1 + about.lookahead)
     cap = scheduler.max_num_seqs or most
     usual = 512 if about.device == "cpu" else 8192
-    budget = max(cap, scheduler.max_num_batched_tokens or min(usual, about.tokens))
+    budget = max(cap, scheduler.max_num_batched_tokens or min(usual, about.max_step_tokens))
     if not scheduler.enable_chunked_prefill:
         budget = max(budget, about.max_model_len)
-    for name, value, bound in (("max_num_seqs", cap, most), ("max_num_batched_tokens", budget, about.tokens)):
+    for name, value, bound in (("max_num_seqs", cap, most), ("max_num_batched_tokens", budget, about.max_step_tokens)):
         if value > bound:
             raise InvalidConfig(
                 f"the executor was started for {name} {bound}, and here it would be {value}: lower it here, or raise "
@@ -73,16 +73,16 @@ def limits_of(settings: Settings, about: Description) -> Limits:
     chunked = scheduler.enable_chunked_prefill
     return Limits(
         max_model_len=about.max_model_len,
-        page_size=about.page_size,
+        page_size=about.block_size,
         cap=cap,
-        rows=about.rows,
-        depth=about.depth,
+        rows=about.num_rows,
+        depth=about.lookahead,
         budget=budget,
-        chunk=(scheduler.long_prefill_token_threshold or budget) if chunked else MANY,
+        chunk=(scheduler.long_prefill_token_threshold or budget) if chunked else UNLIMITED,
     )
 
 
-def host(settings: Settings, address: str, credentials: Credentials | None = None) -> Host:
+def host(settings: Settings, address: str, credentials: Credentials | None = None) -> ExecutorServer:
     """The executor these settings describe, for engines elsewhere.
 
     One step more than usual is launched ahead of results: the one that travels.
@@ -90,7 +90,7 @@ def host(settings: Settings, address: str, credentials: Credentials | None = Non
     if settings.scheduler.lookahead is None:
         ahead = 1 if choose_device(settings.execution.device).type == "cpu" else 2
         settings = replace(settings, scheduler=replace(settings.scheduler, lookahead=ahead))
-    return Host(make_executor(settings).executor, address, credentials)
+    return ExecutorServer(make_executor(settings).executor, address, credentials)
 
 
 def read(path: str, param: str) -> bytes:
@@ -101,7 +101,7 @@ def read(path: str, param: str) -> bytes:
         raise InvalidConfig(f"{param}: {path} cannot be read: {error.strerror}", param=param) from error
 
 
-def _trust(settings: Settings) -> Trust | None:
+def _trust(settings: Settings) -> TlsConfig | None:
     asked = settings.executor
     if asked.executor_tls_ca is None:
         return None
@@ -110,4 +110,4 @@ def _trust(settings: Settings) -> Trust | None:
         "key": (asked.executor_tls_key, "executor_tls_key"),
     }
     brought = {name: read(path, param) for name, (path, param) in own.items() if path is not None}
-    return Trust(read(asked.executor_tls_ca, "executor_tls_ca"), **brought)
+    return TlsConfig(read(asked.executor_tls_ca, "executor_tls_ca"), **brought)

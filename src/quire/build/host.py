@@ -13,13 +13,13 @@ from quire.config import Settings
 from quire.executors.local import LocalExecutor
 from quire.models.base import Model
 from quire.ops.reference import ReferenceOps
-from quire.runner.memory import LayerShape, cpu_budget, plan_pages
+from quire.runner.memory import LayerShape, cpu_budget, plan_blocks
 
 
 def on_host(settings: Settings, model: Model, limits: Limits, layers: Sequence[LayerShape]) -> LocalExecutor:
     """Raises InvalidConfig when K/V does not fit."""
     cache, draft = settings.cache, load_draft(settings, model, torch.device("cpu"), ReferenceOps())
-    pages = cache.num_gpu_blocks_override or plan_pages(
+    pages = cache.num_gpu_blocks_override or plan_blocks(
         (*layers, *draft_layers(draft)),
         page_size=limits.page_size,
         rows=limits.cap,

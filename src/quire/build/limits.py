@@ -11,7 +11,7 @@ from quire.config import OPTIONS, Settings
 from quire.engine.executor import Executor
 from quire.errors import InvalidConfig
 from quire.models.spec import ModelSpec
-from quire.values import MANY
+from quire.values import UNLIMITED
 
 _SMALL = 20_000_000
 
@@ -82,5 +82,5 @@ def resolve(settings: Settings, spec: ModelSpec, device: torch.device) -> Limits
         rows=cap * (1 + depth),
         depth=depth,
         budget=budget if scheduler.enable_chunked_prefill else max(budget, length),
-        chunk=chunk if scheduler.enable_chunked_prefill else MANY,
+        chunk=chunk if scheduler.enable_chunked_prefill else UNLIMITED,
     )

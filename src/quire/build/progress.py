@@ -17,7 +17,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-Tell = Callable[[int, int], None]
+ReportProgress = Callable[[int, int], None]
 """Called with how much is done, and how much there is in all."""
 
 _WORTH_SHOWING = 1 << 28
@@ -29,7 +29,7 @@ _SOON = 1.0
 
 
 @contextmanager
-def loading(name: str, clock: Callable[[], float] = time.monotonic) -> Iterator[Tell]:
+def loading(name: str, clock: Callable[[], float] = time.monotonic) -> Iterator[ReportProgress]:
     """For bytes; shown on standard error for models above 256 MiB."""
 
     def line(done: int, total: int, seconds: float) -> str:
@@ -40,7 +40,7 @@ def loading(name: str, clock: Callable[[], float] = time.monotonic) -> Iterator[
 
 
 @contextmanager
-def compiling(clock: Callable[[], float] = time.monotonic) -> Iterator[Tell]:
+def compiling(clock: Callable[[], float] = time.monotonic) -> Iterator[ReportProgress]:
     """For kernels; shown once it takes a while."""
 
     def line(done: int, total: int, seconds: float) -> str:

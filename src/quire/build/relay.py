@@ -15,8 +15,8 @@ import uvloop
 
 from quire import __version__, heap
 from quire.backends.http1 import Origin
-from quire.backends.keeper import Keeper, Others, PrivateServer, free_port
-from quire.backends.observer import RimObserver, Several
+from quire.backends.keeper import NoSupervisor, PrivateServer, Supervisor, free_port
+from quire.backends.observer import FrontendObserver, ObserverGroup
 from quire.backends.upstream import UpstreamBackend
 from quire.build.front import build_hosts, build_keys, build_rates, build_tls
 from quire.build.patience import patience
@@ -24,10 +24,10 @@ from quire.build.tracing import build_tracing
 from quire.config import OPTIONS, Settings
 from quire.errors import InvalidConfig
 from quire.observe.audience import Audience
-from quire.observe.lanes import Lanes
+from quire.observe.lanes import RequestTimeline
 from quire.observe.lines import log_config
-from quire.observe.log import LoggedRim, telling
-from quire.observe.rim_metrics import RimMetrics
+from quire.observe.log import RequestLogger, telling
+from quire.observe.rim_metrics import FrontendMetrics
 from quire.server.limits import Limits
 from quire.server.relay import create_relay_app
 from quire.server.run import listen
@@ -67,14 +67,14 @@ def relay(settings: Settings) -> None:
     handed = _handed_on(settings)
     sock = listen(server.host, server.port)
     key = upstream.upstream_api_key
-    keeper: Keeper = Others()
+    keeper: Supervisor = NoSupervisor()
     urls = tuple(url.strip() for several in upstream.upstream for url in several.split(",") if url.strip())
     if upstream.backend == "vllm":
         port = free_port()
         key = key or secrets.token_urlsafe(24)
         keeper = _vllm(settings, port, key, handed)
         urls = (f"http://127.0.0.1:{port}",)
-    lanes = Lanes(f"answered by {', '.join(urls)}")
+    lanes = RequestTimeline(f"answered by {', '.join(urls)}")
     tracing = build_tracing(server.otlp_traces_endpoint, lanes.explain, model=_name(settings))
     backend = _backend(settings, urls, key, keeper, lanes, tracing.observers)
     app = create_relay_app(
@@ -91,7 +91,7 @@ def relay(settings: Settings) -> None:
         app,
         backend,
         sock,
-        patience=patience(server, relays=True),
+        timeouts=patience(server, relays=True),
         shutdown_timeout=server.shutdown_timeout,
         log_level=server.uvicorn_log_level,
         log_config=log_config(server.log_format),
@@ -112,22 +112,22 @@ def _backend(
     settings: Settings,
     urls: Sequence[str],
     key: str | None,
-    keeper: Keeper,
-    lanes: Lanes,
-    traces: Sequence[RimObserver],
+    keeper: Supervisor,
+    lanes: RequestTimeline,
+    traces: Sequence[FrontendObserver],
 ) -> UpstreamBackend:
     upstream = settings.upstream
-    logged = [LoggedRim(log)] if settings.server.enable_log_requests else []
+    logged = [RequestLogger(log)] if settings.server.enable_log_requests else []
     return UpstreamBackend(
         [Origin.parse(url) for url in dict.fromkeys(urls)],
-        keeper=keeper,
-        rim=Several(RimMetrics(_name(settings)), *logged, *traces),
-        lanes=lanes,
+        supervisor=keeper,
+        observer=ObserverGroup(FrontendMetrics(_name(settings)), *logged, *traces),
+        request_observer=lanes,
         kind=upstream.backend,
         headers=[] if key is None else [(b"authorization", b"Bearer " + key.encode())],
-        most=upstream.upstream_most,
+        max_outstanding=upstream.upstream_most,
         affinity=upstream.upstream_affinity,
-        patience=upstream.upstream_start_timeout,
+        start_timeout=upstream.upstream_start_timeout,
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from quire.models.spec import ModelSpec
 from quire.runner.memory import GIB, activation_bytes
 
-LARGEST = 2048
+LARGEST_GEMM_WORKSPACE = 2048
 """Tokens up to which a step is captured on a GPU. Above, it takes longer than its launches."""
 
 GRAPHS = GIB // 2

@@ -8,18 +8,18 @@ import torch
 
 from quire.config import Settings
 from quire.config.speculative import SpeculativeConfig, parse
-from quire.core.speculate import Adaptive, Fixed, Speculation, depths
+from quire.core.speculate import AdaptiveDrafts, FixedDrafts, SpeculationPolicy, draft_counts
 from quire.engine.executor import Description
 from quire.errors import InvalidConfig
 from quire.models.base import Model
 from quire.ops.base import Ops
 from quire.runner.drafter import ModelDrafter
 from quire.runner.drafts import Drafter, NoDrafts
-from quire.runner.graphs import Key, coarse, crowd, padding
+from quire.runner.graphs import GraphKey, bucket_seqs, bucket_tokens, padding
 from quire.runner.memory import LayerShape, allocate, layer_shapes
 from quire.runner.ngram import NgramDrafter
 from quire.runner.proposers import ModelProposer, NgramProposer, NoProposer, Proposer
-from quire.runner.traits import CUT, HOT
+from quire.runner.traits import RANDOM, TRUNCATED
 from quire.weights.load import load_model
 from quire.weights.locate import EMBEDDED, embedded, locate
 
@@ -33,12 +33,14 @@ WIDTHS = tuple(1 << i for i in range(9))
 """Rows at which a step's time is taken by depth of drafts."""
 
 
-def build_speculation(settings: Settings, about: Description) -> Speculation:
+def build_speculation(settings: Settings, about: Description) -> SpeculationPolicy:
     """The policy for an executor that drafts `about.drafts` tokens at most."""
     asked = parse(settings.scheduler.speculative_config)
     if asked is None or not asked.adaptive:
-        return Fixed(about.drafts)
-    return Adaptive(about.drafts, about.paces, catch_up=about.catch_up, share=about.draft_kv)
+        return FixedDrafts(about.num_drafts)
+    return AdaptiveDrafts(
+        about.num_drafts, about.step_times, catch_up_seconds=about.draft_catch_up_seconds, kv_share=about.draft_kv_share
+    )
 
 
 def load_draft(settings: Settings, target: Model, device: torch.device, ops: Ops) -> Model | None:
@@ -101,7 +103,7 @@ def build_drafter(settings: Settings, draft: Model | None, *, pages: int, page_s
         draft,
         kv,
         vocab_size=draft.spec.vocab,
-        depth=asked.num_speculative_tokens,
+        num_drafts=asked.num_speculative_tokens,
         rows=rows,
         device=torch.device("cpu"),
     )
@@ -118,21 +120,21 @@ def build_proposer(
     if draft is None:
         return NgramProposer(depth, longest=asked.prompt_lookup_max, shortest=asked.prompt_lookup_min)
     kv = allocate(draft_layers(draft), pages=pages, page_size=page_size, device=device)
-    return ModelProposer(draft, kv, depth=depth, rows=rows, device=device)
+    return ModelProposer(draft, kv, num_drafts=depth, rows=rows, device=device)
 
 
-def speculative(cap: int, tokens: int, drafts: int, model: bool) -> list[Key]:
+def speculative(cap: int, tokens: int, drafts: int, model: bool) -> list[GraphKey]:
     """The steps that drafting adds: verification as deep as can pay, drafts, and what a draft model catches up with.
 
     cap: sequences at once. tokens: up to which steps are captured. model: a draft model's.
     """
     wide = sorted({padding(n) for n in range(1, cap + 1)}, reverse=True)
-    deep = [(n, d) for d in depths(drafts) if d for n in wide if n * (1 + d) <= VERIFIED]
+    deep = [(n, d) for d in draft_counts(drafts) if d for n in wide if n * (1 + d) <= VERIFIED]
     rows = sorted({padding(n * (1 + d)) for n, d in deep} - set(wide), reverse=True)
-    keys = [Key(padding(n * (1 + d)), n, 1 + d) for n, d in deep]
-    keys += [Key.head(n, asked) for asked in (0, HOT, HOT | CUT) for n in rows]
+    keys = [GraphKey(padding(n * (1 + d)), n, 1 + d) for n, d in deep]
+    keys += [GraphKey.head(n, asked) for asked in (0, RANDOM, RANDOM | TRUNCATED) for n in rows]
     if not model:
-        return keys + [Key(n, n, drafts, 0, "draft") for n in sorted({n for n, _ in deep})]
-    keys += [Key(padding(2 * n), n, d, asked, "draft") for asked in (0, HOT | CUT) for n, d in deep]
-    behind = sorted({coarse(n) for n in range(1, tokens + 1)}, reverse=True)
-    return keys + [Key(t, s, t, 0, "follow") for t in behind for s in {crowd(1), crowd(cap)}]
+        return keys + [GraphKey(n, n, drafts, 0, "draft") for n in sorted({n for n, _ in deep})]
+    keys += [GraphKey(padding(2 * n), n, d, asked, "draft") for asked in (0, RANDOM | TRUNCATED) for n, d in deep]
+    behind = sorted({bucket_tokens(n) for n in range(1, tokens + 1)}, reverse=True)
+    return keys + [GraphKey(t, s, t, 0, "follow") for t in behind for s in {bucket_seqs(1), bucket_seqs(cap)}]

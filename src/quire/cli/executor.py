@@ -54,8 +54,8 @@ def command(
     host = build.host(settings, listen, credentials)
     about = host.executor.describe()
     click.echo(
-        f"{settings.model.model} is ready at {name}:{host.port}: {about.rows} rows, {about.pages} pages of "
-        f"{about.page_size} tokens, {about.dtype} on {about.device}"
+        f"{settings.model.model} is ready at {name}:{host.port}: {about.num_rows} rows, {about.num_blocks} pages of "
+        f"{about.block_size} tokens, {about.dtype} on {about.device}"
     )
     over.wait()
     host.stop()

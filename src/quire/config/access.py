@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from quire.config.option import option
 from quire.errors import InvalidConfig
-from quire.values import MANY
+from quire.values import UNLIMITED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +38,17 @@ class AccessConfig:
         metavar="ORIGIN",
     )
     max_requests_per_minute: int | None = option(
-        None, "Requests that each key may make in a minute; none: as many as it likes.", low=1, high=MANY, unset="none"
+        None,
+        "Requests that each key may make in a minute; none: as many as it likes.",
+        low=1,
+        high=UNLIMITED,
+        unset="none",
     )
     max_tokens_per_minute: int | None = option(
         None,
         "Tokens, of prompts and answers together, that each key may use in a minute; none: as many as it likes.",
         low=1,
-        high=MANY,
+        high=UNLIMITED,
         unset="none",
     )
     ssl_keyfile: str | None = option(None, "Private key for TLS, a PEM file; none: plain HTTP.", unset="none")

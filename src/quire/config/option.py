@@ -12,7 +12,7 @@ from types import MappingProxyType, UnionType
 from typing import Any, Literal
 
 from quire.errors import InvalidConfig, nearest
-from quire.values import MANY
+from quire.values import UNLIMITED
 
 PREFIX = "QUIRE_"
 
@@ -135,7 +135,7 @@ class Option:
             "switch": "must be true or false",
         }[self.kind]
         low, high = (f"{bound:g}" if abs(bound) < 1e6 else str(bound) for bound in (self.low, self.high))
-        if math.isfinite(self.low) and self.high < MANY:
+        if math.isfinite(self.low) and self.high < UNLIMITED:
             words += f" from {low} to {high}"
         elif math.isfinite(self.low):
             words += f" of at least {low}"

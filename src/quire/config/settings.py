@@ -22,7 +22,7 @@ from quire.config.unknown import refuse
 from quire.config.upstream import UpstreamConfig
 from quire.config.upstream import check as check_upstream
 from quire.errors import InvalidConfig
-from quire.values import MANY
+from quire.values import UNLIMITED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class ModelConfig:
         None,
         "Longest sequence, prompt and answer, in tokens (32k and 32K work); auto: the model's own.",
         low=1,
-        high=MANY,
+        high=UNLIMITED,
     )
     seed: int = option(0, "Seed of everything random whose request brings none.", low=0, high=2**64 - 1)
     tokenizer: str | None = option(None, "Folder or repository of the tokenizer. Unset: the model's own.", unset="none")
@@ -96,7 +96,7 @@ class CacheConfig:
         None, "Tokens in one KV block; auto: 16 on a CPU, 64 on a GPU.", low=1, high=1 << 20
     )
     num_gpu_blocks_override: int | None = option(
-        None, "Number of KV blocks, on whatever device; auto: from the memory there is.", low=1, high=MANY
+        None, "Number of KV blocks, on whatever device; auto: from the memory there is.", low=1, high=UNLIMITED
     )
     kv_cache_memory_bytes: int | None = option(
         None,
@@ -133,11 +133,11 @@ class SchedulerConfig:
         None,
         "Tokens fed in one step, over all sequences; auto: 512 on a CPU, 8192 on a GPU.",
         low=1,
-        high=MANY,
+        high=UNLIMITED,
     )
     enable_chunked_prefill: bool = option(True, "Feed long prompts over several steps, so that others go on.")
     long_prefill_token_threshold: int = option(
-        0, "Most prompt tokens one sequence gets in a step; 0: no limit but the step's own.", low=0, high=MANY
+        0, "Most prompt tokens one sequence gets in a step; 0: no limit but the step's own.", low=0, high=UNLIMITED
     )
     latency_target_ms: float = option(
         100.0,
@@ -163,7 +163,7 @@ class SchedulerConfig:
         mapping=True,
     )
     max_num_queued_reqs: int = option(
-        2048, "Requests that may wait; one more is refused with 429 and a Retry-After.", low=1, high=MANY
+        2048, "Requests that may wait; one more is refused with 429 and a Retry-After.", low=1, high=UNLIMITED
     )
 
 

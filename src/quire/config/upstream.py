@@ -7,7 +7,7 @@ from typing import Literal
 
 from quire.config.option import option
 from quire.errors import InvalidConfig
-from quire.values import MANY
+from quire.values import UNLIMITED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class UpstreamConfig:
         600.0, "Seconds until a server must answer after the start.", low=0, high=86400
     )
     upstream_most: int = option(
-        2048, "Requests that may be with the servers; one more is refused with 429.", low=1, high=MANY
+        2048, "Requests that may be with the servers; one more is refused with 429.", low=1, high=UNLIMITED
     )
     vllm_command: str = option("vllm", "The command that is vLLM, with leading arguments if it needs some.")
     vllm_args: tuple[str, ...] = option(

@@ -6,15 +6,15 @@ import heapq
 from collections import OrderedDict
 from typing import Protocol
 
-from quire.core.reuse import Reuse
+from quire.core.reuse import PrefixCache
 
 
-class Shelf(Protocol):
+class EvictionPolicy(Protocol):
     """Cached pages nobody holds, in the order they will be given up."""
 
-    def put(self, page: int, born: int) -> None: ...
-    def take(self) -> int: ...
-    def remove(self, page: int) -> None: ...
+    def add(self, block: int, allocated_at: int) -> None: ...
+    def evict(self) -> int: ...
+    def remove(self, block: int) -> None: ...
     def __len__(self) -> int: ...
 
 
@@ -22,19 +22,19 @@ class Lru:
     """Least recently used first. An OrderedDict, for a dict looks for its first key past all that were deleted."""
 
     def __init__(self) -> None:
-        self._pages: OrderedDict[int, None] = OrderedDict()
+        self._blocks: OrderedDict[int, None] = OrderedDict()
 
-    def put(self, page: int, born: int) -> None:
-        self._pages[page] = None
+    def add(self, block: int, allocated_at: int) -> None:
+        self._blocks[block] = None
 
-    def take(self) -> int:
-        return self._pages.popitem(last=False)[0]
+    def evict(self) -> int:
+        return self._blocks.popitem(last=False)[0]
 
-    def remove(self, page: int) -> None:
-        del self._pages[page]
+    def remove(self, block: int) -> None:
+        del self._blocks[block]
 
     def __len__(self) -> int:
-        return len(self._pages)
+        return len(self._blocks)
 
 
 class Fifo:
@@ -42,27 +42,27 @@ class Fifo:
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int]] = []
-        self._born: dict[int, int] = {}
+        self._allocated_at: dict[int, int] = {}
 
-    def put(self, page: int, born: int) -> None:
-        self._born[page] = born
-        heapq.heappush(self._heap, (born, page))
-        if len(self._heap) > 64 + 4 * len(self._born):
-            self._heap = [(b, p) for p, b in self._born.items()]
+    def add(self, block: int, allocated_at: int) -> None:
+        self._allocated_at[block] = allocated_at
+        heapq.heappush(self._heap, (allocated_at, block))
+        if len(self._heap) > 64 + 4 * len(self._allocated_at):
+            self._heap = [(b, p) for p, b in self._allocated_at.items()]
             heapq.heapify(self._heap)
 
-    def take(self) -> int:
+    def evict(self) -> int:
         while True:
-            born, page = heapq.heappop(self._heap)
-            if self._born.get(page) == born:
-                del self._born[page]
-                return page
+            allocated_at, block = heapq.heappop(self._heap)
+            if self._allocated_at.get(block) == allocated_at:
+                del self._allocated_at[block]
+                return block
 
-    def remove(self, page: int) -> None:
-        del self._born[page]
+    def remove(self, block: int) -> None:
+        del self._allocated_at[block]
 
     def __len__(self) -> int:
-        return len(self._born)
+        return len(self._allocated_at)
 
 
 class BlockPool:
@@ -72,56 +72,58 @@ class BlockPool:
     never pushes a prefix out of the cache.
     """
 
-    def __init__(self, pages: int, reuse: Reuse, shelf: Shelf | None = None) -> None:
-        self.pages = pages
-        self.reuse = reuse
-        self.shelf: Shelf = Lru() if shelf is None else shelf
-        self.refs = [0] * (pages + 1)
-        self.born = [0] * (pages + 1)
-        self.blank = list(range(pages, 0, -1))
+    def __init__(
+        self, num_blocks: int, prefix_cache: PrefixCache, eviction_policy: EvictionPolicy | None = None
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.prefix_cache = prefix_cache
+        self.eviction_policy: EvictionPolicy = Lru() if eviction_policy is None else eviction_policy
+        self.ref_counts = [0] * (num_blocks + 1)
+        self.allocated_at = [0] * (num_blocks + 1)
+        self.free_list = list(range(num_blocks, 0, -1))
         self.evictions = 0
-        self.taken = 0
+        self.num_allocated = 0
 
     @property
-    def free(self) -> int:
+    def num_free(self) -> int:
         """Pages that can be taken now, cached ones included."""
-        return len(self.blank) + len(self.shelf)
+        return len(self.free_list) + len(self.eviction_policy)
 
     @property
-    def used(self) -> int:
+    def num_used(self) -> int:
         """Pages that sequences hold."""
-        return self.pages - self.free
+        return self.num_blocks - self.num_free
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """A page for one new holder. There must be a free one."""
-        if self.blank:
-            page = self.blank.pop()
+        if self.free_list:
+            block = self.free_list.pop()
         else:
-            page = self.shelf.take()
-            self.reuse.forget(page)
+            block = self.eviction_policy.evict()
+            self.prefix_cache.remove(block)
             self.evictions += 1
-        self.taken += 1
-        self.born[page] = self.taken
-        self.refs[page] = 1
-        return page
+        self.num_allocated += 1
+        self.allocated_at[block] = self.num_allocated
+        self.ref_counts[block] = 1
+        return block
 
-    def share(self, page: int) -> None:
+    def incref(self, block: int) -> None:
         """One more holder of a cached page."""
-        if self.refs[page] == 0:
-            self.shelf.remove(page)
-        self.refs[page] += 1
+        if self.ref_counts[block] == 0:
+            self.eviction_policy.remove(block)
+        self.ref_counts[block] += 1
 
-    def drop(self, page: int) -> None:
+    def decref(self, block: int) -> None:
         """One holder fewer."""
-        self.refs[page] -= 1
-        if self.refs[page] == 0:
-            if self.reuse.holds(page):
-                self.shelf.put(page, self.born[page])
+        self.ref_counts[block] -= 1
+        if self.ref_counts[block] == 0:
+            if self.prefix_cache.contains(block):
+                self.eviction_policy.add(block, self.allocated_at[block])
             else:
-                self.blank.append(page)
+                self.free_list.append(block)
 
-    def clear(self) -> None:
+    def clear_cache(self) -> None:
         """Every page that nobody holds is blank, and every other will be: what they hold is not found again."""
-        self.reuse.clear()
-        while len(self.shelf):
-            self.blank.append(self.shelf.take())
+        self.prefix_cache.clear()
+        while len(self.eviction_policy):
+            self.free_list.append(self.eviction_policy.evict())

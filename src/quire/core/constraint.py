@@ -24,7 +24,7 @@ class Constraint(Protocol):
         """Why the last mask allows nothing, where the constraint itself came to an end; empty where it did not."""
 
 
-class Free:
+class NoConstraint:
     """No constraint: the scheduler recognises FREE and plans no masks at all."""
 
     def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[Mask]:
@@ -34,7 +34,7 @@ class Free:
         return ""
 
 
-FREE = Free()
+FREE = NoConstraint()
 
 
 class Pending:
@@ -53,30 +53,30 @@ PENDING = Pending()
 class Constraints(Protocol):
     """Makes constraints beside the engine's loop, which never waits for one."""
 
-    def of(self, request: Request) -> Constraint:
+    def constraint_for(self, request: Request) -> Constraint:
         """FREE where nothing is asked for, PENDING where it takes a while: `made` brings it. Raises InvalidRequest."""
 
-    def made(self) -> list[tuple[str, Constraint | InvalidRequest]]:
+    def poll(self) -> list[tuple[str, Constraint | InvalidRequest]]:
         """By request id, what has become of those that were pending, since the last call."""
 
-    def wakers(self) -> Sequence[int]:
+    def wait_fds(self) -> Sequence[int]:
         """File descriptors that can be read from when `made` has something."""
 
-    def patience(self) -> float | None:
+    def timeout(self) -> float | None:
         """Seconds after which `made` has something to say whatever happens; None: nothing is pending."""
 
 
 class NoConstraints:
     """An engine that obeys none; `Engine.add` refuses who asks for one."""
 
-    def of(self, request: Request) -> Constraint:
+    def constraint_for(self, request: Request) -> Constraint:
         return FREE
 
-    def made(self) -> list[tuple[str, Constraint | InvalidRequest]]:
+    def poll(self) -> list[tuple[str, Constraint | InvalidRequest]]:
         return []
 
-    def wakers(self) -> Sequence[int]:
+    def wait_fds(self) -> Sequence[int]:
         return ()
 
-    def patience(self) -> float | None:
+    def timeout(self) -> float | None:
         return None

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quire.core.blocks import BlockPool, Shelf
-from quire.core.policy import Pressure, preempt
-from quire.core.reuse import NoReuse, RadixReuse, Reuse
-from quire.core.sequence import Place, Sequence
+from quire.core.blocks import BlockPool, EvictionPolicy
+from quire.core.policy import ReservePolicy, preempt
+from quire.core.reuse import NoPrefixCache, PrefixCache, RadixPrefixCache
+from quire.core.sequence import PrefixKey, Sequence
 from quire.errors import InvalidRequest
-from quire.values import MANY, Request
+from quire.values import UNLIMITED, Request
 
 
-class KV:
+class KVCacheManager:
     """Page accounting for all sequences. `page_size` is in tokens; contiguous KV is one page as long as the context.
 
     worth: prompt tokens that another sequence is computing just now, from which on it pays to wait for them. pressure:
@@ -21,139 +21,142 @@ class KV:
 
     def __init__(
         self,
-        pages: int,
-        page_size: int,
-        reuse: Reuse | None = None,
-        shelf: Shelf | None = None,
-        worth: int = 64,
-        pressure: Pressure = preempt,
+        num_blocks: int,
+        block_size: int,
+        prefix_cache: PrefixCache | None = None,
+        eviction_policy: EvictionPolicy | None = None,
+        min_shared_tokens: int = 64,
+        reserve_policy: ReservePolicy = preempt,
     ) -> None:
-        self.page_size, self.worth, self.pressure = page_size, worth, pressure
-        self.reuse: Reuse = NoReuse() if reuse is None else reuse
-        self.pool = BlockPool(pages, self.reuse, shelf)
-        self.claims: dict[Place, Sequence] = {}
-        self.queried = 0
-        self.hit = 0
-        self.resets = 0
+        self.block_size, self.min_shared_tokens, self.reserve_policy = block_size, min_shared_tokens, reserve_policy
+        self.prefix_cache: PrefixCache = NoPrefixCache() if prefix_cache is None else prefix_cache
+        self.block_pool = BlockPool(num_blocks, self.prefix_cache, eviction_policy)
+        self.inflight_prefixes: dict[PrefixKey, Sequence] = {}
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+        self.num_resets = 0
 
-    def pages_for(self, length: int) -> int:
+    def blocks_for(self, length: int) -> int:
         """Pages a sequence that ends at `length` tokens needs at most: its last token is never fed."""
-        return -(-(length - 1) // self.page_size)
+        return -(-(length - 1) // self.block_size)
 
-    def check(self, request: Request) -> None:
+    def check_fits(self, request: Request) -> None:
         """Raises InvalidRequest for what can never fit, however empty the pool is."""
-        need = self.pages_for(len(request.prompt) + request.max_new)
-        if need > self.pool.pages:
+        need = self.blocks_for(len(request.prompt) + request.max_new_tokens)
+        if need > self.block_pool.num_blocks:
             raise InvalidRequest(
-                f"prompt ({len(request.prompt)} tokens) and max_tokens ({request.max_new}) need {need} KV blocks, "
-                f"and there are {self.pool.pages}: shorten either, or give the server more KV memory",
+                f"prompt ({len(request.prompt)} tokens) and max_tokens ({request.max_new_tokens}) need {need} "
+                f"KV blocks, "
+                f"and there are {self.block_pool.num_blocks}: shorten either, or give the server more KV memory",
                 param="prompt",
             )
 
-    def open(self, seq: Sequence) -> None:
+    def match_prefix(self, seq: Sequence) -> None:
         """Take what the cache has of its tokens."""
-        known = self._known(seq)
-        seq.blocks, seq.node = self.reuse.match(known, seq.request.salt)
-        for page in seq.blocks:
-            self.pool.share(page)
-        seq.computed = seq.hits = len(seq.blocks) * self.page_size
-        seq.unfed, seq.drafting, seq.room = len(seq.tokens) - seq.computed, 0, 0
-        seq.mark = (len(seq.blocks) + 1) * self.reuse.every
+        known = self._cacheable_tokens(seq)
+        seq.blocks, seq.prefix_node = self.prefix_cache.match(known, seq.request.cache_salt)
+        for block in seq.blocks:
+            self.block_pool.incref(block)
+        seq.num_computed = seq.num_cached = len(seq.blocks) * self.block_size
+        seq.num_unscheduled, seq.num_drafts, seq.capacity = len(seq.tokens) - seq.num_computed, 0, 0
+        seq.next_cache_at = (len(seq.blocks) + 1) * self.prefix_cache.block_size
 
-    def _known(self, seq: Sequence) -> list[int]:
+    def _cacheable_tokens(self, seq: Sequence) -> list[int]:
         """What may be reused: all tokens but the last, which must be fed to have logits.
 
         Whoever wants something of all its prompt tokens bypasses the hits, for those rows would never be computed.
         """
-        return [] if seq.asks or seq.request.sampling.pooling == "mean" else seq.tokens[:-1]
+        return [] if seq.needs_prompt_logits or seq.request.sampling.pooling == "mean" else seq.tokens[:-1]
 
-    def coming(self, seq: Sequence) -> tuple[Sequence, int] | None:
+    def find_inflight_prefix(self, seq: Sequence) -> tuple[Sequence, int] | None:
         """Who is computing what `seq` would compute next, and up to which length, if that is worth waiting for."""
-        known = self._known(seq)
-        if not self.claims or len(known) < self.worth:
+        known = self._cacheable_tokens(seq)
+        if not self.inflight_prefixes or len(known) < self.min_shared_tokens:
             return None
-        blocks, node = self.reuse.match(known, seq.request.salt)
-        start, size = len(blocks) * self.page_size, self.page_size
-        other = self.claims.get((id(node), self.reuse.key(known, start, seq.request.salt)))
+        blocks, node = self.prefix_cache.match(known, seq.request.cache_salt)
+        start, size = len(blocks) * self.block_size, self.block_size
+        other = self.inflight_prefixes.get((id(node), self.prefix_cache.key(known, start, seq.request.cache_salt)))
         if other is None:
             return None
-        upto, most = start, min(len(known), other.prompt_length)
-        while upto + size <= most and known[upto : upto + size] == other.tokens[upto : upto + size]:
-            upto += size
-        return (other, upto) if upto - start >= self.worth else None
+        length, max_length = start, min(len(known), other.prompt_length)
+        while length + size <= max_length and known[length : length + size] == other.tokens[length : length + size]:
+            length += size
+        return (other, length) if length - start >= self.min_shared_tokens else None
 
-    def claim(self, seq: Sequence) -> None:
+    def record_admission(self, seq: Sequence) -> None:
         """It is opened for good: count its lookup, and let others know which page of its prompt it computes next."""
-        self.queried += len(seq.tokens)
-        self.hit += seq.hits
-        self._claim(seq)
+        self.num_queried_tokens += len(seq.tokens)
+        self.num_hit_tokens += seq.num_cached
+        self._add_inflight_prefix(seq)
 
-    def _claim(self, seq: Sequence) -> None:
-        if seq.mark <= seq.prompt_length:
-            start = seq.mark - self.page_size
-            place = id(seq.node), self.reuse.key(seq.tokens, start, seq.request.salt)
-            if self.claims.setdefault(place, seq) is seq:
-                seq.claim = place
+    def _add_inflight_prefix(self, seq: Sequence) -> None:
+        if seq.next_cache_at <= seq.prompt_length:
+            start = seq.next_cache_at - self.block_size
+            key = id(seq.prefix_node), self.prefix_cache.key(seq.tokens, start, seq.request.cache_salt)
+            if self.inflight_prefixes.setdefault(key, seq) is seq:
+                seq.inflight_prefix = key
 
-    def unclaim(self, seq: Sequence) -> None:
+    def drop_inflight_prefix(self, seq: Sequence) -> None:
         """What it was about to compute is for somebody else to claim."""
-        if seq.claim is not None:
-            del self.claims[seq.claim]
-            seq.claim = None
+        if seq.inflight_prefix is not None:
+            del self.inflight_prefixes[seq.inflight_prefix]
+            seq.inflight_prefix = None
 
-    def need(self, seq: Sequence, upto: int) -> int:
+    def num_blocks_needed(self, seq: Sequence, length: int) -> int:
         """Pages missing to write positions below `upto`."""
-        return max(0, -(-min(upto, seq.limit - 1) // self.page_size) - len(seq.blocks))
+        return max(0, -(-min(length, seq.max_length - 1) // self.block_size) - len(seq.blocks))
 
-    def wants(self, seq: Sequence) -> int:
+    def num_blocks_reserved(self, seq: Sequence) -> int:
         """Pages missing to what it is to have before anybody else is let in."""
-        return self.need(seq, self.pressure(seq, self.page_size))
+        return self.num_blocks_needed(seq, self.reserve_policy(seq, self.block_size))
 
-    def extend(self, seq: Sequence, need: int) -> tuple[int, ...]:
+    def allocate(self, seq: Sequence, num_blocks: int) -> tuple[int, ...]:
         """Take `need` pages; the pages to send: the first time all of them, prefix hits included."""
-        sent = seq.room // self.page_size
-        take = self.pool.take
-        seq.blocks += [take() for _ in range(need)]
-        seq.room = len(seq.blocks) * self.page_size
-        pages = tuple(seq.blocks[sent:])
-        if seq.room >= seq.limit - 1:
-            seq.room = MANY
-        return pages
+        num_sent = seq.capacity // self.block_size
+        allocate = self.block_pool.allocate
+        seq.blocks += [allocate() for _ in range(num_blocks)]
+        seq.capacity = len(seq.blocks) * self.block_size
+        new_blocks = tuple(seq.blocks[num_sent:])
+        if seq.capacity >= seq.max_length - 1:
+            seq.capacity = UNLIMITED
+        return new_blocks
 
-    def publish(self, seq: Sequence) -> None:
+    def cache_blocks(self, seq: Sequence) -> None:
         """Offer full pages to others: only what is committed, so that a write in flight is always past it."""
-        size, claimed = self.page_size, seq.claim is not None
-        self.unclaim(seq)
-        while seq.mark <= seq.computed and seq.node is not None:
-            start = seq.mark - size
-            page = seq.blocks[start // size]
-            seq.node = self.reuse.publish(seq.node, seq.tokens, start, seq.request.salt, page)
-            seq.mark += size
+        size, claimed = self.block_size, seq.inflight_prefix is not None
+        self.drop_inflight_prefix(seq)
+        while seq.next_cache_at <= seq.num_computed and seq.prefix_node is not None:
+            start = seq.next_cache_at - size
+            block = seq.blocks[start // size]
+            seq.prefix_node = self.prefix_cache.insert(
+                seq.prefix_node, seq.tokens, start, seq.request.cache_salt, block
+            )
+            seq.next_cache_at += size
         if claimed:
-            self._claim(seq)
+            self._add_inflight_prefix(seq)
 
-    def close(self, seq: Sequence) -> None:
+    def free(self, seq: Sequence) -> None:
         """Give the pages back tail first, so that leaves are evicted before their parents."""
-        drop = self.pool.drop
-        for page in reversed(seq.blocks):
-            drop(page)
+        decref = self.block_pool.decref
+        for block in reversed(seq.blocks):
+            decref(block)
         seq.blocks = []
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """The device lost its K/V."""
-        for seq in list(self.claims.values()):
-            self.unclaim(seq)
-        self.pool.clear()
+        for seq in list(self.inflight_prefixes.values()):
+            self.drop_inflight_prefix(seq)
+        self.block_pool.clear_cache()
 
-    def forget(self, seqs: Iterable[Sequence]) -> None:
+    def invalidate(self, seqs: Iterable[Sequence]) -> None:
         """What was computed until now is found by nobody again; `seqs`, who go on, keep their pages to themselves."""
         for seq in seqs:
-            self.unclaim(seq)
-            seq.node, seq.mark = None, MANY
-        self.pool.clear()
-        self.resets += 1
+            self.drop_inflight_prefix(seq)
+            seq.prefix_node, seq.next_cache_at = None, UNLIMITED
+        self.block_pool.clear_cache()
+        self.num_resets += 1
 
 
-def prefix_index(page_size: int, enabled: bool) -> Reuse:
+def make_prefix_cache(block_size: int, enabled: bool) -> PrefixCache:
     """The index for a switch: RadixReuse, or NoReuse for off."""
-    return RadixReuse(page_size) if enabled else NoReuse()
+    return RadixPrefixCache(block_size) if enabled else NoPrefixCache()

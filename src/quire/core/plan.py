@@ -13,25 +13,27 @@ from quire.values import GREEDY, SamplingParams, TokenLogprobs
 Mask = bytes | None
 """Tokens allowed at one logits row: bit t of the little-endian bit string is token t. None allows all."""
 
-SPARE = 0
+NULL_BLOCK = 0
 """The page nobody owns: an empty place in a page table points here, and it takes stray writes."""
 
-STUCK = "no token is allowed here: the grammar, allowed_token_ids, bad_words and min_tokens exclude each other"
+NO_TOKEN_ALLOWED = (
+    "no token is allowed here: the grammar, allowed_token_ids, bad_words and min_tokens exclude each other"
+)
 """The error of a row in which every token is forbidden: the one error of a row that is its request's fault."""
 
 
-class Open(NamedTuple):
+class NewSequence(NamedTuple):
     """A row begins. `tokens[:start]` already have K/V in the first pages; `tokens[:prompt]` are the prompt."""
 
     row: int
     tokens: tuple[int, ...]
-    start: int
-    prompt: int
+    num_computed: int
+    prompt_length: int
     sampling: SamplingParams = GREEDY
     seed: int = 0
     choice: int = 0
-    stop: frozenset[int] = frozenset()
-    limit: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    max_length: int = 0
 
 
 class Span(NamedTuple):
@@ -42,9 +44,9 @@ class Span(NamedTuple):
     """
 
     row: int
-    n: int
-    rows: int
-    logits: int
+    num_tokens: int
+    num_samples: int
+    num_logits: int
 
 
 class Plan(NamedTuple):
@@ -55,11 +57,11 @@ class Plan(NamedTuple):
     `spans` is the *same object* as the step before's when equal.
     """
 
-    opened: tuple[Open, ...]
-    grown: tuple[tuple[int, tuple[int, ...]], ...]
+    new_sequences: tuple[NewSequence, ...]
+    new_blocks: tuple[tuple[int, tuple[int, ...]], ...]
     spans: tuple[Span, ...]
-    masked: tuple[int, ...] = ()
-    drafts: tuple[int, ...] = ()
+    masked_spans: tuple[int, ...] = ()
+    num_drafts: tuple[int, ...] = ()
 
 
 class Result(NamedTuple):
@@ -71,7 +73,7 @@ class Result(NamedTuple):
     """
 
     tokens: list[list[int]]
-    drafts: list[list[int]]
+    draft_tokens: list[list[int]]
     logprobs: dict[int, list[TokenLogprobs]] = {}  # noqa: RUF012 - never mutated: a shared empty default
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # noqa: RUF012
     errors: dict[int, str] = {}  # noqa: RUF012

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from quire.core.blocks import Fifo, Lru, Shelf
+from quire.core.blocks import EvictionPolicy, Fifo, Lru
 from quire.core.sequence import Sequence
-from quire.values import IDLE, Request
+from quire.values import BACKGROUND, Request
 
-Admission = Callable[[int, int], int]
+AdmissionPolicy = Callable[[int, int], int]
 """(running, cap) -> how many may be opened now."""
 
 
@@ -22,38 +22,38 @@ def static(running: int, cap: int) -> int:
     return 0 if running else cap
 
 
-Order = Callable[[Request], int]
+PriorityPolicy = Callable[[Request], int]
 """Request -> priority value; lower is sooner, arrival breaks ties. IDLE and above stay so."""
 
 
 def fcfs(request: Request) -> int:
-    return IDLE if request.priority >= IDLE else 0
+    return BACKGROUND if request.priority >= BACKGROUND else 0
 
 
 def priority(request: Request) -> int:
     return request.priority
 
 
-Pressure = Callable[[Sequence, int], int]
+ReservePolicy = Callable[[Sequence, int], int]
 """(sequence, tokens a page) -> the length up to which it is to have pages before anybody else is let in."""
 
 
-def preempt(seq: Sequence, page: int) -> int:
+def preempt(seq: Sequence, block_size: int) -> int:
     """Whoever fits for one step is let in; where pages run out, somebody is sent away and computed again."""
     return 0
 
 
-def foresee(seq: Sequence, page: int) -> int:
+def headroom(seq: Sequence, block_size: int) -> int:
     """For all it has to say already and a page's worth more, so that few are sent away soon after they came."""
-    return len(seq.tokens) + page
+    return len(seq.tokens) + block_size
 
 
-def reserve(seq: Sequence, page: int) -> int:
+def reserve(seq: Sequence, block_size: int) -> int:
     """To its end, so that nobody is ever sent away."""
-    return seq.limit
+    return seq.max_length
 
 
-ADMISSIONS: Mapping[str, Admission] = {"continuous": continuous, "static": static}
-ORDERS: Mapping[str, Order] = {"fcfs": fcfs, "priority": priority}
-PRESSURES: Mapping[str, Pressure] = {"preempt": preempt, "foresee": foresee, "reserve": reserve}
-SHELVES: Mapping[str, Callable[[], Shelf]] = {"lru": Lru, "fifo": Fifo}
+ADMISSION_POLICIES: Mapping[str, AdmissionPolicy] = {"continuous": continuous, "static": static}
+PRIORITY_POLICIES: Mapping[str, PriorityPolicy] = {"fcfs": fcfs, "priority": priority}
+RESERVE_POLICIES: Mapping[str, ReservePolicy] = {"preempt": preempt, "foresee": headroom, "reserve": reserve}
+EVICTION_POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {"lru": Lru, "fifo": Fifo}

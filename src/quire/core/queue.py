@@ -9,7 +9,7 @@ from quire.core.sequence import Sequence
 from quire.core.step import Decision
 
 
-class Waiting:
+class WaitingQueue:
     """A heap with lazy removal: push, pop and discard stay O(log n) with a hundred thousand waiting.
 
     `held` counts sequences that wait elsewhere: behind one that computes what they begin with. Those whose constraint
@@ -19,28 +19,28 @@ class Waiting:
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Sequence]] = []
         self._members: set[int] = set()
-        self._unready: dict[int, Sequence] = {}
-        self.held = 0
+        self._awaiting_grammar: dict[int, Sequence] = {}
+        self.num_parked = 0
 
     def push(self, seq: Sequence) -> None:
         """Queue it; nothing happens if it is queued already."""
         if seq.constraint is PENDING:
-            self._unready[seq.order] = seq
-        elif seq.order not in self._members:
-            self._members.add(seq.order)
-            heapq.heappush(self._heap, (seq.priority, seq.order, seq))
+            self._awaiting_grammar[seq.arrival] = seq
+        elif seq.arrival not in self._members:
+            self._members.add(seq.arrival)
+            heapq.heappush(self._heap, (seq.priority, seq.arrival, seq))
 
-    def ready(self, seq: Sequence, constraint: Constraint) -> None:
+    def constraint_ready(self, seq: Sequence, constraint: Constraint) -> None:
         """Its constraint is made: it may run when its turn comes."""
         seq.constraint = constraint
-        if self._unready.pop(seq.order, None) is not None:
+        if self._awaiting_grammar.pop(seq.arrival, None) is not None:
             self.push(seq)
 
-    def unready(self) -> list[Decision]:
+    def awaiting_grammar(self) -> list[Decision]:
         """Why those wait who are not in the queue yet."""
-        return [Decision("waits", seq.request.id, "grammar") for seq in self._unready.values()]
+        return [Decision("waits", seq.request.id, "grammar") for seq in self._awaiting_grammar.values()]
 
-    def first(self) -> Sequence | None:
+    def peek(self) -> Sequence | None:
         """Who is next, left in place."""
         heap = self._heap
         while heap and heap[0][1] not in self._members:
@@ -53,25 +53,25 @@ class Waiting:
 
     def discard(self, seq: Sequence) -> None:
         """Take it out if it is there; its place in the heap is cleaned up when it comes to the top."""
-        self._members.discard(seq.order)
-        self._unready.pop(seq.order, None)
+        self._members.discard(seq.arrival)
+        self._awaiting_grammar.pop(seq.arrival, None)
 
-    def hold(self, leader: Sequence, upto: int) -> None:
+    def park(self, leader: Sequence, length: int) -> None:
         """The first one waits beside the queue until `leader` has computed its first `upto` tokens."""
-        leader.followers.append((upto, self._heap[0][2]))
+        leader.waiters.append((length, self._heap[0][2]))
         self.pop()
-        self.held += 1
+        self.num_parked += 1
 
-    def release(self, leader: Sequence) -> None:
+    def unpark(self, leader: Sequence) -> None:
         """Those who waited for what it computes take their places in the queue again."""
-        for _, seq in leader.followers:
-            self.held -= 1
-            if seq.finish is None:
+        for _, seq in leader.waiters:
+            self.num_parked -= 1
+            if seq.finish_reason is None:
                 self.push(seq)
-        leader.followers = []
+        leader.waiters = []
 
     def __contains__(self, seq: Sequence) -> bool:
-        return seq.order in self._members
+        return seq.arrival in self._members
 
     def drain(self) -> list[Sequence]:
         """Take everyone out, in order."""
@@ -80,9 +80,9 @@ class Waiting:
         return out
 
     @property
-    def queued(self) -> int:
+    def num_queued(self) -> int:
         """How many could run if there were room."""
         return len(self._members)
 
     def __len__(self) -> int:
-        return len(self._members) + len(self._unready) + self.held
+        return len(self._members) + len(self._awaiting_grammar) + self.num_parked

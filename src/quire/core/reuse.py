@@ -5,82 +5,82 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Protocol, TypeAlias
 
-from quire.values import MANY
+from quire.values import UNLIMITED
 
-Key = tuple[int | str, ...]
+BlockKey = tuple[int | str, ...]
 
 
-Node: TypeAlias = "dict[Key, tuple[int, Node]]"
+RadixNode: TypeAlias = "dict[BlockKey, tuple[int, RadixNode]]"
 """A place in the radix tree: its edges are whole pages of tokens, each leading to (page, next place)."""
 
 
-class Reuse(Protocol):
+class PrefixCache(Protocol):
     """What the scheduler needs of a prefix index."""
 
-    every: int
+    block_size: int
     """Tokens after which a page may be published; MANY: never."""
 
-    def key(self, tokens: Seq[int], start: int, salt: str) -> Key:
+    def key(self, tokens: Seq[int], start: int, salt: str) -> BlockKey:
         """The edge for the page of tokens that begins at `start`."""
 
-    def match(self, tokens: Seq[int], salt: str) -> tuple[list[int], Node | None]:
+    def match(self, tokens: Seq[int], salt: str) -> tuple[list[int], RadixNode | None]:
         """Pages holding the longest known prefix of `tokens`, and where to publish the next one."""
 
-    def publish(self, node: Node, tokens: Seq[int], start: int, salt: str, page: int) -> Node:
+    def insert(self, node: RadixNode, tokens: Seq[int], start: int, salt: str, block: int) -> RadixNode:
         """Offer `page`, which holds tokens[start : start + every]. One already there stays; where the next goes."""
 
-    def forget(self, page: int) -> None:
+    def remove(self, block: int) -> None:
         """`page` is about to be overwritten."""
 
-    def holds(self, page: int) -> bool:
+    def contains(self, block: int) -> bool:
         """Whether `page` is in the index, so worth keeping when nobody holds it."""
 
     def clear(self) -> None:
         """The device lost its K/V."""
 
 
-class NoReuse:
+class NoPrefixCache:
     """Prefix caching off."""
 
-    every = MANY
+    block_size = UNLIMITED
 
-    def key(self, tokens: Seq[int], start: int, salt: str) -> Key:
+    def key(self, tokens: Seq[int], start: int, salt: str) -> BlockKey:
         return ()
 
-    def match(self, tokens: Seq[int], salt: str) -> tuple[list[int], Node | None]:
+    def match(self, tokens: Seq[int], salt: str) -> tuple[list[int], RadixNode | None]:
         return [], None
 
-    def publish(self, node: Node, tokens: Seq[int], start: int, salt: str, page: int) -> Node:
+    def insert(self, node: RadixNode, tokens: Seq[int], start: int, salt: str, block: int) -> RadixNode:
         return node
 
-    def forget(self, page: int) -> None:
+    def remove(self, block: int) -> None:
         pass
 
-    def holds(self, page: int) -> bool:
+    def contains(self, block: int) -> bool:
         return False
 
     def clear(self) -> None:
         pass
 
 
-class RadixReuse:
+class RadixPrefixCache:
     """A radix tree whose edges are whole pages, as in SGLang's RadixAttention (arXiv:2312.07104), block-granular.
 
     The salt is part of the first edge's key, so tenants never meet and an unused salt costs nothing.
     """
 
-    def __init__(self, page_size: int) -> None:
-        self.every = page_size
-        self.root: Node = {}
-        self.where: dict[int, tuple[Node, Key]] = {}
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.root: RadixNode = {}
+        self.edges: dict[int, tuple[RadixNode, BlockKey]] = {}
 
-    def key(self, tokens: Seq[int], start: int, salt: str) -> Key:
-        page = tuple(tokens[start : start + self.every])
+    def key(self, tokens: Seq[int], start: int, salt: str) -> BlockKey:
+        page = tuple(tokens[start : start + self.block_size])
         return (salt, *page) if salt and start == 0 else page
 
-    def match(self, tokens: Seq[int], salt: str) -> tuple[list[int], Node | None]:
+    def match(self, tokens: Seq[int], salt: str) -> tuple[list[int], RadixNode | None]:
         node, hit = self.root, []
-        for start in range(0, len(tokens) - self.every + 1, self.every):
+        for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
             found = node.get(self.key(tokens, start, salt))
             if found is None:
                 break
@@ -88,22 +88,22 @@ class RadixReuse:
             node = found[1]
         return hit, node
 
-    def publish(self, node: Node, tokens: Seq[int], start: int, salt: str, page: int) -> Node:
+    def insert(self, node: RadixNode, tokens: Seq[int], start: int, salt: str, block: int) -> RadixNode:
         key = self.key(tokens, start, salt)
         found = node.get(key)
         if found is None:
-            found = node[key] = (page, {})
-            self.where[page] = (node, key)
+            found = node[key] = (block, {})
+            self.edges[block] = (node, key)
         return found[1]
 
-    def forget(self, page: int) -> None:
-        if (place := self.where.pop(page, None)) is not None:
+    def remove(self, block: int) -> None:
+        if (place := self.edges.pop(block, None)) is not None:
             node, key = place
             del node[key]
 
-    def holds(self, page: int) -> bool:
-        return page in self.where
+    def contains(self, block: int) -> bool:
+        return block in self.edges
 
     def clear(self) -> None:
         self.root = {}
-        self.where.clear()
+        self.edges.clear()

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections import deque
 
 from quire.core.constraint import FREE, Constraint
-from quire.core.kv import KV
-from quire.core.plan import Mask, Open, Plan, Result, Span
-from quire.core.policy import Admission, Order, continuous, fcfs
-from quire.core.queue import Waiting
+from quire.core.kv import KVCacheManager
+from quire.core.plan import Mask, NewSequence, Plan, Result, Span
+from quire.core.policy import AdmissionPolicy, PriorityPolicy, continuous, fcfs
+from quire.core.queue import WaitingQueue
 from quire.core.sequence import Sequence
-from quire.core.speculate import Drafted, Fixed, Speculation
-from quire.core.step import Decision, Step
+from quire.core.speculate import DraftStats, FixedDrafts, SpeculationPolicy
+from quire.core.step import Decision, InflightStep
 from quire.errors import InvalidRequest
-from quire.values import IDLE, MANY, FinishReason, Request, Tokens
+from quire.values import BACKGROUND, UNLIMITED, FinishReason, Request, RequestStepOutput
 
 
 class Scheduler:
@@ -29,300 +29,340 @@ class Scheduler:
 
     def __init__(
         self,
-        kv: KV,
+        kv: KVCacheManager,
         *,
         rows: int = 64,
-        cap: int = MANY,
-        budget: int = MANY,
-        gap: int = MANY,
-        chunk: int = MANY,
-        admit: Admission = continuous,
-        order: Order = fcfs,
-        speculation: Speculation | None = None,
+        max_num_seqs: int = UNLIMITED,
+        max_num_batched_tokens: int = UNLIMITED,
+        max_background_tokens: int = UNLIMITED,
+        max_chunk_tokens: int = UNLIMITED,
+        admission_policy: AdmissionPolicy = continuous,
+        priority_policy: PriorityPolicy = fcfs,
+        speculation: SpeculationPolicy | None = None,
     ) -> None:
-        self.kv, self.cap, self.budget, self.gap, self.chunk = kv, min(cap, rows), budget, min(gap, budget), chunk
-        self.admit, self.order = admit, order
-        self.speculation: Speculation = Fixed(0) if speculation is None else speculation
-        self.rows = list(range(rows - 1, -1, -1))
-        self.waiting = Waiting()
+        self.kv, self.max_num_seqs, self.max_num_batched_tokens, self.max_background_tokens, self.max_chunk_tokens = (
+            kv,
+            min(max_num_seqs, rows),
+            max_num_batched_tokens,
+            min(max_background_tokens, max_num_batched_tokens),
+            max_chunk_tokens,
+        )
+        self.admission_policy, self.priority_policy = admission_policy, priority_policy
+        self.speculation: SpeculationPolicy = FixedDrafts(0) if speculation is None else speculation
+        self.free_rows = list(range(rows - 1, -1, -1))
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
-        self.flight: deque[Step] = deque()
-        self.seqs: dict[str, Sequence] = {}
-        self.arrived = 0
-        self.preempted = 0
-        self.wasted: dict[str, int] = {}
-        self.drafted = Drafted()
-        self._same: tuple[Span, ...] = ()
-        self._short = False
-        self._promised = -1
+        self.inflight: deque[InflightStep] = deque()
+        self.sequences: dict[str, Sequence] = {}
+        self.num_arrived = 0
+        self.num_preemptions = 0
+        self.discarded_spans: dict[str, int] = {}
+        self.draft_stats = DraftStats()
+        self._last_spans: tuple[Span, ...] = ()
+        self._out_of_blocks = False
+        self._reserved_blocks = -1
         self._decisions: list[Decision] = []
 
     # ---------------------------------------------------------------- requests come and go
 
     def add(self, request: Request, constraint: Constraint = FREE) -> Sequence:
         """Queue a request. Raises InvalidRequest if it could never run, or its id is taken."""
-        limit = len(request.prompt) + request.max_new
+        max_length = len(request.prompt) + request.max_new_tokens
         if not request.prompt:
             raise InvalidRequest("the prompt is empty: give at least one token", param="prompt")
-        if request.max_new < 1:
+        if request.max_new_tokens < 1:
             raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
-        self.kv.check(request)
-        if request.id in self.seqs:
+        self.kv.check_fits(request)
+        if request.id in self.sequences:
             raise InvalidRequest(f"a request with id {request.id!r} is already running", param="id")
-        seq = Sequence(request, self.arrived, list(request.prompt), limit, constraint, self.order(request))
-        self.arrived += 1
-        self.seqs[request.id] = seq
+        seq = Sequence(
+            request, self.num_arrived, list(request.prompt), max_length, constraint, self.priority_policy(request)
+        )
+        self.num_arrived += 1
+        self.sequences[request.id] = seq
         self.waiting.push(seq)
         return seq
 
-    def abort(self, id: str, why: FinishReason = "abort") -> Sequence | None:
+    def abort(self, id: str, reason: FinishReason = "abort") -> Sequence | None:
         """End a request wherever it is: waiting, running, or on its way out. Returns it unless it had ended."""
-        seq = self.seqs.get(id)
-        if seq is None or seq.finish is not None:
+        seq = self.sequences.get(id)
+        if seq is None or seq.finish_reason is not None:
             return None
-        self._end(seq, why)
+        self._finish(seq, reason)
         return seq
 
-    def _end(self, seq: Sequence, why: FinishReason) -> None:
-        seq.finish = why
-        del self.seqs[seq.request.id]
-        self.speculation.forget(seq)
-        self.waiting.release(seq)
+    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
+        seq.finish_reason = reason
+        del self.sequences[seq.request.id]
+        self.speculation.remove(seq)
+        self.waiting.unpark(seq)
         if seq.row is None:
             self.waiting.discard(seq)
         elif seq in self.running:
             self.running.remove(seq)
-            self._leave(seq)
+            self._release(seq)
         else:  # its row is on the way home already; it may have been preempted into the queue
             self.waiting.discard(seq)
 
-    def _leave(self, seq: Sequence) -> None:
+    def _release(self, seq: Sequence) -> None:
         """Row and pages go home with the last plan launched, for no later one can touch them."""
-        self.kv.unclaim(seq)
-        if self.flight:
-            self.flight[-1].graves.append(seq)
+        self.kv.drop_inflight_prefix(seq)
+        if self.inflight:
+            self.inflight[-1].deferred_frees.append(seq)
         else:
-            self._bury(seq)
+            self._free(seq)
 
-    def _bury(self, seq: Sequence) -> None:
+    def _free(self, seq: Sequence) -> None:
         assert seq.row is not None
-        self.kv.close(seq)
-        self.rows.append(seq.row)
+        self.kv.free(seq)
+        self.free_rows.append(seq.row)
         seq.row = None
 
     # ---------------------------------------------------------------- plan
 
-    def plan(self, budget: int = MANY) -> Plan | None:
+    def plan(self, max_tokens: int = UNLIMITED) -> Plan | None:
         """The next step, or None when nobody can be fed. budget: tokens, below the scheduler's own if smaller.
 
         Planned head first, preempted tail first: a victim never has a span in the plan being made.
         """
-        spans, seqs, opened = list[Span](), list[Sequence](), list[Open]()
-        late, drafts, grown = list[int](), list[int](), list[tuple[int, tuple[int, ...]]]()
-        running, slots, i = self.running, MANY, 0
-        self._short, self._promised = False, -1
-        untold = [each for each in self._decisions if each.what == "preempted"]
-        self._decisions = untold + self.waiting.unready()
-        left, speculation = min(self._make_way(), budget), self.speculation
-        speculation.begin(min(self.cap, len(running) + len(self.waiting)))
-        while left > 0:
+        spans, seqs, new_sequences = list[Span](), list[Sequence](), list[NewSequence]()
+        masked, drafts_by_span, new_blocks = list[int](), list[int](), list[tuple[int, tuple[int, ...]]]()
+        running, slots, i = self.running, UNLIMITED, 0
+        self._out_of_blocks, self._reserved_blocks = False, -1
+        unreported = [each for each in self._decisions if each.kind == "preempted"]
+        self._decisions = unreported + self.waiting.awaiting_grammar()
+        tokens_left, speculation = min(self._preempt_background(), max_tokens), self.speculation
+        speculation.begin_plan(min(self.max_num_seqs, len(running) + len(self.waiting)))
+        while tokens_left > 0:
             if i >= len(running):
-                if slots == MANY:
-                    slots = self.admit(len(running), self.cap)
-                if not self._open(slots, left, bool(spans), opened):
+                if slots == UNLIMITED:
+                    slots = self.admission_policy(len(running), self.max_num_seqs)
+                if not self._admit_next(slots, tokens_left, bool(spans), new_sequences):
                     break
                 slots -= 1
             seq = running[i]
-            known = len(seq.tokens)
-            if known + seq.pending >= seq.limit:  # sure to end with what is in flight
+            length = len(seq.tokens)
+            if length + seq.num_inflight >= seq.max_length:  # sure to end with what is in flight
                 del running[i]
-                self._leave(seq)
+                self._release(seq)
                 continue
-            n = seq.unfed + seq.drafting
-            if n > self.chunk or n > left:
-                n = min(self.chunk, left)
-            rows = max(0, n - seq.unfed + 1)
-            depth = speculation.depth(seq) if rows and speculation.most else 0
+            num_tokens = seq.num_unscheduled + seq.num_drafts
+            if num_tokens > self.max_chunk_tokens or num_tokens > tokens_left:
+                num_tokens = min(self.max_chunk_tokens, tokens_left)
+            num_samples = max(0, num_tokens - seq.num_unscheduled + 1)
+            num_drafts = speculation.num_drafts(seq) if num_samples and speculation.max_drafts else 0
             # its furthest reach, whatever is accepted before it; a draft model writes there as soon as it has sampled
-            upto = known + seq.reach - seq.unfed + n + depth
+            target = length + seq.max_inflight - seq.num_unscheduled + num_tokens + num_drafts
             i += 1
-            if upto > seq.room and not self._grow(seq, upto, i, grown):
+            if target > seq.capacity and not self._allocate(seq, target, i, new_blocks):
                 i = min(i, len(running))
                 continue
-            if rows:
-                seq.pending += 1
-                seq.reach += rows
-                seq.unfed, seq.drafting = 1, depth
+            if num_samples:
+                seq.num_inflight += 1
+                seq.max_inflight += num_samples
+                seq.num_unscheduled, seq.num_drafts = 1, num_drafts
                 if seq.constraint is not FREE:
-                    late.append(len(spans))
+                    masked.append(len(spans))
             else:
-                seq.unfed -= n
-            spans.append(self._span(seq, n, rows))
+                seq.num_unscheduled -= num_tokens
+            spans.append(self._span(seq, num_tokens, num_samples))
             seqs.append(seq)
-            drafts.append(seq.drafting)
-            left -= n
+            drafts_by_span.append(seq.num_drafts)
+            tokens_left -= num_tokens
         if not spans:
             return None
-        if self._same != (same := tuple(spans)):
-            self._same = same  # steady decoding is not a mode, it is an equality
-        plan = Plan(tuple(opened), tuple(grown), self._same, tuple(late), tuple(drafts) if speculation.most else ())
-        self.flight.append(Step(plan, seqs, [seqs[j] for j in late], [], self._decisions))
+        if self._last_spans != (same := tuple(spans)):
+            self._last_spans = same  # steady decoding is not a mode, it is an equality
+        plan = Plan(
+            tuple(new_sequences),
+            tuple(new_blocks),
+            self._last_spans,
+            tuple(masked),
+            tuple(drafts_by_span) if speculation.max_drafts else (),
+        )
+        self.inflight.append(InflightStep(plan, seqs, [seqs[j] for j in masked], [], self._decisions))
         self._decisions = []
         return plan
 
-    def _span(self, seq: Sequence, n: int, rows: int) -> Span:
+    def _span(self, seq: Sequence, num_tokens: int, num_samples: int) -> Span:
         """The last one if it is equal: a decoding row's span never changes, so it is made once."""
-        span, logits = seq.span, n if seq.asks else rows
-        if span.n != n or span.rows != rows or span.row != seq.row or span.logits != logits:
+        span, num_logits = seq.span, num_tokens if seq.needs_prompt_logits else num_samples
+        if (
+            span.num_tokens != num_tokens
+            or span.num_samples != num_samples
+            or span.row != seq.row
+            or span.num_logits != num_logits
+        ):
             assert seq.row is not None
-            span = seq.span = Span(seq.row, n, rows, logits)
+            span = seq.span = Span(seq.row, num_tokens, num_samples, num_logits)
         return span
 
-    def _make_way(self) -> int:
+    def _preempt_background(self) -> int:
         """Who runs in the gaps leaves as soon as anybody else could run. Tokens that who is left may feed."""
-        running, first = self.running, self.waiting.first()
-        if running and running[0].priority >= IDLE and first is not None and first.priority < IDLE:
+        running, first = self.running, self.waiting.peek()
+        if running and running[0].priority >= BACKGROUND and first is not None and first.priority < BACKGROUND:
             for seq in running[:]:
                 self._preempt(seq, first)
         on = running[0] if running else first
-        return self.budget if on is None or on.priority < IDLE else self.gap
+        return self.max_num_batched_tokens if on is None or on.priority < BACKGROUND else self.max_background_tokens
 
     def _preempt(self, victim: Sequence, by: Sequence) -> None:
         """Back into the queue, with what was committed."""
         self.running.remove(victim)
-        self._leave(victim)
-        self.waiting.release(victim)
+        self._release(victim)
+        self.waiting.unpark(victim)
         self.waiting.push(victim)
         victim.preemptions += 1
-        self.preempted += 1
-        self._decisions.append(Decision("preempted", victim.request.id, by.request.id, victim.computed))
+        self.num_preemptions += 1
+        self._decisions.append(Decision("preempted", victim.request.id, by.request.id, victim.num_computed))
 
-    def _open(self, slots: int, left: int, others: bool, opened: list[Open]) -> bool:
+    def _admit_next(self, slots: int, tokens_left: int, others: bool, new_sequences: list[NewSequence]) -> bool:
         """Let in the next one that has no reason to wait."""
-        while (seq := self.waiting.first()) is not None and not self._short:
-            missing = self._missing(seq, slots)
-            if missing is not None:
-                return self._wait(seq, missing)
-            coming = self.kv.coming(seq)
-            if coming is None:
-                return self._admit(seq, left, others, opened)
-            self.waiting.hold(*coming)  # and whoever is behind it may go first
-            self._decisions.append(Decision("follows", seq.request.id, coming[0].request.id, coming[1]))
+        while (seq := self.waiting.peek()) is not None and not self._out_of_blocks:
+            reason = self._blocked_by(seq, slots)
+            if reason is not None:
+                return self._note_waiting(seq, reason)
+            inflight = self.kv.find_inflight_prefix(seq)
+            if inflight is None:
+                return self._admit(seq, tokens_left, others, new_sequences)
+            self.waiting.park(*inflight)  # and whoever is behind it may go first
+            self._decisions.append(Decision("follows", seq.request.id, inflight[0].request.id, inflight[1]))
         return False
 
-    def _missing(self, seq: Sequence, slots: int) -> str | None:
-        if seq.priority >= IDLE and self.running and self.running[0].priority < IDLE:
+    def _blocked_by(self, seq: Sequence, slots: int) -> str | None:
+        if seq.priority >= BACKGROUND and self.running and self.running[0].priority < BACKGROUND:
             return "gap"
-        rows = self.rows and seq.row is None  # a preempted one's last step may be in flight
+        rows = self.free_rows and seq.row is None  # a preempted one's last step may be in flight
         return "seats" if slots <= 0 else None if rows else "rows"
 
-    def _admit(self, seq: Sequence, left: int, others: bool, opened: list[Open]) -> bool:
+    def _admit(self, seq: Sequence, tokens_left: int, others: bool, new_sequences: list[NewSequence]) -> bool:
         kv = self.kv
-        kv.open(seq)
-        n = min(seq.unfed, self.chunk, left)
-        whole = others and n < seq.unfed and self.chunk == MANY  # whole prompts wait for a step of their own
-        if self._promised < 0:
-            self._promised = sum(map(kv.wants, self.running))
-        need = max(kv.need(seq, seq.computed + n + self.speculation.most), wants := kv.wants(seq))
-        if whole or need > kv.pool.free - self._promised:
-            kv.close(seq)
-            return self._wait(seq, "budget" if whole else "pages")
-        kv.claim(seq)
-        self._promised += wants
+        kv.match_prefix(seq)
+        num_tokens = min(seq.num_unscheduled, self.max_chunk_tokens, tokens_left)
+        whole = (
+            others and num_tokens < seq.num_unscheduled and self.max_chunk_tokens == UNLIMITED
+        )  # whole prompts wait for a step of their own
+        if self._reserved_blocks < 0:
+            self._reserved_blocks = sum(map(kv.num_blocks_reserved, self.running))
+        needed = max(
+            kv.num_blocks_needed(seq, seq.num_computed + num_tokens + self.speculation.max_drafts),
+            reserved := kv.num_blocks_reserved(seq),
+        )
+        if whole or needed > kv.block_pool.num_free - self._reserved_blocks:
+            kv.free(seq)
+            return self._note_waiting(seq, "budget" if whole else "pages")
+        kv.record_admission(seq)
+        self._reserved_blocks += reserved
         self.waiting.pop()
-        seq.row = self.rows.pop()
+        seq.row = self.free_rows.pop()
         self.running.append(seq)
-        opened.append(seq.opening(seq.row))
-        self._decisions.append(Decision("opened", seq.request.id, n=seq.hits))
+        new_sequences.append(seq.new_sequence(seq.row))
+        self._decisions.append(Decision("opened", seq.request.id, n=seq.num_cached))
         return True
 
-    def _wait(self, seq: Sequence, missing: str) -> bool:
-        self._decisions.append(Decision("waits", seq.request.id, missing))
+    def _note_waiting(self, seq: Sequence, reason: str) -> bool:
+        self._decisions.append(Decision("waits", seq.request.id, reason))
         return False
 
-    def _grow(self, seq: Sequence, upto: int, i: int, grown: list[tuple[int, tuple[int, ...]]]) -> bool:
+    def _allocate(self, seq: Sequence, target: int, i: int, new_blocks: list[tuple[int, tuple[int, ...]]]) -> bool:
         """Pages for `upto` positions; `i` is where the rows not yet planned begin. False: it sits this step out."""
-        need, pool = self.kv.need(seq, upto), self.kv.pool
-        while need > pool.free:
-            self._short = True
-            coming = sum(len(g.blocks) for step in self.flight for g in step.graves)
-            if need <= pool.free + coming:
+        needed, pool = self.kv.num_blocks_needed(seq, target), self.kv.block_pool
+        while needed > pool.num_free:
+            self._out_of_blocks = True
+            deferred = sum(len(g.blocks) for step in self.inflight for g in step.deferred_frees)
+            if needed <= pool.num_free + deferred:
                 self._decisions.append(Decision("sat-out", seq.request.id, "pages"))
                 return False
-            victim = self._victim(seq, i)
+            victim = self._choose_victim(seq, i)
             self._preempt(victim, seq)
             if victim is seq:
                 return False
         assert seq.row is not None
-        self._promised -= need
-        grown.append((seq.row, self.kv.extend(seq, need)))
+        self._reserved_blocks -= needed
+        new_blocks.append((seq.row, self.kv.allocate(seq, needed)))
         return True
 
-    def _victim(self, seq: Sequence, i: int) -> Sequence:
+    def _choose_victim(self, seq: Sequence, i: int) -> Sequence:
         """The least urgent, then the one that loses least work, among rows without a span; `seq` itself if none."""
         rest = self.running[i:]
-        return max(rest, key=lambda s: (s.priority, -s.computed, s.order)) if rest else seq
+        return max(rest, key=lambda s: (s.priority, -s.num_computed, s.arrival)) if rest else seq
 
     # ---------------------------------------------------------------- masks and results
 
     def masks(self) -> list[list[Mask]]:
         """For the oldest step in flight, by masked span: every token before its samples is known."""
-        step = self.flight[0]
-        return [self._walk(s, step.plan.spans[j].rows) for s, j in zip(step.late, step.plan.masked, strict=True)]
+        step = self.inflight[0]
+        return [
+            self._sequence_masks(s, step.plan.spans[j].num_samples)
+            for s, j in zip(step.masked_seqs, step.plan.masked_spans, strict=True)
+        ]
 
-    def _walk(self, seq: Sequence, rows: int) -> list[Mask]:
-        if seq.finish:
-            return [None] * rows
-        masks = seq.constraint.masks(seq.tokens[seq.prompt_length :], seq.drafts[: rows - 1])
-        return masks + [None] * (rows - len(masks))
+    def _sequence_masks(self, seq: Sequence, num_samples: int) -> list[Mask]:
+        if seq.finish_reason:
+            return [None] * num_samples
+        masks = seq.constraint.masks(seq.tokens[seq.prompt_length :], seq.draft_tokens[: num_samples - 1])
+        return masks + [None] * (num_samples - len(masks))
 
-    def commit(self, result: Result) -> list[Tokens]:
+    def commit(self, result: Result) -> list[RequestStepOutput]:
         """The oldest step came home. What each live request got; discarded spans are counted in `wasted`."""
-        step = self.flight.popleft()
-        out: list[Tokens] = []
-        for j, (seq, span, got) in enumerate(zip(step.seqs, step.plan.spans, result.tokens, strict=True)):
-            if span.rows:
-                seq.pending -= 1
-                seq.reach -= span.rows
-            if seq.finish is not None:  # it ended while this was in flight
-                self.wasted[seq.finish] = self.wasted.get(seq.finish, 0) + 1
-            elif got or j not in result.errors:
-                self._advance(seq, span, got, j, result, out)
-            if seq.finish is None and j in result.errors:  # what fails past a limit or a stop is nobody's
-                self._end(seq, "error")
-                out.append(seq.failed(result.errors[j]))
-        for seq, drafts in zip(step.late, result.drafts, strict=True):
-            seq.drafts = drafts
-        for seq in step.graves:
-            self._bury(seq)
-        return out
+        step = self.inflight.popleft()
+        outputs: list[RequestStepOutput] = []
+        for j, (seq, span, new_tokens) in enumerate(zip(step.seqs, step.plan.spans, result.tokens, strict=True)):
+            if span.num_samples:
+                seq.num_inflight -= 1
+                seq.max_inflight -= span.num_samples
+            if seq.finish_reason is not None:  # it ended while this was in flight
+                self.discarded_spans[seq.finish_reason] = self.discarded_spans.get(seq.finish_reason, 0) + 1
+            elif new_tokens or j not in result.errors:
+                self._advance(seq, span, new_tokens, j, result, outputs)
+            if seq.finish_reason is None and j in result.errors:  # what fails past a limit or a stop is nobody's
+                self._finish(seq, "error")
+                outputs.append(seq.error_output(result.errors[j]))
+        for seq, drafts in zip(step.masked_seqs, result.draft_tokens, strict=True):
+            seq.draft_tokens = drafts
+        for seq in step.deferred_frees:
+            self._free(seq)
+        return outputs
 
-    def _advance(self, seq: Sequence, span: Span, got: list[int], j: int, result: Result, out: list[Tokens]) -> None:
+    def _advance(
+        self, seq: Sequence, span: Span, new_tokens: list[int], j: int, result: Result, outputs: list[RequestStepOutput]
+    ) -> None:
         """Decode, last chunk, verify (any acceptance), running or preempted since: the same lines."""
-        told = seq.tell(result.prompt_logprobs.get(j, ())) if seq.asks else ()
+        prompt_logprobs = seq.take_prompt_logprobs(result.prompt_logprobs.get(j, ())) if seq.needs_prompt_logits else ()
         finish: FinishReason | None = None
-        if not span.rows:
-            seq.computed += span.n
-            if told:
-                out.append(Tokens(seq.request.id, (), prompt_logprobs=told))
+        if not span.num_samples:
+            seq.num_computed += span.num_tokens
+            if prompt_logprobs:
+                outputs.append(RequestStepOutput(seq.request.id, (), prompt_logprobs=prompt_logprobs))
         else:
             tokens, request, stop, pooled = seq.tokens, seq.request, None, result.pooled.get(j, b"")
             first = len(tokens) == len(request.prompt)
-            if span.rows > 1:
-                self.speculation.learn(seq, span.rows - 1, len(got) - 1)
-                self.drafted.learn(span.rows - 1, len(got) - 1)
-            tokens += got
-            if len(tokens) >= seq.limit or not request.stop.isdisjoint(got):
-                finish, stop = seq.cut(got)
-            seq.computed = len(tokens) - 1
-            logprobs = tuple(result.logprobs[j][: len(got)]) if j in result.logprobs else ()
-            out.append(Tokens(request.id, tuple(got), finish, stop, logprobs, told, seq.hits * first, pooled=pooled))
-        if seq.computed >= seq.mark:
-            self.kv.publish(seq)
-        if seq.followers and seq.computed >= min(upto for upto, _ in seq.followers):
-            self.waiting.release(seq)
+            if span.num_samples > 1:
+                self.speculation.record_acceptance(seq, span.num_samples - 1, len(new_tokens) - 1)
+                self.draft_stats.record(span.num_samples - 1, len(new_tokens) - 1)
+            tokens += new_tokens
+            if len(tokens) >= seq.max_length or not request.stop.isdisjoint(new_tokens):
+                finish, stop = seq.truncate_at_stop(new_tokens)
+            seq.num_computed = len(tokens) - 1
+            logprobs = tuple(result.logprobs[j][: len(new_tokens)]) if j in result.logprobs else ()
+            outputs.append(
+                RequestStepOutput(
+                    request.id,
+                    tuple(new_tokens),
+                    finish,
+                    stop,
+                    logprobs,
+                    prompt_logprobs,
+                    seq.num_cached * first,
+                    pooled=pooled,
+                )
+            )
+        if seq.num_computed >= seq.next_cache_at:
+            self.kv.cache_blocks(seq)
+        if seq.waiters and seq.num_computed >= min(upto for upto, _ in seq.waiters):
+            self.waiting.unpark(seq)
         if finish:
-            self._end(seq, finish)
+            self._finish(seq, finish)
 
     # ---------------------------------------------------------------- after a failed step
 
@@ -331,20 +371,20 @@ class Scheduler:
 
         Returns the sequences that were on the device, oldest first: the suspects.
         """
-        lost = {id(s): s for step in self.flight for s in (*step.seqs, *step.graves) if s.row is not None}
+        lost = {id(s): s for step in self.inflight for s in (*step.seqs, *step.deferred_frees) if s.row is not None}
         lost |= {id(s): s for s in self.running}
-        self.flight.clear()
+        self.inflight.clear()
         self.running.clear()
-        self._same = ()
+        self._last_spans = ()
         for seq in lost.values():
-            seq.pending = seq.reach = 0
-            self.waiting.release(seq)
-            self._bury(seq)
-            if seq.finish is None:
+            seq.num_inflight = seq.max_inflight = 0
+            self.waiting.unpark(seq)
+            self._free(seq)
+            if seq.finish_reason is None:
                 self.waiting.push(seq)
-        self.kv.clear()
-        return sorted((s for s in lost.values() if s.finish is None), key=lambda s: s.order)
+        self.kv.reset()
+        return sorted((s for s in lost.values() if s.finish_reason is None), key=lambda s: s.arrival)
 
     @property
-    def busy(self) -> bool:
-        return bool(self.waiting or self.running or self.flight)
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running or self.inflight)

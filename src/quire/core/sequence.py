@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from quire.core.constraint import FREE, Constraint
-from quire.core.plan import STUCK, Open, Span
-from quire.core.reuse import Key, Node
+from quire.core.plan import NO_TOKEN_ALLOWED, NewSequence, Span
+from quire.core.reuse import BlockKey, RadixNode
 from quire.errors import InvalidRequest, StepFailed
-from quire.values import MANY, FinishReason, Request, TokenLogprobs, Tokens, failed
+from quire.values import UNLIMITED, FinishReason, Request, RequestStepOutput, TokenLogprobs, error_output
 
-Place: TypeAlias = tuple[int, Key]
+PrefixKey: TypeAlias = tuple[int, BlockKey]
 """A node of the prefix index (by identity) and the page of tokens that would follow it."""
 
-NOWHERE = Span(-1, 0, 0, 0)
+NO_SPAN = Span(-1, 0, 0, 0)
 
 
 @dataclass(eq=False, slots=True)
@@ -27,10 +27,10 @@ class Sequence:
     """
 
     request: Request
-    order: int
+    arrival: int
     """Arrival number: the tie-break of every queue, and the place a preempted sequence returns to."""
     tokens: list[int]
-    limit: int
+    max_length: int
     """Length at which it ends: prompt + max_new."""
     constraint: Constraint = FREE
     priority: int = 0
@@ -39,86 +39,86 @@ class Sequence:
     row: int | None = None
     """Its place on the device; None: it has none."""
     blocks: list[int] = field(default_factory=list)
-    room: int = 0
+    capacity: int = 0
     """Positions its pages can take; MANY once it can never need another."""
-    unfed: int = 0
+    num_unscheduled: int = 0
     """Tokens the device knows and no plan has fed: the prompt's rest, then always 1, the feedback."""
-    drafting: int = 0
+    num_drafts: int = 0
     """Drafts the device holds for it: 0 until it has sampled once."""
-    pending: int = 0
-    reach: int = 0
+    num_inflight: int = 0
+    max_inflight: int = 0
     """Most tokens that the pending spans can bring."""
-    computed: int = 0
+    num_computed: int = 0
     """Committed: K/V written, and of the right tokens."""
-    drafts: list[int] = field(default_factory=list)
+    draft_tokens: list[int] = field(default_factory=list)
     """Told to the host for masked rows only."""
-    span: Span = NOWHERE
+    span: Span = NO_SPAN
     """The last one planned. A decoding row's span never changes, so it is made once."""
-    node: Node | None = None
+    prefix_node: RadixNode | None = None
     """Where its next full page goes in the prefix index..."""
-    mark: int = MANY
+    next_cache_at: int = UNLIMITED
     """...and the length at which it does."""
-    hits: int = 0
+    num_cached: int = 0
     """Tokens found in the prefix cache when its row was last opened."""
-    told: int = 0
+    prompt_logprobs_sent: int = 0
     """Prompt positions whose log-probabilities have been reported."""
-    asks: bool = False
+    needs_prompt_logits: bool = False
     """Still wants logits of prompt tokens."""
     preemptions: int = 0
-    claim: Place | None = None
+    inflight_prefix: PrefixKey | None = None
     """The next page of its prompt, where nobody else has claimed it."""
-    followers: list[tuple[int, Sequence]] = field(default_factory=list)
+    waiters: list[tuple[int, Sequence]] = field(default_factory=list)
     """Who waits for pages of this one's prompt, and up to which length: they will hit them."""
-    finish: FinishReason | None = None
+    finish_reason: FinishReason | None = None
 
     @property
     def prompt_length(self) -> int:
         return len(self.request.prompt)
 
-    def opening(self, row: int) -> Open:
+    def new_sequence(self, row: int) -> NewSequence:
         """What the device is told when it gets its row."""
         request = self.request
-        return Open(
+        return NewSequence(
             row=row,
             tokens=tuple(self.tokens),
-            start=self.computed,
-            prompt=len(request.prompt),
+            num_computed=self.num_computed,
+            prompt_length=len(request.prompt),
             sampling=request.sampling,
             seed=request.seed,
             choice=request.choice,
-            stop=request.stop,
-            limit=self.limit,
+            stop_token_ids=request.stop,
+            max_length=self.max_length,
         )
 
-    def failed(self, why: str) -> Tokens:
+    def error_output(self, reason: str) -> RequestStepOutput:
         """What is told of an error in its row. Where nothing was allowed, a field of the request is to blame."""
         sampling = self.request.sampling
         structure, allowed = sampling.structured_outputs, sampling.allowed_token_ids
         field = structure.param if structure else "bad_words" if allowed is None else "allowed_token_ids"
-        if why == STUCK and (ended := self.constraint.why()):
-            why = f"{field}: the answer cannot go on by it: {ended}"
-            return failed(self.request.id, InvalidRequest(why, param=field))
-        blame = InvalidRequest(why, param=field) if why == STUCK else StepFailed(why)
-        return failed(self.request.id, blame)
+        if reason == NO_TOKEN_ALLOWED and (ended := self.constraint.why()):
+            reason = f"{field}: the answer cannot go on by it: {ended}"
+            return error_output(self.request.id, InvalidRequest(reason, param=field))
+        error = InvalidRequest(reason, param=field) if reason == NO_TOKEN_ALLOWED else StepFailed(reason)
+        return error_output(self.request.id, error)
 
     def __post_init__(self) -> None:
-        self.asks = self.request.sampling.prompt_logprobs is not None and self.prompt_length > 1
+        self.needs_prompt_logits = self.request.sampling.prompt_logprobs is not None and self.prompt_length > 1
 
-    def tell(self, rows: Seq[TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    def take_prompt_logprobs(self, rows: Seq[TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
         """Those of `rows`, of prompt positions from computed + 1, that were not told before a preemption."""
         prompt = self.prompt_length
-        fresh = tuple(rows[max(0, self.told - self.computed) : prompt - 1 - self.computed])
-        self.told = max(self.told, min(self.computed + len(rows), prompt - 1))
-        self.asks = self.told < prompt - 1
-        return fresh
+        unsent = tuple(rows[max(0, self.prompt_logprobs_sent - self.num_computed) : prompt - 1 - self.num_computed])
+        self.prompt_logprobs_sent = max(self.prompt_logprobs_sent, min(self.num_computed + len(rows), prompt - 1))
+        self.needs_prompt_logits = self.prompt_logprobs_sent < prompt - 1
+        return unsent
 
-    def cut(self, got: list[int]) -> tuple[FinishReason, int | None]:
+    def truncate_at_stop(self, new_tokens: list[int]) -> tuple[FinishReason, int | None]:
         """End at the first stop token of `got`, the newest tokens, or at the limit; what a verify brought past it goes.
 
         Why it ended, and the stop token if that was it.
         """
-        base, stop = len(self.tokens) - len(got), self.request.stop
-        end = next(j for j, t in enumerate(got, 1) if t in stop or base + j == self.limit)
-        last = got[end - 1]
-        del got[end:], self.tokens[base + end :]
+        base, stop = len(self.tokens) - len(new_tokens), self.request.stop
+        end = next(j for j, t in enumerate(new_tokens, 1) if t in stop or base + j == self.max_length)
+        last = new_tokens[end - 1]
+        del new_tokens[end:], self.tokens[base + end :]
         return ("stop", last) if last in stop else ("length", None)

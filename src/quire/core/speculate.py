@@ -15,66 +15,66 @@ from quire.core.plan import Plan
 from quire.core.sequence import Sequence
 
 
-class Speculation(Protocol):
+class SpeculationPolicy(Protocol):
     """Decides depths, hears how drafts fared and what steps took. most: drafts a row can hold; 0: no speculation."""
 
-    most: int
+    max_drafts: int
 
-    def begin(self, width: int) -> None:
+    def begin_plan(self, width: int) -> None:
         """A plan is begun, with so many sequences that run or could."""
 
-    def depth(self, seq: Sequence) -> int:
+    def num_drafts(self, seq: Sequence) -> int:
         """Drafts to make for `seq` once the step being planned has sampled."""
 
-    def learn(self, seq: Sequence, fed: int, accepted: int) -> None:
+    def record_acceptance(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Of `fed` drafts in a row `accepted` were right."""
 
-    def forget(self, seq: Sequence) -> None:
+    def remove(self, seq: Sequence) -> None:
         """It ended."""
 
-    def timed(self, plan: Plan, seconds: float) -> None:
+    def record_step_time(self, plan: Plan, seconds: float) -> None:
         """A step took so long."""
 
 
-class Drafted:
+class DraftStats:
     """Totals, as vLLM's spec_decode counters: verify spans, drafts fed, drafts accepted, and accepted by position."""
 
     def __init__(self) -> None:
-        self.spans = self.fed = self.accepted = 0
-        self.by_position: list[int] = []
+        self.num_verified = self.num_drafted = self.num_accepted = 0
+        self.accepted_by_position: list[int] = []
 
-    def learn(self, fed: int, accepted: int) -> None:
-        self.spans += 1
-        self.fed += fed
-        self.accepted += accepted
-        self.by_position += [0] * (fed - len(self.by_position))
-        for i in range(accepted):
-            self.by_position[i] += 1
+    def record(self, num_drafted: int, num_accepted: int) -> None:
+        self.num_verified += 1
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        self.accepted_by_position += [0] * (num_drafted - len(self.accepted_by_position))
+        for i in range(num_accepted):
+            self.accepted_by_position[i] += 1
 
 
 @dataclass(slots=True)
-class Fixed:
+class FixedDrafts:
     """Always as many."""
 
-    most: int = 0
+    max_drafts: int = 0
 
-    def begin(self, width: int) -> None:
+    def begin_plan(self, width: int) -> None:
         """Nothing to decide."""
 
-    def depth(self, seq: Sequence) -> int:
-        return self.most
+    def num_drafts(self, seq: Sequence) -> int:
+        return self.max_drafts
 
-    def learn(self, seq: Sequence, fed: int, accepted: int) -> None:
+    def record_acceptance(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Nothing changes."""
 
-    def forget(self, seq: Sequence) -> None:
+    def remove(self, seq: Sequence) -> None:
         """Nothing is known of it."""
 
-    def timed(self, plan: Plan, seconds: float) -> None:
+    def record_step_time(self, plan: Plan, seconds: float) -> None:
         """Nothing changes."""
 
 
-class _Times:
+class _StepTimes:
     """Measured seconds of pure decode steps at one width, by depth: the lower quartile of the last few, for what comes
     between (a noisy neighbour, the first step of a shape, which makes ready what the next ones find) only ever adds."""
 
@@ -84,31 +84,31 @@ class _Times:
         self.typical: dict[int, float] = {}
         self._last: dict[int, deque[float]] = {}
 
-    def add(self, depth: int, seconds: float) -> None:
-        last = self._last.setdefault(depth, deque(maxlen=self.KEPT))
+    def add(self, num_drafts: int, seconds: float) -> None:
+        last = self._last.setdefault(num_drafts, deque(maxlen=self.KEPT))
         last.append(seconds)
-        self.typical[depth] = sorted(last)[len(last) // 4]
+        self.typical[num_drafts] = sorted(last)[len(last) // 4]
 
-    def count(self, depth: int) -> int:
+    def count(self, num_drafts: int) -> int:
         """How many were measured, of those that count."""
-        return len(self._last.get(depth, ()))
+        return len(self._last.get(num_drafts, ()))
 
-    def doubt(self, depth: int) -> None:
+    def invalidate(self, num_drafts: int) -> None:
         """What is measured next counts, what was until then."""
-        self._last.pop(depth, None)
+        self._last.pop(num_drafts, None)
 
 
-def depths(most: int) -> tuple[int, ...]:
+def draft_counts(max_drafts: int) -> tuple[int, ...]:
     """Those that are tried where `most` can be drafted."""
-    return tuple(sorted({0, 1, 2, most // 2, 3 * most // 4, most} & set(range(most + 1))))
+    return tuple(sorted({0, 1, 2, max_drafts // 2, 3 * max_drafts // 4, max_drafts} & set(range(max_drafts + 1))))
 
 
-def kind(width: int) -> int:
+def width_class(width: int) -> int:
     """Widths up to the same power of two are of one kind: its exponent."""
     return max(0, width - 1).bit_length()
 
 
-class Adaptive:
+class AdaptiveDrafts:
     """The depth with the most expected tokens a second, 0 unless drafting pays by `MARGIN`.
 
     Depth d brings 1 + a1 + a1 a2 + ... tokens when draft number i is right with probability ai where those before it
@@ -141,76 +141,78 @@ class Adaptive:
 
     def __init__(
         self,
-        most: int,
-        paces: Mapping[tuple[int, int], float] = MappingProxyType({}),
+        max_drafts: int,
+        step_times: Mapping[tuple[int, int], float] = MappingProxyType({}),
         *,
-        catch_up: float = 0.0,
-        share: float = 0.0,
+        catch_up_seconds: float = 0.0,
+        kv_share: float = 0.0,
     ) -> None:
-        self.most, self.catch_up, self.share = most, catch_up, share
-        self.depths = depths(most)
-        self.rates = [0.7] * most
+        self.max_drafts, self.catch_up_seconds, self.kv_share = max_drafts, catch_up_seconds, kv_share
+        self.draft_counts = draft_counts(max_drafts)
+        self.acceptance_rates = [0.7] * max_drafts
         """How often a draft is right where those before it were, by position: easy stretches make them rise. One that
         was never put to the test is taken for as good as the last that was."""
-        self._tests = [0] * most
-        self.chosen = 0 if paces else most
-        self._paces: dict[int, dict[int, float]] = {}
-        for (width, depth), seconds in paces.items():
-            self._paces.setdefault(kind(width), {})[depth] = seconds
-        self._own: dict[int, float] = {}
-        self._times: dict[int, _Times] = {}
+        self._tests = [0] * max_drafts
+        self.chosen = 0 if step_times else max_drafts
+        self._initial_times: dict[int, dict[int, float]] = {}
+        for (width, num_drafts), seconds in step_times.items():
+            self._initial_times.setdefault(width_class(width), {})[num_drafts] = seconds
+        self._acceptance_by_sequence: dict[int, float] = {}
+        self._times: dict[int, _StepTimes] = {}
         self._saving = 0.0
         self._followed: set[int] = set()
         self._probed: set[int] = set()
-        self._trial, self._left = most, 0
-        self._waited, self._again, self._check = 0, self.SOON if paces else self.AGAIN, self.CHECK
+        self._trial, self._left = max_drafts, 0
+        self._waited, self._again, self._check = 0, self.SOON if step_times else self.AGAIN, self.CHECK
         self._settled = self._turn = 0
 
-    def begin(self, width: int) -> None:
+    def begin_plan(self, width: int) -> None:
         self._waited += 1
         if self._left > 0:
             self._left -= 1
             self.chosen = self._trial
             return
         self._probed.clear()
-        untried = self._untried(self._timed(width))
+        untried = self._untried(self._times_at(width))
         if untried is not None:
-            self._try(untried)
+            self._start_trial(untried)
             return
-        seconds = self.expected(width)
+        seconds = self.expected_seconds(width)
         self.chosen = self.best(seconds)
         if self.chosen:
-            self._saving = (seconds[0] - seconds[self.chosen] / self.tokens(self.chosen)) / max(1, width)
+            self._saving = (seconds[0] - seconds[self.chosen] / self.expected_tokens(self.chosen)) / max(1, width)
         else:
             self._followed.clear()
         if self._waited >= (self._check if self.chosen else self._again):
-            self._retry(self._timed(width))
+            self._retry(self._times_at(width))
 
-    def _retry(self, times: _Times) -> None:
+    def _retry(self, times: _StepTimes) -> None:
         """Measure another depth anew, each in its turn; where paces say how they differ, the least other one."""
         if not self.chosen:
             self._again *= 2
         else:
             self._check = min(2 * self._check, self.AGAIN) if self.chosen == self._settled else self.CHECK
             self._settled = self.chosen
-        others = [d for d in self.depths if d != self.chosen][: 1 if self._paces else None]
+        others = [d for d in self.draft_counts if d != self.chosen][: 1 if self._initial_times else None]
         self._turn = next((d for d in others if d > self._turn), others[0])
-        times.doubt(self._turn)
-        self._try(self._turn)
+        times.invalidate(self._turn)
+        self._start_trial(self._turn)
 
-    def _timed(self, width: int) -> _Times:
-        return self._times.setdefault(kind(width), _Times())
+    def _times_at(self, width: int) -> _StepTimes:
+        return self._times.setdefault(width_class(width), _StepTimes())
 
-    def expected(self, width: int) -> dict[int, float]:
+    def expected_seconds(self, width: int) -> dict[int, float]:
         """Seconds of a step by depth: as measured, or by what the start says of how depths differ."""
-        times, paces = self._timed(width), self._paces.get(kind(width), {})
-        more = max(0.0, times.typical.get(0, 0.0) - paces.get(0, 0.0))
-        return {d: pace + more * (1 + d * self.share) for d, pace in paces.items()} | times.typical
+        times, initial = self._times_at(width), self._initial_times.get(width_class(width), {})
+        more = max(0.0, times.typical.get(0, 0.0) - initial.get(0, 0.0))
+        return {d: pace + more * (1 + d * self.kv_share) for d, pace in initial.items()} | times.typical
 
-    def _untried(self, times: _Times) -> int | None:
+    def _untried(self, times: _StepTimes) -> int | None:
         """The next depth to try, from 0 up: where one loses much, or two say that the next will, deeper ones do."""
         before = list[int]()
-        for d in self.depths[: 1 if self._paces else None]:  # what is foreseen wants no trying, but for where it starts
+        for d in self.draft_counts[
+            : 1 if self._initial_times else None
+        ]:  # what is foreseen wants no trying, but for where it starts
             tried = times.count(d) >= self.TRIES - 2
             if len(before) > 1 and not tried:
                 near, far = before[-2:]
@@ -224,59 +226,65 @@ class Adaptive:
             before.append(d)
         return None
 
-    def _gain(self, times: _Times, depth: int, seconds: float) -> float:
-        return self.tokens(depth) * times.typical[0] / max(seconds, 1e-9)
+    def _gain(self, times: _StepTimes, num_drafts: int, seconds: float) -> float:
+        return self.expected_tokens(num_drafts) * times.typical[0] / max(seconds, 1e-9)
 
-    def _try(self, depth: int) -> None:
-        self.chosen = self._trial = depth
+    def _start_trial(self, num_drafts: int) -> None:
+        self.chosen = self._trial = num_drafts
         self._left, self._waited = self.TRIES - 1, 0
 
     def best(self, seconds: Mapping[int, float]) -> int:
         """The depth to choose when steps take `seconds` by depth."""
-        speed = {d: self.tokens(d) / took for d, took in seconds.items() if took > 0}
+        speed = {d: self.expected_tokens(d) / took for d, took in seconds.items() if took > 0}
         found = max(speed, key=lambda d: speed[d], default=0)
         return found if found and speed[found] > self.MARGIN * speed[0] else 0
 
-    def tokens(self, depth: int) -> float:
+    def expected_tokens(self, num_drafts: int) -> float:
         """Expected tokens of a row's step at this depth."""
-        return sum(accumulate(self.rates[:depth], mul, initial=1.0))
+        return sum(accumulate(self.acceptance_rates[:num_drafts], mul, initial=1.0))
 
-    def depth(self, seq: Sequence) -> int:
-        order, length = seq.order, len(seq.tokens)
-        rest = seq.limit - length
-        most = min(self.chosen, rest - seq.pending - 2)  # the step brings one at least, and one ends it
-        if most < 1:
+    def num_drafts(self, seq: Sequence) -> int:
+        order, length = seq.arrival, len(seq.tokens)
+        tokens_left = seq.max_length - length
+        max_drafts = min(
+            self.chosen, tokens_left - seq.num_inflight - 2
+        )  # the step brings one at least, and one ends it
+        if max_drafts < 1:
             return 0
-        chosen = self.depths[bisect_right(self.depths, most) - 1]  # nothing was made ready for others
-        if self._left > 0 and self._paces:
+        chosen = self.draft_counts[bisect_right(self.draft_counts, max_drafts) - 1]  # nothing was made ready for others
+        if self._left > 0 and self._initial_times:
             if len(self._probed) < self.PROBES:
                 self._probed.add(order)
             return int(order in self._probed)
         if order not in self._followed:
-            if self.catch_up and rest * self._saving < 2 * length * self.catch_up:
+            if self.catch_up_seconds and tokens_left * self._saving < 2 * length * self.catch_up_seconds:
                 return 0
             self._followed.add(order)
-        own = self._own.get(order, self.rates[0])
+        own = self._acceptance_by_sequence.get(order, self.acceptance_rates[0])
         return chosen if own > self.HOPELESS or self._left else 1
 
-    def learn(self, seq: Sequence, fed: int, accepted: int) -> None:
-        own = self._own.get(seq.order, self.rates[0])
-        for i in range(min(fed, accepted + 1)):  # those past the first wrong one were never put to the test
-            hit = float(i < accepted)
+    def record_acceptance(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
+        own = self._acceptance_by_sequence.get(seq.arrival, self.acceptance_rates[0])
+        for i in range(min(num_drafted, num_accepted + 1)):  # those past the first wrong one were never put to the test
+            hit = float(i < num_accepted)
             own += 0.1 * (hit - own)
             self._tests[i] += 1
-            self.rates[i] += max(0.02, 1.0 / (self.PRIOR + self._tests[i])) * (hit - self.rates[i])
+            self.acceptance_rates[i] += max(0.02, 1.0 / (self.PRIOR + self._tests[i])) * (
+                hit - self.acceptance_rates[i]
+            )
         reached = max(1, sum(tests > 0 for tests in self._tests))
-        self.rates[reached:] = [self.rates[reached - 1]] * (self.most - reached)
-        self._own[seq.order] = own
+        self.acceptance_rates[reached:] = [self.acceptance_rates[reached - 1]] * (self.max_drafts - reached)
+        self._acceptance_by_sequence[seq.arrival] = own
 
-    def forget(self, seq: Sequence) -> None:
-        self._own.pop(seq.order, None)
-        self._followed.discard(seq.order)
+    def remove(self, seq: Sequence) -> None:
+        self._acceptance_by_sequence.pop(seq.arrival, None)
+        self._followed.discard(seq.arrival)
 
-    def timed(self, plan: Plan, seconds: float) -> None:
-        spans, drafts = plan.spans, plan.drafts
-        depth = spans[0].rows - 1
-        alike = all(s.n == s.rows == depth + 1 for s in spans) and all(d == depth for d in drafts)
-        if alike and not plan.opened and depth in self.depths:
-            self._timed(len(spans)).add(depth, seconds)
+    def record_step_time(self, plan: Plan, seconds: float) -> None:
+        spans, drafts = plan.spans, plan.num_drafts
+        num_drafts = spans[0].num_samples - 1
+        alike = all(s.num_tokens == s.num_samples == num_drafts + 1 for s in spans) and all(
+            d == num_drafts for d in drafts
+        )
+        if alike and not plan.new_sequences and num_drafts in self.draft_counts:
+            self._times_at(len(spans)).add(num_drafts, seconds)

@@ -17,17 +17,17 @@ class Decision(NamedTuple):
     being compiled).
     """
 
-    what: str
-    id: str
-    by: str = ""
+    kind: str
+    request_id: str
+    cause: str = ""
     n: int = 0
 
 
-class Step(NamedTuple):
+class InflightStep(NamedTuple):
     """The host's half of a plan in flight: whose spans, which wait for masks, who goes home with it, and why."""
 
     plan: Plan
     seqs: list[Sequence]
-    late: list[Sequence]
-    graves: list[Sequence]
+    masked_seqs: list[Sequence]
+    deferred_frees: list[Sequence]
     decisions: list[Decision]

@@ -15,24 +15,24 @@ from typing import Any, NamedTuple, cast
 
 from quire import errors
 from quire.engine.executor import Description
-from quire.engine.pace import Progress
+from quire.engine.pace import StallDetector
 from quire.engine.port import OnDeath, OnFrame, OnTokens
 from quire.engine.wire import (
-    TELL,
+    REPORT_SIGNAL,
     Abort,
-    Ask,
+    BuildFailed,
     Configure,
-    Forget,
-    Frames,
-    Look,
+    Explain,
+    Explanation,
+    FrameReader,
+    LiveFrame,
     Ready,
-    Refused,
-    Seen,
+    ResetPrefixCache,
     ToEngine,
     ToFront,
-    Told,
     Update,
-    frame,
+    WatchLive,
+    encode_frame,
     submission,
 )
 from quire.errors import QuireError, Unavailable
@@ -40,13 +40,13 @@ from quire.values import FinishReason, Request
 
 log = logging.getLogger("uvicorn.error")
 
-_LONGEST_PAUSE = 30.0
+_MAX_RESTART_DELAY = 30.0
 """Seconds between two starts of an engine that keeps dying, at most."""
 
-_SETTLED = 60.0
+_STABLE_AFTER = 60.0
 """Seconds after which a death counts as the first."""
 
-_LOOK_EVERY = 1.0
+_CHECK_INTERVAL = 1.0
 """Seconds between two looks at an engine that has work."""
 
 
@@ -83,16 +83,16 @@ class EngineProcess:
         self._on_tokens: OnTokens = lambda events: None
         self._on_death: OnDeath = lambda reason: None
         self._on_frame: OnFrame = lambda frame, whole: None
-        self._looking = False
-        self._numbers = itertools.count()
-        self._asked: dict[int, asyncio.Future[bytes]] = {}
-        self._link: _Link | None = None
+        self._watching = False
+        self._call_ids = itertools.count()
+        self._pending_explanations: dict[int, asyncio.Future[bytes]] = {}
+        self._link: _EngineConnection | None = None
         self._stats: Mapping[str, Any] = {}
         self._metrics: Mapping[str, Any] | None = None
         self._closing = False
         self._restart: asyncio.Task[None] | None = None
-        self._pause, self._began = 0.0, 0.0
-        self._progress = Progress(time.monotonic())
+        self._restart_delay, self._began = 0.0, 0.0
+        self._stall_detector = StallDetector(time.monotonic())
         self._timer: asyncio.TimerHandle | None = None
         self._standby: _Spawned | None = None
         self._standby_timer: asyncio.TimerHandle | None = None
@@ -102,11 +102,11 @@ class EngineProcess:
     async def start(self) -> Description:
         """Start the process and wait until it is ready. Raises what the engine could not be built for."""
         self.process, here = self._take_standby() or self._spawn()
-        self._progress = Progress(time.monotonic())
+        self._stall_detector = StallDetector(time.monotonic())
         loop = asyncio.get_running_loop()
-        link = _Link(self, loop.create_future())
+        link = _EngineConnection(self, loop.create_future())
         await loop.create_connection(lambda: link, sock=here)
-        link.say(Configure(self.settings))
+        link.send(Configure(self.settings))
         self._link = link
         try:
             about = await link.ready
@@ -114,8 +114,8 @@ class EngineProcess:
             await self._reap()
             raise
         self._began = time.monotonic()
-        if self._looking:
-            link.say(Look(True))
+        if self._watching:
+            link.send(WatchLive(True))
         if self.standby_after is not None:
             self._standby_timer = loop.call_later(self.standby_after, self._start_standby)
         return about
@@ -168,65 +168,65 @@ class EngineProcess:
             await asyncio.to_thread(standby.process.wait)
         await self._reap()
 
-    async def _reap(self, patience: float = 5.0) -> None:
+    async def _reap(self, timeout: float = 5.0) -> None:
         """See the process off: it ends when its socket does; one that will not is killed."""
         if self._link is not None:
             self._link.close()
             self._link = None
         if self.process is not None:
             try:
-                await asyncio.to_thread(self.process.wait, patience)
+                await asyncio.to_thread(self.process.wait, timeout)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 await asyncio.to_thread(self.process.wait)
 
-    def lost(self, link: _Link) -> None:
+    def on_connection_lost(self, link: _EngineConnection) -> None:
         """The process is gone: say so, and start another."""
         if self._closing or link is not self._link:
             return
         self._link = None
-        self._forget_asked()
+        self._cancel_explanations()
         reason = "the engine process ended" + self._exit_code()
         self._on_death(reason)
         if link.was_ready:
-            self._restart = asyncio.get_running_loop().create_task(self._again())
+            self._restart = asyncio.get_running_loop().create_task(self._schedule_restart())
 
     def _exit_code(self) -> str:
         code = self.process.poll() if self.process is not None else None
         return "" if code is None else f" (exit code {code})"
 
-    async def _again(self) -> None:
+    async def _schedule_restart(self) -> None:
         """Start another: the first time at once, then after pauses that double while engines keep dying young."""
-        if time.monotonic() - self._began > _SETTLED:
-            self._pause = 0.0
-        await self._reap(patience=1.0)
+        if time.monotonic() - self._began > _STABLE_AFTER:
+            self._restart_delay = 0.0
+        await self._reap(timeout=1.0)
         while not self._closing:
-            await asyncio.sleep(self._pause)
-            self._pause = min(max(2 * self._pause, self.backoff), _LONGEST_PAUSE)
+            await asyncio.sleep(self._restart_delay)
+            self._restart_delay = min(max(2 * self._restart_delay, self.backoff), _MAX_RESTART_DELAY)
             self.restarts += 1
             try:
                 await self.start()
                 return
             except Exception as error:  # whatever it is, the next try may do better
-                log.error("the engine cannot be started: %s; again in %.1f s", error, self._pause)
+                log.error("the engine cannot be started: %s; again in %.1f s", error, self._restart_delay)
 
     # ---------------------------------------------------------------- the port
 
     def submit(self, requests: Sequence[Request]) -> None:
         link = self._ready_link()
-        self._progress.asked(time.monotonic())
-        link.say(submission(requests))
+        self._stall_detector.on_submit(time.monotonic())
+        link.send(submission(requests))
         if self._timer is None:
-            self._look()
+            self._check_progress()
 
     def abort(self, ids: Sequence[str], why: FinishReason = "abort") -> None:
         if self._link is not None:
-            self._link.say(Abort(list(ids), why))
+            self._link.send(Abort(list(ids), why))
 
     def reset_prefix_cache(self) -> None:
-        self._ready_link().say(Forget())
+        self._ready_link().send(ResetPrefixCache())
 
-    def _ready_link(self) -> _Link:
+    def _ready_link(self) -> _EngineConnection:
         """Raises Unavailable while there is no engine to speak to."""
         if self._link is None or not self._link.was_ready:
             raise Unavailable("the engine is starting: try again in a moment", code="engine_starting")
@@ -245,65 +245,66 @@ class EngineProcess:
         return self._link is not None and self._link.was_ready
 
     def alive(self) -> bool:
-        return self.ready() and self._progress.overdue(time.monotonic()) <= 0
+        return self.ready() and self._stall_detector.is_stalled(time.monotonic()) <= 0
 
-    def _look(self) -> None:
+    def _check_progress(self) -> None:
         """Once a second while there is work: an engine that is stuck has to tell where, and later to go."""
         self._timer = None
-        progress, process = self._progress, self.process
+        progress, process = self._stall_detector, self.process
         if self._closing or progress.idle or process is None or not self.ready():
             return
-        late = progress.overdue(time.monotonic())
-        if late > 0 and not progress.told:
-            progress.told = True
+        late = progress.is_stalled(time.monotonic())
+        if late > 0 and not progress._num_taken:
+            progress._num_taken = True
             log.error(
-                "no step for %.1f s with work outstanding: the engine tells what it is doing", late + progress.due
+                "no step for %.1f s with work outstanding: the engine tells what it is doing",
+                late + progress.step_timeout,
             )
-            process.send_signal(TELL)
-        elif late > progress.due:
-            log.error("no step for %.1f s: the engine process is ended", late + progress.due)
+            process.send_signal(REPORT_SIGNAL)
+        elif late > progress.step_timeout:
+            log.error("no step for %.1f s: the engine process is ended", late + progress.step_timeout)
             process.kill()
             return
-        self._timer = asyncio.get_running_loop().call_later(_LOOK_EVERY, self._look)
+        self._timer = asyncio.get_running_loop().call_later(_CHECK_INTERVAL, self._check_progress)
 
     # ---------------------------------------------------------------- the window
 
-    def look(self, on: bool) -> None:
-        self._looking = on
+    def watch(self, on: bool) -> None:
+        self._watching = on
         if self._link is not None and self._link.was_ready:
-            self._link.say(Look(on))
+            self._link.send(WatchLive(on))
 
-    def show(self, on_frame: OnFrame) -> None:
+    def on_frames(self, on_frame: OnFrame) -> None:
         self._on_frame = on_frame
 
     async def explain(self, id: str) -> bytes:
         link = self._ready_link()
-        number = next(self._numbers)
+        number = next(self._call_ids)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._asked[number] = answer
-        link.say(Ask(number, id))
+        self._pending_explanations[number] = answer
+        link.send(Explain(number, id))
         try:
             return await answer
         finally:
-            self._asked.pop(number, None)
+            self._pending_explanations.pop(number, None)
 
-    def _forget_asked(self) -> None:
-        for answer in self._asked.values():
+    def _cancel_explanations(self) -> None:
+        for answer in self._pending_explanations.values():
             if not answer.done():
                 answer.set_exception(Unavailable("the engine stopped, and what it knew of requests is lost"))
 
-    def seen(self, message: Seen | Told) -> None:
+    def on_live_message(self, message: LiveFrame | Explanation) -> None:
         """A frame, or an answer to `explain`."""
-        if isinstance(message, Seen):
+        if isinstance(message, LiveFrame):
             self._on_frame(message.frame, message.whole)
-        elif (answer := self._asked.get(message.number)) is not None and not answer.done():
-            answer.set_result(message.story)
+        elif (answer := self._pending_explanations.get(message.call_id)) is not None and not answer.done():
+            answer.set_result(message.body)
 
-    def heard(self, updates: Sequence[Update]) -> None:
+    def on_updates(self, updates: Sequence[Update]) -> None:
         """The messages of steps that came together: whoever was slow for a while has less to do for each of them."""
         now, events = time.monotonic(), []
         for update in updates:
-            self._progress.heard(update, now)
+            self._stall_detector.on_update(update, now)
             if update.stats is not None:
                 self._stats = update.stats
             if update.metrics is not None:
@@ -313,12 +314,12 @@ class EngineProcess:
             self._on_tokens(events)
 
 
-class _Link(asyncio.Protocol):
+class _EngineConnection(asyncio.Protocol):
     """The socket to one engine process."""
 
     def __init__(self, owner: EngineProcess, ready: asyncio.Future[Description]) -> None:
         self.owner, self.ready = owner, ready
-        self.frames = Frames(ToFront)
+        self.frames = FrameReader(ToFront)
         self.transport: asyncio.Transport | None = None
 
     @property
@@ -328,9 +329,9 @@ class _Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
 
-    def say(self, message: ToEngine) -> None:
+    def send(self, message: ToEngine) -> None:
         if self.transport is not None:
-            self.transport.write(frame(message))
+            self.transport.write(encode_frame(message))
 
     def close(self) -> None:
         if self.transport is not None:
@@ -341,21 +342,21 @@ class _Link(asyncio.Protocol):
         for message in self.frames.feed(data):
             if isinstance(message, Update):
                 updates.append(message)
-            elif isinstance(message, Seen | Told):
-                self.owner.seen(message)
+            elif isinstance(message, LiveFrame | Explanation):
+                self.owner.on_live_message(message)
             elif isinstance(message, Ready):
                 self.ready.set_result(message.about)
-            elif isinstance(message, Refused):
+            elif isinstance(message, BuildFailed):
                 self.ready.set_exception(_error(message))
-        self.owner.heard(updates)
+        self.owner.on_updates(updates)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.ready.done():
             self.ready.set_exception(Unavailable("the engine process ended before it was ready: see its log"))
-        self.owner.lost(self)
+        self.owner.on_connection_lost(self)
 
 
-def _error(refused: Refused) -> QuireError:
+def _error(refused: BuildFailed) -> QuireError:
     kind = getattr(errors, refused.kind, QuireError)
     made = kind(refused.message) if isinstance(kind, type) and issubclass(kind, QuireError) else None
     return made if made is not None else QuireError(refused.message)

@@ -17,16 +17,16 @@ from quire.core.plan import Plan
 from quire.core.scheduler import Scheduler
 from quire.engine.clock import Clock, WallClock
 from quire.engine.events import Completed, Gauges, Observer, StepRecord
-from quire.engine.executor import Executor, Handle
-from quire.engine.ledger import Ledger
-from quire.engine.pacer import NoPace, Pacer
+from quire.engine.executor import Executor, StepHandle
+from quire.engine.ledger import EngineStats
+from quire.engine.pacer import StepBudget, UnlimitedStepBudget
 from quire.engine.recovery import Recovery
-from quire.engine.slack import NoSlack, Slack
+from quire.engine.slack import NoPlanDelay, PlanDelay
 from quire.errors import ExecutorLost, InvalidRequest, QuireError, StepFailed, Unavailable
-from quire.text.harmless import block
-from quire.values import GREEDY, MANY, FinishReason, Request, SamplingParams, Tokens, failed
+from quire.text.harmless import escape_control_lines
+from quire.values import GREEDY, UNLIMITED, FinishReason, Request, RequestStepOutput, SamplingParams, error_output
 
-_Flying = tuple[float, float, Handle]
+_Inflight = tuple[float, float, StepHandle]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,78 +44,80 @@ class Engine:
         scheduler: Scheduler,
         executor: Executor,
         *,
-        depth: int = 0,
+        lookahead: int = 0,
         clock: Clock | None = None,
         observers: Iterable[Observer] = (),
-        pacer: Pacer | None = None,
-        slack: Slack | None = None,
-        keep: int = MANY,
+        step_budget: StepBudget | None = None,
+        plan_delay: PlanDelay | None = None,
+        keep: int = UNLIMITED,
     ) -> None:
-        self.scheduler, self.executor, self.depth = scheduler, executor, depth
+        self.scheduler, self.executor, self.lookahead = scheduler, executor, lookahead
         self.clock: Clock = WallClock() if clock is None else clock
         self.observers = tuple(observers)
-        self.pacer: Pacer = NoPace() if pacer is None else pacer
-        self.slack: Slack = NoSlack() if slack is None else slack
-        self.about = executor.describe()
-        self.flight: deque[_Flying] = deque()
+        self.step_budget: StepBudget = UnlimitedStepBudget() if step_budget is None else step_budget
+        self.plan_delay: PlanDelay = NoPlanDelay() if plan_delay is None else plan_delay
+        self.description = executor.describe()
+        self.inflight: deque[_Inflight] = deque()
         self.recovery = Recovery(scheduler)
-        self.ledger = Ledger(keep)
+        self.stats = EngineStats(keep)
         self.failures = 0
-        self._out: list[Tokens] = []
-        self._committed = -math.inf
+        self._outputs: list[RequestStepOutput] = []
+        self._last_commit = -math.inf
         self._deadlines: list[tuple[float, str]] = []
         self._ids = itertools.count()
 
     # ---------------------------------------------------------------- the loop
 
-    def step(self) -> list[Tokens]:
+    def step(self) -> list[RequestStepOutput]:
         """Plan, launch, and commit what is due. What each request got; empty when idle. Never blocks when idle."""
         self._expire()
         try:
             self._step()
         except ExecutorLost as lost:
-            self._give_up(lost)
+            self._executor_lost(lost)
         except StepFailed as failure:
             self._recover(failure)
-        out, self._out = self._out, []
-        return out
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def _step(self) -> None:
-        scheduler, flight = self.scheduler, self.flight
+        scheduler, flight = self.scheduler, self.inflight
         planned = self.clock.now()
-        plan = scheduler.plan(self.pacer.budget(len(scheduler.running)))
+        plan = scheduler.plan(self.step_budget.max_tokens(len(scheduler.running)))
         if plan:
-            flight.append((planned, self.clock.now(), _tried(self.executor.launch, plan)))  # its forward starts now
-            self.slack.launched(planned)
+            flight.append(
+                (planned, self.clock.now(), _as_step_failure(self.executor.launch, plan))
+            )  # its forward starts now
+            self.plan_delay.on_launch(planned)
         elif flight:
             self._commit()  # nothing to add: let one come home
-        if plan and plan.masked:  # masks need every token before them
+        if plan and plan.masked_spans:  # masks need every token before them
             while len(flight) > 1:
                 self._commit()
-            _tried(flight[0][2].sample, _tried(scheduler.masks))
-        while len(flight) > self.depth:
+            _as_step_failure(flight[0][2].sample, _as_step_failure(scheduler.masks))
+        while len(flight) > self.lookahead:
             self._commit()
 
     def _commit(self) -> None:
-        planned, launched, handle = self.flight.popleft()
-        waited = not _tried(handle.over)
-        result = _tried(handle.result)
-        step = self.scheduler.flight[0]
+        planned, launched, handle = self.inflight.popleft()
+        waited = not _as_step_failure(handle.is_done)
+        result = _as_step_failure(handle.result)
+        step = self.scheduler.inflight[0]
         events = self.scheduler.commit(result)
         now = self.clock.now()
-        took = now - max(launched, self._committed)
-        fed = _fed(step.plan)
-        self.pacer.learn(fed, took)
-        self.slack.learn(fed, took, waited=waited)
-        if step.plan.drafts:
-            self.scheduler.speculation.timed(step.plan, took)
-        self._committed = now
-        ended = self.ledger.committed(step, events, planned, now)
+        seconds = now - max(launched, self._last_commit)
+        num_tokens = _num_tokens(step.plan)
+        self.step_budget.record(num_tokens, seconds)
+        self.plan_delay.record(num_tokens, seconds, waited=waited)
+        if step.plan.num_drafts:
+            self.scheduler.speculation.record_step_time(step.plan, seconds)
+        self._last_commit = now
+        ended = self.stats.on_commit(step, events, planned, now)
         if self.recovery.active:
-            self.recovery.passed(step.seqs)
-        self._out += events
+            self.recovery.on_step_passed(step.seqs)
+        self._outputs += events
         record = StepRecord(
-            self.ledger.steps,
+            self.stats.num_steps,
             planned,
             launched,
             now,
@@ -127,7 +129,7 @@ class Engine:
             self.gauges(),
         )
         for observer in self.observers:
-            _shown(observer.on_step, record)
+            _notify(observer.on_step, record)
 
     # ---------------------------------------------------------------- requests
 
@@ -149,7 +151,7 @@ class Engine:
             Request(
                 id=id,
                 prompt=tuple(tokens),
-                max_new=max_new_tokens,
+                max_new_tokens=max_new_tokens,
                 sampling=sampling,
                 stop=frozenset(stop),
                 seed=sampling.seed or 0,
@@ -164,54 +166,54 @@ class Engine:
 
         Raises InvalidRequest naming the field that cannot work.
         """
-        about = self.about
-        length = len(request.prompt) + request.max_new
-        if length > about.max_model_len:
+        description = self.description
+        length = len(request.prompt) + request.max_new_tokens
+        if length > description.max_model_len:
             raise InvalidRequest(
-                f"prompt ({len(request.prompt)} tokens) plus max_tokens ({request.max_new}) is {length}, "
-                f"and this model's context holds {about.max_model_len}",
+                f"prompt ({len(request.prompt)} tokens) plus max_tokens ({request.max_new_tokens}) is {length}, "
+                f"and this model's context holds {description.max_model_len}",
                 param="prompt",
             )
-        request.check_ids(about.vocab_size)
-        asked = request.sampling.structured_outputs
-        if asked is not None and (constraint is FREE or not about.masks):
-            raise InvalidRequest(f"{asked.param}: this engine cannot make structured output", param=asked.param)
+        request.check_ids(description.vocab_size)
+        structure = request.sampling.structured_outputs
+        if structure is not None and (constraint is FREE or not description.supports_masks):
+            raise InvalidRequest(f"{structure.param}: this engine cannot make structured output", param=structure.param)
         seq = self.scheduler.add(request, constraint)
         self.recovery.admit(seq)
         now = self.clock.now()
-        self.ledger.submitted(seq, now)
+        self.stats.on_submit(seq, now)
         if request.deadline < math.inf:
             heapq.heappush(self._deadlines, (request.deadline, request.id))
         for observer in self.observers:
-            _shown(observer.on_submit, request, now)
+            _notify(observer.on_submit, request, now)
 
-    def provide(self, id: str, constraint: Constraint) -> None:
+    def set_constraint(self, id: str, constraint: Constraint) -> None:
         """The constraint that a request waited for is made. Requests that have ended are fine."""
-        seq = self.scheduler.seqs.get(id)
+        seq = self.scheduler.sequences.get(id)
         if seq is not None:
-            self.scheduler.waiting.ready(seq, constraint)
+            self.scheduler.waiting.constraint_ready(seq, constraint)
             self.recovery.admit(seq)
 
-    def abort(self, id: str, why: FinishReason = "abort") -> None:
+    def abort(self, id: str, reason: FinishReason = "abort") -> None:
         """End a request now; its pages are free within a step. Unknown and ended ids are fine."""
-        self._end(Tokens(id, (), why), why)
+        self._finish(RequestStepOutput(id, (), reason), reason)
 
     def fail(self, id: str, error: QuireError) -> None:
         """The same, for a request that cannot be answered; its status says whose mistake that is."""
-        self._end(failed(id, error), "error")
+        self._finish(error_output(id, error), "error")
 
-    def _end(self, told: Tokens, why: FinishReason) -> None:
-        id = told.id
-        if self.scheduler.abort(id, why) is not None:
-            ended = self.ledger.ended(id, why, self.clock.now())
+    def _finish(self, output: RequestStepOutput, reason: FinishReason) -> None:
+        id = output.id
+        if self.scheduler.abort(id, reason) is not None:
+            ended = self.stats.on_finish(id, reason, self.clock.now())
             if self.recovery.active:
-                self.recovery.passed(())
-            self._out.append(told)
+                self.recovery.on_step_passed(())
+            self._outputs.append(output)
             for observer in self.observers:
-                _shown(observer.on_end, ended)
+                _notify(observer.on_end, ended)
 
     def _expire(self) -> None:
-        while self._deadlines and (self._deadlines[0][1] not in self.ledger.lives or self._overdue()):
+        while self._deadlines and (self._deadlines[0][1] not in self.stats.requests_by_id or self._overdue()):
             self.abort(heapq.heappop(self._deadlines)[1], "timeout")
 
     def _overdue(self) -> bool:
@@ -219,31 +221,31 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Whoever is opened from now on finds nothing of what was computed until now; who runs goes on."""
-        self.scheduler.kv.forget(self.scheduler.seqs.values())
+        self.scheduler.kv.invalidate(self.scheduler.sequences.values())
 
     # ---------------------------------------------------------------- failure
 
     def _recover(self, failure: StepFailed) -> None:
         """Start again from committed tokens; the culprit is found by halving and failed alone."""
-        self.flight.clear()
+        self.inflight.clear()
         self.executor.reset()
         self.failures += 1
-        suspects, guilty = self.recovery.failed()
+        suspects, culprit = self.recovery.on_step_failed()
         now = self.clock.now()
         for observer in self.observers:
-            _shown(observer.on_failure, str(failure), [s.request.id for s in suspects], now)
-        if guilty is not None:  # what went wrong is for the log: it may name files and addresses
-            self.fail(guilty.request.id, StepFailed(f"the engine could not run this request ({_kind(failure)})"))
+            _notify(observer.on_failure, str(failure), [s.request.id for s in suspects], now)
+        if culprit is not None:  # what went wrong is for the log: it may name files and addresses
+            self.fail(culprit.request.id, StepFailed(f"the engine could not run this request ({_root_cause(failure)})"))
 
-    def _give_up(self, lost: ExecutorLost) -> None:
+    def _executor_lost(self, lost: ExecutorLost) -> None:
         """Every row is lost and nobody to blame: who had one fails, who waits may find the executor back."""
-        self.flight.clear()
+        self.inflight.clear()
         self.executor.reset()
         self.failures += 1
-        lives, now = self.recovery.lost(), self.clock.now()
+        sequences, now = self.recovery.on_executor_lost(), self.clock.now()
         for observer in self.observers:
-            observer.on_failure(str(lost), [s.request.id for s in lives], now)
-        for seq in lives:  # which executor, and why, is for the log
+            observer.on_failure(str(lost), [s.request.id for s in sequences], now)
+        for seq in sequences:  # which executor, and why, is for the log
             self.fail(seq.request.id, Unavailable("the executor was lost while this request ran: it may be sent again"))
 
     def abandon(self) -> None:
@@ -251,11 +253,11 @@ class Engine:
 
         Raises what keeps the executor from starting again.
         """
-        for id in list(self.scheduler.seqs):
+        for id in list(self.scheduler.sequences):
             self.abort(id)
-        self.flight.clear()
-        self.recovery.lost()
-        self._out.clear()
+        self.inflight.clear()
+        self.recovery.on_executor_lost()
+        self._outputs.clear()
         self.executor.reset()
 
     # ---------------------------------------------------------------- what can be read
@@ -263,67 +265,67 @@ class Engine:
     @property
     def completed_requests(self) -> deque[Completed]:
         """Requests that ended, oldest first; as many as `keep`."""
-        return self.ledger.completed
+        return self.stats.completed
 
     @property
     def has_pending_work(self) -> bool:
-        return self.scheduler.busy or bool(self._out)
+        return self.scheduler.has_work or bool(self._outputs)
 
     @property
     def can_step(self) -> bool:
         """Whether `step` has anything to do: not so while all that is left waits for a constraint."""
         scheduler = self.scheduler
-        return bool(scheduler.waiting.queued or scheduler.running or scheduler.flight or self._out)
+        return bool(scheduler.waiting.num_queued or scheduler.running or scheduler.inflight or self._outputs)
 
-    def spare(self) -> float:
+    def time_to_next_plan(self) -> float:
         """Seconds for which the next `step` can wait, so that who comes meanwhile is in it; 0: it is due."""
-        if not self.flight:
+        if not self.inflight:
             return 0.0
-        _, launched, _ = self.flight[0]
-        return self.slack.left(_fed(self.scheduler.flight[0].plan), max(launched, self._committed))
+        _, launched, _ = self.inflight[0]
+        return self.plan_delay.remaining(_num_tokens(self.scheduler.inflight[0].plan), max(launched, self._last_commit))
 
     def gauges(self) -> Gauges:
         scheduler = self.scheduler
-        kv, drafted = scheduler.kv, scheduler.drafted
-        pool = kv.pool
-        free = pool.free
+        kv, drafted = scheduler.kv, scheduler.draft_stats
+        pool = kv.block_pool
+        free = pool.num_free
         return Gauges(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            used_pages=pool.pages - free,
-            free_pages=free,
+            used_blocks=pool.num_blocks - free,
+            free_blocks=free,
             evictions=pool.evictions,
-            preemptions=scheduler.preempted,
-            prefix_queried=kv.queried,
-            prefix_hit=kv.hit,
-            discarded_spans=sum(scheduler.wasted.values()),
-            drafted=(drafted.spans, drafted.fed, drafted.accepted),
-            accepted_at=tuple(drafted.by_position),
-            resets=kv.resets,
+            preemptions=scheduler.num_preemptions,
+            prefix_queried=kv.num_queried_tokens,
+            prefix_hit=kv.num_hit_tokens,
+            discarded_spans=sum(scheduler.discarded_spans.values()),
+            draft_totals=(drafted.num_verified, drafted.num_drafted, drafted.num_accepted),
+            accepted_by_position=tuple(drafted.accepted_by_position),
+            prefix_cache_resets=kv.num_resets,
         )
 
     def metrics_snapshot(self) -> dict[str, Any]:
         """The counters of `/stats`, plain JSON."""
-        gauges, ledger = self.gauges(), self.ledger
-        pages = self.scheduler.kv.pool.pages
+        gauges, ledger = self.gauges(), self.stats
+        pages = self.scheduler.kv.block_pool.num_blocks
         return {
             "waiting_requests": gauges.waiting,
             "active_requests": gauges.running,
-            "completed_requests": ledger.requests,
-            "generated_tokens": ledger.generated,
-            "decode_steps": ledger.steps,
-            "average_batch_size": ledger.spans / ledger.steps if ledger.steps else 0.0,
-            "max_batch_observed": ledger.widest,
+            "completed_requests": ledger.num_finished,
+            "generated_tokens": ledger.num_generated_tokens,
+            "decode_steps": ledger.num_steps,
+            "average_batch_size": ledger.num_spans / ledger.num_steps if ledger.num_steps else 0.0,
+            "max_batch_observed": ledger.max_batch_size,
             "cache": {
-                "page_size": self.scheduler.kv.page_size,
+                "page_size": self.scheduler.kv.block_size,
                 "max_pages": pages,
-                "used_pages": gauges.used_pages,
-                "free_pages": gauges.free_pages,
+                "used_pages": gauges.used_blocks,
+                "free_pages": gauges.free_blocks,
                 "active_sequences": gauges.running,
                 "pressure_events": gauges.preemptions,
                 "evictions": gauges.evictions,
-                "utilization": gauges.used_pages / pages if pages else 0.0,
-                "policy": type(self.scheduler.kv.pool.shelf).__name__.lower(),
+                "utilization": gauges.used_blocks / pages if pages else 0.0,
+                "policy": type(self.scheduler.kv.block_pool.eviction_policy).__name__.lower(),
             },
         }
 
@@ -331,11 +333,11 @@ class Engine:
         self.executor.close()
 
 
-def _fed(plan: Plan) -> int:
+def _num_tokens(plan: Plan) -> int:
     return sum([span[1] for span in plan.spans])
 
 
-def _tried(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+def _as_step_failure(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """`run(...)`. Raises StepFailed for whatever goes wrong, in a kernel or a grammar: one request is to pay."""
     try:
         return run(*args, **kwargs)
@@ -345,15 +347,15 @@ def _tried(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         raise StepFailed(f"{type(failure).__name__}: {failure}") from failure
 
 
-def _shown(observe: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+def _notify(observe: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
     """Tell an observer; what it cannot take is said, and is nobody else's affair."""
     try:
         observe(*args, **kwargs)
     except Exception:
-        print(block(traceback.format_exc()), file=sys.stderr, flush=True)
+        print(escape_control_lines(traceback.format_exc()), file=sys.stderr, flush=True)
 
 
-def _kind(failure: BaseException) -> str:
+def _root_cause(failure: BaseException) -> str:
     """What kind of error is at the bottom of it."""
     while failure.__cause__ is not None:
         failure = failure.__cause__

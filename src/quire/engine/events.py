@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from quire.core.plan import Plan
 from quire.core.sequence import Sequence
 from quire.core.step import Decision
-from quire.values import FinishReason, Request, Tokens
+from quire.values import FinishReason, Request, RequestStepOutput
 
 
 class Gauges(NamedTuple):
@@ -16,18 +16,18 @@ class Gauges(NamedTuple):
 
     running: int
     waiting: int
-    used_pages: int
-    free_pages: int
+    used_blocks: int
+    free_blocks: int
     evictions: int
     preemptions: int
     prefix_queried: int
     prefix_hit: int
     discarded_spans: int
-    drafted: tuple[int, int, int] = (0, 0, 0)
+    draft_totals: tuple[int, int, int] = (0, 0, 0)
     """Verify spans, drafts fed, drafts accepted."""
-    accepted_at: tuple[int, ...] = ()
+    accepted_by_position: tuple[int, ...] = ()
     """Drafts accepted, by position."""
-    resets: int = 0
+    prefix_cache_resets: int = 0
     """Times that the prefix cache was emptied."""
 
 
@@ -56,7 +56,7 @@ class StepRecord:
     plan: Plan
     seqs: list[Sequence]
     decisions: list[Decision]
-    events: list[Tokens]
+    events: list[RequestStepOutput]
     ended: list[Completed]
     gauges: Gauges
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.core.plan import Mask, Plan, Result
-from quire.values import MANY
+from quire.values import UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,32 +27,32 @@ class Description:
     facts: gauges that stay as they are, by the names they have in /metrics.
     """
 
-    pages: int
-    page_size: int
-    rows: int
+    num_blocks: int
+    block_size: int
+    num_rows: int
     max_model_len: int
     vocab_size: int
-    depth: int = 0
-    tokens: int = MANY
-    drafts: int = 0
-    masks: bool = True
-    pools: bool = False
-    kv_bytes: int = 0
+    lookahead: int = 0
+    max_step_tokens: int = UNLIMITED
+    num_drafts: int = 0
+    supports_masks: bool = True
+    supports_pooling: bool = False
+    block_bytes: int = 0
     device: str = "cpu"
     dtype: str = ""
-    paces: dict[tuple[int, int], float] = field(default_factory=dict)
-    catch_up: float = 0.0
-    draft_kv: float = 0.0
-    facts: dict[str, float] = field(default_factory=dict)
+    step_times: dict[tuple[int, int], float] = field(default_factory=dict)
+    draft_catch_up_seconds: float = 0.0
+    draft_kv_share: float = 0.0
+    static_gauges: dict[str, float] = field(default_factory=dict)
 
 
-class Handle(Protocol):
+class StepHandle(Protocol):
     """One launched step."""
 
     def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
         """Hand in the masks of `plan.masked`, in order: one mask per sampled row. Called once, before `result`."""
 
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         """Whether the device is through with the step, or it failed: `result` has nothing to wait for."""
 
     def result(self) -> Result:
@@ -64,7 +64,7 @@ class Executor(Protocol):
 
     def describe(self) -> Description: ...
 
-    def launch(self, plan: Plan) -> Handle:
+    def launch(self, plan: Plan) -> StepHandle:
         """Start one step. Its forward may run before its masks are there, its sampling may not."""
 
     def reset(self) -> None:

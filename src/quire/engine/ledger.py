@@ -6,13 +6,13 @@ from collections import deque
 from dataclasses import dataclass
 
 from quire.core.sequence import Sequence
-from quire.core.step import Step
+from quire.core.step import InflightStep
 from quire.engine.events import Completed
-from quire.values import FinishReason, Tokens
+from quire.values import FinishReason, RequestStepOutput
 
 
 @dataclass(slots=True)
-class Life:
+class RequestTimes:
     """One request's times, in seconds of the engine's clock."""
 
     seq: Sequence
@@ -21,44 +21,46 @@ class Life:
     first_token: float | None = None
 
 
-class Ledger:
+class EngineStats:
     """Totals since the start. `keep`: how many completed requests are remembered."""
 
     def __init__(self, keep: int) -> None:
-        self.lives: dict[str, Life] = {}
+        self.requests_by_id: dict[str, RequestTimes] = {}
         self.completed: deque[Completed] = deque(maxlen=keep)
-        self.requests = self.prompted = self.cached = self.generated = 0
-        self.steps = self.spans = self.widest = self.fed = 0
+        self.num_finished = self.num_prompt_tokens = self.num_cached_tokens = self.num_generated_tokens = 0
+        self.num_steps = self.num_spans = self.max_batch_size = self.num_fed_tokens = 0
 
-    def submitted(self, seq: Sequence, now: float) -> None:
-        self.lives[seq.request.id] = Life(seq, now)
+    def on_submit(self, seq: Sequence, now: float) -> None:
+        self.requests_by_id[seq.request.id] = RequestTimes(seq, now)
 
-    def committed(self, step: Step, events: list[Tokens], planned: float, now: float) -> list[Completed]:
+    def on_commit(
+        self, step: InflightStep, events: list[RequestStepOutput], planned: float, now: float
+    ) -> list[Completed]:
         """Enter one step; those that it ended."""
-        width, lives, ended = len(step.seqs), self.lives, []
-        self.steps += 1
-        self.spans += width
-        self.widest = max(self.widest, width)
+        width, lives, ended = len(step.seqs), self.requests_by_id, []
+        self.num_steps += 1
+        self.num_spans += width
+        self.max_batch_size = max(self.max_batch_size, width)
         for what, id, _, _ in step.decisions:
             if what == "opened" and (life := lives.get(id)) is not None and life.opened is None:
                 life.opened = planned
         for id, tokens, finish, _, _, _, cached, *_ in events:
             life = lives[id]
             if tokens:
-                self.generated += len(tokens)
+                self.num_generated_tokens += len(tokens)
                 if life.first_token is None:
                     life.first_token = now
-                    self.prompted += life.seq.prompt_length
-                    self.cached += cached
+                    self.num_prompt_tokens += life.seq.prompt_length
+                    self.num_cached_tokens += cached
             if finish is not None:
-                ended.append(self.ended(id, finish, now))
+                ended.append(self.on_finish(id, finish, now))
         return ended
 
-    def ended(self, id: str, finish: FinishReason, now: float) -> Completed:
+    def on_finish(self, id: str, finish: FinishReason, now: float) -> Completed:
         """A request is over, for whatever reason."""
-        life = self.lives.pop(id)
+        life = self.requests_by_id.pop(id)
         seq = life.seq
-        self.requests += 1
+        self.num_finished += 1
         made = tuple(seq.tokens[seq.prompt_length :])
         done = Completed(
             id, seq.prompt_length, made, finish, life.submitted, life.opened, life.first_token, now, seq.preemptions

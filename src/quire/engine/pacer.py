@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from quire.values import MANY
+from quire.values import UNLIMITED
 
 
-class Pacer(Protocol):
+class StepBudget(Protocol):
     """Learns what steps cost and bounds the next one."""
 
-    def budget(self, running: int) -> int:
+    def max_tokens(self, running: int) -> int:
         """Most tokens for a step with so many rows on the device, one token each included."""
 
-    def learn(self, tokens: int, seconds: float) -> None:
+    def record(self, tokens: int, seconds: float) -> None:
         """A step that fed `tokens` took `seconds`."""
 
 
-class NoPace:
+class UnlimitedStepBudget:
     """Steps as large as the scheduler's own budget."""
 
-    def budget(self, running: int) -> int:
-        return MANY
+    def max_tokens(self, running: int) -> int:
+        return UNLIMITED
 
-    def learn(self, tokens: int, seconds: float) -> None:
+    def record(self, tokens: int, seconds: float) -> None:
         """Nothing to learn for."""
 
 
-class LatencyPace:
+class LatencyController:
     """Bounds steps by predicted time: seconds = a + b * tokens, fitted online by least squares that forget.
 
     target: seconds between tokens that prompts may cost whoever is being answered. Where even a step without prompts
@@ -43,7 +43,7 @@ class LatencyPace:
         self.target = target
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
-    def learn(self, tokens: int, seconds: float) -> None:
+    def record(self, tokens: int, seconds: float) -> None:
         keep = self.FORGET
         self._n = self._n * keep + 1.0
         self._x = self._x * keep + tokens
@@ -59,9 +59,9 @@ class LatencyPace:
         b = max(0.0, (self._n * self._xy - self._x * self._y) / spread)
         return max(0.0, (self._y - b * self._x) / self._n), b
 
-    def budget(self, running: int) -> int:
+    def max_tokens(self, running: int) -> int:
         a, b = self.fit()
         if not running or b == 0.0:
-            return MANY
+            return UNLIMITED
         bound = max(self.target, 2 * (a + b * running))
         return max(int((bound - a) / b), running + self.LEAST)

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from quire.engine.executor import Description
-from quire.values import FinishReason, Request, Tokens
+from quire.values import FinishReason, Request, RequestStepOutput
 
-OnTokens = Callable[[Sequence[Tokens]], None]
+OnTokens = Callable[[Sequence[RequestStepOutput]], None]
 OnDeath = Callable[[str], None]
 OnFrame = Callable[[bytes, bool], None]
 
 
-class Port(Protocol):
+class EngineClient(Protocol):
     """Used from one event loop. Nothing here blocks; answers come through `subscribe`."""
 
     async def start(self) -> Description:
@@ -46,13 +46,13 @@ class Port(Protocol):
     def ready(self) -> bool: ...
 
 
-class Panes(Protocol):
+class LiveViewClient(Protocol):
     """The front's side of an engine's window."""
 
-    def look(self, on: bool) -> None:
+    def watch(self, on: bool) -> None:
         """Frames from now on, a whole one first; or none any more. Lasts over the engine's restarts."""
 
-    def show(self, on_frame: OnFrame) -> None:
+    def on_frames(self, on_frame: OnFrame) -> None:
         """`on_frame` hears every frame, as JSON, and whether it is a whole picture."""
 
     async def explain(self, id: str) -> bytes:

@@ -14,17 +14,30 @@ from typing import Any
 from quire import heap
 from quire.core.constraint import Constraints, NoConstraints
 from quire.engine.engine import Engine
-from quire.engine.watch import Watch
-from quire.engine.window import NoWindow, Window
-from quire.engine.wire import Abort, Ask, Forget, Frames, Look, Seen, Submit, ToEngine, Told, Update, frame, submitted
+from quire.engine.watch import StepWatch
+from quire.engine.window import LiveView, NoLiveView
+from quire.engine.wire import (
+    Abort,
+    Explain,
+    Explanation,
+    FrameReader,
+    LiveFrame,
+    ResetPrefixCache,
+    Submit,
+    ToEngine,
+    Update,
+    WatchLive,
+    encode_frame,
+    submitted,
+)
 from quire.errors import InvalidRequest, StepFailed
-from quire.text.harmless import block
-from quire.values import Request, Tokens, failed
+from quire.text.harmless import escape_control_lines
+from quire.values import Request, RequestStepOutput, error_output
 
 _STATS_EVERY = 0.1
 """Seconds between two statistics while busy."""
 
-_REST = 3.0
+_TRIM_AFTER = 3.0
 """Seconds of idleness after which memory is given back: what traffic with pauses would take again at once is kept."""
 
 
@@ -39,18 +52,18 @@ class EngineLoop:
         engine: Engine,
         link: socket.socket,
         metrics: Callable[[], dict[str, Any]],
-        watch: Watch,
+        step_watch: StepWatch,
         constraints: Constraints | None = None,
-        window: Window | None = None,
+        live_view: LiveView | None = None,
     ) -> None:
-        self.engine, self.link, self.metrics, self.watch = engine, link, metrics, watch
+        self.engine, self.link, self.metrics, self.step_watch = engine, link, metrics, step_watch
         self.constraints: Constraints = NoConstraints() if constraints is None else constraints
-        self.window: Window = NoWindow() if window is None else window
-        self.frames = Frames(ToEngine)
-        self.refused: list[Tokens] = []
-        self.told = float("-inf")
-        self.taken = 0
-        self.rested = False
+        self.live_view: LiveView = NoLiveView() if live_view is None else live_view
+        self.frames = FrameReader(ToEngine)
+        self.refused: list[RequestStepOutput] = []
+        self.last_stats_at = float("-inf")
+        self.num_submits = 0
+        self.trimmed = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(link, selectors.EVENT_READ)
         self._wakers: set[int] = set()
@@ -58,28 +71,28 @@ class EngineLoop:
     def run(self) -> None:
         """Until the front goes away, in the middle of a sentence or not."""
         with self._selector, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._tell([])
-            while self._listen():
+            self._send([])
+            while self._receive():
                 events = self.engine.step()
                 if self.refused:
                     events, self.refused = self.refused + events, []
-                self._tell(events)
+                self._send(events)
 
-    def _listen(self) -> bool:
+    def _receive(self) -> bool:
         """Take what has been said; wait for it when idle, or until the next plan is due. False: the front is gone."""
         busy = self.engine.can_step or bool(self.refused)
         while True:
-            heard = self._wait(self.engine.spare()) if busy else self._select(self._patience())
+            heard = self._wait(self.engine.time_to_next_plan()) if busy else self._select(self._idle_timeout())
             if self.link.fileno() in heard:
                 if not (data := self.link.recv(1 << 20)):
                     return False
                 for message in self.frames.feed(data):
-                    self._obey(message)
-            self._provide()
+                    self._handle(message)
+            self._poll_constraints()
             if not heard:
-                self._rest(idle=not busy)
+                self._trim_when_idle(idle=not busy)
                 return True
-            busy, self.rested = True, False
+            busy, self.trimmed = True, False
 
     def _wait(self, seconds: float) -> set[int]:
         """Descriptors with something to read within `seconds`, less up to a millisecond.
@@ -91,89 +104,89 @@ class EngineLoop:
     def _select(self, seconds: float | None) -> set[int]:
         """Descriptors with something to read within `seconds`; None: however long that takes. Of any number:
         select(2) takes those below 1,024 only, and an inherited one may be above."""
-        for waker in self.constraints.wakers():
+        for waker in self.constraints.wait_fds():
             if waker not in self._wakers:
                 self._wakers.add(waker)
                 self._selector.register(waker, selectors.EVENT_READ)
         return {key.fd for key, _ in self._selector.select(seconds)}
 
-    def _patience(self) -> float | None:
+    def _idle_timeout(self) -> float | None:
         """Seconds to wait for something to be said; None for as long as it takes."""
-        patience = self.constraints.patience()
-        if self.rested:
+        patience = self.constraints.timeout()
+        if self.trimmed:
             return patience
-        return _REST if patience is None else min(patience, _REST)
+        return _TRIM_AFTER if patience is None else min(patience, _TRIM_AFTER)
 
-    def _rest(self, *, idle: bool) -> None:
+    def _trim_when_idle(self, *, idle: bool) -> None:
         """Nothing was said. After work, and once until there is more, give back what the work left free."""
-        if idle and not self.rested:
+        if idle and not self.trimmed:
             heap.trim()
-        self.rested = idle
+        self.trimmed = idle
 
-    def _obey(self, message: ToEngine) -> None:
+    def _handle(self, message: ToEngine) -> None:
         if isinstance(message, Submit):
-            self.taken += 1
+            self.num_submits += 1
             for request in submitted(message):
                 self._add(request)
         elif isinstance(message, Abort):
             for id in message.ids:
-                self.engine.abort(id, message.why)
-        elif isinstance(message, Forget):
+                self.engine.abort(id, message.reason)
+        elif isinstance(message, ResetPrefixCache):
             self.engine.reset_prefix_cache()
-        elif isinstance(message, Look):
-            self.window.watch(message.on)
-        elif isinstance(message, Ask):
-            self.link.sendall(frame(Told(message.number, self._explained(message.id))))
+        elif isinstance(message, WatchLive):
+            self.live_view.watch(message.on)
+        elif isinstance(message, Explain):
+            self.link.sendall(encode_frame(Explanation(message.call_id, self._explanation(message.id))))
 
-    def _explained(self, id: str) -> bytes:
+    def _explanation(self, id: str) -> bytes:
         try:
-            return self.window.explain(id, self.engine.clock.now())
+            return self.live_view.explain(id, self.engine.clock.now())
         except Exception:  # nobody's answer depends on it
-            print(block(traceback.format_exc()), file=sys.stderr, flush=True)
+            print(escape_control_lines(traceback.format_exc()), file=sys.stderr, flush=True)
             return b"null"
 
-    def _picture(self, now: float, *, last: bool) -> tuple[bytes, bool] | None:
+    def _live_frame(self, now: float, *, last: bool) -> tuple[bytes, bool] | None:
         try:
-            return self.window.frame(self.engine, now, last=last)
+            return self.live_view.frame(self.engine, now, last=last)
         except Exception:  # as little
-            print(block(traceback.format_exc()), file=sys.stderr, flush=True)
+            print(escape_control_lines(traceback.format_exc()), file=sys.stderr, flush=True)
             return None
 
     def _add(self, request: Request) -> None:
         try:
-            self.engine.add(request, self.constraints.of(request))
+            self.engine.add(request, self.constraints.constraint_for(request))
         except InvalidRequest as error:
-            self.refused.append(failed(request.id, error))
+            self.refused.append(error_output(request.id, error))
         except Exception as error:  # a request that something chokes on is that request's affair
-            print(block(traceback.format_exc()), file=sys.stderr, flush=True)
+            print(escape_control_lines(traceback.format_exc()), file=sys.stderr, flush=True)
             why = f"the engine could not take this request ({type(error).__name__})"
-            self.refused.append(failed(request.id, StepFailed(why)))
+            self.refused.append(error_output(request.id, StepFailed(why)))
 
-    def _provide(self) -> None:
-        for id, made in self.constraints.made():
+    def _poll_constraints(self) -> None:
+        for id, made in self.constraints.poll():
             if isinstance(made, InvalidRequest):
                 self.engine.fail(id, made)
             else:
-                self.engine.provide(id, made)
+                self.engine.set_constraint(id, made)
 
-    def _tell(self, events: list[Tokens]) -> None:
+    def _send(self, events: list[RequestStepOutput]) -> None:
         engine, now = self.engine, self.engine.clock.now()
         idle = not engine.can_step
-        due = idle or now - self.told >= _STATS_EVERY
+        due = idle or now - self.last_stats_at >= _STATS_EVERY
         if due:
-            self.told = now
+            self.last_stats_at = now
         self.link.sendall(
-            frame(
+            encode_frame(
                 Update(
-                    engine.ledger.steps + engine.failures,
+                    engine.stats.num_steps + engine.failures,
                     events,
                     idle,
-                    self.taken,
-                    self.watch.due(engine.scheduler.budget),
+                    self.num_submits,
+                    self.step_watch.step_timeout(engine.scheduler.max_num_batched_tokens),
                     engine.metrics_snapshot() if due else None,
                     self.metrics() if due else None,
                 )
             )
         )
-        if (seen := self._picture(now, last=idle)) is not None:
-            self.link.sendall(frame(Seen(*seen)))
+        if (live_frame := self._live_frame(now, last=idle)) is not None:
+            self.link.sendall(encode_frame(LiveFrame(*live_frame)))

@@ -18,9 +18,9 @@ class Recovery:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.groups: list[list[Sequence]] = []
-        self.held: list[Sequence] = []
-        self.untried: set[int] = set()
-        self.strike: tuple[int, int] = (-1, -1)
+        self.parked: list[Sequence] = []
+        self.unproven: set[int] = set()
+        self.failure_point: tuple[int, int] = (-1, -1)
 
     @property
     def active(self) -> bool:
@@ -30,54 +30,54 @@ class Recovery:
         """A newcomer waits while suspects are tried."""
         if self.active and seq in self.scheduler.waiting:
             self.scheduler.waiting.discard(seq)
-            self.held.append(seq)
+            self.parked.append(seq)
 
-    def failed(self) -> tuple[list[Sequence], Sequence | None]:
+    def on_step_failed(self) -> tuple[list[Sequence], Sequence | None]:
         """A step failed: all rows go back to the queue. The suspects, and the culprit if it is found.
 
         Those that ran beside the group on trial had passed; still nobody is blamed for a failure in company, nor
         for a single one: guilty is who fails twice, alone on the device, at the same place.
         """
-        beside = {id(seq) for step in self.scheduler.flight for seq in step.seqs}  # also who has left meanwhile
+        beside = {id(seq) for step in self.scheduler.inflight for seq in step.seqs}  # also who has left meanwhile
         lost = self.scheduler.recover()
-        trial = {s.order for s in (self.groups.pop(0) if self.groups else lost)}
-        suspects = [s for s in lost if s.order in trial]
+        trial = {s.arrival for s in (self.groups.pop(0) if self.groups else lost)}
+        suspects = [s for s in lost if s.arrival in trial]
         culprit = None
         if len(lost) == 1 and beside <= {id(lost[0])}:
-            strike = (lost[0].order, lost[0].computed)
-            culprit = lost[0] if strike == self.strike else None
-            self.strike = strike
+            strike = (lost[0].arrival, lost[0].num_computed)
+            culprit = lost[0] if strike == self.failure_point else None
+            self.failure_point = strike
         if culprit is None:
             half = (len(suspects) + 1) // 2
             self.groups[:0] = [group for group in (suspects[:half], suspects[half:]) if group]
-        self._next()
+        self._next_group()
         return suspects, culprit
 
-    def lost(self) -> list[Sequence]:
+    def on_executor_lost(self) -> list[Sequence]:
         """The device is gone, and no trial goes on. Who was on it."""
         lost = self.scheduler.recover()
         self.groups.clear()
-        self._next()
+        self._next_group()
         return lost
 
-    def passed(self, seqs: Iterable[Sequence]) -> None:
+    def on_step_passed(self, seqs: Iterable[Sequence]) -> None:
         """These got through a step. When the whole group has, the next one is tried."""
         for seq in seqs:
-            if seq.computed >= len(seq.tokens) - 1:  # past its prompt again, where it stood when the step failed
-                self.untried.discard(seq.order)
-        if not any(s.order in self.untried and s.finish is None for s in self.groups[0]):
+            if seq.num_computed >= len(seq.tokens) - 1:  # past its prompt again, where it stood when the step failed
+                self.unproven.discard(seq.arrival)
+        if not any(s.arrival in self.unproven and s.finish_reason is None for s in self.groups[0]):
             self.groups.pop(0)
-            self._next()
+            self._next_group()
 
-    def _next(self) -> None:
+    def _next_group(self) -> None:
         """Let only the next group run; with none left, everybody."""
         waiting = self.scheduler.waiting
-        while self.groups and all(s.finish is not None for s in self.groups[0]):
+        while self.groups and all(s.finish_reason is not None for s in self.groups[0]):
             self.groups.pop(0)
-        everyone = [*waiting.drain(), *self.held]
-        chosen = {s.order for s in self.groups[0]} if self.groups else {s.order for s in everyone}
-        self.untried = set(chosen)
-        self.held = [s for s in everyone if s.order not in chosen and s.finish is None]
+        everyone = [*waiting.drain(), *self.parked]
+        chosen = {s.arrival for s in self.groups[0]} if self.groups else {s.arrival for s in everyone}
+        self.unproven = set(chosen)
+        self.parked = [s for s in everyone if s.arrival not in chosen and s.finish_reason is None]
         for seq in everyone:
-            if seq.order in chosen and seq.finish is None:
+            if seq.arrival in chosen and seq.finish_reason is None:
                 waiting.push(seq)

@@ -12,33 +12,33 @@ from typing import Protocol
 from quire.engine.clock import Clock, WallClock
 
 
-class Slack(Protocol):
+class PlanDelay(Protocol):
     """Learns what steps and launches take, and how long the next plan can wait for newcomers."""
 
-    def left(self, fed: int, begun: float) -> float:
+    def remaining(self, fed: int, begun: float) -> float:
         """Seconds until the next plan is due, while a step that feeds `fed` tokens has been running since `begun`."""
 
-    def launched(self, planned: float) -> None:
+    def on_launch(self, planned: float) -> None:
         """A step that has been planned since `planned` is with the device now."""
 
-    def learn(self, fed: int, took: float, *, waited: bool) -> None:
+    def record(self, fed: int, took: float, *, waited: bool) -> None:
         """A step took so long. waited: it was still running when the next one had been launched."""
 
 
-class NoSlack:
+class NoPlanDelay:
     """Every step is planned at once."""
 
-    def left(self, fed: int, begun: float) -> float:
+    def remaining(self, fed: int, begun: float) -> float:
         return 0.0
 
-    def launched(self, planned: float) -> None:
+    def on_launch(self, planned: float) -> None:
         """Nothing to learn for."""
 
-    def learn(self, fed: int, took: float, *, waited: bool) -> None:
+    def record(self, fed: int, took: float, *, waited: bool) -> None:
         """Nothing to learn for."""
 
 
-class MeasuredSlack:
+class MeasuredPlanDelay:
     """Plans are due by what launching has taken at most, and a margin, before the end that is foreseen.
 
     A step is expected to take as long as the quickest of the last few that fed no more than about as much; while fewer
@@ -67,7 +67,7 @@ class MeasuredSlack:
         self._launches: deque[float] = deque(maxlen=self.KEPT)
         self._late = False
 
-    def left(self, fed: int, begun: float) -> float:
+    def remaining(self, fed: int, begun: float) -> float:
         known = [took for other, took in self._steps if other <= self.ALIKE * fed + self.FEW]
         if len(known) < self.KNOWN:
             return 0.0
@@ -78,10 +78,10 @@ class MeasuredSlack:
         self._late = True
         return left
 
-    def launched(self, planned: float) -> None:
+    def on_launch(self, planned: float) -> None:
         self._launches.append(self.clock.now() - planned)
 
-    def learn(self, fed: int, took: float, *, waited: bool) -> None:
+    def record(self, fed: int, took: float, *, waited: bool) -> None:
         if waited:
             self._steps.append((fed, took))
             self.margin = max(self.LEAST, self.margin * self.SHRINK)

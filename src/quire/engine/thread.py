@@ -20,8 +20,8 @@ from typing import Protocol, TypeVar
 from quire.core.constraint import Constraint
 from quire.engine.engine import Engine
 from quire.errors import Closed, Interrupted, QuireError, StepFailed
-from quire.text.harmless import block
-from quire.values import FinishReason, Request, Tokens
+from quire.text.harmless import escape_control_lines
+from quire.values import FinishReason, Request, RequestStepOutput
 
 R = TypeVar("R")
 
@@ -42,7 +42,7 @@ def wait_for(answers: SimpleQueue[R]) -> R:
 class Listener(Protocol):
     """Who hears what becomes of a request. Called in the engine's thread."""
 
-    def take(self, event: Tokens) -> FinishReason | None:
+    def take(self, event: RequestStepOutput) -> FinishReason | None:
         """None while more is wanted, else why the request is to end."""
 
     def lost(self, error: QuireError) -> None:
@@ -211,7 +211,7 @@ class EngineThread:
         try:
             events = self._engine.step()
         except Exception as error:
-            print(block(traceback.format_exc()), file=sys.stderr, flush=True)
+            print(escape_control_lines(traceback.format_exc()), file=sys.stderr, flush=True)
             self._lose(StepFailed(f"the engine failed in a step ({type(error).__name__}), and every request with it"))
             return
         for event in events:
@@ -231,7 +231,7 @@ class EngineThread:
         try:
             self._engine.abandon()
         except Exception as failure:
-            print(block(traceback.format_exc()), file=sys.stderr, flush=True)
+            print(escape_control_lines(traceback.format_exc()), file=sys.stderr, flush=True)
             self._closed = f"the engine failed and could not be started again ({type(failure).__name__})"
             self._asked.put(None)
         for listener in listeners.values():

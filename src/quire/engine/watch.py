@@ -21,8 +21,8 @@ from quire.core.plan import Plan
 from quire.core.step import Decision
 from quire.engine.engine import Engine
 from quire.engine.events import Completed, StepRecord
-from quire.engine.wire import TELL
-from quire.text.harmless import harmless
+from quire.engine.wire import REPORT_SIGNAL
+from quire.text.harmless import escape_control
 from quire.values import Request
 
 _UNKNOWN = 0.1
@@ -35,7 +35,7 @@ _SHORT, _LONG = 10.0, 30.0
 """Seconds that any step may take, unless an option says otherwise: once steps have been measured, and before."""
 
 
-class Watch:
+class StepWatch:
     """An observer that learns what steps cost and keeps the last few.
 
     timeout: seconds that any step may take; None: 10 where steps are known to be short, 30 before any was measured.
@@ -50,7 +50,7 @@ class Watch:
         self.rate = 0.0
         self.most = 0
 
-    def due(self, budget: int) -> float:
+    def step_timeout(self, budget: int) -> float:
         """Seconds within which a step must be over that feeds `budget` tokens at most.
 
         That is the timeout, or `_MARGIN` times what the steps before suggest, where that is more.
@@ -82,65 +82,68 @@ class Watch:
 
     def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
         who = ", ".join(suspects[:8]) + (f" and {len(suspects) - 8} more" if len(suspects) > 8 else "")
-        print(f"a step failed: {harmless(reason)}\n  on the device: {who}", file=self.out, flush=True)
+        print(f"a step failed: {escape_control(reason)}\n  on the device: {who}", file=self.out, flush=True)
 
     # ---------------------------------------------------------------- a report
 
     def report(self, engine: Engine) -> str:
         """What was decided last and what is under way. Read from another thread: a little torn, never wrong."""
-        return "\n".join(self._lines(engine))
+        return "\n".join(self._report_lines(engine))
 
-    def _lines(self, engine: Engine) -> Iterator[str]:
+    def _report_lines(self, engine: Engine) -> Iterator[str]:
         scheduler, now = engine.scheduler, engine.clock.now()
         gauges = engine.gauges()
+        timeout = self.step_timeout(scheduler.max_num_batched_tokens)
         yield (
-            f"engine: {engine.ledger.steps} steps committed, {gauges.running} running, {gauges.waiting} waiting, "
-            f"{gauges.used_pages} pages used, {gauges.free_pages} free, due within {self.due(scheduler.budget):.1f} s"
+            f"engine: {engine.stats.num_steps} steps committed, {gauges.running} running, {gauges.waiting} waiting, "
+            f"{gauges.used_blocks} pages used, {gauges.free_blocks} free, due within {timeout:.1f} s"
         )
         for record in list(self.last):
             took = f"{record.committed - record.launched:.4f} s, {now - record.committed:.1f} s ago"
-            yield f"  step {record.number} ({took}): {_told(record.plan, record.ids, record.decisions)}"
-        for step in list(scheduler.flight):
+            yield f"  step {record.number} ({took}): {_step_line(record.plan, record.ids, record.decisions)}"
+        for step in list(scheduler.inflight):
             ids = [seq.request.id for seq in step.seqs]
-            yield f"  under way: {_told(step.plan, ids, step.decisions)}"
+            yield f"  under way: {_step_line(step.plan, ids, step.decisions)}"
 
     # ---------------------------------------------------------------- a signal
 
-    def listen(self, engine: Engine) -> Callable[[], None]:
+    def install_signal_handler(self, engine: Engine) -> Callable[[], None]:
         """From now on TELL makes this process tell. To be called in its main thread; undone by what it returns."""
         heard, ring = os.pipe()
         os.set_blocking(ring, False)
-        before = signal.signal(TELL, lambda number, frame: None)
-        faulthandler.register(TELL, file=self.out, all_threads=True, chain=True)
+        before = signal.signal(REPORT_SIGNAL, lambda number, frame: None)
+        faulthandler.register(REPORT_SIGNAL, file=self.out, all_threads=True, chain=True)
         signal.set_wakeup_fd(ring, warn_on_full_buffer=False)
-        thread = threading.Thread(target=self._wait, args=(heard, engine), name="watch", daemon=True)
+        thread = threading.Thread(target=self._report_on_signal, args=(heard, engine), name="watch", daemon=True)
         thread.start()
 
         def stop() -> None:
             signal.set_wakeup_fd(-1)
-            faulthandler.unregister(TELL)
-            signal.signal(TELL, before)
+            faulthandler.unregister(REPORT_SIGNAL)
+            signal.signal(REPORT_SIGNAL, before)
             os.close(ring)
             thread.join()
             os.close(heard)
 
         return stop
 
-    def _wait(self, heard: int, engine: Engine) -> None:
+    def _report_on_signal(self, heard: int, engine: Engine) -> None:
         while said := os.read(heard, 64):
-            if TELL in said:
+            if REPORT_SIGNAL in said:
                 try:
                     print(self.report(engine), file=self.out, flush=True)
                 except Exception:  # it is read while it changes
                     traceback.print_exc(file=self.out)
 
 
-def _told(plan: Plan, ids: list[str], decisions: list[Decision]) -> str:
+def _step_line(plan: Plan, ids: list[str], decisions: list[Decision]) -> str:
     """One step in a line: what each was fed, and why others were not."""
-    fed = [f"{id}+{span.n}" + ("*" if span.rows else "") for id, span in zip(ids, plan.spans, strict=False)]
+    fed = [
+        f"{id}+{span.num_tokens}" + ("*" if span.num_samples else "") for id, span in zip(ids, plan.spans, strict=False)
+    ]
     why = [" ".join(map(str, decision)) for decision in decisions]
-    return " ".join(_few(fed)) + ("; " + ", ".join(_few(why)) if why else "")
+    return " ".join(_abridge(fed)) + ("; " + ", ".join(_abridge(why)) if why else "")
 
 
-def _few(words: list[str], most: int = 16) -> list[str]:
+def _abridge(words: list[str], most: int = 16) -> list[str]:
     return words if len(words) <= most else [*words[:most], f"and {len(words) - most} more"]

@@ -7,7 +7,7 @@ from typing import Protocol
 from quire.engine.engine import Engine
 
 
-class Window(Protocol):
+class LiveView(Protocol):
     """What those who watch see of an engine. Costs nothing while nobody does."""
 
     def watch(self, on: bool) -> None:
@@ -20,7 +20,7 @@ class Window(Protocol):
         """What happened to a request (to all, if `id` is empty), as JSON."""
 
 
-class NoWindow:
+class NoLiveView:
     """Nobody can look in: the degenerate window."""
 
     def watch(self, on: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from quire.engine.executor import Description
-from quire.values import FinishReason, Request, Tokens
+from quire.values import FinishReason, Request, RequestStepOutput
 
 
 class Configure(msgspec.Struct, tag=True, frozen=True):
@@ -31,23 +31,23 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     """End these. why: what the front calls their end, so that the engine's records say the same."""
 
     ids: list[str]
-    why: FinishReason = "abort"
+    reason: FinishReason = "abort"
 
 
-class Forget(msgspec.Struct, tag=True, frozen=True):
+class ResetPrefixCache(msgspec.Struct, tag=True, frozen=True):
     """Empty the prefix cache."""
 
 
-class Look(msgspec.Struct, tag=True, frozen=True):
+class WatchLive(msgspec.Struct, tag=True, frozen=True):
     """Somebody watches and begins with a whole picture; or nobody does any more."""
 
     on: bool
 
 
-class Ask(msgspec.Struct, tag=True, frozen=True):
+class Explain(msgspec.Struct, tag=True, frozen=True):
     """What happened to a request; to all that are known, if `id` is empty. Answered by a Told of the same number."""
 
-    number: int
+    call_id: int
     id: str
 
 
@@ -57,7 +57,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     about: Description
 
 
-class Refused(msgspec.Struct, tag=True, frozen=True):
+class BuildFailed(msgspec.Struct, tag=True, frozen=True):
     """The engine cannot be built. kind: name of the error's class."""
 
     kind: str
@@ -71,11 +71,11 @@ class Update(msgspec.Struct, tag=True, frozen=True):
     may be one that has not heard yet. due: seconds within which the next step must be over.
     """
 
-    step: int
-    events: list[Tokens]
+    num_steps: int
+    events: list[RequestStepOutput]
     idle: bool
-    taken: int
-    due: float
+    num_submits: int
+    step_timeout: float
     stats: dict[str, Any] | None = None
     metrics: dict[str, Any] | None = None
 
@@ -102,31 +102,31 @@ def submitted(message: Submit) -> Iterator[Request]:
         yield before
 
 
-TELL = signal.SIGUSR1
+REPORT_SIGNAL = signal.SIGUSR1
 """The signal that makes the engine's process say where it is stuck. A person may send it too."""
 
 
-class Seen(msgspec.Struct, tag=True, frozen=True):
+class LiveFrame(msgspec.Struct, tag=True, frozen=True):
     """What those who watch are told: JSON that nobody here reads. whole: a viewer can begin with it."""
 
     frame: bytes
     whole: bool
 
 
-class Told(msgspec.Struct, tag=True, frozen=True):
+class Explanation(msgspec.Struct, tag=True, frozen=True):
     """The answer to an Ask, as JSON."""
 
-    number: int
-    story: bytes
+    call_id: int
+    body: bytes
 
 
-ToEngine = Configure | Submit | Abort | Forget | Look | Ask
-ToFront = Ready | Refused | Update | Seen | Told
+ToEngine = Configure | Submit | Abort | ResetPrefixCache | WatchLive | Explain
+ToFront = Ready | BuildFailed | Update | LiveFrame | Explanation
 
 _HEAD = struct.Struct("<I")
 
 
-class Frames:
+class FrameReader:
     """Cuts a byte stream into messages: each a little-endian length (4 bytes), then msgpack."""
 
     def __init__(self, kind: Any) -> None:
@@ -149,7 +149,7 @@ class Frames:
 _encoder = msgspec.msgpack.Encoder()
 
 
-def frame(message: ToEngine | ToFront) -> bytes:
+def encode_frame(message: ToEngine | ToFront) -> bytes:
     """One message as bytes."""
     body = _encoder.encode(message)
     return _HEAD.pack(len(body)) + body

@@ -9,12 +9,12 @@ import torch
 from quire.core.plan import Plan
 from quire.engine.executor import Description
 from quire.models.base import Model
-from quire.runner.ahead import AheadRunner, Flight
+from quire.runner.ahead import LookaheadRunner, LookaheadStep
 from quire.runner.device import DeviceSteps
-from quire.runner.graphs import Key, Queue
-from quire.runner.memory import allocate, layer_shapes, page_bytes
+from quire.runner.graphs import GraphKey, Queue
+from quire.runner.memory import allocate, block_bytes, layer_shapes
 from quire.runner.proposers import NoProposer, Proposer
-from quire.runner.rows import Rows
+from quire.runner.rows import RowState
 from quire.runner.sampler import Sampler
 
 
@@ -43,48 +43,48 @@ class CudaExecutor:
         queue: Queue,
         proposer: Proposer | None = None,
         depth: int = 1,
-        warm: Iterable[Key] = (),
+        warm: Iterable[GraphKey] = (),
         paces: Iterable[tuple[int, int]] = (),
-        catch_up: Key | None = None,
+        catch_up: GraphKey | None = None,
     ) -> None:
         proposer = NoProposer() if proposer is None else proposer
         layers = layer_shapes(model.spec.kv_shapes, dtype)
         vocab_size = model.spec.vocab
-        self.runner = AheadRunner(
+        self.runner = LookaheadRunner(
             model,
             allocate(layers, pages=pages, page_size=page_size, device=device),
-            Rows(rows, max_model_len, page_size, proposer.depth),
+            RowState(rows, max_model_len, page_size, proposer.num_drafts),
             Sampler(vocab_size),
             steps,
             queue,
             proposer,
-            tokens=tokens,
-            turns=depth + 2,
+            max_tokens=tokens,
+            num_slots=depth + 2,
             device=device,
         )
-        self.runner.warm(list(warm))
-        self._about = Description(
-            pages=pages,
-            page_size=page_size,
-            rows=rows,
+        self.runner.precompile(list(warm))
+        self._description = Description(
+            num_blocks=pages,
+            block_size=page_size,
+            num_rows=rows,
             max_model_len=max_model_len,
             vocab_size=vocab_size,
-            depth=depth,
-            tokens=tokens,
-            drafts=proposer.depth,
-            pools=True,
-            kv_bytes=page_bytes(layers, page_size),
-            paces={(rows, drafts): self.runner.pace(rows, drafts) for rows, drafts in paces},
-            draft_kv=proposer.kv_bytes() / max(1, page_bytes(layers, page_size)),
-            catch_up=self.runner.seconds([catch_up]) / catch_up.tokens if catch_up else 0.0,
+            lookahead=depth,
+            max_step_tokens=tokens,
+            num_drafts=proposer.num_drafts,
+            supports_pooling=True,
+            block_bytes=block_bytes(layers, page_size),
+            step_times={(rows, drafts): self.runner.step_seconds(rows, drafts) for rows, drafts in paces},
+            draft_kv_share=proposer.block_bytes() / max(1, block_bytes(layers, page_size)),
+            draft_catch_up_seconds=self.runner.time_keys([catch_up]) / catch_up.tokens if catch_up else 0.0,
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
         )
 
     def describe(self) -> Description:
-        return self._about
+        return self._description
 
-    def launch(self, plan: Plan) -> Flight:
+    def launch(self, plan: Plan) -> LookaheadStep:
         return self.runner.launch(plan)
 
     def reset(self) -> None:

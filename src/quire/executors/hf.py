@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 
 from quire.errors import InvalidModel, StepFailed
-from quire.layers.rope import STILL
+from quire.layers.rope import NO_ROPE
 from quire.models.spec import ModelSpec
 from quire.ops.ragged import LayerKV, RaggedBatch
 
@@ -82,7 +82,7 @@ def read(config: Any, architecture: str) -> ModelSpec:
         vocab=text.vocab_size,
         context=context,
         norm_eps=0.0,
-        rope=STILL,
+        rope=NO_ROPE,
         windows=(),
         stop=tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,),
     )

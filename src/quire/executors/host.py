@@ -13,7 +13,7 @@ from typing import NamedTuple
 import grpc
 
 from quire.core.plan import Span
-from quire.engine.executor import Executor, Handle
+from quire.engine.executor import Executor, StepHandle
 from quire.errors import InvalidConfig, StepFailed
 from quire.executors.contract import executor_pb2 as pb
 from quire.executors.contract.methods import DESCRIBE, OPTIONS, RUN, SERVICE
@@ -39,7 +39,7 @@ class Refusal(Exception):
         self.code = code
 
 
-class Host:
+class ExecutorServer:
     """A server around `executor`, listening once made. `port` is the port it got.
 
     address: HOST:PORT, 0 for any port. Raises InvalidConfig when it cannot listen there.
@@ -123,7 +123,7 @@ class Launched(NamedTuple):
     """A step that is not answered yet. handle: or why it could not be launched."""
 
     step: int
-    handle: Handle | str
+    handle: StepHandle | str
 
 
 class Session:
@@ -134,25 +134,25 @@ class Session:
     """
 
     def __init__(self, executor: Executor) -> None:
-        self.executor, self.about = executor, executor.describe()
-        self.inbox: queue.Queue[pb.Command | None] = queue.Queue(2 * (self.about.depth + 2))
+        self.executor, self.description = executor, executor.describe()
+        self.inbox: queue.Queue[pb.Command | None] = queue.Queue(2 * (self.description.lookahead + 2))
         self.over = threading.Event()
         self.epoch: int | None = None
         self._forget()
 
     def _forget(self) -> None:
         self.next = 0
-        self.flight: deque[Launched] = deque()
-        self.blind: set[int] = set()
+        self.inflight: deque[Launched] = deque()
+        self.skipping: set[int] = set()
         self.open: set[int] = set()
         self.spans: tuple[Span, ...] = ()
         self.failure = ""
 
     def run(self, commands: Iterator[pb.Command]) -> Iterator[pb.Answer]:
         """Answers, until the commands end. Raises Refusal."""
-        threading.Thread(target=self._hear, args=(commands,), daemon=True).start()
+        threading.Thread(target=self._receive, args=(commands,), daemon=True).start()
         while True:
-            due = bool(self.flight) and self.flight[0].step not in self.blind
+            due = bool(self.inflight) and self.inflight[0].step not in self.skipping
             try:
                 command = self.inbox.get(block=not due)
             except queue.Empty:
@@ -160,22 +160,22 @@ class Session:
                 continue
             if command is None:
                 return
-            self._obey(command)
+            self._handle(command)
 
-    def _hear(self, commands: Iterator[pb.Command]) -> None:
+    def _receive(self, commands: Iterator[pb.Command]) -> None:
         """On a thread of its own: a stream can be read only by waiting."""
         try:
             for command in commands:
-                self._put(command)
+                self._enqueue(command)
                 if self.over.is_set():
                     return
         except grpc.RpcError:
             """The engine hung up."""
         except Exception:
             """So it did: a stream that was cancelled raises a plain Exception."""
-        self._put(None)
+        self._enqueue(None)
 
-    def _put(self, command: pb.Command | None) -> None:
+    def _enqueue(self, command: pb.Command | None) -> None:
         while not self.over.is_set():
             try:
                 self.inbox.put(command, timeout=1.0)
@@ -183,7 +183,7 @@ class Session:
                 continue
             return
 
-    def _obey(self, command: pb.Command) -> None:
+    def _handle(self, command: pb.Command) -> None:
         kind = command.WhichOneof("kind")
         if kind == "begin":
             agree(command.begin.version)
@@ -191,52 +191,52 @@ class Session:
             self._forget()
             self.epoch = command.epoch
         elif command.epoch != self.epoch:
-            raise _nonsense(f"epoch {command.epoch} has not begun: this is {self.epoch}")
+            raise _protocol_error(f"epoch {command.epoch} has not begun: this is {self.epoch}")
         elif kind == "plan":
             self._launch(command)
         elif kind == "masks":
-            self._mask(command)
+            self._set_masks(command)
         else:
-            raise _nonsense("a command of no kind that is known")
+            raise _protocol_error("a command of no kind that is known")
 
     def _launch(self, command: pb.Command) -> None:
         if command.step != self.next:
-            raise _nonsense(f"step {command.step} of epoch {self.epoch} came where {self.next} was due")
+            raise _protocol_error(f"step {command.step} of epoch {self.epoch} came where {self.next} was due")
         self.next += 1
         try:
             plan = read_plan(command.plan, self.spans)
         except (ValueError, TypeError) as error:
-            raise _nonsense(f"step {command.step} has a plan that cannot be read: {error}") from error
+            raise _protocol_error(f"step {command.step} has a plan that cannot be read: {error}") from error
         self.spans = plan.spans
-        self.open.update(one.row for one in plan.opened)
-        strange = {span.row for span in plan.spans} | {row for row, _ in plan.grown}
+        self.open.update(one.row for one in plan.new_sequences)
+        strange = {span.row for span in plan.spans} | {row for row, _ in plan.new_blocks}
         strange -= self.open
         if strange:
             self.failure = self.failure or f"row {min(strange)} is not open in epoch {self.epoch}: open it first"
         if self.failure:
-            self.flight.append(Launched(command.step, self.failure))
+            self.inflight.append(Launched(command.step, self.failure))
             return
         try:
-            self.flight.append(Launched(command.step, self.executor.launch(plan)))
+            self.inflight.append(Launched(command.step, self.executor.launch(plan)))
         except Exception as error:  # whatever it is, the engine finds out whose fault it was
             self.failure = reason(error)
-            self.flight.append(Launched(command.step, self.failure))
+            self.inflight.append(Launched(command.step, self.failure))
             return
-        if plan.masked:
-            self.blind.add(command.step)
+        if plan.masked_spans:
+            self.skipping.add(command.step)
 
-    def _mask(self, command: pb.Command) -> None:
-        for place, (step, handle) in enumerate(self.flight):
+    def _set_masks(self, command: pb.Command) -> None:
+        for place, (step, handle) in enumerate(self.inflight):
             if step == command.step and not isinstance(handle, str):
-                self.blind.discard(step)
+                self.skipping.discard(step)
                 try:
                     handle.sample(read_masks(command.masks))
                 except Exception as error:
                     self.failure = reason(error)
-                    self.flight[place] = Launched(step, self.failure)
+                    self.inflight[place] = Launched(step, self.failure)
 
     def _answer(self) -> pb.Answer:
-        step, handle = self.flight.popleft()
+        step, handle = self.inflight.popleft()
         if isinstance(handle, str):
             return pb.Answer(epoch=self.epoch, step=step, failure=handle)
         try:
@@ -246,7 +246,7 @@ class Session:
             return pb.Answer(epoch=self.epoch, step=step, failure=self.failure)
 
 
-def _nonsense(message: str) -> Refusal:
+def _protocol_error(message: str) -> Refusal:
     return Refusal(grpc.StatusCode.INVALID_ARGUMENT, message)
 
 

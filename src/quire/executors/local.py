@@ -10,9 +10,9 @@ from quire.core.plan import Plan
 from quire.engine.executor import Description
 from quire.models.base import Model
 from quire.runner.drafts import Drafter, NoDrafts
-from quire.runner.memory import LayerShape, allocate, layer_shapes, page_bytes
-from quire.runner.rows import Rows
-from quire.runner.runner import Runner, Step
+from quire.runner.memory import LayerShape, allocate, block_bytes, layer_shapes
+from quire.runner.rows import RowState
+from quire.runner.runner import Runner, RunnerStep
 from quire.runner.sampler import Sampler
 
 
@@ -45,29 +45,29 @@ class LocalExecutor:
         self.runner = Runner(
             model,
             allocate(layers, pages=pages, page_size=page_size, device=device),
-            Rows(rows, max_model_len, page_size, drafter.depth),
+            RowState(rows, max_model_len, page_size, drafter.num_drafts),
             Sampler(vocab_size),
             drafter,
             torch.device(device),
         )
-        self._about = Description(
-            pages=pages,
-            page_size=page_size,
-            rows=rows,
+        self._description = Description(
+            num_blocks=pages,
+            block_size=page_size,
+            num_rows=rows,
             max_model_len=max_model_len,
             vocab_size=vocab_size,
-            depth=depth,
-            drafts=drafter.depth,
-            pools=pools,
-            kv_bytes=page_bytes(layers, page_size),
+            lookahead=depth,
+            num_drafts=drafter.num_drafts,
+            supports_pooling=pools,
+            block_bytes=block_bytes(layers, page_size),
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
         )
 
     def describe(self) -> Description:
-        return self._about
+        return self._description
 
-    def launch(self, plan: Plan) -> Step:
+    def launch(self, plan: Plan) -> RunnerStep:
         return self.runner.launch(plan)
 
     def reset(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.models.spec import ModelSpec
-from quire.ops.paging import Group, Paged
+from quire.ops.paging import PagedAttentionMetadata, SpanGroup
 from quire.ops.ragged import LayerKV, RaggedBatch
 
 Ints = npt.NDArray[np.int64]
@@ -46,7 +46,7 @@ class OnnxModel:
         """One run a group of spans of one length: nothing is padded but keys."""
         if kv is not self.bound:
             self._bind_pools(kv)
-        paged = Paged.of(batch)
+        paged = PagedAttentionMetadata.of(batch)
         hidden = torch.empty(len(batch.tokens), self.spec.hidden)
         for group in paged.groups:
             hidden[group.rows] = self._run(paged, group)
@@ -56,7 +56,7 @@ class OnnxModel:
         (logits,) = self.head.run(None, {"hidden": hidden.numpy()})
         return torch.from_numpy(logits)
 
-    def _run(self, paged: Paged, group: Group) -> Tensor:
+    def _run(self, paged: PagedAttentionMetadata, group: SpanGroup) -> Tensor:
         heads, size, n = self.spec.kv_heads, paged.page_size, group.n
         kv_len, spans = group.kv_len.numpy().astype(np.int64), len(group.kv_len)
         place = np.arange(group.longest)

@@ -22,7 +22,7 @@ from quire.executors.contract.methods import DESCRIBE, OPTIONS, RUN, SERVICE
 from quire.executors.contract.translate import VERSION, described, read_result, send_masks, send_plan
 
 
-class Trust(NamedTuple):
+class TlsConfig(NamedTuple):
     """PEM texts. authority: who signed the executor's certificate. certificate, key: of this engine, if asked for."""
 
     authority: bytes
@@ -41,9 +41,9 @@ class RemoteHandle:
     def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
         self.executor.send(pb.Command(epoch=self.epoch, step=self.step, masks=send_masks(masks)))
 
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         """Whether an answer has arrived: the oldest step's is the first."""
-        return self.executor.answered()
+        return self.executor.has_result()
 
     def result(self) -> Result:
         """Raises StepFailed, or ExecutorLost when the connection is gone or too long silent."""
@@ -58,7 +58,7 @@ class RemoteExecutor:
     """
 
     def __init__(
-        self, address: str, *, trust: Trust | None = None, patience: float = 30.0, deadline: float = 60.0
+        self, address: str, *, trust: TlsConfig | None = None, patience: float = 30.0, deadline: float = 60.0
     ) -> None:
         self.address, self.trust, self.deadline = address, trust, deadline
         self.epoch = self.step = 0
@@ -67,11 +67,11 @@ class RemoteExecutor:
             self.wire: Wire | None = Wire(address, trust, patience)
         except ExecutorLost as error:
             raise InvalidConfig(str(error), param="executor_address") from error
-        self.about = self.wire.about
+        self.description = self.wire.description
         self._begin(self.wire)
 
     def describe(self) -> Description:
-        return self.about
+        return self.description
 
     def launch(self, plan: Plan) -> RemoteHandle:
         """Raises ExecutorLost when there is no connection and none can be made."""
@@ -99,9 +99,9 @@ class RemoteExecutor:
                 return read_result(answer.result)
         raise self._lost("there is no connection")
 
-    def answered(self) -> bool:
+    def has_result(self) -> bool:
         """Whether `receive` has something to read."""
-        return self.wire is None or self.wire.said()
+        return self.wire is None or self.wire.queued()
 
     def reset(self) -> None:
         """A new epoch; on a new connection, made by the next step, where this one is broken."""
@@ -122,13 +122,13 @@ class RemoteExecutor:
 
     def _reconnect(self) -> Wire:
         wire = Wire(self.address, self.trust, 0.0)
-        if wire.about != self.about:
+        if wire.description != self.description:
             wire.close()
             raise self._lost("it has come back with another model or other sizes: start this server again")
         return wire
 
     def _lost(self, why: str) -> ExecutorLost:
-        return lost(self.address, why)
+        return executor_lost(self.address, why)
 
 
 class Wire:
@@ -137,7 +137,7 @@ class Wire:
     patience: seconds to wait for somebody to answer; 0: who is not there now is not waited for.
     """
 
-    def __init__(self, address: str, trust: Trust | None, patience: float) -> None:
+    def __init__(self, address: str, trust: TlsConfig | None, patience: float) -> None:
         self.address = address
         self.broken: ExecutorLost | None = None
         self._channel = _channel(address, trust)
@@ -148,11 +148,13 @@ class Wire:
             told = describe(pb.Hello(version=VERSION), timeout=patience or 5.0, wait_for_ready=patience > 0)
         except grpc.RpcError as error:
             self._channel.close()
-            raise lost(address, _words(error)) from error
+            raise executor_lost(address, _words(error)) from error
         if told.version != VERSION:
             self._channel.close()
-            raise lost(address, f"it speaks version {told.version} of the contract, and this is version {VERSION}")
-        self.about = described(told)
+            raise executor_lost(
+                address, f"it speaks version {told.version} of the contract, and this is version {VERSION}"
+            )
+        self.description = described(told)
         run = self._method(self._channel.stream_stream, RUN, pb.Command, pb.Answer)
         self._call = run(iter(self._out.get, None))
         threading.Thread(target=self._hear, name="executor-results", daemon=True).start()
@@ -169,7 +171,7 @@ class Wire:
                 self._in.put(answer)
         except grpc.RpcError as error:
             why = _words(error)
-        self.broken = lost(self.address, why)
+        self.broken = executor_lost(self.address, why)
         self._in.put(self.broken)
 
     def send(self, command: pb.Command) -> None:
@@ -183,12 +185,12 @@ class Wire:
         try:
             answer = self._in.get(timeout=timeout)
         except queue.Empty:
-            self.broken = answer = lost(self.address, f"no answer to a step within {timeout:g} s")
+            self.broken = answer = executor_lost(self.address, f"no answer to a step within {timeout:g} s")
         if isinstance(answer, ExecutorLost):
             raise answer
         return answer
 
-    def said(self) -> bool:
+    def queued(self) -> bool:
         """Whether `take` has no need to wait."""
         return not self._in.empty()
 
@@ -199,7 +201,7 @@ class Wire:
             self._channel.close()
 
 
-def lost(address: str, why: str) -> ExecutorLost:
+def executor_lost(address: str, why: str) -> ExecutorLost:
     return ExecutorLost(f"the executor at {address} is lost: {why}")
 
 
@@ -208,7 +210,7 @@ def _words(error: grpc.RpcError) -> str:
     return f"{code}: {' '.join((error.details() or 'nothing more is known').split())}"
 
 
-def _channel(address: str, trust: Trust | None) -> grpc.Channel:
+def _channel(address: str, trust: TlsConfig | None) -> grpc.Channel:
     if trust is None:
         return grpc.insecure_channel(address, options=OPTIONS)
     credentials = grpc.ssl_channel_credentials(trust.authority, trust.key, trust.certificate)

@@ -21,7 +21,7 @@ class SyntheticHandle:
     def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
         """Synthetic tokens obey no grammar: `describe` says so, and no masked span is ever planned."""
 
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         return self.clock.now() >= self.done
 
     def result(self) -> Result:
@@ -48,14 +48,14 @@ class SyntheticExecutor:
         cost: StepCost = FREE,
         clock: Clock | None = None,
     ) -> None:
-        self.about = Description(
-            pages=pages,
-            page_size=page_size,
-            rows=rows,
+        self.description = Description(
+            num_blocks=pages,
+            block_size=page_size,
+            num_rows=rows,
             max_model_len=max_model_len,
             vocab_size=vocab_size,
-            depth=depth,
-            masks=False,
+            lookahead=depth,
+            supports_masks=False,
             device="synthetic",
         )
         self.cost = cost
@@ -65,14 +65,14 @@ class SyntheticExecutor:
         self.busy_until = 0.0
 
     def describe(self) -> Description:
-        return self.about
+        return self.description
 
     def launch(self, plan: Plan) -> SyntheticHandle:
-        state, lengths, vocab = self.state, self.lengths, self.about.vocab_size
-        for opened in plan.opened:
-            prompt = opened.tokens[: opened.prompt]
+        state, lengths, vocab = self.state, self.lengths, self.description.vocab_size
+        for opened in plan.new_sequences:
+            prompt = opened.tokens[: opened.prompt_length]
             state[opened.row] = hash((opened.seed, opened.choice, prompt)) & 0x7FFFFFFF
-            lengths[opened.row] = opened.start
+            lengths[opened.row] = opened.num_computed
         tokens: list[list[int]] = []
         for row, n, rows, _ in plan.spans:
             lengths[row] = length = lengths[row] + n
@@ -82,7 +82,7 @@ class SyntheticExecutor:
     def _finish(self, spans: tuple[Span, ...]) -> float:
         if self.cost is FREE:
             return 0.0
-        fed, kv = sum(s.n for s in spans), sum(self.lengths[s.row] for s in spans)
+        fed, kv = sum(s.num_tokens for s in spans), sum(self.lengths[s.row] for s in spans)
         self.busy_until = max(self.busy_until, self.clock.now()) + self.cost.seconds(fed, kv)
         return self.busy_until
 

@@ -15,7 +15,7 @@ from quire.grammar.schema import check_schema
 from quire.grammar.vocabulary import vocabulary
 from quire.text.reasoning import CLOSE, OPEN
 from quire.text.tokenizer import Tokenizer
-from quire.values import StructuredOutputs
+from quire.values import StructuredOutputsParams
 
 SPACE = " "
 """White space allowed by default where JSON may have some: models write it, and no model can go on with it for ever."""
@@ -29,7 +29,7 @@ _AHEAD = 8
 _COERCE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 
 
-class Compiled:
+class LlguidanceGrammar:
     """A grammar ready to be matched, any number of times. What is learnt while matching is shared."""
 
     def __init__(self, first: LLMatcher, eos: frozenset[int]) -> None:
@@ -40,7 +40,7 @@ class Compiled:
         return Matcher(self._first.deep_copy(), self._eos)
 
 
-class Compiler:
+class LlguidanceCompiler:
     """Compiles for one tokenizer, which is read when the first grammar is wanted."""
 
     def __init__(self, tokenizer: Callable[[], Tokenizer], *, clock: Callable[[], float] = time.thread_time) -> None:
@@ -54,7 +54,7 @@ class Compiler:
     def _vocabulary(self) -> LLTokenizer:
         return vocabulary(self._tokenizer)
 
-    def __call__(self, structure: StructuredOutputs) -> Compiled:
+    def __call__(self, structure: StructuredOutputsParams) -> LlguidanceGrammar:
         """Raises InvalidRequest naming the field it came in, with the compiler's own words."""
         try:
             source = _after_thoughts(structure)
@@ -73,7 +73,7 @@ class Compiler:
             raise _refusal(structure, "nothing can satisfy it")
         if why := _ahead(first.deep_copy(), mask, self._tokenizer.eos):
             raise _refusal(structure, why)
-        return Compiled(first, self._tokenizer.eos)
+        return LlguidanceGrammar(first, self._tokenizer.eos)
 
 
 def _ahead(matcher: LLMatcher, mask: bytes, eos: frozenset[int]) -> str:
@@ -102,7 +102,7 @@ def _limits() -> LLParserLimits:
     )
 
 
-def _source(structure: StructuredOutputs) -> str:
+def _source(structure: StructuredOutputsParams) -> str:
     """The library's own notation of a grammar."""
     kind, text = structure.kind
     if kind == "json":
@@ -124,7 +124,7 @@ SPACE: /\\n{{0,2}}/
 """
 
 
-def _after_thoughts(structure: StructuredOutputs) -> str:
+def _after_thoughts(structure: StructuredOutputsParams) -> str:
     """The structure's grammar, after thoughts if there may be some: any text up to their end. Names do not mix."""
     source, ahead = _source(structure), structure.thoughts
     if ahead == "none":
@@ -136,7 +136,7 @@ def _after_thoughts(structure: StructuredOutputs) -> str:
     return json.dumps({"grammars": [whole, {**answer, "name": "answer"}]})
 
 
-def _refusal(structure: StructuredOutputs, why: str) -> InvalidRequest:
+def _refusal(structure: StructuredOutputsParams, why: str) -> InvalidRequest:
     what = {"json": "the JSON schema", "regex": "the regular expression", "choice": "the choice"}
     if why.startswith("NoExtension"):
         why = "nothing can satisfy it"

@@ -10,7 +10,7 @@ from llguidance import LLMatcher
 
 from quire.core.plan import Mask
 
-NOTHING = b""
+EMPTY_MASK = b""
 """Allows no token: the row ends with an error of its own."""
 
 
@@ -32,7 +32,7 @@ def reason(why: str) -> str:
     return said[:_TELL] + "..." if len(said) > _TELL else said
 
 
-class Budget:
+class TimeBudget:
     """Processor time that one answer's masks may take: `once`, and `each` for every token, in seconds.
 
     The library bounds the work of a step; what it lets pass may still be hundreds of times the ordinary, and every row
@@ -43,7 +43,7 @@ class Budget:
         self.once, self.each, self.clock = once, each, clock
 
 
-ORDINARY = Budget()
+DEFAULT_BUDGET = TimeBudget()
 
 
 class Matcher:
@@ -54,19 +54,19 @@ class Matcher:
     never fed to the library: after one, only they are allowed.
     """
 
-    def __init__(self, matcher: LLMatcher, eos: frozenset[int], budget: Budget = ORDINARY) -> None:
+    def __init__(self, matcher: LLMatcher, eos: frozenset[int], budget: TimeBudget = DEFAULT_BUDGET) -> None:
         self._matcher, self._eos, self._budget = matcher, eos, budget
         self._seen: list[int] = []
         self._over, self._why = False, ""
-        self._spent = 0.0
+        self._time_spent = 0.0
         self._end = _bits(eos)
 
     def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[Mask]:
         began = self._budget.clock()
         self._follow(output if isinstance(output, list) else list(output))
         made = self._walk(drafts)
-        self._spent += self._budget.clock() - began
-        if self._spent > self._budget.once + self._budget.each * len(output):
+        self._time_spent += self._budget.clock() - began
+        if self._time_spent > self._budget.once + self._budget.each * len(output):
             self._why = self._why or "following it takes too much time: make it simpler"
         return made
 
@@ -107,11 +107,11 @@ class Matcher:
         if self._over:
             return self._end
         if self._why:
-            return NOTHING
+            return EMPTY_MASK
         mask: bytes = self._matcher.compute_bitmask()
         if self._matcher.is_error():  # then the mask would say that the text may end
             self._why = reason(self._matcher.get_error()) or "it cannot be followed any further"
-            return NOTHING
+            return EMPTY_MASK
         return mask
 
 

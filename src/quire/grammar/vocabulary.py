@@ -25,10 +25,10 @@ def vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
             return own  # 0xff, never part of a text, is how the library marks special tokens
     except ValueError:
         pass  # a decoder that the library does not know, and we do
-    return LLTokenizer(TokenizerWrapper(_Spelled(tokenizer, pieces)), eos_token=eos)
+    return LLTokenizer(TokenizerWrapper(_TokenizerAdapter(tokenizer, pieces)), eos_token=eos)
 
 
-class _Spelled:
+class _TokenizerAdapter:
     """What the library asks of a tokenizer that it cannot read by itself."""
 
     def __init__(self, tokenizer: Tokenizer, pieces: list[bytes]) -> None:

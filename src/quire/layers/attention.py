@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quire.layers.basic import RMSNorm
-from quire.layers.linear import Columns, Rows
+from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.ops.base import Angles, Ops
-from quire.ops.ragged import LayerKV, RaggedBatch, chosen
-from quire.values import MANY
+from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
+from quire.values import UNLIMITED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Heads:
     kv: int
     dim: int
     scale: float
-    window: int = MANY
+    window: int = UNLIMITED
     soft_cap: float = 0.0
 
 
@@ -32,7 +32,12 @@ class Attention:
     """One layer's. `norms` are those of q and of k (Qwen 3), or nothing."""
 
     def __init__(
-        self, qkv: Columns, out: Rows, heads: Heads, ops: Ops, norms: tuple[RMSNorm, RMSNorm] | None = None
+        self,
+        qkv: ColumnParallelLinear,
+        out: RowParallelLinear,
+        heads: Heads,
+        ops: Ops,
+        norms: tuple[RMSNorm, RMSNorm] | None = None,
     ) -> None:
         self.qkv, self.out, self.heads, self.ops = qkv, out, heads, ops
         self.norms = norms and (norms[0].settings, norms[1].settings)
@@ -42,6 +47,6 @@ class Attention:
     ) -> Tensor:
         """x [T, hidden], turn as `Rotary` makes it -> [T, hidden], or those of `wanted`."""
         h = self.heads
-        q = self.ops.turn_and_write(self.qkv(x), h.count, kv, batch, turn, self.norms)
+        q = self.ops.qk_norm_rope_store_kv(self.qkv(x), h.count, kv, batch, turn, self.norms)
         mixed = self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap).flatten(1)
-        return self.out(chosen(mixed, wanted))
+        return self.out(select_rows(mixed, wanted))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel, nearest
-from quire.layers.linear import Columns, Rows
-from quire.layers.rope import Rope
+from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
+from quire.layers.rope import RopeConfig
 from quire.ops.base import Angles, Gate, Ops
 
 
@@ -54,7 +54,7 @@ class Embedding:
         return self.ops.embedding(tokens, self.weight)
 
 
-class Scaled:
+class ScaledEmbedding:
     """An embedding times `scale`, which is rounded to the table's dtype first (Gemma)."""
 
     def __init__(self, embedding: Embedding, scale: float) -> None:
@@ -68,7 +68,7 @@ class Scaled:
 class GatedMLP:
     """down(act(gate(x)) * up(x)), gate and up fused."""
 
-    def __init__(self, gate_up: Columns, down: Rows, gate: Gate) -> None:
+    def __init__(self, gate_up: ColumnParallelLinear, down: RowParallelLinear, gate: Gate) -> None:
         self.gate_up, self.down, self.gate = gate_up, down, gate
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -78,7 +78,9 @@ class GatedMLP:
 class MLP:
     """down(act(up(x)))."""
 
-    def __init__(self, up: Columns, down: Rows, activation: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, up: ColumnParallelLinear, down: RowParallelLinear, activation: Callable[[Tensor], Tensor]
+    ) -> None:
         self.up, self.down, self.activation = up, down, activation
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -88,14 +90,14 @@ class MLP:
 class Rotary:
     """Positions [T] -> (cos, sin), float32 [T, dim / 2] each: made once a forward, used by every layer."""
 
-    def __init__(self, rope: Rope, device: torch.device, ops: Ops) -> None:
+    def __init__(self, rope: RopeConfig, device: torch.device, ops: Ops) -> None:
         self.frequencies, self.gain, self.ops = frequencies(rope).to(device), rope.gain, ops
 
     def __call__(self, positions: Tensor) -> Angles:
         return self.ops.angles(positions, self.frequencies, self.gain)
 
 
-def frequencies(rope: Rope) -> Tensor:
+def frequencies(rope: RopeConfig) -> Tensor:
     """Radians a position, [dim / 2] float32. Raises InvalidModel for a scaling that is not known."""
     if rope.kind not in SCALINGS:
         raise InvalidModel(
@@ -105,23 +107,23 @@ def frequencies(rope: Rope) -> Tensor:
     return SCALINGS[rope.kind](1.0 / rope.theta**steps, rope)
 
 
-def unscaled(plain: Tensor, rope: Rope) -> Tensor:
+def unscaled(plain: Tensor, rope: RopeConfig) -> Tensor:
     return plain
 
 
-def linear(plain: Tensor, rope: Rope) -> Tensor:
+def linear(plain: Tensor, rope: RopeConfig) -> Tensor:
     """Position interpolation (Chen et al. 2023)."""
     return plain / rope.factor
 
 
-def llama3(plain: Tensor, rope: Rope) -> Tensor:
+def llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
     """Llama 3.1: short waves kept, long ones stretched, those between blended by how often they fit `original`."""
     fits = rope.original * plain / (2 * math.pi)
     kept = ((fits - rope.low) / (rope.high - rope.low)).clamp(0.0, 1.0)
     return plain * (kept + (1 - kept) / rope.factor)
 
 
-def yarn(plain: Tensor, rope: Rope) -> Tensor:
+def yarn(plain: Tensor, rope: RopeConfig) -> Tensor:
     """Peng et al. 2023: short waves kept, long ones stretched, those between blended by their place in the head."""
 
     def place(turns: float) -> float:
@@ -129,7 +131,7 @@ def yarn(plain: Tensor, rope: Rope) -> Tensor:
         return rope.dim * math.log(rope.original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = place(rope.fast), place(rope.slow)
-    if rope.whole:
+    if rope.full_dim:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.dim - 1)
     steps = torch.arange(rope.dim // 2, dtype=torch.float32)
@@ -137,13 +139,13 @@ def yarn(plain: Tensor, rope: Rope) -> Tensor:
     return plain / rope.factor * stretched + plain * (1 - stretched)
 
 
-def factors(plain: Tensor, rope: Rope) -> Tensor:
+def factors(plain: Tensor, rope: RopeConfig) -> Tensor:
     """One factor for each pair, as GGUF files carry what became of `llama3` scaling."""
     if len(rope.factors) != len(plain):
         raise InvalidModel(f"rope scaling has {len(rope.factors)} factors for {len(plain)} pairs of dimensions")
     return plain / torch.tensor(rope.factors, dtype=torch.float32)
 
 
-SCALINGS: Mapping[str, Callable[[Tensor, Rope], Tensor]] = MappingProxyType(
+SCALINGS: Mapping[str, Callable[[Tensor, RopeConfig], Tensor]] = MappingProxyType(
     {"default": unscaled, "linear": linear, "llama3": llama3, "yarn": yarn, "factors": factors}
 )

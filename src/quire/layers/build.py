@@ -16,12 +16,12 @@ from torch import Tensor
 from quire.errors import InvalidModel, nearest
 from quire.layers.attention import Attention, Heads
 from quire.layers.basic import MLP, Embedding, GatedMLP, LayerNorm, RMSNorm, Rotary
-from quire.layers.experts import Bank, Experts, Loose, Stacked
-from quire.layers.formats import Format, Matrix, Part, Place, Plain, Stored
-from quire.layers.linear import Columns, Head, Rows
-from quire.layers.mixture import Mixture
-from quire.layers.parallel import Parallel, share
-from quire.layers.rope import Rope
+from quire.layers.experts import ExpertWeights, GroupedExperts, MoE, UngroupedExperts
+from quire.layers.formats import Format, Matrix, MatrixPart, Plain, WeightSlot, WeightStorage
+from quire.layers.linear import ColumnParallelLinear, LMHead, RowParallelLinear
+from quire.layers.mixture import MoEConfig
+from quire.layers.parallel import ParallelGroup, shard_of
+from quire.layers.rope import RopeConfig
 from quire.ops.base import Gate, Ops
 
 Kind = TypeVar("Kind")
@@ -29,7 +29,7 @@ Kind = TypeVar("Kind")
 QKV = ("q_proj", "k_proj", "v_proj")
 
 
-class Build:
+class ModelBuilder:
     """Hands out layers. Names given to a method are relative to `prefix`; `at` goes deeper.
 
     places: by checkpoint name, where each tensor goes, to several places where a rank keeps several pieces of it.
@@ -40,23 +40,23 @@ class Build:
         self,
         *,
         ops: Ops,
-        parallel: Parallel,
+        parallel: ParallelGroup,
         dtype: torch.dtype,
         device: torch.device,
         format: Format = Plain,
         prefix: str = "",
-        parent: Build | None = None,
+        parent: ModelBuilder | None = None,
     ) -> None:
         self.ops, self.parallel, self.dtype, self.device, self.format = ops, parallel, dtype, device, format
         self.prefix = prefix
-        self.places: dict[str, list[Place]] = {} if parent is None else parent.places
-        self.stored: list[Stored] = [] if parent is None else parent.stored
+        self.slots: dict[str, list[WeightSlot]] = {} if parent is None else parent.slots
+        self.matrices: list[WeightStorage] = [] if parent is None else parent.matrices
         self.ignored: list[str] = [] if parent is None else parent.ignored
         self.renames: dict[str, str] = {} if parent is None else parent.renames
 
-    def at(self, name: str) -> Build:
+    def scope(self, name: str) -> ModelBuilder:
         """The same build, one level down: `build.at("layers.0")`."""
-        return Build(
+        return ModelBuilder(
             ops=self.ops,
             parallel=self.parallel,
             dtype=self.dtype,
@@ -74,19 +74,21 @@ class Build:
         """Checkpoint names that begin with a key of `prefixes` are known here by its value instead."""
         self.renames.update(prefixes)
 
-    def seal(self) -> None:
+    def finalize(self) -> None:
         """Every place is filled: let each format take its final form, one matrix at a time.
 
         Places are forgotten first, so that a matrix is freed as soon as its final form stands beside it.
         """
-        self.places.clear()
-        for stored in self.stored:
-            stored.seal()
+        self.slots.clear()
+        for stored in self.matrices:
+            stored.finalize()
 
     def vector(self, name: str, size: int, *, mean: float = 0.0, std: float = 0.1, shift: float = 0.0) -> Tensor:
         """A small tensor that every rank holds whole. What is added to it, `shift`, is not to be lost by rounding."""
         data = torch.empty(size, dtype=torch.float32 if shift else self.dtype, device=self.device)
-        self._place(Place(self.prefix + name, (size,), (slice(0, size),), data, mean=mean, std=std, shift=shift))
+        self._add_slot(
+            WeightSlot(self.prefix + name, (size,), (slice(0, size),), data, mean=mean, std=std, shift=shift)
+        )
         return data
 
     def rms_norm(self, name: str, size: int, eps: float, *, shift: float = 0.0) -> RMSNorm:
@@ -101,13 +103,13 @@ class Build:
         """A table [count, hidden]; its random stand-in makes logits of deviation 1 when it is the head, too."""
         data = torch.empty(count, hidden, dtype=self.dtype, device=self.device)
         cut = (slice(0, count), slice(0, hidden))
-        self._place(Place(f"{self.prefix}{name}.weight", (count, hidden), cut, data, std=hidden**-0.5))
+        self._add_slot(WeightSlot(f"{self.prefix}{name}.weight", (count, hidden), cut, data, std=hidden**-0.5))
         return Embedding(data, self.ops)
 
-    def rotary(self, rope: Rope) -> Rotary:
+    def rotary(self, rope: RopeConfig) -> Rotary:
         return Rotary(rope, self.device, self.ops)
 
-    def columns(
+    def column_parallel(
         self,
         names: Sequence[str],
         inputs: int,
@@ -115,42 +117,42 @@ class Build:
         *,
         bias: bool = False,
         transposed: bool = False,
-    ) -> Columns:
+    ) -> ColumnParallelLinear:
         """One matrix of several checkpoint ones, or of one that holds several.
 
         outputs: of each, (things, rows a thing): heads are cut between, never through.
         """
-        parts, whole = list[Part](), sum(count * unit for count, unit in outputs)
+        parts, whole = list[MatrixPart](), sum(count * unit for count, unit in outputs)
         together, before = len(names) == 1, 0
         for name, (count, unit) in zip(list(names) * len(outputs) if together else names, outputs, strict=True):
-            cut = share(count, self.parallel, name, unit)
+            cut = shard_of(count, self.parallel, name, unit)
             if together:
-                parts.append(Part(self.prefix + name, whole, slice(before + cut.start, before + cut.stop)))
+                parts.append(MatrixPart(self.prefix + name, whole, slice(before + cut.start, before + cut.stop)))
             else:
-                parts.append(Part(self.prefix + name, count * unit, cut))
+                parts.append(MatrixPart(self.prefix + name, count * unit, cut))
             before += count * unit
-        return Columns(self._store(parts, inputs, slice(0, inputs), bias=bias, transposed=transposed))
+        return ColumnParallelLinear(self._store(parts, inputs, slice(0, inputs), bias=bias, transposed=transposed))
 
-    def rows(
+    def row_parallel(
         self, name: str, inputs: tuple[int, int], outputs: int, *, bias: bool = False, transposed: bool = False
-    ) -> Rows:
+    ) -> RowParallelLinear:
         """inputs: (things, columns a thing)."""
         count, unit = inputs
-        part = Part(self.prefix + name, outputs, slice(0, outputs))
-        cut = share(count, self.parallel, name, unit)
+        part = MatrixPart(self.prefix + name, outputs, slice(0, outputs))
+        cut = shard_of(count, self.parallel, name, unit)
         first = self.parallel.rank == 0
         stored = self._store([part], count * unit, cut, bias=bias, own_bias=first, transposed=transposed)
-        return Rows(stored, self.parallel)
+        return RowParallelLinear(stored, self.parallel)
 
-    def head(self, name: str, hidden: int, vocab: int, tied: Embedding | None, *, soft_cap: float = 0.0) -> Head:
+    def head(self, name: str, hidden: int, vocab: int, tied: Embedding | None, *, soft_cap: float = 0.0) -> LMHead:
         """Hidden states to logits; `tied` is the embedding whose table it shares."""
-        cut = share(vocab, self.parallel, "logits")
-        part = Part(self.prefix + name, vocab, cut)
+        cut = shard_of(vocab, self.parallel, "logits")
+        part = MatrixPart(self.prefix + name, vocab, cut)
         if tied is None:
-            return Head(self._store([part], hidden, slice(0, hidden), delicate=True), self.parallel, soft_cap)
+            return LMHead(self._store([part], hidden, slice(0, hidden), keep_precision=True), self.parallel, soft_cap)
         self.ignore(f"{name}.weight")
         shared = tied.weight[cut]
-        return Head(self._store([part], hidden, slice(0, hidden), shared=shared), self.parallel, soft_cap)
+        return LMHead(self._store([part], hidden, slice(0, hidden), tied_weight=shared), self.parallel, soft_cap)
 
     def attention(
         self,
@@ -180,37 +182,37 @@ class Build:
             soft_cap=heads.soft_cap,
         )
         outputs = ((heads.count, heads.dim), (heads.kv, heads.dim), (heads.kv, heads.dim))
-        qkv = self.columns(names, hidden, outputs, bias=bias, transposed=transposed)
+        qkv = self.column_parallel(names, hidden, outputs, bias=bias, transposed=transposed)
         norms = None
         if norm_eps is not None:
             q_norm, k_norm = (self.rms_norm(n, heads.dim, norm_eps, shift=norm_shift) for n in ("q_norm", "k_norm"))
             norms = q_norm, k_norm
-        back = self.rows(out, (heads.count, heads.dim), hidden, bias=out_bias, transposed=transposed)
+        back = self.row_parallel(out, (heads.count, heads.dim), hidden, bias=out_bias, transposed=transposed)
         return Attention(qkv, back, own, self.ops, norms)
 
     def gated_mlp(self, hidden: int, width: int, activation: str, *, bias: bool = False) -> GatedMLP:
         """gate_proj, up_proj, down_proj."""
         gate = activation_of(activation, GATES)
-        gate_up = self.columns(("gate_proj", "up_proj"), hidden, ((width, 1), (width, 1)), bias=bias)
-        return GatedMLP(gate_up, self.rows("down_proj", (width, 1), hidden, bias=bias), gate)
+        gate_up = self.column_parallel(("gate_proj", "up_proj"), hidden, ((width, 1), (width, 1)), bias=bias)
+        return GatedMLP(gate_up, self.row_parallel("down_proj", (width, 1), hidden, bias=bias), gate)
 
     def experts(
         self,
         hidden: int,
-        mixture: Mixture,
+        mixture: MoEConfig,
         activation: str,
         *,
         names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
-    ) -> Experts:
+    ) -> MoE:
         """`gate`, the router, and experts.N, each with the matrices called `names`: gate, up and down."""
         act = activation_of(activation, {"silu": self.ops.silu_mul, **dict.fromkeys(GELUS, self.ops.gelu_mul)})
         gate, up, down = names
-        cut = share(mixture.width, self.parallel, "expert width")
-        each = [f"{self.prefix}experts.{e}." for e in range(mixture.count)]
-        rises = [(Part(p + gate, mixture.width, cut), Part(p + up, mixture.width, cut)) for p in each]
-        falls = [(Part(p + down, hidden, slice(0, hidden)),) for p in each]
-        router = self.router("gate", hidden, mixture.count)
-        return Experts(
+        cut = shard_of(mixture.width, self.parallel, "expert width")
+        each = [f"{self.prefix}experts.{e}." for e in range(mixture.num_experts)]
+        rises = [(MatrixPart(p + gate, mixture.width, cut), MatrixPart(p + up, mixture.width, cut)) for p in each]
+        falls = [(MatrixPart(p + down, hidden, slice(0, hidden)),) for p in each]
+        router = self.router("gate", hidden, mixture.num_experts)
+        return MoE(
             router,
             self._bank(rises, hidden, slice(0, hidden)),
             self._bank(falls, mixture.width, cut),
@@ -220,43 +222,43 @@ class Build:
             self.ops,
         )
 
-    def router(self, name: str, hidden: int, count: int) -> Columns:
+    def router(self, name: str, hidden: int, count: int) -> ColumnParallelLinear:
         """A small matrix that every rank holds whole."""
-        part = Part(self.prefix + name, count, slice(0, count))
-        return Columns(self._store([part], hidden, slice(0, hidden), delicate=True))
+        part = MatrixPart(self.prefix + name, count, slice(0, count))
+        return ColumnParallelLinear(self._store([part], hidden, slice(0, hidden), keep_precision=True))
 
-    def _bank(self, experts: Sequence[Sequence[Part]], columns: int, cut: slice) -> Bank:
+    def _bank(self, experts: Sequence[Sequence[MatrixPart]], columns: int, cut: slice) -> ExpertWeights:
         """One matrix of each expert: side by side in one tensor where the format is plain, each for itself if not."""
         if self.format is not Plain:
-            return Loose([self._store(parts, columns, cut) for parts in experts])
-        rows = sum(part.cut.stop - part.cut.start for part in experts[0])
+            return UngroupedExperts([self._store(parts, columns, cut) for parts in experts])
+        rows = sum(part.shard.stop - part.shard.start for part in experts[0])
         weight = torch.empty(len(experts), rows, cut.stop - cut.start, dtype=self.dtype, device=self.device)
         for parts, own in zip(experts, weight, strict=True):
             row = 0
             for name, height, kept in parts:
                 into = own[row : row + kept.stop - kept.start]
                 row += len(into)
-                self._place(Place(f"{name}.weight", (height, columns), (kept, cut), into, std=columns**-0.5))
-        return Stacked(weight, self.ops)
+                self._add_slot(WeightSlot(f"{name}.weight", (height, columns), (kept, cut), into, std=columns**-0.5))
+        return GroupedExperts(weight, self.ops)
 
     def mlp(self, up: str, down: str, hidden: int, width: int, activation: str, *, transposed: bool = False) -> MLP:
         """Two matrices with biases."""
         act = activation_of(activation, dict.fromkeys(GELUS, self.ops.gelu))
-        rise = self.columns((up,), hidden, ((width, 1),), bias=True, transposed=transposed)
-        return MLP(rise, self.rows(down, (width, 1), hidden, bias=True, transposed=transposed), act)
+        rise = self.column_parallel((up,), hidden, ((width, 1),), bias=True, transposed=transposed)
+        return MLP(rise, self.row_parallel(down, (width, 1), hidden, bias=True, transposed=transposed), act)
 
     def _store(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[MatrixPart],
         columns: int,
         cut: slice,
         *,
         bias: bool = False,
         own_bias: bool = True,
         transposed: bool = False,
-        delicate: bool = False,
-        shared: Tensor | None = None,
-    ) -> Stored:
+        keep_precision: bool = False,
+        tied_weight: Tensor | None = None,
+    ) -> WeightStorage:
         matrix = Matrix(
             tuple(parts),
             columns,
@@ -264,18 +266,18 @@ class Build:
             self.dtype,
             self.device,
             bias,
-            own_bias=own_bias,
+            adds_bias=own_bias,
             transposed=transposed,
-            delicate=delicate,
+            keep_precision=keep_precision,
         )
-        stored = self.format(matrix, self.ops, shared)
-        for place in stored.places():
-            self._place(place)
-        self.stored.append(stored)
+        stored = self.format(matrix, self.ops, tied_weight)
+        for place in stored.slots():
+            self._add_slot(place)
+        self.matrices.append(stored)
         return stored
 
-    def _place(self, place: Place) -> None:
-        self.places.setdefault(place.name, []).append(place)
+    def _add_slot(self, place: WeightSlot) -> None:
+        self.slots.setdefault(place.name, []).append(place)
 
 
 GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")

@@ -12,21 +12,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.layers.formats import Stored
-from quire.layers.linear import Columns
-from quire.layers.mixture import Mixture
-from quire.layers.parallel import Parallel
+from quire.layers.formats import WeightStorage
+from quire.layers.linear import ColumnParallelLinear
+from quire.layers.mixture import MoEConfig
+from quire.layers.parallel import ParallelGroup
 from quire.ops.base import Ops
 
 
-class Bank(Protocol):
+class ExpertWeights(Protocol):
     """One matrix of every expert of a layer."""
 
     def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
         """Rows ends[e - 1] to ends[e] of x [N, in] go through expert e -> [N, out]. ends [E] int32, ascending."""
 
 
-class Stacked:
+class GroupedExperts:
     """Plain matrices in one tensor [E, out, in]: one grouped product for all."""
 
     def __init__(self, weight: Tensor, ops: Ops) -> None:
@@ -36,10 +36,10 @@ class Stacked:
         return self.grouped(x, self.weight, ends)
 
 
-class Loose:
+class UngroupedExperts:
     """Matrices of any format, one after the other. On a device, which must not be waited for, all of them each time."""
 
-    def __init__(self, experts: Sequence[Stored]) -> None:
+    def __init__(self, experts: Sequence[WeightStorage]) -> None:
         self.experts = experts
 
     def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
@@ -58,30 +58,32 @@ class Loose:
         return total
 
 
-class Experts:
+class MoE:
     """router [hidden -> E], gate and up fused, down; the weights of those chosen are softmax over all, as float32."""
 
     def __init__(
         self,
-        router: Columns,
-        gate_up: Bank,
-        down: Bank,
-        mixture: Mixture,
+        router: ColumnParallelLinear,
+        gate_up: ExpertWeights,
+        down: ExpertWeights,
+        mixture: MoEConfig,
         activation: Callable[[Tensor], Tensor],
-        parallel: Parallel,
+        parallel: ParallelGroup,
         ops: Ops,
     ) -> None:
-        self.router, self.gate_up, self.down, self.mixture = router, gate_up, down, mixture
-        self.activation, self.all_reduce, self.mix = activation, parallel.all_reduce, ops.mix
+        self.router, self.gate_up, self.down, self.config = router, gate_up, down, mixture
+        self.activation, self.all_reduce, self.combine = activation, parallel.all_reduce, ops.combine_experts
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        used = self.mixture.used
+        used = self.config.num_experts_per_token
         shares, chosen = self.router(x).float().softmax(-1).topk(used, dim=-1)
         owner, order = chosen.flatten().sort(stable=True)
-        everyone = torch.arange(self.mixture.count, device=x.device, dtype=owner.dtype)
+        everyone = torch.arange(self.config.num_experts, device=x.device, dtype=owner.dtype)
         ends = torch.searchsorted(owner, everyone, right=True).int()
         made = self.down(self.activation(self.gate_up(x[order // used], ends)), ends)
         back = torch.empty_like(made)
         back[order] = made
-        return self.all_reduce(self.mix(back.view(-1, used, back.shape[-1]), shares, whole=self.mixture.renormalise))
+        return self.all_reduce(
+            self.combine(back.view(-1, used, back.shape[-1]), shares, whole=self.config.normalize_weights)
+        )

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.layers.formats import Stored
-from quire.layers.parallel import Parallel
+from quire.layers.formats import WeightStorage
+from quire.layers.parallel import ParallelGroup
 from quire.ops.base import Gate
 
 
-class Columns:
+class ColumnParallelLinear:
     """Outputs cut: every rank makes its own part of them from the whole input. Fused parts stay side by side."""
 
-    def __init__(self, stored: Stored) -> None:
+    def __init__(self, stored: WeightStorage) -> None:
         self.apply = stored.apply
 
     def __call__(self, x: Tensor, gate: Gate = "") -> Tensor:
@@ -21,10 +21,10 @@ class Columns:
         return self.apply(x, gate)
 
 
-class Rows:
+class RowParallelLinear:
     """Inputs cut: every rank adds its part of the sum."""
 
-    def __init__(self, stored: Stored, parallel: Parallel) -> None:
+    def __init__(self, stored: WeightStorage, parallel: ParallelGroup) -> None:
         self.apply, self.all_reduce = stored.apply, parallel.all_reduce
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -32,13 +32,13 @@ class Rows:
         return self.all_reduce(self.apply(x))
 
 
-class Head:
+class LMHead:
     """The vocabulary's matrix, outputs cut: hidden states to logits, whole on every rank.
 
     soft_cap c above 0 makes logits c * tanh(logit / c), in float32.
     """
 
-    def __init__(self, stored: Stored, parallel: Parallel, soft_cap: float = 0.0) -> None:
+    def __init__(self, stored: WeightStorage, parallel: ParallelGroup, soft_cap: float = 0.0) -> None:
         self.apply, self.all_gather, self.soft_cap = stored.apply, parallel.all_gather, soft_cap
 
     def __call__(self, hidden: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.errors import InvalidModel
 
 
-class Parallel(Protocol):
+class ParallelGroup(Protocol):
     """A tensor-parallel group (Shoeybi et al. 2019). `rank` is from 0 to `size` - 1."""
 
     @property
@@ -25,7 +25,7 @@ class Parallel(Protocol):
         """Every rank's x side by side along the last dimension, in rank order."""
 
 
-class Solo:
+class SingleRank:
     """A group of one."""
 
     rank = 0
@@ -38,7 +38,7 @@ class Solo:
         return x
 
 
-def share(count: int, parallel: Parallel, what: str, unit: int = 1) -> slice:
+def shard_of(count: int, parallel: ParallelGroup, what: str, unit: int = 1) -> slice:
     """This rank's part of `count` things of `unit` rows each.
 
     Fewer things than ranks (K/V heads) are held by several ranks each. Raises InvalidModel when neither divides.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rope:
+class RopeConfig:
     """How positions turn a head's first `dim` numbers. `dim` 0: not at all.
 
     theta: base of the wavelengths. kind: "default"; "linear", every wavelength `factor` times as long; "llama3",
@@ -25,10 +25,10 @@ class Rope:
     original: int = 0
     fast: float = 32.0
     slow: float = 1.0
-    whole: bool = True
+    full_dim: bool = True
     gain: float = 1.0
     factors: tuple[float, ...] = ()
 
 
-STILL = Rope(dim=0)
+NO_ROPE = RopeConfig(dim=0)
 """No rotary embedding."""

@@ -12,25 +12,25 @@ import torch
 from quire.build.text import Text, build_text
 from quire.config import Settings
 from quire.errors import InvalidModel
-from quire.layers.build import Build
+from quire.layers.build import ModelBuilder
 from quire.layers.formats import Plain
-from quire.layers.parallel import Solo
-from quire.layers.rope import Rope
-from quire.models.registry import active, build_model, parameters, read_spec
+from quire.layers.parallel import SingleRank
+from quire.layers.rope import RopeConfig
+from quire.models.registry import active_parameters, build_model, parameters, read_spec
 from quire.models.spec import ModelSpec
 from quire.ops.reference import ReferenceOps
-from quire.runner.memory import layer_shapes, page_bytes
+from quire.runner.memory import block_bytes, layer_shapes
 from quire.text.tokenizer import Tokenizer
-from quire.values import MANY
+from quire.values import UNLIMITED
 from quire.weights.files import Checkpoint, read_config
 from quire.weights.load import choose_dtype, match, named
 from quire.weights.locate import locate
-from quire.weights.schemes import BESIDE, Detected, choose, read_scheme
+from quire.weights.schemes import IGNORED_TENSORS, CheckpointFormat, choose_format, read_scheme
 
 Fact = tuple[str, str]
 
 
-class Looked(NamedTuple):
+class ModelFacts(NamedTuple):
     """A model's headers. trouble: why it could not be loaded, empty where it could. dtype: of activations."""
 
     folder: Path
@@ -41,7 +41,7 @@ class Looked(NamedTuple):
     dtype: torch.dtype
 
 
-def look(settings: Settings) -> Looked:
+def read_facts(settings: Settings) -> ModelFacts:
     """Raises InvalidModel where not even config.json can be read."""
     model = settings.model
     folder = locate(model.model, revision=model.revision, cache=model.download_dir)
@@ -53,45 +53,50 @@ def look(settings: Settings) -> Looked:
         check(config, spec, checkpoint, model.quantization)
     except InvalidModel as error:
         trouble = str(error)
-    return Looked(
+    return ModelFacts(
         folder, config, spec, checkpoint, trouble, choose_dtype(model.dtype, spec, checkpoint, torch.device("cpu"))
     )
 
 
 def check(config: Mapping[str, Any], spec: ModelSpec, checkpoint: Checkpoint, quantization: str) -> None:
     """Every tensor has a place of its shape. Raises InvalidModel naming those that have not."""
-    format = choose(config, quantization, Plain, checkpoint.entries)
-    build = Build(ops=ReferenceOps(), parallel=Solo(), dtype=torch.bfloat16, device=torch.device("meta"), format=format)
-    build.ignore(*(BESIDE if isinstance(format, Detected) else ()))
+    format = choose_format(config, quantization, Plain, checkpoint.entries)
+    build = ModelBuilder(
+        ops=ReferenceOps(), parallel=SingleRank(), dtype=torch.bfloat16, device=torch.device("meta"), format=format
+    )
+    build.ignore(*(IGNORED_TENSORS if isinstance(format, CheckpointFormat) else ()))
     build_model(spec, build)
     match(build, checkpoint.folder.name, named(build, checkpoint))
 
 
-def shapes(looked: Looked) -> Iterator[Fact]:
+def shapes(looked: ModelFacts) -> Iterator[Fact]:
     """Architecture and sizes."""
     spec = looked.spec
     yield "architecture", spec.architecture
-    yield "parameters", count(parameters(spec)) + (f", {count(active(spec))} used a token" if spec.experts else "")
+    yield (
+        "parameters",
+        count(parameters(spec)) + (f", {count(active_parameters(spec))} used a token" if spec.experts else ""),
+    )
     yield "layers", f"{spec.layers} of width {spec.hidden}, MLP {spec.mlp} ({spec.activation})"
-    if spec.experts:
-        dense = f", layers {', '.join(map(str, sorted(spec.experts.dense)))} dense" if spec.experts.dense else ""
-        yield "experts", f"{spec.experts.used} of {spec.experts.count} a token, of width {spec.experts.width}{dense}"
+    if moe := spec.experts:
+        dense = f", layers {', '.join(map(str, sorted(moe.dense_layers)))} dense" if moe.dense_layers else ""
+        yield "experts", f"{moe.num_experts_per_token} of {moe.num_experts} a token, of width {moe.width}{dense}"
     yield "heads", f"{spec.heads} of queries, {spec.kv_heads} of keys and values, {spec.head_dim} numbers each"
-    local = Counter(window for window in spec.windows if window < MANY)
+    local = Counter(window for window in spec.windows if window < UNLIMITED)
     seen = ", ".join(f"{n} of {spec.layers} layers see {window:,} positions" for window, n in local.items())
     yield "attention", seen or "every layer sees everything"
     yield "rope", "; ".join(dict.fromkeys(map(turn, spec.ropes or (spec.rope,))))
     yield "vocabulary", f"{spec.vocab:,}, head {'tied to the embedding' if spec.tie else 'of its own'}"
     yield "context", f"{spec.context:,} tokens"
     for name, dtype in (("as activations", looked.dtype), ("fp8", torch.float8_e4m3fn)):
-        size = page_bytes(layer_shapes(spec.kv_shapes, dtype), 1)
+        size = block_bytes(layer_shapes(spec.kv_shapes, dtype), 1)
         yield (
             f"KV a token, {name}",
             f"{size:,} bytes ({short(dtype)}), {amount(size * spec.context)} for a whole context",
         )
 
 
-def files(looked: Looked) -> Iterator[Fact]:
+def files(looked: ModelFacts) -> Iterator[Fact]:
     """What the weights are stored in."""
     if looked.checkpoint is not None:
         entries = looked.checkpoint.entries.values()
@@ -103,7 +108,7 @@ def files(looked: Looked) -> Iterator[Fact]:
             kinds[entry.kind] += entry.size
         yield "stored as", ", ".join(f"{kind} {100 * size / total:.1f} %" for kind, size in kinds.most_common())
     scheme = read_scheme(looked.config)
-    yield "quantised by", "nothing" if scheme is None else f"{scheme.name}: {scheme.how}"
+    yield "quantised by", "nothing" if scheme is None else f"{scheme.name}: {scheme.layout}"
     yield "computed in", short(looked.dtype)
     yield "loads", looked.trouble or "every tensor has its place"
 
@@ -138,7 +143,7 @@ def show(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     return ", ".join(f"{tokenizer.token_text(token)[0]!r} ({token})" for token in tokens) or "nothing"
 
 
-def turn(rope: Rope) -> str:
+def turn(rope: RopeConfig) -> str:
     if not rope.dim:
         return "none: positions are learned"
     scaled = "" if rope.kind == "default" else f", {rope.kind} scaling by {rope.factor:g}"

@@ -9,7 +9,7 @@ from rich.table import Table
 from quire.cli.options import SettingsCommand
 from quire.config import Settings
 from quire.errors import InvalidModel
-from quire.look.facts import Fact, files, look, shapes, text
+from quire.look.facts import Fact, files, read_facts, shapes, text
 
 ENDLESS = 1000
 """Columns where nobody looks: a program that reads the table must not meet folded lines."""
@@ -21,7 +21,7 @@ def command(settings: Settings) -> None:
 
     The exit code is 2 where it could not be served, and the last line says why.
     """
-    looked = look(settings)
+    looked = read_facts(settings)
     spoken, mute, doubts = text(settings, looked.spec.vocab)
     tell([*shapes(looked), *files(looked), *spoken])
     if looked.trouble or mute:

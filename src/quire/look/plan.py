@@ -10,14 +10,14 @@ import click
 import torch
 
 from quire.build.limits import resolve
-from quire.build.room import LARGEST, host_bytes, working_bytes
+from quire.build.room import LARGEST_GEMM_WORKSPACE, host_bytes, working_bytes
 from quire.cli.options import SettingsCommand
 from quire.config import OPTIONS, Settings
 from quire.errors import InvalidConfig
-from quire.look.facts import Fact, Looked, amount, look
+from quire.look.facts import Fact, ModelFacts, amount, read_facts
 from quire.look.inspect import tell
 from quire.models.registry import parameters
-from quire.runner.memory import cpu_budget, layer_shapes, page_bytes, usable_pages
+from quire.runner.memory import block_bytes, cpu_budget, layer_shapes, usable_blocks
 from quire.weights.schemes import AUTO, ONLINE, read_scheme
 
 SHORTEST = 256
@@ -25,7 +25,7 @@ SHORTEST = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class MemoryPlan:
     """Bytes. weights: all. work: the largest step. page: one block of K/V, of `size` tokens. pool: what K/V would get.
 
     least, most: blocks for one sequence of the whole `length`, and for all at once.
@@ -67,7 +67,7 @@ def command(settings: Settings, memory: str | None) -> None:
     The exit status says which: 0, it fits; 1, it does not.
     """
     device = device_of(settings)
-    rows = list(told(settings, look(settings), free(device) if memory is None else size_of(memory), device))
+    rows = list(told(settings, read_facts(settings), free(device) if memory is None else size_of(memory), device))
     tell(rows)
     if "fits" in dict(rows):  # said only where it does not
         raise SystemExit(1)
@@ -96,33 +96,33 @@ def free(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info()[0])
 
 
-def need(settings: Settings, looked: Looked, room: int, device: torch.device) -> Need:
+def need(settings: Settings, looked: ModelFacts, room: int, device: torch.device) -> MemoryPlan:
     """What these settings take of `room` bytes. Raises InvalidConfig for a context the model does not have."""
     spec, cache = looked.spec, settings.cache
     limits, cpu = resolve(settings, spec, device), device.type == "cpu"
-    captured = 0 if cpu or settings.execution.enforce_eager else LARGEST
+    captured = 0 if cpu or settings.execution.enforce_eager else LARGEST_GEMM_WORKSPACE
     held = weights(settings, looked)
     work = working_bytes(spec, looked.dtype, tokens=limits.budget, captured=captured, rows=limits.cap)
     kept = torch.float8_e4m3fn if cache.kv_cache_dtype == "fp8" else looked.dtype
-    page = page_bytes(layer_shapes(spec.kv_shapes, kept), limits.page_size)
+    page = block_bytes(layer_shapes(spec.kv_shapes, kept), limits.page_size)
     left = max(0, int(room * (1 if cpu else cache.gpu_memory_utilization)) - held - work)
     pool = min(left, cpu_budget(max(0, room - held))) if cpu else left
     if cache.num_gpu_blocks_override or cache.kv_cache_memory_bytes:
         asked = cache.kv_cache_memory_bytes or ((cache.num_gpu_blocks_override or 0) + 1) * page
         pool = min(left, asked)
-    return Need(
+    return MemoryPlan(
         held,
         work,
         page,
         limits.page_size,
         pool,
-        least=usable_pages(1, limits.max_model_len, limits.page_size),
-        most=usable_pages(limits.cap, limits.max_model_len, limits.page_size),
+        least=usable_blocks(1, limits.max_model_len, limits.page_size),
+        most=usable_blocks(limits.cap, limits.max_model_len, limits.page_size),
         length=limits.max_model_len,
     )
 
 
-def weights(settings: Settings, looked: Looked) -> int:
+def weights(settings: Settings, looked: ModelFacts) -> int:
     """Bytes once loaded: as stored where they are quantised, else at the dtype they are computed in."""
     spec, checkpoint = looked.spec, looked.checkpoint
     if read_scheme(looked.config) is not None and checkpoint is not None:
@@ -134,7 +134,7 @@ def weights(settings: Settings, looked: Looked) -> int:
     return whole - (parameters(spec) - delicate) * (looked.dtype.itemsize - 1)
 
 
-def told(settings: Settings, looked: Looked, room: int, device: torch.device) -> Iterator[Fact]:
+def told(settings: Settings, looked: ModelFacts, room: int, device: torch.device) -> Iterator[Fact]:
     """The plan, line by line; first, what keeps the weights that are there from being loaded."""
     asked = need(settings, looked, room, device)
     if looked.trouble:
@@ -158,7 +158,7 @@ def told(settings: Settings, looked: Looked, room: int, device: torch.device) ->
     yield "smallest change", " ".join(f"{flag} {value}" for flag, value in flags.items()) or none
 
 
-def smaller(settings: Settings, looked: Looked, room: int, device: torch.device) -> Iterator[dict[str, Any]]:
+def smaller(settings: Settings, looked: ModelFacts, room: int, device: torch.device) -> Iterator[dict[str, Any]]:
     """Changes of settings that make it fit, the least first."""
     asked = need(settings, looked, room, device)
     plain = read_scheme(looked.config) is None and settings.model.quantization == AUTO
@@ -182,7 +182,7 @@ def smaller(settings: Settings, looked: Looked, room: int, device: torch.device)
         yield {**both, "max_model_len": min(last, asked.length)}
 
 
-def longest(asked: Need) -> int:
+def longest(asked: MemoryPlan) -> int:
     """Tokens of a sequence that the pool holds."""
     return max(1, (asked.pool // asked.page - 1) * asked.size + 1)
 

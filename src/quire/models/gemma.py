@@ -14,12 +14,12 @@ from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.layers.attention import Heads
-from quire.layers.basic import RMSNorm, Scaled
-from quire.layers.build import Build
+from quire.layers.basic import RMSNorm, ScaledEmbedding
+from quire.layers.build import ModelBuilder
 from quire.models.spec import FULL, SLIDING, Config, ModelSpec, read_decoder, read_locals, read_rope
 from quire.ops.base import Angles
-from quire.ops.ragged import LayerKV, RaggedBatch, chosen
-from quire.values import MANY
+from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
+from quire.values import UNLIMITED
 
 VISION = ("vision_tower.*", "multi_modal_projector.*", "vision_model.*", "embed_vision.*")
 """What a checkpoint that also sees has beside its decoder."""
@@ -28,12 +28,12 @@ VISION = ("vision_tower.*", "multi_modal_projector.*", "vision_model.*", "embed_
 class Block:
     """One layer: attention and a gated MLP, each between two norms."""
 
-    def __init__(self, spec: ModelSpec, build: Build, index: int) -> None:
+    def __init__(self, spec: ModelSpec, build: ModelBuilder, index: int) -> None:
         def norm(name: str) -> RMSNorm:
             return build.rms_norm(name, spec.hidden, spec.norm_eps, shift=1.0)
 
         self.before_attention = norm("input_layernorm")
-        self.attention = build.at("self_attn").attention(
+        self.attention = build.scope("self_attn").attention(
             spec.hidden,
             Heads(
                 count=spec.heads,
@@ -50,7 +50,7 @@ class Block:
         )
         self.after_attention = norm("post_attention_layernorm")
         self.before_mlp = norm("pre_feedforward_layernorm")
-        self.mlp = build.at("mlp").gated_mlp(spec.hidden, spec.mlp, spec.activation)
+        self.mlp = build.scope("mlp").gated_mlp(spec.hidden, spec.mlp, spec.activation)
         self.after_mlp = norm("post_feedforward_layernorm")
 
     def __call__(
@@ -67,23 +67,23 @@ class Block:
         this layer. All [T, hidden], or of `wanted` alone."""
         x, residual = self.before_attention.add(x, residual, after)
         x = self.attention(x, turn, batch, kv, wanted)
-        x, residual = self.before_mlp.add(x, chosen(residual, wanted), self.after_attention)
+        x, residual = self.before_mlp.add(x, select_rows(residual, wanted), self.after_attention)
         return self.mlp(x), residual
 
 
 class Gemma:
     """See `base.Model`. What both generations have in common."""
 
-    def __init__(self, spec: ModelSpec, build: Build) -> None:
+    def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         self.spec, self.ops, self.dtype = spec, build.ops, build.dtype
         build.ignore(*VISION)
         build.rename({"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""})
-        body = build.at("model")
+        body = build.scope("model")
         body.ignore(*VISION)
         table = body.embedding("embed_tokens", spec.vocab, spec.hidden)
-        self.embedding = Scaled(table, spec.hidden**0.5)
+        self.embedding = ScaledEmbedding(table, spec.hidden**0.5)
         self.turns = {rope: body.rotary(rope) for rope in dict.fromkeys(spec.ropes)}
-        self.blocks = [Block(spec, body.at(f"layers.{i}"), i) for i in range(spec.layers)]
+        self.blocks = [Block(spec, body.scope(f"layers.{i}"), i) for i in range(spec.layers)]
         self.norm = body.rms_norm("norm", spec.hidden, spec.norm_eps, shift=1.0)
         self.head = build.head("lm_head", spec.hidden, spec.vocab, table if spec.tie else None, soft_cap=spec.logit_cap)
 
@@ -94,10 +94,10 @@ class Gemma:
         x = residual.new_zeros(residual.shape)
         after: RMSNorm | None = None
         for block, rope, cache in zip(self.blocks, self.spec.ropes, kv, strict=True):
-            wanted = batch.wanted if block is self.blocks[-1] else None
+            wanted = batch.output_indices if block is self.blocks[-1] else None
             x, residual = block(x, residual, after, turns[rope], batch, cache, wanted)
             after = block.after_mlp
-        return batch.placed(self.norm.add(x, residual, after)[0])
+        return batch.select_outputs(self.norm.add(x, residual, after)[0])
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)
@@ -171,13 +171,13 @@ def read_gemma(config: Config, architecture: str, *, every: int) -> ModelSpec:
     if config.get(bool, "use_bidirectional_attention", default=False):
         raise InvalidModel("config.json: use_bidirectional_attention: only causal attention is supported")
     spec = read_decoder(Config({"head_dim": 256, "tie_word_embeddings": True, **config.fields}), architecture)
-    width = config.get(int, "sliding_window", default=0) or MANY
+    width = config.get(int, "sliding_window", default=0) or UNLIMITED
     share = config.get(float, "query_pre_attn_scalar", default=256.0)
     if share <= 0:
         raise InvalidModel(f"config.json: query_pre_attn_scalar must be above 0, not {share:g}")
     return replace(
         spec,
-        windows=tuple(width if local else MANY for local in read_locals(config, spec.layers, every=every)),
+        windows=tuple(width if local else UNLIMITED for local in read_locals(config, spec.layers, every=every)),
         ropes=(spec.rope,) * spec.layers,
         activation=config.get(str, "hidden_activation", "hidden_act", default="gelu_pytorch_tanh"),
         scale=share**-0.5,

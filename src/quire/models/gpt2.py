@@ -8,20 +8,20 @@ from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.layers.attention import Heads
-from quire.layers.build import Build
-from quire.layers.rope import STILL
+from quire.layers.build import ModelBuilder
+from quire.layers.rope import NO_ROPE
 from quire.models.spec import Config, ModelSpec, read_stop
 from quire.ops.base import Angles
-from quire.ops.ragged import LayerKV, RaggedBatch, chosen
-from quire.values import MANY
+from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
+from quire.values import UNLIMITED
 
 
 class Block:
     """One layer: attention and an MLP, each behind a norm of the residual stream."""
 
-    def __init__(self, spec: ModelSpec, build: Build) -> None:
+    def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         self.before_attention = build.layer_norm("ln_1", spec.hidden, spec.norm_eps)
-        self.attention = build.at("attn").attention(
+        self.attention = build.scope("attn").attention(
             spec.hidden,
             Heads(count=spec.heads, kv=spec.kv_heads, dim=spec.head_dim, scale=spec.head_dim**-0.5),
             names=("c_attn",),
@@ -31,25 +31,25 @@ class Block:
             transposed=True,
         )
         self.before_mlp = build.layer_norm("ln_2", spec.hidden, spec.norm_eps)
-        self.mlp = build.at("mlp").mlp("c_fc", "c_proj", spec.hidden, spec.mlp, spec.activation, transposed=True)
+        self.mlp = build.scope("mlp").mlp("c_fc", "c_proj", spec.hidden, spec.mlp, spec.activation, transposed=True)
 
     def __call__(self, x: Tensor, turn: Angles, batch: RaggedBatch, kv: LayerKV, wanted: Tensor | None) -> Tensor:
         """The residual stream [T, hidden], before and after; after it of `wanted` alone."""
-        x = chosen(x, wanted) + self.attention(self.before_attention(x), turn, batch, kv, wanted)
+        x = select_rows(x, wanted) + self.attention(self.before_attention(x), turn, batch, kv, wanted)
         return x + self.mlp(self.before_mlp(x))
 
 
 class GPT2:
     """See `base.Model`."""
 
-    def __init__(self, spec: ModelSpec, build: Build) -> None:
+    def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         self.spec, self.ops, self.dtype = spec, build.ops, build.dtype
-        body = build.at("transformer")
+        body = build.scope("transformer")
         body.ignore("h.*.attn.bias", "h.*.attn.masked_bias")
         self.embedding = body.embedding("wte", spec.vocab, spec.hidden)
         self.positions = body.embedding("wpe", spec.context, spec.hidden)
         self.still = body.rotary(spec.rope)
-        self.blocks = [Block(spec, body.at(f"h.{i}")) for i in range(spec.layers)]
+        self.blocks = [Block(spec, body.scope(f"h.{i}")) for i in range(spec.layers)]
         self.norm = body.layer_norm("ln_f", spec.hidden, spec.norm_eps)
         self.head = build.head("lm_head", spec.hidden, spec.vocab, self.embedding if spec.tie else None)
 
@@ -73,8 +73,8 @@ class GPT2:
             vocab=config.get(int, "vocab_size"),
             context=config.get(int, "n_positions", "n_ctx", default=1024),
             norm_eps=config.get(float, "layer_norm_epsilon", default=1e-5),
-            rope=STILL,
-            windows=(MANY,) * layers,
+            rope=NO_ROPE,
+            windows=(UNLIMITED,) * layers,
             activation=config.get(str, "activation_function", default="gelu_new"),
             tie=config.get(bool, "tie_word_embeddings", default=True),
             qkv_bias=True,
@@ -89,8 +89,8 @@ class GPT2:
         turn = self.still(batch.positions)
         x = self.embedding(batch.tokens) + self.positions(batch.positions)
         for block, cache in zip(self.blocks, kv, strict=True):
-            x = block(x, turn, batch, cache, batch.wanted if block is self.blocks[-1] else None)
-        return batch.placed(self.norm(x))
+            x = block(x, turn, batch, cache, batch.output_indices if block is self.blocks[-1] else None)
+        return batch.select_outputs(self.norm(x))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)

@@ -7,21 +7,21 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from quire.layers.attention import Heads
-from quire.layers.build import Build
+from quire.layers.build import ModelBuilder
 from quire.models.spec import Config, ModelSpec, read_decoder
 from quire.ops.base import Angles
-from quire.ops.ragged import LayerKV, RaggedBatch, chosen
+from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 
-Mix = Callable[[Tensor], Tensor]
+MLPFactory = Callable[[Tensor], Tensor]
 """[T, hidden] -> [T, hidden]: an MLP, or experts."""
 
 
 class Block:
     """One layer: attention and `mlp`, each behind a norm of the residual stream."""
 
-    def __init__(self, spec: ModelSpec, build: Build, index: int, mlp: Mix) -> None:
+    def __init__(self, spec: ModelSpec, build: ModelBuilder, index: int, mlp: MLPFactory) -> None:
         self.before_attention = build.rms_norm("input_layernorm", spec.hidden, spec.norm_eps)
-        self.attention = build.at("self_attn").attention(
+        self.attention = build.scope("self_attn").attention(
             spec.hidden,
             Heads(
                 count=spec.heads,
@@ -44,21 +44,21 @@ class Block:
         `wanted` alone."""
         x, residual = self.before_attention.add(x, residual)
         x = self.attention(x, turn, batch, kv, wanted)
-        x, residual = self.before_mlp.add(x, chosen(residual, wanted))
+        x, residual = self.before_mlp.add(x, select_rows(residual, wanted))
         return self.mlp(x), residual
 
 
 class Llama:
     """See `base.Model`."""
 
-    def __init__(self, spec: ModelSpec, build: Build) -> None:
+    def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         self.spec, self.ops, self.dtype = spec, build.ops, build.dtype
-        body = build.at("model")
+        body = build.scope("model")
         body.ignore("layers.*.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq")
         self.embedding = body.embedding("embed_tokens", spec.vocab, spec.hidden)
         self.rotary = body.rotary(spec.rope)
-        layers = [body.at(f"layers.{i}") for i in range(spec.layers)]
-        self.blocks = [Block(spec, layer, i, self.mix(spec, layer, i)) for i, layer in enumerate(layers)]
+        layers = [body.scope(f"layers.{i}") for i in range(spec.layers)]
+        self.blocks = [Block(spec, layer, i, self.make_mlp(spec, layer, i)) for i, layer in enumerate(layers)]
         self.norm = body.rms_norm("norm", spec.hidden, spec.norm_eps)
         self.head = build.head("lm_head", spec.hidden, spec.vocab, self.embedding if spec.tie else None)
 
@@ -67,9 +67,9 @@ class Llama:
         return read_decoder(config, architecture)
 
     @staticmethod
-    def mix(spec: ModelSpec, build: Build, index: int) -> Mix:
+    def make_mlp(spec: ModelSpec, build: ModelBuilder, index: int) -> MLPFactory:
         """What stands behind a layer's second norm."""
-        return build.at("mlp").gated_mlp(spec.hidden, spec.mlp, spec.activation, bias=spec.mlp_bias)
+        return build.scope("mlp").gated_mlp(spec.hidden, spec.mlp, spec.activation, bias=spec.mlp_bias)
 
     def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
         batch = self.ops.prepare(batch)
@@ -77,8 +77,10 @@ class Llama:
         residual = self.embedding(batch.tokens)
         x = residual.new_zeros(residual.shape)
         for block, cache in zip(self.blocks, kv, strict=True):
-            x, residual = block(x, residual, turn, batch, cache, batch.wanted if block is self.blocks[-1] else None)
-        return batch.placed(self.norm.add(x, residual)[0])
+            x, residual = block(
+                x, residual, turn, batch, cache, batch.output_indices if block is self.blocks[-1] else None
+            )
+        return batch.select_outputs(self.norm.add(x, residual)[0])
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)

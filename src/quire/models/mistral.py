@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quire.layers.build import Build
-from quire.layers.mixture import Mixture
-from quire.models.llama import Llama, Mix
+from quire.layers.build import ModelBuilder
+from quire.layers.mixture import MoEConfig
+from quire.models.llama import Llama, MLPFactory
 from quire.models.spec import Config, ModelSpec, read_decoder, read_windows
 
 
@@ -25,16 +25,16 @@ class Mixtral(Mistral):
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
         spec = Mistral.read(config, architecture)
-        mixture = Mixture(
-            count=config.get(int, "num_local_experts", default=8),
-            used=config.get(int, "num_experts_per_tok", default=2),
+        mixture = MoEConfig(
+            num_experts=config.get(int, "num_local_experts", default=8),
+            num_experts_per_token=config.get(int, "num_experts_per_tok", default=2),
             width=spec.mlp,
         )
         return replace(spec, experts=mixture.checked())
 
     @staticmethod
-    def mix(spec: ModelSpec, build: Build, index: int) -> Mix:
+    def make_mlp(spec: ModelSpec, build: ModelBuilder, index: int) -> MLPFactory:
         assert spec.experts is not None
-        return build.at("block_sparse_moe").experts(
+        return build.scope("block_sparse_moe").experts(
             spec.hidden, spec.experts, spec.activation, names=("w1", "w3", "w2")
         )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire.errors import InvalidModel
-from quire.layers.build import Build
-from quire.layers.mixture import Mixture
-from quire.models.llama import Llama, Mix
+from quire.layers.build import ModelBuilder
+from quire.layers.mixture import MoEConfig
+from quire.models.llama import Llama, MLPFactory
 from quire.models.spec import Config, ModelSpec, read_decoder, read_windows
-from quire.values import MANY
+from quire.values import UNLIMITED
 
 
 class Qwen2(Llama):
@@ -40,27 +40,27 @@ class Qwen3Moe(Qwen3):
         if not isinstance(plain, list):
             raise InvalidModel("config.json: mlp_only_layers must be a list of layers")
         step = max(1, config.get(int, "decoder_sparse_step", default=1))
-        mixture = Mixture(
-            count=config.get(int, "num_experts", "num_local_experts"),
-            used=config.get(int, "num_experts_per_tok", default=8),
+        mixture = MoEConfig(
+            num_experts=config.get(int, "num_experts", "num_local_experts"),
+            num_experts_per_token=config.get(int, "num_experts_per_tok", default=8),
             width=config.get(int, "moe_intermediate_size"),
-            renormalise=config.get(bool, "norm_topk_prob", default=False),
-            dense=frozenset(i for i in range(spec.layers) if i in plain or (i + 1) % step),
+            normalize_weights=config.get(bool, "norm_topk_prob", default=False),
+            dense_layers=frozenset(i for i in range(spec.layers) if i in plain or (i + 1) % step),
         )
         return replace(spec, experts=mixture.checked())
 
     @staticmethod
-    def mix(spec: ModelSpec, build: Build, index: int) -> Mix:
+    def make_mlp(spec: ModelSpec, build: ModelBuilder, index: int) -> MLPFactory:
         assert spec.experts is not None
-        if index in spec.experts.dense:
-            return Qwen3.mix(spec, build, index)
-        return build.at("mlp").experts(spec.hidden, spec.experts, spec.activation)
+        if index in spec.experts.dense_layers:
+            return Qwen3.make_mlp(spec, build, index)
+        return build.scope("mlp").experts(spec.hidden, spec.experts, spec.activation)
 
 
 def windows(config: Config, layers: int) -> tuple[int, ...]:
     """Off unless `use_sliding_window`; configs without `layer_types` mean layers from `max_window_layers` on."""
     if not config.get(bool, "use_sliding_window", default=False):
-        return (MANY,) * layers
+        return (UNLIMITED,) * layers
     each = read_windows(config, layers)
     first = 0 if config.fields.get("layer_types") else config.get(int, "max_window_layers", default=layers)
-    return (MANY,) * min(first, layers) + each[first:]
+    return (UNLIMITED,) * min(first, layers) + each[first:]

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 
 from quire.errors import InvalidModel, nearest
-from quire.layers.build import Build
-from quire.layers.parallel import Solo
+from quire.layers.build import ModelBuilder
+from quire.layers.parallel import SingleRank
 from quire.models.base import Model
 from quire.models.gemma import Gemma2, Gemma3
 from quire.models.gpt2 import GPT2
@@ -24,7 +24,7 @@ from quire.ops.reference import ReferenceOps
 class Architecture(Protocol):
     """A class that reads its own spec and builds itself."""
 
-    def __call__(self, spec: ModelSpec, build: Build) -> Model: ...
+    def __call__(self, spec: ModelSpec, build: ModelBuilder) -> Model: ...
 
     def read(self, config: Config, architecture: str) -> ModelSpec:
         """config.json -> spec. Raises InvalidModel naming the field."""
@@ -70,24 +70,24 @@ def read_spec(fields: Mapping[str, Any]) -> ModelSpec:
     return check_sizes(find(name).read(Config(fields), name))
 
 
-def build_model(spec: ModelSpec, build: Build) -> Model:
+def build_model(spec: ModelSpec, build: ModelBuilder) -> Model:
     """The spec's layers, unfilled: `build.places` says where checkpoint tensors go, `build.seal` ends the filling."""
     return find(spec.architecture)(spec, build)
 
 
 def parameters(spec: ModelSpec) -> int:
     """How many numbers the checkpoint holds, a tied head counted once."""
-    build = Build(ops=ReferenceOps(), parallel=Solo(), dtype=torch.bfloat16, device=torch.device("meta"))
+    build = ModelBuilder(ops=ReferenceOps(), parallel=SingleRank(), dtype=torch.bfloat16, device=torch.device("meta"))
     build_model(spec, build)
-    return sum(place.into.numel() for places in build.places.values() for place in places)
+    return sum(place.target.numel() for places in build.slots.values() for place in places)
 
 
-def active(spec: ModelSpec) -> int:
+def active_parameters(spec: ModelSpec) -> int:
     """Of them, those that a token meets."""
     if spec.experts is None:
         return parameters(spec)
-    idle = (spec.experts.count - spec.experts.used) * 3 * spec.hidden * spec.experts.width
-    return parameters(spec) - idle * (spec.layers - len(spec.experts.dense))
+    idle = (spec.experts.num_experts - spec.experts.num_experts_per_token) * 3 * spec.hidden * spec.experts.width
+    return parameters(spec) - idle * (spec.layers - len(spec.experts.dense_layers))
 
 
 def find(name: str) -> Architecture:

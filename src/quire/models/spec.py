@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from quire.errors import InvalidModel
-from quire.layers.mixture import Mixture
-from quire.layers.rope import Rope
-from quire.values import MANY
+from quire.layers.mixture import MoEConfig
+from quire.layers.rope import RopeConfig
+from quire.values import UNLIMITED
 
 T = TypeVar("T", int, float, str, bool)
 
@@ -39,7 +39,7 @@ class ModelSpec:
     vocab: int
     context: int
     norm_eps: float
-    rope: Rope
+    rope: RopeConfig
     windows: tuple[int, ...]
     activation: str = "silu"
     tie: bool = False
@@ -47,11 +47,11 @@ class ModelSpec:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    ropes: tuple[Rope, ...] = ()
+    ropes: tuple[RopeConfig, ...] = ()
     scale: float = 0.0
     score_cap: float = 0.0
     logit_cap: float = 0.0
-    experts: Mixture | None = None
+    experts: MoEConfig | None = None
     dtype: str = ""
     stop: tuple[int, ...] = ()
 
@@ -89,7 +89,7 @@ class Config:
                 )
             if kind is int and int(value) < 0:
                 raise InvalidModel(f"{self.where}: {name} must not be negative ({value})")
-            if kind is int and int(value) > MANY:
+            if kind is int and int(value) > UNLIMITED:
                 raise InvalidModel(f"{self.where}: {name} is too large to be meant ({value:.0e})")
             return value
         if default is None:
@@ -118,7 +118,7 @@ def check_sizes(spec: ModelSpec) -> ModelSpec:
         "max_position_embeddings": spec.context,
     }
     if spec.experts is not None:
-        sizes |= {"the experts' width": spec.experts.width, "the number of experts": spec.experts.count}
+        sizes |= {"the experts' width": spec.experts.width, "the number of experts": spec.experts.num_experts}
     for name, size in sizes.items():
         if not 1 <= size <= LARGEST:
             raise InvalidModel(f"config.json: {name} must be from 1 to {LARGEST:,}, not {size:,}")
@@ -152,7 +152,7 @@ def read_decoder(config: Config, architecture: str) -> ModelSpec:
         context=read_context(config, rope),
         norm_eps=config.get(float, "rms_norm_eps", default=1e-6),
         rope=rope,
-        windows=(MANY,) * layers,
+        windows=(UNLIMITED,) * layers,
         activation=config.get(str, "hidden_act", default="silu"),
         tie=config.get(bool, "tie_word_embeddings", default=False),
         qkv_bias=bias,
@@ -163,13 +163,13 @@ def read_decoder(config: Config, architecture: str) -> ModelSpec:
     )
 
 
-def read_context(config: Config, rope: Rope) -> int:
+def read_context(config: Config, rope: RopeConfig) -> int:
     """`max_position_embeddings`, or what yarn makes of the length it was trained for where that is more."""
     context = config.get(int, "max_position_embeddings", default=2048)
     return max(context, int(rope.original * rope.factor)) if rope.kind == "yarn" else context
 
 
-def read_rope(config: Config, head_dim: int, scaling: Config, *, theta: float = 0.0) -> Rope:
+def read_rope(config: Config, head_dim: int, scaling: Config, *, theta: float = 0.0) -> RopeConfig:
     """Both spellings: `rope_parameters`, and the older `rope_theta` beside `rope_scaling`; `scaling` is either.
 
     theta: what holds where `scaling` names none; 0 for config's own.
@@ -180,7 +180,7 @@ def read_rope(config: Config, head_dim: int, scaling: Config, *, theta: float = 
     kind = scaling.get(str, "rope_type", "type", default="default")
     plain = kind == "default"
     factor = 1.0 if plain else scaling.get(float, "factor")
-    rope = Rope(
+    rope = RopeConfig(
         dim=int(head_dim * share),
         theta=theta,
         kind=kind,
@@ -190,7 +190,7 @@ def read_rope(config: Config, head_dim: int, scaling: Config, *, theta: float = 
         original=read_original(config, scaling, kind),
         fast=scaling.get(float, "beta_fast", default=32.0),
         slow=scaling.get(float, "beta_slow", default=1.0),
-        whole=scaling.get(bool, "truncate", default=True),
+        full_dim=scaling.get(bool, "truncate", default=True),
         gain=read_gain(scaling, factor) if kind == "yarn" else 1.0,
         factors=tuple(scaling.fields.get("factors", ())) if kind == "factors" else (),
     )
@@ -225,8 +225,8 @@ def read_gain(scaling: Config, factor: float) -> float:
 
 def read_windows(config: Config, layers: int) -> tuple[int, ...]:
     """`sliding_window` positions for the layers `layer_types` says, or else for all; none where it is null."""
-    width = config.get(int, "sliding_window", default=0) or MANY
-    return tuple(width if local else MANY for local in read_locals(config, layers, every=0))
+    width = config.get(int, "sliding_window", default=0) or UNLIMITED
+    return tuple(width if local else UNLIMITED for local in read_locals(config, layers, every=0))
 
 
 def read_locals(config: Config, layers: int, *, every: int) -> tuple[bool, ...]:

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator
 
-from quire.engine.port import Panes
+from quire.engine.port import LiveViewClient
 from quire.errors import Overloaded
 
 DEPTH = 20
@@ -37,11 +37,11 @@ class Audience:
     frames until it is found behind, and nothing afterwards.
     """
 
-    def __init__(self, panes: Panes) -> None:
+    def __init__(self, panes: LiveViewClient) -> None:
         self._panes = panes
         self._viewers: set[_Viewer] = set()
         self._making = False
-        panes.show(self._seen)
+        panes.on_frames(self._seen)
 
     @property
     def viewers(self) -> int:
@@ -81,12 +81,12 @@ class Audience:
 
     def _look(self) -> None:
         self._making = True
-        self._panes.look(True)
+        self._panes.watch(True)
 
     def _rest(self) -> None:
         if self._making and all(viewer.behind for viewer in self._viewers):
             self._making = False
-            self._panes.look(False)
+            self._panes.watch(False)
 
     def _seen(self, frame: bytes, whole: bool) -> None:
         for viewer in self._viewers:

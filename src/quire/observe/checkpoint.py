@@ -15,33 +15,33 @@ from typing import Any
 
 from quire.core import blocks, kv, queue, reuse, scheduler, sequence, speculate
 from quire.core.constraint import FREE, PENDING, Constraint
-from quire.core.plan import Open, Plan, Span
-from quire.core.policy import ADMISSIONS, ORDERS, PRESSURES
-from quire.core.step import Decision, Step
+from quire.core.plan import NewSequence, Plan, Span
+from quire.core.policy import ADMISSION_POLICIES, PRIORITY_POLICIES, RESERVE_POLICIES
+from quire.core.step import Decision, InflightStep
 from quire.engine import ledger, pacer, recovery
 from quire.errors import InvalidConfig
-from quire.observe.disguise import STOP, Chain, Disguise, disguised
+from quire.observe.disguise import STOP, Anonymizer, HashChain, anonymized_tokens
 from quire.values import Request, SamplingParams
 
 Classes = Mapping[str, Any]
 
-STATE = ("scheduler", "pacer", "recovery", "ledger", "depth", "failures", "_deadlines", "_committed")
+STATE = ("scheduler", "step_budget", "recovery", "stats", "lookahead", "failures", "_deadlines", "_last_commit")
 """What an engine's decisions depend on, by its attributes; what flies is beside them."""
 
-_NOBODY = Request(id="", prompt=(0,), max_new=1)
+_NOBODY = Request(id="", prompt=(0,), max_new_tokens=1)
 
 FRESH: Mapping[str, Callable[[Classes], Any]] = MappingProxyType(
     {
-        "Scheduler": lambda known: known["Scheduler"](known["KV"](1, 1)),
-        "KV": lambda known: known["KV"](1, 1),
-        "BlockPool": lambda known: known["BlockPool"](1, known["NoReuse"]()),
-        "RadixReuse": lambda known: known["RadixReuse"](1),
+        "Scheduler": lambda known: known["Scheduler"](known["KVCacheManager"](1, 1)),
+        "KVCacheManager": lambda known: known["KVCacheManager"](1, 1),
+        "BlockPool": lambda known: known["BlockPool"](1, known["NoPrefixCache"]()),
+        "RadixPrefixCache": lambda known: known["RadixPrefixCache"](1),
         "Sequence": lambda known: known["Sequence"](_NOBODY, 0, [], 0),
-        "Adaptive": lambda known: known["Adaptive"](1),
-        "LatencyPace": lambda known: known["LatencyPace"](0.0),
-        "Recovery": lambda known: known["Recovery"](known["Scheduler"](known["KV"](1, 1))),
-        "Ledger": lambda known: known["Ledger"](0),
-        "Life": lambda known: known["Life"](known["Sequence"](_NOBODY, 0, [], 0), 0.0),
+        "AdaptiveDrafts": lambda known: known["AdaptiveDrafts"](1),
+        "LatencyController": lambda known: known["LatencyController"](0.0),
+        "Recovery": lambda known: known["Recovery"](known["Scheduler"](known["KVCacheManager"](1, 1))),
+        "EngineStats": lambda known: known["EngineStats"](0),
+        "RequestTimes": lambda known: known["RequestTimes"](known["Sequence"](_NOBODY, 0, [], 0), 0.0),
     }
 )
 """How to make one of a class whose fields are then set; others are made of nothing."""
@@ -50,20 +50,45 @@ CLASSES: Classes = MappingProxyType(
     {
         kind.__name__: kind
         for kind in (
-            *(scheduler.Scheduler, kv.KV, blocks.BlockPool, blocks.Lru, blocks.Fifo, reuse.NoReuse, reuse.RadixReuse),
-            *(queue.Waiting, sequence.Sequence, speculate.Drafted, speculate.Fixed, speculate.Adaptive),
-            *(speculate._Times, pacer.NoPace, pacer.LatencyPace, recovery.Recovery, ledger.Ledger, ledger.Life),
+            *(
+                scheduler.Scheduler,
+                kv.KVCacheManager,
+                blocks.BlockPool,
+                blocks.Lru,
+                blocks.Fifo,
+                reuse.NoPrefixCache,
+                reuse.RadixPrefixCache,
+            ),
+            *(
+                queue.WaitingQueue,
+                sequence.Sequence,
+                speculate.DraftStats,
+                speculate.FixedDrafts,
+                speculate.AdaptiveDrafts,
+            ),
+            *(
+                speculate._StepTimes,
+                pacer.UnlimitedStepBudget,
+                pacer.LatencyController,
+                recovery.Recovery,
+                ledger.EngineStats,
+                ledger.RequestTimes,
+            ),
         )
     }
 )
 """What a state is made of."""
 
-_NAMED = MappingProxyType({f.__name__: f for f in (*ADMISSIONS.values(), *ORDERS.values(), *PRESSURES.values())})
-_TUPLES = MappingProxyType({kind.__name__: kind for kind in (Plan, Span, Open, Step, Decision)})
+_NAMED = MappingProxyType(
+    {f.__name__: f for f in (*ADMISSION_POLICIES.values(), *PRIORITY_POLICIES.values(), *RESERVE_POLICIES.values())}
+)
+_TUPLES = MappingProxyType({kind.__name__: kind for kind in (Plan, Span, NewSequence, InflightStep, Decision)})
 _PLAIN = (int, float, str, bool, type(None))
-_MADE_ANEW = MappingProxyType({"KV": {"claims"}, "Ledger": {"completed"}, "RadixReuse": {"where"}})
+_MADE_ANEW = MappingProxyType(
+    {"KVCacheManager": {"inflight_prefixes"}, "EngineStats": {"completed"}, "RadixPrefixCache": {"edges"}}
+)
 """Of the rest; or no part of any decision."""
-_OF_SEQUENCE = frozenset({"request", "tokens", "constraint", "claim", "drafts"})
+_OF_SEQUENCE = frozenset({"request", "tokens", "constraint", "inflight_prefix", "draft_tokens"})
 
 MOST = 1 << 27
 """Tokens of all sequences of a state that is read."""
@@ -93,14 +118,14 @@ def request(told: Any, page_size: int) -> Request:
     id, tokens, names, max_new, priority, deadline, salt, choice, stops, asks, pooling = told
     return Request(
         id=id,
-        prompt=tuple(disguised(tokens, names, page_size)),
-        max_new=max_new,
+        prompt=tuple(anonymized_tokens(tokens, names, page_size)),
+        max_new_tokens=max_new,
         sampling=SamplingParams(prompt_logprobs=0 if asks else None, pooling=pooling),
         stop=frozenset({STOP} if stops else ()),
         choice=choice,
         priority=priority,
         deadline=deadline,
-        salt=salt,
+        cache_salt=salt,
     )
 
 
@@ -108,12 +133,12 @@ def told_of(request: Request, names: list[int], salt: str) -> tuple[Any, ...]:
     """What is recorded of a request: nothing that was said in it."""
     sampling = request.sampling
     return (
-        *(request.id, len(request.prompt), names, request.max_new, request.priority, request.deadline, salt),
+        *(request.id, len(request.prompt), names, request.max_new_tokens, request.priority, request.deadline, salt),
         *(request.choice, bool(request.stop), sampling.prompt_logprobs is not None, sampling.pooling),
     )
 
 
-def pack(roots: dict[str, Any], disguise: Disguise) -> list[Any]:
+def pack(roots: dict[str, Any], disguise: Anonymizer) -> list[Any]:
     """Plain data for msgpack: a list of nodes, the first one the roots."""
     return _Packer(roots, disguise).nodes
 
@@ -121,7 +146,7 @@ def pack(roots: dict[str, Any], disguise: Disguise) -> list[Any]:
 class _Packer:
     """numbers: of nodes, by identity. names: of the page that leads to a place of the prefix index, by identity."""
 
-    def __init__(self, roots: dict[str, Any], disguise: Disguise) -> None:
+    def __init__(self, roots: dict[str, Any], disguise: Anonymizer) -> None:
         self.disguise = disguise
         self.numbers, self.names = dict[int, int](), dict[int, int]()
         self.todo, self.nodes = deque[Any](), list[Any]()
@@ -132,21 +157,21 @@ class _Packer:
 
     def _name_places(self, scheduler: Any) -> None:
         """From the root, from where sequences stand, and what is cut off from both and waits to be overwritten."""
-        index = scheduler.kv.reuse
-        if type(index).__name__ != "RadixReuse":
+        index = scheduler.kv.prefix_cache
+        if type(index).__name__ != "RadixPrefixCache":
             return
         self._walk(index.root, self.disguise.chain())
-        flying = [s for step in scheduler.flight for s in (*step.seqs, *step.graves)]
-        for seq in (*flying, *scheduler.seqs.values()):
-            if seq.node is not None and id(seq.node) not in self.names:
-                self._walk(seq.node, self.disguise.begun(seq.tokens[: seq.mark - index.every])[0])
-        for node, _ in index.where.values():
+        flying = [s for step in scheduler.inflight for s in (*step.seqs, *step.deferred_frees)]
+        for seq in (*flying, *scheduler.sequences.values()):
+            if seq.prefix_node is not None and id(seq.prefix_node) not in self.names:
+                self._walk(seq.prefix_node, self.disguise.begun(seq.tokens[: seq.next_cache_at - index.block_size])[0])
+        for node, _ in index.edges.values():
             if id(node) not in self.names:
                 chain = self.disguise.chain()
                 chain.name([id(node)])
                 self._walk(node, chain)
 
-    def _walk(self, node: Any, chain: Chain) -> None:
+    def _walk(self, node: Any, chain: HashChain) -> None:
         size, todo = self.disguise.page_size, [(node, chain, 0)]
         while todo:
             node, chain, name = todo.pop()
@@ -172,8 +197,8 @@ class _Packer:
         told = [[name, self._value(value)] for name, value in _fields(it) if name not in out]
         if kind == "Sequence":
             told += self._sequence(it)
-        elif kind == "RadixReuse":
-            told.append(["where", [[page, *self._value(node)] for page, (node, _) in it.where.items()]])
+        elif kind == "RadixPrefixCache":
+            told.append(["edges", [[page, *self._value(node)] for page, (node, _) in it.edges.items()]])
         return [kind, told]
 
     def _edge(self, key: Any, page: int, below: Any) -> list[Any]:
@@ -183,12 +208,12 @@ class _Packer:
     def _sequence(self, seq: Any) -> list[Any]:
         names = self.disguise.pages(seq.tokens)
         of_prompt = names[: len(seq.request.prompt) // self.disguise.page_size]
-        request = told_of(seq.request, of_prompt, self.disguise.salt(seq.request.salt))
+        request = told_of(seq.request, of_prompt, self.disguise.salt(seq.request.cache_salt))
         return [
             ["request", request],
             ["tokens", [len(seq.tokens), names]],
             ["constraint", constraint_of(seq)],
-            ["claim", seq.claim is not None],
+            ["inflight_prefix", seq.inflight_prefix is not None],
         ]
 
     def _value(self, it: Any) -> Any:
@@ -196,8 +221,8 @@ class _Packer:
         if isinstance(it, _PLAIN):
             return it
         kind = type(it).__name__
-        if isinstance(it, Open):
-            return ["Open", [it.row, ["tuple", []], it.start, it.prompt]]
+        if isinstance(it, NewSequence):
+            return ["NewSequence", [it.row, ["tuple", []], it.num_computed, it.prompt_length]]
         if isinstance(it, tuple):
             return [kind if kind in _TUPLES else "tuple", [self._value(v) for v in it]]
         if callable(it):
@@ -237,15 +262,17 @@ class _Restorer:
     def __init__(self, nodes: Any, known: Classes) -> None:
         self.known, self.tokens = known, 0
         self.made = [self._make(*node) for node in nodes]
-        self.page_size = next(it.reuse.every for it in self._filled(nodes) if isinstance(it, known["KV"]))
+        self.block_size = next(
+            it.prefix_cache.block_size for it in self._filled(nodes) if isinstance(it, known["KVCacheManager"])
+        )
         for it, node in zip(self.made, nodes, strict=True):
             if node[0] == "place":
                 self._place(it, node[1])
         for it, node in zip(self.made, nodes, strict=True):
             if node[0] == "Sequence":
                 self._sequence(it, dict(node[1]))
-            elif node[0] == "RadixReuse":
-                self._where(it, dict(node[1])["where"])
+            elif node[0] == "RadixPrefixCache":
+                self._where(it, dict(node[1])["edges"])
         self.roots: dict[str, Any] = self.made[0]
         self._claims()
 
@@ -293,14 +320,14 @@ class _Restorer:
 
     def _place(self, place: Any, edges: Any) -> None:
         for page, name, salt, below in edges:
-            key = disguised(self.page_size, [name], self.page_size)
+            key = anonymized_tokens(self.block_size, [name], self.block_size)
             place[(salt, *key) if salt else tuple(key)] = (page, self.made[below])
 
     def _where(self, index: Any, told: Any) -> None:
         keys = {
             page: key for place in {id(p): p for p in self._places(told)}.values() for key, (page, _) in place.items()
         }
-        index.where.update((page, (self.made[place], keys[page])) for page, place in told)
+        index.edges.update((page, (self.made[place], keys[page])) for page, place in told)
 
     def _places(self, told: Any) -> Iterator[Any]:
         return (self.made[place] for _, place in told)
@@ -310,15 +337,18 @@ class _Restorer:
         self.tokens += count + told["request"][1]
         if self.tokens > MOST:
             raise InvalidConfig(f"the recording's sequences have more than {MOST} tokens")
-        seq.request = request(told["request"], self.page_size)
-        seq.tokens = disguised(count, names, self.page_size)
+        seq.request = request(told["request"], self.block_size)
+        seq.tokens = anonymized_tokens(count, names, self.block_size)
         seq.constraint = CONSTRAINTS[told["constraint"]]
-        seq.claim = told["claim"] or None
+        seq.inflight_prefix = told["inflight_prefix"] or None
 
     def _claims(self) -> None:
         pages = self.roots["scheduler"].kv
         for seq in self.made:
-            if isinstance(seq, self.known["Sequence"]) and seq.claim is not None:
-                start = seq.mark - pages.page_size
-                seq.claim = id(seq.node), pages.reuse.key(seq.tokens, start, seq.request.salt)
-                pages.claims[seq.claim] = seq
+            if isinstance(seq, self.known["Sequence"]) and seq.inflight_prefix is not None:
+                start = seq.next_cache_at - pages.block_size
+                seq.inflight_prefix = (
+                    id(seq.prefix_node),
+                    pages.prefix_cache.key(seq.tokens, start, seq.request.cache_salt),
+                )
+                pages.inflight_prefixes[seq.inflight_prefix] = seq

@@ -16,7 +16,7 @@ STOP = 1
 """The disguise of a token that ends its request; 0 is that of any other but a page's last, which is the page's name."""
 
 
-class Chain:
+class HashChain:
     """The pages of one sequence, named one after another."""
 
     __slots__ = ("_hash",)
@@ -30,11 +30,11 @@ class Chain:
         hash.update(array("q", tokens))
         return int.from_bytes(hash.copy().digest(), "little") >> 1 | 2
 
-    def copy(self) -> Chain:
-        return Chain(self._hash.copy())
+    def copy(self) -> HashChain:
+        return HashChain(self._hash.copy())
 
 
-class Disguise:
+class Anonymizer:
     """Of one recording. page_size in tokens; MANY: pages are never full, and need no names."""
 
     def __init__(self, page_size: int) -> None:
@@ -42,11 +42,11 @@ class Disguise:
         self._key = secrets.token_bytes(32)
         self._root = blake2b(digest_size=8, key=self._key)
 
-    def chain(self) -> Chain:
+    def chain(self) -> HashChain:
         """Of a sequence none of whose pages has a name."""
-        return Chain(self._root.copy())
+        return HashChain(self._root.copy())
 
-    def begun(self, tokens: Sequence[int]) -> tuple[Chain, list[int]]:
+    def begun(self, tokens: Sequence[int]) -> tuple[HashChain, list[int]]:
         """Of a sequence that begins with these tokens, and the names of their full pages."""
         size, chain = self.page_size, self.chain()
         return chain, [chain.name(tokens[end - size : end]) for end in range(size, len(tokens) + 1, size)]
@@ -60,7 +60,7 @@ class Disguise:
         return blake2b(salt.encode(), digest_size=8, key=self._key, person=b"salt").hexdigest() if salt else ""
 
 
-def disguised(tokens: int, names: Sequence[int], page_size: int) -> list[int]:
+def anonymized_tokens(tokens: int, names: Sequence[int], page_size: int) -> list[int]:
     """So many tokens whose full pages have these names."""
     out = [0] * tokens
     for i, name in enumerate(names, 1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from quire.observe.engine_names import BUCKETS, COUNTERS, GAUGES, HISTOGRAMS, LABEL, SECONDS
-from quire.observe.rim_metrics import RimMetrics
+from quire.observe.rim_metrics import FrontendMetrics
 
 HEAD = """# Metrics
 
@@ -41,7 +41,7 @@ def rows() -> Iterator[Row]:
         yield name, "gauge", _label(name), about
     for name, about in HISTOGRAMS.items():
         yield name, "histogram", (), about
-    for family in RimMetrics("").collect():
+    for family in FrontendMetrics("").collect():
         more = {label for sample in family.samples for label in sample.labels} - {"model_name", "engine", "le"}
         name = family.name + "_total" * (family.type == "counter")
         yield name, family.type, sorted(more), family.documentation
@@ -54,7 +54,7 @@ def _label(name: str) -> tuple[str, ...]:
 def buckets() -> Mapping[str, Sequence[float]]:
     """Upper bounds of each histogram, +Inf left out."""
     found = {name: BUCKETS.get(name, SECONDS) for name in HISTOGRAMS}
-    for family in RimMetrics("").collect():
+    for family in FrontendMetrics("").collect():
         if family.type == "histogram":
             found[family.name] = tuple(
                 float(sample.labels["le"]) for sample in family.samples if sample.labels.get("le", "+Inf") != "+Inf"

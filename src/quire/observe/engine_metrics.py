@@ -18,7 +18,7 @@ from quire.engine.engine import Engine
 from quire.engine.events import Completed, StepRecord
 from quire.observe.engine_names import BUCKETS, COUNTERS, GAUGES, HISTOGRAMS, LABEL, SECONDS
 from quire.observe.histogram import Histogram
-from quire.observe.pool import PoolState, look
+from quire.observe.pool import PoolState, pool_state
 from quire.values import Request
 
 _LOOK_EVERY = 1.0
@@ -100,27 +100,29 @@ class EngineMetrics:
         }
 
     def _counters(self, engine: Engine) -> dict[str, Any]:
-        ledger, gauges = engine.ledger, engine.gauges()
+        ledger, gauges = engine.stats, engine.gauges()
         return {
-            "vllm:prompt_tokens": ledger.prompted,
+            "vllm:prompt_tokens": ledger.num_prompt_tokens,
             "vllm:prompt_tokens_by_source": {
-                "local_compute": ledger.prompted - ledger.cached,
-                "local_cache_hit": ledger.cached,
+                "local_compute": ledger.num_prompt_tokens - ledger.num_cached_tokens,
+                "local_cache_hit": ledger.num_cached_tokens,
                 "external_kv_transfer": 0,
             },
-            "vllm:prompt_tokens_cached": ledger.cached,
-            "vllm:prompt_tokens_cached_by_source": {"device": ledger.cached},
-            "vllm:generation_tokens": ledger.generated,
+            "vllm:prompt_tokens_cached": ledger.num_cached_tokens,
+            "vllm:prompt_tokens_cached_by_source": {"device": ledger.num_cached_tokens},
+            "vllm:generation_tokens": ledger.num_generated_tokens,
             "vllm:num_preemptions": gauges.preemptions,
             "vllm:prefix_cache_queries": gauges.prefix_queried,
             "vllm:prefix_cache_hits": gauges.prefix_hit,
             "vllm:gpu_prefix_cache_queries": gauges.prefix_queried,
             "vllm:gpu_prefix_cache_hits": gauges.prefix_hit,
-            "vllm:spec_decode_num_drafts": gauges.drafted[0],
-            "vllm:spec_decode_num_draft_tokens": gauges.drafted[1],
-            "vllm:spec_decode_num_accepted_tokens": gauges.drafted[2],
-            "vllm:spec_decode_num_accepted_tokens_per_pos": {str(i): n for i, n in enumerate(gauges.accepted_at)},
-            "quire:steps": ledger.steps,
+            "vllm:spec_decode_num_drafts": gauges.draft_totals[0],
+            "vllm:spec_decode_num_draft_tokens": gauges.draft_totals[1],
+            "vllm:spec_decode_num_accepted_tokens": gauges.draft_totals[2],
+            "vllm:spec_decode_num_accepted_tokens_per_pos": {
+                str(i): n for i, n in enumerate(gauges.accepted_by_position)
+            },
+            "quire:steps": ledger.num_steps,
             "quire:decode_steps": self.decodes,
             "quire:discarded_spans": gauges.discarded_spans,
             "quire:pressure_events": dict(self.pressure),
@@ -131,22 +133,26 @@ class EngineMetrics:
 
     def _gauges(self, engine: Engine) -> dict[str, Any]:
         gauges, scheduler = engine.gauges(), engine.scheduler
-        pool, queued = scheduler.kv.pool, scheduler.waiting.queued
-        usage = gauges.used_pages / pool.pages if pool.pages else 0.0
+        pool, queued = scheduler.kv.block_pool, scheduler.waiting.num_queued
+        usage = gauges.used_blocks / pool.num_blocks if pool.num_blocks else 0.0
         now = engine.clock.now()
         if not scheduler.running or now - self._looked >= _LOOK_EVERY:
-            self._pool, self._looked = look(scheduler), now
+            self._pool, self._looked = pool_state(scheduler), now
         return {
             "vllm:num_requests_running": gauges.running,
             "vllm:num_requests_waiting": gauges.waiting,
             "vllm:num_requests_waiting_by_reason": {"capacity": queued, "deferred": gauges.waiting - queued},
             "vllm:kv_cache_usage_perc": usage,
             "vllm:gpu_cache_usage_perc": usage,
-            "quire:pages": {"held": gauges.used_pages, "cached": len(pool.shelf), "blank": len(pool.blank)},
+            "quire:pages": {
+                "held": gauges.used_blocks,
+                "cached": len(pool.eviction_policy),
+                "blank": len(pool.free_list),
+            },
             "quire:pages_shared": self._pool.shared,
             "quire:fragmentation_internal": self._pool.internal,
             "quire:fragmentation_external": self._pool.external,
-            "quire:queue_tokens": sum([len(seq.tokens) for seq in scheduler.seqs.values() if seq.row is None]),
+            "quire:queue_tokens": sum([len(seq.tokens) for seq in scheduler.sequences.values() if seq.row is None]),
             **self.facts,
         }
 

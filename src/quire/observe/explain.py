@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from quire.observe.history import History, Note, Story
+from quire.observe.history import History, Note, RequestHistory
 
 MISSING: Mapping[str, str] = {
     "seats": "a seat: as many sequences ran as may run at once",
@@ -20,7 +20,7 @@ MISSING: Mapping[str, str] = {
 
 def explain(history: History, id: str, now: float) -> dict[str, Any] | None:
     """Everything known of a request, plain JSON; times in seconds from its submission. None: not known (any more)."""
-    story = history.stories.get(id)
+    story = history.requests.get(id)
     if story is None:
         return None
     begin, request = story.submitted, story.request
@@ -29,10 +29,10 @@ def explain(history: History, id: str, now: float) -> dict[str, Any] | None:
     return {
         "id": id,
         "number": story.number,
-        "state": state(story),
+        "state": state_of(story),
         "finish_reason": story.finish,
         "prompt_tokens": len(request.prompt),
-        "max_tokens": request.max_new,
+        "max_tokens": request.max_new_tokens,
         "generated_tokens": len(story.times),
         "priority": request.priority,
         "choice": request.choice,
@@ -54,13 +54,13 @@ def explain(history: History, id: str, now: float) -> dict[str, Any] | None:
     }
 
 
-def brief(story: Story, now: float) -> dict[str, Any]:
+def summary_of(story: RequestHistory, now: float) -> dict[str, Any]:
     """A request in a line of a list, plain JSON; times in seconds from its submission."""
     begin, until = story.submitted, story.ended if story.ended is not None else now
     return {
         "id": story.request.id,
         "number": story.number,
-        "state": state(story),
+        "state": state_of(story),
         "finish_reason": story.finish,
         "prompt_tokens": len(story.request.prompt),
         "cached_tokens": story.cached,
@@ -74,7 +74,7 @@ def brief(story: Story, now: float) -> dict[str, Any]:
     }
 
 
-def state(story: Story) -> str:
+def state_of(story: RequestHistory) -> str:
     if story.ended is not None:
         return "finished"
     if story.waiting:
@@ -93,7 +93,7 @@ def _span(begin: float, end: float | None, until: float) -> float:
 # -------------------------------------------------------------------- waiting
 
 
-def _waits(history: History, story: Story, until: float) -> list[dict[str, Any]]:
+def _waits(history: History, story: RequestHistory, until: float) -> list[dict[str, Any]]:
     """What the queue stood still for while this request was in it, longest first, and who was at its head."""
     begin = story.submitted
     end = story.opened if story.opened is not None else until
@@ -121,7 +121,7 @@ def _waiting(missing: str, head: str, seconds: float) -> str:
 # -------------------------------------------------------------------- the prefix cache
 
 
-def _prefix(history: History, story: Story) -> dict[str, Any]:
+def _prefix(history: History, story: RequestHistory) -> dict[str, Any]:
     """How much of the prompt was in the cache, where it stopped, and why it was not more."""
     prompt, hits, size = story.request.prompt, story.cached, history.page_size
     told: dict[str, Any] = {"hit_tokens": hits, "prompt_tokens": len(prompt), "diverged_at": None, "from": None}
@@ -155,14 +155,17 @@ def _prefix(history: History, story: Story) -> dict[str, Any]:
     return {**told, "why": f"{name} has the same first {shared} tokens, but they were not computed yet"}
 
 
-def _closest(history: History, story: Story) -> tuple[int, Story | None]:
+def _closest(history: History, story: RequestHistory) -> tuple[int, RequestHistory | None]:
     """Who began most alike before this one was opened, and how many tokens the two have in common."""
     prompt = story.tokens[: len(story.request.prompt)]
-    found: tuple[int, Story | None] = (0, None)
-    for other in history.stories.values():
+    found: tuple[int, RequestHistory | None] = (0, None)
+    for other in history.requests.values():
         if other is story or other.opened is None or other.opened > (story.resumed or 0.0):
             continue
-        if other.request.salt != story.request.salt or prompt[: found[0] + 1] != other.tokens[: found[0] + 1]:
+        if (
+            other.request.cache_salt != story.request.cache_salt
+            or prompt[: found[0] + 1] != other.tokens[: found[0] + 1]
+        ):
             continue
         common = _common(prompt, other.tokens, found[0])
         if common > found[0]:
@@ -182,7 +185,7 @@ def _common(a: array[int], b: array[int], known: int) -> int:
 
 
 def _events(
-    story: Story, waits: Sequence[dict[str, Any]], prefix: dict[str, Any], history: History
+    story: RequestHistory, waits: Sequence[dict[str, Any]], prefix: dict[str, Any], history: History
 ) -> Iterable[dict[str, Any]]:
     """What happened, in order of time."""
     begin, prompt = story.submitted, len(story.request.prompt)
@@ -191,7 +194,9 @@ def _events(
         return {"at": _short(at - begin), "what": what, "says": says, **more}
 
     yield event(
-        begin, "submitted", f"submitted: {_count(prompt, 'prompt token')}, at most {story.request.max_new} new ones"
+        begin,
+        "submitted",
+        f"submitted: {_count(prompt, 'prompt token')}, at most {story.request.max_new_tokens} new ones",
     )
     for wait in waits[:4]:
         yield event(begin, "waited", f"waited {wait['says']}", behind=wait["behind"])
@@ -207,7 +212,7 @@ def _events(
         yield event(story.ended, "finished", f"{_ENDS.get(str(story.finish), str(story.finish))}, with {made} made")
 
 
-def _opened(story: Story, note: Note, history: History) -> str:
+def _opened(story: RequestHistory, note: Note, history: History) -> str:
     prompt = len(story.request.prompt)
     told, again = min(note.n, prompt), note.n - prompt
     hit = f"{told} of {_count(prompt, 'prompt token')} came from the prefix cache"
@@ -215,16 +220,16 @@ def _opened(story: Story, note: Note, history: History) -> str:
     return f"got a place on the device, with {_count(note.width - 1, 'other')} in the step: {hit}"
 
 
-def _chunk(story: Story, note: Note, history: History) -> str:
+def _chunk(story: RequestHistory, note: Note, history: History) -> str:
     others = f"the step fed {note.fed} tokens of {note.width} requests" if note.width > 1 else "that is a step's fill"
     return f"{note.n} of its prompt's tokens were fed, the rest later: {others}"
 
 
-def _follows(story: Story, note: Note, history: History) -> str:
+def _follows(story: RequestHistory, note: Note, history: History) -> str:
     return f"waited for {note.by}, which was computing the {note.n} tokens that both begin with"
 
 
-def _preempted(story: Story, note: Note, history: History) -> str:
+def _preempted(story: RequestHistory, note: Note, history: History) -> str:
     if note.by == story.request.id:
         return f"gave up its own KV blocks, for there were none to grow into: {note.n} tokens to compute again"
     return (
@@ -232,15 +237,15 @@ def _preempted(story: Story, note: Note, history: History) -> str:
     )
 
 
-def _sat_out(story: Story, note: Note, history: History) -> str:
+def _sat_out(story: RequestHistory, note: Note, history: History) -> str:
     return "sat out a step: the KV blocks it needed were on their way home"
 
 
-def _failed(story: Story, note: Note, history: History) -> str:
+def _failed(story: RequestHistory, note: Note, history: History) -> str:
     return f"a step failed ({note.by}): started again from what was committed"
 
 
-_SAYS: Mapping[str, Callable[[Story, Note, History], str]] = {
+_SAYS: Mapping[str, Callable[[RequestHistory, Note, History], str]] = {
     "opened": _opened,
     "chunk": _chunk,
     "follows": _follows,
@@ -257,7 +262,7 @@ _ENDS: Mapping[str, str] = {
 }
 
 
-def _summary(story: Story, waits: Sequence[dict[str, Any]], until: float) -> str:
+def _summary(story: RequestHistory, waits: Sequence[dict[str, Any]], until: float) -> str:
     """The largest part of its time, in one sentence."""
     total = until - story.submitted
     queued = (story.opened if story.opened is not None else until) - story.submitted

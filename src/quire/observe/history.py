@@ -9,7 +9,7 @@ from array import array
 from collections import deque
 from typing import NamedTuple
 
-from quire.core.kv import KV
+from quire.core.kv import KVCacheManager
 from quire.engine.events import Completed, StepRecord
 from quire.values import FinishReason, Request
 
@@ -42,7 +42,7 @@ class Wait(NamedTuple):
     missing: str
 
 
-class Story:
+class RequestHistory:
     """One request from its submission on. Times are the engine clock's; `times` has one for each token made."""
 
     __slots__ = (
@@ -99,10 +99,10 @@ class History:
     """Stories of the requests that are here, and of the last that ended: at most `keep`, and `tokens` in all."""
 
     def __init__(self, *, keep: int = 512, tokens: int = 1 << 22, waits: int = 4096) -> None:
-        self.stories: dict[str, Story] = {}
-        self.ended: deque[Story] = deque()
+        self.requests: dict[str, RequestHistory] = {}
+        self.ended: deque[RequestHistory] = deque()
         self.waits: deque[Wait] = deque(maxlen=waits)
-        self.writers: dict[int, tuple[Story, int]] = {}
+        self.writers: dict[int, tuple[RequestHistory, int]] = {}
         """By page: whose tokens are in it, and which of that request's pages it is."""
         self.dropped: list[int] = []
         """Pages of those whom the last step preempted."""
@@ -110,34 +110,34 @@ class History:
         """When the prefix cache was: not later than in the step planned then."""
         self._resets = 0
         self._keep, self._most, self._kept = keep, tokens, 0
-        self._rows: dict[int, Story] = {}
+        self._rows: dict[int, RequestHistory] = {}
         self._spans: object = None
         self._partial = False
         self._number = 0
         self.page_size = 1
 
-    def attach(self, kv: KV) -> None:
+    def attach(self, kv: KVCacheManager) -> None:
         """Which pages the plans speak of; before the first step."""
-        self.page_size = kv.page_size
+        self.page_size = kv.block_size
 
     # ---------------------------------------------------------------- what the engine tells
 
     def on_submit(self, request: Request, now: float) -> None:
         self._number += 1
-        self.stories[request.id] = Story(self._number, request, now)
+        self.requests[request.id] = RequestHistory(self._number, request, now)
 
     def on_step(self, record: StepRecord) -> None:
-        plan, stories, now = record.plan, self.stories, record.committed
+        plan, stories, now = record.plan, self.requests, record.committed
         self.dropped = []
-        if record.gauges.resets != self._resets:
-            self._resets, self.emptied = record.gauges.resets, record.planned
+        if record.gauges.prefix_cache_resets != self._resets:
+            self._resets, self.emptied = record.gauges.prefix_cache_resets, record.planned
         if record.decisions:
             self._decided(record)
-        if plan.grown:
+        if plan.new_blocks:
             self._grown(record)
         if plan.spans is not self._spans:
             self._spans = plan.spans
-            self._partial = any(not span.rows for span in plan.spans)
+            self._partial = any(not span.num_samples for span in plan.spans)
         if self._partial:
             self._chunked(record)
         for event in record.events:
@@ -151,7 +151,7 @@ class History:
             self.on_end(ended)
 
     def on_end(self, ended: Completed) -> None:
-        story = self.stories[ended.id]
+        story = self.requests[ended.id]
         story.ended, story.finish, story.waiting = ended.finished, ended.finish, False
         story.tokens.extend(ended.tokens)
         self.ended.append(story)
@@ -159,23 +159,23 @@ class History:
         while len(self.ended) > self._keep or (self._kept > self._most and len(self.ended) > 1):
             old = self.ended.popleft()
             self._kept -= len(old.tokens)
-            if self.stories.get(old.request.id) is old:  # the id may have come again
-                del self.stories[old.request.id]
+            if self.requests.get(old.request.id) is old:  # the id may have come again
+                del self.requests[old.request.id]
             old.tokens, old.times = array("q"), array("d")
 
     def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
         self.writers.clear()
         for id in suspects:
-            story = self.stories[id]
+            story = self.requests[id]
             story.note(Note(now, 0, "failed", reason))
             story.held, story.waiting = [], True
 
     # ---------------------------------------------------------------- folding a step
 
     def _decided(self, record: StepRecord) -> None:
-        opened = iter(record.plan.opened)
+        opened = iter(record.plan.new_sequences)
         for what, id, by, n in record.decisions:
-            story = self.stories.get(id)
+            story = self.requests.get(id)
             if what == "opened":
                 row = next(opened).row
                 if story is None or story.ended is not None:
@@ -205,7 +205,7 @@ class History:
 
     def _grown(self, record: StepRecord) -> None:
         writers, size = self.writers, self.page_size
-        for row, pages in record.plan.grown:
+        for row, pages in record.plan.new_blocks:
             story = self._rows.get(row)
             if story is None:
                 continue
@@ -223,7 +223,7 @@ class History:
         """Prompts that this step fed in part."""
         spans = record.plan.spans
         for span, seq in zip(spans, record.seqs, strict=True):
-            if not span.rows and (story := self.stories.get(seq.request.id)) is not None:
+            if not span.num_samples and (story := self.requests.get(seq.request.id)) is not None:
                 story.chunks += 1
-                fed = sum([s.n for s in spans])
-                story.note(Note(record.planned, record.number, "chunk", n=span.n, width=len(spans), fed=fed))
+                fed = sum([s.num_tokens for s in spans])
+                story.note(Note(record.planned, record.number, "chunk", n=span.num_tokens, width=len(spans), fed=fed))

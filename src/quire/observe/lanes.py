@@ -22,7 +22,7 @@ MOST_TIMES = 4096
 _encode = msgspec.json.Encoder().encode
 
 
-class _Lane:
+class _RequestTrack:
     """One request. Times are moments of the clock; times: of its tokens; names: what it goes by."""
 
     def __init__(self, id: str, number: int, most: int, now: float) -> None:
@@ -44,7 +44,7 @@ class _Lane:
         return "prefill" if self.first is None else "decode"
 
 
-class Lanes:
+class RequestTimeline:
     """Hears of requests (a `LaneObserver`) and shows them to an `Audience` (it is its `Panes`).
 
     about: what the page says of the server. Frames are made only while somebody watches.
@@ -53,9 +53,9 @@ class Lanes:
     def __init__(self, about: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.about, self.clock = about, clock
         self.base, self.epoch = clock(), time.time()
-        self._running: dict[int, _Lane] = {}
-        self._ended: deque[_Lane] = deque()
-        self._names: dict[str, _Lane] = {}
+        self._running: dict[int, _RequestTrack] = {}
+        self._ended: deque[_RequestTrack] = deque()
+        self._names: dict[str, _RequestTrack] = {}
         self._number = self._generated = self._prompted = 0
         self._told: list[list[Any]] = []
         self._fresh: dict[int, int] = {}
@@ -72,7 +72,7 @@ class Lanes:
 
     def on_ask(self, id: str, most: int, now: float) -> int:
         self._number += 1
-        lane = _Lane(id, self._number, most, now)
+        lane = _RequestTrack(id, self._number, most, now)
         self._running[lane.number] = self._names[id] = lane
         self._tell(self._new(lane))
         return lane.number
@@ -120,10 +120,10 @@ class Lanes:
 
     # ---------------------------------------------------------------- the panes
 
-    def show(self, on_frame: OnFrame) -> None:
+    def on_frames(self, on_frame: OnFrame) -> None:
         self._on_frame = on_frame
 
-    def look(self, on: bool) -> None:
+    def watch(self, on: bool) -> None:
         if on and not self._watched:
             self._clear()
         self._watched = self._whole = on
@@ -177,10 +177,10 @@ class Lanes:
             "complete": len(self._running) + RECENT <= MOST_TOLD,
         }
 
-    def _new(self, lane: _Lane) -> list[Any]:
+    def _new(self, lane: _RequestTrack) -> list[Any]:
         return ["new", self._at(lane.came), lane.number, lane.id, lane.prompt, lane.most, 0]
 
-    def _standing(self, lane: _Lane) -> dict[str, Any]:
+    def _standing(self, lane: _RequestTrack) -> dict[str, Any]:
         return {
             "new": self._new(lane),
             "state": lane.state,
@@ -195,7 +195,7 @@ class Lanes:
 
     # ---------------------------------------------------------------- a request's story
 
-    def _brief(self, lane: _Lane) -> dict[str, Any]:
+    def _brief(self, lane: _RequestTrack) -> dict[str, Any]:
         until = self.clock() if lane.ended is None else lane.ended
         return {
             "id": lane.id,
@@ -213,7 +213,7 @@ class Lanes:
             },
         }
 
-    def _story(self, lane: _Lane) -> dict[str, Any]:
+    def _story(self, lane: _RequestTrack) -> dict[str, Any]:
         brief, came = self._brief(lane), lane.came
         until = self.clock() if lane.ended is None else lane.ended
         sent, first = (lane.sent[0][0] if lane.sent else until), lane.first

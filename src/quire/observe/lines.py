@@ -10,16 +10,16 @@ from typing import Any
 
 import msgspec
 
-from quire.text.harmless import block, harmless
+from quire.text.harmless import escape_control, escape_control_lines
 
 
 class TextLines(logging.Formatter):
     """`INFO:     message`; what follows it, a traceback say, is indented, line by line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{record.levelname + ':':<9} {harmless(record.getMessage())}"
+        line = f"{record.levelname + ':':<9} {escape_control(record.getMessage())}"
         trace = _trace(self, record)
-        return f"{line}\n{block(trace)}" if trace else line
+        return f"{line}\n{escape_control_lines(trace)}" if trace else line
 
 
 class JsonLines(logging.Formatter):
@@ -30,12 +30,12 @@ class JsonLines(logging.Formatter):
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": harmless(record.getMessage()),
+            "message": escape_control(record.getMessage()),
         }
         if trace := _trace(self, record):
-            told["trace"] = "\n".join(map(harmless, trace.split("\n")))
+            told["trace"] = "\n".join(map(escape_control, trace.split("\n")))
         given: Mapping[str, Any] = getattr(record, "fields", {})
-        fields = {name: harmless(value) if isinstance(value, str) else value for name, value in given.items()}
+        fields = {name: escape_control(value) if isinstance(value, str) else value for name, value in given.items()}
         return msgspec.json.encode(told | {name: value for name, value in fields.items() if name not in told}).decode()
 
 

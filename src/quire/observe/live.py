@@ -15,8 +15,8 @@ import msgspec
 
 from quire.engine.engine import Engine
 from quire.engine.events import Completed, StepRecord
-from quire.observe.explain import brief, explain, state
-from quire.observe.history import History, Story
+from quire.observe.explain import explain, state_of, summary_of
+from quire.observe.history import History, RequestHistory
 from quire.values import Request
 
 EVERY = 0.15
@@ -43,7 +43,7 @@ LINGER = 3
 _encode = msgspec.json.Encoder().encode
 
 
-class LiveWindow:
+class EngineLiveView:
     """An observer that packs frames, and the engine's `Window`. History must be told before this is."""
 
     def __init__(self, history: History) -> None:
@@ -71,14 +71,14 @@ class LiveWindow:
 
     def on_submit(self, request: Request, now: float) -> None:
         if self.watched:
-            self._tell(_new(self.history.stories[request.id], self._at))
+            self._tell(_new(self.history.requests[request.id], self._at))
 
     def on_step(self, record: StepRecord) -> None:
         if not self.watched:
             return
         if record.decisions:
             self._decided(record)
-        for row_pages in record.plan.grown:
+        for row_pages in record.plan.new_blocks:
             self._touched.update(row_pages[1])
         if record.plan.spans is not self._spans:
             self._first(record)
@@ -88,7 +88,7 @@ class LiveWindow:
 
     def on_end(self, ended: Completed) -> None:
         if self.watched:
-            story = self.history.stories.get(ended.id)
+            story = self.history.requests.get(ended.id)
             if story is not None:  # long ones may be forgotten as soon as they end
                 self._leaving.append((LINGER, story.held))
                 self._tell(["end", self._at(ended.finished), story.number, ended.finish, len(ended.tokens)])
@@ -96,7 +96,7 @@ class LiveWindow:
     def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
         if self.watched:
             self._whole = True
-            self._tell(["failed", self._at(now), [self.history.stories[id].number for id in suspects], reason])
+            self._tell(["failed", self._at(now), [self.history.requests[id].number for id in suspects], reason])
 
     def _tell(self, event: list[Any]) -> None:
         if len(self._told) < MOST_TOLD:
@@ -110,9 +110,9 @@ class LiveWindow:
             return
         spans: list[list[int]] | int = 0
         if record.plan.spans is not self._spans:
-            self._spans, stories = record.plan.spans, self.history.stories
+            self._spans, stories = record.plan.spans, self.history.requests
             spans = [
-                [story.number, span.n, span.rows]
+                [story.number, span.num_tokens, span.num_samples]
                 for span, seq in zip(record.plan.spans, record.seqs, strict=True)
                 if (story := stories.get(seq.request.id)) is not None
             ]
@@ -122,7 +122,7 @@ class LiveWindow:
     def _decided(self, record: StepRecord) -> None:
         at = self._at(record.planned)
         for what, id, by, n in record.decisions:
-            story = self.history.stories.get(id)
+            story = self.history.requests.get(id)
             if story is None:
                 continue
             if what == "waits":
@@ -131,20 +131,20 @@ class LiveWindow:
                     self._tell(["wait", at, story.number, by])
                 continue
             if what == "preempted":
-                other = self.history.stories.get(by)
+                other = self.history.requests.get(by)
                 self._leaving.append((LINGER, self.history.dropped))
                 self._tell(["out", at, story.number, 0 if other is None else other.number, n])
             elif what == "opened":
                 self._tell(["open", at, story.number, n])
             elif what == "follows":
-                leader = self.history.stories.get(by)
+                leader = self.history.requests.get(by)
                 self._tell(["hold", at, story.number, 0 if leader is None else leader.number, n])
             else:
                 self._tell(["sat", at, story.number])
 
     def _first(self, record: StepRecord) -> None:
         """Requests whose first token this step brought: its spans differ from the last step's."""
-        now, stories = record.committed, self.history.stories
+        now, stories = record.committed, self.history.requests
         for event in record.events:
             story = stories.get(event[0]) if event[1] else None
             if story is not None and story.first == now:
@@ -164,8 +164,8 @@ class LiveWindow:
         """The next frame, and whether it is whole; None when it is not time. last: the engine falls idle after this."""
         if not self.watched or not (last or now - self._last >= EVERY):
             return None
-        if engine.scheduler.kv.resets != self._resets:
-            self._resets, self._whole = engine.scheduler.kv.resets, True
+        if engine.scheduler.kv.num_resets != self._resets:
+            self._resets, self._whole = engine.scheduler.kv.num_resets, True
         if not (self._whole or self._steps or self._told or self._leaving):
             return None
         self._last = now
@@ -187,10 +187,10 @@ class LiveWindow:
     def explain(self, id: str, now: float) -> bytes:
         """The stories of a call's answers, or of one of them, as JSON; `null` if there are none. No id: a line for
         every request known, newest first."""
-        stories = self.history.stories
+        stories = self.history.requests
         if not id:
             numbered = sorted(stories.values(), key=lambda s: -s.number)
-            return bytes(_encode({"requests": [brief(story, now) for story in numbered]}))
+            return bytes(_encode({"requests": [summary_of(story, now) for story in numbered]}))
         answers = takewhile(stories.__contains__, (f"{id}-{choice}" for choice in count()))
         found = [id] if id in stories else list(answers)
         if not found:
@@ -198,21 +198,21 @@ class LiveWindow:
         return bytes(_encode({"id": id, "answers": [explain(self.history, own, now) for own in found]}))
 
     def _now(self, engine: Engine) -> dict[str, Any]:
-        gauges, ledger = engine.gauges(), engine.ledger
+        gauges, ledger = engine.gauges(), engine.stats
         return {
             "running": gauges.running,
             "waiting": gauges.waiting,
-            "used": gauges.used_pages,
-            "free": gauges.free_pages,
+            "used": gauges.used_blocks,
+            "free": gauges.free_blocks,
             "evictions": gauges.evictions,
             "preemptions": gauges.preemptions,
             "queried": gauges.prefix_queried,
             "hit": gauges.prefix_hit,
-            "generated": ledger.generated,
-            "prompted": ledger.prompted,
-            "steps": ledger.steps,
-            "requests": ledger.requests,
-            "drafted": gauges.drafted,
+            "generated": ledger.num_generated_tokens,
+            "prompted": ledger.num_prompt_tokens,
+            "steps": ledger.num_steps,
+            "requests": ledger.num_finished,
+            "drafted": gauges.draft_totals,
         }
 
     def _pages(self, engine: Engine) -> list[list[int]]:
@@ -224,35 +224,37 @@ class LiveWindow:
 
     def _page(self, engine: Engine, page: int) -> list[int]:
         """[page, holders (0: kept for its contents, -1: blank), whose tokens, which of that request's pages]."""
-        pool = engine.scheduler.kv.pool
-        refs = pool.refs[page]
-        if not refs and not pool.reuse.holds(page):
+        pool = engine.scheduler.kv.block_pool
+        refs = pool.ref_counts[page]
+        if not refs and not pool.prefix_cache.contains(page):
             return [page, -1, 0, 0]
         story, index = self.history.writers.get(page, (None, 0))
         return [page, refs, 0 if story is None else story.number, index]
 
     def _everything(self, engine: Engine) -> dict[str, Any]:
-        kv, scheduler, stories = engine.scheduler.kv, engine.scheduler, self.history.stories
-        pool, about = kv.pool, engine.about
+        kv, scheduler, stories = engine.scheduler.kv, engine.scheduler, self.history.requests
+        pool, about = kv.block_pool, engine.description
         alive = [story for story in stories.values() if story.ended is None]
         ended = list(self.history.ended)[-RECENT:]
-        pages = min(pool.pages, MOST_PAGES)
+        pages = min(pool.num_blocks, MOST_PAGES)
         return {
             "epoch": self.epoch,
             "facts": {
                 "pages": pages,
-                "all_pages": pool.pages,
-                "page_size": kv.page_size,
-                "seats": scheduler.cap,
-                "budget": scheduler.budget,
+                "all_pages": pool.num_blocks,
+                "page_size": kv.block_size,
+                "seats": scheduler.max_num_seqs,
+                "budget": scheduler.max_num_batched_tokens,
                 "max_model_len": about.max_model_len,
                 "device": about.device,
                 "dtype": about.dtype,
-                "lookahead": engine.depth,
-                "drafts": about.drafts,
+                "lookahead": engine.lookahead,
+                "drafts": about.num_drafts,
             },
             "pages": [
-                self._page(engine, page) for page in range(1, pages + 1) if pool.refs[page] or pool.reuse.holds(page)
+                self._page(engine, page)
+                for page in range(1, pages + 1)
+                if pool.ref_counts[page] or pool.prefix_cache.contains(page)
             ],
             "requests": [_standing(story, self._at) for story in (*ended, *alive)][:MOST_TOLD],
             "complete": len(ended) + len(alive) <= MOST_TOLD,
@@ -262,7 +264,7 @@ class LiveWindow:
 _At = Callable[[float | None], int | None]
 
 
-def _new(story: Story, at: _At) -> list[Any]:
+def _new(story: RequestHistory, at: _At) -> list[Any]:
     request = story.request
     return [
         "new",
@@ -270,16 +272,16 @@ def _new(story: Story, at: _At) -> list[Any]:
         story.number,
         request.id,
         len(request.prompt),
-        request.max_new,
+        request.max_new_tokens,
         request.priority,
     ]
 
 
-def _standing(story: Story, at: _At) -> dict[str, Any]:
+def _standing(story: RequestHistory, at: _At) -> dict[str, Any]:
     """A request as a viewer who has just come needs it."""
     return {
         "new": _new(story, at),
-        "state": state(story),
+        "state": state_of(story),
         "opened": at(story.opened),
         "first": at(story.first),
         "ended": at(story.ended),

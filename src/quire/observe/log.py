@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from quire.values import Ended
+from quire.values import FinishedRequest
 
 EVERY = 10.0
 """Seconds between two lines of statistics; none while nothing is made."""
 
 
-class LoggedRim:
+class RequestLogger:
     """A `RimObserver` that logs how each answer ended: ids, counts and times, never its text.
 
     What a line says in words, its record also has as fields, for logs that programs read.
@@ -28,7 +28,7 @@ class LoggedRim:
 
     def on_surplus(self, tokens: int) -> None: ...
 
-    def on_end(self, ended: Ended) -> None:
+    def on_end(self, ended: FinishedRequest) -> None:
         self._log.info(
             "%s (request %s): answer %d of %d ended (%s): %d prompt tokens (%d cached), %d of at most %d new ones, "
             "first after %s, all after %.3f s",
@@ -53,7 +53,7 @@ class LoggedRim:
         return b""
 
 
-def _fields(ended: Ended) -> dict[str, Any]:
+def _fields(ended: FinishedRequest) -> dict[str, Any]:
     return {
         "id": ended.id,
         "request_id": ended.origin.request_id or None,

@@ -17,14 +17,14 @@ class PoolState(NamedTuple):
     shared: int
 
 
-def look(scheduler: Scheduler) -> PoolState:
+def pool_state(scheduler: Scheduler) -> PoolState:
     """Looks at every page, unless none is held: not for every step."""
-    pool = scheduler.kv.pool
-    if not pool.used:
+    pool = scheduler.kv.block_pool
+    if not pool.num_used:
         return PoolState(0.0, 0.0, 0)
-    slots = sum(len(seq.blocks) for seq in scheduler.running) * scheduler.kv.page_size
-    internal = 1 - sum(seq.computed for seq in scheduler.running) / slots if slots else 0.0
-    refs = pool.refs[1:]
+    slots = sum(len(seq.blocks) for seq in scheduler.running) * scheduler.kv.block_size
+    internal = 1 - sum(seq.num_computed for seq in scheduler.running) / slots if slots else 0.0
+    refs = pool.ref_counts[1:]
     held = bytes(map(bool, refs))
     longest, free = max(map(len, held.split(b"\1"))), held.count(0)
     return PoolState(internal, 1 - longest / free if free else 0.0, len(refs) - free - refs.count(1))

@@ -16,13 +16,13 @@ from quire.core.scheduler import Scheduler
 from quire.engine.clock import Clock, WallClock
 from quire.engine.engine import Engine
 from quire.engine.events import Observer
-from quire.engine.executor import Executor, Handle
+from quire.engine.executor import Executor, StepHandle
 from quire.errors import QuireError
 from quire.observe import tape
 from quire.observe.checkpoint import STATE
 from quire.observe.recorder import Recorder
 from quire.observe.ring import Ring
-from quire.values import FinishReason, Request, Tokens
+from quire.values import FinishReason, Request, RequestStepOutput
 
 
 class RecordedClock:
@@ -46,7 +46,7 @@ class RecordedClock:
 class RecordedHandle:
     __slots__ = ("inner", "recorder")
 
-    def __init__(self, inner: Handle, recorder: Recorder) -> None:
+    def __init__(self, inner: StepHandle, recorder: Recorder) -> None:
         self.inner, self.recorder = inner, recorder
 
     def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
@@ -56,8 +56,8 @@ class RecordedHandle:
             self.recorder.failed("masks", error)
             raise
 
-    def over(self) -> bool:
-        return self.inner.over()
+    def is_done(self) -> bool:
+        return self.inner.is_done()
 
     def result(self) -> Result:
         try:
@@ -76,7 +76,7 @@ class RecordedExecutor:
         self.inner, self.recorder = inner, recorder
         self.describe = inner.describe
 
-    def launch(self, plan: Plan) -> Handle:
+    def launch(self, plan: Plan) -> StepHandle:
         self.recorder.launched(plan)
         try:
             return RecordedHandle(self.inner.launch(plan), self.recorder)
@@ -110,16 +110,16 @@ class RecordedEngine(Engine):
         self._read = RecordedClock(WallClock() if clock is None else clock, recorder)
         watched = (*observers, recorder)
         super().__init__(scheduler, RecordedExecutor(executor, recorder), clock=self._read, observers=watched, **rest)
-        recorder.attach(scheduler, self.depth)
+        recorder.attach(scheduler, self.lookahead)
         self._begin()
 
-    def step(self) -> list[Tokens]:
+    def step(self) -> list[RequestStepOutput]:
         recorder, read = self.recorder, self._read
         if not recorder.on:
             return super().step()
-        if self.depth != recorder.depth:
-            recorder.depth = self.depth
-            recorder.write(tape.Deepened(recorder.at, self.depth))
+        if self.lookahead != recorder.depth:
+            recorder.depth = self.lookahead
+            recorder.write(tape.Deepened(recorder.at, self.lookahead))
         before = recorder.frames
         read.deciding = True
         try:
@@ -141,12 +141,12 @@ class RecordedEngine(Engine):
             super().add(request, constraint)
         finally:
             self._read.deciding = False
-        self.recorder.arrived(request, self.scheduler.seqs[request.id])
+        self.recorder.arrived(request, self.scheduler.sequences[request.id])
         if self.recorder.ring.full and self.recorder.on:
             self._begin()
 
-    def provide(self, id: str, constraint: Constraint) -> None:
-        super().provide(id, constraint)
+    def set_constraint(self, id: str, constraint: Constraint) -> None:
+        super().set_constraint(id, constraint)
         self.recorder.write(tape.Provided(self.recorder.at, id))
 
     def abort(self, id: str, why: FinishReason = "abort") -> None:
@@ -166,7 +166,7 @@ class RecordedEngine(Engine):
         self.recorder.write(tape.Emptied(self.recorder.at))
 
     def _leave(self, id: str, why: FinishReason, leave: Callable[[str, Any], None], how: Any) -> None:
-        if id in self.scheduler.seqs:
+        if id in self.scheduler.sequences:
             self._read.deciding = True
             try:
                 leave(id, how)
@@ -175,11 +175,11 @@ class RecordedEngine(Engine):
             self.recorder.write(tape.Left(self.recorder.at, id, why))
 
     def _begin(self) -> None:
-        self.recorder.begin(self.clock.now(), self.about, self._state)
+        self.recorder.begin(self.clock.now(), self.description, self._state)
 
     def _state(self) -> dict[str, Any]:
         roots = {name: getattr(self, name) for name in STATE}
-        return roots | {"flight": [(planned, launched) for planned, launched, _ in self.flight]}
+        return roots | {"flight": [(planned, launched) for planned, launched, _ in self.inflight]}
 
 
 def recorded(folder: Path, limit: int = 1 << 28) -> Callable[..., Engine]:

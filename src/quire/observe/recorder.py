@@ -17,7 +17,7 @@ from quire.engine.executor import Description
 from quire.errors import ExecutorLost
 from quire.observe import tape
 from quire.observe.checkpoint import constraint_of, pack, told_of
-from quire.observe.disguise import Chain, Disguise
+from quire.observe.disguise import Anonymizer, HashChain
 from quire.observe.ring import Ring
 from quire.values import Request
 
@@ -45,7 +45,7 @@ class _Filling:
 
     __slots__ = ("chain", "due", "end", "seq")
 
-    def __init__(self, seq: Sequence, chain: Chain, end: int) -> None:
+    def __init__(self, seq: Sequence, chain: HashChain, end: int) -> None:
         self.seq, self.chain, self.end, self.due = seq, chain, end, -1
 
 
@@ -70,10 +70,10 @@ class Recorder:
     def attach(self, scheduler: Scheduler, depth: int) -> None:
         """From now on, the engine of this scheduler."""
         self.scheduler, self.depth = scheduler, depth
-        self.disguise = Disguise(scheduler.kv.reuse.every)
+        self.disguise = Anonymizer(scheduler.kv.prefix_cache.block_size)
 
     @_safely
-    def write(self, frame: tape.Frame) -> None:
+    def write(self, frame: tape.RecordFrame) -> None:
         self.frames += 1
         self.at = []
         self.ring.write(tape.encode(frame))
@@ -81,7 +81,13 @@ class Recorder:
     @_safely
     def begin(self, clock: float, about: Description, state: Callable[[], dict[str, Any]]) -> None:
         """A new segment, which needs none of those before it."""
-        sizes = {name: getattr(about, name) for name in ("vocab_size", "max_model_len", "page_size", "pages", "rows")}
+        sizes = {
+            "vocab_size": about.vocab_size,
+            "max_model_len": about.max_model_len,
+            "page_size": about.block_size,
+            "pages": about.num_blocks,
+            "rows": about.num_rows,
+        }
         head = (tape.VERSION, __version__, self.run, self.ring.segments, time.time(), clock, sizes)
         self.ring.begin(tape.encode(tape.Began([], *head, pack(state(), self.disguise))))
         self._spans = None
@@ -92,22 +98,26 @@ class Recorder:
     def arrived(self, request: Request, seq: Sequence) -> None:
         size = self.disguise.page_size
         chain, names = self.disguise.begun(request.prompt)
-        told = told_of(request, names, self.disguise.salt(request.salt))
+        told = told_of(request, names, self.disguise.salt(request.cache_salt))
         self._filling[request.id] = _Filling(seq, chain, (len(names) + 1) * size)
         self.write(tape.Arrived(*(self.at, *told, constraint_of(seq))))
 
     @_safely
     def launched(self, plan: Plan) -> None:
-        step = self.scheduler.flight[-1]
+        step = self.scheduler.inflight[-1]
         opened = []
-        if plan.opened:
-            ids = [why.id for why in step.decisions if why.what == "opened"]  # in the order of rows, as `opened`
-            for id, o in zip(ids, plan.opened, strict=True):
-                opened.append((id, o.row, len(o.tokens), o.start, o.prompt, o.limit))
+        if plan.new_sequences:
+            ids = [
+                why.request_id for why in step.decisions if why.kind == "opened"
+            ]  # in the order of rows, as `opened`
+            for id, o in zip(ids, plan.new_sequences, strict=True):
+                opened.append((id, o.row, len(o.tokens), o.num_computed, o.prompt_length, o.max_length))
                 self._arm(self._filling[id])
         spans = None if plan.spans is self._spans else plan.spans
         self._spans = plan.spans
-        self.write(tape.Launched(self.at, opened, plan.grown, spans, plan.masked, plan.drafts, step.decisions))
+        self.write(
+            tape.Launched(self.at, opened, plan.new_blocks, spans, plan.masked_spans, plan.num_drafts, step.decisions)
+        )
 
     @_safely
     def came(self, result: Result) -> None:
@@ -151,7 +161,7 @@ class Recorder:
                     seq, end = filling.seq, filling.end
                     tokens = seq.tokens
                     while end <= len(tokens):
-                        pages.append((seq.order, end - 1, filling.chain.name(tokens[end - size : end])))
+                        pages.append((seq.arrival, end - 1, filling.chain.name(tokens[end - size : end])))
                         filling.end = end = end + size
                     self._arm(filling)
         stops = []
@@ -177,8 +187,8 @@ class Recorder:
         Not while it has no row, nor for its last token, which is never fed.
         """
         seq, end = filling.seq, filling.end
-        if seq.row is None or end >= seq.limit:
+        if seq.row is None or end >= seq.max_length:
             return
-        due = self.steps - (len(seq.tokens) - end) // (1 + self.scheduler.speculation.most)
+        due = self.steps - (len(seq.tokens) - end) // (1 + self.scheduler.speculation.max_drafts)
         filling.due = due = max(due, self.steps + 1)
         self._due.setdefault(due, []).append(filling)

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 
 from quire.observe.histogram import Histogram
-from quire.values import Ended
+from quire.values import FinishedRequest
 
 # vLLM's bounds, with finer ones below: its dashboards go on working, and small models can be told apart.
 _ITL: tuple[float, ...] = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.015, 0.02)
@@ -34,7 +34,7 @@ _REASONS = ("stop", "length", "abort", "error", "timeout", "repetition")
 _REFUSALS = ("max_num_queued_reqs", "max_num_queued_tokens", "draining", "unavailable")
 
 
-class RimMetrics(Collector):
+class FrontendMetrics(Collector):
     """A `RimObserver` that adds numbers; one model, one engine."""
 
     def __init__(self, model: str, engine: str = "0") -> None:
@@ -56,7 +56,7 @@ class RimMetrics(Collector):
     def on_gap(self, seconds: float, tokens: int, answers: int = 1) -> None:
         self._gap.observe(seconds / tokens, tokens * answers)
 
-    def on_end(self, ended: Ended) -> None:
+    def on_end(self, ended: FinishedRequest) -> None:
         histograms = self._histograms
         self._ended[ended.reason] = self._ended.get(ended.reason, 0) + 1
         histograms["vllm:e2e_request_latency_seconds"].observe(ended.seconds)

@@ -20,7 +20,7 @@ from quire.errors import InvalidConfig
 from quire.values import FinishReason, Pooling
 
 MAGIC = b"quire\x00rec"
-VERSION = 1
+VERSION = 2
 SUFFIX = ".quirerec"
 LARGEST = 1 << 28
 """Bytes of the largest frame that is read: states are large, all else is small."""
@@ -31,13 +31,13 @@ HEAD = struct.Struct("<II")
 _Count = Annotated[int, msgspec.Meta(ge=0, le=LONGEST)]
 
 
-class Frame(msgspec.Struct, array_like=True, frozen=True):
+class RecordFrame(msgspec.Struct, array_like=True, frozen=True):
     """at: what the clock said since the frame before, seconds of the engine's clock."""
 
     at: list[float]
 
 
-class Began(Frame, tag=0, frozen=True):
+class Began(RecordFrame, tag=0, frozen=True):
     """A segment. version: of this format. quire: whose engine. run: of which recording; number: which segment of it.
 
     unix: wall-clock seconds at `clock` of the engine's. vocab_size, max_model_len, page_size, pages, rows: the
@@ -54,7 +54,7 @@ class Began(Frame, tag=0, frozen=True):
     state: Any
 
 
-class Launched(Frame, tag=1, frozen=True):
+class Launched(RecordFrame, tag=1, frozen=True):
     """A plan, written before the executor is given it. opened: (id, row, tokens, start, prompt, limit) each.
 
     spans: None if they are the last plan's.
@@ -68,7 +68,7 @@ class Launched(Frame, tag=1, frozen=True):
     why: list[Decision]
 
 
-class Landed(Frame, tag=2, frozen=True):
+class Landed(RecordFrame, tag=2, frozen=True):
     """The oldest step came home. counts: tokens by span. pages: (arrival number, position, name) where a page of tokens
     was filled. stops: (id, position) of tokens that ended their request. errors: spans without an answer. told:
     positions whose log-probabilities came, by span.
@@ -81,7 +81,7 @@ class Landed(Frame, tag=2, frozen=True):
     told: dict[int, _Count] = {}
 
 
-class Reset(Frame, tag=3, frozen=True):
+class Reset(RecordFrame, tag=3, frozen=True):
     """All steps in flight failed. where: launch, masks or result. kind: of the error at the bottom of it."""
 
     where: str
@@ -89,11 +89,11 @@ class Reset(Frame, tag=3, frozen=True):
     lost: bool
 
 
-class Idled(Frame, tag=4, frozen=True):
+class Idled(RecordFrame, tag=4, frozen=True):
     """A step in which nothing was launched and nothing came home."""
 
 
-class Arrived(Frame, tag=5, frozen=True):
+class Arrived(RecordFrame, tag=5, frozen=True):
     """A request. tokens: of its prompt; pages: names of the full pages of them. asks: it wants log-probabilities of its
     prompt. constraint: 0 none, 1 one, 2 one in the making. stops: whether any token ends it.
     """
@@ -112,32 +112,32 @@ class Arrived(Frame, tag=5, frozen=True):
     constraint: int
 
 
-class Provided(Frame, tag=6, frozen=True):
+class Provided(RecordFrame, tag=6, frozen=True):
     """The constraint that a request waited for was made."""
 
     id: str
 
 
-class Left(Frame, tag=7, frozen=True):
+class Left(RecordFrame, tag=7, frozen=True):
     """A request was ended from outside."""
 
     id: str
     why: FinishReason
 
 
-class Deepened(Frame, tag=8, frozen=True):
+class Deepened(RecordFrame, tag=8, frozen=True):
     """From now on so many steps run ahead."""
 
     depth: int
 
 
-class Crashed(Frame, tag=9, frozen=True):
+class Crashed(RecordFrame, tag=9, frozen=True):
     """The engine itself broke. kind: of the error."""
 
     kind: str
 
 
-class Emptied(Frame, tag=10, frozen=True):
+class Emptied(RecordFrame, tag=10, frozen=True):
     """Nothing in the prefix cache is found from now on."""
 
 
@@ -149,7 +149,7 @@ encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(AnyFrame).decode
 
 
-class Reel:
+class RecordingReader:
     """The frames of recordings, one after another, read as they are asked for.
 
     paths: files, and folders of them, whose files are read oldest first. next: the frame that `take` will return, None

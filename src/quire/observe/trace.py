@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from quire.values import Ended, SamplingParams
+from quire.values import FinishedRequest, SamplingParams
 
 Explain = Callable[[str], Coroutine[Any, Any, bytes]]
 """What happened to a call's answers, as JSON: `Panes.explain`."""
@@ -42,7 +42,7 @@ class Traces:
 
     def __init__(self, api: Api, explain: Explain, *, model: str) -> None:
         self._api, self._explain, self._model = api, explain, model
-        self._ended: dict[str, list[tuple[int, Ended]]] = {}
+        self._ended: dict[str, list[tuple[int, FinishedRequest]]] = {}
         self._telling: set[asyncio.Task[None]] = set()
 
     def on_first(self, seconds: float) -> None: ...
@@ -56,7 +56,7 @@ class Traces:
     def text(self) -> bytes:
         return b""
 
-    def on_end(self, ended: Ended) -> None:
+    def on_end(self, ended: FinishedRequest) -> None:
         answers = self._ended.setdefault(ended.id, [])
         answers.append((time.time_ns(), ended))
         if len(answers) == ended.sampling.n:
@@ -70,7 +70,7 @@ class Traces:
         while self._telling:
             await asyncio.gather(*self._telling, return_exceptions=True)
 
-    async def _tell(self, answers: list[tuple[int, Ended]]) -> None:
+    async def _tell(self, answers: list[tuple[int, FinishedRequest]]) -> None:
         try:
             async with asyncio.timeout(_PATIENCE):
                 known = json.loads(await self._explain(answers[0][1].id)) or {}
@@ -104,7 +104,7 @@ def _ns(seconds: float) -> int:
     return int(seconds * 1e9)
 
 
-def _parts(at: int, ended: Ended, seconds: Mapping[str, float | None]) -> Iterator[tuple[str, int, int]]:
+def _parts(at: int, ended: FinishedRequest, seconds: Mapping[str, float | None]) -> Iterator[tuple[str, int, int]]:
     """(name, start, end) of an answer's parts, in nanoseconds of wall time. `at`: when it ended."""
     begin = at - _ns(ended.seconds)
     queued = seconds.get("queued")
@@ -116,10 +116,10 @@ def _parts(at: int, ended: Ended, seconds: Mapping[str, float | None]) -> Iterat
             yield "prefill", opened, max(opened, first)
     if ended.first is not None:
         yield "decode", first, at
-        yield "detokenise", at - _ns(min(ended.detokenising, ended.seconds)), at
+        yield "detokenise", at - _ns(min(ended.detokenize_seconds, ended.seconds)), at
 
 
-def _asked(ended: Ended, operation: str, model: str) -> Iterator[tuple[str, Any]]:
+def _asked(ended: FinishedRequest, operation: str, model: str) -> Iterator[tuple[str, Any]]:
     sampling: SamplingParams = ended.sampling
     yield "gen_ai.operation.name", operation
     yield "gen_ai.provider.name", "quire"
@@ -139,7 +139,7 @@ def _asked(ended: Ended, operation: str, model: str) -> Iterator[tuple[str, Any]
         yield "http.request.header.x-request-id", [ended.origin.request_id]
 
 
-def _answered(answers: list[tuple[int, Ended]]) -> dict[str, Any]:
+def _answered(answers: list[tuple[int, FinishedRequest]]) -> dict[str, Any]:
     every = [ended for _, ended in sorted(answers, key=lambda one: one[1].choice)]
     firsts = [ended.first for ended in every if ended.first is not None]
     told: dict[str, Any] = {

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.values import MANY
+from quire.values import UNLIMITED
 
 Angles = tuple[Tensor, Tensor]
 """cos and sin, float32 [T, r], of the angles by which each token's heads are turned."""
@@ -60,7 +60,7 @@ class Ops(Protocol):
         Column c's scale is number (c + offset) // width: G is 1 where a row has one scale.
         """
 
-    def halved_linear(
+    def int4_linear(
         self,
         x: Tensor,
         weight: Tensor,
@@ -82,7 +82,7 @@ class Ops(Protocol):
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """x [N, in], weight [E, out, in], ends [E] int32 -> [N, out]: rows ends[e - 1] to ends[e] by weight[e]."""
 
-    def mix(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
+    def combine_experts(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
         """made [T, K, n], shares [T, K] float32 -> [T, n]: each token's sum of what its experts made, by its shares.
 
         whole: the shares of a token are made to sum to 1 first.
@@ -114,7 +114,7 @@ class Ops(Protocol):
     def angles(self, positions: Tensor, frequencies: Tensor, gain: float = 1.0) -> Angles:
         """positions [T], frequencies [r] float32, radians a position -> cos and sin of their products, times gain."""
 
-    def turn_and_write(
+    def qk_norm_rope_store_kv(
         self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
     ) -> Tensor:
         """What stands between a projection and attention: qkv [T, (H + 2 G) D] -> q [T, H, D].
@@ -130,7 +130,7 @@ class Ops(Protocol):
         kv: LayerKV,
         batch: RaggedBatch,
         scale: float,
-        window: int = MANY,
+        window: int = UNLIMITED,
         soft_cap: float = 0.0,
     ) -> Tensor:
         """Causal attention of q [T, H, D] over each span's own pages, this step's K/V written already -> [T, H, D].

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-class Unready(RuntimeError):
+class NotCapturable(RuntimeError):
     """Something of it has to be done for once before the work can be captured: it says what."""
 
 

@@ -15,7 +15,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from quire.ops.library import Shape, Way
+from quire.ops.library import GemmAlgorithm, GemmShape
 
 WORKSPACE = 32 << 20
 """Bytes that an algorithm may use beside, as much as torch gives it on Hopper."""
@@ -61,11 +61,11 @@ class CublasLt:
         """There once something is multiplied: float32 and deterministic engines never ask."""
         return torch.empty(WORKSPACE, dtype=torch.uint8, device=self.device)
 
-    def takes(self, x: Tensor, weight: Tensor) -> bool:
+    def supports(self, x: Tensor, weight: Tensor) -> bool:
         aligned = not any(number % 8 for number in weight.shape) and not weight.data_ptr() % ALIGNED
         return x.dtype in KINDS and x.dtype == weight.dtype and weight.is_contiguous() and aligned
 
-    def ways(self, shape: Shape) -> list[Way]:
+    def algorithms(self, shape: GemmShape) -> list[GemmAlgorithm]:
         setup = Setup.of(self.library, shape)
         found, count = (Proposal * PROPOSALS)(), c_int()
         wanted, limits = c_void_p(), {REDUCTIONS: c_uint32(SUMMED_IN_FLOAT), MOST_WORKSPACE: c_size_t(WORKSPACE)}
@@ -80,7 +80,7 @@ class CublasLt:
         good = [one for one in found[: count.value] if not status and not one.state]
         return [Multiplied(self, setup, one) for one in good]
 
-    def way(self, shape: Shape, name: str) -> Way:
+    def algorithm(self, shape: GemmShape, name: str) -> GemmAlgorithm:
         proposal = Proposal.from_buffer_copy(bytes.fromhex(name))
         return Multiplied(self, Setup.of(self.library, shape), proposal)
 
@@ -100,7 +100,7 @@ class Setup:
     out: c_void_p
 
     @staticmethod
-    def of(library: ctypes.CDLL, shape: Shape) -> Setup:
+    def of(library: ctypes.CDLL, shape: GemmShape) -> Setup:
         kind, product = KINDS[shape.kind], c_void_p()
         check(library.cublasLtMatmulDescCreate(byref(product), COMPUTE_FLOAT, FLOAT))
         settings = {TRANSPOSED_A: 1, **({EPILOGUE: WITH_BIAS} if shape.bias else {})}

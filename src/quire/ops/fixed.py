@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.grouped import in_order, mix_in_order
-from quire.ops.paging import Group, Paged
+from quire.ops.grouped import combine_experts_in_order, in_order
+from quire.ops.paging import PagedAttentionMetadata, SpanGroup
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
 from quire.ops.tiles import ROWS, in_tiles
-from quire.values import MANY
+from quire.values import UNLIMITED
 
 KEYS = 128
 """Positions of K/V multiplied at a time."""
@@ -36,7 +36,7 @@ AT_ONCE = 256
 """Rows of queries a K/V head attends at once: bounds what a long chunk's scores take."""
 
 
-class FixedOps(ReferenceOps):
+class BatchInvariantOps(ReferenceOps):
     """See `base.Ops`. As `ReferenceOps`, up to rounding."""
 
     rows = ROWS
@@ -71,8 +71,8 @@ class FixedOps(ReferenceOps):
         bent = (exact * exact * exact).mul_(0.044715).add_(exact).mul_(math.sqrt(2.0 / math.pi)).tanh_()
         return bent.add_(1.0).mul_(exact).mul_(0.5).to(x.dtype)
 
-    def mix(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
-        return mix_in_order(made, shares, whole=whole)
+    def combine_experts(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
+        return combine_experts_in_order(made, shares, whole=whole)
 
     def attention(
         self,
@@ -80,7 +80,7 @@ class FixedOps(ReferenceOps):
         kv: LayerKV,
         batch: RaggedBatch,
         scale: float,
-        window: int = MANY,
+        window: int = UNLIMITED,
         soft_cap: float = 0.0,
     ) -> Tensor:
         paged, out = self.prepare(batch), torch.zeros_like(q)
@@ -100,7 +100,9 @@ class Queries(NamedTuple):
     window: int
 
 
-def attend(q: Tensor, kv: LayerKV, paged: Paged, index: int, scale: float, window: int, soft_cap: float) -> Tensor:
+def attend(
+    q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, index: int, scale: float, window: int, soft_cap: float
+) -> Tensor:
     """One group's queries [S * n, H, D] over its pages -> the same."""
     group, (_, heads, dim), groups = paged.groups[index], q.shape, kv.k.shape[1]
     spans, share = len(group.kv_len), heads // groups
@@ -132,7 +134,7 @@ def tiles(q: Tensor, each: int) -> Tensor:
     return F.pad(tall, (0, 0, 0, -tall.shape[3] % ROWS)) if tall.shape[3] % ROWS else tall
 
 
-def visible(paged: Paged, index: int, part: Queries) -> tuple[int, Tensor]:
+def visible(paged: PagedAttentionMetadata, index: int, part: Queries) -> tuple[int, Tensor]:
     """(The first run of KEYS that some query sees, bool [S, b, t, M, KEYS] from there on), shared by layers of a kind.
 
     A row that is no query's sees what one that is sees.
@@ -146,7 +148,7 @@ def visible(paged: Paged, index: int, part: Queries) -> tuple[int, Tensor]:
     return first, seen
 
 
-def mask(group: Group, past: Tensor, first: int, part: Queries) -> Tensor:
+def mask(group: SpanGroup, past: Tensor, first: int, part: Queries) -> Tensor:
     until = -(-(group.longest - group.n + part.start + part.n) // KEYS)
     row = torch.arange(-(-(part.each * part.share) // ROWS) * ROWS, device=past.device)
     at = torch.arange(0, part.n, part.each, device=past.device)[:, None] + (row // part.share).clamp(max=part.each - 1)

@@ -32,13 +32,13 @@ def by_owner(x: Tensor, weight: Tensor, ends: Tensor, product: Product) -> Tenso
     return total
 
 
-def mix(made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
+def combine_experts(made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
     """See `Ops.mix`."""
     shares = shares / shares.sum(-1, keepdim=True) if whole else shares
     return (made * shares.to(made.dtype)[..., None]).sum(1)
 
 
-def mix_in_order(made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
+def combine_experts_in_order(made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
     """See `Ops.mix`; a token's sums are made in one order, however many tokens there are."""
     shares = shares / in_order(shares.unbind(1))[:, None] if whole else shares
     parts = (made * shares.to(made.dtype)[..., None]).float()

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.capture import Unready, captured
+from quire.ops.capture import NotCapturable, captured
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ TORCH = ""
 """The name of the way that torch takes by itself."""
 
 
-class Shape(NamedTuple):
+class GemmShape(NamedTuple):
     """x [rows, inputs] times weight [outputs, inputs], a bias added or none, all of one kind of numbers."""
 
     rows: int
@@ -44,7 +44,7 @@ class Shape(NamedTuple):
         return ",".join(map(str, (*self[:3], int(self.bias), str(self.kind).removeprefix("torch."))))
 
 
-class Way(Protocol):
+class GemmAlgorithm(Protocol):
     """One way of multiplying."""
 
     @property
@@ -55,17 +55,17 @@ class Way(Protocol):
         """The product of a shape into out. May be captured."""
 
 
-class Products(Protocol):
+class GemmLibrary(Protocol):
     """A library. version: what its ways, and how long they take, are bound to."""
 
     version: str
 
-    def takes(self, x: Tensor, weight: Tensor) -> bool:
+    def supports(self, x: Tensor, weight: Tensor) -> bool:
         """Whether it multiplies these at all."""
 
-    def ways(self, shape: Shape) -> Sequence[Way]: ...
+    def algorithms(self, shape: GemmShape) -> Sequence[GemmAlgorithm]: ...
 
-    def way(self, shape: Shape, name: str) -> Way:
+    def algorithm(self, shape: GemmShape, name: str) -> GemmAlgorithm:
         """Raises ValueError for what is no name."""
 
 
@@ -73,7 +73,7 @@ Timed = Callable[[Sequence[Callable[[], None]]], Sequence[float]]
 """Seconds that each of some works takes, under like conditions."""
 
 
-class ByTorch:
+class TorchGemm:
     """See `Way`."""
 
     name = TORCH
@@ -85,20 +85,20 @@ class ByTorch:
             torch.addmm(bias, x, weight.t(), out=out)
 
 
-BY_TORCH: Way = ByTorch()
+TORCH_GEMM: GemmAlgorithm = TorchGemm()
 
 
-class Book:
+class AlgorithmCache:
     """Names of the fastest ways, by the version of the library that has them and by shape. path: the file it is kept
     in, which several engines may write."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.names, self.new = path, read(path), 0
 
-    def find(self, version: str, shape: Shape) -> str | None:
+    def find(self, version: str, shape: GemmShape) -> str | None:
         return self.names.get(version, {}).get(str(shape))
 
-    def note(self, version: str, shape: Shape, name: str) -> None:
+    def note(self, version: str, shape: GemmShape, name: str) -> None:
         self.names.setdefault(version, {})[str(shape)] = name
         self.new += 1
 
@@ -108,57 +108,57 @@ class Book:
         write(self.path, {**others, **{version: {**others.get(version, {}), **n} for version, n in self.names.items()}})
 
 
-LEARNING: ContextVar[Book | None] = ContextVar("quire_learning", default=None)
+AUTOTUNING: ContextVar[AlgorithmCache | None] = ContextVar("quire_learning", default=None)
 """Where this thread notes what it learns of products; None: it learns nothing."""
 
 
 @contextmanager
-def learning(path: Path) -> Iterator[None]:
+def autotuning(path: Path) -> Iterator[None]:
     """Meanwhile every new shape is learnt. path: of the book."""
-    book, began = Book(path), time.monotonic()
-    before = LEARNING.set(book)
+    book, began = AlgorithmCache(path), time.monotonic()
+    before = AUTOTUNING.set(book)
     try:
         yield
     finally:
-        LEARNING.reset(before)
+        AUTOTUNING.reset(before)
     if book.new:
         book.keep()
         log.info("products: the fastest of %d shapes found, ready in %.1f s", book.new, time.monotonic() - began)
 
 
-class Library:
+class GemmAutotuner:
     """An engine's. products: None where there are none: torch multiplies. timed: tells ways apart."""
 
-    def __init__(self, products: Products | None, timed: Timed) -> None:
+    def __init__(self, products: GemmLibrary | None, timed: Timed) -> None:
         self.products, self.timed = products, timed
-        self.known: dict[Shape, Way] = {}
+        self.known: dict[GemmShape, GemmAlgorithm] = {}
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., in], weight [out, in] -> [..., out]."""
         outputs, inputs = weight.shape
-        shape = Shape(x.numel() // inputs, outputs, inputs, bias is not None, x.dtype)
-        way = self.known.get(shape) or self._learnt(shape, x, weight, bias)
-        if way is BY_TORCH:
+        shape = GemmShape(x.numel() // inputs, outputs, inputs, bias is not None, x.dtype)
+        way = self.known.get(shape) or self._autotune(shape, x, weight, bias)
+        if way is TORCH_GEMM:
             return F.linear(x, weight, bias)
         out = x.new_empty(*x.shape[:-1], outputs)
         way(x.contiguous(), weight, bias, out)
         return out
 
-    def _learnt(self, shape: Shape, x: Tensor, weight: Tensor, bias: Tensor | None) -> Way:
+    def _autotune(self, shape: GemmShape, x: Tensor, weight: Tensor, bias: Tensor | None) -> GemmAlgorithm:
         """The fastest way of a shape, from now on; where nothing is learnt, torch's. Raises Unready when it has to be
         timed and this is being captured."""
-        products, book = self.products, LEARNING.get()
-        if products is None or book is None or not products.takes(x, weight):
-            return BY_TORCH
+        products, book = self.products, AUTOTUNING.get()
+        if products is None or book is None or not products.supports(x, weight):
+            return TORCH_GEMM
         way, name = None, book.find(products.version, shape)
         try:
-            way = BY_TORCH if name == TORCH else None if name is None else products.way(shape, name)
+            way = TORCH_GEMM if name == TORCH else None if name is None else products.algorithm(shape, name)
         except ValueError as error:
             log.warning("%s: %s is timed again: %s", book.path, shape, error)
         if way is None:
             if capturing(x):
-                raise Unready(f"which product of {shape} is the fastest is not known yet")
-            ways, out = [BY_TORCH, *products.ways(shape)], x.new_empty(shape.rows, shape.outputs)
+                raise NotCapturable(f"which product of {shape} is the fastest is not known yet")
+            ways, out = [TORCH_GEMM, *products.algorithms(shape)], x.new_empty(shape.rows, shape.outputs)
             took = self.timed([partial(each, x.reshape(-1, shape.inputs), weight, bias, out) for each in ways])
             way = ways[min(range(len(ways)), key=took.__getitem__)]
             book.note(products.version, shape, way.name)

@@ -14,7 +14,7 @@ ROWS = 8
 """Rows the layout is chosen for; others work as well."""
 
 
-def packable(dtype: torch.dtype, device: torch.device) -> bool:
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this machine gains from packing."""
     if (
         device.type != "cpu"

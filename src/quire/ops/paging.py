@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from quire.ops.float8 import E4M3, eighth
+from quire.ops.float8 import E4M3, to_fp8
 from quire.ops.ragged import LayerKV, RaggedBatch
 
 FEW = 32
@@ -23,7 +23,7 @@ WORTH = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SpanGroup:
     """Spans of `n` queries each, attended in one call.
 
     rows: where their queries are in the batch (a slice when they are neighbours). kv_len [S]. pages [S, P] int64,
@@ -40,20 +40,20 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Paged(RaggedBatch):
+class PagedAttentionMetadata(RaggedBatch):
     """A batch sorted into groups, with the indices its layers share. `begun` [.] int64: pages begun and not filled.
 
     The dictionaries hold what layers of one shape have in common: filled at the first, found by the rest.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[SpanGroup, ...]
     begun: Tensor
     tiles: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     targets: dict[int, Tensor] = field(default_factory=dict)
     masks: dict[tuple[int, ...], Tensor | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, batch: RaggedBatch, reach: int = 1) -> Paged:
+    def of(cls, batch: RaggedBatch, reach: int = 1) -> PagedAttentionMetadata:
         """reach: tokens of which so many are read at a time; past a span's own end, anything that is its own."""
         starts = batch.query_start.tolist()
         lengths = batch.kv_len.tolist()
@@ -71,7 +71,7 @@ class Paged(RaggedBatch):
         )
 
     @classmethod
-    def cut(cls, batch: RaggedBatch, run: int) -> Paged:
+    def cut(cls, batch: RaggedBatch, run: int) -> PagedAttentionMetadata:
         """As `of`, but for every query all positions are read up to the end of its own run of `run`, and no more: who
         it is together with has no say in how many. Spans that cross a run's end are cut there."""
         lengths, spans, starts = list[int](), list[int](), [0]
@@ -101,7 +101,7 @@ class Paged(RaggedBatch):
         return cls._of(batch, tuple(replace(each, even=False) for each in groups))
 
     @classmethod
-    def _of(cls, batch: RaggedBatch, groups: tuple[Group, ...]) -> Paged:
+    def _of(cls, batch: RaggedBatch, groups: tuple[SpanGroup, ...]) -> PagedAttentionMetadata:
         table, size = batch.page_table, batch.page_size
         counts = [stop - start for start, stop in pairwise(batch.query_start.tolist())]
         begun = [
@@ -120,7 +120,7 @@ class Paged(RaggedBatch):
             page_size=size,
             max_query=batch.max_query,
             max_kv=batch.max_kv,
-            wanted=batch.wanted,
+            output_indices=batch.output_indices,
             groups=groups,
             begun=table[at[:, 0], at[:, 1]].long(),
         )
@@ -152,7 +152,7 @@ class Paged(RaggedBatch):
             self.targets[heads] = rows
         for pool, new, scale in ((kv.k, k, kv.k_scale), (kv.v, v, kv.v_scale)):
             if pool.dtype is E4M3:  # whose bytes torch moves only as bytes
-                pool, new = pool.view(torch.uint8), eighth(new, scale).view(torch.uint8)
+                pool, new = pool.view(torch.uint8), to_fp8(new, scale).view(torch.uint8)
             if len(self.begun):
                 pool.index_fill_(0, self.begun, 0)
             pool.view(pages * heads * size, dim).index_copy_(0, rows, new.reshape(-1, dim))
@@ -184,7 +184,7 @@ def alike(spans: list[int], lengths: list[int]) -> list[list[int]]:
     return [sorted(group) for group in found]
 
 
-def group(batch: RaggedBatch, spans: list[int], n: int, starts: list[int], lengths: list[int], reach: int) -> Group:
+def group(batch: RaggedBatch, spans: list[int], n: int, starts: list[int], lengths: list[int], reach: int) -> SpanGroup:
     table = batch.page_table
     chosen = torch.tensor(spans, dtype=torch.int64, device=table.device)
     adjacent = spans[-1] - spans[0] + 1 == len(spans)
@@ -200,10 +200,10 @@ def group(batch: RaggedBatch, spans: list[int], n: int, starts: list[int], lengt
     pages = torch.nn.functional.pad(pages, (0, count - pages.shape[1]))
     held = torch.arange(0, count * batch.page_size, batch.page_size, device=table.device) < kv_len[:, None]
     even = all(lengths[span] == longest for span in spans)
-    return Group(n, rows, kv_len, longest, torch.where(held, pages, pages[:, :1]), even)
+    return SpanGroup(n, rows, kv_len, longest, torch.where(held, pages, pages[:, :1]), even)
 
 
-def visible(group: Group, window: int, repeat: int) -> Tensor | None:
+def visible(group: SpanGroup, window: int, repeat: int) -> Tensor | None:
     if group.n == 1 and group.even and window >= group.longest:
         return None
     device = group.kv_len.device

@@ -17,7 +17,7 @@ from quire.ops.base import Gate
 INT8_MAX = 127.0
 
 
-def restore_scaled(weight: Tensor, scale: Tensor, width: int, offset: int = 0) -> Tensor:
+def dequantize_scaled(weight: Tensor, scale: Tensor, width: int, offset: int = 0) -> Tensor:
     """weight [out, in] times its scale [out, G] -> float32. Column c's scale is number (c + offset) // width."""
     exact = weight.float()
     if scale.shape[1] == 1:
@@ -26,13 +26,13 @@ def restore_scaled(weight: Tensor, scale: Tensor, width: int, offset: int = 0) -
     return exact.mul_(scale.index_select(1, column))
 
 
-def restore_halved(weight: Tensor, scale: Tensor, zero: Tensor, groups: Tensor) -> Tensor:
+def dequantize_int4(weight: Tensor, scale: Tensor, zero: Tensor, groups: Tensor) -> Tensor:
     """weight uint8 [out, in / 2], scale and zero [out, G], groups [in]: of each column -> (w - zero) scale, float32."""
     numbers = torch.stack((weight & 15, weight >> 4), -1).flatten(1).float()
     return numbers.sub_(zero.float().index_select(1, groups)).mul_(scale.index_select(1, groups))
 
 
-def round_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, in] -> (int8 [T, in], float32 [T, 1]): each token by its own largest number, halves to even."""
     exact = x.float()
     scale = exact.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / INT8_MAX
@@ -48,7 +48,7 @@ def at_least(rows: int, x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, max(0, rows - len(x))))
 
 
-class Restoring(ABC):
+class DequantizingOps(ABC):
     """The quantised products of `base.Ops`, by restoring the matrix at each call. Nothing is kept between calls."""
 
     @abstractmethod
@@ -64,9 +64,9 @@ class Restoring(ABC):
         bias: Tensor | None = None,
         gate: Gate = "",
     ) -> Tensor:
-        return self.linear(x, restore_scaled(weight, scale, width, offset).to(x.dtype), bias, gate)
+        return self.linear(x, dequantize_scaled(weight, scale, width, offset).to(x.dtype), bias, gate)
 
-    def halved_linear(
+    def int4_linear(
         self,
         x: Tensor,
         weight: Tensor,
@@ -76,10 +76,10 @@ class Restoring(ABC):
         bias: Tensor | None = None,
         gate: Gate = "",
     ) -> Tensor:
-        return self.linear(x, restore_halved(weight, scale, zero, groups).to(x.dtype), bias, gate)
+        return self.linear(x, dequantize_int4(weight, scale, zero, groups).to(x.dtype), bias, gate)
 
     def int8_linear(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-        rounded, steps = round_tokens(x)
+        rounded, steps = quantize_tokens(x)
         if x.is_cuda and any(size % 8 for size in weight.shape):
             sums = self.linear(rounded.float(), weight.float())
         else:

@@ -33,17 +33,17 @@ class RaggedBatch:
     page_size: int
     max_query: int
     max_kv: int
-    wanted: torch.Tensor | None = field(default=None, kw_only=True)
+    output_indices: torch.Tensor | None = field(default=None, kw_only=True)
 
-    def placed(self, hidden: torch.Tensor) -> torch.Tensor:
+    def select_outputs(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [R, n] of what is wanted, each at its token's place -> [T, n], anything elsewhere."""
-        if self.wanted is None:
+        if self.output_indices is None:
             return hidden
         whole = hidden.new_empty(len(self.positions), hidden.shape[1])
-        return whole.index_copy_(0, self.wanted.long(), hidden)
+        return whole.index_copy_(0, self.output_indices.long(), hidden)
 
 
-def chosen(x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
+def select_rows(x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
     """Rows of x [T, n]."""
     return x if wanted is None else x.index_select(0, wanted)
 

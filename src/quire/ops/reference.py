@@ -7,25 +7,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.base import Angles, Gate, Norm, Norms
-from quire.ops.grouped import grouped_linear, mix
-from quire.ops.paging import FEW, Group, Paged
-from quire.ops.quantised import Restoring
+from quire.ops.grouped import combine_experts, grouped_linear
+from quire.ops.paging import FEW, PagedAttentionMetadata, SpanGroup
+from quire.ops.quantised import DequantizingOps
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.values import MANY
+from quire.values import UNLIMITED
 
 TILE = 256
 """Queries of one long span attended at once: bounds the mask, and skips the keys after the tile."""
 
 
-class ReferenceOps(Restoring):
+class ReferenceOps(DequantizingOps):
     """See `base.Ops`. Any device, any floating dtype, any head count and head dim."""
 
-    rows = MANY
+    rows = UNLIMITED
     reach = 1
     """See `Paged.of`."""
 
-    def prepare(self, batch: RaggedBatch) -> Paged:
-        return batch if isinstance(batch, Paged) else Paged.of(batch, self.reach)
+    def prepare(self, batch: RaggedBatch) -> PagedAttentionMetadata:
+        return batch if isinstance(batch, PagedAttentionMetadata) else PagedAttentionMetadata.of(batch, self.reach)
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         return F.embedding(tokens, weight)
@@ -41,8 +41,8 @@ class ReferenceOps(Restoring):
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return grouped_linear(x, weight, ends, self.product)
 
-    def mix(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
-        return mix(made, shares, whole=whole)
+    def combine_experts(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
+        return combine_experts(made, shares, whole=whole)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.dtype is not x.dtype:
@@ -62,7 +62,7 @@ class ReferenceOps(Restoring):
         angles = positions.float()[:, None] * frequencies
         return angles.cos() * gain, angles.sin() * gain
 
-    def turn_and_write(
+    def qk_norm_rope_store_kv(
         self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
     ) -> Tensor:
         groups, dim = kv.k.shape[1], kv.k.shape[3]
@@ -105,7 +105,7 @@ class ReferenceOps(Restoring):
         kv: LayerKV,
         batch: RaggedBatch,
         scale: float,
-        window: int = MANY,
+        window: int = UNLIMITED,
         soft_cap: float = 0.0,
     ) -> Tensor:
         paged = self.prepare(batch)
@@ -118,7 +118,9 @@ class ReferenceOps(Restoring):
         return out
 
 
-def attend(q: Tensor, kv: LayerKV, paged: Paged, index: int, scale: float, window: int, soft_cap: float) -> Tensor:
+def attend(
+    q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, index: int, scale: float, window: int, soft_cap: float
+) -> Tensor:
     """One group's queries over its pages -> [S * n, H, D]."""
     group = paged.groups[index]
     q = q[group.rows]
@@ -145,7 +147,7 @@ def short(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, so
     return out.view(spans, groups, -1, n, dim).permute(0, 3, 1, 2, 4).reshape(spans * n, heads, dim)
 
 
-def long(q: Tensor, k: Tensor, v: Tensor, group: Group, scale: float, window: int, soft_cap: float) -> Tensor:
+def long(q: Tensor, k: Tensor, v: Tensor, group: SpanGroup, scale: float, window: int, soft_cap: float) -> Tensor:
     """One span of many queries, tile by tile: q [n, H, D], k and v [G, L, D]."""
     n, heads, dim = q.shape
     groups = k.shape[0]

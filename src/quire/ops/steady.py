@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.fixed import FixedOps
-from quire.ops.packed import pack, packable, packed_linear
-from quire.ops.paging import Paged, visible
+from quire.ops.fixed import BatchInvariantOps
+from quire.ops.packed import can_pack, pack, packed_linear
+from quire.ops.paging import PagedAttentionMetadata, visible
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
-from quire.values import MANY
+from quire.values import UNLIMITED
 
 RUN = 64
 """Positions of K/V read at a time."""
@@ -30,13 +30,13 @@ LEAST = 4
 """Rows of queries attended at once: fewer are repeated, for torch makes products of fewer in ways of their own."""
 
 
-class SteadyOps(FixedOps):
+class SteadyOps(BatchInvariantOps):
     """See `base.Ops`. As `ReferenceOps`, up to rounding."""
 
-    rows = MANY
+    rows = UNLIMITED
 
-    def prepare(self, batch: RaggedBatch) -> Paged:
-        return batch if isinstance(batch, Paged) else Paged.cut(batch, RUN)
+    def prepare(self, batch: RaggedBatch) -> PagedAttentionMetadata:
+        return batch if isinstance(batch, PagedAttentionMetadata) else PagedAttentionMetadata.cut(batch, RUN)
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return ReferenceOps.rope(self, q, k, cos, sin)
@@ -50,11 +50,11 @@ class SteadyOps(FixedOps):
         kv: LayerKV,
         batch: RaggedBatch,
         scale: float,
-        window: int = MANY,
+        window: int = UNLIMITED,
         soft_cap: float = 0.0,
     ) -> Tensor:
         paged = self.prepare(batch)
-        if soft_cap or window < MANY:
+        if soft_cap or window < UNLIMITED:
             return super().attention(q, kv, paged, scale, window, soft_cap)
         parts = [attend(q, kv, paged, index, scale) for index in range(len(paged.groups))]
         if len(parts) == 1 and len(parts[0]) == len(q) and isinstance(paged.groups[0].rows, slice):
@@ -65,7 +65,7 @@ class SteadyOps(FixedOps):
         return out
 
 
-def attend(q: Tensor, kv: LayerKV, paged: Paged, index: int, scale: float) -> Tensor:
+def attend(q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, index: int, scale: float) -> Tensor:
     """One group's queries over its pages -> [S * n, H, D]."""
     group, (_, heads, dim), groups = paged.groups[index], q.shape, kv.k.shape[1]
     spans, n, share = len(group.kv_len), group.n, heads // groups
@@ -80,12 +80,12 @@ def attend(q: Tensor, kv: LayerKV, paged: Paged, index: int, scale: float) -> Te
     return out.reshape(spans, groups, share, n, dim).permute(0, 3, 1, 2, 4).reshape(spans * n, heads, dim)
 
 
-def mask(paged: Paged, index: int, share: int, dtype: torch.dtype) -> Tensor:
+def mask(paged: PagedAttentionMetadata, index: int, share: int, dtype: torch.dtype) -> Tensor:
     """[S, 1, rows or 1, L]: what is added to scores."""
     key = (index, share)
     made = paged.masks.get(key)
     if made is None:
-        seen = visible(paged.groups[index], MANY, share)
+        seen = visible(paged.groups[index], UNLIMITED, share)
         assert seen is not None
         made = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
         paged.masks[key] = made
@@ -95,7 +95,7 @@ def mask(paged: Paged, index: int, share: int, dtype: torch.dtype) -> Tensor:
 @torch.inference_mode()
 def holds(dtype: torch.dtype = torch.bfloat16) -> bool:
     """Whether this machine's libraries do what is said above. Of float32 MKL does the attention, and does not."""
-    if not packable(dtype, torch.device("cpu")):
+    if not can_pack(dtype, torch.device("cpu")):
         return False
     random = torch.Generator().manual_seed(0)
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.values import MANY
+from quire.values import UNLIMITED
 
 ROWS = 8
 """Of a tile. A batch of 8 pays nothing, one row up to two thirds more, a prompt up to twice as much: [3072, 576] in
@@ -22,7 +22,7 @@ float32 takes 86, 138 and 7,010 us at 1, 8 and 512 rows at once, and 144, 141 an
 
 def in_tiles(product: Callable[[Tensor], Tensor], x: Tensor, rows: int) -> Tensor:
     """product(x) of x [T, in] -> [T, out], `rows` at a time, the last tile filled up with zeros; MANY: all at once."""
-    if rows == MANY:
+    if rows == UNLIMITED:
         return product(x)
     count = len(x)
     filled = F.pad(x, (0, 0, 0, -count % rows)) if count % rows else x

@@ -7,22 +7,22 @@ import torch
 from torch import Tensor
 
 from quire.ops.ragged import RaggedBatch
-from quire.runner.arena import Arena
-from quire.runner.rows import Ints, Rows, Shape
+from quire.runner.arena import DeviceState
+from quire.runner.rows import Ints, RowState, StepShape
 
 
-def ragged(rows: Rows, shape: Shape, device: torch.device, length: Ints | None = None) -> RaggedBatch:
+def ragged(rows: RowState, shape: StepShape, device: torch.device, length: Ints | None = None) -> RaggedBatch:
     """What each span feeds: `(history + drafts)[length : length + n]`, and where its K/V goes.
 
     A row past its limit may reach past its pages, where the table says SPARE, and past the model's context, where
     positions stay at the last one: nobody reads what it computes. length: by row, where spans begin, if that is not
     what the rows have computed: a draft model is somewhere else.
     """
-    size = rows.page_size
-    start = (rows.length if length is None else length)[shape.row]
-    kv_len = start + shape.n
-    place = start[shape.token_span] + shape.token_at
-    page = rows.pages[shape.token_row, place // size].astype(np.int64)
+    size = rows.block_size
+    start = (rows.num_computed if length is None else length)[shape.row]
+    kv_len = start + shape.num_tokens
+    place = start[shape.token_span] + shape.token_offset
+    page = rows.block_table[shape.token_row, place // size].astype(np.int64)
     longest = int(kv_len.max())
     host = (
         rows.tokens[shape.token_row, place].astype(np.int64),
@@ -30,13 +30,13 @@ def ragged(rows: Rows, shape: Shape, device: torch.device, length: Ints | None =
         page * size + place % size,
         shape.query_start,
         kv_len.astype(np.int32),
-        rows.pages[shape.row, : -(-longest // size)],
+        rows.block_table[shape.row, : -(-longest // size)],
     )
     tokens, positions, slots, query_start, lengths, table = (torch.from_numpy(a).to(device) for a in host)
     return RaggedBatch(tokens, positions, slots, query_start, lengths, table, size, shape.max_query, longest)
 
 
-def blank(arena: Arena, rows: Rows, tokens: int) -> RaggedBatch:
+def blank(arena: DeviceState, rows: RowState, tokens: int) -> RaggedBatch:
     """A batch of the most that a step has, at a fixed place on the arena's device, for `DeviceSteps.stage` to fill."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -48,8 +48,8 @@ def blank(arena: Arena, rows: Rows, tokens: int) -> RaggedBatch:
         slots=zeros(tokens),
         query_start=arena.step.query_start,
         kv_len=zeros(arena.spans, dtype=torch.int32),
-        page_table=zeros(arena.spans, arena.pages, dtype=torch.int32),
-        page_size=rows.page_size,
+        page_table=zeros(arena.spans, arena.num_table_columns, dtype=torch.int32),
+        page_size=rows.block_size,
         max_query=tokens,
         max_kv=rows.max_model_len,
     )
@@ -67,5 +67,5 @@ def part(whole: RaggedBatch, tokens: int, spans: int, most: int, wanted: Tensor 
         page_size=whole.page_size,
         max_query=most,
         max_kv=whole.max_kv,
-        wanted=wanted,
+        output_indices=wanted,
     )

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from quire.runner.rows import Ints, Rows
+from quire.runner.rows import Ints, RowState
 
 
 class Drafter(Protocol):
@@ -17,9 +17,9 @@ class Drafter(Protocol):
     was asked for fills up with anything. A wrong draft costs time, never an answer.
     """
 
-    depth: int
+    num_drafts: int
 
-    def propose(self, rows: Rows, which: Ints, depth: Ints) -> npt.NDArray[np.int32]:
+    def propose(self, rows: RowState, which: Ints, num_drafts: Ints) -> npt.NDArray[np.int32]:
         """[Q, largest depth] drafts for store rows `which` [Q], the first `depth` [Q] of each wanted.
 
         Each row's history is `tokens[row, :known[row]]`. Called after every step that was asked for drafts.
@@ -32,9 +32,9 @@ class Drafter(Protocol):
 class NoDrafts:
     """No speculation."""
 
-    depth = 0
+    num_drafts = 0
 
-    def propose(self, rows: Rows, which: Ints, depth: Ints) -> npt.NDArray[np.int32]:
+    def propose(self, rows: RowState, which: Ints, num_drafts: Ints) -> npt.NDArray[np.int32]:
         return np.zeros((len(which), 0), dtype=np.int32)
 
     def reset(self) -> None:

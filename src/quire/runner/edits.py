@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from quire.core.plan import Mask
 from quire.runner.noise import Floats, Ids
-from quire.runner.rows import Rows, Shape
+from quire.runner.rows import RowState, StepShape
 from quire.runner.traits import ALLOWED, BANNED, BIASED, PENALISED
 
-Edit = Callable[[Floats, Rows, Shape, Ids], None]
+LogitsProcessor = Callable[[Floats, RowState, StepShape, Ids], None]
 """(logits [R, V], rows, shape, which of the R rows)."""
 
 
@@ -35,37 +35,37 @@ def mask(logits: Floats, masks: Iterable[tuple[int, Mask]]) -> None:
         np.copyto(logits[r], -np.inf, where=where)  # several times as fast as an index
 
 
-def allow(logits: Floats, rows: Rows, shape: Shape, which: Ids) -> None:
+def allow(logits: Floats, rows: RowState, shape: StepShape, which: Ids) -> None:
     """allowed_token_ids."""
-    mask(logits, ((r, rows.traits.extras[shape.row_row[r]].allowed) for r in which.tolist()))
+    mask(logits, ((r, rows.features.extras[shape.sample_row[r]].allowed) for r in which.tolist()))
 
 
-def ban(logits: Floats, rows: Rows, shape: Shape, which: Ids) -> None:
+def ban(logits: Floats, rows: RowState, shape: StepShape, which: Ids) -> None:
     """No stop token before min_tokens; no token that would complete a bad word of the output."""
     vocab = logits.shape[1]
     for r, row, output in _outputs(rows, shape, which):
-        extras = rows.traits.extras[row]
-        if len(output) < rows.traits.min_tokens[row]:
+        extras = rows.features.extras[row]
+        if len(output) < rows.features.min_tokens[row]:
             logits[r, extras.stop[extras.stop < vocab]] = -np.inf
         for *head, tail in extras.bad_words:
             if tail < vocab and output[len(output) - len(head) :].tolist() == head:
                 logits[r, tail] = -np.inf
 
 
-def bias(logits: Floats, rows: Rows, shape: Shape, which: Ids) -> None:
+def bias(logits: Floats, rows: RowState, shape: StepShape, which: Ids) -> None:
     """logit_bias."""
     vocab = logits.shape[1]
     for r in which.tolist():
-        tokens, amounts = rows.traits.extras[shape.row_row[r]].bias
+        tokens, amounts = rows.features.extras[shape.sample_row[r]].bias
         logits[r, tokens[tokens < vocab]] += amounts[tokens < vocab]
 
 
-def penalise(logits: Floats, rows: Rows, shape: Shape, which: Ids) -> None:
+def penalise(logits: Floats, rows: RowState, shape: StepShape, which: Ids) -> None:
     """Repetition (prompt and output: positive logits divided, negative multiplied), frequency, presence (output)."""
-    traits = rows.traits
+    traits = rows.features
     for r, row, output in _outputs(rows, shape, which):
         line = logits[r]
-        seen = rows.tokens[row, : rows.prompt[row] + len(output)]
+        seen = rows.tokens[row, : rows.prompt_length[row] + len(output)]
         repeated = line[seen]
         by = traits.repetition[row]
         line[seen] = np.where(repeated > 0, repeated / by, repeated * by)
@@ -73,13 +73,18 @@ def penalise(logits: Floats, rows: Rows, shape: Shape, which: Ids) -> None:
         line[said] -= traits.frequency[row] * times.astype(np.float32) + traits.presence[row]
 
 
-def _outputs(rows: Rows, shape: Shape, which: Ids) -> Iterator[tuple[int, int, npt.NDArray[np.int32]]]:
+def _outputs(rows: RowState, shape: StepShape, which: Ids) -> Iterator[tuple[int, int, npt.NDArray[np.int32]]]:
     """(logits row, store row, the output before it: tokens sampled and the drafts that row takes as accepted)."""
     for r in which.tolist():
-        row = int(shape.row_row[r])
-        end = int(rows.known[row] + shape.depth[r])
-        yield r, row, rows.tokens[row, rows.prompt[row] : end]
+        row = int(shape.sample_row[r])
+        end = int(rows.num_known[row] + shape.sample_offset[r])
+        yield r, row, rows.tokens[row, rows.prompt_length[row] : end]
 
 
-EDITS: tuple[tuple[int, Edit], ...] = ((ALLOWED, allow), (BANNED, ban), (BIASED, bias), (PENALISED, penalise))
+LOGITS_PROCESSORS: tuple[tuple[int, LogitsProcessor], ...] = (
+    (ALLOWED, allow),
+    (BANNED, ban),
+    (BIASED, bias),
+    (PENALISED, penalise),
+)
 """By trait, in the order they are run."""

@@ -12,14 +12,14 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from quire.ops.capture import Unready, captured
-from quire.runner.rows import Shape
+from quire.ops.capture import NotCapturable, captured
+from quire.runner.rows import StepShape
 
 SMALL = (1, 4, 8)
 """Two rows take a third longer than four on an H200: see docs/benchmarks/speculation-h200-2026-11-21.md."""
 
 
-class Key(NamedTuple):
+class GraphKey(NamedTuple):
     """Which graph: its kind, tokens T and spans S, both padded, and the most tokens that a span may have.
 
     "feed": a forward. "sample": of its rows, `tokens` being how many, asked the traits that they may have. "follow":
@@ -28,42 +28,42 @@ class Key(NamedTuple):
 
     tokens: int
     spans: int
-    most: int
-    asked: int = 0
+    max_query: int
+    features: int = 0
     kind: str = "feed"
 
     @staticmethod
-    def of(shape: Shape) -> Key:
+    def of(shape: StepShape) -> GraphKey:
         """Decode or verification alone, or any mix."""
         fed, spans, most = int(shape.query_start[-1]), len(shape.spans), shape.max_query
-        if most == int(shape.rows.max(initial=0)) and 4 * fed >= 3 * spans * most:
-            return Key(padding(padding(spans) * most), padding(spans), most)
-        return Key(coarse(fed), crowd(spans), coarse(fed))
+        if most == int(shape.num_samples.max(initial=0)) and 4 * fed >= 3 * spans * most:
+            return GraphKey(padding(padding(spans) * most), padding(spans), most)
+        return GraphKey(bucket_tokens(fed), bucket_seqs(spans), bucket_tokens(fed))
 
     @staticmethod
-    def head(picks: int, asked: int) -> Key:
-        return Key(padding(picks), 0, 0, asked, "sample")
+    def head(picks: int, asked: int) -> GraphKey:
+        return GraphKey(padding(picks), 0, 0, asked, "sample")
 
 
 def padding(count: int) -> int:
     """`count` rounded up, by less the smaller it is: never more than an eighth above 16. For decode and for heads."""
     if count <= SMALL[-1]:
         return next(size for size in SMALL if count <= size)
-    return rounded(count, 8, 16)
+    return round_up(count, 8, 16)
 
 
-def coarse(count: int) -> int:
+def bucket_tokens(count: int) -> int:
     """The same for mixed steps, of which more kinds exist and which mind padding less: by up to a quarter."""
-    return rounded(max(count, 16), 16, 8)
+    return round_up(max(count, 16), 16, 8)
 
 
-def rounded(count: int, step: int, parts: int) -> int:
+def round_up(count: int, step: int, parts: int) -> int:
     """Up to a multiple of `step`, or of a larger one that cuts the next power of two into `parts`, 128 at most."""
     step = max(step, min(128, (1 << (count - 1).bit_length()) // parts))
     return -(-count // step) * step
 
 
-def crowd(spans: int) -> int:
+def bucket_seqs(spans: int) -> int:
     """Spans of a mixed step, rounded up: a few, many, or as decode."""
     return next((size for size in (16, 256) if spans <= size), padding(spans))
 
@@ -72,11 +72,11 @@ Works = Sequence[Callable[[], object]]
 """Pieces of device work."""
 
 
-def unrehearsed(works: Works) -> None:
+def no_precompile(works: Works) -> None:
     """Kernels are compiled when they are launched, or none is."""
 
 
-class Mark(Protocol):
+class Event(Protocol):
     """A point in the order of device work."""
 
     def synchronize(self) -> None:
@@ -95,25 +95,25 @@ class Queue(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def rehearse(self, works: Works) -> None:
+    def precompile(self, works: Works) -> None:
         """Get ready what all of these need, nothing being under way: what they compute meanwhile means nothing."""
 
-    def run(self, key: Key, work: Callable[[], object]) -> None:
+    def run(self, key: GraphKey, work: Callable[[], object]) -> None:
         """Do `work`, the same for the same key."""
 
-    def get_ready(self, key: Key, work: Callable[[], object]) -> None:
+    def prepare(self, key: GraphKey, work: Callable[[], object]) -> None:
         """Have `run` find everything there. Before there are rows: whether `work` is done for it does not matter."""
 
-    def mark(self) -> Mark: ...
+    def record(self) -> Event: ...
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Until nothing is under way."""
 
     def close(self) -> None:
         """Forget what was captured: its memory goes back."""
 
 
-class Done:
+class Completed:
     """The mark of what is done when it returns."""
 
     def synchronize(self) -> None:
@@ -123,10 +123,10 @@ class Done:
         return True
 
 
-class AtOnce:
+class EagerQueue:
     """Work is done as it comes: a CPU."""
 
-    def __enter__(self) -> AtOnce:
+    def __enter__(self) -> EagerQueue:
         return self
 
     def __exit__(
@@ -134,19 +134,19 @@ class AtOnce:
     ) -> None:
         return
 
-    def rehearse(self, works: Works) -> None:
-        unrehearsed(works)
+    def precompile(self, works: Works) -> None:
+        no_precompile(works)
 
-    def run(self, key: Key, work: Callable[[], object]) -> None:
+    def run(self, key: GraphKey, work: Callable[[], object]) -> None:
         work()
 
-    def get_ready(self, key: Key, work: Callable[[], object]) -> None:
+    def prepare(self, key: GraphKey, work: Callable[[], object]) -> None:
         self.run(key, work)
 
-    def mark(self) -> Done:
-        return Done()
+    def record(self) -> Completed:
+        return Completed()
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         return
 
     def close(self) -> None:
@@ -160,11 +160,11 @@ class CudaQueue:
     Graphs share one memory pool: they never run at the same time, and leave their results in tensors made outside.
     """
 
-    def __init__(self, device: torch.device, largest: int, rehearse: Callable[[Works], None] = unrehearsed) -> None:
+    def __init__(self, device: torch.device, largest: int, rehearse: Callable[[Works], None] = no_precompile) -> None:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.entered = torch.cuda.stream(self.stream)
-        self.largest, self.rehearse = largest, rehearse
-        self.graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self.largest, self.precompile = largest, rehearse
+        self.graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self.begun: set[tuple[str, int]] = set()
         self.pool = torch.cuda.graph_pool_handle() if largest else None
 
@@ -177,32 +177,32 @@ class CudaQueue:
     ) -> None:
         self.entered.__exit__(kind, error, trace)
 
-    def run(self, key: Key, work: Callable[[], object]) -> None:
+    def run(self, key: GraphKey, work: Callable[[], object]) -> None:
         """Replay what this key's work was, or do it and remember it: capturing records and does nothing else."""
         graph = self.graphs.get(key)
         if graph is not None:
             graph.replay()
             return
         work()
-        self.begun.add((key.kind, key.asked))
+        self.begun.add((key.kind, key.features))
         if key.tokens <= self.largest:
             self.graphs[key] = captured(work, self.pool)
 
-    def get_ready(self, key: Key, work: Callable[[], object]) -> None:
+    def prepare(self, key: GraphKey, work: Callable[[], object]) -> None:
         """Of each kind the first is done, since it makes what the others use too; the others are only recorded."""
-        if key.tokens > self.largest or (key.kind, key.asked) not in self.begun:
+        if key.tokens > self.largest or (key.kind, key.features) not in self.begun:
             return self.run(key, work)
         try:
             self.graphs[key] = captured(work, self.pool)
-        except Unready:  # what was begun lives until this block ends: a pool without a graph is gone for torch
+        except NotCapturable:  # what was begun lives until this block ends: a pool without a graph is gone for torch
             self.run(key, work)
 
-    def mark(self) -> torch.cuda.Event:
+    def record(self) -> torch.cuda.Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self.stream)
         return event
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self.stream.synchronize()
 
     def close(self) -> None:

@@ -9,74 +9,88 @@ from torch import Tensor
 
 from quire.ops.ragged import RaggedBatch
 from quire.ops.triton import draft, step
-from quire.ops.triton.launch import Card
+from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.sampler import sample
-from quire.ops.triton.settings import Asked, Settings
-from quire.runner.arena import Arena, Lane
+from quire.ops.triton.settings import RequestedFeatures, SamplingTensors
+from quire.runner.arena import DeviceState, StepInputs
 from quire.runner.device import DROPPED
-from quire.runner.traits import CUT, HOT, PENALISED
+from quire.runner.traits import PENALISED, RANDOM, TRUNCATED
 
 
 class Views(NamedTuple):
     """An arena as the kernels see it."""
 
-    arena: Arena
-    step: step.Rows
-    draft: step.Rows
-    settings: Settings
+    state: DeviceState
+    step: step.DeviceRows
+    draft: step.DeviceRows
+    settings: SamplingTensors
 
 
 class TritonSteps:
     """See `DeviceSteps`. Rows with lists of their own (bias, bans, allowed tokens) and masks are the host's."""
 
-    def __init__(self, device: torch.device, *, dependent: bool = True, offers: int = HOT | CUT | PENALISED) -> None:
+    def __init__(
+        self, device: torch.device, *, dependent: bool = True, supported_features: int = RANDOM | TRUNCATED | PENALISED
+    ) -> None:
         """dependent: use programmatic dependent launch where the card has it. offers: as `DeviceSteps`, or fewer."""
-        self.card, self.offers = Card.of(device, dependent), offers
+        self.card, self.supported_features = DeviceInfo.of(device, dependent), supported_features
         self.views: Views | None = None
         self.tally = torch.zeros(0, 0, dtype=torch.int32, device=device)
 
     def scatter(self, data: Tensor, places: Tensor, values: Tensor) -> None:
         step.scatter(data, places, values)
 
-    def stage(self, arena: Arena, lane: Lane, batch: RaggedBatch, longest: int) -> None:
-        step.stage(self._rows(arena, lane), batch, longest, self.card)
+    def prepare_inputs(self, state: DeviceState, inputs: StepInputs, batch: RaggedBatch, longest: int) -> None:
+        step.prepare_inputs(self._rows(state, inputs), batch, longest, self.card)
 
-    def settle(self, arena: Arena, lane: Lane, spans: int, hidden: Tensor, out: Tensor) -> None:
-        step.settle(self._rows(arena, lane), spans, hidden, out, self.card)
+    def advance(self, state: DeviceState, inputs: StepInputs, spans: int, hidden: Tensor, out: Tensor) -> None:
+        step.advance(self._rows(state, inputs), spans, hidden, out, self.card)
 
-    def choose(self, arena: Arena, lane: Lane, logits: Tensor, tokens: Tensor, asked: int) -> None:
-        rows, settings = self._rows(arena, lane), self._views(arena).settings
-        count, prompt = len(tokens), arena.columns["prompt"]
-        if asked & PENALISED and not len(self.tally):
-            self.tally = self.tally.new_zeros(arena.picks, logits.shape[1])
+    def sample(self, state: DeviceState, inputs: StepInputs, logits: Tensor, tokens: Tensor, features: int) -> None:
+        rows, settings = self._rows(state, inputs), self._views(state).settings
+        count, prompt = len(tokens), state.columns["prompt"]
+        if features & PENALISED and not len(self.tally):
+            self.tally = self.tally.new_zeros(state.max_samples, logits.shape[1])
         sample(
-            *(logits, rows.pick_row[:count], rows.pick_at[:count], arena.history, prompt, settings, self.card),
-            Asked(hot=bool(asked & HOT), cut=bool(asked & CUT), edited=bool(asked & PENALISED)),
+            *(
+                logits,
+                rows.sample_row[:count],
+                rows.sample_position[:count],
+                state.history,
+                prompt,
+                settings,
+                self.card,
+            ),
+            RequestedFeatures(
+                random=bool(features & RANDOM),
+                truncated=bool(features & TRUNCATED),
+                processed=bool(features & PENALISED),
+            ),
             tally=self.tally,
             out=tokens,
         )
 
-    def verify(self, arena: Arena, tokens: Tensor) -> None:
-        step.verify(self._views(arena).step, tokens, DROPPED, self.card)
+    def verify(self, state: DeviceState, tokens: Tensor) -> None:
+        step.verify(self._views(state).step, tokens, DROPPED, self.card)
 
-    def lookup(self, arena: Arena, chains: int, depth: int, longest: int, shortest: int) -> None:
-        draft.lookup(self._views(arena).step, chains, depth, longest, shortest, self.card)
+    def lookup(self, state: DeviceState, chains: int, depth: int, longest: int, shortest: int) -> None:
+        draft.lookup(self._views(state).step, chains, depth, longest, shortest, self.card)
 
-    def route(self, arena: Arena, chains: int, tokens: int, at: int) -> None:
-        views = self._views(arena)
-        draft.route(views.step, views.draft, chains, tokens, at, self.card)
+    def prepare_draft(self, state: DeviceState, chains: int, tokens: int, at: int) -> None:
+        views = self._views(state)
+        draft.prepare_draft(views.step, views.draft, chains, tokens, at, self.card)
 
-    def place(self, arena: Arena, tokens: Tensor) -> None:
-        draft.place(self._views(arena).draft, tokens, self.card)
+    def write_drafts(self, state: DeviceState, tokens: Tensor) -> None:
+        draft.write_drafts(self._views(state).draft, tokens, self.card)
 
-    def _rows(self, arena: Arena, lane: Lane) -> step.Rows:
-        views = self._views(arena)
-        return views.draft if lane is arena.draft else views.step
+    def _rows(self, state: DeviceState, inputs: StepInputs) -> step.DeviceRows:
+        views = self._views(state)
+        return views.draft if inputs is state.draft else views.step
 
-    def _views(self, arena: Arena) -> Views:
+    def _views(self, state: DeviceState) -> Views:
         """The arena as the kernels see it, worked out once: its memory stays where it is."""
-        if self.views is None or self.views.arena is not arena:
-            self.views = Views(arena, rows_of(arena, arena.step), rows_of(arena, arena.draft), settings_of(arena))
+        if self.views is None or self.views.state is not state:
+            self.views = Views(state, rows_of(state, state.step), rows_of(state, state.draft), settings_of(state))
         return self.views
 
 
@@ -87,30 +101,30 @@ class ForcedSteps(TritonSteps):
         super().__init__(device, dependent=dependent)
         self.rate = rate
 
-    def verify(self, arena: Arena, tokens: Tensor) -> None:
-        draft.force(self._views(arena).step, tokens, self.rate, self.card)
-        super().verify(arena, tokens)
+    def verify(self, state: DeviceState, tokens: Tensor) -> None:
+        draft.force(self._views(state).step, tokens, self.rate, self.card)
+        super().verify(state, tokens)
 
 
-def rows_of(arena: Arena, lane: Lane) -> step.Rows:
-    return step.Rows(
-        **lane._asdict(),
-        known=arena.columns["known"],
-        table=arena.table,
-        history=arena.history,
-        chain=arena.chain,
-        wanted=arena.wanted,
-        ceiling=arena.ceiling,
-        drafts=arena.drafts,
+def rows_of(state: DeviceState, inputs: StepInputs) -> step.DeviceRows:
+    return step.DeviceRows(
+        **inputs._asdict(),
+        num_known=state.columns["known"],
+        block_table=state.block_table,
+        history=state.history,
+        chain=state.chain,
+        wanted_drafts=state.wanted_drafts,
+        max_history=state.max_history,
+        drafts=state.max_drafts,
     )
 
 
-def settings_of(arena: Arena) -> Settings:
+def settings_of(state: DeviceState) -> SamplingTensors:
     """No row has a mask or a list."""
-    c = arena.columns
-    none = torch.full((arena.count + 1,), -1, dtype=torch.int32, device=arena.device)
-    empty = torch.zeros(arena.count + 2, dtype=torch.int32, device=arena.device)
-    return Settings(
+    c = state.columns
+    none = torch.full((state.num_rows + 1,), -1, dtype=torch.int32, device=state.device)
+    empty = torch.zeros(state.num_rows + 2, dtype=torch.int32, device=state.device)
+    return SamplingTensors(
         temperature=c["temperature"],
         stream=c["stream"],
         top_k=c["top_k"],

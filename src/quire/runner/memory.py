@@ -28,24 +28,24 @@ def layer_shapes(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple
     return tuple(LayerShape(heads, dim, dtype) for heads, dim in shapes)
 
 
-def page_bytes(layers: Sequence[LayerShape], page_size: int) -> int:
+def block_bytes(layers: Sequence[LayerShape], block_size: int) -> int:
     """Bytes of one page: keys and values of `page_size` tokens in every layer."""
-    return sum(2 * page_size * each.heads * each.dim * each.dtype.itemsize for each in layers)
+    return sum(2 * block_size * each.heads * each.dim * each.dtype.itemsize for each in layers)
 
 
-def usable_pages(rows: int, max_model_len: int, page_size: int) -> int:
+def usable_blocks(rows: int, max_model_len: int, page_size: int) -> int:
     """The most pages that `rows` sequences of `max_model_len` tokens can hold. A sequence's last token is never fed."""
     return rows * -(-(max_model_len - 1) // page_size)
 
 
-def plan_pages(layers: Sequence[LayerShape], *, page_size: int, rows: int, max_model_len: int, budget: int) -> int:
+def plan_blocks(layers: Sequence[LayerShape], *, page_size: int, rows: int, max_model_len: int, budget: int) -> int:
     """Pages for `budget` bytes, capped at what the limits can use; the spare page comes out of the budget too.
 
     Raises InvalidConfig when not even one sequence of `max_model_len` fits, saying what would.
     """
-    each = page_bytes(layers, page_size)
-    pages = min(budget // each - 1, usable_pages(rows, max_model_len, page_size))
-    need = usable_pages(1, max_model_len, page_size)
+    each = block_bytes(layers, page_size)
+    pages = min(budget // each - 1, usable_blocks(rows, max_model_len, page_size))
+    need = usable_blocks(1, max_model_len, page_size)
     if pages < need:
         fits, less = "no", "give"
         if pages > 0:
@@ -91,7 +91,7 @@ def allocate(
         try:
             return torch.zeros((pages + 1, each.heads, page_size, each.dim), dtype=each.dtype, device=device)
         except RuntimeError as error:  # on a CPU torch has no class of its own for it
-            whole = _gib((pages + 1) * page_bytes(layers, page_size))
+            whole = _gib((pages + 1) * block_bytes(layers, page_size))
             raise MemoryError(f"{pages:,} KV blocks of {page_size} tokens take {whole}") from error
 
     return [LayerKV(zeros(each), zeros(each), k_scale=each.k_scale, v_scale=each.v_scale) for each in layers]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from quire.runner.rows import Ints, Rows
+from quire.runner.rows import Ints, RowState
 
 
 class NgramDrafter:
@@ -14,13 +14,13 @@ class NgramDrafter:
     Of several places the latest counts. Where there is none, the last token is repeated: any token will do.
     """
 
-    def __init__(self, depth: int, *, longest: int = 4, shortest: int = 2) -> None:
-        self.depth, self.longest, self.shortest = depth, longest, shortest
+    def __init__(self, num_drafts: int, *, longest: int = 4, shortest: int = 2) -> None:
+        self.num_drafts, self.longest, self.shortest = num_drafts, longest, shortest
 
-    def propose(self, rows: Rows, which: Ints, depth: Ints) -> npt.NDArray[np.int32]:
-        out = np.zeros((len(which), int(depth.max(initial=0))), dtype=np.int32)
-        for q, (row, wanted) in enumerate(zip(which.tolist(), depth.tolist(), strict=True)):
-            history = rows.tokens[row, : rows.known[row]]
+    def propose(self, rows: RowState, which: Ints, num_drafts: Ints) -> npt.NDArray[np.int32]:
+        out = np.zeros((len(which), int(num_drafts.max(initial=0))), dtype=np.int32)
+        for q, (row, wanted) in enumerate(zip(which.tolist(), num_drafts.tolist(), strict=True)):
+            history = rows.tokens[row, : rows.num_known[row]]
             out[q, :wanted] = follow(history, lookup(history, self.longest, self.shortest), wanted)
         return out
 

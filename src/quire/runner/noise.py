@@ -50,7 +50,7 @@ def salted(v: Ids | Words) -> Words:
     return mix(v.astype(np.uint32) + np.uint32(0x9E3779B9))
 
 
-def unit(h: Words) -> Floats:
+def exponential(h: Words) -> Floats:
     """Exponentials of mean 1. Double precision on the way, so that 1 - w keeps every bit of h."""
     exact: npt.NDArray[np.float64] = np.log((float(1 << 32) - 0.5 - h) * 2.0**-32)
     return np.negative(exact).astype(np.float32)
@@ -91,14 +91,14 @@ class Draw:
         blocked = self._blocked(logits)
         tiles = blocked.numpy().reshape(-1, BLOCK)
         head = mix(key[:, None] ^ self._heads)
-        least = unit(head) / np.float32(BLOCK)
+        least = exponential(head) / np.float32(BLOCK)
         holder = (mix(head ^ _HOLDER) & np.uint32(BLOCK - 1)).astype(np.intp)
         gain = -np.log(least)
         bound = blocked.amax(2).numpy() / temperature + gain
         held = tiles.ravel().take(holder + self._starts(len(key))) / temperature + gain
         rows, blocks = np.nonzero((bound >= held.max(1)[:, None]) & (bound > -np.inf))
         each = np.arange(len(rows))
-        noise = unit(mix(key[rows, None] ^ self._words[blocks]))
+        noise = exponential(mix(key[rows, None] ^ self._words[blocks]))
         noise[each, holder[rows, blocks]] = 0.0
         noise += least[rows, blocks][:, None]
         score = tiles[rows * self.blocks + blocks] / temperature[rows] - np.log(noise)

@@ -12,39 +12,39 @@ from torch import Tensor
 
 from quire.core.plan import Plan
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.runner.arena import Arena
+from quire.runner.arena import DeviceState
 from quire.runner.device import DeviceSteps
-from quire.runner.graphs import Key, coarse, crowd, padding
+from quire.runner.graphs import GraphKey, bucket_seqs, bucket_tokens, padding
 from quire.runner.results import Model
-from quire.runner.rows import Ints, Rows, Shape
-from quire.runner.traits import CUT, HOT
+from quire.runner.rows import Ints, RowState, StepShape
+from quire.runner.traits import RANDOM, TRUNCATED
 
 
-class Desk(NamedTuple):
+class DraftContext(NamedTuple):
     """What a proposer works with. batch: of the largest step; a forward is fed its beginning."""
 
-    arena: Arena
+    state: DeviceState
     steps: DeviceSteps
     batch: RaggedBatch
-    longest: int
+    max_model_len: int
 
 
 class Proposer(Protocol):
     """Puts drafts behind histories, there. depth: the most tokens it drafts."""
 
-    depth: int
+    num_drafts: int
 
-    def admit(self, plan: Plan, shape: Shape, rows: Rows) -> None:
+    def admit(self, plan: Plan, shape: StepShape, rows: RowState) -> None:
         """A plan's rows are opened and its spans will sample."""
 
-    def keys(self, shape: Shape, wanted: Ints, asked: int, room: int) -> list[Key]:
+    def keys(self, shape: StepShape, wanted_drafts: Ints, features: int, max_tokens: int) -> list[GraphKey]:
         """What to run once a step has sampled. wanted [Q]: drafts for each chain, some above 0. room: tokens a forward
         can feed."""
 
-    def run(self, key: Key, desk: Desk) -> None:
+    def run(self, key: GraphKey, context: DraftContext) -> None:
         """What a key stands for: depends on nothing else but the arena."""
 
-    def kv_bytes(self) -> int:
+    def block_bytes(self) -> int:
         """Of a page."""
 
     def reset(self) -> None:
@@ -54,18 +54,18 @@ class Proposer(Protocol):
 class NoProposer:
     """No speculation."""
 
-    depth = 0
+    num_drafts = 0
 
-    def admit(self, plan: Plan, shape: Shape, rows: Rows) -> None:
+    def admit(self, plan: Plan, shape: StepShape, rows: RowState) -> None:
         """Nothing is kept."""
 
-    def keys(self, shape: Shape, wanted: Ints, asked: int, room: int) -> list[Key]:
+    def keys(self, shape: StepShape, wanted_drafts: Ints, features: int, max_tokens: int) -> list[GraphKey]:
         return []
 
-    def run(self, key: Key, desk: Desk) -> None:
+    def run(self, key: GraphKey, context: DraftContext) -> None:
         """Nothing is asked for."""
 
-    def kv_bytes(self) -> int:
+    def block_bytes(self) -> int:
         return 0
 
     def reset(self) -> None:
@@ -75,14 +75,14 @@ class NoProposer:
 class NgramProposer(NoProposer):
     """Prompt look-up: see `ngram`."""
 
-    def __init__(self, depth: int, *, longest: int = 4, shortest: int = 2) -> None:
-        self.depth, self.longest, self.shortest = depth, longest, shortest
+    def __init__(self, num_drafts: int, *, longest: int = 4, shortest: int = 2) -> None:
+        self.num_drafts, self.longest, self.shortest = num_drafts, longest, shortest
 
-    def keys(self, shape: Shape, wanted: Ints, asked: int, room: int) -> list[Key]:
-        return [Key(padding(len(wanted)), padding(len(wanted)), self.depth, 0, "draft")]
+    def keys(self, shape: StepShape, wanted_drafts: Ints, features: int, max_tokens: int) -> list[GraphKey]:
+        return [GraphKey(padding(len(wanted_drafts)), padding(len(wanted_drafts)), self.num_drafts, 0, "draft")]
 
-    def run(self, key: Key, desk: Desk) -> None:
-        desk.steps.lookup(desk.arena, key.spans, key.most, self.longest, self.shortest)
+    def run(self, key: GraphKey, context: DraftContext) -> None:
+        context.steps.lookup(context.state, key.spans, key.max_query, self.longest, self.shortest)
 
 
 class ModelProposer:
@@ -93,65 +93,72 @@ class ModelProposer:
     drafting without a break that is two at most: one sampled and, where all drafts were right, the last of them.
     """
 
-    def __init__(self, model: Model, kv: Sequence[LayerKV], *, depth: int, rows: int, device: torch.device) -> None:
+    def __init__(
+        self, model: Model, kv: Sequence[LayerKV], *, num_drafts: int, rows: int, device: torch.device
+    ) -> None:
         """kv: one LayerKV a layer of the draft, as many pages as the target's. rows: places on the device."""
-        self.model, self.kv, self.depth = model, kv, depth
-        self.behind = np.zeros(rows, dtype=np.intp)
+        self.model, self.kv, self.num_drafts = model, kv, num_drafts
+        self.num_missing = np.zeros(rows, dtype=np.intp)
         self.tokens = torch.zeros(padding(rows), dtype=torch.int32, device=device)
-        self.picked: Tensor | None = None
+        self.hidden: Tensor | None = None
 
-    def admit(self, plan: Plan, shape: Shape, rows: Rows) -> None:
-        for one in plan.opened:
-            self.behind[one.row] = len(one.tokens)
-        row = shape.sampled_row
-        self.behind[row] = np.maximum(self.behind[row] + shape.rows[shape.samples], 1)
+    def admit(self, plan: Plan, shape: StepShape, rows: RowState) -> None:
+        for one in plan.new_sequences:
+            self.num_missing[one.row] = len(one.tokens)
+        row = shape.sampling_row
+        self.num_missing[row] = np.maximum(self.num_missing[row] + shape.num_samples[shape.sampling_spans], 1)
 
-    def keys(self, shape: Shape, wanted: Ints, asked: int, room: int) -> list[Key]:
-        row, spans, out = shape.sampled_row[wanted > 0], len(wanted), []
-        if (self.behind[row] > 2).any():
-            missing = int((self.behind[row] - 1).sum())
+    def keys(self, shape: StepShape, wanted_drafts: Ints, features: int, max_tokens: int) -> list[GraphKey]:
+        row, spans, out = shape.sampling_row[wanted_drafts > 0], len(wanted_drafts), []
+        if (self.num_missing[row] > 2).any():
+            missing = int((self.num_missing[row] - 1).sum())
             while missing > 0:
-                fed = coarse(min(missing, room))
-                out.append(Key(fed, crowd(spans), fed, 0, "follow"))
+                fed = bucket_tokens(min(missing, max_tokens))
+                out.append(GraphKey(fed, bucket_seqs(spans), fed, 0, "follow"))
                 missing -= fed
-        self.behind[row] = 1 - wanted[wanted > 0]
-        asked |= HOT | CUT if asked else 0  # few kinds to capture; who asks for less is answered the same
-        return [*out, Key(padding(2 * padding(spans)), padding(spans), int(wanted.max()), asked, "draft")]
+        self.num_missing[row] = 1 - wanted_drafts[wanted_drafts > 0]
+        features |= (
+            RANDOM | TRUNCATED if features else 0
+        )  # few kinds to capture; who asks for less is answered the same
+        return [
+            *out,
+            GraphKey(padding(2 * padding(spans)), padding(spans), int(wanted_drafts.max()), features, "draft"),
+        ]
 
-    def run(self, key: Key, desk: Desk) -> None:
+    def run(self, key: GraphKey, context: DraftContext) -> None:
         if key.kind == "follow":
-            self._feed(key, desk, key.tokens, -1, key.most)
+            self._feed(key, context, key.tokens, -1, key.max_query)
             return
-        tokens, lane = self.tokens[: key.spans], desk.arena.draft
-        for i in range(key.most):
-            hidden = self._feed(key, desk, key.spans if i else key.tokens, i, 1 if i else 2)
-            desk.steps.choose(desk.arena, lane, self.model.logits(hidden), tokens, key.asked)
-            desk.steps.place(desk.arena, tokens)
+        tokens, lane = self.tokens[: key.spans], context.state.draft
+        for i in range(key.max_query):
+            hidden = self._feed(key, context, key.spans if i else key.tokens, i, 1 if i else 2)
+            context.steps.sample(context.state, lane, self.model.logits(hidden), tokens, key.features)
+            context.steps.write_drafts(context.state, tokens)
 
-    def _feed(self, key: Key, desk: Desk, tokens: int, at: int, most: int) -> Tensor:
+    def _feed(self, key: GraphKey, context: DraftContext, tokens: int, at: int, most: int) -> Tensor:
         """[S, hidden] behind each row's last token fed."""
-        arena, whole, spans = desk.arena, desk.batch, key.spans
-        desk.steps.route(arena, spans, tokens, at)
+        state, whole, spans = context.state, context.batch, key.spans
+        context.steps.prepare_draft(state, spans, tokens, at)
         batch = replace(
             whole,
             tokens=whole.tokens[:tokens],
             positions=whole.positions[:tokens],
             slots=whole.slots[:tokens],
-            query_start=arena.draft.query_start[: spans + 1],
+            query_start=state.draft.query_start[: spans + 1],
             kv_len=whole.kv_len[:spans],
             page_table=whole.page_table[:spans],
             max_query=most,
         )
-        desk.steps.stage(arena, arena.draft, batch, desk.longest)
+        context.steps.prepare_inputs(state, state.draft, batch, context.max_model_len)
         hidden = self.model.forward(batch, self.kv)
-        if self.picked is None:
-            self.picked = hidden.new_zeros(len(self.tokens), hidden.shape[1])
-        picked = self.picked[: min(spans, tokens)]
-        desk.steps.settle(arena, arena.draft, spans, hidden, picked)
+        if self.hidden is None:
+            self.hidden = hidden.new_zeros(len(self.tokens), hidden.shape[1])
+        picked = self.hidden[: min(spans, tokens)]
+        context.steps.advance(state, state.draft, spans, hidden, picked)
         return picked
 
-    def kv_bytes(self) -> int:
+    def block_bytes(self) -> int:
         return sum(2 * each.k[0].nbytes for each in self.kv)
 
     def reset(self) -> None:
-        self.behind[:] = 0
+        self.num_missing[:] = 0

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from quire.core.plan import STUCK, Mask, Plan, Result
+from quire.core.plan import NO_TOKEN_ALLOWED, Mask, Plan, Result
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.runner.logprobs import score
-from quire.runner.rows import Ints, Rows, Shape
+from quire.runner.rows import Ints, RowState, StepShape
 from quire.runner.sampler import BROKEN, Sampled
 from quire.values import TokenLogprobs
 
@@ -30,16 +30,18 @@ class Model(Protocol):
         """[R, hidden] -> [R, V], the caller's to change."""
 
 
-def score_prompt(model: Model, rows: Rows, shape: Shape, s: int, hidden: Tensor, vocab: int) -> list[TokenLogprobs]:
+def score_prompt(
+    model: Model, rows: RowState, shape: StepShape, s: int, hidden: Tensor, vocab: int
+) -> list[TokenLogprobs]:
     """Log-probabilities of the prompt tokens that follow those span `s` feeds, a bounded piece at a time.
 
     rows: as they were when the step was fed.
     """
     row, n, sampled, logits = shape.spans[s]
-    begin = int(rows.length[row]) + n - logits
-    end = min(int(rows.length[row]) + n - sampled, int(rows.prompt[row]) - 1)
-    first = int(shape.query_start[s]) - int(rows.length[row])
-    wanted = rows.traits.prompt_logprobs[row] or 0
+    begin = int(rows.num_computed[row]) + n - logits
+    end = min(int(rows.num_computed[row]) + n - sampled, int(rows.prompt_length[row]) - 1)
+    first = int(shape.query_start[s]) - int(rows.num_computed[row])
+    wanted = rows.features.prompt_logprobs[row] or 0
     piece = max(1, _CHUNK // vocab)
     out: list[TokenLogprobs] = []
     for at in range(begin, end, piece):
@@ -52,21 +54,21 @@ def score_prompt(model: Model, rows: Rows, shape: Shape, s: int, hidden: Tensor,
 
 def result(
     plan: Plan,
-    shape: Shape,
+    shape: StepShape,
     sampled: Sampled,
     keep: Ints,
     failed: Ints,
     scores: Mapping[int, list[TokenLogprobs]],
-    rows: Rows,
+    rows: RowState,
 ) -> Result:
     """What a step tells. keep [Q]: how many rows each sampling span keeps; failed [Q]: which failed it, or -1."""
     flat = sampled.tokens.tolist()
     tokens: list[list[int]]
-    drafts = [rows.drafted(shape.spans[s].row) for s in plan.masked]
-    if shape.even and not sampled.errors and not sampled.logprobs:
+    drafts = [rows.drafts_of(shape.spans[s].row) for s in plan.masked_spans]
+    if shape.one_sample_each and not sampled.errors and not sampled.logprobs:
         return Result([[token] for token in flat], drafts, {}, dict(scores))
     tokens = [[] for _ in shape.spans]
-    samples, first, kept = shape.samples.tolist(), shape.first.tolist(), keep.tolist()
+    samples, first, kept = shape.sampling_spans.tolist(), shape.first_sample.tolist(), keep.tolist()
     for s, at, count in zip(samples, first, kept, strict=True):
         tokens[s] = flat[at : at + count]
     told = {
@@ -78,19 +80,22 @@ def result(
     return Result(tokens, drafts, told, dict(scores), errors)
 
 
-def masked(plan: Plan, shape: Shape, given: Sequence[Sequence[Mask]] | None) -> list[tuple[int, Mask]]:
+def masks_by_sample(plan: Plan, shape: StepShape, given: Sequence[Sequence[Mask]] | None) -> list[tuple[int, Mask]]:
     """(sampled row, its mask) for every row of a masked span."""
     out: list[tuple[int, Mask]] = []
-    for s, masks in zip(plan.masked, given or (), strict=True):
-        at = int(shape.first[np.searchsorted(shape.samples, s)])
+    for s, masks in zip(plan.masked_spans, given or (), strict=True):
+        at = int(shape.first_sample[np.searchsorted(shape.sampling_spans, s)])
         out += [(at + i, each) for i, each in enumerate(masks)]
     return out
 
 
-def told(home: npt.NDArray[np.int32] | None) -> Sampled:
+def sampled_from_host(host_tokens: npt.NDArray[np.int32] | None) -> Sampled:
     """What the device sampled, and where it could not."""
-    tokens = np.zeros(0, np.intp) if home is None else home.astype(np.intp)
-    errors = {r: BROKEN if tokens[r] == -1 else STUCK for r in np.flatnonzero((tokens == -1) | (tokens == -2)).tolist()}
+    tokens = np.zeros(0, np.intp) if host_tokens is None else host_tokens.astype(np.intp)
+    errors = {
+        r: BROKEN if tokens[r] == -1 else NO_TOKEN_ALLOWED
+        for r in np.flatnonzero((tokens == -1) | (tokens == -2)).tolist()
+    }
     bad = np.zeros(len(tokens), np.bool_)
     bad[list(errors)] = True
     return Sampled(tokens, bad, errors, {})

@@ -19,37 +19,37 @@ from quire.errors import StepFailed
 from quire.ops.ragged import LayerKV
 from quire.runner.batch import ragged
 from quire.runner.drafts import Drafter
-from quire.runner.pooling import Pool, vectors
-from quire.runner.results import Model, masked, result, score_prompt
-from quire.runner.rows import Rows, Shape
+from quire.runner.pooling import PromptPooler, vectors
+from quire.runner.results import Model, masks_by_sample, result, score_prompt
+from quire.runner.rows import RowState, StepShape
 from quire.runner.sampler import Sampler
 from quire.values import TokenLogprobs
 
 
-class Step:
+class RunnerStep:
     """One launched step: the lower door's handle."""
 
     def __init__(self, runner: Runner, plan: Plan) -> None:
         self.plan = plan
-        self.shape: Shape | None = None
+        self.shape: StepShape | None = None
         self.logits: Tensor | None = None
         self.scores: dict[int, list[TokenLogprobs]] = {}
         self.pooled: dict[int, Tensor] = {}
         self.masks: Sequence[Sequence[Mask]] | None = None
-        self.done: Result | None = None
+        self.outcome: Result | None = None
         self.failure: Exception | None = None
         self._runner = runner
 
     @property
-    def ready(self) -> bool:
-        return not self.plan.masked or self.masks is not None
+    def can_sample(self) -> bool:
+        return not self.plan.masked_spans or self.masks is not None
 
     def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
         """The masks of `plan.masked`, in order, one per sampled row."""
         self.masks = masks
         self._runner.advance()
 
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         """Forwards run as they are launched."""
         return True
 
@@ -58,9 +58,9 @@ class Step:
         if self.failure is not None:
             reason = str(self.failure) or type(self.failure).__name__
             raise StepFailed(f"the step failed: {reason.splitlines()[0]}") from self.failure
-        if self.done is None:
+        if self.outcome is None:
             raise StepFailed("the step waits for masks that have not been handed in")
-        return self.done
+        return self.outcome
 
 
 class Runner:
@@ -73,18 +73,18 @@ class Runner:
         self,
         model: Model,
         kv: Sequence[LayerKV],
-        rows: Rows,
+        rows: RowState,
         sampler: Sampler,
         drafter: Drafter,
         device: torch.device,
     ) -> None:
         self.model, self.kv, self.rows, self.sampler, self.drafter = model, kv, rows, sampler, drafter
-        self.device, self.pool = device, Pool()
-        self.queue: deque[Step] = deque()
+        self.device, self.pool = device, PromptPooler()
+        self.queue: deque[RunnerStep] = deque()
         self.failure: Exception | None = None
 
-    def launch(self, plan: Plan) -> Step:
-        step = Step(self, plan)
+    def launch(self, plan: Plan) -> RunnerStep:
+        step = RunnerStep(self, plan)
         self.queue.append(step)
         self.advance()
         return step
@@ -99,7 +99,7 @@ class Runner:
                     raise self.failure
                 if step.logits is None:
                     self._feed(step)
-                if not step.ready:
+                if not step.can_sample:
                     return
                 self._sample(step)
             except Exception as failure:  # whatever it is, the engine finds out whose fault it was
@@ -121,34 +121,36 @@ class Runner:
 
     # ---------------------------------------------------------------- the two halves of a step
 
-    def _feed(self, step: Step) -> None:
+    def _feed(self, step: RunnerStep) -> None:
         rows = self.rows
-        shape = step.shape = rows.fold(step.plan)
-        self.pool.admit(step.plan)
+        shape = step.shape = rows.apply_plan(step.plan)
+        self.pool.apply_plan(step.plan)
         batch = ragged(rows, shape, self.device)
-        every = shape.scored or self.pool.wants_all(shape)
-        if not every and 0 < len(shape.picked) < len(batch.tokens):
-            batch = replace(batch, wanted=torch.from_numpy(shape.picked.astype(np.int32)).to(self.device))
+        every = shape.scored_spans or self.pool.wants_all(shape)
+        if not every and 0 < len(shape.sample_indices) < len(batch.tokens):
+            batch = replace(
+                batch, output_indices=torch.from_numpy(shape.sample_indices.astype(np.int32)).to(self.device)
+            )
         hidden = self.model.forward(batch, self.kv)
-        for s in shape.scored:
+        for s in shape.scored_spans:
             step.scores[s] = score_prompt(self.model, rows, shape, s, hidden, self.sampler.vocab_size)
         picked = hidden
-        if len(shape.picked) < len(hidden):
-            picked = hidden[torch.from_numpy(shape.picked).to(self.device)]
+        if len(shape.sample_indices) < len(hidden):
+            picked = hidden[torch.from_numpy(shape.sample_indices).to(self.device)]
         step.pooled = self.pool.feed(rows, shape, hidden, picked)
-        if len(shape.picked) == 0:
+        if len(shape.sample_indices) == 0:
             step.logits = hidden.new_empty((0, self.sampler.vocab_size), dtype=torch.float32)
             return
         step.logits = self.model.logits(picked)
 
-    def _sample(self, step: Step) -> None:
+    def _sample(self, step: RunnerStep) -> None:
         rows, shape = self.rows, step.shape
         assert shape is not None
         assert step.logits is not None
-        sampled = self.sampler(step.logits, rows, shape, masked(step.plan, shape, step.masks))
-        keep, failed = rows.settle(shape, sampled.tokens, sampled.bad)
-        if step.plan.drafts:
-            depth = np.array(step.plan.drafts, dtype=np.intp)[shape.samples]
-            rows.draft(shape.sampled_row, self.drafter.propose(rows, shape.sampled_row, depth), depth)
+        sampled = self.sampler(step.logits, rows, shape, masks_by_sample(step.plan, shape, step.masks))
+        keep, failed = rows.advance(shape, sampled.tokens, sampled.bad)
+        if step.plan.num_drafts:
+            depth = np.array(step.plan.num_drafts, dtype=np.intp)[shape.sampling_spans]
+            rows.set_drafts(shape.sampling_row, self.drafter.propose(rows, shape.sampling_row, depth), depth)
         done = result(step.plan, shape, sampled, keep, failed, step.scores, rows)
-        step.done = done._replace(pooled=vectors(step.pooled))
+        step.outcome = done._replace(pooled=vectors(step.pooled))

@@ -15,13 +15,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.core.plan import STUCK, Mask
-from quire.runner.edits import EDITS, Edit, mask
+from quire.core.plan import NO_TOKEN_ALLOWED, Mask
+from quire.runner.edits import LOGITS_PROCESSORS, LogitsProcessor, mask
 from quire.runner.logprobs import score
 from quire.runner.noise import Draw, Floats, Ids, keys
-from quire.runner.rows import Rows, Shape
-from quire.runner.traits import CUT, HOT, SCORED
-from quire.runner.truncate import Cut, truncate
+from quire.runner.rows import RowState, StepShape
+from quire.runner.traits import RANDOM, SCORED, TRUNCATED
+from quire.runner.truncate import Truncation, truncate
 from quire.values import TokenLogprobs
 
 BROKEN = "the model produced NaN or infinite logits"
@@ -36,18 +36,18 @@ class Sampled(NamedTuple):
     logprobs: dict[int, TokenLogprobs]
 
 
-class Recipe(NamedTuple):
+class SamplingPlan(NamedTuple):
     """What the rows of a batch ask for. The same in every step of steady decode."""
 
-    edits: tuple[tuple[Edit, Ids], ...]
+    processors: tuple[tuple[LogitsProcessor, Ids], ...]
     scored: Ids
-    hot: Ids
-    cut: Ids
+    random_rows: Ids
+    truncated: Ids
     """Places in `hot`."""
     temperature: Floats
     """[H, 1]"""
     streams: npt.NDArray[np.uint32]
-    settings: Cut
+    settings: Truncation
 
 
 class Sampler:
@@ -56,17 +56,19 @@ class Sampler:
     def __init__(self, vocab_size: int) -> None:
         self.draw = Draw(vocab_size)
         self.vocab_size = vocab_size
-        self._recipe: Recipe | None = None
-        self._of: tuple[int, bytes] = (-1, b"")
+        self._plan: SamplingPlan | None = None
+        self._plan_for: tuple[int, bytes] = (-1, b"")
         """Epoch and rows that the recipe is for: a drafter samples for some of the rows only."""
 
-    def __call__(self, logits: Tensor, rows: Rows, shape: Shape, masks: Sequence[tuple[int, Mask]] = ()) -> Sampled:
+    def __call__(
+        self, logits: Tensor, rows: RowState, shape: StepShape, masks: Sequence[tuple[int, Mask]] = ()
+    ) -> Sampled:
         """logits [R, V] of the shape's sampled rows, used up; masks: (row, allowed) of rows under a grammar."""
         x = np.ascontiguousarray(logits.float().cpu().numpy())
-        of = rows.epoch, shape.row_row.tobytes()
-        if self._of != of or self._recipe is None:
-            self._recipe, self._of = recipe(rows, shape, self.vocab_size), of
-        edits, scored, hot = self._recipe[:3]
+        of = rows.epoch, shape.sample_row.tobytes()
+        if self._plan_for != of or self._plan is None:
+            self._plan, self._plan_for = sampling_plan(rows, shape, self.vocab_size), of
+        edits, scored, hot = self._plan[:3]
         raw = torch.from_numpy(x[scored]) if len(scored) else None
         tokens, peak = _best(x)
         bad = ~np.isfinite(peak)
@@ -79,46 +81,46 @@ class Sampler:
                 edit(x, rows, shape, which)
             tokens, peak = _best(x)
             stuck = np.isneginf(peak) & ~bad
-            errors |= dict.fromkeys(np.flatnonzero(stuck).tolist(), STUCK)
+            errors |= dict.fromkeys(np.flatnonzero(stuck).tolist(), NO_TOKEN_ALLOWED)
             bad |= stuck
             x[stuck] = 0.0
         if len(hot):
-            tokens[hot] = self._random(x, rows, shape, self._recipe)
+            tokens[hot] = self._random(x, rows, shape, self._plan)
         logprobs: dict[int, TokenLogprobs] = {}
         if raw is not None:
-            wanted = rows.traits.logprobs[shape.row_row[scored]]
+            wanted = rows.features.logprobs[shape.sample_row[scored]]
             logprobs = dict(zip(scored.tolist(), score(raw, tokens[scored], wanted), strict=True))
         return Sampled(tokens, bad, errors, logprobs)
 
-    def _random(self, x: Floats, rows: Rows, shape: Shape, recipe: Recipe) -> Ids:
-        hot, cut = recipe.hot, recipe.cut
+    def _random(self, x: Floats, rows: RowState, shape: StepShape, recipe: SamplingPlan) -> Ids:
+        hot, cut = recipe.random_rows, recipe.truncated
         drawn = x if len(hot) == len(x) else x[hot]
         if len(cut):
             part = drawn if len(cut) == len(hot) else drawn[cut]
             truncate(part, recipe.settings)
             if part is not drawn:
                 drawn[cut] = part
-        position = rows.known[shape.row_row[hot]] + shape.depth[hot]
+        position = rows.num_known[shape.sample_row[hot]] + shape.sample_offset[hot]
         return self.draw(drawn, recipe.temperature, keys(recipe.streams, position))
 
 
-def recipe(rows: Rows, shape: Shape, vocab_size: int) -> Recipe:
+def sampling_plan(rows: RowState, shape: StepShape, vocab_size: int) -> SamplingPlan:
     """What the sampled rows of a shape ask for."""
-    traits = rows.traits
-    bits = traits.bits[shape.row_row]
-    hot = np.flatnonzero(bits & HOT)
-    cut = np.flatnonzero(bits[hot] & CUT)
-    hot_row = shape.row_row[hot]
+    traits = rows.features
+    bits = traits.bits[shape.sample_row]
+    hot = np.flatnonzero(bits & RANDOM)
+    cut = np.flatnonzero(bits[hot] & TRUNCATED)
+    hot_row = shape.sample_row[hot]
     cut_row = hot_row[cut]
-    each = ((edit, np.flatnonzero(bits & bit)) for bit, edit in EDITS)
-    return Recipe(
-        edits=tuple((edit, which) for edit, which in each if len(which)),
+    each = ((edit, np.flatnonzero(bits & bit)) for bit, edit in LOGITS_PROCESSORS)
+    return SamplingPlan(
+        processors=tuple((edit, which) for edit, which in each if len(which)),
         scored=np.flatnonzero(bits & SCORED),
-        hot=hot,
-        cut=cut,
+        random_rows=hot,
+        truncated=cut,
         temperature=traits.temperature[hot_row][:, None],
         streams=traits.stream[hot_row],
-        settings=Cut.of(
+        settings=Truncation.of(
             traits.temperature[cut_row], traits.top_k[cut_row], traits.top_p[cut_row], traits.min_p[cut_row], vocab_size
         ),
     )

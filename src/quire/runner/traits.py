@@ -11,18 +11,18 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quire.core.plan import Open
+from quire.core.plan import NewSequence
 from quire.runner.noise import stream
 
-HOT, CUT, ALLOWED, BANNED, BIASED, PENALISED, SCORED = (1 << i for i in range(7))
+RANDOM, TRUNCATED, ALLOWED, BANNED, BIASED, PENALISED, SCORED = (1 << i for i in range(7))
 """Samples at a temperature; truncates (top_k, top_p, min_p); allowed_token_ids; tokens that may be forbidden
 (bad words, min_tokens); logit_bias; penalties; log-probabilities wanted."""
 
-ALL = -1
+ALL_FEATURES = -1
 """`logprobs` -1: of the whole vocabulary."""
 
 
-class Extras(NamedTuple):
+class SamplingExtras(NamedTuple):
     """The settings of one row that are lists. Empty for almost everybody."""
 
     allowed: bytes | None = None
@@ -31,10 +31,10 @@ class Extras(NamedTuple):
     stop: npt.NDArray[np.int64] = np.zeros(0, np.int64)
 
 
-NOTHING = Extras()
+NO_EXTRAS = SamplingExtras()
 
 
-class Traits:
+class SamplingFeatures:
     """Columns over `count` rows."""
 
     def __init__(self, count: int) -> None:
@@ -50,15 +50,15 @@ class Traits:
         self.logprobs = np.zeros(count, dtype=np.intp)
         self.stream = np.zeros(count, dtype=np.uint32)
         self.prompt_logprobs: list[int | None] = [None] * count
-        self.extras: list[Extras] = [NOTHING] * count
+        self.extras: list[SamplingExtras] = [NO_EXTRAS] * count
 
-    def open(self, one: Open) -> None:
+    def open(self, one: NewSequence) -> None:
         row, s = one.row, one.sampling
         penalised = bool(s.presence_penalty or s.frequency_penalty) or s.repetition_penalty != 1.0
-        banned = bool(s.bad_words_token_ids) or (s.min_tokens > 0 and bool(one.stop))
+        banned = bool(s.bad_words_token_ids) or (s.min_tokens > 0 and bool(one.stop_token_ids))
         truncated = s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0
         self.bits[row] = (
-            (0 if s.greedy else HOT | truncated * CUT)
+            (0 if s.greedy else RANDOM | truncated * TRUNCATED)
             | (s.allowed_token_ids is not None) * ALLOWED
             | banned * BANNED
             | bool(s.logit_bias) * BIASED
@@ -75,20 +75,20 @@ class Traits:
         self.stream[row] = 0 if s.greedy else stream(one.seed, one.choice)
         self.prompt_logprobs[row] = s.prompt_logprobs
         plain = not (banned or s.logit_bias) and s.allowed_token_ids is None
-        self.extras[row] = NOTHING if plain else extras(one)
+        self.extras[row] = NO_EXTRAS if plain else extras(one)
 
     def reset(self) -> None:
         self.bits[:] = 0
-        self.extras = [NOTHING] * len(self.extras)
+        self.extras = [NO_EXTRAS] * len(self.extras)
 
 
-def extras(one: Open) -> Extras:
+def extras(one: NewSequence) -> SamplingExtras:
     s = one.sampling
-    return Extras(
+    return SamplingExtras(
         allowed=None if s.allowed_token_ids is None else bitmask(s.allowed_token_ids),
         bias=(np.array(list(s.logit_bias), np.int64), np.array(list(s.logit_bias.values()), np.float32)),
         bad_words=tuple(s.bad_words_token_ids),
-        stop=np.array(sorted(one.stop), np.int64),
+        stop=np.array(sorted(one.stop_token_ids), np.int64),
     )
 
 

@@ -17,7 +17,7 @@ _HEAD = 64
 """How many of the greatest logits are looked at first. Most nuclei are smaller."""
 
 
-class Cut(NamedTuple):
+class Truncation(NamedTuple):
     """Settings of rows that truncate, each [R, 1]; a row without one of them has the value that keeps everything."""
 
     temperature: Floats
@@ -29,19 +29,21 @@ class Cut(NamedTuple):
     """2 for off: more than all there is."""
 
     @staticmethod
-    def of(temperature: Floats, top_k: Ids, top_p: npt.NDArray[np.float64], min_p: Floats, vocab_size: int) -> Cut:
+    def of(
+        temperature: Floats, top_k: Ids, top_p: npt.NDArray[np.float64], min_p: Floats, vocab_size: int
+    ) -> Truncation:
         """Columns [R], as SamplingParams has them: top_k below 1, top_p 1 and min_p 0 are off."""
         with np.errstate(divide="ignore"):
             margin = temperature * np.log(min_p)
         top_k = np.where((top_k < 1) | (top_k > vocab_size), vocab_size, top_k)
         top_p = np.where(top_p < 1, top_p, 2.0)
-        return Cut(temperature[:, None], margin[:, None], top_k[:, None], top_p[:, None])
+        return Truncation(temperature[:, None], margin[:, None], top_k[:, None], top_p[:, None])
 
-    def rows(self, which: Ids) -> Cut:
-        return Cut(self.temperature[which], self.margin[which], self.top_k[which], self.top_p[which])
+    def rows(self, which: Ids) -> Truncation:
+        return Truncation(self.temperature[which], self.margin[which], self.top_k[which], self.top_p[which])
 
 
-def truncate(logits: Floats, cut: Cut) -> None:
+def truncate(logits: Floats, cut: Truncation) -> None:
     """Set to -inf, in place, what min_p, then top_k, then top_p exclude, each of what the ones before left.
 
     logits [R, V], not yet divided by the temperature.
@@ -53,7 +55,7 @@ def truncate(logits: Floats, cut: Cut) -> None:
     np.copyto(logits, -np.inf, where=logits < low)
 
 
-def _thresholds(logits: Floats, cut: Cut, width: int) -> Floats:
+def _thresholds(logits: Floats, cut: Truncation, width: int) -> Floats:
     """The least logit that each row keeps, [R, 1], looking at its `width` greatest first."""
     vocab = logits.shape[1]
     width = min(width, vocab)
@@ -68,7 +70,7 @@ def _thresholds(logits: Floats, cut: Cut, width: int) -> Floats:
     return low
 
 
-def _nuclei(logits: Floats, head: Floats, low: Floats, cut: Cut, which: Ids) -> Floats:
+def _nuclei(logits: Floats, head: Floats, low: Floats, cut: Truncation, which: Ids) -> Floats:
     """Thresholds of the rows `which` that have top_p, given those of min_p and top_k.
 
     A nucleus is as few of the likeliest tokens as have `top_p` of the mass of all that are not below `low`.

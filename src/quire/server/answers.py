@@ -9,8 +9,8 @@ from quire.backends.base import Delta
 from quire.backends.offload import PER_SCORE, PER_TOKEN
 from quire.server.calls import Job
 from quire.server.logprobs import Score, TextLogprobs, TokenText, chat_logprobs, prompt_logprobs
-from quire.text.part import PLAIN, Part, Splitter, joined
-from quire.text.speech import Thoughts
+from quire.text.part import PLAIN, Splitter, TextPart, joined
+from quire.text.speech import ReasoningCounter
 from quire.values import TokenLogprobs
 
 
@@ -21,7 +21,7 @@ class Usage:
 
     def __init__(self, job: Job, token_text: TokenText) -> None:
         self._text, self._thinking = token_text, job.thinking
-        self._thoughts: dict[int, Thoughts] = {}
+        self._thoughts: dict[int, ReasoningCounter] = {}
         self._details = {} if job.truncated is None else {"truncated_tokens": job.truncated}
         self.prompt = sum(len(call.prompt) for call in job.calls)
         self.completion = 0
@@ -31,12 +31,12 @@ class Usage:
     def add(self, delta: Delta) -> None:
         if self._counted:
             self.completion += len(delta.tokens)
-        if delta.cached:
-            self._cached[delta.index] = delta.cached
+        if delta.num_cached:
+            self._cached[delta.index] = delta.num_cached
         if self._thinking is not None:
             thoughts = self._thoughts.get(delta.index)
             if thoughts is None:
-                thoughts = self._thoughts[delta.index] = Thoughts(inside=self._thinking)
+                thoughts = self._thoughts[delta.index] = ReasoningCounter(inside=self._thinking)
             if not thoughts.over:
                 thoughts.feed([self._text(token)[0] for token in delta.tokens])
 
@@ -44,7 +44,7 @@ class Usage:
         """Prompt tokens that were not computed: of each prompt's first answer, for the others share its pages."""
         return sum(tokens for index, tokens in self._cached.items() if index % n == 0)
 
-    def of(self, n: int) -> dict[str, Any]:
+    def to_json(self, n: int) -> dict[str, Any]:
         usage = {
             "prompt_tokens": self.prompt,
             "total_tokens": self.prompt + self.completion,
@@ -61,7 +61,7 @@ class Usage:
         return sum(thoughts.count for thoughts in self._thoughts.values())
 
 
-class Gathered:
+class ChoiceBuilder:
     """One choice, put together from its deltas."""
 
     __slots__ = (
@@ -77,7 +77,7 @@ class Gathered:
 
     def __init__(self, splitter: Splitter = PLAIN) -> None:
         self._splitter = splitter
-        self._parts: list[Part] = []
+        self._parts: list[TextPart] = []
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
@@ -120,12 +120,12 @@ class Gathered:
         return [(name, "".join(arguments)) for name, arguments in made]
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[TextPart]:
         """All of it in order, neighbours of a kind as one."""
         return joined(self._parts)
 
 
-def cost(job: Job, choices: Sequence[Gathered]) -> int:
+def cost(job: Job, choices: Sequence[ChoiceBuilder]) -> int:
     """About how many bytes telling them is worth (backends.offload)."""
     top = 1 + max(job.top or 0, job.prompt_top or 0)
     tokens = sum(len(one.tokens) for one in choices)
@@ -142,7 +142,9 @@ def shown_prompt(job: Job) -> int:
     return sum(len(call.prompt) for call in job.calls) if job.echo or job.token_ids else 0
 
 
-def completion(job: Job, choices: Sequence[Gathered], usage: Usage, token_text: TokenText, by: str) -> dict[str, Any]:
+def completion(
+    job: Job, choices: Sequence[ChoiceBuilder], usage: Usage, token_text: TokenText, by: str
+) -> dict[str, Any]:
     """A text_completion object. `by` is the system fingerprint."""
     return {
         "id": job.id,
@@ -155,7 +157,7 @@ def completion(job: Job, choices: Sequence[Gathered], usage: Usage, token_text: 
         ],
         "service_tier": None,
         "system_fingerprint": by,
-        "usage": usage.of(job.n),
+        "usage": usage.to_json(job.n),
         "kv_transfer_params": None,
         "metrics": None,
         **params_of(job),
@@ -168,7 +170,7 @@ def params_of(job: Job) -> dict[str, Any]:
 
 
 def _completion_choice(
-    job: Job, index: int, made: Gathered, before: Sequence[Score], token_text: TokenText
+    job: Job, index: int, made: ChoiceBuilder, before: Sequence[Score], token_text: TokenText
 ) -> dict[str, Any]:
     call = job.calls[index // job.n]
     prompt, text, tokens, scores = call.prompt, made.text, made.tokens, made.logprobs
@@ -190,7 +192,7 @@ def _completion_choice(
     }
 
 
-def chat(job: Job, choices: Sequence[Gathered], usage: Usage, token_text: TokenText, by: str) -> dict[str, Any]:
+def chat(job: Job, choices: Sequence[ChoiceBuilder], usage: Usage, token_text: TokenText, by: str) -> dict[str, Any]:
     """A chat.completion object. `by` is the system fingerprint."""
     return {
         "id": job.id,
@@ -200,7 +202,7 @@ def chat(job: Job, choices: Sequence[Gathered], usage: Usage, token_text: TokenT
         "choices": [_chat_choice(job, i, one, token_text) for i, one in enumerate(choices)],
         "service_tier": None,
         "system_fingerprint": by,
-        "usage": usage.of(job.n),
+        "usage": usage.to_json(job.n),
         "prompt_logprobs": _of_prompt(job, choices[0].prompt_logprobs, token_text),
         "prompt_token_ids": list(job.calls[0].prompt) if job.token_ids else None,
         "kv_transfer_params": None,
@@ -209,7 +211,7 @@ def chat(job: Job, choices: Sequence[Gathered], usage: Usage, token_text: TokenT
     }
 
 
-def _chat_choice(job: Job, index: int, made: Gathered, token_text: TokenText) -> dict[str, Any]:
+def _chat_choice(job: Job, index: int, made: ChoiceBuilder, token_text: TokenText) -> dict[str, Any]:
     logprobs = None
     if job.top is not None:
         logprobs = chat_logprobs(made.logprobs, job.top, token_text, as_ids=job.as_ids)
@@ -245,7 +247,7 @@ def finish_reason(reason: str | None, called: bool) -> str | None:
     return "tool_calls" if called and reason == "stop" else reason
 
 
-def generated(job: Job, made: Gathered, seconds: float) -> dict[str, Any]:
+def generated(job: Job, made: ChoiceBuilder, seconds: float) -> dict[str, Any]:
     """The answer of /v1/generate."""
     return {
         "request_id": job.id,

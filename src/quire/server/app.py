@@ -16,24 +16,31 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from quire.backends.base import Answers, Backend, Delta, ModelCard, Service
+from quire.backends.base import Backend, Delta, ModelCard, ResultStream, Service
 from quire.backends.offload import offload
 from quire.errors import InvalidRequest, QuireError, Unavailable, nearest
 from quire.server import answers, calls, faults, openapi, prompts, schemas
-from quire.server.answers import Gathered, Usage
+from quire.server.answers import ChoiceBuilder, Usage
 from quire.server.calls import Job
 from quire.server.chunks import Chunks
-from quire.server.desk import Desk, NoDesk
-from quire.server.doors import COUNTS, DOORS, Count, Door, came, gather
+from quire.server.desk import BatchService, NoBatchService
+from quire.server.doors import (
+    ENDPOINTS,
+    TOKEN_COUNT_ENDPOINTS,
+    Endpoint,
+    TokenCountEndpoint,
+    gather,
+    with_trace_context,
+)
 from quire.server.embeddings import EmbeddingsRequest
-from quire.server.gate import Gate, Place
-from quire.server.hosts import CrossOrigin, Hosts, no_page_elsewhere
+from quire.server.gate import AdmissionGate, AdmissionSlot
+from quire.server.hosts import CrossOrigin, Hosts, refuse_cross_site
 from quire.server.limits import Guard, Keys, Limits, deadline, origin, read_body
-from quire.server.page import Blank, Page, View
+from quire.server.page import LiveSource, NoLiveSource, Page
 from quire.server.rates import Rates
 from quire.server.recordings import Recordings
-from quire.server.stream import EventStream, together, unless_gone
-from quire.server.tools import toolbox
+from quire.server.stream import EventStream, answer_all, unless_gone
+from quire.server.tools import make_tool_set
 from quire.text.tools.styles import STYLES
 
 T = TypeVar("T")
@@ -53,32 +60,37 @@ class Api:
 
     def __init__(self, backend: Backend, limits: Limits, version: str, rates: Rates) -> None:
         self._backend, self._limits, self._version = backend, limits, version
-        self._by, self._rates = f"quire-{version}", rates
-        self._gate = Gate(lambda held: backend.admit(1, held))
+        self._system_fingerprint, self._rates = f"quire-{version}", rates
+        self._gate = AdmissionGate(lambda held: backend.admit(1, held))
 
     # ---------------------------------------------------------------- generation
 
-    async def generation(self, door: Door, request: Request) -> Response | EventStream[Delta]:
+    async def generation(self, endpoint: Endpoint, request: Request) -> Response | EventStream[Delta]:
         """Any of DOORS."""
         text = self._backend.token_text
 
         def prepared(asked: Any) -> tuple[Any, Job, Chunks | None]:
-            job = self._came(door.job(asked, self._backend, self._limits), request)
-            return asked, job, door.chunks(asked, job, text) if job.stream and door.chunks is not None else None
+            job = self._came(endpoint.make_job(asked, self._backend, self._limits), request)
+            return asked, job, endpoint.chunks(asked, job, text) if job.stream and endpoint.chunks is not None else None
 
-        with self._gate.place() as place:
-            size, (asked, job, chunks) = await self._read(request, door.asks, prepared, place)
+        with self._gate.slot() as place:
+            size, (asked, job, chunks) = await self._read(request, endpoint.request_type, prepared, place)
         if chunks is not None:
             return EventStream(partial(self._begin, job), chunks, keep_alive=self._limits.keep_alive)
         made = await unless_gone(request.receive, self._gathered(job))
         if made is None:
             return gone_or_json(None)
-        return await written(size + answers.cost(job, made[0]), lambda: door.whole(asked, job, *made, text, self._by))
+        return await written(
+            size + answers.cost(job, made[0]),
+            lambda: endpoint.response(asked, job, *made, text, self._system_fingerprint),
+        )
 
-    async def count(self, count: Count, request: Request) -> Response:
+    async def count(self, count: TokenCountEndpoint, request: Request) -> Response:
         """Any of COUNTS."""
-        _, job = await self._read(request, count.asks, lambda asked: count.job(asked, self._backend, self._limits))
-        return gone_or_json(count.told(len(job.calls[0].prompt)))
+        _, job = await self._read(
+            request, count.request_type, lambda asked: count.make_job(asked, self._backend, self._limits)
+        )
+        return gone_or_json(count.response(len(job.calls[0].prompt)))
 
     async def generate(self, request: Request) -> Response:
         began = time.perf_counter()
@@ -86,27 +98,27 @@ class Api:
         def prepared(asked: schemas.GenerateRequest) -> Job:
             return self._came(calls.generate(asked, self._backend, self._limits), request)
 
-        with self._gate.place() as place:
+        with self._gate.slot() as place:
             _, job = await self._read(request, schemas.GenerateRequest, prepared, place)
         made = await unless_gone(request.receive, self._gathered(job))
         return gone_or_json(made and answers.generated(job, made[0][0], time.perf_counter() - began))
 
     def _came(self, job: Job, request: Request) -> Job:
-        return came(job, origin(request.scope), self._rates.meter(request.scope["key"]))
+        return with_trace_context(job, origin(request.scope), self._rates.meter(request.scope["key"]))
 
-    def _begin(self, job: Job) -> Answers[Delta]:
+    def _begin(self, job: Job) -> ResultStream[Delta]:
         """Raises what `Backend.answer` raises.
 
         Prompts are charged once all of them are admitted: a client that hangs up afterwards has used them all the same,
         and one whose request was refused has not.
         """
-        admitted = together(self._backend, job.calls, job.n)
+        admitted = answer_all(self._backend, job.calls, job.n)
         for call in job.calls:
             if call.spend is not None:
                 call.spend(len(call.prompt))
         return admitted
 
-    def _gathered(self, job: Job) -> Coroutine[Any, Any, tuple[list[Gathered], Usage]]:
+    def _gathered(self, job: Job) -> Coroutine[Any, Any, tuple[list[ChoiceBuilder], Usage]]:
         return gather(job, partial(self._begin, job), self._backend.token_text)
 
     async def _read(
@@ -114,14 +126,14 @@ class Api:
         request: Request,
         kind: type[schemas.T],
         prepared: Callable[[schemas.T], T],
-        place: Place | None = None,
+        place: AdmissionSlot | None = None,
     ) -> tuple[int, T]:
         """The size of the body in bytes, and what `prepared` makes of the request in it, offloaded together.
 
         In turn (see gate). place: that of a request which will be queued.
         """
         body = await read_body(request, self._limits)
-        await self._gate.turn(place)
+        await self._gate.wait_turn(place)
 
         def read() -> T:
             asked = schemas.parse(body, kind, self._limits)
@@ -142,7 +154,7 @@ class Api:
         if (asked.prompt is None) == (asked.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
         if asked.messages is not None:
-            tools = toolbox(asked.tools, None, None, STYLES[card.tool_parser]).shown
+            tools = make_tool_set(asked.tools, None, None, STYLES[card.tool_parser]).for_template
             _, tokens = prompts.rendered(asked.messages, asked, self._backend, tools)
         else:
             [(_, tokens)] = prompts.encoded([asked.prompt or ""], asked.add_special_tokens is not False, self._backend)
@@ -169,7 +181,7 @@ class Api:
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Takes vLLM's parameters where they say what happens anyway."""
-        no_page_elsewhere(request.scope)
+        refuse_cross_site(request.scope)
         for name, value in request.query_params.items():
             if name not in _RESETS:
                 raise InvalidRequest(f"unknown parameter {name!r}.{nearest(name, _RESETS)}", param=name)
@@ -195,8 +207,8 @@ def create_app(
     keys: Keys | None = None,
     rates: Rates | None = None,
     version: str = "0",
-    view: View | None = None,
-    desk: Desk | None = None,
+    view: LiveSource | None = None,
+    batch_service: BatchService | None = None,
     recording: Path | None = None,
     hosts: Hosts | None = None,
     origins: Collection[str] = (),
@@ -208,10 +220,10 @@ def create_app(
     """
     limits, keys = Limits() if limits is None else limits, Keys() if keys is None else keys
     rates = Rates() if rates is None else rates
-    api, page = Api(backend, limits, version, rates), Page(view or Blank(), keys, limits)
+    api, page = Api(backend, limits, version, rates), Page(view or NoLiveSource(), keys, limits)
     routes = [
-        *(Route(path, partial(api.generation, door), methods=["POST"]) for path, door in DOORS.items()),
-        *(Route(path, partial(api.count, count), methods=["POST"]) for path, count in COUNTS.items()),
+        *(Route(path, partial(api.generation, door), methods=["POST"]) for path, door in ENDPOINTS.items()),
+        *(Route(path, partial(api.count, count), methods=["POST"]) for path, count in TOKEN_COUNT_ENDPOINTS.items()),
         Route("/v1/generate", api.generate, methods=["POST"]),
         Route("/v1/models", api.models),
         Route("/v1/models/{id:path}", api.model),
@@ -220,15 +232,15 @@ def create_app(
         Route("/reset_prefix_cache", api.reset_prefix_cache, methods=["POST"]),
         Route("/metrics", api.metrics),
         Route("/openapi.json", partial(_openapi, openapi.document(version))),
-        *vitals(backend, version),
-        *(NoDesk() if desk is None else desk).routes(),
+        *health_routes(backend, version),
+        *(NoBatchService() if batch_service is None else batch_service).routes(),
         *Recordings(recording).routes(),
         *page.routes(),
     ]
-    return assembled(routes, keys, page, rates, hosts, origins)
+    return build_app(routes, keys, page, rates, hosts, origins)
 
 
-def vitals(service: Service, version: str) -> list[Route]:
+def health_routes(service: Service, version: str) -> list[Route]:
     """How it is, whatever answers."""
 
     async def live(request: Request) -> Response:
@@ -261,7 +273,7 @@ def vitals(service: Service, version: str) -> list[Route]:
     ]
 
 
-def assembled(
+def build_app(
     routes: Sequence[BaseRoute],
     keys: Keys,
     page: Page,
@@ -273,9 +285,9 @@ def assembled(
     app = Starlette(
         routes=routes,
         exception_handlers={
-            QuireError: faults.raised,
-            HTTPException: faults.routing,
-            Exception: faults.unexpected,
+            QuireError: faults.error_response,
+            HTTPException: faults.routing_error,
+            Exception: faults.internal_error,
         },
     )
     app.router.redirect_slashes = False

@@ -17,7 +17,7 @@ import msgspec
 from quire.errors import Interrupted, Overloaded, QuireError, Unavailable
 from quire.server import faults
 from quire.server.batches import Batches, Line
-from quire.server.store import Unkept
+from quire.server.store import WriteFailed
 
 log = logging.getLogger("uvicorn.error")
 
@@ -75,8 +75,8 @@ class BatchRunner:
                         continue
                     log.exception("%s failed", batch["id"])
                     why = _error("server_error", "the server met an error of its own; its log says more")
-                    with contextlib.suppress(Unkept):
-                        self._batches.turn(batch, "failed", errors=why)
+                    with contextlib.suppress(WriteFailed):
+                        self._batches.set_status(batch, "failed", errors=why)
             await asyncio.sleep(_PAUSE)
 
     async def _batch(self, batch: dict[str, Any]) -> None:
@@ -87,9 +87,9 @@ class BatchRunner:
         if batch["status"] == "validating":
             await self._blocking(batches.check, batch)
             if batch["errors"]:
-                return batches.turn(batch, "failed")
+                return batches.set_status(batch, "failed")
             if batch["status"] == "validating":  # it may have been cancelled meanwhile
-                batches.turn(batch, "in_progress")
+                batches.set_status(batch, "in_progress")
         await self._lines(batch, done)
         ended = "cancelled" if batch["status"] == "cancelling" else "completed"
         if ended == "completed" and _expired(batch) and batch["request_counts"]["total"] > _answered(batch):
@@ -122,7 +122,7 @@ class BatchRunner:
         while (line := await self._blocking(next, left, None)) is not None:
             status, body = await self._one(batch["endpoint"], bytes(line.body))
             request_id = f"req_{uuid.uuid4().hex}"
-            await self._blocking(self._batches.note, batch, line.custom_id, status, body, request_id)
+            await self._blocking(self._batches.record_answer, batch, line.custom_id, status, body, request_id)
 
     async def _one(self, endpoint: str, body: bytes) -> tuple[int, Any]:
         """A line that stops the engine each time it is asked must not stop it for ever."""
@@ -155,18 +155,20 @@ class BatchRunner:
     def _missed(self, batch: dict[str, Any]) -> None:
         done = self._batches.answered(batch)
         for line in self._left(batch, done):
-            self._batches.miss(batch, line.custom_id, "batch_expired", "the completion window was over before its turn")
+            self._batches.record_error(
+                batch, line.custom_id, "batch_expired", "the completion window was over before its turn"
+            )
 
 
 def _failed(error: Exception) -> tuple[int, Any]:
     return getattr(error, "status", 500), msgspec.json.decode(faults.of(error))
 
 
-def _unkept(error: Exception) -> Unkept | None:
+def _unkept(error: Exception) -> WriteFailed | None:
     """What the disk said, if that is all that went wrong."""
     while isinstance(error, ExceptionGroup) and len({type(one) for one in error.exceptions}) == 1:
         error = error.exceptions[0]
-    return error if isinstance(error, Unkept) else None
+    return error if isinstance(error, WriteFailed) else None
 
 
 def _expired(batch: dict[str, Any]) -> bool:

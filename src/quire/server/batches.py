@@ -16,10 +16,10 @@ from starlette.routing import Route
 from quire.backends.offload import offload
 from quire.errors import InvalidRequest, Overloaded
 from quire.server.files import document, limit_of, listing
-from quire.server.hosts import no_page_elsewhere
+from quire.server.hosts import refuse_cross_site
 from quire.server.limits import Limits, read_body
 from quire.server.schemas import parse
-from quire.server.store import Store, kept, new_id, newest_first, whole_lines
+from quire.server.store import Store, durable_write, new_id, newest_first, whole_lines
 
 MOST_LINES = 50_000
 MOST_WAITING = 100
@@ -39,7 +39,7 @@ _WINDOW = {"24h": 24 * 3600}.get
 _FILES = ((".output", "output_file_id"), (".errors", "error_file_id"))
 """What a journal becomes."""
 
-OVER = ("completed", "failed", "expired", "cancelled")
+FINAL_STATUSES = ("completed", "failed", "expired", "cancelled")
 
 
 class BatchRequest(msgspec.Struct, kw_only=True):
@@ -116,7 +116,7 @@ class Batches:
             "error_file_id": None,
             "created_at": now,
             "expires_at": now + seconds,
-            **dict.fromkeys(f"{state}_at" for state in ("in_progress", "finalizing", "cancelling", *OVER)),
+            **dict.fromkeys(f"{state}_at" for state in ("in_progress", "finalizing", "cancelling", *FINAL_STATUSES)),
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
             "metadata": asked.metadata,
         }
@@ -133,18 +133,18 @@ class Batches:
         return _json(self.store.get(request.path_params["id"]))
 
     async def cancel(self, request: Request) -> Response:
-        no_page_elsewhere(request.scope)
+        refuse_cross_site(request.scope)
         batch = self.store.get(request.path_params["id"])
         with self.store.lock:
             if batch["status"] in ("validating", "in_progress"):
-                self.turn(batch, "cancelling")
+                self.set_status(batch, "cancelling")
             elif batch["status"] != "cancelling":
                 raise InvalidRequest(f"{batch['id']} is {batch['status']} already", param="id", code="batch_over")
         return _json(batch)
 
     # ---------------------------------------------------------------- what the runner needs
 
-    def turn(self, batch: dict[str, Any], status: str, **changes: Any) -> None:
+    def set_status(self, batch: dict[str, Any], status: str, **changes: Any) -> None:
         """Into another state, on disk before anything follows from it. Raises Unkept; then it is in the old one."""
         self.store.put(batch, **{"status": status, f"{status}_at": int(time.time())}, **changes)
 
@@ -215,7 +215,7 @@ class Batches:
             batch["request_counts"][count] = len(done) - before
         return done
 
-    def note(self, batch: dict[str, Any], custom_id: str, status: int, body: Any, request_id: str) -> None:
+    def record_answer(self, batch: dict[str, Any], custom_id: str, status: int, body: Any, request_id: str) -> None:
         """One request is answered: one write. Blocking: runs in a thread."""
         good = status < 400
         response = {"status_code": status, "request_id": request_id, "body": body}
@@ -223,7 +223,7 @@ class Batches:
         self._add(batch, ".output" if good else ".errors", line)
         batch["request_counts"]["completed" if good else "failed"] += 1
 
-    def miss(self, batch: dict[str, Any], custom_id: str, code: str, message: str) -> None:
+    def record_error(self, batch: dict[str, Any], custom_id: str, code: str, message: str) -> None:
         """One request was never asked."""
         error = {"code": code, "message": message}
         line = {"id": new_id("batch_req_"), "custom_id": custom_id, "response": None, "error": error}
@@ -243,22 +243,22 @@ class Batches:
             for suffix, name in _FILES
             if batch[name] is None and self._journal(batch, suffix).exists()
         }
-        self.turn(batch, "finalizing", finishes_as=status, **made)
+        self.set_status(batch, "finalizing", finishes_as=status, **made)
         for suffix, name in _FILES:
             journal, id = self._journal(batch, suffix), batch[name]
             if id is None:
                 continue
             target = self.files.data(id)
             if journal.exists():
-                with kept(), journal.open("rb") as file:
+                with durable_write(), journal.open("rb") as file:
                     os.fsync(file.fileno())
                 self.files.put(document(id, journal.stat().st_size, f"{batch['id']}{suffix}.jsonl", "batch_output"))
                 journal.replace(target)
-        self.turn(batch, status, finishes_as=msgspec.UNSET)
+        self.set_status(batch, status, finishes_as=msgspec.UNSET)
 
 
 def _over(batch: dict[str, Any]) -> bool:
-    return batch["status"] in OVER
+    return batch["status"] in FINAL_STATUSES
 
 
 def _check_metadata(given: Mapping[str, str]) -> None:

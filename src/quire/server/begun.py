@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Generator
 from typing import Any
 
 
-def begun(work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+def start_eagerly(work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
     """Run `work` up to where it has to wait; the rest of it as a task, None if there is no rest.
 
     Most of what a server writes goes out at once: a task for that would cost more than the writing. (Python 3.12 has
@@ -18,15 +18,15 @@ def begun(work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
         awaited = work.send(None)
     except StopIteration:
         return None
-    return asyncio.ensure_future(_continued(work, awaited))
+    return asyncio.ensure_future(_continue(work, awaited))
 
 
-async def _continued(work: Coroutine[Any, Any, None], awaited: Any) -> None:
-    await _rest(work, awaited)
+async def _continue(work: Coroutine[Any, Any, None], awaited: Any) -> None:
+    await _drive(work, awaited)
 
 
 @types.coroutine
-def _rest(work: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
+def _drive(work: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
     """What it waits for is handed on to the loop, and what comes of that handed back, as `yield from` does."""
     try:
         while True:

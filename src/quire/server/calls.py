@@ -11,16 +11,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.backends.base import Backend, Call, ModelCard
-from quire.backends.spell import short
+from quire.backends.spell import hashed_salt
 from quire.errors import InvalidRequest
 from quire.server.limits import Limits, check_answers
-from quire.server.params import alike, check_logprobs, longest, sampling, told, truncated
+from quire.server.params import alike, check_logprobs, effective_params, longest, sampling, truncated
 from quire.server.prompts import encoded, model, prompts, rendered
 from quire.server.schemas import Answers, ChatRequest, CompletionRequest, GenerateRequest, Sampling
-from quire.server.tools import NO_TOOLS, Toolbox, toolbox
+from quire.server.tools import NO_TOOLS, ToolSet, make_tool_set
 from quire.text.part import Splitter
 from quire.text.reasoning import Thinking, thoughts_ahead
-from quire.text.speech import Speech
+from quire.text.speech import AnswerSplitter
 from quire.text.tools.styles import STYLES
 from quire.values import SamplingParams
 
@@ -49,7 +49,7 @@ class Job:
     as_ids: bool = False
     scored_only: bool = False
     thinking: bool | None = None
-    tools: Toolbox = NO_TOOLS
+    tools: ToolSet = NO_TOOLS
     reasons: bool = True
     truncated: int | None = None
     params: dict[str, Any] | None = None
@@ -58,7 +58,7 @@ class Job:
     def splitter(self) -> Splitter:
         """For one choice: what tells its parts apart."""
         calls = self.tools.reader()
-        return calls if self.thinking is None else Speech(Thinking(inside=self.thinking), calls)
+        return calls if self.thinking is None else AnswerSplitter(Thinking(inside=self.thinking), calls)
 
 
 def completion(asked: CompletionRequest, backend: Backend, limits: Limits) -> Job:
@@ -73,7 +73,7 @@ def completion(asked: CompletionRequest, backend: Backend, limits: Limits) -> Jo
     check_answers(len(given), asked.n, limits)
     several = encoded(given, asked.add_special_tokens is not False, backend, longest(asked, card))
     most = 1 if scored_only else asked.max_tokens
-    same, salt = alike(asked, backend, card, limits), short(asked.cache_salt or "")
+    same, salt = alike(asked, backend, card, limits), hashed_salt(asked.cache_salt or "")
     calls, left_out = [], 0
     for text, whole in several:
         ids, less = truncated(whole, asked, card, most or 16)
@@ -82,7 +82,7 @@ def completion(asked: CompletionRequest, backend: Backend, limits: Limits) -> Jo
         calls.append(_call("cmpl-", text, ids, asked, params, limits, salt))
     if asked.echo:
         calls = [replace(call, text=backend.decode(call.prompt)) if call.text is None else call for call in calls]
-    shown = told(asked, calls[0].sampling, card, "max_tokens")
+    shown = effective_params(asked, calls[0].sampling, card, "max_tokens")
     return _job(asked, card, calls, left_out, top=asked.logprobs, scored_only=scored_only, params=shown)
 
 
@@ -97,8 +97,8 @@ def chat(asked: ChatRequest, backend: Backend, limits: Limits, kind: str = "chat
     most, name = asked.max_tokens, "max_tokens"
     if asked.max_completion_tokens is not None:  # the newer of the two names
         most, name = asked.max_completion_tokens, "max_completion_tokens"
-    tools = toolbox(asked.tools, asked.tool_choice, asked.parallel_tool_calls, STYLES[card.tool_parser])
-    text, ids = rendered(asked.messages, asked, backend, tools.shown, longest(asked, card))
+    tools = make_tool_set(asked.tools, asked.tool_choice, asked.parallel_tool_calls, STYLES[card.tool_parser])
+    text, ids = rendered(asked.messages, asked, backend, tools.for_template, longest(asked, card))
     changed = alike(asked, backend, card, limits)
     form = tools.structure(changed["structured_outputs"])
     off = form is not None and (asked.chat_template_kwargs or {}).get("enable_thinking") is False
@@ -112,13 +112,13 @@ def chat(asked: ChatRequest, backend: Backend, limits: Limits, kind: str = "chat
     return _job(
         asked,
         card,
-        [_call(kind, _begun(asked), ids, asked, params, limits, short(asked.cache_salt or ""))],
+        [_call(kind, _begun(asked), ids, asked, params, limits, hashed_salt(asked.cache_salt or ""))],
         less,
         top=top,
         thinking=thinking,
         tools=tools,
         reasons=asked.include_reasoning is not False,
-        params=told(asked, params, card, name),
+        params=effective_params(asked, params, card, name),
     )
 
 
@@ -131,7 +131,7 @@ def generate(asked: GenerateRequest, backend: Backend, limits: Limits) -> Job:
     [(text, ids)] = encoded(several, asked.add_special_tokens is not False, backend, card.max_model_len)
     same = alike(asked, backend, card, limits)
     params = sampling(asked, ids, card, limits, asked.max_new_tokens, 16, name="max_new_tokens", changed=same)
-    call = _call("gen-", text, ids, asked, params, limits, short(asked.cache_salt or ""))
+    call = _call("gen-", text, ids, asked, params, limits, hashed_salt(asked.cache_salt or ""))
     return Job(id=call.id, model=card.id, calls=[call])
 
 
@@ -156,7 +156,7 @@ def _call(
         text=text,
         sampling=params,
         priority=asked.priority or 0,
-        salt=salt,
+        cache_salt=salt,
         timeout=limits.timeout if asked.timeout is None else asked.timeout,
     )
 

@@ -13,7 +13,7 @@ from quire.server import faults
 from quire.server.answers import Usage, finish_reason, shown_prompt
 from quire.server.calls import Job
 from quire.server.logprobs import Score, TextLogprobs, TokenText, chat_logprobs
-from quire.text.part import Part
+from quire.text.part import TextPart
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -79,7 +79,7 @@ class _Head:
         return event(faults.of(error)) + DONE
 
     def _used(self) -> bytes:
-        return b',"usage":' + _json(self.usage.of(self.job.n))
+        return b',"usage":' + _json(self.usage.to_json(self.job.n))
 
 
 class CompletionChunks:
@@ -184,7 +184,10 @@ class ChatChunks:
         said = role + prompt + self._head.tail()
         if self._job.echo and call.text:
             said += (
-                self._head.of[index] + self._body(Part("content", call.text), index) + _PLAIN_TAIL + self._head.tail()
+                self._head.of[index]
+                + self._body(TextPart("content", call.text), index)
+                + _PLAIN_TAIL
+                + self._head.tail()
             )
         return said
 
@@ -204,7 +207,7 @@ class ChatChunks:
         said = b"".join([head + body + _PLAIN_TAIL + tail for body in before])
         return said + head + last + self._rest(delta) + tail
 
-    def _body(self, part: Part, index: int) -> bytes:
+    def _body(self, part: TextPart, index: int) -> bytes:
         text = _json(part.text)
         if part.kind == "content":
             return b'"delta":{"content":' + text + b"}"

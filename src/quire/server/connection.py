@@ -31,7 +31,7 @@ _SLICE = 16 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class Timeouts:
     """What one connection may cost. Times are seconds.
 
     connections: at once; one more hears 503. descriptors: that a connection may take, with what is opened for it.
@@ -54,7 +54,7 @@ def _nothing() -> None:
     """For what is closed already."""
 
 
-class Line(asyncio.Transport):
+class ResponseTransport(asyncio.Transport):
     """A transport that counts what was written, and whose closing can be put off."""
 
     def __init__(self, inner: asyncio.Transport, on_close: Callable[[], None]) -> None:
@@ -140,14 +140,14 @@ def _checked(version: str, target: bytes, headers: list[tuple[bytes, bytes]]) ->
 class Connection(HttpToolsProtocol):
     """`look` is to be called about once a second."""
 
-    def __init__(self, *args: Any, patience: Patience, **rest: Any) -> None:
+    def __init__(self, *args: Any, timeouts: Timeouts, **rest: Any) -> None:
         super().__init__(*args, **rest)
-        self._patience = patience
+        self._timeouts = timeouts
         self._reading: Literal["", "head", "body"] = "head"
         self._since = self._moved = self.loop.time()
         self._head = self._fields = self._body = self._taken = self._left = 0
         self._later = bytearray()
-        self._fresh = self._deaf = False
+        self._fresh = self._discarding = False
         self._running: RequestResponseCycle | None = None
 
     @property
@@ -156,14 +156,14 @@ class Connection(HttpToolsProtocol):
         return self.cycle
 
     @property
-    def _line(self) -> Line:
-        return cast(Line, self.transport)
+    def _line(self) -> ResponseTransport:
+        return cast(ResponseTransport, self.transport)
 
     # ---------------------------------------------------------------- what comes
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(Line(transport, self._leave))
-        if len(self.connections) > self._patience.connections:
+        super().connection_made(ResponseTransport(transport, self._close))
+        if len(self.connections) > self._timeouts.connections:
             self._refuse(Unavailable("this server has as many connections as it takes: try again in a moment"))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -180,7 +180,7 @@ class Connection(HttpToolsProtocol):
         self._running = self.cycle = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
-        if self._deaf:
+        if self._discarding:
             self._discard(len(data))
         else:
             self._later += data
@@ -193,7 +193,7 @@ class Connection(HttpToolsProtocol):
 
     def _feed(self) -> None:
         """Parse what has come, until a request has to wait for the one before."""
-        while self._later and not self.pipeline and not self._deaf and not self._line.is_closing():
+        while self._later and not self.pipeline and not self._discarding and not self._line.is_closing():
             part = bytes(self._later[:_SLICE])
             del self._later[:_SLICE]
             self._unset_keepalive_if_required()
@@ -204,7 +204,7 @@ class Connection(HttpToolsProtocol):
             try:
                 self.parser.feed_data(part)
                 if within and not self._fresh:
-                    self._spend(len(part))
+                    self._count_body(len(part))
             except httptools.HttpParserUpgrade:  # to nothing that is spoken here: it is answered as if it had not asked
                 self._last()
             except (httptools.HttpParserError, _Refused) as error:
@@ -216,10 +216,10 @@ class Connection(HttpToolsProtocol):
         if part == "head":
             self._head = self._fields = 0
 
-    def _spend(self, size: int) -> None:
+    def _count_body(self, size: int) -> None:
         self._head += size
-        if self._head > self._patience.header_bytes or self._fields > self._patience.headers:
-            most = f"{self._patience.header_bytes} bytes and {self._patience.headers} fields"
+        if self._head > self._timeouts.header_bytes or self._fields > self._timeouts.headers:
+            most = f"{self._timeouts.header_bytes} bytes and {self._timeouts.headers} fields"
             why = f"the head of this request is larger than this server takes ({most})"
             raise _Refused(TooLarge(why, code="head_too_large"), 431)
 
@@ -230,12 +230,12 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        self._spend(len(url))
+        self._count_body(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._fields += 1
-        self._spend(len(name) + len(value))
+        self._count_body(len(name) + len(value))
         if self._reading == "head":  # a trailer is nothing that was asked for
             super().on_header(name, value)
 
@@ -276,7 +276,7 @@ class Connection(HttpToolsProtocol):
         cycle = self.pipeline[0][0] if self.pipeline else self._running
         if cycle is not None:
             cycle.keep_alive = False
-        self._deaf = True
+        self._discarding = True
         self._later.clear()
 
     def _refuse(self, error: InvalidRequest | Unavailable, status: int | None = None) -> None:
@@ -305,33 +305,33 @@ class Connection(HttpToolsProtocol):
         self._line.write(head.encode() + b"\r\n" + said)
         self._line.close()
 
-    def _leave(self) -> None:
+    def _close(self) -> None:
         """Close; but while the client is still sending, only our half, so that it can read what it was told."""
         line = self._line.inner
-        self._deaf = True
+        self._discarding = True
         self._later.clear()
         if self._reading == "body" or (self._reading == "head" and self._head):
             if line.can_write_eof():
                 line.write_eof()
             self.flow.resume_reading()
-            self.loop.call_later(self._patience.linger, line.close)
+            self.loop.call_later(self._timeouts.linger, line.close)
         else:
             line.close()
 
     # ---------------------------------------------------------------- time
 
-    def look(self, now: float) -> None:
+    def check_timeouts(self, now: float) -> None:
         """End what does not get on. now: seconds, the loop's."""
         line = self._line
         taken = line.taken
         if not line.get_write_buffer_size() or taken - self._taken >= _SOME:
             self._taken, self._moved = taken, now
-        elif now - self._moved > self._patience.write:
+        elif now - self._moved > self._timeouts.write:
             line.abort()
         if self._reading == "body" and (self._body >= _SOME or self.flow.read_paused):
             self._body, self._since = 0, now
-        if self._reading and now - self._since > self._patience.read and not line.is_closing():
+        if self._reading and now - self._since > self._timeouts.read and not line.is_closing():
             if self._reading == "head" and not self._head:
                 line.close()
             else:
-                self._refuse(InvalidRequest(f"the request did not get on for {self._patience.read:g} s"), 408)
+                self._refuse(InvalidRequest(f"the request did not get on for {self._timeouts.read:g} s"), 408)

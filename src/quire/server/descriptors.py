@@ -20,7 +20,7 @@ _USUAL = (1 << 20, 1 << 16, 10240)
 """Limits to try where a process may not have its hard limit: macOS calls it infinite, and grants OPEN_MAX."""
 
 
-class Room(NamedTuple):
+class ConnectionLimits(NamedTuple):
     """connections: that may be open at once. backlog: that may wait to be accepted: the server takes all of them at
     once, so as many descriptors have to be free."""
 
@@ -57,10 +57,10 @@ else:
         return resource.RLIM_INFINITY if count == math.inf else int(count)
 
 
-def room(asked: int, limit: int | None, each: int) -> Room:
+def connection_limits(asked: int, limit: int | None, each: int) -> ConnectionLimits:
     """What `limit` descriptors allow of `asked` connections that take up to `each` of them, at least one connection."""
     if limit is None:
-        return Room(asked, _BACKLOG)
+        return ConnectionLimits(asked, _BACKLOG)
     spare = max(_SPARE, limit // _SPARE_SHARE)
     connections = min(asked, max(1, (limit - spare) // each))
-    return Room(connections, max(1, min(_BACKLOG, (limit - connections * each) // 2)))
+    return ConnectionLimits(connections, max(1, min(_BACKLOG, (limit - connections * each) // 2)))

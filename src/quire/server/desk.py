@@ -19,7 +19,7 @@ from quire.server.store import Lock, Store, UnknownFile
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 
 
-class Desk(Protocol):
+class BatchService(Protocol):
     """Who does work beside the answers: has routes, and a life."""
 
     def routes(self) -> list[Route]: ...
@@ -31,7 +31,7 @@ class Desk(Protocol):
         """Before the backend drains. May be called again."""
 
 
-class BatchDesk:
+class FolderBatchService:
     """Batches in a folder that is this server's alone. width: lines that are asked at once."""
 
     def __init__(self, folder: Path, answer: Answer, limits: Limits, *, width: int) -> None:
@@ -56,7 +56,7 @@ class BatchDesk:
         self._lock.close()
 
 
-class NoDesk:
+class NoBatchService:
     """Where no folder was named."""
 
     def routes(self) -> list[Route]:

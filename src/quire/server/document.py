@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from quire.server import schemas
 from quire.server.embeddings import EmbeddingsRequest
-from quire.server.fields import NO_OPS, REFUSED
+from quire.server.fields import NO_OPS, REFUSED_FIELDS
 from quire.server.messages import MessagesRequest
 from quire.server.responses import ResponsesRequest
 
@@ -68,8 +68,8 @@ def markdown() -> str:
         page
         + REFUSAL
         + "".join(
-            f"| `{name}` | {refusal.why} | {', '.join(f'`{json.dumps(value)}`' for value in refusal.harmless)} |\n"
-            for name, refusal in REFUSED.items()
+            f"| `{name}` | {refusal.why} | {', '.join(f'`{json.dumps(value)}`' for value in refusal.no_op)} |\n"
+            for name, refusal in REFUSED_FIELDS.items()
             if name not in honoured
         )
     )

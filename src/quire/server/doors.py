@@ -10,13 +10,13 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from quire.backends.base import Answers, Backend, Delta, each
+from quire.backends.base import Backend, Delta, ResultStream, iterate
 from quire.backends.offload import offload
 from quire.errors import Interrupted, InvalidRequest
 from quire.server import answers, calls, schemas
 from quire.server import messages as anthropic
 from quire.server import responses as stateless
-from quire.server.answers import Gathered, Usage
+from quire.server.answers import ChoiceBuilder, Usage
 from quire.server.calls import Job
 from quire.server.chunks import ChatChunks, Chunks, CompletionChunks
 from quire.server.embeddings import EmbeddingsRequest, embedding, embeddings
@@ -24,45 +24,47 @@ from quire.server.limits import Limits
 from quire.server.logprobs import TokenText
 from quire.server.messages_stream import MessageChunks
 from quire.server.responses_stream import ResponseBuilder, ResponseChunks, whole
-from quire.server.stream import together
-from quire.values import IDLE, Origin
+from quire.server.stream import answer_all
+from quire.values import BACKGROUND, TraceContext
 
 
-class Door(NamedTuple):
+class Endpoint(NamedTuple):
     """One path. asks: the type of its requests. job, chunks, whole: what becomes of them, streamed or not; all three
     are offloaded with the request.
 
     chunks is None where nothing is streamed. `by` is the system fingerprint.
     """
 
-    asks: type[schemas.Sampling] | type[EmbeddingsRequest]
-    job: Callable[[Any, Backend, Limits], Job]
+    request_type: type[schemas.Sampling] | type[EmbeddingsRequest]
+    make_job: Callable[[Any, Backend, Limits], Job]
     chunks: Callable[[Any, Job, TokenText], Chunks] | None
-    whole: Callable[[Any, Job, Sequence[Gathered], Usage, TokenText, str], dict[str, Any]]
+    response: Callable[[Any, Job, Sequence[ChoiceBuilder], Usage, TokenText, str], dict[str, Any]]
 
 
-class Count(NamedTuple):
+class TokenCountEndpoint(NamedTuple):
     """A path that counts a prompt's tokens. asks, job: as of a Door; told: the answer, for so many."""
 
-    asks: type[schemas.Sampling]
-    job: Callable[[Any, Backend, Limits], Job]
-    told: Callable[[int], dict[str, Any]]
+    request_type: type[schemas.Sampling]
+    make_job: Callable[[Any, Backend, Limits], Job]
+    response: Callable[[int], dict[str, Any]]
 
 
-async def gather(job: Job, begin: Callable[[], Answers[Delta]], text: TokenText) -> tuple[list[Gathered], Usage]:
+async def gather(
+    job: Job, begin: Callable[[], ResultStream[Delta]], text: TokenText
+) -> tuple[list[ChoiceBuilder], Usage]:
     """The whole answer of what is told. Raises what `Backend.answer` raises."""
     usage = Usage(job, text)
-    choices = [Gathered(job.splitter()) for _ in range(len(job.calls) * job.n)]
+    choices = [ChoiceBuilder(job.splitter()) for _ in range(len(job.calls) * job.n)]
     with closing(begin()) as said:
-        async for ready in each(said):
+        async for ready in iterate(said):
             for delta in ready:
                 usage.add(delta)
                 choices[delta.index].add(delta)
     return choices, usage
 
 
-_SPELLED_CHAT = MappingProxyType({"prompt": "messages"})
-_SPELLED_RESPONSES = MappingProxyType(
+_CHAT_NAMES = MappingProxyType({"prompt": "messages"})
+_RESPONSES_NAMES = MappingProxyType(
     {
         "max_completion_tokens": "max_output_tokens",
         "messages": "input",
@@ -70,11 +72,11 @@ _SPELLED_RESPONSES = MappingProxyType(
         "response_format": "text.format",
     }
 )
-_SPELLED_MESSAGES = MappingProxyType({"stop": "stop_sequences", "prompt": "messages"})
+_MESSAGES_NAMES = MappingProxyType({"stop": "stop_sequences", "prompt": "messages"})
 
 
 @contextmanager
-def spelled(asked: Any, names: Mapping[str, str]) -> Iterator[None]:
+def rename_params(asked: Any, names: Mapping[str, str]) -> Iterator[None]:
     """Errors within name fields as this API does, unless the request has one of the other name itself."""
     try:
         yield
@@ -90,66 +92,68 @@ def spelled(asked: Any, names: Mapping[str, str]) -> Iterator[None]:
 def _counted(asked: anthropic.CountRequest, backend: Backend, limits: Limits) -> Job:
     """Messages as a job. Raises InvalidRequest or UnknownModel naming the field."""
     thinks = backend.model().reasoning_parser != "none"
-    with spelled(asked, _SPELLED_MESSAGES):
+    with rename_params(asked, _MESSAGES_NAMES):
         return calls.chat(anthropic.as_chat(asked, thinks=thinks), backend, limits, "msg_")
 
 
 def _chat(asked: schemas.ChatRequest, backend: Backend, limits: Limits) -> Job:
-    with spelled(asked, _SPELLED_CHAT):
+    with rename_params(asked, _CHAT_NAMES):
         return calls.chat(asked, backend, limits)
 
 
 def _responses(asked: stateless.ResponsesRequest, backend: Backend, limits: Limits) -> Job:
-    with spelled(asked, _SPELLED_RESPONSES):
+    with rename_params(asked, _RESPONSES_NAMES):
         return calls.chat(stateless.as_chat(asked), backend, limits, "resp_")
 
 
-def behind(job: Job, priority: int) -> Job:
+def with_priority(job: Job, priority: int) -> Job:
     """The same job at another priority."""
     return replace(job, calls=[replace(call, priority=priority) for call in job.calls])
 
 
-def came(job: Job, origin: Origin, spend: Callable[[int], None] | None) -> Job:
+def with_trace_context(job: Job, origin: TraceContext, spend: Callable[[int], None] | None) -> Job:
     """The same job, where it came from, and what charges for its tokens (see `Call`)."""
-    return replace(job, calls=[replace(call, origin=origin, spend=spend) for call in job.calls])
+    return replace(job, calls=[replace(call, trace_context=origin, spend=spend) for call in job.calls])
 
 
-COUNTS: Mapping[str, Count] = MappingProxyType(
+TOKEN_COUNT_ENDPOINTS: Mapping[str, TokenCountEndpoint] = MappingProxyType(
     {
-        "/v1/messages/count_tokens": Count(anthropic.CountRequest, _counted, lambda n: {"input_tokens": n}),
-        "/v1/responses/input_tokens": Count(
+        "/v1/messages/count_tokens": TokenCountEndpoint(
+            anthropic.CountRequest, _counted, lambda n: {"input_tokens": n}
+        ),
+        "/v1/responses/input_tokens": TokenCountEndpoint(
             stateless.ResponsesRequest, _responses, lambda n: {"object": "response.input_tokens", "input_tokens": n}
         ),
     }
 )
 
-DOORS: Mapping[str, Door] = MappingProxyType(
+ENDPOINTS: Mapping[str, Endpoint] = MappingProxyType(
     {
-        "/v1/completions": Door(
+        "/v1/completions": Endpoint(
             schemas.CompletionRequest,
             calls.completion,
             lambda asked, job, text: CompletionChunks(job, text),
             lambda asked, job, made, usage, text, by: answers.completion(job, made, usage, text, by),
         ),
-        "/v1/chat/completions": Door(
+        "/v1/chat/completions": Endpoint(
             schemas.ChatRequest,
             _chat,
             lambda asked, job, text: ChatChunks(job, text),
             lambda asked, job, made, usage, text, by: answers.chat(job, made, usage, text, by),
         ),
-        "/v1/responses": Door(
+        "/v1/responses": Endpoint(
             stateless.ResponsesRequest,
             _responses,
             ResponseChunks,
             lambda asked, job, made, usage, text, by: whole(ResponseBuilder(asked, job, text), job, made[0], usage),
         ),
-        "/v1/messages": Door(
+        "/v1/messages": Endpoint(
             anthropic.MessagesRequest,
             _counted,
             lambda asked, job, text: MessageChunks(job, text),
             lambda asked, job, made, usage, text, by: anthropic.message(job, made[0], usage),
         ),
-        "/v1/embeddings": Door(
+        "/v1/embeddings": Endpoint(
             EmbeddingsRequest,
             embedding,
             None,
@@ -168,19 +172,21 @@ def answerer(
     """
 
     async def answer(path: str, body: bytes) -> dict[str, Any]:
-        door = DOORS[path]
+        door = ENDPOINTS[path]
 
         def prepared() -> tuple[Any, Job]:
-            asked = schemas.parse(body, door.asks, limits)
-            return asked, came(behind(door.job(asked, backend, limits), IDLE), Origin(tenant=tenant), None)
+            asked = schemas.parse(body, door.request_type, limits)
+            return asked, with_trace_context(
+                with_priority(door.make_job(asked, backend, limits), BACKGROUND), TraceContext(tenant=tenant), None
+            )
 
         asked, job = await offload(len(body), prepared)
         if job.stream:
             raise InvalidRequest("stream: nobody listens to a stream here: leave it out", param="stream")
-        made, usage = await gather(job, partial(together, backend, job.calls, job.n), backend.token_text)
+        made, usage = await gather(job, partial(answer_all, backend, job.calls, job.n), backend.token_text)
         if any(one.finish_reason == "abort" for one in made):
             raise Interrupted("the answer was broken off")
-        whole = partial(door.whole, asked, job, made, usage, backend.token_text, by)
+        whole = partial(door.response, asked, job, made, usage, backend.token_text, by)
         return await offload(len(body) + answers.cost(job, made), whole)
 
     return answer

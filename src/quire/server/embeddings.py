@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.backends.base import Backend, Call, ModelCard
-from quire.backends.spell import short
+from quire.backends.spell import hashed_salt
 from quire.backends.vectors import check, vector
 from quire.errors import InvalidRequest
-from quire.server.answers import Gathered, Usage
+from quire.server.answers import ChoiceBuilder, Usage
 from quire.server.calls import Job
-from quire.server.limits import Limits, check_answers, check_haste
+from quire.server.limits import Limits, check_answers, check_priority_and_timeout
 from quire.server.prompts import encoded, model, prompts
 from quire.server.schemas import Prompt
 from quire.values import Pooling, SamplingParams
@@ -46,17 +46,17 @@ def embedding(asked: EmbeddingsRequest, backend: Backend, limits: Limits) -> Job
     check(asked.dimensions, pools=card.pools)
     if asked.encoding_format not in (None, *FORMATS):
         raise InvalidRequest(f"encoding_format must be one of {', '.join(FORMATS)}", param="encoding_format")
-    check_haste(asked.priority, asked.timeout, limits)
+    check_priority_and_timeout(asked.priority, asked.timeout, limits)
     several = _read(asked, backend, card, limits)
     sampling = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooling=_pooling(asked))
-    salt = short(asked.cache_salt or "")
+    salt = hashed_salt(asked.cache_salt or "")
     calls = [
         Call(
             id=f"embd-{uuid.uuid4().hex}",
             prompt=ids,
             sampling=sampling,
             priority=asked.priority or 0,
-            salt=salt,
+            cache_salt=salt,
             timeout=limits.timeout if asked.timeout is None else asked.timeout,
         )
         for ids in several
@@ -83,7 +83,7 @@ def _read(asked: EmbeddingsRequest, backend: Backend, card: ModelCard, limits: L
     return [ids for _, ids in several]
 
 
-def embeddings(asked: EmbeddingsRequest, job: Job, made: Sequence[Gathered], usage: Usage) -> dict[str, Any]:
+def embeddings(asked: EmbeddingsRequest, job: Job, made: Sequence[ChoiceBuilder], usage: Usage) -> dict[str, Any]:
     """OpenAI's list of embeddings. Raises InvalidRequest for more dimensions than the model has."""
     data = [
         {"object": "embedding", "index": i, "embedding": _told(each, asked)}

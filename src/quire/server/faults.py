@@ -85,13 +85,13 @@ def headers(error: QuireError) -> dict[str, str]:
     return {}
 
 
-async def raised(request: Request, error: Exception) -> Response:
+async def error_response(request: Request, error: Exception) -> Response:
     """For errors raised on purpose."""
     assert isinstance(error, QuireError)
     return response(error, request.url.path)
 
 
-async def routing(request: Request, error: Exception) -> Response:
+async def routing_error(request: Request, error: Exception) -> Response:
     """For what the router says: no such path, no such method."""
     assert isinstance(error, HTTPException)
     status = error.status_code
@@ -110,7 +110,7 @@ def _paths(request: Request) -> list[str]:
     return [route.path for route in request.app.routes if isinstance(route, Route) and "{" not in route.path]
 
 
-async def unexpected(request: Request, error: Exception) -> Response:
+async def internal_error(request: Request, error: Exception) -> Response:
     """For everything else; the traceback goes to the log. The server hangs up after it, and says so beforehand."""
     text = anthropic(error) if _speaks_anthropic(request.url.path) else of(error)
     return Response(text, 500, {"connection": "close"}, "application/json")

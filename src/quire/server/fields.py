@@ -19,10 +19,10 @@ class Refusal(NamedTuple):
     """Why a field is not supported, and the values that would not change anything (None never does)."""
 
     why: str
-    harmless: tuple[Any, ...] = ()
+    no_op: tuple[Any, ...] = ()
 
 
-class Row(NamedTuple):
+class FieldRow(NamedTuple):
     """One line of the table."""
 
     field: str
@@ -51,7 +51,7 @@ _TOOLS = "this older form is not supported: use tools and tool_choice"
 _TEXT = "this server reads and writes text only"
 _BEAM = "beam search is not supported: use n with a temperature"
 
-REFUSED: Mapping[str, Refusal] = MappingProxyType(
+REFUSED_FIELDS: Mapping[str, Refusal] = MappingProxyType(
     {
         "structural_tag": Refusal("use grammar, which can describe text around a schema with %json"),
         "disable_additional_properties": Refusal("write additionalProperties: false into the schema", (False,)),
@@ -118,7 +118,7 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
 )
 
 
-ALIKE = (
+SYNONYMS = (
     ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "num_predict", "n_predict"),
     ("prompt", "messages", "input", "inputs"),
     ("stop", "stop_sequences", "stop_strings"),
@@ -133,12 +133,12 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
 """Where else such a field is at home."""
 
 
-def table(honoured: Iterable[str]) -> list[Row]:
+def table(honoured: Iterable[str]) -> list[FieldRow]:
     """The table for a request type that declares the fields `honoured`."""
     known = set(honoured)
-    rows = [Row(name, "honoured") for name in known]
-    rows += [Row(name, "no-op", note) for name, note in NO_OPS.items() if name not in known]
-    rows += [Row(name, "refused", refusal.why) for name, refusal in REFUSED.items() if name not in known]
+    rows = [FieldRow(name, "honoured") for name in known]
+    rows += [FieldRow(name, "no-op", note) for name, note in NO_OPS.items() if name not in known]
+    rows += [FieldRow(name, "refused", refusal.why) for name, refusal in REFUSED_FIELDS.items() if name not in known]
     return sorted(rows)
 
 
@@ -154,9 +154,9 @@ def check(given: Mapping[str, Any], honoured: Iterable[str], *, where: str = "")
             continue
         if name in known:
             kept[name] = value
-        elif name in REFUSED:
-            refusal = REFUSED[name]
-            if value not in refusal.harmless:
+        elif name in REFUSED_FIELDS:
+            refusal = REFUSED_FIELDS[name]
+            if value not in refusal.no_op:
                 raise InvalidRequest(f"{where}{name}: {refusal.why}", param=where + name, code="unsupported_field")
         elif name not in NO_OPS:
             path = where + name[:64]
@@ -167,6 +167,6 @@ def check(given: Mapping[str, Any], honoured: Iterable[str], *, where: str = "")
 
 def _hint(name: str, known: Collection[str]) -> str:
     """What a field of a request is called here, and where else it would be known."""
-    meant = next((other for names in ALIKE if name in names for other in names if other in known), None)
+    meant = next((other for names in SYNONYMS if name in names for other in names if other in known), None)
     said = f" Did you mean {meant!r}?" if meant else nearest(name[:64], known)
     return said + (f" {ELSEWHERE[name]} has {name!r}." if name in ELSEWHERE else "")

@@ -19,9 +19,9 @@ from starlette.routing import Route
 
 from quire.backends.offload import offload
 from quire.errors import InvalidRequest, TooLarge
-from quire.server.hosts import no_page_elsewhere
+from quire.server.hosts import refuse_cross_site
 from quire.server.multipart import Form, boundary
-from quire.server.store import Store, Unkept, created, kept, new_id, newest_first, page_of
+from quire.server.store import Store, WriteFailed, created, durable_write, new_id, newest_first, page_of
 
 PURPOSES = ("batch",)
 MOST_FILES = 10_000
@@ -74,7 +74,7 @@ class Files:
         ]
 
     async def upload(self, request: Request) -> Response:
-        no_page_elsewhere(request.scope)
+        refuse_cross_site(request.scope)
         if len(self._store) >= MOST_FILES:
             raise InvalidRequest(
                 f"there are {MOST_FILES} files, and no more may be: delete some", code="too_many_files"
@@ -93,14 +93,14 @@ class Files:
 
         form = Form(boundary(request.headers.get("content-type", "")), opens, room)
         try:
-            with kept():
+            with durable_write():
                 await form.read(request.stream())
                 document = self._document(id, form.fields, opened)
                 await asyncio.to_thread(os.fsync, opened[0].fileno())
                 path.replace(self._store.data(id))
             try:
                 self._store.put(document)
-            except Unkept:
+            except WriteFailed:
                 self._store.data(id).unlink()
                 raise
         except ClientDisconnect as gone:

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-class Place:
+class AdmissionSlot:
     """One request's way in; `held` from when its body is complete."""
 
-    __slots__ = ("held",)
+    __slots__ = ("is_counted",)
 
     def __init__(self) -> None:
-        self.held = False
+        self.is_counted = False
 
 
-class Gate:
+class AdmissionGate:
     """Of one event loop. admit: raises Overloaded unless one more can be queued besides so many that are being
     read, and Unavailable while there is no engine.
 
@@ -28,39 +28,39 @@ class Gate:
 
     def __init__(self, admit: Callable[[int], None]) -> None:
         self._admit = admit
-        self._held = 0
+        self._num_counted = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._next: asyncio.Handle | None = None
+        self._wake_handle: asyncio.Handle | None = None
 
     @contextmanager
-    def place(self) -> Iterator[Place]:
+    def slot(self) -> Iterator[AdmissionSlot]:
         """For a request whose head has come, until it is queued. Raises what `admit` does."""
-        self._admit(self._held)
-        place = Place()
+        self._admit(self._num_counted)
+        place = AdmissionSlot()
         try:
             yield place
         finally:
-            self._held -= place.held
+            self._num_counted -= place.is_counted
 
-    async def turn(self, place: Place | None = None) -> None:
+    async def wait_turn(self, place: AdmissionSlot | None = None) -> None:
         """Returns when a request whose body has come may be read; from now on it counts as queued, if it has a place:
         a body that comes slowly keeps nobody out. Raises what `admit` does."""
         if place is not None:
-            self._admit(self._held)
-            self._held += 1
-            place.held = True
+            self._admit(self._num_counted)
+            self._num_counted += 1
+            place.is_counted = True
         loop = asyncio.get_running_loop()
-        if self._next is None:
-            self._next = loop.call_soon(self._go_on)
+        if self._wake_handle is None:
+            self._wake_handle = loop.call_soon(self._wake_next)
             return
         mine: asyncio.Future[None] = loop.create_future()
         self._waiting.append(mine)
         await mine
 
-    def _go_on(self) -> None:
-        self._next = None
-        while self._waiting and self._next is None:
+    def _wake_next(self) -> None:
+        self._wake_handle = None
+        while self._waiting and self._wake_handle is None:
             first = self._waiting.popleft()
             if not first.done():  # its client may have gone
                 first.set_result(None)
-                self._next = asyncio.get_running_loop().call_soon(self._go_on)
+                self._wake_handle = asyncio.get_running_loop().call_soon(self._wake_next)

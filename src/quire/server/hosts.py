@@ -25,7 +25,7 @@ _IN_PROCESS = ("::1", 0)
 """Where ASGI names no client, the application is called without a connection."""
 
 
-class Foreign(QuireError):
+class ForeignHost(QuireError):
     """Who asks may not: a page of another site, or another machine."""
 
     status = 403
@@ -85,7 +85,7 @@ class Hosts:
         field = headers.get("host", "")
         if not (self._any or self.known(field)):
             name = _host(field)[:255]
-            raise Foreign(
+            raise ForeignHost(
                 f"this server is not asked by the name {name!r}: if that is its name, start it with "
                 f"--allowed-hosts {name}",
                 code="host_not_allowed",
@@ -96,21 +96,21 @@ class Hosts:
         address = (scope.get("client", _IN_PROCESS) or ("",))[0]  # None: it has already hung up
         proxied = any(field in headers for field in _PROXIED)
         if proxied or not loopback(address) or not self.known(headers.get("host", "")):
-            raise Foreign(
+            raise ForeignHost(
                 "without an admin key, only the machine that the server runs on may ask for this: start it with "
                 "--admin-key and send that key",
                 code="not_this_machine",
             )
 
 
-def no_page_elsewhere(scope: Scope) -> None:
+def refuse_cross_site(scope: Scope) -> None:
     """Raises Foreign for what a page of another site asks, unless its origin is allowed.
 
     For POSTs that carry no JSON: those any page may send, also to a server on its reader's machine, and no browser asks
     beforehand (Fetch, CORS-safelisted requests). Browsers say so themselves; other clients say nothing.
     """
     if Headers(scope=scope).get("sec-fetch-site") == "cross-site" and not scope.get("allowed_origin"):
-        raise Foreign("pages of other sites cannot ask for this", code="cross_site")
+        raise ForeignHost("pages of other sites cannot ask for this", code="cross_site")
 
 
 class CrossOrigin(CORSMiddleware):

@@ -19,14 +19,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.config.server import ServerConfig
 from quire.errors import InvalidRequest, Overloaded, TooLarge, Unauthorized
 from quire.server import faults
-from quire.server.hosts import Foreign, Hosts
+from quire.server.hosts import ForeignHost, Hosts
 from quire.server.rates import Rates
-from quire.values import IDLE, Origin
+from quire.values import BACKGROUND, TraceContext
 
-OPEN = frozenset({"/health", "/health/live", "/health/ready"})
+PUBLIC_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 """Paths that need no key, so that whoever restarts servers needs none."""
 
-UNCOUNTED = OPEN | {"/ping"}
+UNCOUNTED = PUBLIC_PATHS | {"/ping"}
 """Paths that may be asked as often as one likes, in whatever way."""
 
 _CONTAINERS = frozenset({dict, list})
@@ -125,7 +125,7 @@ def check_answers(prompts: int, n: int | None, limits: Limits) -> None:
         )
 
 
-def check_haste(priority: int | None, timeout: float | None, limits: Limits) -> None:
+def check_priority_and_timeout(priority: int | None, timeout: float | None, limits: Limits) -> None:
     """When a request is to be answered. Raises InvalidRequest naming the field.
 
     From IDLE on a priority means something else, and the engine's wire carries no integer of any size.
@@ -134,9 +134,10 @@ def check_haste(priority: int | None, timeout: float | None, limits: Limits) -> 
         raise InvalidRequest(
             "priority means nothing here: start the server with --scheduling-policy priority", param="priority"
         )
-    if priority and not -IDLE < priority < IDLE:
+    if priority and not -BACKGROUND < priority < BACKGROUND:
         raise InvalidRequest(
-            f"priority must be between {1 - IDLE} and {IDLE - 1}, lower being sooner, not {str(priority)[:24]}",
+            f"priority must be between {1 - BACKGROUND} and {BACKGROUND - 1}, lower being sooner, "
+            f"not {str(priority)[:24]}",
             param="priority",
         )
     if timeout is not None and not timeout > 0:
@@ -157,7 +158,7 @@ BATCHES = -2
 """Who asks in lines of batches, which belong to everybody with a key."""
 
 
-def for_admins(path: str) -> bool:
+def needs_admin_key(path: str) -> bool:
     return _below(path, ADMIN)
 
 
@@ -250,7 +251,7 @@ def _sent(text: str) -> bytes:
         return text.encode("utf-8", "surrogatepass")
 
 
-def nobody(path: str, headers: Mapping[str, str]) -> bool:
+def no_session(path: str, headers: Mapping[str, str]) -> bool:
     """Who else gets in: nobody."""
     return False
 
@@ -267,7 +268,7 @@ class Guard:
         self,
         app: ASGIApp,
         keys: Keys,
-        admits: Callable[[str, Mapping[str, str]], bool] = nobody,
+        admits: Callable[[str, Mapping[str, str]], bool] = no_session,
         rates: Rates | None = None,
         hosts: Hosts | None = None,
     ) -> None:
@@ -290,16 +291,16 @@ class Guard:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         scope["key"] = ANYONE
         try:
-            if path not in OPEN:
+            if path not in PUBLIC_PATHS:
                 self._hosts.check(headers)
                 if not self._admits(path, headers):
-                    scope["key"] = self._keys.check(headers, admin=for_admins(path))
+                    scope["key"] = self._keys.check(headers, admin=needs_admin_key(path))
                 if _below(path, LOCAL) and not self._keys.apart:
                     self._hosts.check_local(scope, headers)
             scope["tenant"] = self._keys.tenant(scope["key"])
             if scope["method"] == "POST" and path not in UNCOUNTED:
                 self._rates.admit(scope["key"])
-        except (Unauthorized, Overloaded, Foreign) as error:
+        except (Unauthorized, Overloaded, ForeignHost) as error:
             await faults.response(error, scope["path"])(scope, receive, named)
             return
         await self.app({**scope, "send": send}, receive, named)  # in a copy: the server's own is known to what sends
@@ -316,10 +317,10 @@ def deadline(headers: Mapping[str, str]) -> float | None:
     raise InvalidRequest("the header X-Request-Timeout must be a number of seconds above 0", param="x-request-timeout")
 
 
-def origin(scope: Scope) -> Origin:
+def origin(scope: Scope) -> TraceContext:
     """Where a request came from, as the Guard let it in."""
     headers = Headers(scope=scope)
-    return Origin(
+    return TraceContext(
         scope.get("request_id", ""),
         headers.get("traceparent", ""),
         headers.get("tracestate", ""),

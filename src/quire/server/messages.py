@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from quire.errors import InvalidRequest
-from quire.server.answers import Gathered, Usage
+from quire.server.answers import ChoiceBuilder, Usage
 from quire.server.calls import Job
 from quire.server.schemas import ChatRequest, Sampling
 
@@ -169,7 +169,7 @@ def usage_of(usage: Usage, n: int = 1) -> dict[str, int]:
     }
 
 
-def message(job: Job, made: Gathered, usage: Usage) -> dict[str, Any]:
+def message(job: Job, made: ChoiceBuilder, usage: Usage) -> dict[str, Any]:
     """A message object."""
     blocks: list[dict[str, Any]] = []
     for part in made.parts:

@@ -14,7 +14,7 @@ from quire.server.answers import Usage
 from quire.server.calls import Job
 from quire.server.logprobs import TokenText
 from quire.server.messages import head, stop_reason, usage_of
-from quire.text.part import Part
+from quire.text.part import TextPart
 
 _json = msgspec.json.Encoder().encode
 
@@ -56,7 +56,7 @@ class MessageChunks:
             self._end = stop_reason(delta.finish_reason, delta.stop_reason, self._called)
         return said
 
-    def _part(self, part: Part) -> bytes:
+    def _part(self, part: TextPart) -> bytes:
         if part.kind == "arguments":
             return self._delta({"type": "input_json_delta", "partial_json": part.text})
         said = b""
@@ -69,7 +69,7 @@ class MessageChunks:
         self._called = True
         return said
 
-    def _start(self, part: Part) -> bytes:
+    def _start(self, part: TextPart) -> bytes:
         self._index, self._kind = self._index + 1, part.kind
         block: dict[str, Any] = {"type": "text", "text": ""}
         if part.kind == "reasoning":

@@ -10,9 +10,9 @@ from msgspec import Struct
 
 from quire.server.batches import BatchRequest
 from quire.server.desk import ENDPOINTS as BATCHED
-from quire.server.doors import COUNTS, DOORS
-from quire.server.fields import NO_OPS, REFUSED
-from quire.server.limits import OPEN
+from quire.server.doors import ENDPOINTS, TOKEN_COUNT_ENDPOINTS
+from quire.server.fields import NO_OPS, REFUSED_FIELDS
+from quire.server.limits import PUBLIC_PATHS
 from quire.server.schemas import DetokenizeRequest, GenerateRequest, TokenizeRequest
 from quire.values import RANGES
 
@@ -71,9 +71,15 @@ _MESSAGE: Mapping[str, Any] = {
 }
 
 OPERATIONS = (
-    *(Operation("post", path, "Generate", door.asks, (JSON, EVENTS), ("504",)) for path, door in DOORS.items()),
+    *(
+        Operation("post", path, "Generate", door.request_type, (JSON, EVENTS), ("504",))
+        for path, door in ENDPOINTS.items()
+    ),
     Operation("post", "/v1/generate", "Generate, in a short form", GenerateRequest, errors=("504",)),
-    *(Operation("post", path, "Count a prompt's tokens", count.asks) for path, count in COUNTS.items()),
+    *(
+        Operation("post", path, "Count a prompt's tokens", count.request_type)
+        for path, count in TOKEN_COUNT_ENDPOINTS.items()
+    ),
     Operation("post", "/tokenize", "Text or messages to token ids", TokenizeRequest),
     Operation("post", "/detokenize", "Token ids to text", DetokenizeRequest),
     Operation("get", "/v1/models", "What is served"),
@@ -95,7 +101,7 @@ OPERATIONS = (
     Operation("post", "/reset_prefix_cache", "Empty the prefix cache", None, (), ("400", "403", "429"), _RESET),
     Operation("get", "/metrics", "Counters, for Prometheus", None, (TEXT,)),
     Operation("get", "/version", "This server's version"),
-    *(Operation("get", path, "Whether it is well") for path in ("/ping", *sorted(OPEN))),
+    *(Operation("get", path, "Whether it is well") for path in ("/ping", *sorted(PUBLIC_PATHS))),
 )
 
 
@@ -124,8 +130,8 @@ def _tabled(schema: dict[str, Any]) -> dict[str, Any]:
     """A request type with the rest of the table: what has no effect, and what is refused but for harmless values."""
     known = schema.get("properties", {})
     rest: dict[str, Any] = {name: {"description": f"no effect: {why}"} for name, why in NO_OPS.items()}
-    for name, refusal in REFUSED.items():
-        rest[name] = {"description": f"refused: {refusal.why}", "enum": [None, *refusal.harmless]}
+    for name, refusal in REFUSED_FIELDS.items():
+        rest[name] = {"description": f"refused: {refusal.why}", "enum": [None, *refusal.no_op]}
     narrowed = {name: _narrowed(name, one) for name, one in known.items()}
     return {**schema, "properties": {**rest, **narrowed}, "additionalProperties": False}
 
@@ -145,7 +151,7 @@ def _narrowed(name: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 def _operation(operation: Operation) -> dict[str, Any]:
     errors = {*_ALWAYS, *operation.errors, *(_BODY if operation.asks is not None else ())}
-    keyless: dict[str, Any] = {"security": []} if operation.path in OPEN else {}
+    keyless: dict[str, Any] = {"security": []} if operation.path in PUBLIC_PATHS else {}
     errors -= {"401"} if keyless else set()
     failed = {"$ref": "#/components/schemas/Error"}
     answers: dict[str, Any] = {

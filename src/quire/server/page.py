@@ -52,7 +52,7 @@ _SAFE: Mapping[str, str] = {
 }
 
 
-class View(Protocol):
+class LiveSource(Protocol):
     """What there is to see."""
 
     def watch(self) -> AsyncGenerator[bytes, None]:
@@ -62,7 +62,7 @@ class View(Protocol):
         """What happened to an answer as JSON, `null` if it is not known; a line for each known, if `id` is empty."""
 
 
-class Blank:
+class NoLiveSource:
     """Nothing to see: a backend that cannot be looked into."""
 
     async def watch(self) -> AsyncGenerator[bytes, None]:
@@ -106,7 +106,7 @@ class _SignIn(msgspec.Struct):
 class Page:
     """`/ui`, and `/v1/requests/{id}/explain` behind it."""
 
-    def __init__(self, view: View, keys: Keys, limits: Limits) -> None:
+    def __init__(self, view: LiveSource, keys: Keys, limits: Limits) -> None:
         self._view, self._keys, self._limits = view, keys, limits
         self._sessions = Sessions()
         self._files = {path.name: _File(path) for path in sorted(_FOLDER.iterdir()) if path.suffix in _TYPES}
@@ -144,7 +144,7 @@ class Page:
     async def file(self, request: Request) -> Response:
         found = self._files.get(request.path_params["name"])
         if found is None:
-            raise NotThere(f"the page has no file {request.path_params['name']!r}")
+            raise NotFound(f"the page has no file {request.path_params['name']!r}")
         return found.response(request)
 
     # ---------------------------------------------------------------- signing in
@@ -194,14 +194,14 @@ class Page:
         id = request.path_params.get("id", "")
         story = await self._view.explain(id)
         if story == b"null":
-            raise NotThere(f"no request {id!r} is known here: it never was, or it was forgotten since")
+            raise NotFound(f"no request {id!r} is known here: it never was, or it was forgotten since")
         return Response(story, media_type="application/json")
 
 
 _ALLOWED = frozenset({"/ui/events", "/v1/chat/completions", "/v1/models", "/stats"})
 
 
-class NotThere(QuireError):
+class NotFound(QuireError):
     """A path that names nothing."""
 
     status = 404
@@ -228,7 +228,7 @@ class Frames:
     Sending waits while the reader's socket is full, and then nothing is taken from the view, which notices.
     """
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: LiveSource) -> None:
         self._view = view
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.backends.base import Backend, ModelCard
-from quire.backends.spell import bad_words, room
+from quire.backends.spell import bad_words, max_new_tokens
 from quire.errors import InvalidRequest
-from quire.server.limits import Limits, check_haste
+from quire.server.limits import Limits, check_priority_and_timeout
 from quire.server.prompts import in_vocabulary
 from quire.server.schemas import Answers, Sampling
 from quire.server.structure import structure
-from quire.values import MANY, SamplingParams
+from quire.values import UNLIMITED, SamplingParams
 
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields whose defaults a checkpoint may set in generation_config.json."""
@@ -65,18 +65,18 @@ def sampling(
     chosen = {field: value for field, value in given.items() if value is not None}
     try:
         made = SamplingParams(**chosen, max_tokens=most, logprobs=logprobs)
-        room(len(prompt), made, card.max_model_len)
+        max_new_tokens(len(prompt), made, card.max_model_len)
     except InvalidRequest as error:
-        raise _respelled(error, name) from error
+        raise _for_field(error, name) from error
     return made
 
 
-def told(asked: Answers, made: SamplingParams, card: ModelCard, name: str | None) -> dict[str, Any] | None:
+def effective_params(asked: Answers, made: SamplingParams, card: ModelCard, name: str | None) -> dict[str, Any] | None:
     """Every sampling field's value and where it came from, if that is asked for. name: how max_tokens was spelled."""
     if not asked.return_sampling_params:
         return None
     rows = {}
-    for field in _TOLD:
+    for field in _REPORTED_PARAMS:
         sent = name if field == "max_tokens" else field
         if sent is not None and getattr(asked, sent, None) is not None:
             source = "request"
@@ -91,12 +91,12 @@ def told(asked: Answers, made: SamplingParams, card: ModelCard, name: str | None
     return rows
 
 
-_TOLD = ("n", "max_tokens", *_PLAIN, "logit_bias")
+_REPORTED_PARAMS = ("n", "max_tokens", *_PLAIN, "logit_bias")
 
 
 def longest(asked: Answers, card: ModelCard) -> int:
     """Tokens from which on a prompt is refused; as many as one likes, if it is to be cut."""
-    return card.max_model_len if asked.truncate_prompt_tokens is None else MANY
+    return card.max_model_len if asked.truncate_prompt_tokens is None else UNLIMITED
 
 
 def truncated(
@@ -118,7 +118,7 @@ def truncated(
     return kept, len(prompt) - len(kept)
 
 
-def _respelled(error: InvalidRequest, name: str) -> InvalidRequest:
+def _for_field(error: InvalidRequest, name: str) -> InvalidRequest:
     """`error` in the words of a client that says `name` for max_tokens."""
     if error.param != "max_tokens" or name == "max_tokens":
         return error
@@ -141,7 +141,7 @@ def _counts(asked: Sampling, card: ModelCard, limits: Limits) -> None:
     for name in ("stop_token_ids", "logit_bias"):
         if len(getattr(asked, name) or ()) > limits.max_token_ids:
             raise InvalidRequest(f"{name}: at most {limits.max_token_ids} token ids", param=name)
-    check_haste(asked.priority, asked.timeout, limits)
+    check_priority_and_timeout(asked.priority, asked.timeout, limits)
 
 
 def _bias(given: dict[str, float], card: ModelCard) -> dict[int, float]:

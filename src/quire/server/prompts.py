@@ -14,7 +14,7 @@ from quire.errors import InvalidRequest, UnknownModel
 from quire.server.fields import check
 from quire.server.limits import Limits
 from quire.server.schemas import ChatRequest, Prompt, TokenizeRequest
-from quire.values import MANY
+from quire.values import UNLIMITED
 
 _KIND = MappingProxyType({str: "text", list: "token ids"})
 
@@ -105,7 +105,7 @@ def _too_long(count: str, most: int) -> InvalidRequest:
 
 
 def encoded(
-    several: Sequence[str | tuple[int, ...]], special: bool, backend: Backend, most: int = MANY
+    several: Sequence[str | tuple[int, ...]], special: bool, backend: Backend, most: int = UNLIMITED
 ) -> list[tuple[str | None, tuple[int, ...]]]:
     """(text, token ids) of each prompt. Raises InvalidRequest for the first that leaves none of `most` tokens for an
     answer, before the others are encoded."""
@@ -124,7 +124,7 @@ def rendered(
     asked: ChatRequest | TokenizeRequest,
     backend: Backend,
     tools: list[dict[str, Any]] | None = None,
-    most: int = MANY,
+    most: int = UNLIMITED,
 ) -> tuple[str, tuple[int, ...]]:
     """The messages of a request as (text, token ids), by the model's template, which is told of `tools`.
 

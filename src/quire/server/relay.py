@@ -18,16 +18,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.backends.offload import offload
-from quire.backends.passage import Passage
-from quire.backends.upstream import About, UpstreamBackend, beginning
+from quire.backends.passage import UpstreamResponse
+from quire.backends.upstream import RequestInfo, UpstreamBackend, prompt_prefix
 from quire.errors import DeadlineExceeded, InvalidRequest, QuireError, Unavailable
 from quire.observe.scrape import merged
 from quire.server import faults, schemas
-from quire.server.app import METRICS, assembled, gone_or_json, vitals, written
+from quire.server.app import METRICS, build_app, gone_or_json, health_routes, written
 from quire.server.chunks import DONE, event
 from quire.server.hosts import Hosts
 from quire.server.limits import Keys, Limits, deadline, origin, read_body
-from quire.server.page import NotThere, Page, View
+from quire.server.page import LiveSource, NotFound, Page
 from quire.server.rates import Rates
 from quire.server.stream import EventStream, unless_gone
 from quire.values import SamplingParams
@@ -58,7 +58,7 @@ _CORS = b"access-control-"
 """Nor do those: which pages may read answers is for this server to say."""
 
 
-class _Peek(msgspec.Struct):
+class _PeekedFields(msgspec.Struct):
     """What observers are told of a request; nothing depends on it."""
 
     max_tokens: int | None = None
@@ -69,10 +69,10 @@ class _Peek(msgspec.Struct):
     seed: int | None = None
 
 
-_peek = msgspec.json.Decoder(_Peek)
+_peek = msgspec.json.Decoder(_PeekedFields)
 
 
-def peeked(body: bytes) -> tuple[int, SamplingParams]:
+def peek_fields(body: bytes) -> tuple[int, SamplingParams]:
     """(most tokens, 0 if untold, how they are drawn) of a request; the upstream sees to what cannot be."""
     try:
         asked = _peek.decode(body)
@@ -83,7 +83,7 @@ def peeked(body: bytes) -> tuple[int, SamplingParams]:
     return asked.max_completion_tokens or asked.max_tokens or asked.max_output_tokens or 0, sampling
 
 
-class _Passed:
+class _GenerateChunks:
     """An upstream's events as they came, and an error in the shape that clients of `path` expect."""
 
     def __init__(self, path: str) -> None:
@@ -126,7 +126,7 @@ class Relay:
             *(Route(path, self.passed, methods=["GET", "POST", "DELETE"]) for path in paths),
         ]
 
-    async def passed(self, request: Request) -> Response | _Relayed:
+    async def passed(self, request: Request) -> Response | _RelayedResponse:
         self._backend.admit()
         body = await read_body(request, self._limits) if request.method == "POST" else b""
         until = _until(request.headers)
@@ -134,7 +134,7 @@ class Relay:
         if passage is None:
             return gone_or_json(None)
         if passage.streams and passage.status < 400:
-            return _Relayed(passage, request.url.path, until, self._limits.keep_alive)
+            return _RelayedResponse(passage, request.url.path, until, self._limits.keep_alive)
         whole = await unless_gone(request.receive, _whole(passage, until))
         if whole is None:
             return gone_or_json(None)
@@ -177,18 +177,18 @@ class Relay:
 
     # ---------------------------------------------------------------- on the way
 
-    async def _send(self, request: Request, path: bytes, body: bytes, until: float | None) -> Passage | None:
+    async def _send(self, request: Request, path: bytes, body: bytes, until: float | None) -> UpstreamResponse | None:
         """None if the client left before there was a status."""
-        (most, sampling), begins = await offload(len(body), lambda: (peeked(body), beginning(body)))
+        (most, sampling), begins = await offload(len(body), lambda: (peek_fields(body), prompt_prefix(body)))
         caller = origin(request.scope)
         headers = [*self._onward(request.scope["headers"]), (b"x-request-id", caller.request_id.encode())]
         target = path.decode("latin-1").removeprefix(request.scope.get("root_path", ""))
         if any(part in ("..", ".") for part in unquote(target).split("/")):
-            raise NotThere("a path with dots in it goes nowhere")
+            raise NotFound("a path with dots in it goes nowhere")
         if query := request.scope.get("query_string"):
             target += "?" + query.decode("latin-1")
         generates = target.startswith(_GENERATE) and request.method == "POST"
-        about = About(caller, most, sampling, partial(self._rates.spend, request.scope["key"]), generates, begins)
+        about = RequestInfo(caller, most, sampling, partial(self._rates.spend, request.scope["key"]), generates, begins)
         method = "GET" if request.method == "HEAD" else request.method  # whose answer is one that says how long it is
         work = self._backend.send(method, target, headers, body, about)
         return await unless_gone(request.receive, _by(until, work))
@@ -207,7 +207,7 @@ class Relay:
             if name not in dropped and not (_SECRETS.search(name) and self._keys.in_field(value)):
                 yield name, value
 
-    def _check(self, passage: Passage, whole: bytes) -> None:
+    def _check(self, passage: UpstreamResponse, whole: bytes) -> None:
         """Raises what an upstream's refusal means, unless it says so itself in the right shape."""
         if passage.status in (401, 403) and self._backend.keyed:
             raise Unavailable(f"the upstream refused this server's key ({passage.status})", code="upstream_key")
@@ -216,10 +216,10 @@ class Relay:
         except (msgspec.DecodeError, AttributeError, RecursionError):
             error = None
         if not isinstance(error, dict):
-            raise Refused(passage.status, whole)
+            raise UpstreamRefusal(passage.status, whole)
 
 
-class Refused(QuireError):
+class UpstreamRefusal(QuireError):
     """An upstream refused a request in words that are not OpenAI's."""
 
     def __init__(self, status: int, said: bytes) -> None:
@@ -229,11 +229,11 @@ class Refused(QuireError):
         self.kind = InvalidRequest.kind if status < 500 else QuireError.kind
 
 
-class _Relayed(EventStream[bytes]):
+class _RelayedResponse(EventStream[bytes]):
     """A passage as a stream; whatever happens, the passage is closed."""
 
-    def __init__(self, passage: Passage, path: str, until: float | None, keep_alive: float) -> None:
-        super().__init__(lambda: Fetched(_events(passage, until)), _Passed(path), keep_alive=keep_alive)
+    def __init__(self, passage: UpstreamResponse, path: str, until: float | None, keep_alive: float) -> None:
+        super().__init__(lambda: UpstreamEvents(_events(passage, until)), _GenerateChunks(path), keep_alive=keep_alive)
         self._passage = passage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -243,7 +243,7 @@ class _Relayed(EventStream[bytes]):
             self._passage.close()
 
 
-class Fetched:
+class UpstreamEvents:
     """What has to be waited for, as answers (base.Answers): the next part is fetched once the last is taken."""
 
     def __init__(self, parts: AsyncGenerator[bytes, None]) -> None:
@@ -253,7 +253,7 @@ class Fetched:
         self._task = asyncio.ensure_future(self._fetch(parts))
         self._task.add_done_callback(lambda task: self._news())
 
-    def listen(self, news: Callable[[], None]) -> None:
+    def subscribe(self, news: Callable[[], None]) -> None:
         self._news = news
 
     def take(self) -> list[bytes] | None:
@@ -279,12 +279,12 @@ class Fetched:
                 await self._taken.wait()
 
 
-async def _events(passage: Passage, until: float | None) -> AsyncGenerator[bytes, None]:
+async def _events(passage: UpstreamResponse, until: float | None) -> AsyncGenerator[bytes, None]:
     while data := await _by(until, passage.read()):
         yield data
 
 
-async def _whole(passage: Passage, until: float | None) -> bytes:
+async def _whole(passage: UpstreamResponse, until: float | None) -> bytes:
     try:
         parts = []
         while data := await _by(until, passage.read()):
@@ -332,10 +332,12 @@ def create_relay_app(
     keys: Keys,
     rates: Rates,
     version: str,
-    view: View,
+    view: LiveSource,
     hosts: Hosts | None = None,
     origins: Collection[str] = (),
 ) -> ASGIApp:
     """The ASGI application in front of a backend that the caller starts and closes. view: what the live page shows."""
     page, relay = Page(view, keys, limits), Relay(backend, limits, rates, keys=keys)
-    return assembled([*vitals(backend, version), *page.routes(), *relay.routes()], keys, page, rates, hosts, origins)
+    return build_app(
+        [*health_routes(backend, version), *page.routes(), *relay.routes()], keys, page, rates, hosts, origins
+    )

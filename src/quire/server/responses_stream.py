@@ -12,11 +12,11 @@ from quire.backends.base import Delta
 from quire.backends.offload import PER_SCORE, PER_TOKEN
 from quire.errors import QuireError
 from quire.server import faults
-from quire.server.answers import Gathered, Usage
+from quire.server.answers import ChoiceBuilder, Usage
 from quire.server.calls import Job
 from quire.server.logprobs import TokenText, chat_logprobs
 from quire.server.responses import ResponsesRequest
-from quire.text.part import Part
+from quire.text.part import TextPart
 from quire.values import TokenLogprobs
 
 _json = msgspec.json.Encoder().encode
@@ -42,7 +42,7 @@ class ResponseBuilder:
         """The same, of the log-probabilities that the item's end will tell."""
         return PER_SCORE * (1 + (self._job.top or 0)) * len(self._logprobs)
 
-    def add(self, part: Part) -> dict[str, Any] | None:
+    def add(self, part: TextPart) -> dict[str, Any] | None:
         """The item that `part` begins, if it does; its text is added to the newest item."""
         begun = None
         if part.kind == "call" or not self.output or (part.kind != "arguments" and self._kind != part.kind):
@@ -59,7 +59,7 @@ class ResponseBuilder:
     def _kind(self) -> str:
         return {"message": "content", "reasoning": "reasoning"}.get(self.output[-1]["type"], "")
 
-    def _begin(self, part: Part) -> dict[str, Any]:
+    def _begin(self, part: TextPart) -> dict[str, Any]:
         status = "in_progress"
         if part.kind == "call":
             about: dict[str, Any] = {"name": part.text, "call_id": self._job.tools.call_id(), "arguments": ""}
@@ -139,7 +139,7 @@ def status_of(finish: str | None) -> str:
     return "in_progress" if finish is None else "completed" if finish == "stop" else "incomplete"
 
 
-def whole(builder: ResponseBuilder, job: Job, made: Gathered, usage: Usage) -> dict[str, Any]:
+def whole(builder: ResponseBuilder, job: Job, made: ChoiceBuilder, usage: Usage) -> dict[str, Any]:
     """The response of an answer that was not streamed."""
     builder.usage = usage
     builder.heard(Delta(0, "", (), tuple(made.logprobs)))
@@ -197,7 +197,7 @@ class ResponseChunks:
             self._finish = delta.finish_reason
         return said + b"".join([self._part(part) for part in parts if part.kind != "reasoning" or self._job.reasons])
 
-    def _part(self, part: Part) -> bytes:
+    def _part(self, part: TextPart) -> bytes:
         before = self._open
         begun = self._builder.add(part)
         said = b""

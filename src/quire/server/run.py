@@ -21,8 +21,8 @@ from quire import heap
 from quire.backends.base import Service
 from quire.errors import InvalidConfig
 from quire.server import descriptors
-from quire.server.connection import Connection, Patience
-from quire.server.desk import Desk, NoDesk
+from quire.server.connection import Connection, Timeouts
+from quire.server.desk import BatchService, NoBatchService
 
 _THREADS = 4
 """For what would hold the loop up, such as long texts: as many whatever the machine and the load."""
@@ -65,13 +65,13 @@ async def serve(
     backend: Service,
     sock: socket.socket,
     *,
-    patience: Patience | None = None,
+    timeouts: Timeouts | None = None,
     shutdown_timeout: float = 30.0,
     log_level: str = "info",
     log_config: dict[str, Any] | None = None,
     root_path: str = "",
     tls: tuple[str, str] | None = None,
-    desk: Desk | None = None,
+    batch_service: BatchService | None = None,
     address_file: str | None = None,
     on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
@@ -82,13 +82,13 @@ async def serve(
     backend and ends before it drains. address_file: holds the server's address while it answers.
     Raises what `Service.start` raises; nothing listens before it has returned.
     """
-    desk = NoDesk() if desk is None else desk
-    patience = Patience() if patience is None else patience
-    room = descriptors.room(patience.connections, descriptors.raise_limit(), patience.descriptors)
-    asked, patience = patience.connections, replace(patience, connections=room.connections)
+    batch_service = NoBatchService() if batch_service is None else batch_service
+    timeouts = Timeouts() if timeouts is None else timeouts
+    room = descriptors.connection_limits(timeouts.connections, descriptors.raise_limit(), timeouts.descriptors)
+    asked, timeouts = timeouts.connections, replace(timeouts, connections=room.connections)
     config = uvicorn.Config(
         app,
-        http=cast(Any, partial(Connection, patience=patience)),
+        http=cast(Any, partial(Connection, patience=timeouts)),
         ws="none",
         lifespan="off",
         log_level=log_level,
@@ -100,7 +100,7 @@ async def serve(
         backlog=room.backlog,
         ssl_keyfile=tls and tls[0],
         ssl_certfile=tls and tls[1],
-        timeout_keep_alive=cast(int, patience.keep_alive),
+        timeout_keep_alive=cast(int, timeouts.keep_alive),
         timeout_graceful_shutdown=_LAST_BYTES,
     )
     if room.connections < asked:
@@ -109,15 +109,15 @@ async def serve(
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, thread_name_prefix="rim"))
     try:
         await backend.start()
-        await desk.start()
-        server = _Server(config, backend, desk, shutdown_timeout)
+        await batch_service.start()
+        server = _Server(config, backend, batch_service, shutdown_timeout)
         answering = asyncio.ensure_future(server.serve(sockets=[sock]))
         await server.listening(answering)
         with _written(address_file, url(sock, "http" if tls is None else "https")) as address:
             on_ready(address)
             await answering
     finally:
-        await desk.stop()
+        await batch_service.stop()
         await backend.close()
         sock.close()
 
@@ -154,9 +154,9 @@ def _written(file: str | None, address: str) -> Iterator[str]:
 class _Server(uvicorn.Server):
     """uvicorn, draining before it closes its door: a refusal with a reason beats a closed port."""
 
-    def __init__(self, config: uvicorn.Config, backend: Service, desk: Desk, timeout: float) -> None:
+    def __init__(self, config: uvicorn.Config, backend: Service, desk: BatchService, timeout: float) -> None:
         super().__init__(config)
-        self._backend, self._desk, self._timeout = backend, desk, timeout
+        self._backend, self._batch_service, self._timeout = backend, desk, timeout
         self._loop = asyncio.get_running_loop()
         self._draining: asyncio.Task[None] | None = None
 
@@ -165,7 +165,7 @@ class _Server(uvicorn.Server):
         if counter % 10 == 0:
             now = self._loop.time()
             for connection in list(self.server_state.connections):
-                cast(Connection, connection).look(now)
+                cast(Connection, connection).check_timeouts(now)
         if counter % 100 == 50:
             await asyncio.to_thread(heap.trim)
         return await super().on_tick(counter)
@@ -188,7 +188,7 @@ class _Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         try:
-            await self._desk.stop()
+            await self._batch_service.stop()
             await self._backend.drain(self._timeout)
         finally:
             self.should_exit = True

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from quire.errors import InvalidConfig, InvalidRequest, Unavailable
-from quire.text.harmless import harmless
+from quire.text.harmless import escape_control
 
 log = logging.getLogger("uvicorn.error")
 
@@ -31,17 +31,17 @@ class UnknownFile(InvalidRequest):
     status = 404
 
 
-class Unkept(Unavailable):
+class WriteFailed(Unavailable):
     """What was to be written could not be: the disk is full, or gone. It may come back."""
 
 
 @contextmanager
-def kept() -> Iterator[None]:
+def durable_write() -> Iterator[None]:
     """Raises Unkept where writing within fails."""
     try:
         yield
     except OSError as error:
-        raise Unkept(f"this server's disk cannot take it: {error.strerror}", code="storage") from error
+        raise WriteFailed(f"this server's disk cannot take it: {error.strerror}", code="storage") from error
 
 
 @contextmanager
@@ -110,7 +110,7 @@ class Store:
                 if msgspec.convert(known, Document).id != path.stem:
                     raise msgspec.ValidationError("its id is not its name")
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                log.warning("%s is no %s, and is left alone: %s", path, self._what, harmless(str(error)))
+                log.warning("%s is no %s, and is left alone: %s", path, self._what, escape_control(str(error)))
             else:
                 self._known[known["id"]] = known
 
@@ -131,7 +131,7 @@ class Store:
         with self.lock:
             whole = {name: value for name, value in {**document, **changes}.items() if value is not msgspec.UNSET}
             path = self._path(whole["id"], ".new")
-            with kept():
+            with durable_write():
                 try:
                     with created(path, "wb") as file:
                         _write(file, msgspec.json.encode(whole))
@@ -148,7 +148,7 @@ class Store:
 
     def add(self, id: str, suffix: str, line: bytes) -> None:
         """A line more in a journal, whole or not at all. Raises Unkept."""
-        with kept(), created(self._path(id, suffix), "ab") as file:
+        with durable_write(), created(self._path(id, suffix), "ab") as file:
             end = file.tell()
             try:
                 _write(file, line)
@@ -160,11 +160,11 @@ class Store:
         """Raises Unkept where it cannot be deleted; then it is still there."""
         with self.lock:
             known = self.get(id)
-            with kept():
+            with durable_write():
                 self._path(id, ".json").unlink(missing_ok=True)
             self.bytes -= _bytes(known)
             del self._known[id]
-            with kept():
+            with durable_write():
                 self._path(id, ".data").unlink(missing_ok=True)
 
     def all(self) -> list[dict[str, Any]]:

@@ -10,10 +10,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from quire.backends.base import Answers, Backend, Call, Delta
+from quire.backends.base import Backend, Call, Delta, ResultStream
 from quire.backends.offload import offload
 from quire.errors import QuireError
-from quire.server.begun import begun
+from quire.server.begun import start_eagerly
 from quire.server.chunks import KEEP_ALIVE
 
 T = TypeVar("T")
@@ -27,17 +27,17 @@ HEADERS = (
 )
 
 
-def together(backend: Backend, calls: Sequence[Call], n: int) -> Answers[Delta]:
+def answer_all(backend: Backend, calls: Sequence[Call], n: int) -> ResultStream[Delta]:
     """The answers to all calls, as they come; the choices of call i are numbered from i * n.
 
     Closing it ends all calls, and so does an error in any of them. Raises what `Backend.answer` raises.
     """
-    return backend.answer(calls[0]) if len(calls) == 1 else _Together(backend, calls, n)
+    return backend.answer(calls[0]) if len(calls) == 1 else _MergedStream(backend, calls, n)
 
 
-class _Together:
+class _MergedStream:
     def __init__(self, backend: Backend, calls: Sequence[Call], n: int) -> None:
-        self._parts: list[tuple[int, Answers[Delta]]] = []
+        self._parts: list[tuple[int, ResultStream[Delta]]] = []
         backend.admit(len(calls) * n)
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -45,9 +45,9 @@ class _Together:
                 self._parts.append((i * n, backend.answer(call)))
             undo.pop_all()
 
-    def listen(self, news: Callable[[], None]) -> None:
+    def subscribe(self, news: Callable[[], None]) -> None:
         for _, part in self._parts:
-            part.listen(news)
+            part.subscribe(news)
 
     def take(self) -> list[Delta] | None:
         ready: list[Delta] = []
@@ -115,7 +115,7 @@ class EventStream(Generic[D]):
     so a slow reader costs fewer writes, not more memory.
     """
 
-    def __init__(self, begin: Callable[[], Answers[D]], chunks: Writer[D], *, keep_alive: float) -> None:
+    def __init__(self, begin: Callable[[], ResultStream[D]], chunks: Writer[D], *, keep_alive: float) -> None:
         self._begin, self._chunks, self._keep_alive = begin, chunks, keep_alive
         self._started = self._spoke = False
         self._writing: asyncio.Task[None] | None = None
@@ -129,7 +129,7 @@ class EventStream(Generic[D]):
             gone = asyncio.ensure_future(until_gone(receive))
             self._timer = loop.call_later(self._keep_alive, self._tick)
             try:
-                said.listen(self._write)
+                said.subscribe(self._write)
                 self._write()
                 await asyncio.wait((self._over, gone), return_when=asyncio.FIRST_COMPLETED)
                 if self._over.done() and (error := self._over.result()) is not None:
@@ -141,7 +141,7 @@ class EventStream(Generic[D]):
 
     def _write(self, first: bytes = b"") -> None:
         if self._writing is None and not self._over.done():
-            self._writing = begun(self._tell(first))
+            self._writing = start_eagerly(self._tell(first))
 
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._keep_alive, self._tick)

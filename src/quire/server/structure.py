@@ -8,10 +8,10 @@ from typing import Any
 
 from quire.errors import InvalidRequest, nearest
 from quire.server.schemas import ResponseFormat, Sampling, Structure
-from quire.values import StructuredOutputs
+from quire.values import StructuredOutputsParams
 
 
-def structure(asked: Sampling) -> StructuredOutputs | None:
+def structure(asked: Sampling) -> StructuredOutputsParams | None:
     """What the answer must look like, if anything is asked. Raises InvalidRequest naming the field."""
     given = [name for name in _SPELLINGS if _asks(getattr(asked, name))]
     if len(given) > 1:
@@ -25,7 +25,7 @@ def _asks(value: Any) -> bool:
     return value is not None and not (isinstance(value, ResponseFormat) and value.type == "text")
 
 
-def _response_format(asked: Sampling) -> StructuredOutputs:
+def _response_format(asked: Sampling) -> StructuredOutputsParams:
     form, param = asked.response_format, "response_format"
     assert form is not None
     inner = form.json_schema.schema if form.json_schema is not None else None
@@ -36,16 +36,16 @@ def _response_format(asked: Sampling) -> StructuredOutputs:
         raise InvalidRequest(f"{param}: the schema is given twice", param=param)
     schema = form.schema if inner is None else inner
     if schema is not None:
-        return StructuredOutputs(json=schema, param=param)
+        return StructuredOutputsParams(json=schema, param=param)
     if form.type == "json_schema":
         raise InvalidRequest(f"{param}.json_schema.schema is required", param=f"{param}.json_schema.schema")
-    return StructuredOutputs(json_object=True, param=param)
+    return StructuredOutputsParams(json_object=True, param=param)
 
 
-def _structured_outputs(asked: Sampling) -> StructuredOutputs:
+def _structured_outputs(asked: Sampling) -> StructuredOutputsParams:
     one = asked.structured_outputs
     assert isinstance(one, Structure)
-    return StructuredOutputs(
+    return StructuredOutputsParams(
         json=one.json,
         json_object=one.json_object,
         regex=one.regex,
@@ -56,18 +56,18 @@ def _structured_outputs(asked: Sampling) -> StructuredOutputs:
     )
 
 
-def _guided(kind: str) -> Callable[[Sampling], StructuredOutputs]:
+def _guided(kind: str) -> Callable[[Sampling], StructuredOutputsParams]:
     name = f"guided_{kind}"
 
-    def make(asked: Sampling) -> StructuredOutputs:
+    def make(asked: Sampling) -> StructuredOutputsParams:
         value = getattr(asked, name)
         one: dict[str, Any] = {kind: tuple(value) if isinstance(value, list) else value}
-        return StructuredOutputs(**one, whitespace_pattern=asked.guided_whitespace_pattern, param=name)
+        return StructuredOutputsParams(**one, whitespace_pattern=asked.guided_whitespace_pattern, param=name)
 
     return make
 
 
-_SPELLINGS: Mapping[str, Callable[[Sampling], StructuredOutputs]] = MappingProxyType(
+_SPELLINGS: Mapping[str, Callable[[Sampling], StructuredOutputsParams]] = MappingProxyType(
     {
         "response_format": _response_format,
         "structured_outputs": _structured_outputs,

@@ -14,8 +14,8 @@ from quire.grammar.schema import check_schema
 from quire.server.fields import check
 from quire.text.part import PLAIN, Splitter
 from quire.text.tools.reader import Reader
-from quire.text.tools.styles import HERMES, Style
-from quire.values import MANY, StructuredOutputs
+from quire.text.tools.styles import HERMES, ToolStyle
+from quire.values import UNLIMITED, StructuredOutputsParams
 
 MOST = 128
 """Tools in one request."""
@@ -29,20 +29,20 @@ _CHOICES = "auto, none, required or {'type': 'function', 'function': {'name': ..
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Toolbox:
+class ToolSet:
     """What a request's tools come to.
 
     shown: for the model's template; None for none. parameters: their names, and schemas: of the arguments, of each tool
     that may be called. forced: the answer must be calls. strict: calls must obey. most: calls in one answer.
     """
 
-    style: Style = HERMES
-    shown: list[dict[str, Any]] | None = None
+    style: ToolStyle = HERMES
+    for_template: list[dict[str, Any]] | None = None
     parameters: Mapping[str, Sequence[str]] = field(default_factory=dict)
     schemas: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     forced: bool = False
     strict: bool = False
-    most: int = MANY
+    most: int = UNLIMITED
 
     def reader(self) -> Splitter:
         """For one answer."""
@@ -51,7 +51,7 @@ class Toolbox:
     def call_id(self) -> str:
         return self.style.id_prefix + uuid.uuid4().hex[: self.style.id_length]
 
-    def structure(self, asked: StructuredOutputs | None) -> StructuredOutputs | None:
+    def structure(self, asked: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
         """What the answer must look like: as `asked`, unless it calls tools, which it may have to.
 
         Raises InvalidRequest for what cannot go together.
@@ -59,9 +59,9 @@ class Toolbox:
         if not self.parameters or not (self.forced or self.strict or asked):
             return asked
         if asked is None and not self.forced:
-            return StructuredOutputs(grammar=self._free_grammar(), param="tools")
+            return StructuredOutputsParams(grammar=self._free_grammar(), param="tools")
         if asked is None:
-            return StructuredOutputs(grammar=self._grammar(None), param="tool_choice")
+            return StructuredOutputsParams(grammar=self._grammar(None), param="tool_choice")
         if self.forced:
             raise InvalidRequest(
                 f"{asked.param} and a tool_choice that forces calls exclude each other", param=asked.param
@@ -70,9 +70,9 @@ class Toolbox:
             raise InvalidRequest(
                 f"{asked.param} goes with tools only as a JSON schema: send tool_choice none", param=asked.param
             )
-        return StructuredOutputs(grammar=self._grammar(asked), param=asked.param)
+        return StructuredOutputsParams(grammar=self._grammar(asked), param=asked.param)
 
-    def _grammar(self, otherwise: StructuredOutputs | None) -> str:
+    def _grammar(self, otherwise: StructuredOutputsParams | None) -> str:
         """In llguidance's Lark: calls as the model's family writes them, each with arguments of its tool's schema."""
         style, more = self.style, min(self.most, _FORCED) - 1
         between = f" ({_text(style.between)} call){{0,{more}}}" if more else ""
@@ -104,14 +104,14 @@ class Toolbox:
         return rules
 
 
-NO_TOOLS = Toolbox()
+NO_TOOLS = ToolSet()
 
 
 def _text(text: str) -> str:
     return json.dumps(text)
 
 
-def _schema(schema: Any, asked: StructuredOutputs | None = None) -> str:
+def _schema(schema: Any, asked: StructuredOutputsParams | None = None) -> str:
     """A schema within a grammar, with the white space that answers may have anywhere."""
     compact = asked is not None and asked.disable_any_whitespace
     white = None if compact else (asked.whitespace_pattern if asked else None) or " "
@@ -119,12 +119,12 @@ def _schema(schema: Any, asked: StructuredOutputs | None = None) -> str:
     return "%json " + json.dumps({**(schema if isinstance(schema, dict) else {}), "x-guidance": options})
 
 
-def toolbox(
+def make_tool_set(
     tools: Sequence[Mapping[str, Any]] | None,
     choice: str | Mapping[str, Any] | None,
     parallel: bool | None,
-    style: Style,
-) -> Toolbox:
+    style: ToolStyle,
+) -> ToolSet:
     """Raises InvalidRequest naming the field."""
     functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())]
     names = [function["name"] for function in functions]
@@ -135,18 +135,18 @@ def toolbox(
         raise InvalidRequest(f"tools: two are called {twice!r}", param="tools")
     named = _chosen(choice, names)
     if not names or choice == "none":
-        return Toolbox(style=style)
+        return ToolSet(style=style)
     callable_ = {f["name"]: f.get("parameters") or {"type": "object", "properties": {}} for f in functions}
     if named is not None:
         callable_ = {named: callable_[named]}
-    return Toolbox(
+    return ToolSet(
         style=style,
-        shown=[{"type": "function", "function": function} for function in functions],
+        for_template=[{"type": "function", "function": function} for function in functions],
         parameters={name: tuple(schema.get("properties") or ()) for name, schema in callable_.items()},
         schemas=callable_,
         forced=named is not None or choice == "required",
         strict=style is HERMES and any(function.get("strict") for function in functions),
-        most=1 if parallel is False or named is not None else MANY,
+        most=1 if parallel is False or named is not None else UNLIMITED,
     )
 
 

@@ -9,19 +9,19 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from quire.core.policy import PRESSURES
+from quire.core.policy import RESERVE_POLICIES
 from quire.core.scheduler import Scheduler
 from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
 from quire.engine.events import StepRecord
 from quire.executors.costs import StepCost
-from quire.sim.run import House
+from quire.sim.run import SimConfig
 from quire.sim.workload import uniform
 
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta")
 
 
-class Storyteller:
+class DemoObserver:
     """An observer that keeps the steps not yet told of."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Storyteller:
 @click.option("--new", type=(int, int), default=(3, 9), show_default=True, help="New tokens, from to.")
 @click.option("--shared", default=4, show_default=True, help="Prompt tokens that all requests begin with.")
 @click.option("--lookahead", default=0, show_default=True, help="Steps launched ahead of results.")
-@click.option("--pressure-policy", type=click.Choice(list(PRESSURES)), default="preempt", show_default=True)
+@click.option("--pressure-policy", type=click.Choice(list(RESERVE_POLICIES)), default="preempt", show_default=True)
 @click.option("--delay", default=0.0, show_default=True, help="Seconds to wait after each step.")
 @click.option("--seed", default=7, show_default=True)
 def command(
@@ -68,7 +68,7 @@ def command(
     seed: int,
 ) -> None:
     """Watch requests share a small pool of pages, one table a step."""
-    house = House(
+    house = SimConfig(
         pages=pages,
         page_size=page_size,
         max_num_seqs=max_num_seqs,
@@ -78,7 +78,7 @@ def command(
         pressure_policy=pressure_policy,
         cost=StepCost(base=0.01, per_token=0.001),
     )
-    teller, console = Storyteller(), Console()
+    teller, console = DemoObserver(), Console()
     engine = house.build(VirtualClock(), [teller])
     for i, load in enumerate(uniform(requests, prompt=prompt, new=new, shared=shared, vocab=100, seed=seed)):
         engine.submit(load.prompt, load.new, id=chr(65 + i % 26) + (str(i // 26) if i >= 26 else ""))
@@ -93,7 +93,7 @@ def command(
 
 
 def _name(engine: Engine, i: int) -> str:
-    return list(engine.scheduler.seqs)[i]
+    return list(engine.scheduler.sequences)[i]
 
 
 def _page(engine: Engine, record: StepRecord) -> Group:
@@ -110,12 +110,12 @@ def _page(engine: Engine, record: StepRecord) -> Group:
         colour = _colour(seq.request.id)
         table.add_row(
             f"[{colour}]{seq.request.id}[/{colour}]",
-            str(span.n),
-            _phase(span.n, span.rows, len(seq.tokens) - seq.prompt_length),
+            str(span.num_tokens),
+            _phase(span.num_tokens, span.num_samples, len(seq.tokens) - seq.prompt_length),
             emitted,
             " ".join(map(str, seq.blocks)),
         )
-    why = [_told(d.what, d.id, d.by, d.n) for d in record.decisions]
+    why = [_told(d.kind, d.request_id, d.cause, d.n) for d in record.decisions]
     return Group(table, Text.from_markup("\n".join(why)), _map(engine.scheduler), Text())
 
 
@@ -143,17 +143,19 @@ def _colour(id: str) -> str:
 
 def _map(scheduler: Scheduler) -> Text:
     """Each page: its holders' letters, '*' if several, '.' if free, '+' if free but still cached."""
-    pool, out = scheduler.kv.pool, Text("  pages ")
+    pool, out = scheduler.kv.block_pool, Text("  pages ")
     owner = {page: seq.request.id for seq in scheduler.running for page in seq.blocks}
-    for page in range(1, pool.pages + 1):
-        if pool.refs[page] > 1:
+    for page in range(1, pool.num_blocks + 1):
+        if pool.ref_counts[page] > 1:
             out.append("*", style="bold white")
-        elif pool.refs[page]:
+        elif pool.ref_counts[page]:
             id = owner.get(page, "?")
             out.append(id[0], style=_colour(id))
         else:
-            out.append("+" if pool.reuse.holds(page) else ".", style="dim")
-    out.append(f"   {pool.used} used, {pool.free} free;  '*' shared  '+' free but cached  '.' free", style="dim")
+            out.append("+" if pool.prefix_cache.contains(page) else ".", style="dim")
+    out.append(
+        f"   {pool.num_used} used, {pool.num_free} free;  '*' shared  '+' free but cached  '.' free", style="dim"
+    )
     return out
 
 

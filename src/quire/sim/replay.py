@@ -16,7 +16,7 @@ from quire.engine.executor import Description
 from quire.errors import ExecutorLost, InvalidConfig, InvalidRequest, StepFailed
 from quire.observe import tape
 from quire.observe.checkpoint import CLASSES, CONSTRAINTS, GIVEN, MOST, STATE, Classes, request, restore
-from quire.sim.words import Told, lines, told
+from quire.sim.words import StepWords, lines, step_words
 from quire.values import TokenLogprobs
 
 _LARGE = 1 << 16
@@ -25,7 +25,7 @@ _UNSEEN = TokenLogprobs(0, 0.0, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
+class Divergence:
     """Where this code decides otherwise. step: the number of the step being planned or committed. what: in words.
 
     recorded, decided: both sides, as lines.
@@ -45,7 +45,7 @@ class _Damaged(BaseException):
     """It cannot be read any further."""
 
 
-class _Departed(BaseException):
+class _Diverged(BaseException):
     def __init__(self, what: str, recorded: list[str], decided: list[str]) -> None:
         self.what, self.recorded, self.decided = what, recorded, decided
 
@@ -53,7 +53,7 @@ class _Departed(BaseException):
 class Script:
     """The frames of one recording in order, over all its segments, and what the clock said between them."""
 
-    def __init__(self, reel: tape.Reel) -> None:
+    def __init__(self, reel: tape.RecordingReader) -> None:
         began = reel.take()
         if not isinstance(began, tape.Began):
             raise InvalidConfig("there is no recording to replay")
@@ -148,14 +148,14 @@ class ScriptedExecutor:
             raise (ExecutorLost if frame.lost else StepFailed)(frame.kind)
 
     def launch(self, plan: Plan) -> ScriptedHandle:
-        step, frame = self.scheduler.flight[-1], self.script.next
-        decided = told(plan, [seq.request.id for seq in step.seqs], step.decisions)
+        step, frame = self.scheduler.inflight[-1], self.script.next
+        decided = step_words(plan, [seq.request.id for seq in step.seqs], step.decisions)
         if not isinstance(frame, tape.Launched):
-            raise _Departed(f"it plans a step where {_said(frame)}", [], lines(decided))
+            raise _Diverged(f"it plans a step where {_said(frame)}", [], lines(decided))
         self._spans = frame.spans or self._spans
-        recorded = Told(frame.opened, frame.grown, self._spans, frame.masked, frame.drafts, frame.why)
+        recorded = StepWords(frame.opened, frame.grown, self._spans, frame.masked, frame.drafts, frame.why)
         if recorded.plan != decided.plan:
-            raise _Departed("it plans another step", lines(recorded), lines(decided))
+            raise _Diverged("it plans another step", lines(recorded), lines(decided))
         self.script.take()
         self.fails("launch")
         return ScriptedHandle(self)
@@ -164,14 +164,14 @@ class ScriptedExecutor:
         self.fails("result")
         frame = self.script.next
         if not isinstance(frame, tape.Landed):
-            raise _Departed(f"it waits for a step to come home where {_said(frame)}", [], [])
+            raise _Diverged(f"it waits for a step to come home where {_said(frame)}", [], [])
         self.script.take()
-        step = self.scheduler.flight[0]
+        step = self.scheduler.inflight[0]
         try:
             if sum(frame.counts) + sum(frame.told.values()) > tape.LONGEST:
                 raise ValueError
             tokens = [[0] * count for count in frame.counts]
-            place = {seq.order: j for j, seq in enumerate(step.seqs)} if frame.pages else {}
+            place = {seq.arrival: j for j, seq in enumerate(step.seqs)} if frame.pages else {}
             for order, position, name in frame.pages:
                 j = place[order]
                 tokens[j][position - len(step.seqs[j].tokens)] = name
@@ -179,10 +179,10 @@ class ScriptedExecutor:
                 j = [seq.request.id for seq in step.seqs].index(id)
                 tokens[j][position - len(step.seqs[j].tokens)] = 1
         except (KeyError, IndexError, ValueError):
-            raise _Departed("what came home is not what this step asked for", [], []) from None
+            raise _Diverged("what came home is not what this step asked for", [], []) from None
         return Result(
             tokens,
-            [[] for _ in step.late],
+            [[] for _ in step.masked_seqs],
             prompt_logprobs={j: [_UNSEEN] * count for j, count in frame.told.items()},
             errors=dict.fromkeys(frame.errors, "it had an error of its own"),
         )
@@ -190,7 +190,7 @@ class ScriptedExecutor:
     def reset(self) -> None:
         frame = self.script.next
         if not isinstance(frame, tape.Reset):
-            raise _Departed(f"a step fails where {_said(frame)}", [], [])
+            raise _Diverged(f"a step fails where {_said(frame)}", [], [])
         self.script.take()
 
     def close(self) -> None:
@@ -215,13 +215,13 @@ class Replay:
     engine: Engine
     began: tape.Began
     segments: int = 1
-    departure: Departure | None = None
+    divergence: Divergence | None = None
     crash: Exception | None = None
     under_way: bool = False
 
 
 def replay(
-    reel: tape.Reel,
+    reel: tape.RecordingReader,
     observers: Iterable[Observer] = (),
     *,
     known: Classes = CLASSES,
@@ -253,19 +253,19 @@ def _play(script: Script, out: Replay) -> None:
             _turn(engine, script)
     except _Over:
         out.under_way = True
-    except _Departed as departed:
-        out.departure = Departure(_number(engine), departed.what, departed.recorded, departed.decided)
+    except _Diverged as departed:
+        out.divergence = Divergence(_number(engine), departed.what, departed.recorded, departed.decided)
     except Exception as error:
         frame = script.coming
         if isinstance(frame, tape.Crashed) and frame.kind == type(error).__name__:
             out.crash = error
         else:
             said = [_said(frame)] if isinstance(frame, tape.Crashed) else []
-            out.departure = Departure(_number(engine), f"the engine breaks: {type(error).__name__}: {error}", said)
+            out.divergence = Divergence(_number(engine), f"the engine breaks: {type(error).__name__}: {error}", said)
 
 
 def _number(engine: Engine) -> int:
-    return engine.ledger.steps + len(engine.scheduler.flight)
+    return engine.stats.num_steps + len(engine.scheduler.inflight)
 
 
 def _turn(engine: Engine, script: Script) -> None:
@@ -273,18 +273,18 @@ def _turn(engine: Engine, script: Script) -> None:
     frame = script.next
     if isinstance(frame, tape.Arrived):
         script.take()
-        live = engine.scheduler.seqs
+        live = engine.scheduler.sequences
         if frame.tokens > _LARGE and frame.tokens + sum(len(seq.tokens) for seq in live.values()) > MOST:
             raise _Damaged from InvalidConfig(f"the recording's sequences have more than {MOST} tokens")
         told = [getattr(frame, name) for name in frame.__struct_fields__[1:-1]]
-        asked = request(told, engine.scheduler.kv.reuse.every)
+        asked = request(told, engine.scheduler.kv.prefix_cache.block_size)
         try:
             engine.add(asked, CONSTRAINTS[frame.constraint])
         except InvalidRequest as refusal:
-            raise _Departed(f"it refuses request {frame.id}: {refusal}", [], []) from None
+            raise _Diverged(f"it refuses request {frame.id}: {refusal}", [], []) from None
     elif isinstance(frame, tape.Provided):
         script.take()
-        engine.provide(frame.id, GIVEN)
+        engine.set_constraint(frame.id, GIVEN)
     elif isinstance(frame, tape.Left):
         script.take()
         engine.abort(frame.id, frame.why)
@@ -293,7 +293,7 @@ def _turn(engine: Engine, script: Script) -> None:
         engine.reset_prefix_cache()
     elif isinstance(frame, tape.Deepened):
         script.take()
-        engine.depth = frame.depth
+        engine.lookahead = frame.depth
     else:
         _step(engine, script, frame)
 
@@ -306,8 +306,10 @@ def _step(engine: Engine, script: Script, frame: tape.AnyFrame) -> None:
     if not isinstance(frame, tape.Idled):
         recorded = []
         if isinstance(frame, tape.Launched):
-            recorded = lines(Told(frame.opened, frame.grown, frame.spans or (), frame.masked, frame.drafts, frame.why))
-        raise _Departed(f"it has nothing to do where {_said(frame)}", recorded, [])
+            recorded = lines(
+                StepWords(frame.opened, frame.grown, frame.spans or (), frame.masked, frame.drafts, frame.why)
+            )
+        raise _Diverged(f"it has nothing to do where {_said(frame)}", recorded, [])
     script.take()
 
 
@@ -323,7 +325,7 @@ def _engine(script: Script, observers: Iterable[Observer], known: Classes, make:
         engine = make(scheduler, executor, clock=script, observers=observers, pacer=roots["pacer"], keep=0)
         for name in STATE:
             setattr(engine, name, roots[name])
-        engine.flight.extend((*times, ScriptedHandle(executor)) for times in roots["flight"])
+        engine.inflight.extend((*times, ScriptedHandle(executor)) for times in roots["flight"])
     except (KeyError, TypeError, AttributeError) as error:
         raise InvalidConfig(f"the recording begins with no state of an engine: {error!r}") from error
     return engine

@@ -17,10 +17,10 @@ from rich.text import Text
 from quire.errors import InvalidRequest, nearest
 from quire.observe import tape
 from quire.observe.explain import MISSING
-from quire.sim.replay import Departure, Replay, replay
-from quire.sim.tally import Tally
-from quire.sim.words import lines, told
-from quire.text.harmless import harmless
+from quire.sim.replay import Divergence, Replay, replay
+from quire.sim.tally import ReplayStats
+from quire.sim.words import lines, step_words
+from quire.text.harmless import escape_control
 
 
 @click.command("replay")
@@ -35,10 +35,10 @@ def command(path: tuple[Path, ...], run: int | None, request: str | None, step: 
     Each start of an engine is a recording. Exit code 0 if all decisions are the same, 1 where one departs, 2 if PATH
     cannot be read.
     """
-    reel, told = tape.Reel(path), list[dict[str, Any]]()
+    reel, told = tape.RecordingReader(path), list[dict[str, Any]]()
     show = _Shown()
     while reel.next is not None:
-        tally = Tally(request, step)
+        tally = ReplayStats(request, step)
         again = replay(reel, [tally], prepare=tally.begin)
         notes, reel.notes = reel.notes, []
         found = {"number": len(told) + 1, **report(again, tally, notes)}
@@ -60,18 +60,18 @@ def _missed(told: list[dict[str, Any]], request: str | None, step: int | None) -
     """Raises InvalidRequest for what was asked for and is in no recording."""
     if request is not None and not any("request" in found for found in told):
         hint = nearest(request, [id for found in told for id in found["known"]])
-        raise InvalidRequest(f"no request {harmless(request)!r} is in this recording.{hint}")
+        raise InvalidRequest(f"no request {escape_control(request)!r} is in this recording.{hint}")
     departed = {found["departure"]["step"] for found in told if found["departure"]}
     if step is not None and step not in departed and not any("step" in found for found in told):
         has = " and ".join("{} to {}".format(*found["steps"]) for found in told)
         raise InvalidRequest(f"no step {step} is in this recording: it has {has}")
 
 
-def report(again: Replay, tally: Tally, notes: list[str]) -> dict[str, Any]:
+def report(again: Replay, tally: ReplayStats, notes: list[str]) -> dict[str, Any]:
     """Everything that a replay showed, plain JSON."""
-    began, out, lives = again.began, tally.report(), tally.told()
+    began, out, lives = again.began, tally.report(), tally.to_json()
     scheduler = again.engine.scheduler
-    departure = again.departure
+    departure = again.divergence
     return {
         "quire": began.quire,
         "run": began.run,
@@ -80,17 +80,20 @@ def report(again: Replay, tally: Tally, notes: list[str]) -> dict[str, Any]:
         "notes": notes,
         "settings": {
             **{name: began.about[name] for name in ("pages", "page_size", "max_model_len")},
-            **{name: getattr(scheduler, name) for name in ("cap", "budget", "gap", "chunk")},
-            "order": scheduler.order.__name__,
-            "admission": scheduler.admit.__name__,
-            "pressure": scheduler.kv.pressure.__name__,
+            "cap": scheduler.max_num_seqs,
+            "budget": scheduler.max_num_batched_tokens,
+            "gap": scheduler.max_background_tokens,
+            "chunk": scheduler.max_chunk_tokens,
+            "order": scheduler.priority_policy.__name__,
+            "admission": scheduler.admission_policy.__name__,
+            "pressure": scheduler.kv.reserve_policy.__name__,
             "speculation": _kind(scheduler.speculation),
-            "pace": _kind(again.engine.pacer),
-            "prefix": _kind(scheduler.kv.reuse),
-            "eviction": _kind(scheduler.kv.pool.shelf),
+            "pace": _kind(again.engine.step_budget),
+            "prefix": _kind(scheduler.kv.prefix_cache),
+            "eviction": _kind(scheduler.kv.block_pool.eviction_policy),
         },
         "same": departure is None,
-        "departure": departure and {name: getattr(departure, name) for name in Departure.__slots__},
+        "departure": departure and {name: getattr(departure, name) for name in Divergence.__slots__},
         "crash": again.crash and f"{type(again.crash).__name__}: {again.crash}",
         "under_way": _under_way(again) if again.under_way else [],
         **out,
@@ -106,9 +109,9 @@ def _kind(part: Any) -> str:
 def _under_way(again: Replay) -> list[str]:
     """The steps that had not come home when the recording ended."""
     out = []
-    for step in again.engine.scheduler.flight:
+    for step in again.engine.scheduler.inflight:
         ids = [seq.request.id for seq in step.seqs]
-        out += lines(told(step.plan, ids, step.decisions), ids)
+        out += lines(step_words(step.plan, ids, step.decisions), ids)
     return out
 
 
@@ -122,7 +125,7 @@ class _Shown:
         self.console = Console(highlight=False, soft_wrap=True)
 
     def say(self, line: str, style: str = "") -> None:
-        self.console.print(Text(harmless(line), style=style))
+        self.console.print(Text(escape_control(line), style=style))
 
     def recording(self, again: Replay, said: dict[str, Any]) -> None:
         say = self.say
@@ -134,7 +137,7 @@ class _Shown:
             _step(said["step"], say)
         elif "request" in said:
             for life in said["request"]:
-                _life(life, say)
+                _request_lines(life, say)
         elif said["requests"]:
             _summary(said, say)
         else:
@@ -185,24 +188,24 @@ def _step(step: dict[str, Any], say: Any) -> None:
     say("  after it: " + ", ".join(f"{name} {value}" for name, value in step["after"].items()))
 
 
-def _life(story: dict[str, Any], say: Any) -> None:
+def _request_lines(story: dict[str, Any], say: Any) -> None:
     say(f"{story['id']}: {story['summary']}", "bold")
     for event in story["events"]:
         say(f"  {event['at'] * 1e3:10.2f} ms  {event['says']}")
 
 
 def _verdict(again: Replay, said: dict[str, Any], console: Console) -> None:
-    departure = again.departure
+    departure = again.divergence
     if departure is None:
         broke = f"; the engine broke as it did then: {said['crash']}" if said["crash"] else ""
         console.print(Text(f"every decision is the same{broke}", style="bold green"))
         return
-    console.print(Text(harmless(f"departs at step {departure.step}: {departure.what}"), style="bold red"))
+    console.print(Text(escape_control(f"departs at step {departure.step}: {departure.what}"), style="bold red"))
     if departure.recorded or departure.decided:
         table = Table("recorded", "decided now")
         for left, right in _beside(departure.recorded, departure.decided):
             style = "" if left == right else "bold"
-            table.add_row(Text(harmless(left), style=style), Text(harmless(right), style=style))
+            table.add_row(Text(escape_control(left), style=style), Text(escape_control(right), style=style))
         console.print(table)
 
 

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.core.kv import KV, prefix_index
-from quire.core.policy import ADMISSIONS, ORDERS, PRESSURES, SHELVES
+from quire.core.kv import KVCacheManager, make_prefix_cache
+from quire.core.policy import ADMISSION_POLICIES, EVICTION_POLICIES, PRIORITY_POLICIES, RESERVE_POLICIES
 from quire.core.scheduler import Scheduler
 from quire.engine.clock import Clock, WallClock
 from quire.engine.engine import Engine
 from quire.engine.events import Observer
 from quire.executors.costs import FREE, StepCost
 from quire.executors.synthetic import SyntheticExecutor
-from quire.observe.pool import look
+from quire.observe.pool import pool_state
 from quire.sim.workload import Load
 
 _SAMPLE = 16
@@ -24,7 +24,7 @@ _SAMPLE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class House:
+class SimConfig:
     """The settings of a simulated engine; names and defaults as the server's."""
 
     pages: int = 4096
@@ -49,21 +49,21 @@ class House:
         """The engine these settings describe. make: `Engine`, or what makes recorded ones."""
         clock = WallClock() if clock is None else clock
         rows = self.max_num_seqs * (1 + self.depth)
-        index = prefix_index(self.page_size, self.prefix_caching)
+        index = make_prefix_cache(self.page_size, self.prefix_caching)
         scheduler = Scheduler(
-            KV(
+            KVCacheManager(
                 self.pages,
                 self.page_size,
                 index,
-                SHELVES[self.eviction_policy](),
-                pressure=PRESSURES[self.pressure_policy],
+                EVICTION_POLICIES[self.eviction_policy](),
+                reserve_policy=RESERVE_POLICIES[self.pressure_policy],
             ),
             rows=rows,
-            cap=self.max_num_seqs,
-            budget=self.max_num_batched_tokens,
-            chunk=self.chunk,
-            admit=ADMISSIONS[self.batching],
-            order=ORDERS[self.scheduling_policy],
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_chunk_tokens=self.chunk,
+            admission_policy=ADMISSION_POLICIES[self.batching],
+            priority_policy=PRIORITY_POLICIES[self.scheduling_policy],
         )
         executor = SyntheticExecutor(
             pages=self.pages, page_size=self.page_size, rows=rows, depth=self.depth, cost=self.cost, clock=clock
@@ -87,7 +87,7 @@ class Outcome:
     peak_bytes: int = 0
 
 
-def drive(engine: Engine, loads: Sequence[Load], tick: Callable[[int], None] = lambda done: None) -> Outcome:
+def simulate(engine: Engine, loads: Sequence[Load], tick: Callable[[int], None] = lambda done: None) -> Outcome:
     """Submit each load at its arrival time and step until all is done. `tick` hears how many have finished."""
     out, clock = Outcome(requests=len(loads)), engine.clock
     started, wall, todo = clock.now(), time.perf_counter, 0
@@ -103,11 +103,11 @@ def drive(engine: Engine, loads: Sequence[Load], tick: Callable[[int], None] = l
         before = wall()
         engine.step()
         out.steps.append(wall() - before)
-        if engine.ledger.steps % _SAMPLE == 0:
+        if engine.stats.num_steps % _SAMPLE == 0:
             _fragmentation(engine, out)
-            tick(engine.ledger.requests)
+            tick(engine.stats.num_finished)
     out.seconds = clock.now() - started or wall() - begun
-    out.tokens = engine.ledger.generated
+    out.tokens = engine.stats.num_generated_tokens
     out.snapshot = engine.metrics_snapshot()
     out.latency = [c.finished - c.submitted for c in engine.completed_requests]
     out.queue_wait = [c.opened - c.submitted for c in engine.completed_requests if c.opened is not None]
@@ -115,7 +115,7 @@ def drive(engine: Engine, loads: Sequence[Load], tick: Callable[[int], None] = l
 
 
 def _fragmentation(engine: Engine, out: Outcome) -> None:
-    state = look(engine.scheduler)
+    state = pool_state(engine.scheduler)
     if engine.scheduler.running:
         out.internal.append(state.internal)
     out.external.append(state.external)

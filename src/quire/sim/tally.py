@@ -19,7 +19,7 @@ KEPT = 200
 LONGEST = 5
 
 
-class Tally:
+class ReplayStats:
     """Counts and times of a whole recording. request: whose story is wanted; step: which step."""
 
     def __init__(self, request: str | None = None, step: int | None = None) -> None:
@@ -44,14 +44,14 @@ class Tally:
         """From the state that the recording begins with."""
         self.first = self.last = self._home = began.clock
         self.history.attach(engine.scheduler.kv)
-        for life in engine.ledger.lives.values():
+        for life in engine.stats.requests_by_id.values():
             seq = life.seq
             self.history.on_submit(seq.request, life.submitted)
-            story = self.history.stories[seq.request.id]
+            story = self.history.requests[seq.request.id]
             story.opened, story.first, story.waiting = life.opened, life.first_token, seq.row is None
-            story.held, story.hits, story.preemptions = list(seq.blocks), seq.hits, seq.preemptions
-        self.requests = len(engine.ledger.lives)
-        self.evictions = engine.scheduler.kv.pool.evictions
+            story.held, story.hits, story.preemptions = list(seq.blocks), seq.num_cached, seq.preemptions
+        self.requests = len(engine.stats.requests_by_id)
+        self.evictions = engine.scheduler.kv.block_pool.evictions
 
     # ---------------------------------------------------------------- an observer
 
@@ -61,7 +61,7 @@ class Tally:
 
     def on_step(self, record: StepRecord) -> None:
         self.history.on_step(record)
-        fed = sum(span.n for span in record.plan.spans)
+        fed = sum(span.num_tokens for span in record.plan.spans)
         self.fed += fed
         self.tokens += sum(len(event.tokens) for event in record.events)
         self.first_step = self.first_step or record.number
@@ -112,7 +112,7 @@ class Tally:
         (heapq.heappush if len(self.longest) < LONGEST else heapq.heappushpop)(self.longest, item)
 
     def _shown(self, record: StepRecord) -> dict[str, Any]:
-        plan = words.told(record.plan, record.ids, record.decisions)
+        plan = words.step_words(record.plan, record.ids, record.decisions)
         return {
             "step": record.number,
             "planned": record.planned - self.first,
@@ -124,9 +124,9 @@ class Tally:
             "after": record.gauges._asdict(),
         }
 
-    def told(self) -> list[dict[str, Any]]:
+    def to_json(self) -> list[dict[str, Any]]:
         """Lives of the request that is wanted, one an answer, as far as they went; empty: it is not here."""
-        open = [id for id in self.history.stories if self._wants(id) and id not in self.lives]
+        open = [id for id in self.history.requests if self._wants(id) and id not in self.lives]
         found = self.lives | {id: explain(self.history, id, self.last) for id in open}
         return [life for life in found.values() if life is not None]
 
@@ -145,7 +145,7 @@ class Tally:
             "evictions": gauges.evictions - self.evictions if gauges else 0,
             "discarded_spans": gauges.discarded_spans if gauges else 0,
             "waited": {name: {"steps": n, "seconds": self.lost[name]} for name, n in self.waited.most_common()},
-            "known": list(self.history.stories)[-100:],
+            "known": list(self.history.requests)[-100:],
             "time": {"executor": self.running, "planning": self.planning, "between": self.between},
             "longest_steps": [
                 {"step": number, "seconds": took, "rows": rows, "fed": fed}

@@ -11,7 +11,7 @@ from quire.core.step import Decision
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StepWords:
     """A plan and why, as recordings have them."""
 
     opened: Any
@@ -26,14 +26,16 @@ class Told:
         return (list(self.opened), self.grown, self.spans, self.masked, self.drafts)
 
 
-def told(plan: Plan, ids: Iterable[str], decisions: Sequence[Decision]) -> Told:
+def step_words(plan: Plan, ids: Iterable[str], decisions: Sequence[Decision]) -> StepWords:
     """As the recorder writes it. ids: whose spans the plan's are."""
     whose = {span.row: id for id, span in zip(ids, plan.spans, strict=True)}
-    opened = [(whose[o.row], o.row, len(o.tokens), o.start, o.prompt, o.limit) for o in plan.opened]
-    return Told(opened, plan.grown, plan.spans, plan.masked, plan.drafts, decisions)
+    opened = [
+        (whose[o.row], o.row, len(o.tokens), o.num_computed, o.prompt_length, o.max_length) for o in plan.new_sequences
+    ]
+    return StepWords(opened, plan.new_blocks, plan.spans, plan.masked_spans, plan.num_drafts, decisions)
 
 
-def lines(told: Told, ids: Sequence[str] = ()) -> list[str]:
+def lines(told: StepWords, ids: Sequence[str] = ()) -> list[str]:
     """A plan and why it was made so, a line for each row that opens, feeds or grows. ids: whose the spans are."""
     out = [
         f"open    row {row}: {id}, {tokens} tokens, {start} of them cached, at most {limit}"

@@ -13,7 +13,7 @@ from quire.errors import InvalidModel, InvalidRequest
 from quire.text.sandbox import METER, Budget, Metered, Refused, Sandbox, extent
 from quire.text.tokenizer import read_json
 from quire.text.tools.describe import described
-from quire.text.tools.styles import Style, style_of
+from quire.text.tools.styles import ToolStyle, style_of
 
 _HERE = "\N{OBJECT REPLACEMENT CHARACTER}quire-continues-here\N{OBJECT REPLACEMENT CHARACTER}"
 
@@ -25,7 +25,7 @@ class _Failed(Exception):
 class ChatTemplate:
     """One template, compiled. `tokens` are the special tokens it may name (`bos_token` and so on)."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str] | None = None, style: Style | None = None) -> None:
+    def __init__(self, source: str, tokens: Mapping[str, str] | None = None, style: ToolStyle | None = None) -> None:
         """style: how calls of tools are told where the template has no way; by default the one it looks like.
 
         Raises InvalidModel if `source` is not a template.
@@ -49,7 +49,7 @@ class ChatTemplate:
         tokens: Mapping[str, str] | None = None,
         *,
         override: str | Path | None = None,
-        style: Style | None = None,
+        style: ToolStyle | None = None,
         default: str | None = None,
     ) -> Self | None:
         """`override` (a path, or a template), else chat_template.jinja, else tokenizer_config's, else `default`.

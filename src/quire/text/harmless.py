@@ -8,11 +8,11 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u20
 """What ends lines, moves cursors, or turns the direction of text."""
 
 
-def harmless(text: str) -> str:
+def escape_control(text: str) -> str:
     """The same text on one line, what a terminal would obey spelled out."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
-def block(text: str) -> str:
+def escape_control_lines(text: str) -> str:
     """The same lines, each harmless and indented: none of them can pass for the beginning of something else."""
-    return "\n".join(f"    {harmless(line)}" for line in text.split("\n"))
+    return "\n".join(f"    {escape_control(line)}" for line in text.split("\n"))

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 Kind = Literal["content", "reasoning", "call", "arguments"]
 
 
-class Part(NamedTuple):
+class TextPart(NamedTuple):
     """Some text of one kind. `call`: the text is the name of the tool that call number `call` begins to call.
 
     `arguments`: a fragment of that call's arguments; all of them together are a JSON object, as the model wrote it.
@@ -25,37 +25,37 @@ class Splitter(Protocol):
     However a text is cut, the parts told are the same once those that follow one another are joined.
     """
 
-    def feed(self, text: str) -> Sequence[Part]:
+    def feed(self, text: str) -> Sequence[TextPart]:
         """What is certain after `text`."""
 
-    def flush(self) -> Sequence[Part]:
+    def flush(self) -> Sequence[TextPart]:
         """What was held back, at the end."""
 
 
-class Plain:
+class PlainSplitter:
     """Everything is content."""
 
     __slots__ = ()
 
-    def feed(self, text: str) -> Sequence[Part]:
-        return (Part("content", text),) if text else ()
+    def feed(self, text: str) -> Sequence[TextPart]:
+        return (TextPart("content", text),) if text else ()
 
-    def flush(self) -> Sequence[Part]:
+    def flush(self) -> Sequence[TextPart]:
         return ()
 
 
-PLAIN = Plain()
+PLAIN = PlainSplitter()
 
 
-def joined(parts: Iterable[Part]) -> list[Part]:
+def joined(parts: Iterable[TextPart]) -> list[TextPart]:
     """Neighbours of one kind and call as one. A call's beginning stands alone."""
-    pieces: list[tuple[Part, list[str]]] = []
+    pieces: list[tuple[TextPart, list[str]]] = []
     for part in parts:
         if pieces and part.kind != "call" and part[::2] == pieces[-1][0][::2]:
             pieces[-1][1].append(part.text)
         elif part.text or part.kind == "call":
             pieces.append((part, [part.text]))
-    return [Part(first.kind, "".join(texts), first.call) for first, texts in pieces]
+    return [TextPart(first.kind, "".join(texts), first.call) for first, texts in pieces]
 
 
 def possible(text: str, markers: Iterable[str]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from quire.text.part import Part, possible
+from quire.text.part import TextPart, possible
 from quire.values import Ahead
 
 ReasoningParser = Literal["none", "deepseek_r1", "qwen3"]
@@ -57,11 +57,11 @@ class Thinking:
         self.state: Literal["begin", "inside", "after", "answer"] = "begin"
         self._text = self._space = ""
 
-    def feed(self, text: str) -> Sequence[Part]:
+    def feed(self, text: str) -> Sequence[TextPart]:
         if self.state == "answer":
-            return (Part("content", text),) if text else ()
+            return (TextPart("content", text),) if text else ()
         self._text += text
-        parts: list[Part] = []
+        parts: list[TextPart] = []
         if self.state == "begin":
             self._begin(parts)
         if self.state == "inside":
@@ -70,7 +70,7 @@ class Thinking:
             self._after(parts)
         return parts
 
-    def _begin(self, parts: list[Part]) -> None:
+    def _begin(self, parts: list[TextPart]) -> None:
         bare = self._text.lstrip()
         if len(bare) < len(OPEN) and OPEN.startswith(bare):
             return
@@ -80,10 +80,10 @@ class Thinking:
             self.state = "inside"
         else:
             self.state = "answer"
-            parts.append(Part("content", self._text))
+            parts.append(TextPart("content", self._text))
             self._text = ""
 
-    def _think(self, parts: list[Part]) -> None:
+    def _think(self, parts: list[TextPart]) -> None:
         said, found, rest = self._text.partition(CLOSE)
         if found:
             self.state, self._text = "after", rest
@@ -92,26 +92,26 @@ class Thinking:
             said, self._text = said[: len(said) - kept], said[len(said) - kept :]
         self._say(said, parts)
 
-    def _say(self, text: str, parts: list[Part]) -> None:
+    def _say(self, text: str, parts: list[TextPart]) -> None:
         """All but white space that may turn out to stand before the mark."""
         text = self._space + text if self._said else text.lstrip()
         said = text.rstrip()
         self._space = text[len(said) :]
         if said:
             self._said = True
-            parts.append(Part("reasoning", said))
+            parts.append(TextPart("reasoning", said))
 
-    def _after(self, parts: list[Part]) -> None:
+    def _after(self, parts: list[TextPart]) -> None:
         bare = self._text.lstrip()
         self._text = ""
         if bare:
             self.state = "answer"
-            parts.append(Part("content", bare))
+            parts.append(TextPart("content", bare))
 
-    def flush(self) -> Sequence[Part]:
-        parts: list[Part] = []
+    def flush(self) -> Sequence[TextPart]:
+        parts: list[TextPart] = []
         if self.state == "begin" and not self._inside:
-            parts.append(Part("content", self._text))
+            parts.append(TextPart("content", self._text))
         elif self.state in ("begin", "inside"):
             self._say(self._text, parts)
         self.state, self._text = "answer", ""

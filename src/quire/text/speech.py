@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from quire.text.part import PLAIN, Part, Splitter
+from quire.text.part import PLAIN, Splitter, TextPart
 from quire.text.reasoning import Thinking
 
 
-class Speech:
+class AnswerSplitter:
     """A Splitter of two: what `thinking` calls content is for `calls` to read."""
 
     __slots__ = ("_calls", "_thinking")
@@ -16,13 +16,13 @@ class Speech:
     def __init__(self, thinking: Splitter, calls: Splitter = PLAIN) -> None:
         self._thinking, self._calls = thinking, calls
 
-    def feed(self, text: str) -> Sequence[Part]:
+    def feed(self, text: str) -> Sequence[TextPart]:
         return list(self._read(self._thinking.feed(text)))
 
-    def flush(self) -> Sequence[Part]:
+    def flush(self) -> Sequence[TextPart]:
         return [*self._read(self._thinking.flush()), *self._calls.flush()]
 
-    def _read(self, parts: Sequence[Part]) -> Iterator[Part]:
+    def _read(self, parts: Sequence[TextPart]) -> Iterator[TextPart]:
         for part in parts:
             if part.kind == "content":
                 yield from self._calls.feed(part.text)
@@ -30,7 +30,7 @@ class Speech:
                 yield part
 
 
-class Thoughts:
+class ReasoningCounter:
     """Counts the tokens of an answer's thoughts, marks included, however they come."""
 
     __slots__ = ("_thinking", "_undecided", "count")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
-from quire.layers.formats import Quantised, Stored
+from quire.layers.formats import QuantizedWeight, WeightStorage
 from quire.models.base import Model
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.weights.files import listed
@@ -152,16 +152,18 @@ class Canary:
         self.quality: Quality | None = None
         self.suspects: tuple[str, ...] = ()
 
-    def before(self, model: Model, device: torch.device) -> Tensor:
+    def record_reference(self, model: Model, device: torch.device) -> Tensor:
         """The probe's logits as the model is now."""
         return answers(model, probe(model.spec.vocab, self.encoded), device)
 
-    def after(self, model: Model, stored: Sequence[Stored], device: torch.device, reference: Tensor | None) -> None:
+    def check(
+        self, model: Model, stored: Sequence[WeightStorage], device: torch.device, reference: Tensor | None
+    ) -> None:
         """Compare. Without a reference, with the same numbers multiplied in full precision.
 
         Raises InvalidModel below the threshold.
         """
-        matrices = {each.matrix.parts[0].name: each.quantised for each in stored if each.quantised is not None}
+        matrices = {each.matrix.parts[0].name: each.quantized for each in stored if each.quantized is not None}
         self.suspects = tuple(suspects(matrices))
         if self.suspects and self.threshold is not None:
             raise InvalidModel(
@@ -171,10 +173,10 @@ class Canary:
         if reference is None:
             for matrix in matrices.values():
                 matrix.exact = True
-            reference = self.before(model, device)
+            reference = self.record_reference(model, device)
             for matrix in matrices.values():
                 matrix.exact = False
-        self.quality = compare(reference, self.before(model, device), probe(model.spec.vocab, self.encoded))
+        self.quality = compare(reference, self.record_reference(model, device), probe(model.spec.vocab, self.encoded))
         if self.threshold is not None:
             self.threshold.check(self.quality, "quantisation")
 
@@ -182,7 +184,7 @@ class Canary:
 UNLIKE, SAMPLE = 100.0, 64
 
 
-def suspects(matrices: Mapping[str, Quantised]) -> list[str]:
+def suspects(matrices: Mapping[str, QuantizedWeight]) -> list[str]:
     """Those a hundred times as strong or weak as most, or not numbers."""
     gains = {name: gain(matrix) for name, matrix in matrices.items()}
     middle = sorted(gains.values())[len(gains) // 2] if gains else 1.0
@@ -193,7 +195,7 @@ def suspects(matrices: Mapping[str, Quantised]) -> list[str]:
     ]
 
 
-def gain(matrix: Quantised) -> float:
+def gain(matrix: QuantizedWeight) -> float:
     """How much longer than its input a random vector's product is, by a sample of rows."""
-    rows = matrix.restored(slice(0, None, max(1, matrix.rows // SAMPLE)))
+    rows = matrix.dequantize(slice(0, None, max(1, matrix.rows // SAMPLE)))
     return float(rows.square().sum(-1).mean().sqrt())

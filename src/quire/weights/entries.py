@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.errors import InvalidModel
 
 
-class Entry(Protocol):
+class TensorEntry(Protocol):
     """A tensor that can be read in part."""
 
     @property
@@ -35,28 +35,28 @@ class Entry(Protocol):
     def size(self) -> int:
         """Bytes it takes on disk."""
 
-    def read(self, cut: tuple[slice, ...]) -> Tensor:
+    def read(self, index: tuple[slice, ...]) -> Tensor:
         """The cut of the tensor, on the CPU. Raises InvalidModel for a file that ends too soon."""
 
-    def pour(self, cut: tuple[slice, ...], into: Tensor) -> None:
+    def read_into(self, index: tuple[slice, ...], target: Tensor) -> None:
         """What `read` gives, into a tensor of its shape, of any dtype and on any device."""
 
 
 class Readable(Protocol):
-    def read(self, cut: tuple[slice, ...]) -> Tensor: ...
+    def read(self, index: tuple[slice, ...]) -> Tensor: ...
 
 
-class Poured:
+class CopiedEntry:
     """An entry that is read first and copied then."""
 
     __slots__ = ()
 
-    def pour(self: Readable, cut: tuple[slice, ...], into: Tensor) -> None:
-        into.copy_(self.read(cut))
+    def read_into(self: Readable, index: tuple[slice, ...], target: Tensor) -> None:
+        target.copy_(self.read(index))
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class FileTensor:
     """A tensor whose bytes lie in a file one after the other, from `start`."""
 
     file: Path
@@ -73,65 +73,65 @@ class Span:
     def size(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def read(self, cut: tuple[slice, ...]) -> Tensor:
+    def read(self, index: tuple[slice, ...]) -> Tensor:
         """Leading rows that are not wanted are not read."""
-        rows = cut[0] if cut else slice(None)
+        rows = index[0] if index else slice(None)
         first, last, _ = rows.indices(self.shape[0]) if self.shape else (0, 1, 1)
         inner = math.prod(self.shape[1:])
         whole = torch.empty((max(0, last - first), *self.shape[1:]), dtype=self.dtype)
         if whole.numel():
-            take(self.file, self.start + first * inner * self.dtype.itemsize, whole)
-        return whole.view(self.shape) if not self.shape else whole[(slice(None), *cut[1:])]
+            read_tensor(self.file, self.start + first * inner * self.dtype.itemsize, whole)
+        return whole.view(self.shape) if not self.shape else whole[(slice(None), *index[1:])]
 
-    def pour(self, cut: tuple[slice, ...], into: Tensor) -> None:
+    def read_into(self, index: tuple[slice, ...], target: Tensor) -> None:
         """Without a copy between, where the bytes are the same there."""
-        rows = (cut[0] if cut else slice(None)).indices(self.shape[0] if self.shape else 1)
-        alike = into.dtype is self.dtype and into.shape[1:] == self.shape[1:] and into.is_contiguous()
-        if alike and into.device.type == "cpu" and into.numel():
-            take(self.file, self.start + rows[0] * into[0].nbytes, into)
+        rows = (index[0] if index else slice(None)).indices(self.shape[0] if self.shape else 1)
+        alike = target.dtype is self.dtype and target.shape[1:] == self.shape[1:] and target.is_contiguous()
+        if alike and target.device.type == "cpu" and target.numel():
+            read_tensor(self.file, self.start + rows[0] * target[0].nbytes, target)
         else:
-            into.copy_(self.read(cut))
+            target.copy_(self.read(index))
 
 
 @dataclass(frozen=True, slots=True)
-class Part(Poured):
+class SliceEntry(CopiedEntry):
     """One of those that a tensor holds along its first dimension: an expert of a layer's, or the only one."""
 
-    whole: Entry
+    tensor: TensorEntry
     number: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.whole.dtype
+        return self.tensor.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.whole.shape[1:]
+        return self.tensor.shape[1:]
 
     @property
     def order(self) -> tuple[str, int]:
-        return self.whole.order
+        return self.tensor.order
 
     @property
     def kind(self) -> str:
-        return self.whole.kind
+        return self.tensor.kind
 
     @property
     def size(self) -> int:
-        return self.whole.size // self.whole.shape[0]
+        return self.tensor.size // self.tensor.shape[0]
 
-    def read(self, cut: tuple[slice, ...]) -> Tensor:
-        return self.whole.read((slice(self.number, self.number + 1), *cut))[0]
+    def read(self, index: tuple[slice, ...]) -> Tensor:
+        return self.tensor.read((slice(self.number, self.number + 1), *index))[0]
 
 
-def take(file: Path, start: int, into: Tensor) -> None:
+def read_tensor(file: Path, start: int, into: Tensor) -> None:
     """Fill a contiguous tensor with the bytes from `start` on."""
     with file.open("rb", buffering=0) as opened:
         opened.seek(start)
-        fill(into.view(-1).view(torch.uint8).numpy().data, opened, file)
+        read_exactly(into.view(-1).view(torch.uint8).numpy().data, opened, file)
 
 
-def fill(into: memoryview, file: Any, name: Path) -> None:
+def read_exactly(into: memoryview, file: Any, name: Path) -> None:
     done = 0
     while done < len(into):
         count = file.readinto(into[done:])

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from quire.errors import InvalidModel
-from quire.weights.entries import Entry, Span
+from quire.weights.entries import FileTensor, TensorEntry
 from quire.weights.gguf import find_gguf, read_gguf
 from quire.weights.gguf_model import gguf_config, gguf_entries
 from quire.weights.names import translated
@@ -55,9 +55,9 @@ class Checkpoint:
         self.folder = folder
         if not folder.is_dir() and find_gguf(folder) is None:
             raise InvalidModel(f"{folder} is not a model folder")
-        self.entries: Mapping[str, Entry] = translated(self._entries())
+        self.entries: Mapping[str, TensorEntry] = translated(self._entries())
 
-    def _entries(self) -> Mapping[str, Entry]:
+    def _entries(self) -> Mapping[str, TensorEntry]:
         if (gguf := find_gguf(self.folder)) is not None:
             return gguf_entries(read_gguf(gguf))
         for single, index, read in ((SINGLE, INDEX, read_header), (PICKLE, PICKLE_INDEX, read_pickle)):
@@ -69,11 +69,11 @@ class Checkpoint:
         only = f" (it has {', '.join(found[:3])})" if found else ""
         raise InvalidModel(f"{self.folder.name} has neither {SINGLE} nor {INDEX}{only}")
 
-    def _sharded(self, index: str, read: Callable[[Path], dict[str, Entry]]) -> dict[str, Entry]:
+    def _sharded(self, index: str, read: Callable[[Path], dict[str, TensorEntry]]) -> dict[str, TensorEntry]:
         weights = read_json(self.folder / index).get("weight_map")
         if not isinstance(weights, dict) or not all(isinstance(f, str) for f in weights.values()):
             raise InvalidModel(f"{index} has no weight_map of tensor names to files")
-        shards: dict[str, dict[str, Entry]] = {}
+        shards: dict[str, dict[str, TensorEntry]] = {}
         for file in sorted(set(weights.values())):
             path = self.folder / file
             if Path(file).name != file:
@@ -119,7 +119,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_header(path: Path) -> dict[str, Entry]:
+def read_header(path: Path) -> dict[str, TensorEntry]:
     """Every tensor of a safetensors file: 8 bytes of header length, the header as JSON, the data.
 
     Raises InvalidModel for a file that is cut short or whose header contradicts it.
@@ -142,7 +142,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     }
 
 
-def entry(path: Path, name: str, facts: Any, data: int, size: int) -> Entry:
+def entry(path: Path, name: str, facts: Any, data: int, size: int) -> TensorEntry:
     try:
         kind, shape, (start, stop) = facts["dtype"], tuple(facts["shape"]), facts["data_offsets"]
         sound = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
@@ -161,7 +161,7 @@ def entry(path: Path, name: str, facts: Any, data: int, size: int) -> Entry:
         raise InvalidModel(
             f"{path.name} is truncated: {name} ends at byte {data + stop:,} of {size:,}; download it again"
         )
-    return Span(path, data + start, dtype, shape, kind)
+    return FileTensor(path, data + start, dtype, shape, kind)
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:

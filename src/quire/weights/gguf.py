@@ -50,7 +50,7 @@ OTHERS: Mapping[int, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class GgufTensorInfo:
     """A tensor of the file. start: byte of its first number. shape: outermost dimension first."""
 
     kind: Kind
@@ -68,7 +68,7 @@ class Gguf:
 
     path: Path
     facts: Mapping[str, Any]
-    tensors: Mapping[str, Held]
+    tensors: Mapping[str, GgufTensorInfo]
 
     def get(self, name: str, default: Any = None) -> Any:
         """A fact of this architecture, named without it ("block_count")."""
@@ -115,7 +115,7 @@ def read_gguf(path: Path) -> Gguf:
         align = facts.get("general.alignment", 32)
         data = -(-file.tell() // align) * align
     end = path.stat().st_size
-    placed = {name: Held(each.kind, each.shape, data + each.start) for name, each in held.items()}
+    placed = {name: GgufTensorInfo(each.kind, each.shape, data + each.start) for name, each in held.items()}
     for name, each in placed.items():
         if each.start + each.size > end:
             raise InvalidModel(
@@ -158,7 +158,7 @@ class Reader:
             raise InvalidModel(f"{self.name} is not a GGUF file: there is no value of type {kind}")
         return self.scalar(SCALARS[kind])
 
-    def tensor(self) -> tuple[str, Held]:
+    def tensor(self) -> tuple[str, GgufTensorInfo]:
         name, rank = self.string(), self.scalar("I")
         shape = tuple(self.scalar("Q") for _ in range(min(rank, 8)))[::-1]
         number, start = self.scalar("I"), self.scalar("Q")
@@ -169,4 +169,4 @@ class Reader:
             raise InvalidModel(f"{self.name}: {name} is stored as {other}: not supported (known: {known})")
         if not shape or shape[-1] % kind.block:
             raise InvalidModel(f"{self.name}: {name} of shape {list(shape)} cannot be {kind.name}")
-        return name, Held(kind, shape, start)
+        return name, GgufTensorInfo(kind, shape, start)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel, nearest
-from quire.weights.entries import Entry, Part, Poured, Span, take
-from quire.weights.gguf import Gguf, Held
+from quire.weights.entries import CopiedEntry, FileTensor, SliceEntry, TensorEntry, read_tensor
+from quire.weights.gguf import Gguf, GgufTensorInfo
 from quire.weights.gguf_blocks import BLOCKS
 
 PLAIN: Mapping[str, torch.dtype] = MappingProxyType(
@@ -25,11 +25,11 @@ Change = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Block(Poured):
+class GgufTensor(CopiedEntry):
     """A tensor stored in blocks, read as float32, whole rows at a time."""
 
     gguf: Gguf
-    held: Held
+    held: GgufTensorInfo
     dtype: torch.dtype = torch.float32
 
     @property
@@ -53,16 +53,16 @@ class Block(Poured):
         first, last, _ = (cut[0] if cut else slice(None)).indices(shape[0])
         row = self.size // shape[0]
         raw = torch.empty((last - first) * row // kind.size, kind.size, dtype=torch.uint8)
-        take(self.gguf.path, self.held.start + first * row, raw)
+        read_tensor(self.gguf.path, self.held.start + first * row, raw)
         whole = BLOCKS[kind.name](raw).view(last - first, *shape[1:])
         return whole[(slice(None), *cut[1:])]
 
 
 @dataclass(frozen=True, slots=True)
-class Changed(Poured):
+class TransformedEntry(CopiedEntry):
     """A tensor a converter has changed, changed back as it is read."""
 
-    whole: Entry
+    whole: TensorEntry
     shape: tuple[int, ...]
     change: Change
 
@@ -146,20 +146,20 @@ GPT2_OUTER: Mapping[str, str] = MappingProxyType(
 NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
-def gguf_entries(gguf: Gguf) -> dict[str, Entry]:
+def gguf_entries(gguf: Gguf) -> dict[str, TensorEntry]:
     """The file's tensors as transformers would have saved them."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for name, held in gguf.tensors.items():
         if held.kind.name in PLAIN:
-            entry: Entry = Span(gguf.path, held.start, PLAIN[held.kind.name], held.shape, held.kind.name)
+            entry: TensorEntry = FileTensor(gguf.path, held.start, PLAIN[held.kind.name], held.shape, held.kind.name)
         else:
-            entry = Block(gguf, held)
+            entry = GgufTensor(gguf, held)
         if name == "rope_freqs.weight":
             continue
         theirs = transformers_name(gguf, name)
         entry = restored(gguf, name, theirs, entry)
         if "#" in theirs:
-            entries |= {theirs.replace("#", str(e)): Part(entry, e) for e in range(entry.shape[0])}
+            entries |= {theirs.replace("#", str(e)): SliceEntry(entry, e) for e in range(entry.shape[0])}
         else:
             entries[theirs] = entry
     return entries
@@ -184,15 +184,15 @@ def transformers_name(gguf: Gguf, name: str) -> str:
     return f"{known[part]}.{kind}" if layer is None else f"{prefix}.{layer}.{known[part]}.{kind}"
 
 
-def restored(gguf: Gguf, name: str, theirs: str, entry: Entry) -> Entry:
+def restored(gguf: Gguf, name: str, theirs: str, entry: TensorEntry) -> TensorEntry:
     """What converters do to a tensor, undone: Llama's heads in pairs, Gemma's norms from 1, GPT-2's matrices turned."""
     if gguf.architecture == "llama" and re.search(r"\.attn_[qk]\.", name):
         heads = gguf.get("attention.head_count") if ".attn_q." in name else kv_heads(gguf)
-        return Changed(entry, entry.shape, lambda whole: halves(whole, heads))
+        return TransformedEntry(entry, entry.shape, lambda whole: halves(whole, heads))
     if gguf.architecture.startswith("gemma") and name.endswith("norm.weight"):
-        return Changed(entry, entry.shape, lambda whole: whole.float() - 1.0)
+        return TransformedEntry(entry, entry.shape, lambda whole: whole.float() - 1.0)
     if gguf.architecture == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight$", theirs):
-        return Changed(entry, entry.shape[::-1], lambda whole: whole.t())
+        return TransformedEntry(entry, entry.shape[::-1], lambda whole: whole.t())
     return entry
 
 
@@ -263,7 +263,7 @@ def scaling(gguf: Gguf) -> dict[str, Any] | None:
     """rope_scaling: what Llama 3.1 does is in a tensor of factors, all else in facts."""
     held = gguf.tensors.get("rope_freqs.weight")
     if held is not None:
-        entry = Span(gguf.path, held.start, torch.float32, held.shape)
+        entry = FileTensor(gguf.path, held.start, torch.float32, held.shape)
         return {"rope_type": "factors", "factor": 1.0, "factors": entry.read(()).tolist()}
     kind = gguf.get("rope.scaling.type", "none")
     if kind == "none":

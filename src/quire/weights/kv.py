@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from quire.models.base import Model
-from quire.ops.float8 import E4M3, E4M3_MAX, eighth
+from quire.ops.float8 import E4M3, E4M3_MAX, to_fp8
 from quire.runner.memory import LayerShape, allocate
 from quire.weights.canary import PAGE, Quality, answers, compare, pages, probe
 
 ROOM = 4.0
 """Other texts may make numbers so many times as large as the probe's largest."""
 
-ROUGH = 0.06
+MAX_RELATIVE_ERROR = 0.06
 """Median share of a number that rounding may take: 3 bits of mantissa take 0.02 to 0.03, losing small ones far more."""
 
 
@@ -46,5 +46,5 @@ def scale_of(found: Tensor) -> float | None:
     if not 0 < largest < float("inf"):
         return None
     scale = largest * ROOM / E4M3_MAX
-    apart = (eighth(found, scale).float() * scale - found).abs() / found.abs().clamp(min=1e-30)
-    return scale if float(apart.median()) < ROUGH else None
+    apart = (to_fp8(found, scale).float() * scale - found).abs() / found.abs().clamp(min=1e-30)
+    return scale if float(apart.median()) < MAX_RELATIVE_ERROR else None

@@ -13,20 +13,20 @@ from typing import Literal
 import torch
 
 from quire.errors import InvalidModel
-from quire.layers.build import Build
-from quire.layers.formats import SMALL, Format, Place, Plain, packed_if_large
-from quire.layers.formats.online import Online
-from quire.layers.parallel import Parallel, Solo
+from quire.layers.build import ModelBuilder
+from quire.layers.formats import SMALL, Format, Plain, WeightSlot, packed_if_large
+from quire.layers.formats.online import OnlineQuantization
+from quire.layers.parallel import ParallelGroup, SingleRank
 from quire.models.base import Model
 from quire.models.registry import build_model, read_spec
 from quire.models.spec import ModelSpec
 from quire.ops.base import Ops
-from quire.ops.packed import packable
+from quire.ops.packed import can_pack
 from quire.ops.reference import ReferenceOps
 from quire.weights.canary import Canary
-from quire.weights.entries import Entry
+from quire.weights.entries import TensorEntry
 from quire.weights.files import Checkpoint, listed, read_config
-from quire.weights.schemes import AUTO, BESIDE, Detected, choose
+from quire.weights.schemes import AUTO, IGNORED_TENSORS, CheckpointFormat, choose_format
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -53,7 +53,7 @@ def load_model(
     dtype: DType = "auto",
     device: str | torch.device = "cpu",
     ops: Ops | None = None,
-    parallel: Parallel | None = None,
+    parallel: ParallelGroup | None = None,
     load_format: LoadFormat = "auto",
     quantization: str = AUTO,
     canary: Canary | None = None,
@@ -76,11 +76,13 @@ def load_model(
     spec = read_spec(config)
     checkpoint = None if load_format == "dummy" else Checkpoint(folder)
     number = choose_dtype(dtype, spec, checkpoint, device)
-    format = choose(
-        config, quantization, choose_format(number, device, draft), checkpoint.entries if checkpoint else {}
+    format = choose_format(
+        config, quantization, choose_plain_format(number, device, draft), checkpoint.entries if checkpoint else {}
     )
-    build = Build(ops=ops or ReferenceOps(), parallel=parallel or Solo(), dtype=number, device=device, format=format)
-    build.ignore(*(BESIDE if isinstance(format, Detected) else ()))
+    build = ModelBuilder(
+        ops=ops or ReferenceOps(), parallel=parallel or SingleRank(), dtype=number, device=device, format=format
+    )
+    build.ignore(*(IGNORED_TENSORS if isinstance(format, CheckpointFormat) else ()))
     with torch.inference_mode():
         try:
             model = build_model(spec, build)
@@ -88,19 +90,21 @@ def load_model(
             if "memory" not in str(error):
                 raise
             raise InvalidModel(f"there is no memory for {folder.name}: `quire plan` says what fits") from error
-        held = sum(place.into.nbytes for places in build.places.values() for place in places)
+        held = sum(place.target.nbytes for places in build.slots.values() for place in places)
         if held > room:
             sizes = f"{held / 2**30:.1f} GiB of weights, and there are {room / 2**30:.1f} GiB"
             raise InvalidModel(f"there is no memory for {folder.name}: {sizes}; `quire plan` says what fits")
         if checkpoint is None:
-            draw(build, seed, progress)
+            random_init(build, seed, progress)
         else:
-            stream(build, checkpoint, progress)
+            load_weights(build, checkpoint, progress)
         canary = None if checkpoint is None else canary  # random numbers say nothing about quality
-        reference = canary.before(model, device) if canary and isinstance(format, Online) else None
-        build.seal()
-        if canary and any(stored.quantised is not None for stored in build.stored):
-            canary.after(model, build.stored, device, reference)
+        reference = (
+            canary.record_reference(model, device) if canary and isinstance(format, OnlineQuantization) else None
+        )
+        build.finalize()
+        if canary and any(stored.quantized is not None for stored in build.matrices):
+            canary.check(model, build.matrices, device, reference)
     return model
 
 
@@ -118,24 +122,24 @@ def choose_dtype(asked: DType, spec: ModelSpec, checkpoint: Checkpoint | None, d
     return found or torch.float32
 
 
-def choose_format(dtype: torch.dtype, device: torch.device, draft: bool) -> Format:
+def choose_plain_format(dtype: torch.dtype, device: torch.device, draft: bool) -> Format:
     least = SMALL if draft and dtype is torch.float32 else 0
-    return partial(packed_if_large, spare=[], least=least) if packable(dtype, device) else Plain
+    return partial(packed_if_large, spare=[], least=least) if can_pack(dtype, device) else Plain
 
 
-def stream(build: Build, checkpoint: Checkpoint, progress: Progress) -> None:
+def load_weights(build: ModelBuilder, checkpoint: Checkpoint, progress: Progress) -> None:
     """Fill every place from the checkpoint, in the order of the files."""
     entries = named(build, checkpoint)
     match(build, checkpoint.folder.name, entries)
-    wanted = [(entry, place) for name, entry in entries.items() for place in build.places.get(name, ())]
+    wanted = [(entry, place) for name, entry in entries.items() for place in build.slots.get(name, ())]
     wanted.sort(key=lambda pair: pair[0].order)
     total = sum(size_of(place, entry) for entry, place in wanted)
-    jobs = [(entry, piece) for entry, place in wanted for piece in place.pieces(PIECE // place.into.itemsize)]
+    jobs = [(entry, piece) for entry, place in wanted for piece in place.split(PIECE // place.target.itemsize)]
     done = 0
     progress(done, total)
     pool = ThreadPoolExecutor(READERS, "load", initializer=torch.set_num_threads, initargs=(1,))
     try:
-        for count in pool.map(move, jobs):
+        for count in pool.map(load_piece, jobs):
             done += count
             progress(done, total)
     finally:
@@ -146,34 +150,34 @@ def stream(build: Build, checkpoint: Checkpoint, progress: Progress) -> None:
 
 
 @torch.inference_mode()
-def move(job: tuple[Entry, Place]) -> int:
+def load_piece(job: tuple[TensorEntry, WeightSlot]) -> int:
     """Read one piece and put it in its place -> its bytes in the file."""
     entry, place = job
-    if place.straight:
-        place.fill(partial(entry.pour, place.cut))
+    if place.is_direct_copy:
+        place.fill(partial(entry.read_into, place.shard))
     else:
-        place.put(entry.read(() if place.loose else place.cut))
+        place.copy_from(entry.read(() if place.ignore_unit_dims else place.shard))
     return size_of(place, entry)
 
 
-def size_of(place: Place, entry: Entry) -> int:
-    return place.into.numel() * entry.dtype.itemsize
+def size_of(place: WeightSlot, entry: TensorEntry) -> int:
+    return place.target.numel() * entry.dtype.itemsize
 
 
-def named(build: Build, checkpoint: Checkpoint) -> Mapping[str, Entry]:
+def named(build: ModelBuilder, checkpoint: Checkpoint) -> Mapping[str, TensorEntry]:
     """The checkpoint's tensors under the names the model knows.
 
     A body saved without its head lacks the first part of every name ("h.0.ln_1.weight" for "transformer.h.0...", as in
     OpenAI's GPT-2).
     """
     entries = {renamed(name, build.renames): entry for name, entry in checkpoint.entries.items()}
-    longer = {name.partition(".")[2]: name for name in build.places if name not in entries}
+    longer = {name.partition(".")[2]: name for name in build.slots if name not in entries}
     body = {name.partition(".")[0] + "." for name in longer.values() if name.partition(".")[2] in entries}
     if len(body) != 1:
         return entries
     prefix = body.pop()
     return {
-        prefix + name if prefix + name in build.places or ignored(build, prefix + name) else name: entry
+        prefix + name if prefix + name in build.slots or ignored(build, prefix + name) else name: entry
         for name, entry in entries.items()
     }
 
@@ -186,24 +190,24 @@ def renamed(name: str, renames: Mapping[str, str]) -> str:
     return name
 
 
-def ignored(build: Build, name: str) -> bool:
+def ignored(build: ModelBuilder, name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in build.ignored)
 
 
-def match(build: Build, where: str, entries: Mapping[str, Entry]) -> None:
+def match(build: ModelBuilder, where: str, entries: Mapping[str, TensorEntry]) -> None:
     """Every tensor has a place, every place its tensor, and their shapes agree. Raises InvalidModel naming those."""
-    missing = [name for name in build.places if name not in entries]
+    missing = [name for name in build.slots if name not in entries]
     if missing:
         raise InvalidModel(f"{where} lacks {len(missing)} tensors of the model: {listed(missing)}")
-    strange = [name for name in entries if name not in build.places and not ignored(build, name)]
+    strange = [name for name in entries if name not in build.slots and not ignored(build, name)]
     if strange:
         raise InvalidModel(f"{where} holds {len(strange)} tensors the model has no place for: {listed(strange)}")
-    for name, places in build.places.items():
+    for name, places in build.slots.items():
         entry, shape = entries[name], places[0].shape
         if not places[0].fits(entry.shape):
             raise InvalidModel(f"{name} has shape {list(entry.shape)}, but config.json makes it {list(shape)}")
-        if not places[0].takes(entry.dtype):
-            wanted = "" if places[0].stored is None else f", where {short(places[0].stored)} belongs"
+        if not places[0].accepts(entry.dtype):
+            wanted = "" if places[0].stored_dtype is None else f", where {short(places[0].stored_dtype)} belongs"
             raise InvalidModel(f"{name} is stored as {short(entry.dtype)}{wanted}: not supported")
 
 
@@ -211,22 +215,22 @@ def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def draw(build: Build, seed: int, progress: Progress) -> None:
+def random_init(build: ModelBuilder, seed: int, progress: Progress) -> None:
     """Random numbers in every place: one pool of them, tiled from a different start each time, at memory speed."""
-    places = [place for places in build.places.values() for place in places if place.into.numel()]
-    total = sum(place.into.nbytes for place in places)
+    places = [place for places in build.slots.values() for place in places if place.target.numel()]
+    total = sum(place.target.nbytes for place in places)
     generator = torch.Generator().manual_seed(seed)
     pool = torch.randn(POOL, generator=generator).repeat(2).to(build.device)
     starts = torch.randint(POOL, (len(places),), generator=generator).tolist()
     done = 0
     progress(done, total)
     for place, start in zip(places, starts, strict=True):
-        place.fill(partial(tile, place, pool=pool, start=start))
-        done += place.into.nbytes
+        place.fill(partial(fill_random, place, pool=pool, start=start))
+        done += place.target.nbytes
         progress(done, total)
 
 
-def tile(place: Place, into: torch.Tensor, pool: torch.Tensor, start: int) -> None:
+def fill_random(place: WeightSlot, into: torch.Tensor, pool: torch.Tensor, start: int) -> None:
     flat = into.view(-1)
     once = min(POOL, flat.numel())
     scaled = torch.add(place.mean, pool[start : start + once], alpha=place.std).to(flat.dtype)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from quire.errors import InvalidModel
-from quire.weights.entries import Entry, Part
+from quire.weights.entries import SliceEntry, TensorEntry
 
 OPENAI = re.compile(r"(?:model/)?(?:h(\d+)/(?:(attn|mlp)/)?(\w+)|(ln_f))/(w|b|g)|(?:model/)?(wte|wpe)")
 """GPT-2's variables as its authors named them: 'model/h0/attn/c_attn/w'."""
@@ -14,7 +14,7 @@ OPENAI = re.compile(r"(?:model/)?(?:h(\d+)/(?:(attn|mlp)/)?(\w+)|(ln_f))/(w|b|g)
 SUFFIX: Mapping[str, str] = {"w": "weight", "b": "bias", "g": "weight"}
 
 
-def translated(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
+def translated(entries: Mapping[str, TensorEntry]) -> Mapping[str, TensorEntry]:
     """The same tensors under the names of transformers. Raises InvalidModel for adapters, which are no model."""
     adapters = sorted(name for name in entries if ".lora_" in name or name.startswith("base_model.model."))
     if adapters:
@@ -24,7 +24,7 @@ def translated(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
         )
     if not any("/" in name for name in entries):
         return entries
-    return {openai(name): Part(entry) if lone(name, entry) else entry for name, entry in entries.items()}
+    return {openai(name): SliceEntry(entry) if lone(name, entry) else entry for name, entry in entries.items()}
 
 
 def openai(name: str) -> str:
@@ -40,6 +40,6 @@ def openai(name: str) -> str:
     return ".".join(("transformer.h", layer, *([half] if half else []), part, SUFFIX[kind]))
 
 
-def lone(name: str, entry: Entry) -> bool:
+def lone(name: str, entry: TensorEntry) -> bool:
     """A convolution's matrix [1, in, out], which is the layer's [in, out]."""
     return name.endswith("/w") and len(entry.shape) == 3 and entry.shape[0] == 1

@@ -25,9 +25,9 @@ from quire.layers.basic import frequencies
 from quire.layers.formats import Plain
 from quire.models.registry import read_spec
 from quire.models.spec import ModelSpec
-from quire.values import MANY
+from quire.values import UNLIMITED
 from quire.weights.files import Checkpoint, read_config
-from quire.weights.schemes import AUTO, Detected, choose
+from quire.weights.schemes import AUTO, CheckpointFormat, choose_format
 
 OPSET, IR = 23, 10
 BODY, HEAD = "body.onnx", "head.onnx"
@@ -46,7 +46,7 @@ def export(source: Path, target: Path, *, int8: bool = False) -> None:
     config = read_config(source)
     spec = read_spec(config)
     checkpoint = Checkpoint(source)
-    check(spec, isinstance(choose(config, AUTO, Plain, checkpoint.entries), Detected))
+    check(spec, isinstance(choose_format(config, AUTO, Plain, checkpoint.entries), CheckpointFormat))
 
     def weight(name: str) -> Floats:
         if name not in checkpoint.entries:
@@ -70,7 +70,7 @@ def check(spec: ModelSpec, quantised: bool) -> None:
         raise InvalidModel(f"export-onnx knows no {name} (known: {', '.join(SUPPORTED)}): use --executor local")
     if quantised:
         raise InvalidModel("export-onnx takes plain weights only, and this checkpoint is quantised")
-    if min(spec.windows) < min(spec.context, MANY):
+    if min(spec.windows) < min(spec.context, UNLIMITED):
         raise InvalidModel(f"export-onnx knows no sliding window, and {name} here has one of {min(spec.windows)}")
     if spec.ropes or spec.experts or spec.score_cap or spec.logit_cap or spec.activation != "silu":
         raise InvalidModel(f"export-onnx cannot say what is special in this {name}: use --executor local")

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
-from quire.weights.entries import Entry, Poured
+from quire.weights.entries import CopiedEntry, TensorEntry
 
 ZIP = b"PK\x03\x04"
 
 
 @dataclass(frozen=True, slots=True)
-class Mapped(Poured):
+class Mapped(CopiedEntry):
     """A tensor of a file that is mapped, not read: it takes memory as it is copied."""
 
     file: str
@@ -47,7 +47,7 @@ class Mapped(Poured):
         return self.tensor[cut] if cut else self.tensor
 
 
-def read_pickle(path: Path) -> dict[str, Entry]:
+def read_pickle(path: Path) -> dict[str, TensorEntry]:
     """Every tensor of the file. Raises InvalidModel for one that is broken, or holds anything but tensors."""
     try:
         with path.open("rb") as file:

@@ -12,29 +12,36 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel, nearest
-from quire.layers.formats import Format, Matrix, Stored
-from quire.layers.formats.halved import Halving, ReadHalved
-from quire.layers.formats.online import Online
-from quire.layers.formats.scaled import ROW, TILE, ReadScaled, Scaling
+from quire.layers.formats import Format, Matrix, WeightStorage
+from quire.layers.formats.halved import Int4Scheme, Int4Storage
+from quire.layers.formats.online import OnlineQuantization
+from quire.layers.formats.scaled import ROW, TILE, ScaledStorage, ScaleScheme
 from quire.models.spec import Config
 from quire.ops.base import Ops
 from quire.ops.float8 import E4M3
-from quire.values import MANY
-from quire.weights.entries import Entry
+from quire.values import UNLIMITED
+from quire.weights.entries import TensorEntry
 
 AUTO = "auto"
 
-ONLINE: Mapping[str, Scaling] = MappingProxyType(
+ONLINE: Mapping[str, ScaleScheme] = MappingProxyType(
     {
-        "fp8": Scaling(E4M3, ROW),
-        "fp8_per_block": Scaling(E4M3, TILE),
-        "int8": Scaling(torch.int8, ROW),
-        "int8_w8a8": Scaling(torch.int8, ROW, activations=True),
+        "fp8": ScaleScheme(E4M3, ROW),
+        "fp8_per_block": ScaleScheme(E4M3, TILE),
+        "int8": ScaleScheme(torch.int8, ROW),
+        "int8_w8a8": ScaleScheme(torch.int8, ROW, activations=True),
     }
 )
 """What can be made of plain weights while loading."""
 
-BESIDE = ("*.input_scale", "*.input_scale_ub", "*.k_scale", "*.v_scale", "*.weight_shape", "*.input_zero_point")
+IGNORED_TENSORS = (
+    "*.input_scale",
+    "*.input_scale_ub",
+    "*.k_scale",
+    "*.v_scale",
+    "*.weight_shape",
+    "*.input_zero_point",
+)
 """Tensors of quantised checkpoints that are not needed: activations are scaled as they come."""
 
 
@@ -43,38 +50,40 @@ class Scheme:
     """What a quantization_config says. how: of a quantised matrix. skipped: modules that are not. name: the method."""
 
     name: str
-    how: Scaling | Halving
+    layout: ScaleScheme | Int4Scheme
     skipped: Sequence[str] = ()
 
-    def skips(self, name: str) -> bool:
+    def is_skipped(self, name: str) -> bool:
         """Whether the config names this matrix, or one it is part of, among those left as they were."""
         return any(named(name, rule) for rule in self.skipped)
 
 
-class Detected:
+class CheckpointFormat:
     """A format: each matrix as the checkpoint has it. entries: its tensors; without any (dummy weights), by name."""
 
-    def __init__(self, scheme: Scheme, plain: Format, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, scheme: Scheme, plain: Format, entries: Mapping[str, TensorEntry]) -> None:
         self.scheme, self.plain, self.entries = scheme, plain, entries
 
-    def __call__(self, matrix: Matrix, ops: Ops, shared: Tensor | None = None) -> Stored:
-        plain = [self._plain(part.name, matrix.delicate) for part in matrix.parts]
+    def __call__(self, matrix: Matrix, ops: Ops, shared: Tensor | None = None) -> WeightStorage:
+        plain = [self._plain(part.name, matrix.keep_precision) for part in matrix.parts]
         if shared is not None or all(plain):
             return self.plain(matrix, ops, shared)
         if any(plain):
             names = ", ".join(part.name for part in matrix.parts)
             raise InvalidModel(f"some of {names} are quantised and some not: they are multiplied as one, and cannot be")
-        how = self.scheme.how
-        return ReadScaled(matrix, ops, how) if isinstance(how, Scaling) else ReadHalved(matrix, ops, how)
+        how = self.scheme.layout
+        return ScaledStorage(matrix, ops, how) if isinstance(how, ScaleScheme) else Int4Storage(matrix, ops, how)
 
     def _plain(self, name: str, delicate: bool) -> bool:
         entry = self.entries.get(f"{name}.weight")
         if entry is not None:
             return entry.dtype.is_floating_point and entry.dtype.itemsize > 1
-        return self.scheme.skips(name) or (delicate and not any(key.startswith(f"{name}.") for key in self.entries))
+        return self.scheme.is_skipped(name) or (
+            delicate and not any(key.startswith(f"{name}.") for key in self.entries)
+        )
 
 
-def choose(config: Mapping[str, Any], asked: str, plain: Format, entries: Mapping[str, Entry]) -> Format:
+def choose_format(config: Mapping[str, Any], asked: str, plain: Format, entries: Mapping[str, TensorEntry]) -> Format:
     """The format of a model. asked: "auto", one of ONLINE, or the method the checkpoint is in.
 
     Raises InvalidModel for a method that is not known, or that the checkpoint is not in.
@@ -85,7 +94,7 @@ def choose(config: Mapping[str, Any], asked: str, plain: Format, entries: Mappin
             raise InvalidModel(
                 f"the checkpoint is quantised by {scheme.name} already: --quantization {asked} cannot be"
             )
-        return Detected(scheme, plain, entries)
+        return CheckpointFormat(scheme, plain, entries)
     if asked == AUTO:
         return plain
     if asked not in ONLINE:
@@ -93,7 +102,7 @@ def choose(config: Mapping[str, Any], asked: str, plain: Format, entries: Mappin
             f"--quantization {asked}: the checkpoint is not quantised so, and only {', '.join(ONLINE)} can be made "
             f"while loading.{nearest(asked, ONLINE)}"
         )
-    return Online(ONLINE[asked], plain)
+    return OnlineQuantization(ONLINE[asked], plain)
 
 
 def read_scheme(fields: Mapping[str, Any]) -> Scheme | None:
@@ -120,14 +129,14 @@ def read_fp8(config: Config) -> Scheme:
     skipped = names(config, "modules_to_not_convert", "ignored_layers")
     block = config.fields.get("weight_block_size")
     if block is None:
-        return Scheme("fp8", Scaling(E4M3, (MANY, MANY)), skipped)
+        return Scheme("fp8", ScaleScheme(E4M3, (UNLIMITED, UNLIMITED)), skipped)
     if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
         raise InvalidModel(f"{config.where}: weight_block_size must be two numbers, rows and columns")
-    return Scheme("fp8", Scaling(E4M3, (block[0], block[1]), "weight_scale_inv"), skipped)
+    return Scheme("fp8", ScaleScheme(E4M3, (block[0], block[1]), "weight_scale_inv"), skipped)
 
 
 def read_fbgemm(config: Config) -> Scheme:
-    return Scheme("fbgemm_fp8", Scaling(E4M3, ROW), names(config, "modules_to_not_convert"))
+    return Scheme("fbgemm_fp8", ScaleScheme(E4M3, ROW), names(config, "modules_to_not_convert"))
 
 
 def read_awq(config: Config) -> Scheme:
@@ -138,7 +147,7 @@ def read_awq(config: Config) -> Scheme:
             f"{config.where}: AWQ of {bits} bits, version {version!r}: only 4 bits, version 'gemm' is read"
         )
     group = config.fields.get("group_size", config.fields.get("q_group_size", 128))
-    return Scheme("awq", Halving("awq", size(config, group)), names(config, "modules_to_not_convert"))
+    return Scheme("awq", Int4Scheme("awq", size(config, group)), names(config, "modules_to_not_convert"))
 
 
 def read_gptq(config: Config) -> Scheme:
@@ -148,7 +157,7 @@ def read_gptq(config: Config) -> Scheme:
         raise InvalidModel(f"{config.where}: GPTQ of {bits} bits is not supported: only 4")
     more = 0 if config.get(str, "checkpoint_format", default="gptq") == "gptq_v2" else 1
     group = size(config, config.fields.get("group_size", 128))
-    return Scheme("gptq", Halving("gptq", group, more=more, ordered=True))
+    return Scheme("gptq", Int4Scheme("gptq", group, more=more, ordered=True))
 
 
 def read_compressed(config: Config) -> Scheme:
@@ -165,16 +174,18 @@ def read_compressed(config: Config) -> Scheme:
     symmetric = weights.get(bool, "symmetric", default=True)
     block = block_of(weights)
     if kind == "int" and bits == 4 and packed and block[0] == 1:
-        return Scheme("compressed-tensors", Halving("packed", block[1], zeros=not symmetric, ordered=ordered), skipped)
+        return Scheme(
+            "compressed-tensors", Int4Scheme("packed", block[1], zeros=not symmetric, ordered=ordered), skipped
+        )
     if (kind, bits) not in (("int", 8), ("float", 8)) or not symmetric or ordered:
         raise InvalidModel(
             f"{config.where}: {kind}{bits} weights{'' if symmetric else ' with zero points'} are not supported so "
             "(known: float8, int8 and packed int4)"
         )
     dtype, rounds = (E4M3, False) if kind == "float" else (torch.int8, bool(acts.fields))
-    if rounds and (acts.get(int, "num_bits", default=8) != 8 or block[1] != MANY):
+    if rounds and (acts.get(int, "num_bits", default=8) != 8 or block[1] != UNLIMITED):
         raise InvalidModel(f"{config.where}: int8 activations need int8 weights with one scale a row")
-    return Scheme("compressed-tensors", Scaling(dtype, block, packed=packed, activations=rounds), skipped)
+    return Scheme("compressed-tensors", ScaleScheme(dtype, block, packed=packed, activations=rounds), skipped)
 
 
 def block_of(weights: Config) -> tuple[int, int]:
@@ -187,7 +198,7 @@ def block_of(weights: Config) -> tuple[int, int]:
             raise InvalidModel(f"{weights.where}: block_structure must be two numbers")
         return block[0], block[1]
     group = (1, weights.get(int, "group_size", default=128) if strategy == "group" else 1)
-    known: dict[str, tuple[int, int]] = {"tensor": (MANY, MANY), "channel": ROW, "group": group}
+    known: dict[str, tuple[int, int]] = {"tensor": (UNLIMITED, UNLIMITED), "channel": ROW, "group": group}
     if strategy not in known:
         raise InvalidModel(
             f"{weights.where}: strategy {strategy!r} is not supported (known: {', '.join(known)}, block)"
@@ -199,7 +210,7 @@ def size(config: Config, group: object) -> int:
     """-1 is all columns."""
     if type(group) is not int or group == 0 or group < -1:
         raise InvalidModel(f"{config.where}: group_size must be a number of columns, or -1 for all")
-    return MANY if group == -1 else group
+    return UNLIMITED if group == -1 else group
 
 
 def names(config: Config, *fields: str) -> tuple[str, ...]:

@@ -25,14 +25,14 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.ops.triton.fixed import FixedTritonOps
-from quire.ops.triton.launch import HOPPER, Card
+from quire.ops.triton.fixed import BatchInvariantTritonOps
+from quire.ops.triton.launch import HOPPER, DeviceInfo
 from quire.ops.triton.ops import TritonOps
 from quire.ops.triton.sampler import sample
-from quire.ops.triton.settings import Settings
-from quire.runner.arena import Arena
+from quire.ops.triton.settings import SamplingTensors
+from quire.runner.arena import DeviceState
 from quire.runner.kernels import ForcedSteps
-from quire.runner.rows import Rows
+from quire.runner.rows import RowState
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 CAPABILITY, SHARED = int(sys.argv[1]), int(sys.argv[2])
@@ -75,7 +75,7 @@ def everything(ops: TritonOps) -> None:
     ops.gelu(x)
     angles = torch.empty(4, 64), torch.empty(4, 64)
     kv = LayerKV(halves(4, 8, 64, 128), halves(4, 8, 64, 128))
-    ops.turn_and_write(halves(4, 48 * 128), 32, kv, batch(4, 1), angles, ((w[:128], 1e-6), (w[:128], 1e-6)))
+    ops.qk_norm_rope_store_kv(halves(4, 48 * 128), 32, kv, batch(4, 1), angles, ((w[:128], 1e-6), (w[:128], 1e-6)))
     for heads, groups, dim, dtype in ((32, 8, 128, BF16), (4, 1, 256, BF16), (12, 12, 64, torch.float32)):
         pool = LayerKV(*(halves(4, groups, 64, dim, dtype=dtype) for _ in "kv"))
         for spans, n in ((4, 1), (64, 1), (2, 512)):
@@ -89,7 +89,7 @@ def everything(ops: TritonOps) -> None:
         ops.linear(halves(rows, 6912), halves(1152, 6912))
     if CAPABILITY >= 89:  # before, eight bits of floating point are not known
         small = LayerKV(*(torch.empty(4, 8, 64, 128, dtype=E4M3) for _ in "kv"), k_scale=0.5)
-        ops.turn_and_write(halves(4, 48 * 128), 32, small, batch(4, 1), angles)
+        ops.qk_norm_rope_store_kv(halves(4, 48 * 128), 32, small, batch(4, 1), angles)
         for spans, n in ((2, 1), (64, 1), (2, 512)):
             ops.attention(halves(spans * n, 32, 128), small, batch(spans, n), 0.1)
         weight = torch.empty(6144, 4096, dtype=E4M3)
@@ -104,18 +104,18 @@ def everything(ops: TritonOps) -> None:
     for rows in (1, 16, 64):
         weight = torch.empty(6144, 2048, dtype=torch.uint8)
         scale, groups = torch.empty(6144, 32), torch.empty(4096, dtype=torch.int64)
-        ops.halved_linear(halves(rows, 4096), weight, scale, scale, groups)
+        ops.int4_linear(halves(rows, 4096), weight, scale, scale, groups)
         ops.scaled_linear(halves(rows, 4096), weight.view(torch.int8), torch.empty(6144, 1), 4096, gate="silu")
     floats = [torch.empty(8) for _ in range(6)]
     listed = (ints(8), ints(8, 4748), ints(9), ints(9), torch.empty(9), ints(9))
     temperature, *rest = floats
     columns = (temperature, torch.empty(8, dtype=torch.int64), ints(8), *rest)
-    settings = Settings(*columns, *listed)
+    settings = SamplingTensors(*columns, *listed)
     at = ints(8), ints(8), ints(8, 4096), ints(8)
     sample(torch.empty(8, 151936), *at, settings, ops.card, tally=ints(8, 151936))
 
 
-def alike(ops: FixedTritonOps) -> None:
+def alike(ops: BatchInvariantTritonOps) -> None:
     """What depends on no batch: one way for each."""
     for dtype in (BF16, *([torch.float32] if "float32" in sys.argv else [])):
         x = halves(4, 4096, dtype=dtype)
@@ -125,28 +125,28 @@ def alike(ops: FixedTritonOps) -> None:
         if CAPABILITY >= 89:
             ops.scaled_linear(x, torch.empty(6144, 4096, dtype=E4M3), torch.empty(6144, 32), 128)
         scale, groups = torch.empty(6144, 32), torch.empty(4096, dtype=torch.int64)
-        ops.halved_linear(x, torch.empty(6144, 2048, dtype=torch.uint8), scale, scale, groups)
+        ops.int4_linear(x, torch.empty(6144, 2048, dtype=torch.uint8), scale, scale, groups)
         pool = LayerKV(*(halves(4, 8, 64, 128, dtype=dtype) for _ in "kv"))
         ops.attention(halves(4, 32, 128, dtype=dtype), pool, batch(4, 1), 0.1)
     angles, weight = (torch.empty(4, 64), torch.empty(4, 64)), halves(128)
     kv = LayerKV(halves(4, 8, 64, 128), halves(4, 8, 64, 128))
-    ops.turn_and_write(halves(4, 48 * 128), 32, kv, batch(4, 1), angles, ((weight, 1e-6), (weight, 1e-6)))
+    ops.qk_norm_rope_store_kv(halves(4, 48 * 128), 32, kv, batch(4, 1), angles, ((weight, 1e-6), (weight, 1e-6)))
 
 
 def around() -> None:
     """What is around a forward: of a step, and of drafting."""
-    arena = Arena(Rows(4, 64, 16, 3), spans=8, tokens=64, device=torch.device("cpu"))
+    arena = DeviceState(RowState(4, 64, 16, 3), spans=8, tokens=64, device=torch.device("cpu"))
     steps, tokens = ForcedSteps(torch.device("cpu"), 0.7), ints(16)
-    steps.card = Card(sms=132, capability=divmod(CAPABILITY, 10), dependent=CAPABILITY >= 90)
+    steps.card = DeviceInfo(sms=132, capability=divmod(CAPABILITY, 10), dependent=CAPABILITY >= 90)
     steps.scatter(arena.data, tokens, tokens)
     for lane in (arena.step, arena.draft):
-        steps.stage(arena, lane, batch(8, 4), 64)
-        steps.settle(arena, lane, 8, halves(32, 4096), halves(8, 4096))
+        steps.prepare_inputs(arena, lane, batch(8, 4), 64)
+        steps.advance(arena, lane, 8, halves(32, 4096), halves(8, 4096))
     steps.verify(arena, tokens)
     steps.lookup(arena, 8, 3, 4, 2)
     for at in (-1, 0, 1):
-        steps.route(arena, 8, 16, at)
-    steps.place(arena, tokens)
+        steps.prepare_draft(arena, 8, 16, at)
+    steps.write_drafts(arena, tokens)
 
 
 def main() -> None:
@@ -170,14 +170,14 @@ def main() -> None:
     capability = divmod(CAPABILITY, 10)
     dependent = capability >= HOPPER
     options = MappingProxyType({"launch_pdl": True} if dependent else {})
-    ops.card = Card(132, capability, dependent, "tf32x3", SHARED, options)
+    ops.card = DeviceInfo(132, capability, dependent, "tf32x3", SHARED, options)
     if "few" in sys.argv:
         ops.rms_norm(halves(4, 4096), halves(4096), 1e-5)
         around()
         print(json.dumps(found))
         return
     everything(ops)
-    fixed = FixedTritonOps("cpu")
+    fixed = BatchInvariantTritonOps("cpu")
     fixed.card = replace(ops.card, sms=0)
     alike(fixed)
     around()

@@ -26,10 +26,10 @@ from quire.build.cuda import kinds
 from quire.build.speculate import speculative
 from quire.executors.cuda import CudaExecutor
 from quire.models.base import Model
-from quire.ops.triton.launch import HEARD, HOPPER, Card
+from quire.ops.triton.launch import HOPPER, PRECOMPILING, DeviceInfo
 from quire.ops.triton.ops import TritonOps
-from quire.ops.triton.rehearsal import Rehearsal, Tell
-from quire.runner.graphs import AtOnce, Key, Works
+from quire.ops.triton.rehearsal import Precompiler, ReportProgress
+from quire.runner.graphs import EagerQueue, GraphKey, Works
 from quire.runner.kernels import TritonSteps
 from quire.runner.memory import allocate, layer_shapes
 from quire.runner.proposers import ModelProposer, NoProposer
@@ -65,7 +65,7 @@ class Launchers(NoCard):
         self.made.append(src.name)
 
 
-class Watched(AtOnce):
+class Watched(EagerQueue):
     """Rehearses, and notes what is compiled afterwards."""
 
     def __init__(self) -> None:
@@ -74,9 +74,9 @@ class Watched(AtOnce):
 
     def rehearse(self, works: Works) -> None:
         self.steps = len(works)
-        Rehearsal(2, self.watch)([self.counted(work) for work in works])
+        Precompiler(2, self.watch)([self.counted(work) for work in works])
         knobs.compilation.listener = lambda *, src, **rest: self.late.append(src.name)
-        HEARD.set(lambda made, grid, *args, **options: made.warmup(*args, grid=grid, **options))
+        PRECOMPILING.set(lambda made, grid, *args, **options: made.warmup(*args, grid=grid, **options))
 
     def counted(self, work: Callable[[], object]) -> Callable[[], object]:
         def does() -> None:
@@ -86,17 +86,17 @@ class Watched(AtOnce):
         return does
 
     @contextmanager
-    def watch(self) -> Iterator[Tell]:
+    def watch(self) -> Iterator[ReportProgress]:
         def tell(done: int, total: int) -> None:
             self.compiled += 1
 
         yield tell
 
-    def run(self, key: Key, work: Callable[[], object]) -> None:
+    def run(self, key: GraphKey, work: Callable[[], object]) -> None:
         work()
 
 
-def model(card: Card) -> Model:
+def model(card: DeviceInfo) -> Model:
     ops = TritonOps(NOWHERE)
     ops.card = card
     with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +109,7 @@ def main() -> None:
     capability = divmod(CAPABILITY, 10)
     dependent = capability >= HOPPER
     options = MappingProxyType({"launch_pdl": True} if dependent else {})
-    card = Card(132, capability, dependent, "tf32x3", SHARED, options)
+    card = DeviceInfo(132, capability, dependent, "tf32x3", SHARED, options)
     target, steps, queue = model(card), TritonSteps(NOWHERE), Watched()
     steps.card = card
     warm, proposer = kinds(CAP, TOKENS, TOKENS), NoProposer()
@@ -118,7 +118,7 @@ def main() -> None:
         warm += speculative(CAP, TOKENS, 3, True)
         draft = model(card)
         kv = allocate(layer_shapes(draft.spec.kv_shapes, draft.dtype), device=NOWHERE, **sizes)
-        proposer = ModelProposer(draft, kv, depth=3, rows=2 * CAP, device=NOWHERE)
+        proposer = ModelProposer(draft, kv, num_drafts=3, rows=2 * CAP, device=NOWHERE)
     CudaExecutor(
         *(target,), **sizes, rows=2 * CAP, max_model_len=LONGEST, tokens=TOKENS, dtype=torch.bfloat16, device=NOWHERE,
         steps=steps, queue=queue, proposer=proposer, warm=warm,

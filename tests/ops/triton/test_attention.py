@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton.ops import TritonOps
-from quire.values import MANY
+from quire.values import UNLIMITED
 from tests.ops.batches import Pages, poisoned
 from tests.ops.test_attention import feed, naive
 from tests.ops.triton.device import DEVICE, moved
@@ -45,7 +45,7 @@ def situation(
 
 
 def check(
-    spans: Spans, heads: int, groups: int, dim: int, page: int = 16, window: int = MANY, soft_cap: float = 0.0,
+    spans: Spans, heads: int, groups: int, dim: int, page: int = 16, window: int = UNLIMITED, soft_cap: float = 0.0,
     dtype: torch.dtype = torch.float32, tolerance: float = 2e-5, pads: int = 0,
 ) -> None:  # fmt: skip
     """pads: spans without tokens behind the real ones, and as many tokens of nobody's, as a captured step has them."""
@@ -113,7 +113,7 @@ def test_a_long_context_is_split_and_put_together_again() -> None:
     for _ in range(2):  # whoever puts the pieces together leaves the counters as they were
         got = OPS.attention(q.to(DEVICE), moved(kv), planned, 0.25).cpu()
         for i, (k, v) in enumerate(held):
-            want = naive(q[i : i + 1], k, v, 0.25, MANY, 0.0)
+            want = naive(q[i : i + 1], k, v, 0.25, UNLIMITED, 0.0)
             torch.testing.assert_close(got[i : i + 1].double(), want, atol=2e-5, rtol=2e-5)
     ((work,),) = (planned.lists.values(),)
     pieces = work.pieces[: int(work.total)].cpu()
@@ -152,7 +152,7 @@ def test_many_long_contexts_are_shared_out_between_programs_that_begin_anywhere(
     for _ in range(2):
         got = OPS.attention(q.to(DEVICE), moved(kv), planned, 0.25).cpu()
         for i, (k, v) in enumerate(held):
-            want = naive(q[i : i + 1], k, v, 0.25, MANY, 0.0)
+            want = naive(q[i : i + 1], k, v, 0.25, UNLIMITED, 0.0)
             torch.testing.assert_close(got[i : i + 1].double(), want, atol=2e-5, rtol=2e-5)
     ((work,),) = (planned.lists.values(),)
     assert work.starts is not None

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from quire.core.kv import KV, prefix_index
+from quire.core.kv import KVCacheManager, make_prefix_cache
 from quire.core.scheduler import Scheduler
-from quire.core.speculate import Fixed
+from quire.core.speculate import FixedDrafts
 from quire.engine.engine import Engine
 from quire.engine.executor import Executor
 from quire.executors.cuda import CudaExecutor
@@ -18,7 +18,7 @@ from quire.executors.local import LocalExecutor
 from quire.ops.ragged import RaggedBatch
 from quire.ops.triton import prefixes, shared, work
 from quire.ops.triton.ops import TritonOps
-from quire.runner.graphs import AtOnce
+from quire.runner.graphs import EagerQueue
 from quire.runner.kernels import TritonSteps
 from quire.runner.proposers import NgramProposer
 from quire.values import Request, SamplingParams
@@ -35,12 +35,14 @@ SAMPLING = (
 
 def answers(executor: Executor, depth: int, shared: int = 18, new: int = 5) -> list[tuple[int, ...]]:
     """shared: tokens that all prompts begin with."""
-    speculation = Fixed(executor.describe().drafts)
-    scheduler = Scheduler(KV(40, 16, prefix_index(16, True)), rows=4, budget=24, speculation=speculation)
-    engine = Engine(scheduler, executor, depth=depth)
+    speculation = FixedDrafts(executor.describe().num_drafts)
+    scheduler = Scheduler(
+        KVCacheManager(40, 16, make_prefix_cache(16, True)), rows=4, max_num_batched_tokens=24, speculation=speculation
+    )
+    engine = Engine(scheduler, executor, lookahead=depth)
     for i, sampling in enumerate(SAMPLING):
         prompt = (*(20 + j % 18 for j in range(shared)), 7, 8, 7, 8, 7 + i)
-        engine.add(Request(id=str(i), prompt=prompt, max_new=new, sampling=sampling, seed=i))
+        engine.add(Request(id=str(i), prompt=prompt, max_new_tokens=new, sampling=sampling, seed=i))
     while engine.has_pending_work:
         engine.step()
     done = {one.id: one.tokens for one in engine.completed_requests}
@@ -58,7 +60,9 @@ def test_chunks_decode_drafts_and_samples_through_interpreted_kernels(shape: str
     device = torch.device("cpu")
     model = load_model(tmp_path, dtype="float32", device=device, ops=TritonOps(device))
     steps, proposer = TritonSteps(device), NgramProposer(2, shortest=1)
-    executor = CudaExecutor(model, **SIZES, tokens=64, device=device, steps=steps, queue=AtOnce(), proposer=proposer)
+    executor = CudaExecutor(
+        model, **SIZES, tokens=64, device=device, steps=steps, queue=EagerQueue(), proposer=proposer
+    )
     assert answers(executor, 1) == answers(LocalExecutor(load_model(tmp_path, dtype="float32"), **SIZES), 0)
     assert not any(each.k[0].any() or each.v[0].any() for each in executor.runner.kv)  # nobody writes there
 
@@ -71,8 +75,8 @@ def test_what_the_prefix_cache_gave_to_several_is_read_for_them_together(
 ) -> None:
     looked: list[list[int]] = []
 
-    def found(batch: RaggedBatch, sharing: prefixes.Sharing) -> prefixes.Prefixes:
-        lists = prefixes.found(batch, sharing)
+    def found(batch: RaggedBatch, sharing: prefixes.PrefixSharing) -> prefixes.SharedPrefixes:
+        lists = prefixes.find_shared_prefixes(batch, sharing)
         looked.append(lists.begun[0].tolist())
         return lists
 
@@ -83,7 +87,7 @@ def test_what_the_prefix_cache_gave_to_several_is_read_for_them_together(
     checkpoints.make(tmp_path, "qwen3-gqa")
     device, sizes = torch.device("cpu"), SIZES | {"max_model_len": 128}
     model = load_model(tmp_path, dtype="float32", device=device, ops=TritonOps(device))
-    executor = CudaExecutor(model, **sizes, tokens=64, device=device, steps=TritonSteps(device), queue=AtOnce())
+    executor = CudaExecutor(model, **sizes, tokens=64, device=device, steps=TritonSteps(device), queue=EagerQueue())
     local = LocalExecutor(load_model(tmp_path, dtype="float32"), **sizes)
     assert answers(executor, 1, shared=70, new=3) == answers(local, 0, shared=70, new=3)
     assert [64, 64, 64] in (begun[:3] for begun in looked)

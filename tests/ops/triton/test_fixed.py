@@ -18,12 +18,12 @@ from triton.runtime import interpreter
 
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
-from quire.ops.triton.fixed import FixedTritonOps
-from quire.values import MANY
+from quire.ops.triton.fixed import BatchInvariantTritonOps
+from quire.values import UNLIMITED
 from tests.ops.batches import Pages, poisoned
 from tests.ops.triton.device import DEVICE, moved
 
-OPS, REFERENCE = FixedTritonOps(DEVICE), ReferenceOps()
+OPS, REFERENCE = BatchInvariantTritonOps(DEVICE), ReferenceOps()
 OUT, IN = 70, 144
 
 
@@ -61,7 +61,7 @@ def ways() -> dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Ten
     return {
         "plain": of("linear", weight, bias),
         "gated": of("linear", weight, bias, "silu"),
-        "scaled": of("scaled_linear", eighth, scale, MANY),
+        "scaled": of("scaled_linear", eighth, scale, UNLIMITED),
         "blocks": of("scaled_linear", eighth, torch.rand(OUT, 3, device=DEVICE), 48, gate="gelu"),
         "halved": of("halved_linear", halved, scales, zeros, groups),
         "int8": of("int8_linear", whole, scale),
@@ -91,9 +91,9 @@ def test_experts_rows_have_the_same_bits_wherever_they_stand() -> None:
     alone = OPS.grouped_linear(x[20:21], weight, torch.tensor([0, 0, 1], dtype=torch.int32, device=DEVICE))
     assert torch.equal(alone, whole[20:21])
     made, shares = whole.view(-1, 2, 24), torch.rand(20, 2, device=DEVICE)
-    mixed = OPS.mix(made, shares, whole=True)
-    assert torch.equal(OPS.mix(made[3:4], shares[3:4], whole=True), mixed[3:4])
-    torch.testing.assert_close(mixed, REFERENCE.mix(made, shares, whole=True))
+    mixed = OPS.combine_experts(made, shares, whole=True)
+    assert torch.equal(OPS.combine_experts(made[3:4], shares[3:4], whole=True), mixed[3:4])
+    torch.testing.assert_close(mixed, REFERENCE.combine_experts(made, shares, whole=True))
 
 
 class Layer:
@@ -125,14 +125,14 @@ class Layer:
                 batch.positions, torch.rand(self.dim // 2, generator=torch.Generator().manual_seed(9)).to(DEVICE)
             )
             norms = (self.norm, 1e-6), (self.norm, 1e-6)
-            q = OPS.turn_and_write(qkv.to(DEVICE), self.heads, kv, batch, turns, norms)
+            q = OPS.qk_norm_rope_store_kv(qkv.to(DEVICE), self.heads, kv, batch, turns, norms)
             out.append(OPS.attention(q, kv, batch, 0.3, window, soft_cap)[first : first + n])
             past += n
         return torch.cat(out)
 
 
 @pytest.mark.parametrize(
-    ("shape", "window", "soft_cap"), [((2, 4, 16), MANY, 0.0), ((1, 3, 32), 13, 0.0), ((3, 1, 16), MANY, 5.0)]
+    ("shape", "window", "soft_cap"), [((2, 4, 16), UNLIMITED, 0.0), ((1, 3, 32), 13, 0.0), ((3, 1, 16), UNLIMITED, 5.0)]
 )
 def test_a_query_attends_to_the_same_bits_in_any_chunk_page_and_company(
     shape: tuple[int, int, int], window: int, soft_cap: float

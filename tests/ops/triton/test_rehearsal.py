@@ -16,10 +16,10 @@ import pytest
 from triton import knobs
 
 import quire.ops.triton
-from quire.build.cuda import make_rehearsal
-from quire.ops.triton.launch import HEARD, Kernel
-from quire.ops.triton.rehearsal import PROBES, Held, Rehearsal, Tell
-from quire.runner.graphs import unrehearsed
+from quire.build.cuda import make_precompiler
+from quire.ops.triton.launch import PRECOMPILING, Kernel
+from quire.ops.triton.rehearsal import PROBES, DeferredCompiler, Precompiler, ReportProgress
+from quire.runner.graphs import no_precompile
 from tests.ops.triton.programs import said
 
 
@@ -66,7 +66,7 @@ class Made:
 
 
 @contextmanager
-def unwatched() -> Iterator[Tell]:
+def unwatched() -> Iterator[ReportProgress]:
     yield lambda done, total: None
 
 
@@ -78,7 +78,7 @@ def test_launches_are_heard_of_once_each_and_do_not_happen() -> None:
         for _ in "layers":
             kernel[(1,)](n, SIZE=16)
 
-    Rehearsal(1, unwatched)([partial(work, n) for n in (3, 3, 4)])
+    Precompiler(1, unwatched)([partial(work, n) for n in (3, 3, 4)])
     assert made.warmed == [(3,), (4,)]
     assert made.launched == []
     kernel[(1,)](5, SIZE=16)
@@ -93,7 +93,7 @@ def test_other_threads_launch_meanwhile() -> None:
         other.start()
         other.join()
 
-    Rehearsal(1, unwatched)([work])
+    Precompiler(1, unwatched)([work])
     assert made.launched == [(7,)]
 
 
@@ -102,15 +102,15 @@ def test_a_rehearsal_that_fails_is_told_and_does_no_harm(caplog: pytest.LogCaptu
         raise ValueError("no such shape")
 
     listener = knobs.compilation.listener
-    Rehearsal(1, unwatched)([work])
+    Precompiler(1, unwatched)([work])
     assert "no such shape" in caplog.text
-    assert HEARD.get() is None
+    assert PRECOMPILING.get() is None
     assert knobs.compilation.listener is listener
 
 
 def test_as_many_are_compiled_at_once_as_there_are_workers() -> None:
     both, told = threading.Barrier(2, timeout=300), list[tuple[int, int]]()
-    with Held(lambda made: both.wait()) as held:
+    with DeferredCompiler(lambda made: both.wait()) as held:
         futures = [held.submit(both.wait) for _ in range(2)]
         assert not any(future.done() for future in futures)
         held.run(2, lambda done, total: told.append((done, total)))
@@ -120,7 +120,7 @@ def test_as_many_are_compiled_at_once_as_there_are_workers() -> None:
 
 def test_a_compilation_that_fails_stops_no_other() -> None:
     finished: list[int] = []
-    with Held(finished.append) as held:
+    with DeferredCompiler(finished.append) as held:
         wrong, right = held.submit(lambda: 1 // 0), held.submit(lambda: 1)
         held.run(1, lambda done, total: None)
     assert isinstance(wrong.exception(), ZeroDivisionError)
@@ -129,13 +129,13 @@ def test_a_compilation_that_fails_stops_no_other() -> None:
 
 
 def test_nobody_waits_for_what_was_never_run() -> None:
-    with Held(print) as held:
+    with DeferredCompiler(print) as held:
         left = held.submit(lambda: 1)
     assert isinstance(left.exception(timeout=100), CancelledError)
 
 
 def test_the_interpreter_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knobs.runtime, "interpret", True)
-    assert make_rehearsal() is unrehearsed
+    assert make_precompiler() is no_precompile
     monkeypatch.setattr(knobs.runtime, "interpret", False)
-    assert isinstance(make_rehearsal(), Rehearsal)
+    assert isinstance(make_precompiler(), Precompiler)

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from quire.ops.float8 import E4M3
-from quire.ops.quantised import restore_halved, restore_scaled
+from quire.ops.quantised import dequantize_int4, dequantize_scaled
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton import restore
-from quire.ops.triton.launch import Card
+from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.ops import TritonOps
-from quire.ops.triton.scaled import Quantised
+from quire.ops.triton.scaled import QuantizedMatrix
 from tests.ops.triton.device import DEVICE
 
-CARD = Card.of(DEVICE)
+CARD = DeviceInfo.of(DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, E4M3], ids=["int8", "fp8"])
@@ -23,8 +23,8 @@ def test_a_byte_a_number(width: int, offset: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     weight = (torch.randn(20, 600, device=DEVICE) * 20).round().to(dtype)
     scale = torch.rand(20, 1 if width == 600 else -(-(600 + offset) // width), device=DEVICE)
-    got = restore.whole(Quantised(weight, scale, width, offset), 600, torch.float32, CARD)
-    assert torch.equal(got, restore_scaled(weight, scale, width, offset))
+    got = restore.dequantize(QuantizedMatrix(weight, scale, width, offset), 600, torch.float32, CARD)
+    assert torch.equal(got, dequantize_scaled(weight, scale, width, offset))
 
 
 def test_half_a_byte_a_number() -> None:
@@ -32,8 +32,8 @@ def test_half_a_byte_a_number() -> None:
     weight = torch.randint(0, 256, (20, 300), dtype=torch.uint8, device=DEVICE)
     scale, zero = torch.rand(20, 5, device=DEVICE), torch.randint(0, 16, (20, 5), device=DEVICE)
     groups = torch.randint(0, 5, (600,), device=DEVICE)
-    got = restore.whole(Quantised(weight, scale, zero=zero, groups=groups), 600, torch.float32, CARD)
-    assert torch.equal(got, restore_halved(weight, scale, zero, groups))
+    got = restore.dequantize(QuantizedMatrix(weight, scale, zero=zero, groups=groups), 600, torch.float32, CARD)
+    assert torch.equal(got, dequantize_int4(weight, scale, zero, groups))
 
 
 def test_prompts_are_multiplied_by_the_matrix_restored() -> None:

@@ -62,8 +62,8 @@ def test_heads_are_normed_turned_and_written(
     got = torch.zeros(2, 30, groups, 4, dim, dtype=dtype, device=DEVICE)
     want = torch.zeros_like(got, dtype=torch.float32)
     turn = (angle.cos(), angle.sin())
-    q = OPS.turn_and_write(qkv, heads, LayerKV(*got), batch, turn, norms)
-    expected = REFERENCE.turn_and_write(qkv.float(), heads, LayerKV(*want), batch, turn, norms and tuple(
+    q = OPS.qk_norm_rope_store_kv(qkv, heads, LayerKV(*got), batch, turn, norms)
+    expected = REFERENCE.qk_norm_rope_store_kv(qkv.float(), heads, LayerKV(*want), batch, turn, norms and tuple(
         (weight.float(), eps) for weight, eps in norms))  # fmt: skip
     torch.testing.assert_close(q.float(), expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
@@ -77,6 +77,6 @@ def test_pages_of_eight_bits_take_what_they_can_hold() -> None:
     angles = torch.zeros(5, 0, device=DEVICE), torch.zeros(5, 0, device=DEVICE)
     got, want = (torch.zeros(2, 30, 1, 4, 16, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
     for ops, pool in ((OPS, got), (REFERENCE, want)):
-        ops.turn_and_write(qkv, 2, LayerKV(*pool, k_scale=0.5, v_scale=2.0), batch, angles)
+        ops.qk_norm_rope_store_kv(qkv, 2, LayerKV(*pool, k_scale=0.5, v_scale=2.0), batch, angles)
     assert torch.equal(got.float(), want.float())
     assert float(got.float().abs().max()) == 448.0

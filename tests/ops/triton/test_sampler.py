@@ -12,17 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.triton.launch import Card
+from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.noise import exponentials
 from quire.ops.triton.sampler import sample
-from quire.ops.triton.settings import BROKEN, FINE, STUCK, Asked, Settings
+from quire.ops.triton.settings import BROKEN, FINE, STUCK, RequestedFeatures, SamplingTensors
 from quire.runner.noise import Draw, stream
-from quire.runner.truncate import Cut, truncate
-from quire.values import MANY, SamplingParams
+from quire.runner.truncate import Truncation, truncate
+from quire.values import UNLIMITED, SamplingParams
 from tests.ops.triton.device import DEVICE
 from tests.runner import oracle
 
-CARD = Card.of(DEVICE)
+CARD = DeviceInfo.of(DEVICE)
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Row:
     mask: bytes | None = None
 
 
-def settings(rows: list[Row], vocab: int) -> Settings:
+def settings(rows: list[Row], vocab: int) -> SamplingTensors:
     def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=DEVICE)
 
@@ -46,16 +46,16 @@ def settings(rows: list[Row], vocab: int) -> Settings:
     for row in rows:
         p = row.params
         bans = [(t, -math.inf, p.min_tokens) for t in row.stop] if p.min_tokens else []
-        lists.append([*bans, *((t, amount, MANY) for t, amount in p.logit_bias.items())])
+        lists.append([*bans, *((t, amount, UNLIMITED) for t, amount in p.logit_bias.items())])
         masked.append(len(masks) if row.mask is not None else -1)
         if row.mask is not None:
             masks.append(np.frombuffer(row.mask.ljust(4 * -(-vocab // 32), b"\0"), np.int32).tolist())
     entries = [entry for each in lists for entry in each] or [(0, 0.0, 0)]
     s = [row.params for row in rows]
-    return Settings(
+    return SamplingTensors(
         temperature=column([0.0 if p.greedy else p.temperature for p in s]),
         stream=column([stream(row.seed, row.choice) for row in rows], torch.int64),
-        top_k=column([p.top_k if 0 < p.top_k < vocab else MANY for p in s], torch.int32),
+        top_k=column([p.top_k if 0 < p.top_k < vocab else UNLIMITED for p in s], torch.int32),
         top_p=column([p.top_p if p.top_p < 1 else 2.0 for p in s]),
         min_p=column([p.min_p for p in s]),
         repetition=column([p.repetition_penalty for p in s]),
@@ -70,7 +70,7 @@ def settings(rows: list[Row], vocab: int) -> Settings:
     )
 
 
-def drawn(logits: Tensor, rows: list[Row], asked: Asked | None = None) -> tuple[list[int], list[int]]:
+def drawn(logits: Tensor, rows: list[Row], asked: RequestedFeatures | None = None) -> tuple[list[int], list[int]]:
     """tokens and state; asked for nothing that no row asks for, unless told."""
     if asked is None:
         p = [row.params for row in rows]
@@ -78,7 +78,7 @@ def drawn(logits: Tensor, rows: list[Row], asked: Asked | None = None) -> tuple[
         edited = any(row.mask is not None or row.stop or row.params.logit_bias for row in rows) or any(
             s.repetition_penalty != 1 or s.frequency_penalty or s.presence_penalty for s in p
         )
-        asked = Asked(not all(s.greedy for s in p), cut, edited)
+        asked = RequestedFeatures(not all(s.greedy for s in p), cut, edited)
     longest = max(len(row.tokens) for row in rows) + 4
     history = torch.tensor([[*row.tokens, *[7] * (longest - len(row.tokens))] for row in rows], dtype=torch.int32)
     positions = torch.tensor([len(row.tokens) for row in rows], dtype=torch.int32)
@@ -102,13 +102,15 @@ def expected(logits: Tensor, rows: list[Row]) -> list[int]:
             out.append(int(line.argmax()))
             continue
         heat = np.array([p.temperature], np.float32)
-        truncate(line, Cut.of(heat, np.array([p.top_k]), np.array([p.top_p]), np.float32([p.min_p]), line.shape[1]))
+        truncate(
+            line, Truncation.of(heat, np.array([p.top_k]), np.array([p.top_p]), np.float32([p.min_p]), line.shape[1])
+        )
         key = np.array([oracle.fold(stream(row.seed, row.choice), len(row.tokens))], np.uint32)
         out.append(int(Draw(line.shape[1])(line, heat[:, None], key)[0]))
     return out
 
 
-def agree(logits: Tensor, rows: list[Row], asked: Asked | None = None) -> None:
+def agree(logits: Tensor, rows: list[Row], asked: RequestedFeatures | None = None) -> None:
     tokens, state = drawn(logits, rows, asked)
     assert state == [FINE] * len(rows)
     assert tokens == expected(logits, rows)
@@ -174,7 +176,7 @@ def test_edits_equal_those_spelled_out() -> None:
 
 def test_what_no_row_asks_for_changes_nothing_when_it_is_run() -> None:
     logits = torch.randn(2, 4500, generator=torch.Generator().manual_seed(5))
-    agree(logits, [Row(SamplingParams(temperature=0.0)), Row(SamplingParams(temperature=1.0))], Asked())
+    agree(logits, [Row(SamplingParams(temperature=0.0)), Row(SamplingParams(temperature=1.0))], RequestedFeatures())
 
 
 def test_rows_without_an_answer_say_why_and_harm_nobody() -> None:

@@ -11,10 +11,10 @@ from torch import Tensor
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton import prefixes, shared
-from quire.ops.triton.fixed import FixedTritonOps
+from quire.ops.triton.fixed import BatchInvariantTritonOps
 from quire.ops.triton.ops import TritonOps
-from quire.ops.triton.work import Planned
-from quire.values import MANY
+from quire.ops.triton.work import AttentionPlan
+from quire.values import UNLIMITED
 from tests.ops.batches import poisoned
 from tests.ops.triton.device import DEVICE, moved
 from tests.ops.triton.test_attention import padded
@@ -80,9 +80,9 @@ def situation(
 
 
 def check(
-    crowd: Crowd, heads: int = 2, groups: int = 1, dim: int = 16, page: int = PAGE, window: int = MANY,
+    crowd: Crowd, heads: int = 2, groups: int = 1, dim: int = 16, page: int = PAGE, window: int = UNLIMITED,
     soft_cap: float = 0.0, dtype: torch.dtype = torch.float32, tolerance: float = 2e-5, pads: int = 0,
-) -> Planned:  # fmt: skip
+) -> AttentionPlan:  # fmt: skip
     q, kv, batch = situation(crowd, heads, groups, dim, page, dtype)
     want = ReferenceOps().attention(
         q.float(), LayerKV(kv.k.float().nan_to_num(), kv.v.float().nan_to_num()), batch, dim**-0.5, window, soft_cap
@@ -95,30 +95,30 @@ def check(
     return planned
 
 
-def looked(crowd: Crowd) -> Planned:
+def looked(crowd: Crowd) -> AttentionPlan:
     """A batch for which it was looked what spans share."""
     q, kv, batch = situation(crowd)
     planned = OPS.prepare(moved(batch))
-    shared.begun(q.to(DEVICE), moved(kv), planned, 0.25, MANY, 0.0, OPS.card)
+    shared.cascade_attention(q.to(DEVICE), moved(kv), planned, 0.25, UNLIMITED, 0.0, OPS.card)
     return planned
 
 
-def depths(planned: Planned) -> list[int]:
+def depths(planned: AttentionPlan) -> list[int]:
     """Tokens of each span that are read with others."""
-    ((found),) = planned.shared.values()
+    ((found),) = planned.cascades.values()
     return found.begun[0].tolist()
 
 
-def lone(planned: Planned) -> int:
+def lone(planned: AttentionPlan) -> int:
     """Tokens, in whole blocks, that spans read by themselves."""
     ((tiling, _),), ((work),) = planned.lists, planned.lists.values()
     pieces = work.pieces[: int(work.total)].cpu()
     return int((pieces[:, 5] - pieces[:, 4]).sum()) * tiling.columns
 
 
-def together(planned: Planned) -> int:
+def together(planned: AttentionPlan) -> int:
     """Tokens that are read for several spans at once."""
-    ((sharing, found),) = planned.shared.items()
+    ((sharing, found),) = planned.cascades.items()
     pieces = found.pieces[: int(found.counts[0])].cpu()
     return int((pieces[:, 4] - pieces[:, 3]).sum()) * sharing.unit
 
@@ -150,7 +150,7 @@ def test_shared_pages_are_read_once_for_as_many_spans_as_a_tile_holds() -> None:
     crowd = [("abcdefgh", 30)] * 64
     planned = check(crowd)
     assert lone(planned) == 64 * 64, "a block of its own each"
-    ((sharing, _),) = planned.shared.items()
+    ((sharing, _),) = planned.cascades.items()
     assert sharing.members >= 16
     assert together(planned) == -(-64 // sharing.members) * 8 * 64
 
@@ -170,7 +170,7 @@ def test_what_is_left_of_a_long_sequence_is_split_and_goes_on_from_the_shared_pa
     pieces = work.pieces[: int(work.total)].cpu()
     last = pieces[pieces[:, 6] == 32]
     assert len(last) > 1
-    ((found),) = planned.shared.values()
+    ((found),) = planned.cascades.values()
     runs = int(found.begun[1, 32])
     assert runs > 1
     assert sorted(last[:, 8].tolist()) == [0] * (len(last) - 1) + [runs]
@@ -219,7 +219,7 @@ def test_pages_of_eight_bits_are_read_times_their_scales() -> None:
 def test_layers_with_a_window_and_those_without_take_turns() -> None:
     q, kv, batch = situation(ALL)
     planned, whole = OPS.prepare(moved(batch)), LayerKV(kv.k.nan_to_num(), kv.v.nan_to_num())
-    for window in (100, MANY, 100, MANY):
+    for window in (100, UNLIMITED, 100, UNLIMITED):
         got = OPS.attention(q.to(DEVICE), moved(kv), planned, 0.25, window).cpu()
         want = ReferenceOps().attention(q, whole, batch, 0.25, window)
         torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
@@ -245,27 +245,27 @@ def test_many_sequences_share_long_prefixes_cut_into_runs(crowd: int, monkeypatc
     monkeypatch.setattr(prefixes, "LONG", 256)
     planned = check([("abcdefghijkl"[: 8 if i % 2 else 12], 3) for i in range(crowd)])
     assert depths(planned) == [512] * crowd
-    ((found),) = planned.shared.values()
+    ((found),) = planned.cascades.values()
     assert min(found.begun[1].tolist()) > 1
 
 
 def test_few_sequences_mixed_steps_and_deterministic_ones_do_not_look() -> None:
     q, kv, batch = situation(ALL)
-    fixed = FixedTritonOps(DEVICE)
+    fixed = BatchInvariantTritonOps(DEVICE)
     for ops, given in ((OPS, replace(batch, max_query=2)), (fixed, batch)):
         planned = ops.prepare(moved(given))
         ops.attention(q.to(DEVICE), moved(kv), planned, 0.25)
-        assert not planned.shared
+        assert not planned.cascades
     q, kv, batch = situation(ALL[: shared.CROWD - 1])
     planned = OPS.prepare(moved(batch))
     OPS.attention(q.to(DEVICE), moved(kv), planned, 0.25)
-    assert not planned.shared
+    assert not planned.cascades
 
 
 def test_no_list_is_longer_than_its_bound() -> None:
     crowd = [(chr(97 + i // prefixes.LEAST), 3) for i in range(64)]
     planned = looked(crowd)
-    ((sharing, found),) = planned.shared.items()
+    ((sharing, found),) = planned.cascades.items()
     assert int(found.counts[0]) == 64 // prefixes.LEAST <= sharing.bound(64) == len(found.pieces)
     assert sorted(found.members.tolist()) == list(range(64))
 

@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from quire.core.kv import KV, prefix_index
+from quire.core.kv import KVCacheManager, make_prefix_cache
 from quire.core.scheduler import Scheduler
-from quire.core.speculate import Fixed
+from quire.core.speculate import FixedDrafts
 from quire.engine.engine import Engine
 from quire.executors.cuda import CudaExecutor
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import TritonOps
-from quire.runner.arena import Arena
-from quire.runner.device import DROPPED, DeviceSteps, PlainSteps
-from quire.runner.graphs import AtOnce, CudaQueue
+from quire.runner.arena import DeviceState
+from quire.runner.device import DROPPED, DeviceSteps, TorchSteps
+from quire.runner.graphs import CudaQueue, EagerQueue
 from quire.runner.kernels import TritonSteps
 from quire.runner.memory import allocate, layer_shapes
 from quire.runner.proposers import ModelProposer, NgramProposer, NoProposer, Proposer
-from quire.runner.rows import Rows
+from quire.runner.rows import RowState
 from quire.values import Request, SamplingParams
 from tests.ops.triton.device import DEVICE
 from tests.runner.oracle import naive
@@ -33,15 +33,15 @@ from tests.runner.tiny import VOCAB, Tiny
 PAGE, LENGTH, ROWS, DRAFTS = 4, 40, 6, 3
 
 
-def arena(seed: int) -> tuple[Arena, Rows, int]:
+def arena(seed: int) -> tuple[DeviceState, RowState, int]:
     """Four spans of 3, 1, 5 and 0 tokens, padded to 8 spans; the last two tokens of the first and the last three of the
     third are picked, with drafts between them, of which the first is right, and then the second wrong."""
     draw = torch.Generator().manual_seed(seed)
-    rows = Rows(ROWS, LENGTH, PAGE, DRAFTS)
-    made = Arena(rows, spans=16, tokens=64, device=DEVICE)
+    rows = RowState(ROWS, LENGTH, PAGE, DRAFTS)
+    made = DeviceState(rows, spans=16, tokens=64, device=DEVICE)
     number = lambda high, *shape: torch.randint(high, shape, generator=draw, dtype=torch.int32)  # noqa: E731
     made.history.copy_(number(1000, *made.history.shape))
-    made.table.copy_(number(50, *made.table.shape))
+    made.block_table.copy_(number(50, *made.block_table.shape))
     made.columns["length"][:ROWS] = number(LENGTH - 9, ROWS).to(DEVICE) + 3
     made.columns["known"][:ROWS] = made.columns["length"][:ROWS] + 1
     made.columns["done"][:ROWS] = made.columns["length"][:ROWS] - torch.tensor([0, -2, 1, 3, 0, 2], device=DEVICE)
@@ -52,29 +52,29 @@ def arena(seed: int) -> tuple[Arena, Rows, int]:
     put(step.span_row, [*order.tolist(), *[ROWS] * 4])
     put(step.query_start, [0, 3, 4, 9, 9, 9, 9, 9, 9])
     put(step.token_span, [0, 0, 0, 1, 2, 2, 2, 2, 2])
-    put(step.picked, [1, 2, 3, 6, 7, 8, 0, 0])
-    put(step.pick_row, [*order[[0, 0, 1, 2, 2, 2]].tolist(), ROWS, ROWS])
-    put(step.pick_depth, [0, 1, 0, 0, 1, 2, 0, 0])
+    put(step.sample_indices, [1, 2, 3, 6, 7, 8, 0, 0])
+    put(step.sample_row, [*order[[0, 0, 1, 2, 2, 2]].tolist(), ROWS, ROWS])
+    put(step.sample_offset, [0, 1, 0, 0, 1, 2, 0, 0])
     put(made.chain, [0, 2, 3, 6])
-    put(made.wanted, [2, 0, 3])
+    put(made.wanted_drafts, [2, 0, 3])
     return made, rows, 8
 
 
-def both(seed: int) -> Iterator[tuple[DeviceSteps, Arena, int]]:
-    for steps in (TritonSteps(DEVICE), PlainSteps()):
+def both(seed: int) -> Iterator[tuple[DeviceSteps, DeviceState, int]]:
+    for steps in (TritonSteps(DEVICE), TorchSteps()):
         made, _, spans = arena(seed)
         yield steps, made, spans
 
 
-def sampled(made: Arena) -> torch.Tensor:
+def sampled(made: DeviceState) -> torch.Tensor:
     """Right behind the first draft of both, then wrong; -1 in the middle."""
     step = made.step
-    row = [int(step.pick_row[i]) for i in (0, 3)]
+    row = [int(step.sample_row[i]) for i in (0, 3)]
     right = [int(made.history[r, int(made.columns["known"][r])]) for r in row]
     return torch.tensor([right[0], 5, -1, right[1], 1007, 9, 3, 3], dtype=torch.int32, device=DEVICE)
 
 
-def empty(made: Arena, spans: int, tokens: int) -> RaggedBatch:
+def empty(made: DeviceState, spans: int, tokens: int) -> RaggedBatch:
     poison = lambda *shape, dtype=torch.int64: torch.full(shape, -7, dtype=dtype, device=DEVICE)  # noqa: E731
     return RaggedBatch(
         tokens=poison(tokens),
@@ -82,7 +82,7 @@ def empty(made: Arena, spans: int, tokens: int) -> RaggedBatch:
         slots=poison(tokens),
         query_start=made.step.query_start[: spans + 1],
         kv_len=poison(spans, dtype=torch.int32),
-        page_table=poison(spans, made.pages, dtype=torch.int32),
+        page_table=poison(spans, made.num_table_columns, dtype=torch.int32),
         page_size=PAGE,
         max_query=tokens,
         max_kv=LENGTH,
@@ -94,9 +94,9 @@ def test_what_a_step_feeds(seed: int) -> None:
     found = []
     for steps, made, spans in both(seed):
         batch = empty(made, spans, 16)
-        steps.stage(made, made.step, batch, LENGTH)
+        steps.prepare_inputs(made, made.step, batch, LENGTH)
         held = -(-batch.kv_len // PAGE)
-        seen = torch.arange(made.pages, device=DEVICE) < held[:, None]
+        seen = torch.arange(made.num_table_columns, device=DEVICE) < held[:, None]
         found.append([batch.tokens, batch.positions, batch.slots, batch.kv_len, batch.page_table.where(seen, 0)])
     got, want = found
     for a, b in zip(got, want, strict=True):
@@ -111,8 +111,8 @@ def test_where_what_a_step_made_goes(seed: int) -> None:
     found = []
     for steps, it, spans in both(seed):
         out, tokens = torch.zeros(8, 24, device=DEVICE), sampled(it)
-        rows, before = it.step.pick_row[[0, 2, 3]].long(), it.columns["known"].clone()
-        steps.settle(it, it.step, spans, hidden, out)
+        rows, before = it.step.sample_row[[0, 2, 3]].long(), it.columns["known"].clone()
+        steps.advance(it, it.step, spans, hidden, out)
         steps.verify(it, tokens)
         assert (it.columns["known"] - before)[rows].tolist() == [2, 1, 2]
         assert torch.equal(it.columns["length"][rows], it.columns["known"][rows] - 1)
@@ -128,13 +128,18 @@ def test_where_what_a_step_made_goes(seed: int) -> None:
 def test_what_a_draft_model_is_fed(seed: int, at: tuple[int, int]) -> None:
     found = []
     for steps, it, _ in both(seed):
-        steps.route(it, 4, at[1], at[0])
+        steps.prepare_draft(it, 4, at[1], at[0])
         batch = empty(it, 4, at[1])
-        steps.stage(it, it.draft, replace(batch, query_start=it.draft.query_start[:5]), LENGTH)
+        steps.prepare_inputs(it, it.draft, replace(batch, query_start=it.draft.query_start[:5]), LENGTH)
         total = int(it.draft.counts[0])
-        lane = [it.draft.query_start[:5], it.draft.token_span[:total], it.draft.picked[:4], it.draft.pick_row[:4]]
+        lane = [
+            it.draft.query_start[:5],
+            it.draft.token_span[:total],
+            it.draft.sample_indices[:4],
+            it.draft.sample_row[:4],
+        ]
         found.append(
-            [*lane, it.draft.pick_depth[:4], it.draft.counts[2], it.columns["done"], batch.tokens, batch.slots]
+            [*lane, it.draft.sample_offset[:4], it.draft.counts[2], it.columns["done"], batch.tokens, batch.slots]
         )
         assert total <= at[1]
     for a, b in zip(*found, strict=True):
@@ -145,9 +150,9 @@ def test_what_a_draft_model_is_fed(seed: int, at: tuple[int, int]) -> None:
 def test_drafts_go_behind_the_history(seed: int) -> None:
     found = []
     for steps, it, _ in both(seed):
-        steps.route(it, 4, 8, 0)
-        steps.settle(it, it.draft, 4, torch.ones(8, 3, device=DEVICE), torch.zeros(4, 3, device=DEVICE))
-        steps.place(it, torch.tensor([11, 12, -1, 13], dtype=torch.int32, device=DEVICE))
+        steps.prepare_draft(it, 4, 8, 0)
+        steps.advance(it, it.draft, 4, torch.ones(8, 3, device=DEVICE), torch.zeros(4, 3, device=DEVICE))
+        steps.write_drafts(it, torch.tensor([11, 12, -1, 13], dtype=torch.int32, device=DEVICE))
         found.append(it.history[:ROWS])
     assert torch.equal(*found)
 
@@ -168,7 +173,7 @@ def test_scatter_puts_numbers_in_their_places() -> None:
     values = torch.randint(1000, (1500,), dtype=torch.int32).to(DEVICE)
     got, want = (torch.zeros(5000, dtype=torch.int32, device=DEVICE) for _ in range(2))
     TritonSteps(DEVICE).scatter(got, places, values)
-    PlainSteps().scatter(want, places, values)
+    TorchSteps().scatter(want, places, values)
     assert torch.equal(got, want)
 
 
@@ -193,7 +198,7 @@ def proposer(kind: str) -> Proposer:
     draft = Moved()
     draft.head = draft.head + 0.1
     kv = allocate(layer_shapes(draft.spec.kv_shapes, torch.float64), pages=40, page_size=PAGE, device=DEVICE)
-    return ModelProposer(draft, kv, depth=2, rows=8, device=DEVICE)
+    return ModelProposer(draft, kv, num_drafts=2, rows=8, device=DEVICE)
 
 
 def house(steps: DeviceSteps, depth: int, drafts: str) -> Engine:
@@ -207,14 +212,16 @@ def house(steps: DeviceSteps, depth: int, drafts: str) -> Engine:
         dtype=torch.float64,
         device=DEVICE,
         steps=steps,
-        queue=AtOnce() if DEVICE.type == "cpu" else CudaQueue(DEVICE, largest=0),
+        queue=EagerQueue() if DEVICE.type == "cpu" else CudaQueue(DEVICE, largest=0),
         proposer=proposer(drafts),
         depth=2,
     )
-    kv = KV(40, PAGE, prefix_index(PAGE, True))
-    speculation = Fixed(executor.describe().drafts)
-    scheduler = Scheduler(kv, rows=8, cap=4, budget=24, chunk=7, speculation=speculation)
-    return Engine(scheduler, executor, depth=depth)
+    kv = KVCacheManager(40, PAGE, make_prefix_cache(PAGE, True))
+    speculation = FixedDrafts(executor.describe().num_drafts)
+    scheduler = Scheduler(
+        kv, rows=8, max_num_seqs=4, max_num_batched_tokens=24, max_chunk_tokens=7, speculation=speculation
+    )
+    return Engine(scheduler, executor, lookahead=depth)
 
 
 SAMPLING = (
@@ -242,7 +249,7 @@ def test_a_house_on_these_kernels_answers_as_the_dense_loop(drafts: str, depth: 
         Request(
             id=str(i),
             prompt=tuple(rng.randrange(VOCAB - 1) for _ in range(rng.randrange(1, 20))),
-            max_new=rng.randrange(3, 9),
+            max_new_tokens=rng.randrange(3, 9),
             sampling=sampling,
             seed=rng.randrange(1 << 40),
         )
@@ -256,7 +263,7 @@ def test_a_house_on_these_kernels_answers_as_the_dense_loop(drafts: str, depth: 
     model = Tiny()
     answers = {done.id: list(done.tokens) for done in engine.completed_requests}
     assert answers == {request.id: naive(model, request) for request in asked}
-    assert drafts != "model" or engine.scheduler.drafted.accepted > 3
+    assert drafts != "model" or engine.scheduler.draft_stats.num_accepted > 3
 
 
 @pytest.mark.parametrize("half", [1, 24, 64])

@@ -9,11 +9,11 @@ from quire.ops.base import Gate
 from quire.ops.float8 import E4M3
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton import twofold
-from quire.ops.triton.launch import Card
+from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.ops import TritonOps
 from tests.ops.triton.device import DEVICE, in_eight_bits
 
-CARD, REFERENCE = Card.of(DEVICE), ReferenceOps()
+CARD, REFERENCE = DeviceInfo.of(DEVICE), ReferenceOps()
 ONE = torch.ones((), device=DEVICE)
 
 
@@ -22,7 +22,7 @@ def test_two_numbers_of_eight_bits_are_one_of_sixteen() -> None:
     x = torch.randn(9, 250, device=DEVICE) * torch.logspace(-3, 3, 9, device=DEVICE)[:, None]
     x[3] *= torch.logspace(-4, 0, 250, device=DEVICE)
     x = x.bfloat16().float()
-    halves, unit = twofold.halved(x, CARD)
+    halves, unit = twofold.fp8_split(x, CARD)
     high, low = halves.view(9, 2, 250).float().unbind(1)
     off = ((high + low / 16) * unit[:, None] - x).abs()
     most = x.abs().amax(1, keepdim=True)
@@ -32,7 +32,7 @@ def test_two_numbers_of_eight_bits_are_one_of_sixteen() -> None:
 
 
 def test_a_row_of_zeros_stays_one() -> None:
-    halves, unit = twofold.halved(torch.zeros(1, 32, device=DEVICE), CARD)
+    halves, unit = twofold.fp8_split(torch.zeros(1, 32, device=DEVICE), CARD)
     assert not halves.float().any() and float(unit) > 0
 
 
@@ -54,9 +54,11 @@ def test_a_product_and_what_stands_around_it(
 
 def test_cards_and_shapes_that_the_library_does_not_take_are_left_to_others() -> None:
     weight = torch.zeros(48, 192)
-    assert twofold.fits(weight, Card(1, (9, 0))) and twofold.fits(weight, Card(1, (8, 9)))
-    assert not twofold.fits(weight, Card(1, (8, 6)))
-    assert not twofold.fits(weight[:, :100], Card(1, (9, 0))) and not twofold.fits(weight[:40], Card(1, (9, 0)))
+    assert twofold.fits(weight, DeviceInfo(1, (9, 0))) and twofold.fits(weight, DeviceInfo(1, (8, 9)))
+    assert not twofold.fits(weight, DeviceInfo(1, (8, 6)))
+    assert not twofold.fits(weight[:, :100], DeviceInfo(1, (9, 0))) and not twofold.fits(
+        weight[:40], DeviceInfo(1, (9, 0))
+    )
 
 
 @pytest.mark.gpu

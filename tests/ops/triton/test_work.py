@@ -10,14 +10,14 @@ import torch
 
 from quire.ops.ragged import RaggedBatch
 from quire.ops.triton import work
-from quire.ops.triton.work import Planned, Tiling, Work, listed
-from quire.values import MANY
+from quire.ops.triton.work import AttentionPlan, AttentionSchedule, Tiling, make_schedule
+from quire.values import UNLIMITED
 from tests.ops.triton.device import DEVICE
 
 COLUMNS, SPREAD = 64, 66
 
 
-def decode(lengths: list[int], pads: int = 0) -> Planned:
+def decode(lengths: list[int], pads: int = 0) -> AttentionPlan:
     """One token of each sequence; `pads` spans of nobody behind them."""
     count = len(lengths) + pads
 
@@ -28,13 +28,13 @@ def decode(lengths: list[int], pads: int = 0) -> Planned:
     starts = [*range(len(lengths) + 1), *[len(lengths)] * pads]
     table = torch.ones(count, 64, dtype=torch.int32, device=DEVICE)
     batch = RaggedBatch(tokens, tokens, tokens, ints(starts), ints([*lengths, *[0] * pads]), table, 64, 1, 4096)
-    return Planned.of(batch)
+    return AttentionPlan.of(batch)
 
 
-def shared_out(lengths: list[int], window: int = MANY, pads: int = 0) -> tuple[Work, list[list[int]]]:
+def shared_out(lengths: list[int], window: int = UNLIMITED, pads: int = 0) -> tuple[AttentionSchedule, list[list[int]]]:
     """The list, checked, and the blocks that each program reads, piece by piece."""
     tiling = Tiling(4, 16, COLUMNS, 1, 1, SPREAD, 1, window)
-    made = listed(decode(lengths, pads), tiling, 8)
+    made = make_schedule(decode(lengths, pads), tiling, 8)
     total = int(made.total)
     assert total <= tiling.bound(decode(lengths, pads)) == len(made.arrived) == len(made.pieces) - 1
     pieces = made.pieces[:total].tolist()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
-from quire.core.plan import Mask, Open, Plan, Result, Span
+from quire.core.plan import Mask, NewSequence, Plan, Result, Span
 from quire.engine.executor import Description
 from quire.executors.contract import executor_pb2 as pb
 from quire.values import SamplingParams, TokenLogprobs
@@ -13,35 +13,51 @@ from quire.values import SamplingParams, TokenLogprobs
 VERSION = 1
 """Of the contract: both sides must speak the same."""
 
-_ALIKE = (
-    *("pages", "page_size", "rows", "max_model_len", "vocab_size", "depth", "tokens", "drafts", "masks", "kv_bytes"),
-    *("device", "dtype", "catch_up", "draft_kv", "pools"),
-)
+_FIELDS = {
+    "num_blocks": "pages",
+    "block_size": "page_size",
+    "num_rows": "rows",
+    "max_model_len": "max_model_len",
+    "vocab_size": "vocab_size",
+    "lookahead": "depth",
+    "max_step_tokens": "tokens",
+    "num_drafts": "drafts",
+    "supports_masks": "masks",
+    "block_bytes": "kv_bytes",
+    "device": "device",
+    "dtype": "dtype",
+    "draft_catch_up_seconds": "catch_up",
+    "draft_kv_share": "draft_kv",
+    "supports_pooling": "pools",
+}
+"""The message's name of each field of a description."""
+
 _PLAIN = ("temperature", "top_k", "min_p", "presence_penalty", "frequency_penalty", "min_tokens")
 _OPTIONAL = ("logprobs", "prompt_logprobs", "pooling")
 
 
 def describe(about: Description, instance: int) -> pb.Description:
     """instance: of the server that says it."""
-    told = pb.Description(version=VERSION, instance=instance, facts=about.facts)
-    for name in _ALIKE:
-        setattr(told, name, getattr(about, name))
-    told.paces.extend(pb.Pace(rows=r, drafts=d, seconds=seconds) for (r, d), seconds in about.paces.items())
+    told = pb.Description(version=VERSION, instance=instance, facts=about.static_gauges)
+    for name, field in _FIELDS.items():
+        setattr(told, field, getattr(about, name))
+    told.paces.extend(pb.Pace(rows=r, drafts=d, seconds=seconds) for (r, d), seconds in about.step_times.items())
     return told
 
 
 def described(told: pb.Description) -> Description:
     paces = {(each.rows, each.drafts): each.seconds for each in told.paces}
-    return Description(**{name: getattr(told, name) for name in _ALIKE}, paces=paces, facts=dict(told.facts))
+    plain = {name: getattr(told, field) for name, field in _FIELDS.items()}
+    return Description(**plain, step_times=paces, static_gauges=dict(told.facts))
 
 
 def send_plan(plan: Plan, before: tuple[Span, ...]) -> pb.Plan:
     """before: the spans of the step before, which are not said again when they are the same object."""
-    told = pb.Plan(masked=plan.masked, drafts=plan.drafts)
-    if plan.opened:
-        told.opened.extend(_open(each) for each in plan.opened)
-    if plan.grown:
-        told.grown.extend(pb.Growth(row=row, pages=pages) for row, pages in plan.grown)
+    told = pb.Plan(masked=plan.masked_spans, drafts=plan.num_drafts)
+    if plan.new_sequences:
+        told.opened.extend(_open(each) for each in plan.new_sequences)
+    if plan.new_blocks:
+        told.grown.extend(pb.Growth(row=row, pages=pages) for row, pages in plan.new_blocks)
     if plan.spans is before:
         told.same_spans = True
     else:
@@ -65,7 +81,7 @@ def read_plan(told: pb.Plan, before: tuple[Span, ...]) -> Plan:
     )
 
 
-def _open(one: Open) -> pb.Open:
+def _open(one: NewSequence) -> pb.Open:
     s = one.sampling
     sampling = pb.Sampling(logit_bias=s.logit_bias, **{name: getattr(s, name) for name in _PLAIN})
     sampling.top_p, sampling.repetition_penalty = s.top_p, s.repetition_penalty
@@ -78,17 +94,17 @@ def _open(one: Open) -> pb.Open:
     return pb.Open(
         row=one.row,
         tokens=one.tokens,
-        start=one.start,
-        prompt=one.prompt,
+        start=one.num_computed,
+        prompt=one.prompt_length,
         seed=one.seed % (1 << 64),
         choice=one.choice,
-        stop=sorted(one.stop),
-        limit=one.limit,
+        stop=sorted(one.stop_token_ids),
+        limit=one.max_length,
         sampling=sampling,
     )
 
 
-def _opened(told: pb.Open) -> Open:
+def _opened(told: pb.Open) -> NewSequence:
     s = told.sampling
     sampling = SamplingParams(
         **{name: getattr(s, name) for name in _PLAIN},
@@ -100,7 +116,7 @@ def _opened(told: pb.Open) -> Open:
         bad_words_token_ids=tuple(tuple(word.tokens) for word in s.bad_words),
         allowed_token_ids=tuple(s.allowed.tokens) if s.HasField("allowed") else None,
     )
-    return Open(
+    return NewSequence(
         told.row,
         tuple(told.tokens),
         told.start,
@@ -125,7 +141,7 @@ def send_result(result: Result) -> pb.Result:
     told = pb.Result(tokens=chain.from_iterable(result.tokens), errors=result.errors, pooled=result.pooled)
     if any(len(tokens) != 1 for tokens in result.tokens):
         told.counts.extend(map(len, result.tokens))
-    told.drafts.extend(pb.TokenList(tokens=drafts) for drafts in result.drafts)
+    told.drafts.extend(pb.TokenList(tokens=drafts) for drafts in result.draft_tokens)
     for into, scores in ((told.logprobs, result.logprobs), (told.prompt_logprobs, result.prompt_logprobs)):
         for span, each in scores.items():
             into[span].scores.extend(_score(one) for one in each)

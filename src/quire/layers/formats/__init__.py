@@ -5,8 +5,19 @@
 
 from __future__ import annotations
 
-from quire.layers.formats.base import Format, Matrix, Part, Place, Quantised, Stored
+from quire.layers.formats.base import Format, Matrix, MatrixPart, QuantizedWeight, WeightSlot, WeightStorage
 from quire.layers.formats.packed import SMALL, Packed, packed_if_large
 from quire.layers.formats.plain import Plain
 
-__all__ = ["SMALL", "Format", "Matrix", "Packed", "Part", "Place", "Plain", "Quantised", "Stored", "packed_if_large"]
+__all__ = [
+    "SMALL",
+    "Format",
+    "Matrix",
+    "MatrixPart",
+    "Packed",
+    "Plain",
+    "QuantizedWeight",
+    "WeightSlot",
+    "WeightStorage",
+    "packed_if_large",
+]

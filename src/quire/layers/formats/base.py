@@ -15,31 +15,31 @@ from torch import Tensor
 from quire.ops.base import Gate, Ops
 
 
-class Room(Protocol):
+class WeightBuffer(Protocol):
     """Whose memory a place is part of. Both are called from several threads."""
 
-    def open(self, into: Tensor) -> Tensor:
+    def acquire(self, target: Tensor) -> Tensor:
         """Numbers are about to come: where those of `into` go."""
 
-    def close(self, into: Tensor) -> None:
+    def release(self, target: Tensor) -> None:
         """They have come."""
 
 
-class Standing:
+class AllocatedBuffer:
     """Memory that is there from the first."""
 
-    def open(self, into: Tensor) -> Tensor:
-        return into
+    def acquire(self, target: Tensor) -> Tensor:
+        return target
 
-    def close(self, into: Tensor) -> None:
+    def release(self, target: Tensor) -> None:
         return
 
 
-STANDING = Standing()
+ALLOCATED = AllocatedBuffer()
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WeightSlot:
     """Where one checkpoint tensor goes: `into` takes its `cut`, turned about when `transposed`.
 
     shape: of the whole tensor in the checkpoint; where it is `loose`, dimensions of one do not count. stored: the one
@@ -50,35 +50,35 @@ class Place:
 
     name: str
     shape: tuple[int, ...]
-    cut: tuple[slice, ...]
-    into: Tensor
+    shard: tuple[slice, ...]
+    target: Tensor
     transposed: bool = False
     mean: float = 0.0
     std: float = 0.02
     shift: float = 0.0
-    stored: torch.dtype | None = None
-    loose: bool = False
-    room: Room = STANDING
+    stored_dtype: torch.dtype | None = None
+    ignore_unit_dims: bool = False
+    buffer: WeightBuffer = ALLOCATED
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether the checkpoint's tensor may have this shape."""
-        if not self.loose:
+        if not self.ignore_unit_dims:
             return shape == self.shape
         return [size for size in shape if size != 1] == [size for size in self.shape if size != 1]
 
-    def takes(self, dtype: torch.dtype) -> bool:
+    def accepts(self, dtype: torch.dtype) -> bool:
         """Whether the checkpoint's tensor may be of this dtype."""
-        return dtype is self.stored if self.stored else dtype.is_floating_point and dtype.itemsize > 1
+        return dtype is self.stored_dtype if self.stored_dtype else dtype.is_floating_point and dtype.itemsize > 1
 
     @property
-    def straight(self) -> bool:
+    def is_direct_copy(self) -> bool:
         """Whether the cut's numbers are those kept, in their order."""
-        return not (self.transposed or self.loose or self.shift)
+        return not (self.transposed or self.ignore_unit_dims or self.shift)
 
-    def put(self, cut: Tensor) -> None:
+    def copy_from(self, cut: Tensor) -> None:
         """Fill from the checkpoint's tensor, cut already; any floating dtype."""
-        if self.loose:
-            cut = cut.reshape(self.into.shape)
+        if self.ignore_unit_dims:
+            cut = cut.reshape(self.target.shape)
 
         def write(into: Tensor) -> None:
             into.copy_(cut.t() if self.transposed else cut)
@@ -89,29 +89,29 @@ class Place:
 
     def fill(self, write: Callable[[Tensor], object]) -> None:
         """Let `write` fill it."""
-        write(self.room.open(self.into))
-        self.room.close(self.into)
+        write(self.buffer.acquire(self.target))
+        self.buffer.release(self.target)
 
-    def pieces(self, most: int) -> Iterator[Place]:
+    def split(self, most: int) -> Iterator[WeightSlot]:
         """The same in places of about `most` numbers, cut along the checkpoint's first dimension."""
-        if self.loose or not self.cut or self.into.numel() <= most:
+        if self.ignore_unit_dims or not self.shard or self.target.numel() <= most:
             yield self
             return
-        rows, _, _ = self.cut[0].indices(self.shape[0])
-        count = self.into.shape[-1 if self.transposed else 0]
-        step = max(1, most * count // self.into.numel())
+        rows, _, _ = self.shard[0].indices(self.shape[0])
+        count = self.target.shape[-1 if self.transposed else 0]
+        step = max(1, most * count // self.target.numel())
         for at in range(0, count, step):
             own = slice(at, min(count, at + step))
-            into = self.into[:, own] if self.transposed else self.into[own]
-            yield replace(self, cut=(slice(rows + own.start, rows + own.stop), *self.cut[1:]), into=into)
+            into = self.target[:, own] if self.transposed else self.target[own]
+            yield replace(self, shard=(slice(rows + own.start, rows + own.stop), *self.shard[1:]), target=into)
 
 
-class Part(NamedTuple):
+class MatrixPart(NamedTuple):
     """One checkpoint matrix of a stack: its name, its rows in the checkpoint, those this rank keeps."""
 
     name: str
     rows: int
-    cut: slice
+    shard: slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,42 +123,42 @@ class Matrix:
     checkpoint has it so.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[MatrixPart, ...]
     columns: int
-    cut: slice
+    shard: slice
     dtype: torch.dtype
     device: torch.device
     bias: bool = False
-    own_bias: bool = True
+    adds_bias: bool = True
     transposed: bool = False
-    delicate: bool = False
+    keep_precision: bool = False
 
     @property
-    def kept(self) -> tuple[int, int]:
+    def local_shape(self) -> tuple[int, int]:
         """Rows and columns on this rank."""
-        return sum(p.cut.stop - p.cut.start for p in self.parts), self.cut.stop - self.cut.start
+        return sum(p.shard.stop - p.shard.start for p in self.parts), self.shard.stop - self.shard.start
 
 
-class Stored(Protocol):
+class WeightStorage(Protocol):
     """One matrix in its format."""
 
     matrix: Matrix
 
-    def places(self) -> list[Place]:
+    def slots(self) -> list[WeightSlot]:
         """Every checkpoint tensor it is made of."""
 
-    def seal(self) -> None:
+    def finalize(self) -> None:
         """All places are filled: take the final form."""
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
         """x [T, columns] -> [T, rows], or under a gate [T, rows / 2]."""
 
     @property
-    def quantised(self) -> Quantised | None:
+    def quantized(self) -> QuantizedWeight | None:
         """Once sealed, what is kept in place of plain numbers, if anything is."""
 
 
-class Quantised(Protocol):
+class QuantizedWeight(Protocol):
     """The final form of a quantised matrix.
 
     exact: multiply without rounding activations, where the format rounds them: what a canary compares with.
@@ -172,27 +172,27 @@ class Quantised(Protocol):
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
         """As `Stored.apply`."""
 
-    def restored(self, rows: slice = slice(None)) -> Tensor:
+    def dequantize(self, rows: slice = slice(None)) -> Tensor:
         """The numbers it stands for, [rows, columns] float32."""
 
 
 def bias_of(matrix: Matrix) -> Tensor | None:
     """Room for the biases of the parts, one after the other; zeros on ranks that add none."""
-    return torch.zeros(matrix.kept[0], dtype=matrix.dtype, device=matrix.device) if matrix.bias else None
+    return torch.zeros(matrix.local_shape[0], dtype=matrix.dtype, device=matrix.device) if matrix.bias else None
 
 
-def bias_places(matrix: Matrix, bias: Tensor | None) -> list[Place]:
+def bias_slots(matrix: Matrix, bias: Tensor | None) -> list[WeightSlot]:
     """Where the parts' biases go."""
     if bias is None:
         return []
-    places, row = list[Place](), 0
+    places, row = list[WeightSlot](), 0
     for name, rows, cut in matrix.parts:
         own = slice(row, row + cut.stop - cut.start)
         row = own.stop
-        kept, into = (cut, bias[own]) if matrix.own_bias else (slice(0, 0), bias[:0])
-        places.append(Place(f"{name}.bias", (rows,), (kept,), into, std=0.1))
+        kept, into = (cut, bias[own]) if matrix.adds_bias else (slice(0, 0), bias[:0])
+        places.append(WeightSlot(f"{name}.bias", (rows,), (kept,), into, std=0.1))
     return places
 
 
-Format = Callable[[Matrix, Ops, Tensor | None], Stored]
+Format = Callable[[Matrix, Ops, Tensor | None], WeightStorage]
 """Makes a matrix's storage. With a tensor given (a tied head), that is the matrix, filled by somebody else."""

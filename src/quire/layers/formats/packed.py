@@ -9,7 +9,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from quire.layers.formats.base import Matrix, Place, Quantised, bias_of, bias_places
+from quire.layers.formats.base import Matrix, QuantizedWeight, WeightSlot, bias_of, bias_slots
 from quire.layers.formats.plain import Plain
 from quire.ops.base import Gate, Ops
 from quire.ops.packed import pack, packed_linear
@@ -33,7 +33,7 @@ def packed_if_large(
     oneDNN gives a row of a matrix of up to some thousand columns the same bits whatever rows are with it; MKL does not
     (one row is a product of its own there). So this is for whoever only guesses.
     """
-    few = matrix.kept[0] * matrix.kept[1] < least
+    few = matrix.local_shape[0] * matrix.local_shape[1] < least
     return Plain(matrix, ops, shared) if few else Packed(matrix, ops, shared, spare=spare)
 
 
@@ -45,20 +45,20 @@ class Tile:
 
     def __init__(self, rows: slice, matrix: Matrix, spare: list[Tensor]) -> None:
         self.rows, self.spare = rows, spare
-        self.outline = torch.empty(rows.stop - rows.start, matrix.kept[1], dtype=matrix.dtype, device="meta")
+        self.outline = torch.empty(rows.stop - rows.start, matrix.local_shape[1], dtype=matrix.dtype, device="meta")
         self.left = self.outline.numel()
         self.memory: Tensor | None = None
         self.packed: Tensor | None = None
         self._lock = Lock()
 
-    def open(self, into: Tensor) -> Tensor:
+    def acquire(self, into: Tensor) -> Tensor:
         with self._lock:
             if self.memory is None:
                 self.memory = take(self.spare, self.outline.nbytes)
             whole = self.memory[: self.outline.nbytes].view(into.dtype)
         return whole.as_strided(into.size(), into.stride(), into.storage_offset())
 
-    def close(self, into: Tensor) -> None:
+    def release(self, into: Tensor) -> None:
         with self._lock:
             self.left -= into.numel()
             filled, memory = self.left == 0, self.memory
@@ -83,50 +83,52 @@ class Packed:
     spare: memory that matrices of one model are put together in, one after the other.
     """
 
-    quantised: Quantised | None = None
+    quantized: QuantizedWeight | None = None
 
     def __init__(
-        self, matrix: Matrix, ops: Ops, shared: Tensor | None = None, *, spare: list[Tensor] | None = None
+        self, matrix: Matrix, ops: Ops, tied_weight: Tensor | None = None, *, spare: list[Tensor] | None = None
     ) -> None:
-        rows, columns = matrix.kept
+        rows, columns = matrix.local_shape
         step = max(1, TILE // max(1, columns * matrix.dtype.itemsize))
-        self.matrix, self.ops, self.shared = matrix, ops, shared
+        self.matrix, self.ops, self.tied_weight = matrix, ops, tied_weight
         self.bias = bias_of(matrix)
         self.spare: list[Tensor] = [] if spare is None else spare
         edges = (*range(0, rows, step), rows)
         self.tiles = [Tile(slice(*pair), matrix, self.spare) for pair in pairwise(edges)]
 
-    def places(self) -> list[Place]:
-        matrix, places, row = self.matrix, list[Place](), 0
-        biases = bias_places(matrix, self.bias)
+    def slots(self) -> list[WeightSlot]:
+        matrix, places, row = self.matrix, list[WeightSlot](), 0
+        biases = bias_slots(matrix, self.bias)
         for i, (name, rows, cut) in enumerate(matrix.parts):
             shape = (matrix.columns, rows) if matrix.transposed else (rows, matrix.columns)
             stop = row + cut.stop - cut.start
-            for tile in self.tiles if self.shared is None else ():
+            for tile in self.tiles if self.tied_weight is None else ():
                 first, last = max(row, tile.rows.start), min(stop, tile.rows.stop)
                 if first < last:
                     kept = slice(cut.start + first - row, cut.start + last - row)
-                    cuts = (matrix.cut, kept) if matrix.transposed else (kept, matrix.cut)
+                    cuts = (matrix.shard, kept) if matrix.transposed else (kept, matrix.shard)
                     into = tile.outline[first - tile.rows.start : last - tile.rows.start]
                     std = matrix.columns**-0.5
-                    places.append(Place(f"{name}.weight", shape, cuts, into, matrix.transposed, std=std, room=tile))
+                    places.append(
+                        WeightSlot(f"{name}.weight", shape, cuts, into, matrix.transposed, std=std, buffer=tile)
+                    )
             row = stop
             places += biases[i : i + 1]
         return places
 
-    def seal(self) -> None:
+    def finalize(self) -> None:
         self.spare.clear()
-        if self.shared is not None:
+        if self.tied_weight is not None:
             for tile in self.tiles:
-                tile.packed = pack(self.shared[tile.rows])
+                tile.packed = pack(self.tied_weight[tile.rows])
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
         parts = []
         for tile in self.tiles:
             bias = None if self.bias is None else self.bias[tile.rows]
             if tile.packed is None:
-                assert self.shared is not None, "a matrix is multiplied by before it is filled"
-                parts.append(self.ops.linear(x, self.shared[tile.rows], bias))
+                assert self.tied_weight is not None, "a matrix is multiplied by before it is filled"
+                parts.append(self.ops.linear(x, self.tied_weight[tile.rows], bias))
             else:
                 parts.append(in_tiles(partial(packed_linear, weight=tile.packed, bias=bias), x, self.ops.rows))
         y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
-from quire.layers.formats.base import Matrix, Place, bias_of, bias_places
+from quire.layers.formats.base import Matrix, WeightSlot, bias_of, bias_slots
 from quire.ops.base import Gate, Ops
 from quire.ops.float8 import E4M3, E4M3_MAX
-from quire.ops.quantised import INT8_MAX, restore_scaled
-from quire.values import MANY
+from quire.ops.quantised import INT8_MAX, dequantize_scaled
+from quire.values import UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)
-class Scaling:
+class ScaleScheme:
     """How a checkpoint stores such a matrix.
 
     dtype: int8 or float8_e4m3fn. block: (rows, columns) that share a scale; MANY for all. suffix: of the scales' name.
@@ -36,7 +36,7 @@ ENOUGH, FAR = 8, 1e4
 """Among so many scales of a matrix none is this many times the one in the middle."""
 
 
-class Scaled:
+class ScaledWeight:
     """The final form: weight [out, in] and scale [out, G], see `Ops.scaled_linear`. `exact` rounds no activations."""
 
     def __init__(
@@ -64,24 +64,24 @@ class Scaled:
         y = self.ops.int8_linear(x, self.weight, self.scale, self.bias)
         return y if not gate else self.ops.silu_mul(y) if gate == "silu" else self.ops.gelu_mul(y)
 
-    def restored(self, rows: slice = slice(None)) -> Tensor:
-        return restore_scaled(self.weight[rows], self.scale[rows], self.width, self.offset)
+    def dequantize(self, rows: slice = slice(None)) -> Tensor:
+        return dequantize_scaled(self.weight[rows], self.scale[rows], self.width, self.offset)
 
 
-class ReadScaled:
+class ScaledStorage:
     """Read from a checkpoint: its numbers as they are, its scales spread to one a row and block of columns.
 
     Spread so, any cut of the matrix has its own scales, whatever it does to blocks.
     """
 
-    def __init__(self, matrix: Matrix, ops: Ops, scaling: Scaling) -> None:
+    def __init__(self, matrix: Matrix, ops: Ops, scaling: ScaleScheme) -> None:
         if matrix.transposed:
             raise InvalidModel(f"{matrix.parts[0].name}: a quantised matrix stored [in, out] is not supported")
-        rows, columns = matrix.kept
-        self.matrix, self.ops, self.scaling = matrix, ops, scaling
+        rows, columns = matrix.local_shape
+        self.matrix, self.ops, self.scheme = matrix, ops, scaling
         self.bias = bias_of(matrix)
         if scaling.packed:
-            whole(matrix.cut, 4, matrix.parts[0].name)
+            check_aligned(matrix.shard, 4, matrix.parts[0].name)
             self.raw = torch.empty(rows, columns // 4, dtype=torch.int32, device=matrix.device)
         else:
             self.raw = torch.empty(rows, columns, dtype=scaling.dtype, device=matrix.device)
@@ -90,58 +90,58 @@ class ReadScaled:
             torch.empty(-(-part.rows // down), -(-matrix.columns // across), dtype=torch.float32, device=matrix.device)
             for part in matrix.parts
         ]
-        self.quantised: Scaled | None = None
+        self.quantized: ScaledWeight | None = None
 
-    def places(self) -> list[Place]:
-        matrix, packed, places, row = self.matrix, self.scaling.packed, list[Place](), 0
+    def slots(self) -> list[WeightSlot]:
+        matrix, packed, places, row = self.matrix, self.scheme.packed, list[WeightSlot](), 0
         each = 4 if packed else 1
-        stored = torch.int32 if packed else self.scaling.dtype
-        cut = slice(matrix.cut.start // each, matrix.cut.stop // each)
+        stored = torch.int32 if packed else self.scheme.dtype
+        cut = slice(matrix.shard.start // each, matrix.shard.stop // each)
         std = float(1 << 29) if packed else 42.0
         for part, scale in zip(matrix.parts, self.scales, strict=True):
-            into = self.raw[row : row + part.cut.stop - part.cut.start]
+            into = self.raw[row : row + part.shard.stop - part.shard.start]
             row += len(into)
             name, shape = f"{part.name}.weight{'_packed' * packed}", (part.rows, matrix.columns // each)
-            places.append(Place(name, shape, (part.cut, cut), into, std=std, stored=stored))
-            about, size = f"{part.name}.{self.scaling.suffix}", matrix.columns**-0.5 / 42.0
-            places.append(Place(about, tuple(scale.shape), (), scale, mean=size, std=0.0, loose=True))
-        return places + bias_places(matrix, self.bias)
+            places.append(WeightSlot(name, shape, (part.shard, cut), into, std=std, stored_dtype=stored))
+            about, size = f"{part.name}.{self.scheme.suffix}", matrix.columns**-0.5 / 42.0
+            places.append(WeightSlot(about, tuple(scale.shape), (), scale, mean=size, std=0.0, ignore_unit_dims=True))
+        return places + bias_slots(matrix, self.bias)
 
-    def seal(self) -> None:
-        down, across = self.scaling.block
-        cut = self.matrix.cut
+    def finalize(self) -> None:
+        down, across = self.scheme.block
+        cut = self.matrix.shard
         first = cut.start // across
         spread = []
         for part, scale in zip(self.matrix.parts, self.scales, strict=True):
-            sound(scale, f"{part.name}.{self.scaling.suffix}")
-            row = torch.arange(part.cut.start, part.cut.stop, device=scale.device) // down
+            check_scale(scale, f"{part.name}.{self.scheme.suffix}")
+            row = torch.arange(part.shard.start, part.shard.stop, device=scale.device) // down
             spread.append(scale[row, first : -(-cut.stop // across)])
-        weight = unpack(self.raw, 8, 1).to(torch.int16).sub_(128).to(torch.int8) if self.scaling.packed else self.raw
+        weight = unpack(self.raw, 8, 1).to(torch.int16).sub_(128).to(torch.int8) if self.scheme.packed else self.raw
         scale, offset = torch.cat(spread).contiguous(), cut.start - first * across
-        self.quantised = Scaled(
+        self.quantized = ScaledWeight(
             self.ops,
             weight,
             scale,
             self.bias,
             width=across,
             offset=offset,
-            activations=self.scaling.activations,
+            activations=self.scheme.activations,
         )
         self.scales.clear()
         del self.raw
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
-        assert self.quantised is not None
-        return self.quantised.apply(x, gate)
+        assert self.quantized is not None
+        return self.quantized.apply(x, gate)
 
 
-def whole(cut: slice, unit: int, name: str) -> None:
+def check_aligned(cut: slice, unit: int, name: str) -> None:
     """Raises InvalidModel for a cut through numbers that are packed together."""
     if cut.start % unit or cut.stop % unit:
         raise InvalidModel(f"{name} cannot be cut at {cut.start}:{cut.stop}: {unit} numbers are packed in one")
 
 
-def sound(scale: Tensor, name: str) -> None:
+def check_scale(scale: Tensor, name: str) -> None:
     """Raises InvalidModel for scales no quantiser makes: not numbers, below 0, or one far above all others."""
     lone = scale.numel() >= ENOUGH and float(scale.max()) > FAR * float(scale.median())
     if not bool(scale.isfinite().all()) or bool((scale < 0).any()) or lone:
@@ -156,7 +156,7 @@ def unpack(packed: Tensor, bits: int, dim: int, order: Sequence[int] | None = No
     return numbers.to(torch.uint8).flatten(dim, dim + 1)
 
 
-def quantise(weight: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def quantize(weight: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """weight [out, in] -> (its numbers in `dtype`, scale [blocks down, blocks across] float32), by largest number."""
     rows, columns = weight.shape
     down, across = min(block[0], rows), min(block[1], columns)
@@ -168,5 +168,5 @@ def quantise(weight: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> tupl
     return (numbers if dtype is E4M3 else numbers.round()).clamp(-most, most).to(dtype), scale
 
 
-ROW = (1, MANY)
+ROW = (1, UNLIMITED)
 TILE = (128, 128)

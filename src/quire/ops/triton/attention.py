@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.ragged import LayerKV
-from quire.ops.triton.launch import Card, block, fetch, kernel, release, wait
-from quire.ops.triton.prefixes import Begun
+from quire.ops.triton.launch import DeviceInfo, block, fetch, kernel, release, wait
+from quire.ops.triton.prefixes import PrefixPartials
 from quire.ops.triton.rows import tanh
-from quire.ops.triton.work import CROWD, FIELDS, Planned, Tiling, spread
+from quire.ops.triton.work import CROWD, FIELDS, AttentionPlan, Tiling, spread
 
 
 @triton.jit
@@ -263,18 +263,18 @@ class Tile(NamedTuple):
     run: int = 1
     slim: bool = False
 
-    def spread(self, card: Card, groups: int, spans: int) -> int:
+    def spread(self, card: DeviceInfo, groups: int, spans: int) -> int:
         """Programs of each K/V head that spans are shared out to: many spans, to as many as the card holds at once."""
         held = 2048 // (self.warps * (160 if self.slim else 256))
         return spread(card, groups, min(self.a_card, 1) * held if spans > CROWD else self.a_card)
 
 
-def on_hopper(card: Card) -> bool:
+def on_hopper(card: DeviceInfo) -> bool:
     """Elsewhere operands of the matrix units take registers, too."""
     return (9, 0) <= card.capability < (10, 0)
 
 
-def large(card: Card, dim: int, wide: int) -> Tile:
+def large(card: DeviceInfo, dim: int, wide: int) -> Tile:
     """Of many rows. Its columns are those of tiles of few rows, so that one can go on where the other ends."""
     columns = 64 if dim * wide <= 256 else 32 if dim * wide <= 512 else 16
     rows = 64 if dim * wide <= 512 and (on_hopper(card) or wide <= 2) else 32
@@ -282,7 +282,7 @@ def large(card: Card, dim: int, wide: int) -> Tile:
     return Tile(rows, columns, warps, 3 if on_hopper(card) and dim * wide <= 256 else 2, 0)
 
 
-def tiles(card: Card, share: int, dim: int, wide: int, most: int, spans: int) -> list[tuple[Tile, int, int]]:
+def tiles(card: DeviceInfo, share: int, dim: int, wide: int, most: int, spans: int) -> list[tuple[Tile, int, int]]:
     """The launches for spans of up to `most` queries: (tile, least queries, most). wide: bytes a number of K/V.
 
     A few queries are rows of one small tile; longer spans, if there can be any, go to large tiles in a launch of
@@ -313,8 +313,8 @@ def slopes(scale: float, soft_cap: float) -> tuple[float, float]:
 
 
 def attention(
-    q: Tensor, kv: LayerKV, batch: Planned, scale: float, window: int, soft_cap: float, card: Card,
-    begun: Begun | None = None,
+    q: Tensor, kv: LayerKV, batch: AttentionPlan, scale: float, window: int, soft_cap: float, card: DeviceInfo,
+    begun: PrefixPartials | None = None,
 ) -> Tensor:  # fmt: skip
     """See `Ops.attention`. Rows of no span's are left unwritten. begun: what there is of the pages that spans share.
 

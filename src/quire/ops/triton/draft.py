@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.triton.launch import Card, block, kernel, release, wait
+from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
 from quire.ops.triton.noise import fold
-from quire.ops.triton.step import Rows
+from quire.ops.triton.step import DeviceRows
 
 
 @kernel(do_not_specialize=["chains", "tokens", "at", "most", "nobody"])
-def route_kernel(
+def prepare_draft_kernel(
     step_counts, chain, step_row, wanted, known, done, counts, span_row, query_start, token_span, picked, pick_row,
     pick_depth, chains, tokens, at, most, nobody, FEW: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -57,13 +57,14 @@ def spread_kernel(query_start, token_span, BLOCK: tl.constexpr, DEPENDENT: tl.co
         tl.store(token_span + at, tl.zeros([BLOCK], tl.int32) + mine, mask=at < end)
 
 
-def route(step: Rows, draft: Rows, chains: int, tokens: int, at: int, card: Card) -> None:
+def prepare_draft(step: DeviceRows, draft: DeviceRows, chains: int, tokens: int, at: int, card: DeviceInfo) -> None:
     """See `runner.device.DeviceSteps.route`. The row behind the last takes what padding writes."""
     same = {"DEPENDENT": card.dependent, **card.options}
-    route_kernel[(1,)](
-        *(step.counts, step.chain, step.pick_row, step.wanted, step.known, draft.length, draft.counts, draft.span_row),
-        *(draft.query_start, draft.token_span, draft.picked, draft.pick_row, draft.pick_depth, chains, tokens, at),
-        *((tokens, 2, 1)[min(at, 1) + 1], len(step.known) - 1),
+    prepare_draft_kernel[(1,)](
+        *(step.counts, step.chain, step.sample_row, step.wanted_drafts, step.num_known),
+        *(draft.num_computed, draft.counts, draft.span_row, draft.query_start, draft.token_span),
+        *(draft.sample_indices, draft.sample_row, draft.sample_offset, chains, tokens, at),
+        *((tokens, 2, 1)[min(at, 1) + 1], len(step.num_known) - 1),
         FEW=at >= 0, BLOCK=block(chains, 16), num_warps=4, **same,
     )  # fmt: skip
     if at < 0:
@@ -71,7 +72,7 @@ def route(step: Rows, draft: Rows, chains: int, tokens: int, at: int, card: Card
 
 
 @kernel(do_not_specialize=["picks"])
-def place_kernel(pick_row, pick_at, history, drawn, picks, width, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+def write_drafts_kernel(pick_row, pick_at, history, drawn, picks, width, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < picks
     wait(DEPENDENT)
@@ -81,10 +82,10 @@ def place_kernel(pick_row, pick_at, history, drawn, picks, width, BLOCK: tl.cons
     tl.store(history + row * width + at, tl.maximum(tl.load(drawn + i, mask=inside, other=0), 0), mask=inside)
 
 
-def place(draft: Rows, drawn: Tensor, card: Card) -> None:
+def write_drafts(draft: DeviceRows, drawn: Tensor, card: DeviceInfo) -> None:
     """What was drawn goes where the lane says that it stands."""
-    place_kernel[(triton.cdiv(len(drawn), 256),)](
-        *(draft.pick_row, draft.pick_at, draft.history, drawn, len(drawn), draft.history.shape[1]),
+    write_drafts_kernel[(triton.cdiv(len(drawn), 256),)](
+        *(draft.sample_row, draft.sample_position, draft.history, drawn, len(drawn), draft.history.shape[1]),
         BLOCK=256, DEPENDENT=card.dependent, **card.options,
     )  # fmt: skip
 
@@ -118,10 +119,10 @@ def lookup_kernel(
     tl.store(mine + size + d, tokens, mask=d < depth)
 
 
-def lookup(step: Rows, chains: int, depth: int, longest: int, shortest: int, card: Card) -> None:
+def lookup(step: DeviceRows, chains: int, depth: int, longest: int, shortest: int, card: DeviceInfo) -> None:
     """See `runner.ngram.lookup`: `depth` tokens from where it leads go behind each chain's history."""
     lookup_kernel[(chains,)](
-        *(step.counts, step.chain, step.pick_row, step.known, step.history, depth, longest, shortest),
+        *(step.counts, step.chain, step.sample_row, step.num_known, step.history, depth, longest, shortest),
         *(step.history.shape[1],), DRAFTS=block(depth), BLOCK=1024, DEPENDENT=card.dependent, num_warps=4,
         **card.options,
     )  # fmt: skip
@@ -145,9 +146,9 @@ def force_kernel(
     tl.store(tokens + i, tl.where(drawn < rate, draft, draft ^ 1), mask=drafted)
 
 
-def force(step: Rows, tokens: Tensor, rate: float, card: Card) -> None:
+def force(step: DeviceRows, tokens: Tensor, rate: float, card: DeviceInfo) -> None:
     """Sampled tokens [R] become the drafts at their places with a chance of `rate`, and are others without it."""
     force_kernel[(triton.cdiv(len(tokens), 256),)](
-        *(step.counts, step.pick_row, step.pick_at, step.pick_depth, step.history, tokens, rate),
+        *(step.counts, step.sample_row, step.sample_position, step.sample_offset, step.history, tokens, rate),
         *(step.history.shape[1],), BLOCK=256, DEPENDENT=card.dependent, **card.options,
     )  # fmt: skip

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.triton.launch import Card, kernel, release, wait
-from quire.ops.triton.settings import CHUNK, Settings
+from quire.ops.triton.launch import DeviceInfo, kernel, release, wait
+from quire.ops.triton.settings import CHUNK, SamplingTensors
 
 
 @kernel
@@ -31,7 +31,7 @@ def mask_kernel(
 
 
 @kernel
-def amend_kernel(
+def penalty_bias_kernel(
     logits, row_of, position_of, history, prompt, repetition, frequency, presence, listed, token, amount, until, tally,
     width, vocab, PROMPT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -76,8 +76,9 @@ def amend_kernel(
             tl.store(mine + known, x, mask=found)
 
 
-def edit(
-    logits: Tensor, rows: Tensor, positions: Tensor, history: Tensor, prompt: Tensor, settings: Settings, card: Card,
+def process_logits(
+    logits: Tensor, rows: Tensor, positions: Tensor, history: Tensor, prompt: Tensor, settings: SamplingTensors,
+    card: DeviceInfo,
     tally: Tensor, raw: Tensor,
 ) -> None:  # fmt: skip
     """Mask, lists, penalties; raw [R, chunks] takes the greatest logits as they were. See `sampler.sample`."""
@@ -87,7 +88,7 @@ def edit(
         *(logits, rows, s.masked, s.masks, raw, s.masks.shape[1], vocab, raw.shape[1]),
         CHUNK=CHUNK, DEPENDENT=card.dependent, num_warps=4, **card.options,
     )  # fmt: skip
-    amend_kernel[(count,)](
+    penalty_bias_kernel[(count,)](
         *(logits, rows, positions, history, prompt, s.repetition, s.frequency, s.presence, s.listed, s.token, s.amount),
         *(s.until, tally, history.shape[1], vocab),
         PROMPT=1 << 20, BLOCK=1024, DEPENDENT=card.dependent, num_warps=8, **card.options,

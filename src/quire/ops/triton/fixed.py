@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import Gate
-from quire.ops.grouped import by_owner, mix_in_order
+from quire.ops.grouped import by_owner, combine_experts_in_order
 from quire.ops.triton import scaled, skinny
 from quire.ops.triton.ops import TritonOps
-from quire.ops.triton.recipes import Recipe
+from quire.ops.triton.recipes import GemmConfig
 
-PRODUCT, RESTORED, EXACT = Recipe(64, 64, 128, 4, 4), Recipe(64, 64, 64, 4, 3), Recipe(16, 32, 64, 4, 3)
+PRODUCT, RESTORED, EXACT = GemmConfig(64, 64, 128, 4, 4), GemmConfig(64, 64, 64, 4, 3), GemmConfig(16, 32, 64, 4, 3)
 """Of plain matrices, of those restored on the way, and of either in float32, which takes more registers."""
 
 
-class FixedTritonOps(TritonOps):
+class BatchInvariantTritonOps(TritonOps):
     """See `base.Ops`."""
 
     def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
@@ -32,15 +32,15 @@ class FixedTritonOps(TritonOps):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         return skinny.product(x, weight, bias, how(x, PRODUCT), self.card, gate)
 
-    def quantised_linear(self, x: Tensor, matrix: scaled.Quantised, bias: Tensor | None, gate: Gate) -> Tensor:
+    def quantised_linear(self, x: Tensor, matrix: scaled.QuantizedMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
         return scaled.product(x, matrix, bias, how(x, RESTORED), self.card, self.arrived, gate)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return by_owner(x, weight, ends, self.linear)
 
-    def mix(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
-        return mix_in_order(made, shares, whole=whole)
+    def combine_experts(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
+        return combine_experts_in_order(made, shares, whole=whole)
 
 
-def how(x: Tensor, usual: Recipe) -> Recipe:
+def how(x: Tensor, usual: GemmConfig) -> GemmConfig:
     return EXACT if x.dtype is torch.float32 else usual

@@ -27,7 +27,7 @@ ADA, HOPPER = (8, 9), (9, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class DeviceInfo:
     """A device as far as launches care. sms: multiprocessors to be kept busy; with none, how work is cut depends on no
     batch. dependent: kernels are launched dependently. shared: bytes of shared memory a program can have.
 
@@ -47,19 +47,19 @@ class Card:
         return self.capability >= ADA or not any(self.capability)
 
     @staticmethod
-    def of(device: torch.device, dependent: bool = True) -> Card:
+    def of(device: torch.device, dependent: bool = True) -> DeviceInfo:
         """The card behind `device`; a CPU, which only Triton's interpreter runs on, counts as a very small one."""
         if device.type != "cuda":
-            return Card(sms=2)
+            return DeviceInfo(sms=2)
         about = torch.cuda.get_device_properties(device)
         capability = (about.major, about.minor)
         dependent = dependent and capability >= HOPPER
         options = MappingProxyType({"launch_pdl": True} if dependent else {})
         shared = int(driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
-        return Card(about.multi_processor_count, capability, dependent, "tf32x3", shared, options)
+        return DeviceInfo(about.multi_processor_count, capability, dependent, "tf32x3", shared, options)
 
 
-HEARD: ContextVar[Callable[..., None] | None] = ContextVar("quire_heard", default=None)
+PRECOMPILING: ContextVar[Callable[..., None] | None] = ContextVar("quire_heard", default=None)
 """Who is told of this thread's launches, none of which happens: (the kernel, its grid, arguments). See `rehearsal`."""
 
 
@@ -70,7 +70,7 @@ class Kernel:
         self.made = made
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-        heard = HEARD.get()
+        heard = PRECOMPILING.get()
         launch: Callable[..., object] = self.made[grid] if heard is None else partial(heard, self.made, grid)
         return launch
 

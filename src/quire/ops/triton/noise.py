@@ -20,7 +20,7 @@ def fold(h, v):
 
 
 @triton.jit
-def unit(h):
+def exponential(h):
     """Exponentials of mean 1 from hashes. Double precision on the way, so that 1 - w keeps every bit of h."""
     return (-tl.log((4294967295.5 - h.to(tl.float64)) * 2.3283064365386963e-10)).to(tl.float32)
 
@@ -30,7 +30,7 @@ def least(key, block, BLOCK: tl.constexpr):
     """The least exponential of each block of BLOCK tokens, and which of them has it."""
     head = fold(key, (block + 1073741824).to(tl.uint32))
     holder = fold(head, (block * 0).to(tl.uint32)) & (BLOCK - 1)
-    return unit(head) / BLOCK, holder.to(tl.int32)
+    return exponential(head) / BLOCK, holder.to(tl.int32)
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def exponentials(key, block, BLOCK: tl.constexpr):
     """Those of one block's tokens, [BLOCK]."""
     i = tl.arange(0, BLOCK)
     low, holder = least(key, block, BLOCK)
-    return low + tl.where(i == holder, 0.0, unit(fold(key, (block * BLOCK + i).to(tl.uint32))))
+    return low + tl.where(i == holder, 0.0, exponential(fold(key, (block * BLOCK + i).to(tl.uint32))))
 
 
 @triton.jit

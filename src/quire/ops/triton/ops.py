@@ -11,20 +11,20 @@ from torch import Tensor
 from quire.ops.base import Angles, Gate, Norm, Norms
 from quire.ops.cublaslt import CublasLt
 from quire.ops.float8 import E4M3
-from quire.ops.grouped import grouped_linear, mix
-from quire.ops.library import Library, on_the_card
-from quire.ops.quantised import Restoring
+from quire.ops.grouped import combine_experts, grouped_linear
+from quire.ops.library import GemmAutotuner, on_the_card
+from quire.ops.quantised import DequantizingOps
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton import attention, recipes, restore, rows, scaled, shared, skinny, turn, twofold
-from quire.ops.triton.launch import Card
+from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.split import COUNTERS
-from quire.ops.triton.work import Planned
-from quire.values import MANY
+from quire.ops.triton.work import AttentionPlan
+from quire.values import UNLIMITED
 
 log = logging.getLogger(__name__)
 
 
-def library(device: torch.device) -> Library:
+def gemm_library(device: torch.device) -> GemmAutotuner:
     """An engine's own, for its workspace is written to by one product at a time."""
     products = None
     if device.type == "cuda":
@@ -32,40 +32,40 @@ def library(device: torch.device) -> Library:
             products = CublasLt(device)
         except (OSError, RuntimeError) as error:
             log.warning("torch chooses how products are made, cuBLASLt cannot be asked: %s", error)
-    return Library(products, on_the_card)
+    return GemmAutotuner(products, on_the_card)
 
 
-class TritonOps(Restoring):
+class TritonOps(DequantizingOps):
     """See `base.Ops`. Launches depend on shapes and on `max_query` and `max_kv` of the batch alone: lengths, query
     starts, pages and slots are read on the device, so a captured step serves any batch within them."""
 
-    rows = MANY
+    rows = UNLIMITED
 
     def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
         """dependent: use programmatic dependent launch where the card has it."""
-        self.card = Card.of(torch.device(device), dependent)
+        self.card = DeviceInfo.of(torch.device(device), dependent)
         self.arrived = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         self.one = torch.ones((), device=device)
-        self.library = library(self.arrived.device)
+        self.gemm = gemm_library(self.arrived.device)
 
-    def prepare(self, batch: RaggedBatch) -> Planned:
-        return batch if isinstance(batch, Planned) else Planned.of(batch)
+    def prepare(self, batch: RaggedBatch) -> AttentionPlan:
+        return batch if isinstance(batch, AttentionPlan) else AttentionPlan.of(batch)
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         return F.embedding(tokens, weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
-        how = recipes.recipe(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
+        how = recipes.gemm_config(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
         if how is not None and x.dtype is torch.bfloat16:
             return skinny.product(x, weight, bias, how, self.card, gate, arrived=self.arrived)
-        y = self.library.linear(x, weight, bias)
+        y = self.gemm.linear(x, weight, bias)
         return y if not gate else self.silu_mul(y) if gate == "silu" else self.gelu_mul(y)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return grouped_linear(x, weight, ends)
 
-    def mix(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
-        return mix(made, shares, whole=whole)
+    def combine_experts(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
+        return combine_experts(made, shares, whole=whole)
 
     def scaled_linear(
         self,
@@ -79,9 +79,9 @@ class TritonOps(Restoring):
     ) -> Tensor:
         if weight.dtype is E4M3 and not self.card.float8:
             return super().scaled_linear(x, weight, scale, width, offset, bias, gate)
-        return self.quantised_linear(x, scaled.Quantised(weight, scale, width, offset), bias, gate)
+        return self.quantised_linear(x, scaled.QuantizedMatrix(weight, scale, width, offset), bias, gate)
 
-    def halved_linear(
+    def int4_linear(
         self,
         x: Tensor,
         weight: Tensor,
@@ -91,23 +91,23 @@ class TritonOps(Restoring):
         bias: Tensor | None = None,
         gate: Gate = "",
     ) -> Tensor:
-        return self.quantised_linear(x, scaled.Quantised(weight, scale, zero=zero, groups=groups), bias, gate)
+        return self.quantised_linear(x, scaled.QuantizedMatrix(weight, scale, zero=zero, groups=groups), bias, gate)
 
-    def quantised_linear(self, x: Tensor, matrix: scaled.Quantised, bias: Tensor | None, gate: Gate) -> Tensor:
+    def quantised_linear(self, x: Tensor, matrix: scaled.QuantizedMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
         """As `linear`. The library's float8 products for many rows, where there are any; else by numbers restored on
         the way, or, for more rows than `scaled.MOST`, all of them beforehand."""
         weight, scale = matrix.weight, matrix.scale
         if scale.shape[1] == 1 and weight.dtype is E4M3 and x.dtype is torch.bfloat16:
-            quick = recipes.scaled_recipe(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
+            quick = recipes.scaled_gemm_config(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
             if quick is not None:
                 return skinny.product(x, weight, bias, quick, self.card, gate, scale, self.arrived)
             if len(x) > recipes.MOST and twofold.fits(weight, self.card):
                 return twofold.product(x, weight, scale, bias, self.one, self.card, gate)
         fast = scaled.fitting(x, matrix, self.card)
-        how = scaled.recipe(len(x), len(weight), x.shape[-1], fast=fast, halved=matrix.halved)
+        how = scaled.recipe(len(x), len(weight), x.shape[-1], fast=fast, halved=matrix.is_int4)
         if how is None or x.dtype is not torch.bfloat16:
-            return self.linear(x, restore.whole(matrix, x.shape[-1], x.dtype, self.card), bias, gate)
-        how = scaled.gated(how) if gate and not matrix.halved else how
+            return self.linear(x, restore.dequantize(matrix, x.shape[-1], x.dtype, self.card), bias, gate)
+        how = scaled.gated(how) if gate and not matrix.is_int4 else how
         return scaled.product(x, matrix, bias, how, self.card, self.arrived, gate)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -133,10 +133,10 @@ class TritonOps(Restoring):
     def angles(self, positions: Tensor, frequencies: Tensor, gain: float = 1.0) -> Angles:
         return turn.angles(positions, frequencies, gain, self.card)
 
-    def turn_and_write(
+    def qk_norm_rope_store_kv(
         self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
     ) -> Tensor:
-        return turn.turn_and_write(qkv, heads, kv, batch, angles, norms, self.card)
+        return turn.qk_norm_rope_store_kv(qkv, heads, kv, batch, angles, norms, self.card)
 
     def attention(
         self,
@@ -144,9 +144,9 @@ class TritonOps(Restoring):
         kv: LayerKV,
         batch: RaggedBatch,
         scale: float,
-        window: int = MANY,
+        window: int = UNLIMITED,
         soft_cap: float = 0.0,
     ) -> Tensor:
         planned = self.prepare(batch)
-        begun = shared.begun(q, kv, planned, scale, window, soft_cap, self.card)
+        begun = shared.cascade_attention(q, kv, planned, scale, window, soft_cap, self.card)
         return attention.attention(q, kv, planned, scale, window, soft_cap, self.card, begun)

@@ -30,7 +30,7 @@ LONG = 1024
 """Tokens a piece has at most, as far as there may be more runs."""
 
 
-class Sharing(NamedTuple):
+class PrefixSharing(NamedTuple):
     """What the lists depend on, besides page tables and lengths.
 
     unit: tokens, of which all depths are multiples, and of which a page's are a divisor. members: spans that a program
@@ -48,7 +48,7 @@ class Sharing(NamedTuple):
         return (-(-spans // self.members) + spans // LEAST) * MOST_RUNS
 
 
-class Prefixes(NamedTuple):
+class SharedPrefixes(NamedTuple):
     """begun [2, S] int32: tokens of each span that its group reads, and how many pieces those are cut into. members [S]
     int32: the groups' tokens, group by group. pieces [bound, FIELDS] int32. counts [2] int32: pieces, members."""
 
@@ -58,14 +58,14 @@ class Prefixes(NamedTuple):
     counts: Tensor
 
 
-class Begun(NamedTuple):
+class PrefixPartials(NamedTuple):
     """What groups made of the pages they share. parts [MOST_RUNS, T, H, D] and sums [MOST_RUNS, T, H] float32: for each
     piece and query the weighted mean of v, and the logarithm to base two of the sum of weights."""
 
     parts: Tensor
     sums: Tensor
-    prefixes: Prefixes
-    sharing: Sharing
+    prefixes: SharedPrefixes
+    sharing: PrefixSharing
 
 
 @kernel(do_not_specialize=["spans", "worth"])
@@ -140,7 +140,7 @@ def gather_kernel(
     tl.store(to + 5, run, mask=here)
 
 
-def found(batch: RaggedBatch, sharing: Sharing) -> Prefixes:
+def find_shared_prefixes(batch: RaggedBatch, sharing: PrefixSharing) -> SharedPrefixes:
     """The lists for a batch. Nothing is read back: it may be captured."""
     spans = len(batch.kv_len)
 
@@ -159,4 +159,4 @@ def found(batch: RaggedBatch, sharing: Sharing) -> Prefixes:
         UNIT=sharing.unit, MEMBERS=sharing.members, RUNS=sharing.runs, MOST=MOST_RUNS, LEAST=LEAST, LONG=LONG,
         BLOCK_S=size, BLOCK_T=block(most), FIELDS=FIELDS, num_warps=4,
     )  # fmt: skip
-    return Prefixes(begun, members, pieces, counts)
+    return SharedPrefixes(begun, members, pieces, counts)

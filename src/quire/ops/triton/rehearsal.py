@@ -18,17 +18,17 @@ from torch import Tensor
 from triton import AsyncCompileMode, knobs
 from triton.runtime import driver
 
-from quire.ops.triton.launch import HEARD
+from quire.ops.triton.launch import PRECOMPILING
 
 log = logging.getLogger(__name__)
 
-Tell = Callable[[int, int], None]
+ReportProgress = Callable[[int, int], None]
 
 PROBES = 8
 """How many pieces of work show whether the cache lacks any kernel: a start that lacks none does little more."""
 
 
-class Held(Executor):
+class DeferredCompiler(Executor):
     """Keeps what it is given until it is told to run: threads that compile would slow down the one that rehearses."""
 
     def __init__(self, then: Callable[[Any], object]) -> None:
@@ -41,7 +41,7 @@ class Held(Executor):
         self.futures[future] = partial(fn, *args, **kwargs)
         return future
 
-    def run(self, workers: int, tell: Tell) -> None:
+    def run(self, workers: int, tell: ReportProgress) -> None:
         """All of it, so many at a time. tell: hears (done, in all)."""
         pool = ThreadPoolExecutor(workers)
         try:
@@ -72,14 +72,14 @@ def with_launcher(kernel: Any) -> None:
     driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
-class Rehearsal:
+class Precompiler:
     """Compiles what pieces of work launch. workers: compilations at once. watch: is told (done, in all) of them.
 
     What torch computes meanwhile means nothing: its own operations do happen, on whatever the memory held that kernels
     would have filled. What a rehearsal misses is compiled when it is launched.
     """
 
-    def __init__(self, workers: int, watch: Callable[[], AbstractContextManager[Tell]]) -> None:
+    def __init__(self, workers: int, watch: Callable[[], AbstractContextManager[ReportProgress]]) -> None:
         self.workers, self.watch = workers, watch
         self.seen: set[tuple[object, ...]] = set()
 
@@ -87,21 +87,21 @@ class Rehearsal:
         """A few of them; all, if any kernel of those was in no cache."""
         apart = -(-len(works) // PROBES) or 1
         try:
-            if self._rehearse(works[apart // 2 :: apart]):
-                self._rehearse(works)
+            if self._precompile(works[apart // 2 :: apart]):
+                self._precompile(works)
         except Exception as failure:  # whatever it is, steps are made ready after it, and may meet it again
             log.warning("kernels are compiled one by one: they could not be together (%r)", failure)
 
-    def _rehearse(self, works: Sequence[Callable[[], object]]) -> int:
+    def _precompile(self, works: Sequence[Callable[[], object]]) -> int:
         """How many kernels were in no cache."""
-        held = Held(with_launcher)
+        held = DeferredCompiler(with_launcher)
         with _missed() as missed, AsyncCompileMode(held, ignore_errors=True), held:
-            heard = HEARD.set(self._heard)
+            heard = PRECOMPILING.set(self._heard)
             try:
                 for work in works:
                     work()
             finally:
-                HEARD.reset(heard)
+                PRECOMPILING.reset(heard)
             with self.watch() as tell:
                 held.run(self.workers, tell)
         return len(missed)

@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.triton.launch import Card, kernel, release, wait
-from quire.ops.triton.scaled import Quantised, restored, scales
+from quire.ops.triton.launch import DeviceInfo, kernel, release, wait
+from quire.ops.triton.scaled import QuantizedMatrix, restored, scales
 
 
 @kernel
-def restore_kernel(
+def dequantize_kernel(
     weight, scale, zero, groups, out, outputs, inputs, count, width, offset,
     HALVED: tl.constexpr, SCALES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -28,15 +28,15 @@ def restore_kernel(
     tl.store(out + n[:, None].to(tl.int64) * inputs + k[None, :], tile.to(out.dtype.element_ty), mask=inside)
 
 
-def whole(matrix: Quantised, inputs: int, dtype: torch.dtype, card: Card) -> Tensor:
+def dequantize(matrix: QuantizedMatrix, inputs: int, dtype: torch.dtype, card: DeviceInfo) -> Tensor:
     """The matrix [out, inputs] in dtype."""
     outputs = len(matrix.weight)
     out = matrix.scale.new_empty(outputs, inputs, dtype=dtype)
     zero, groups = matrix.beside
     grid = (triton.cdiv(inputs, 512), triton.cdiv(outputs, 8))
-    restore_kernel[grid](
+    dequantize_kernel[grid](
         *(matrix.weight, matrix.scale, zero, groups, out, outputs, inputs),
-        *(matrix.scale.shape[1], matrix.width, matrix.offset), HALVED=matrix.halved,
+        *(matrix.scale.shape[1], matrix.width, matrix.offset), HALVED=matrix.is_int4,
         SCALES=2 * (scales(matrix, 1) > 0), BLOCK_N=8, BLOCK_K=512, DEPENDENT=card.dependent, num_warps=4,
         **card.options,
     )  # fmt: skip

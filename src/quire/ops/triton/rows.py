@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.base import Norm
-from quire.ops.triton.launch import Card, block, kernel, release, wait
+from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
 
 
 @kernel
@@ -97,7 +97,7 @@ def warps(size: int) -> int:
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, card: Card, residual: Tensor | None = None, before: Norm | None = None
+    x: Tensor, weight: Tensor, eps: float, card: DeviceInfo, residual: Tensor | None = None, before: Norm | None = None
 ) -> Tensor:
     """See `Ops.rms_norm`; with `residual`, `Ops.add_rms_norm`, the sum left in `residual`."""
     x = x.contiguous()
@@ -113,7 +113,7 @@ def rms_norm(
     return out
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, card: Card) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, card: DeviceInfo) -> Tensor:
     """See `Ops.layer_norm`."""
     x = x.contiguous()
     columns = weight.numel()
@@ -126,7 +126,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, card:
     return out
 
 
-def activation(x: Tensor, card: Card, *, gelu: bool, gated: bool) -> Tensor:
+def activation(x: Tensor, card: DeviceInfo, *, gelu: bool, gated: bool) -> Tensor:
     """x [T, F], or [T, 2F] with the gate first if `gated` -> [T, F]."""
     x = x.contiguous()
     stride = x.shape[-1]

@@ -17,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.triton.cut import limited
-from quire.ops.triton.edits import edit
-from quire.ops.triton.launch import Card, block, kernel, release, wait
+from quire.ops.triton.edits import process_logits
+from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
 from quire.ops.triton.noise import fold, least, scores
-from quire.ops.triton.settings import BLOCK, CHUNK, EVERYTHING, Asked, Settings
+from quire.ops.triton.settings import ALL_FEATURES, BLOCK, CHUNK, RequestedFeatures, SamplingTensors
 
 
 @kernel
@@ -135,8 +135,9 @@ class Drawn(NamedTuple):
 
 
 def sample(
-    logits: Tensor, rows: Tensor, positions: Tensor, history: Tensor, prompt: Tensor, settings: Settings, card: Card,
-    asked: Asked = EVERYTHING, *, tally: Tensor, out: Tensor | None = None,
+    logits: Tensor, rows: Tensor, positions: Tensor, history: Tensor, prompt: Tensor, settings: SamplingTensors,
+    card: DeviceInfo,
+    asked: RequestedFeatures = ALL_FEATURES, *, tally: Tensor, out: Tensor | None = None,
 ) -> Drawn:  # fmt: skip
     """One token for each row of logits [R, V], widened as they are read; they may be changed. Nothing is read back.
 
@@ -147,25 +148,26 @@ def sample(
     """
     count, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
-    logits = logits.float() if asked.edited else logits  # edits are not rounded
+    logits = logits.float() if asked.processed else logits  # edits are not rounded
     peak, held, raw = logits.new_empty(3, count, chunks, dtype=torch.float32).unbind()
     winner, holder = logits.new_empty(2, count, chunks, dtype=torch.int32).unbind()
     blocks = chunks * (CHUNK // BLOCK)
-    bounds, peaks = logits.new_empty(2, count, blocks if asked.hot else 1, dtype=torch.float32).unbind()
+    bounds, peaks = logits.new_empty(2, count, blocks if asked.random else 1, dtype=torch.float32).unbind()
     state = logits.new_zeros(count, dtype=torch.int32)
     out = torch.zeros_like(state) if out is None else out
     s = settings
     same = {"DEPENDENT": card.dependent, **card.options}
-    if asked.edited:
-        edit(logits, rows, positions, history, prompt, settings, card, tally, raw)
+    if asked.processed:
+        process_logits(logits, rows, positions, history, prompt, settings, card, tally, raw)
     survey_kernel[(count, chunks)](
         *(logits, rows, positions, s.temperature, s.stream, peak, winner, held, holder, bounds, peaks, vocab, chunks),
-        HOT=asked.hot, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=4, **same,
+        HOT=asked.random, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=4, **same,
     )  # fmt: skip
     choose_kernel[(count,)](
-        *(logits, rows, positions, s.temperature, s.stream, s.top_k, s.top_p, s.min_p, raw if asked.edited else peak),
+        *(logits, rows, positions, s.temperature, s.stream, s.top_k, s.top_p, s.min_p),
+        raw if asked.processed else peak,
         *(peak, winner, held, holder, bounds, peaks, out, state, vocab, chunks),
-        HOT=asked.hot, CUT=asked.cut and asked.hot, CHUNKS=block(chunks), BLOCKS=block(blocks), CHUNK=CHUNK,
-        BLOCK=BLOCK, num_warps=16 if asked.cut and asked.hot else 8 if asked.hot else 1, **same,
+        HOT=asked.random, CUT=asked.truncated and asked.random, CHUNKS=block(chunks), BLOCKS=block(blocks), CHUNK=CHUNK,
+        BLOCK=BLOCK, num_warps=16 if asked.truncated and asked.random else 8 if asked.random else 1, **same,
     )  # fmt: skip
     return Drawn(out, state)

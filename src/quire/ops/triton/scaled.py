@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.base import Gate
-from quire.ops.triton.launch import HOPPER, Card, block, kernel, release, wait
-from quire.ops.triton.recipes import Recipe, two
+from quire.ops.triton.launch import HOPPER, DeviceInfo, block, kernel, release, wait
+from quire.ops.triton.recipes import GemmConfig, two
 from quire.ops.triton.skinny import given, settled, settles
 from quire.ops.triton.split import COUNTERS, added_up, handed_in
 
@@ -179,7 +179,7 @@ MOST = 256
 """Rows up to which the matrix is restored on the way. Above, it is cheaper restored once for all of them: `restore`."""
 
 
-class Quantised(NamedTuple):
+class QuantizedMatrix(NamedTuple):
     """A matrix as `Ops.scaled_linear` (zero and groups None) or `Ops.halved_linear` has it."""
 
     weight: Tensor
@@ -190,7 +190,7 @@ class Quantised(NamedTuple):
     groups: Tensor | None = None
 
     @property
-    def halved(self) -> bool:
+    def is_int4(self) -> bool:
         return self.groups is not None
 
     @property
@@ -203,13 +203,13 @@ RUN = 128
 """Inputs that are multiplied at a time where four numbers are restored at once."""
 
 
-def fitting(x: Tensor, matrix: Quantised, card: Card) -> bool:
+def fitting(x: Tensor, matrix: QuantizedMatrix, card: DeviceInfo) -> bool:
     """Whether four numbers are restored at once: at few rows, for wider tiles read the matrix another way."""
     one = x.dtype is torch.bfloat16 and matrix.weight.dtype is torch.float8_e4m3fn and card.capability >= HOPPER
     return one and len(x) <= 16 and scales(matrix, RUN) < 2
 
 
-def recipe(rows: int, outputs: int, inputs: int, *, fast: bool = False, halved: bool = False) -> Recipe | None:
+def recipe(rows: int, outputs: int, inputs: int, *, fast: bool = False, halved: bool = False) -> GemmConfig | None:
     """What was fastest of many, H200 (docs/benchmarks); None where to restore the matrix whole. outputs: of the matrix.
 
     fast: as `fitting` says.
@@ -217,36 +217,42 @@ def recipe(rows: int, outputs: int, inputs: int, *, fast: bool = False, halved: 
     if rows > MOST:
         return None
     if fast:
-        return Recipe(16, 32, RUN, 2, 5)
+        return GemmConfig(16, 32, RUN, 2, 5)
     if rows <= 2 and inputs <= 16384:
         whole = block(inputs)
-        return Recipe(rows, max(1, min(8, 16384 // whole)), whole, 8)
+        return GemmConfig(rows, max(1, min(8, 16384 // whole)), whole, 8)
     if halved or rows <= 16:
         small = outputs <= 2048
-        return Recipe(block(min(rows, 64), 16), 16 if small else 32 if halved else 64, 256 if small else 128, 4, 4)
-    return Recipe(block(rows, 32), 128, RUN, 8, 4) if rows <= 64 else Recipe(128, 64, RUN, 4, 3)
+        return GemmConfig(block(min(rows, 64), 16), 16 if small else 32 if halved else 64, 256 if small else 128, 4, 4)
+    return GemmConfig(block(rows, 32), 128, RUN, 8, 4) if rows <= 64 else GemmConfig(128, 64, RUN, 4, 3)
 
 
-def gated(how: Recipe) -> Recipe:
+def gated(how: GemmConfig) -> GemmConfig:
     """The recipe for two matrices at once: what they are held in is shared out."""
-    return how if how.rows <= 16 else Recipe(min(how.rows, 64), 64, 64, 4, 3)
+    return how if how.rows <= 16 else GemmConfig(min(how.rows, 64), 64, 64, 4, 3)
 
 
-def splits(how: Recipe, programs: int, inputs: int, card: Card) -> int:
+def splits(how: GemmConfig, programs: int, inputs: int, card: DeviceInfo) -> int:
     """Into how many runs to cut the inputs: as many as give each multiprocessor 12 warps, each with work to do."""
     wanted = max(1, 12 * card.sms // (how.warps * programs))
     return two(min(8, wanted, inputs // (4 * how.inputs)))
 
 
-def scales(matrix: Quantised, run: int) -> int:
+def scales(matrix: QuantizedMatrix, run: int) -> int:
     """What `restored` calls SCALES, for runs of so many columns."""
-    if not matrix.halved and matrix.scale.shape[1] == 1:
+    if not matrix.is_int4 and matrix.scale.shape[1] == 1:
         return 0
-    return 1 if not matrix.halved and matrix.width % run == 0 and matrix.offset % run == 0 else 2
+    return 1 if not matrix.is_int4 and matrix.width % run == 0 and matrix.offset % run == 0 else 2
 
 
 def product(
-    x: Tensor, matrix: Quantised, bias: Tensor | None, how: Recipe, card: Card, arrived: Tensor, gate: Gate = ""
+    x: Tensor,
+    matrix: QuantizedMatrix,
+    bias: Tensor | None,
+    how: GemmConfig,
+    card: DeviceInfo,
+    arrived: Tensor,
+    gate: Gate = "",
 ) -> Tensor:
     """x [T, in] times the matrix [out, in] -> [T, out], or [T, out / 2] gated. arrived: [COUNTERS] int32, zeros."""
     x = x.contiguous()
@@ -254,7 +260,7 @@ def product(
     outputs = len(matrix.weight) // 2 if gate else len(matrix.weight)
     out = x.new_empty(rows, outputs)
     weight, scale = matrix.weight, matrix.scale
-    halved, (zero, groups) = matrix.halved, matrix.beside
+    halved, (zero, groups) = matrix.is_int4, matrix.beside
     fast, kind = fitting(x, matrix, card) and how.inputs == RUN, scales(matrix, how.inputs)
     # What waits in shared memory for a number of the matrix, its scale and zero point included, and for one of x.
     how = how.fitted(card, (2 if gate else 1) * (1 + 4 * (kind == 2) + 8 * halved), x.element_size())

@@ -16,7 +16,7 @@ FINE, BROKEN, STUCK = 0, 1, 2
 """What became of a row: it has a token; its logits are not finite; nothing is allowed."""
 
 
-class Settings(NamedTuple):
+class SamplingTensors(NamedTuple):
     """How each of the store's rows is sampled: columns on the device, a number a row, and lists for those with lists.
 
     temperature float32, 0: the greatest logit. stream int64: of `runner.noise.stream`, a uint32. top_k int32, off:
@@ -43,15 +43,15 @@ class Settings(NamedTuple):
     until: Tensor
 
 
-class Asked(NamedTuple):
+class RequestedFeatures(NamedTuple):
     """What any of the rows may ask for: the rest is left out.
 
     hot: a temperature. cut: top_k, top_p or min_p. edited: a mask, an entry of the lists, a penalty.
     """
 
-    hot: bool = True
-    cut: bool = True
-    edited: bool = True
+    random: bool = True
+    truncated: bool = True
+    processed: bool = True
 
 
-EVERYTHING = Asked()
+ALL_FEATURES = RequestedFeatures()

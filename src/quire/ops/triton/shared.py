@@ -15,9 +15,9 @@ from torch import Tensor
 
 from quire.ops.ragged import LayerKV
 from quire.ops.triton.attention import ahead, fold_blocks, large, slopes
-from quire.ops.triton.launch import Card, block, kernel, release, wait
-from quire.ops.triton.prefixes import FIELDS, MOST_RUNS, Begun, Sharing
-from quire.ops.triton.work import Planned, spread
+from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
+from quire.ops.triton.prefixes import FIELDS, MOST_RUNS, PrefixPartials, PrefixSharing
+from quire.ops.triton.work import AttentionPlan, spread
 
 CROWD = 32
 """Spans from which on looking for what they share pays, whether or not they do."""
@@ -30,7 +30,7 @@ A_CARD = 2
 
 
 @kernel(do_not_specialize=["lines"])
-def shared_kernel(
+def cascade_kernel(
     q, k, v, table, members, pieces, counts, parts, sums, bend, cap, slope, lines, columns,
     CAP: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
@@ -67,9 +67,9 @@ def shared_kernel(
         tl.store(sums + line, m + tl.log2(z), mask=r < count * SHARE)
 
 
-def begun(
-    q: Tensor, kv: LayerKV, batch: Planned, scale: float, window: int, soft_cap: float, card: Card
-) -> Begun | None:
+def cascade_attention(
+    q: Tensor, kv: LayerKV, batch: AttentionPlan, scale: float, window: int, soft_cap: float, card: DeviceInfo
+) -> PrefixPartials | None:
     """What groups of sequences make of the pages they share, for `attention` to go on from; None where none is looked
     for: that depends on shapes alone. q and the rest: see `Ops.attention`.
 
@@ -85,16 +85,16 @@ def begun(
     unit = math.lcm(page, tile.columns)
     slots = spread(card, groups, A_CARD)
     runs = max(1, min(MOST_RUNS, slots // -(-spans // members)))
-    sharing = Sharing(unit, members, runs, WORTH // (2 * groups * dim * wide))
+    sharing = PrefixSharing(unit, members, runs, WORTH // (2 * groups * dim * wide))
     prefixes, fresh = batch.prefixes(sharing)
     parts = q.new_empty(MOST_RUNS, tokens, heads, dim, dtype=torch.float32)
     sums = q.new_empty(MOST_RUNS, tokens, heads, dtype=torch.float32)
     bend, slope = slopes(scale * kv.k_scale, soft_cap)
-    shared_kernel[(groups, min(slots, len(prefixes.pieces)))](
+    cascade_kernel[(groups, min(slots, len(prefixes.pieces)))](
         *(q, kv.k, kv.v, batch.page_table, prefixes.members, prefixes.pieces, prefixes.counts, parts, sums),
         *(bend, soft_cap, slope, tokens * heads, batch.page_table.stride(0)),
         CAP=soft_cap > 0, GROUPS=groups, SHARE=share, DIM=dim, PAGE=page, UNIT=unit, ROWS=tile.rows,
         COLUMNS=tile.columns, BLOCK_D=block(dim, 16), STAGES=tile.stages, PRECISION=card.precision, FIELDS=FIELDS,
         DEPENDENT=card.dependent, num_warps=tile.warps, **({} if fresh else card.options),
     )  # fmt: skip
-    return Begun(parts, sums, prefixes, sharing)
+    return PrefixPartials(parts, sums, prefixes, sharing)

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.base import Gate
-from quire.ops.triton.launch import HOPPER, Card, kernel, release, wait
-from quire.ops.triton.recipes import Recipe
+from quire.ops.triton.launch import HOPPER, DeviceInfo, kernel, release, wait
+from quire.ops.triton.recipes import GemmConfig
 from quire.ops.triton.rows import activate
 from quire.ops.triton.split import COUNTERS, added_up, handed_in
 
@@ -193,8 +193,8 @@ def product(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    how: Recipe,
-    card: Card,
+    how: GemmConfig,
+    card: DeviceInfo,
     gate: Gate = "",
     scale: Tensor | None = None,
     arrived: Tensor | None = None,
@@ -232,12 +232,12 @@ def product(
     return out
 
 
-def settles(how: Recipe, card: Card) -> bool:
+def settles(how: GemmConfig, card: DeviceInfo) -> bool:
     """Whether products are made by units that need `settled`: Hopper's, which take 64 outputs by four warps."""
     return card.capability[0] == HOPPER[0] and how.outputs >= 64 and how.warps >= 4
 
 
-def cut(how: Recipe, inputs: int, tiles: int) -> tuple[int, int, int]:
+def cut(how: GemmConfig, inputs: int, tiles: int) -> tuple[int, int, int]:
     """(length, count) of the runs that inputs are cut into, one where there are more tiles than counters, and what each
     of them asks for ahead."""
     blocks = triton.cdiv(inputs, how.inputs)

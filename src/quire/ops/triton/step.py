@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.ragged import RaggedBatch
-from quire.ops.triton.launch import Card, block, kernel, release, wait
+from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
 
 TOKENS = 128
 """Tokens a program of `stage` looks up."""
@@ -32,7 +32,7 @@ def scatter(data: Tensor, places: Tensor, values: Tensor) -> None:
 
 
 @kernel(do_not_specialize=["limit", "token_programs", "longest"])
-def stage_kernel(
+def prepare_inputs_kernel(
     counts, span_row, query_start, token_span, length, table, history, tokens, positions, slots, kv_len, page_table,
     limit, token_programs, longest, pages, width, page_size,
     TOKENS: tl.constexpr, PAGES: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -64,7 +64,7 @@ def stage_kernel(
             tl.store(page_table + mine.to(tl.int64) * pages + p, held, mask=p < pages)
 
 
-class Rows(NamedTuple):
+class DeviceRows(NamedTuple):
     """Views of an arena's rows and one of its lanes. counts, span_row, query_start, token_span, picked, pick_row,
     pick_depth: of the step, padded past its end; counts [4]: tokens, spans, picks, chains.
 
@@ -77,34 +77,35 @@ class Rows(NamedTuple):
     span_row: Tensor
     query_start: Tensor
     token_span: Tensor
-    picked: Tensor
-    pick_row: Tensor
-    pick_at: Tensor
-    pick_depth: Tensor
-    length: Tensor
-    known: Tensor
-    table: Tensor
+    sample_indices: Tensor
+    sample_row: Tensor
+    sample_position: Tensor
+    sample_offset: Tensor
+    num_computed: Tensor
+    num_known: Tensor
+    block_table: Tensor
     history: Tensor
     chain: Tensor
-    wanted: Tensor
-    ceiling: int
+    wanted_drafts: Tensor
+    max_history: int
     drafts: int
 
 
-def stage(rows: Rows, batch: RaggedBatch, longest: int, card: Card) -> None:
+def prepare_inputs(rows: DeviceRows, batch: RaggedBatch, longest: int, card: DeviceInfo) -> None:
     """Fill the batch's tokens, positions, slots, kv_len and, as far as kv_len, page_table."""
     tokens, spans = len(batch.tokens), len(batch.kv_len)
     programs = triton.cdiv(tokens, TOKENS)
-    stage_kernel[(programs + spans,)](
-        *(rows.counts, rows.span_row, rows.query_start, rows.token_span, rows.length, rows.table, rows.history),
+    prepare_inputs_kernel[(programs + spans,)](
+        *(rows.counts, rows.span_row, rows.query_start, rows.token_span, rows.num_computed, rows.block_table),
+        rows.history,
         *(batch.tokens, batch.positions, batch.slots, batch.kv_len, batch.page_table, tokens, programs, longest),
-        *(rows.table.shape[1], rows.history.shape[1], batch.page_size),
+        *(rows.block_table.shape[1], rows.history.shape[1], batch.page_size),
         TOKENS=TOKENS, PAGES=64, DEPENDENT=card.dependent, **card.options,
     )  # fmt: skip
 
 
 @kernel(do_not_specialize=["spans", "picks", "ceiling"])
-def settle_kernel(
+def advance_kernel(
     counts, query_start, span_row, picked, pick_row, pick_at, pick_depth, length, known, hidden, out, spans, picks,
     ceiling, columns, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -125,12 +126,13 @@ def settle_kernel(
         tl.store(pick_at + i, tl.load(known + tl.load(pick_row + i)) + tl.load(pick_depth + i))
 
 
-def settle(rows: Rows, spans: int, hidden: Tensor, out: Tensor, card: Card) -> None:
+def advance(rows: DeviceRows, spans: int, hidden: Tensor, out: Tensor, card: DeviceInfo) -> None:
     """Every span's row has computed what it was fed; out [R, hidden]: the picked hidden states, as far as picked."""
     columns = hidden.shape[1]
-    settle_kernel[(max(spans, len(out)),)](
-        *(rows.counts, rows.query_start, rows.span_row, rows.picked, rows.pick_row, rows.pick_at, rows.pick_depth),
-        *(rows.length, rows.known, hidden, out, spans, len(out), rows.ceiling, columns),
+    advance_kernel[(max(spans, len(out)),)](
+        *(rows.counts, rows.query_start, rows.span_row, rows.sample_indices, rows.sample_row, rows.sample_position),
+        rows.sample_offset,
+        *(rows.num_computed, rows.num_known, hidden, out, spans, len(out), rows.max_history, columns),
         BLOCK=block(columns), DEPENDENT=card.dependent, num_warps=4, **card.options,
     )  # fmt: skip
 
@@ -164,11 +166,12 @@ def verify_kernel(
     tl.store(length + row, upto - 1, mask=there)
 
 
-def verify(rows: Rows, tokens: Tensor, dropped: int, card: Card) -> None:
+def verify(rows: DeviceRows, tokens: Tensor, dropped: int, card: DeviceInfo) -> None:
     """tokens [R] go behind the histories, as far as they are right; those that are not put to the test: dropped."""
-    chains = min(len(tokens), len(rows.wanted))
+    chains = min(len(tokens), len(rows.wanted_drafts))
     verify_kernel[(triton.cdiv(chains, 64),)](
-        *(rows.counts, rows.chain, rows.pick_row, rows.pick_at, rows.length, rows.known, rows.history, tokens),
-        *(rows.drafts + 1, rows.ceiling, dropped, rows.history.shape[1]),
+        *(rows.counts, rows.chain, rows.sample_row, rows.sample_position, rows.num_computed, rows.num_known),
+        *(rows.history, tokens),
+        *(rows.drafts + 1, rows.max_history, dropped, rows.history.shape[1]),
         BLOCK=64, DEPENDENT=card.dependent, **card.options,
     )  # fmt: skip

@@ -9,11 +9,11 @@ from torch import Tensor
 from quire.ops.base import Angles, Norms
 from quire.ops.float8 import E4M3, E4M3_MAX
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.ops.triton.launch import Card, block, kernel, release, wait
+from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
 
 
 @kernel
-def turn_kernel(
+def qk_norm_rope_store_kv_kernel(
     qkv, cos, sin, q_weight, k_weight, q_out, k_pool, v_pool, slots, q_eps, k_eps, k_scale, v_scale, page_size,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr,
     LARGEST: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -67,14 +67,14 @@ def scale_of(q_weight, k_weight, at, is_q, is_v, DIM: tl.constexpr):
     return tl.where(is_v, 1.0, tl.where(is_q, q[None, :], k[None, :]))
 
 
-def turn_and_write(
+def qk_norm_rope_store_kv(
     qkv: Tensor,
     heads: int,
     kv: LayerKV,
     batch: RaggedBatch,
     angles: Angles,
     norms: Norms | None,
-    card: Card,
+    card: DeviceInfo,
 ) -> Tensor:
     """See `Ops.turn_and_write`."""
     cos, sin = angles
@@ -85,7 +85,7 @@ def turn_and_write(
     total = heads + 2 * groups
     # Few tokens: as many programs as there are heads. Many: longer ones, so that starting them is not the cost.
     at_once = 1 if tokens * total <= 16 * card.sms else min(16, block(total))
-    turn_kernel[(tokens, triton.cdiv(total, at_once))](
+    qk_norm_rope_store_kv_kernel[(tokens, triton.cdiv(total, at_once))](
         *(qkv.contiguous(), cos, sin, q_weight, k_weight, out, kv.k, kv.v, batch.slots, q_eps, k_eps),
         *(kv.k_scale, kv.v_scale, page_size),
         HEADS=heads, GROUPS=groups, DIM=dim, HALF=cos.shape[-1], NORMED=norms is not None,
@@ -116,7 +116,7 @@ def angles_kernel(
     tl.store(sin + i, y * gain, mask=inside)
 
 
-def angles(positions: Tensor, frequencies: Tensor, gain: float, card: Card) -> Angles:
+def angles(positions: Tensor, frequencies: Tensor, gain: float, card: DeviceInfo) -> Angles:
     """See `Ops.angles`."""
     half = len(frequencies)
     cos, sin = frequencies.new_empty(2, len(positions), half).unbind()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from quire.ops.base import Gate
-from quire.ops.triton.launch import ADA, Card, block, kernel, release, wait
+from quire.ops.triton.launch import ADA, DeviceInfo, block, kernel, release, wait
 from quire.ops.triton.skinny import given
 
 AT_ONCE = 1024
@@ -26,7 +26,7 @@ TENSOR = ScalingType.TensorWise
 
 
 @kernel
-def halved_kernel(x, out, unit, inputs, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+def fp8_split_kernel(x, out, unit, inputs, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     """A row of x as two: out is [T, 2, in], unit [T].
 
     The largest lands between 128 and 256: e4m3 reaches 448, and sixteen times what its first four bits leave over is
@@ -59,7 +59,7 @@ def whole(y, unit, scale, n, wide, row, outputs):
 
 
 @kernel
-def joined_kernel(
+def fp8_join_kernel(
     y, unit, scale, bias, out, outputs, wide,
     GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -75,33 +75,33 @@ def joined_kernel(
     given(value, gated, bias, out, row * outputs + n, n, outputs, n < outputs, GATE, GELU, BIAS)
 
 
-def halved(x: Tensor, card: Card) -> tuple[Tensor, Tensor]:
+def fp8_split(x: Tensor, card: DeviceInfo) -> tuple[Tensor, Tensor]:
     """x [T, in] -> e4m3 [2 T, in], a row's first bits and its last, and the rows' units [T]."""
     rows, inputs = x.shape
     out, unit = x.new_empty(2 * rows, inputs, dtype=torch.float8_e4m3fn), x.new_empty(rows, dtype=torch.float32)
-    halved_kernel[(rows,)](
+    fp8_split_kernel[(rows,)](
         x, out, unit, inputs, BLOCK=block(inputs), DEPENDENT=card.dependent, num_warps=4 if inputs <= 4096 else 8,
         **card.options,
     )  # fmt: skip
     return out, unit
 
 
-def fits(weight: Tensor, card: Card) -> bool:
+def fits(weight: Tensor, card: DeviceInfo) -> bool:
     """Whether the library multiplies a matrix [out, in] of e4m3 here."""
     return card.capability >= ADA and weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
 
 
 def product(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, one: Tensor, card: Card, gate: Gate = ""
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, one: Tensor, card: DeviceInfo, gate: Gate = ""
 ) -> Tensor:
     """x [T, in], weight e4m3 [out, in], scale [out, 1] -> [T, out], or [T, out / 2] gated. one: 1, float32."""
     x = x.contiguous()
     outputs = len(weight) // 2 if gate else len(weight)
     out = x.new_empty(len(x), outputs)
     for some, into in zip(x.split(AT_ONCE), out.split(AT_ONCE), strict=True):
-        halves, unit = halved(some, card)
+        halves, unit = fp8_split(some, card)
         y = F.scaled_mm(halves, weight.t(), one, TENSOR, one, TENSOR, output_dtype=torch.float32)
-        joined_kernel[(triton.cdiv(outputs, 1024), len(some))](
+        fp8_join_kernel[(triton.cdiv(outputs, 1024), len(some))](
             y, unit, scale, x if bias is None else bias, into, outputs, len(weight), GATE=gate != "",
             GELU=gate == "gelu", BIAS=bias is not None, BLOCK=1024, DEPENDENT=card.dependent, num_warps=4,
             **card.options,

@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.ragged import RaggedBatch
-from quire.ops.triton.launch import Card, block, kernel
-from quire.ops.triton.prefixes import Prefixes, Sharing, found
-from quire.values import MANY
+from quire.ops.triton.launch import DeviceInfo, block, kernel
+from quire.ops.triton.prefixes import PrefixSharing, SharedPrefixes, find_shared_prefixes
+from quire.values import UNLIMITED
 
 FIELDS = 9
 """Numbers a piece has: first token, queries, first row, K/V length, first block, end block, span, in one number its
@@ -45,7 +45,7 @@ class Tiling(NamedTuple):
     spread: int
     run: int
     window: int
-    sharing: Sharing | None = None
+    sharing: PrefixSharing | None = None
 
     def bound(self, batch: RaggedBatch) -> int:
         """More pieces than this there cannot be."""
@@ -70,7 +70,7 @@ ALONE = 6
 their latency twice."""
 
 
-class Work(NamedTuple):
+class AttentionSchedule(NamedTuple):
     """pieces [bound + 1, FIELDS] int32, `total` [1] of them there. arrived [bound, G] int32, all 0 between kernels.
     starts [spread + 1] int32: the first piece of each program; None: a program has one."""
 
@@ -183,14 +183,14 @@ def shares_kernel(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned(RaggedBatch):
+class AttentionPlan(RaggedBatch):
     """A batch and the lists its layers share: made by the first that asks, found by the rest."""
 
-    lists: dict[tuple[Tiling, int], Work] = field(default_factory=dict)
-    shared: dict[Sharing, Prefixes] = field(default_factory=dict)
+    lists: dict[tuple[Tiling, int], AttentionSchedule] = field(default_factory=dict)
+    cascades: dict[PrefixSharing, SharedPrefixes] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, batch: RaggedBatch) -> Planned:
+    def of(cls, batch: RaggedBatch) -> AttentionPlan:
         return cls(
             tokens=batch.tokens,
             positions=batch.positions,
@@ -201,27 +201,27 @@ class Planned(RaggedBatch):
             page_size=batch.page_size,
             max_query=batch.max_query,
             max_kv=batch.max_kv,
-            wanted=batch.wanted,
+            output_indices=batch.output_indices,
         )
 
-    def work(self, tiling: Tiling, groups: int) -> tuple[Work, bool]:
+    def work(self, tiling: Tiling, groups: int) -> tuple[AttentionSchedule, bool]:
         """The list for a tiling, and whether it has only now been made."""
         if tiling.window >= self.max_kv:
-            tiling = tiling._replace(window=MANY)
+            tiling = tiling._replace(window=UNLIMITED)
         fresh = (tiling, groups) not in self.lists
         if fresh:
-            self.lists[tiling, groups] = listed(self, tiling, groups)
+            self.lists[tiling, groups] = make_schedule(self, tiling, groups)
         return self.lists[tiling, groups], fresh
 
-    def prefixes(self, sharing: Sharing) -> tuple[Prefixes, bool]:
+    def prefixes(self, sharing: PrefixSharing) -> tuple[SharedPrefixes, bool]:
         """Who shares what, and whether it has only now been found."""
-        fresh = sharing not in self.shared
+        fresh = sharing not in self.cascades
         if fresh:
-            self.shared[sharing] = found(self, sharing)
-        return self.shared[sharing], fresh
+            self.cascades[sharing] = find_shared_prefixes(self, sharing)
+        return self.cascades[sharing], fresh
 
 
-def listed(batch: Planned, tiling: Tiling, groups: int) -> Work:
+def make_schedule(batch: AttentionPlan, tiling: Tiling, groups: int) -> AttentionSchedule:
     """The list for a batch. Nothing is read back: it may be captured."""
     device, spans = batch.kv_len.device, len(batch.kv_len)
     bound, size = tiling.bound(batch), block(spans, 16)
@@ -247,9 +247,9 @@ def listed(batch: Planned, tiling: Tiling, groups: int) -> Work:
             ROWS=tiling.rows,
             **same,
         )
-    return Work(pieces, count, arrived, starts)
+    return AttentionSchedule(pieces, count, arrived, starts)
 
 
-def spread(card: Card, groups: int, a_card: int) -> int:
+def spread(card: DeviceInfo, groups: int, a_card: int) -> int:
     """Programs of each K/V head, so that a multiprocessor has `a_card` over all of them."""
     return max(card.sms * a_card // groups, min(1, card.sms * a_card))

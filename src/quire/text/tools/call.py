@@ -22,7 +22,19 @@ class Call:
     Arguments that come as a text are those that the text spells.
     """
 
-    __slots__ = ("_accept", "_at", "_bare", "_given", "_pieces", "_role", "_streams", "_value", "done", "name", "told")
+    __slots__ = (
+        "_accept",
+        "_at",
+        "_bare",
+        "_given",
+        "_pieces",
+        "_role",
+        "_streams",
+        "_value",
+        "done",
+        "name",
+        "name_sent",
+    )
 
     def __init__(self, accept: Callable[[str], bool], *, bare: bool) -> None:
         self._accept, self._bare = accept, bare
@@ -32,7 +44,7 @@ class Call:
         self._pieces: list[str] = []
         self._given = self._streams = self.done = False
         self.name = ""
-        self.told: list[str] = []
+        self.name_sent: list[str] = []
 
     @property
     def begun(self) -> bool:
@@ -79,7 +91,7 @@ class Call:
 
     def _collect(self, c: str, value: Value) -> None:
         if self._role != "other":
-            (self.told if self._streams else self._pieces).append(escaped(c, value))
+            (self.name_sent if self._streams else self._pieces).append(escaped(c, value))
 
     def _ended(self) -> bool:
         """A key or a value is complete. Whether it may be what it is."""
@@ -112,14 +124,14 @@ class Call:
         if not isinstance(spelled, dict | None):
             return False
         self._given = True
-        self.told.append("{}" if spelled is None else text)
+        self.name_sent.append("{}" if spelled is None else text)
         return True
 
     def _finish(self) -> bool:
         self._at, self.done = "done", True
         if not self._given and not self._bare:
             self._given = True
-            self.told.append("{}")
+            self.name_sent.append("{}")
         return self.begun
 
 

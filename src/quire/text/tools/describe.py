@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.text.tools.styles import Style
+from quire.text.tools.styles import ToolStyle
 
 _INTRODUCTION = """You can call functions. Here they are, one a line, as JSON:
 {tools}
@@ -17,7 +17,7 @@ The results come with the next message."""
 
 
 def described(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, style: Style
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, style: ToolStyle
 ) -> list[dict[str, Any]]:
     """`messages`, whose contents are texts, with `tools`, calls and results as text that any template can show."""
     shown: list[dict[str, Any]] = []
@@ -39,7 +39,7 @@ def described(
     return _introduced(shown, tools, style) if tools else shown
 
 
-def spelled(calls: Sequence[Mapping[str, Any]], style: Style) -> str:
+def spelled(calls: Sequence[Mapping[str, Any]], style: ToolStyle) -> str:
     """Calls as a model of this style writes them."""
     texts = []
     for call in calls:
@@ -51,7 +51,9 @@ def spelled(calls: Sequence[Mapping[str, Any]], style: Style) -> str:
     return style.before + style.between.join(texts) + style.after
 
 
-def _introduced(shown: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], style: Style) -> list[dict[str, Any]]:
+def _introduced(
+    shown: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], style: ToolStyle
+) -> list[dict[str, Any]]:
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     example = style.before + style.head("NAME") + "{ARGUMENTS}}" + style.after
     words = _INTRODUCTION.format(tools=functions, example=example)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from quire.text.part import Part, joined, possible
+from quire.text.part import TextPart, joined, possible
 from quire.text.tools.call import Call
 from quire.text.tools.python import LONGEST, python_calls
-from quire.text.tools.styles import Form, Style
+from quire.text.tools.styles import Form, ToolStyle
 from quire.text.tools.value import SPACE, Value, escaped
-from quire.values import MANY
+from quire.values import UNLIMITED
 
 _HEAD = re.compile(r"[\w.\-\[\]\s]")
 _NAMED = re.compile(r"(?P<name>[\w.-]{1,256})(?:\[CALL_ID\][\w-]{1,64})?(?:\[ARGS\])?\s*")
@@ -26,7 +26,7 @@ class Reader:
     to a call belongs to nobody.
     """
 
-    def __init__(self, style: Style, tools: Mapping[str, Sequence[str]], *, most: int = MANY) -> None:
+    def __init__(self, style: ToolStyle, tools: Mapping[str, Sequence[str]], *, most: int = UNLIMITED) -> None:
         self._style, self._tools, self._most = style, tools, most
         self._state: Callable[[], bool] = self._start if style.bare else self._outside
         self._step: Callable[[str], bool] = self._open
@@ -39,26 +39,26 @@ class Reader:
         self._list = self._sure = self._unclosed = self._after_call = False
         self._calls = 0
         self._space = ""
-        self._parts: list[Part] = []
+        self._parts: list[TextPart] = []
 
-    def feed(self, text: str) -> Sequence[Part]:
+    def feed(self, text: str) -> Sequence[TextPart]:
         self._text += text
         while self._text and self._state():
             pass
         return self._told()
 
-    def flush(self) -> Sequence[Part]:
+    def flush(self) -> Sequence[TextPart]:
         python = self._state in (self._python, self._python_list)
         if (python and self._run(self._text)) or (self._unclosed and self._text == self._style.end):
             self._text = ""
         self._say(self._raw + self._text)
         if not self._after_call and self._space:
-            self._parts.append(Part("content", self._space))
+            self._parts.append(TextPart("content", self._space))
         self._text = self._raw = self._space = ""
         self._state = self._outside
         return self._told()
 
-    def _told(self) -> Sequence[Part]:
+    def _told(self) -> Sequence[TextPart]:
         told, self._parts = joined(self._parts), []
         return told
 
@@ -70,7 +70,7 @@ class Reader:
         self._space = text[len(said) :]
         if said:
             self._after_call = self._unclosed = False
-            self._parts.append(Part("content", said))
+            self._parts.append(TextPart("content", said))
 
     def _begin(self, name: str) -> None:
         """A call it is: what led to it is not content."""
@@ -79,11 +79,11 @@ class Reader:
         self._unclosed = bool(self._style.end)
         self._calls += 1
         if self._calls <= self._most:
-            self._parts.append(Part("call", name, self._calls - 1))
+            self._parts.append(TextPart("call", name, self._calls - 1))
 
     def _tell(self, arguments: str) -> None:
         if self._calls <= self._most:
-            self._parts.append(Part("arguments", arguments, self._calls - 1))
+            self._parts.append(TextPart("arguments", arguments, self._calls - 1))
 
     # ---------------------------------------------------------------- states: whether to look again
 
@@ -195,9 +195,9 @@ class Reader:
         if call.begun:
             if not self._sure:
                 self._begin(call.name)
-            if call.told:
-                self._tell("".join(call.told))
-                call.told.clear()
+            if call.name_sent:
+                self._tell("".join(call.name_sent))
+                call.name_sent.clear()
         if call.done:
             self._step = self._next
         return True

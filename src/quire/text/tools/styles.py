@@ -14,7 +14,7 @@ Form = Literal["any", "known", "python"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Style:
+class ToolStyle:
     """One family's way.
 
     marks: what a call begins with, and what follows it. end: what ends calls, or nothing. special: marks are special
@@ -43,7 +43,7 @@ class Style:
         return f'{{"name": "{name}", "{self.arguments}": '
 
 
-HERMES = Style(
+HERMES = ToolStyle(
     name="hermes",
     marks={"<tool_call>": "any"},
     end="</tool_call>",
@@ -53,7 +53,7 @@ HERMES = Style(
 )
 """Nous Research's Hermes, and Qwen."""
 
-LLAMA3 = Style(
+LLAMA3 = ToolStyle(
     name="llama3_json",
     marks={"<|python_tag|>": "any"},
     special=True,
@@ -63,7 +63,7 @@ LLAMA3 = Style(
 )
 """Llama 3.1 and later: an object, or several with semicolons between."""
 
-MISTRAL = Style(
+MISTRAL = ToolStyle(
     name="mistral",
     marks={"[TOOL_CALLS]": "any"},
     special=True,
@@ -77,7 +77,7 @@ MISTRAL = Style(
 )
 """A list of objects after the mark, or (since 2025) a name and arguments after each."""
 
-GEMMA = Style(
+GEMMA = ToolStyle(
     name="gemma",
     marks={"```tool_code": "python", "```tool_call": "any", "```json": "known"},
     end="```",
@@ -89,10 +89,10 @@ GEMMA = Style(
 )
 """Python in a fence, or JSON, as the prompt asks."""
 
-STYLES: Mapping[str, Style] = MappingProxyType({style.name: style for style in (HERMES, LLAMA3, MISTRAL, GEMMA)})
+STYLES: Mapping[str, ToolStyle] = MappingProxyType({style.name: style for style in (HERMES, LLAMA3, MISTRAL, GEMMA)})
 
 
-def style_of(template: str | None) -> Style:
+def style_of(template: str | None) -> ToolStyle:
     """The style that a chat template speaks; Hermes where it speaks none."""
     for mark, style in _SIGNS:
         if template is not None and mark in template:
