@@ -67,7 +67,7 @@ class HashHandle:
         if self.device.eager:
             self.device.run()
 
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         return self.got is not None
 
     def result(self) -> Result:

@@ -22,11 +22,11 @@ from tests.hash_model import POISON, SICK, VOCAB, HashDevice, logprob, naive
 class House:
     """The classes under test; the planted bugs swap in broken ones."""
 
-    KV: Any = kv_room.KVCacheManager
+    KVCacheManager: Any = kv_room.KVCacheManager
     Scheduler: Any = scheduler.Scheduler
     Engine: Any = engine.Engine
-    NoReuse: Any = reuse.NoPrefixCache
-    RadixReuse: Any = reuse.RadixPrefixCache
+    NoPrefixCache: Any = reuse.NoPrefixCache
+    RadixPrefixCache: Any = reuse.RadixPrefixCache
 
 
 STOP = frozenset(t for t in range(VOCAB) if t % 17 == 0)
@@ -52,22 +52,22 @@ class Drawn:
     """Speculation whose depth nobody can foresee."""
 
     def __init__(self, most: int, rng: random.Random) -> None:
-        self.most, self.rng = abs(most), rng
+        self.max_drafts, self.rng = abs(most), rng
 
-    def begin(self, width: int) -> None:
+    def begin_plan(self, width: int) -> None:
         """Nothing to decide."""
 
-    def depth(self, seq: Any) -> int:
-        return self.rng.randint(0, self.most)
+    def num_drafts(self, seq: Any) -> int:
+        return self.rng.randint(0, self.max_drafts)
 
-    def learn(self, seq: Any, fed: int, accepted: int) -> None:
-        assert 0 <= accepted <= fed <= self.most, "accepted drafts that were not fed"
+    def record_acceptance(self, seq: Any, fed: int, accepted: int) -> None:
+        assert 0 <= accepted <= fed <= self.max_drafts, "accepted drafts that were not fed"
 
-    def forget(self, seq: Any) -> None:
+    def remove(self, seq: Any) -> None:
         assert seq.finish, "forgotten while it goes on"
 
-    def timed(self, plan: Any, seconds: float) -> None:
-        assert len(plan.drafts) == len(plan.spans)
+    def record_step_time(self, plan: Any, seconds: float) -> None:
+        assert len(plan.num_drafts) == len(plan.spans)
 
 
 GAPS = (2, 7, 8, 13)
@@ -132,7 +132,7 @@ def combinations(axes: dict[str, Sequence[Any]] = AXES) -> Iterator[dict[str, An
         yield dict(zip(axes, values, strict=True))
 
 
-def check(sch: Any, dev: HashDevice) -> None:
+def check(sch: scheduler.Scheduler, dev: HashDevice) -> None:
     """KV invariants and page ownership, after every commit."""
     pool = sch.kv.block_pool
     held = {id(s): s for s in sch.running}
@@ -148,24 +148,27 @@ def check(sch: Any, dev: HashDevice) -> None:
     )
     leaders = {id(s): s for s in (*held.values(), *sch.running)}
     assert sum(len(s.waiters) for s in leaders.values()) == sch.waiting.num_parked, "followers"
-    rest = [*pool.free_list, *getattr(pool.eviction_policy, "_pages", getattr(pool.eviction_policy, "_born", ()))]
+    rest = [
+        *pool.free_list,
+        *getattr(pool.eviction_policy, "_blocks", getattr(pool.eviction_policy, "_allocated_at", ())),
+    ]
     assert len(rest) == len(set(rest)) and set(rest) == {b for b, n in enumerate(want) if n == 0} - {0}, "free pages"
     rows = [s.row for s in held.values()]
-    assert len(set(rows)) == len(rows) and not set(rows) & set(sch.rows), "rows"
-    assert all(s.blocks == [] for s in sch.seqs.values() if s.row is None), "pages without a row"
+    assert len(set(rows)) == len(rows) and not set(rows) & set(sch.free_rows), "rows"
+    assert all(s.blocks == [] for s in sch.sequences.values() if s.row is None), "pages without a row"
     flying = dict.fromkeys(held, 0)
     for step in sch.inflight:
         for s, span in zip(step.seqs, step.plan.spans, strict=True):
-            flying[id(s)] += span.rows > 0
+            flying[id(s)] += span.num_samples > 0
     assert all(s.num_inflight == flying[id(s)] for s in held.values()), "pending"
     hot = dev.hot()
     assert all(pool.ref_counts[b] == 1 for b in hot), "a page that a step in flight may write is free or shared"
-    assert not hot & set(getattr(sch.kv.prefix_cache, "where", {})), "a published page may still be written"
+    assert not hot & set(getattr(sch.kv.prefix_cache, "edges", {})), "a published page may still be written"
 
 
 def keys_hold(sch: Any, dev: HashDevice) -> None:
     """A published page holds what its key says."""
-    for page, (_, key) in getattr(sch.kv.prefix_cache, "where", {}).items():
+    for page, (_, key) in getattr(sch.kv.prefix_cache, "edges", {}).items():
         assert tuple(dev.mem.get((page, i)) for i in range(dev.size)) == key, "published page, other contents"
 
 
@@ -176,19 +179,19 @@ class Run:
         self.combo = combo
         c = combo
         self.pages = -(-LONGEST // c["size"]) * c["tight"]
-        index = house.RadixReuse(c["size"]) if c["reuse"] else house.NoReuse()
+        index = house.RadixPrefixCache(c["size"]) if c["reuse"] else house.NoPrefixCache()
         shelf, pressure = policy.EVICTION_POLICIES[c["shelf"]](), policy.RESERVE_POLICIES[c["pressure"]]
-        kv = house.KV(self.pages, c["size"], index, shelf, worth=4, pressure=pressure)
+        kv = house.KVCacheManager(self.pages, c["size"], index, shelf, min_shared_tokens=4, reserve_policy=pressure)
         budget, chunk = c["feed"]
-        self.sch = house.Scheduler(
+        self.sch: scheduler.Scheduler = house.Scheduler(
             kv,
             rows=64,
-            cap=c["cap"],
-            budget=budget,
-            gap=UNLIMITED if chunk == UNLIMITED else 5,
-            chunk=chunk,
-            admit=policy.ADMISSION_POLICIES[c["admit"]],
-            order=policy.PRIORITY_POLICIES[c["order"]],
+            max_num_seqs=c["cap"],
+            max_num_batched_tokens=budget,
+            max_background_tokens=UNLIMITED if chunk == UNLIMITED else 5,
+            max_chunk_tokens=chunk,
+            admission_policy=policy.ADMISSION_POLICIES[c["admit"]],
+            priority_policy=policy.PRIORITY_POLICIES[c["order"]],
             speculation=Drawn(c["drafts"], random.Random(7)) if c["drafts"] < 0 else FixedDrafts(c["drafts"]),
         )
         work = sorted((axis, value) for axis, value in combo.items() if axis != "pressure")  # the same under each
@@ -198,7 +201,7 @@ class Run:
             self.dev.hiccup = self._hiccup
         wired = random.Random(f"door {work}").random() < 0.25  # by messages of the gRPC contract
         door = Wired(self.dev) if wired else self.dev
-        self.eng = house.Engine(self.sch, door, depth=max(c["depth"], 0))
+        self.eng: engine.Engine = house.Engine(self.sch, door, lookahead=max(c["depth"], 0))
         self.said: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[Any]] = {}
         self.prompt_logprobs: dict[str, list[Any]] = {}
@@ -274,8 +277,8 @@ class Run:
 
     def _settle(self, doomed: dict[str, int]) -> None:
         c, sch, dev = self.combo, self.sch, self.dev
-        assert sch.kv.block_pool.free == self.pages and not dev.unread and len(sch.rows) == 64, "leak"
-        assert not sch.seqs and not len(sch.waiting), "somebody was forgotten"
+        assert sch.kv.block_pool.num_free == self.pages and not dev.unread and len(sch.free_rows) == 64, "leak"
+        assert not sch.sequences and not len(sch.waiting), "somebody was forgotten"
         for r in REQUESTS:
             made, want = self.said.get(r.id, []), WANT[r.id][len(r.prompt) :]
             if self.finish[r.id] == "abort":

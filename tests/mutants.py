@@ -257,11 +257,11 @@ def plant(bug: Bug) -> House:
             setattr(sys.modules[package], leaf, module)
     reuse = new["quire.core.reuse"]
     return House(
-        KV=new["quire.core.kv"].KV,
+        KVCacheManager=new["quire.core.kv"].KVCacheManager,
         Scheduler=new["quire.core.scheduler"].Scheduler,
         Engine=new["quire.engine.engine"].Engine,
-        NoReuse=reuse.NoReuse,
-        RadixReuse=reuse.RadixReuse,
+        NoPrefixCache=reuse.NoPrefixCache,
+        RadixPrefixCache=reuse.RadixPrefixCache,
     )
 
 

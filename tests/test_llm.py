@@ -34,7 +34,7 @@ class Spelled:
     def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
         raise AssertionError("nobody asked for masks")
 
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         return True
 
     def result(self) -> Result:

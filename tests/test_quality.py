@@ -62,13 +62,13 @@ def test_what_spoils_the_model_is_refused_unless_told_otherwise(
         build_engine(Settings.of(**SMALL, quantization="int8", canary_min_agreement=1.0))
     with pytest.raises(InvalidModel, match=r"--kv-cache-dtype fp8 has spoiled the model"):
         build_engine(Settings.of(**SMALL, kv_cache_dtype="fp8", canary_max_kl=0.0))
-    rightly = online.quantise
+    rightly = online.quantize
 
     def wrongly(*args: object) -> object:
         numbers, scale = rightly(*args)  # type: ignore[arg-type]
         return numbers, scale.roll(1, 0)
 
-    monkeypatch.setattr(online, "quantise", wrongly)
+    monkeypatch.setattr(online, "quantize", wrongly)
     with pytest.raises(InvalidModel, match="quantisation has spoiled the model"):
         build_engine(Settings.of(**SMALL, quantization="fp8"))
     build_engine(Settings.of(**SMALL, quantization="fp8", canary="warn")).close()

@@ -56,7 +56,7 @@ def models() -> tuple[Model, Model]:
 class Drawn(FixedDrafts):
     """A depth nobody can foresee."""
 
-    def depth(self, seq: Any) -> int:
+    def num_drafts(self, seq: Any) -> int:
         return hash((seq.arrival, len(seq.tokens))) % (self.max_drafts + 1)
 
 
@@ -279,7 +279,7 @@ class OffByOne(NgramDrafter):
         def wrong(shape: Any, sampled: Any, bad: Any) -> Any:
             row = shape.sample_row
             sampled = sampled.copy()
-            known = rows.num_known[row] + shape.depth
+            known = rows.num_known[row] + shape.sample_offset
             sampled[~shape.is_last_sample] = rows.tokens[row, known][
                 ~shape.is_last_sample
             ]  # whatever was drafted is right

@@ -76,7 +76,7 @@ class Untiled(BatchInvariantOps):
 def test_a_planted_dependence_on_the_batch_is_caught(
     bug: type[BatchInvariantOps], args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.build.engine.FixedOps", bug)
+    monkeypatch.setattr("quire.build.engine.BatchInvariantOps", bug)
     code, found = told("--deterministic", "--dtype", "float32", "--requests", "4", "--new", "4", *args)
     rows = {row["name"]: row for row in found["situations"]}
     assert code == 1 and not found["equal"]

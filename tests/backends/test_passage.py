@@ -47,10 +47,10 @@ class Heard:
         self.made = 0
         self.over: list[str | None] = []
 
-    def on_made(self, tokens: int) -> None:
+    def on_tokens(self, tokens: int) -> None:
         self.made += tokens
 
-    def on_over(self, passage: UpstreamResponse, error: str | None) -> None:
+    def on_end(self, passage: UpstreamResponse, error: str | None) -> None:
         self.over.append(error)
 
 

@@ -357,7 +357,7 @@ def test_an_engine_that_dies_after_a_long_life_is_started_again_at_once(monkeypa
                 await rig.until(lambda restarts=restarts: rig.port.restarts == restarts and rig.port.ready(), 600.0)
 
     monkeypatch.setattr(client, "asyncio", Pauses(pauses))
-    monkeypatch.setattr(client, "_SETTLED", -1.0)  # any life is a long one
+    monkeypatch.setattr(client, "_STABLE_AFTER", -1.0)  # any life is a long one
     asyncio.run(story())
     assert pauses == [0.0, 0.0, 0.0]
 
@@ -412,7 +412,7 @@ def test_several_requests_in_one_message_and_then_idleness_are_no_stall() -> Non
 def test_after_work_and_a_rest_memory_is_given_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
     monkeypatch.setattr(heap, "trim", lambda: given.append(time.monotonic()))
-    monkeypatch.setattr("quire.engine.process._REST", 0.01)
+    monkeypatch.setattr("quire.engine.process._TRIM_AFTER", 0.01)
     front, back = socket.socketpair()
     with front, back:
         house = SimConfig(pages=64, page_size=4, max_num_seqs=4, cost=StepCost(0.01, 0.001)).build(VirtualClock())
@@ -430,7 +430,7 @@ class Due(NoPlanDelay):
 
     at = 0.0
 
-    def left(self, fed: int, begun: float) -> float:
+    def remaining(self, fed: int, begun: float) -> float:
         return max(0.0, self.at - time.monotonic())
 
 

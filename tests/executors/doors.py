@@ -66,7 +66,7 @@ class Told:
         sent = translate.send_masks(masks).SerializeToString()
         self.inner.sample(translate.read_masks(pb.Masks.FromString(sent)))
 
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         return self.inner.is_done()
 
     def result(self) -> Result:

@@ -59,7 +59,7 @@ class Ending(Tiny):
 class Unforeseen(FixedDrafts):
     """A depth nobody can foresee."""
 
-    def depth(self, seq: Any) -> int:
+    def num_drafts(self, seq: Any) -> int:
         return hash((seq.arrival, len(seq.tokens))) % (self.max_drafts + 1)
 
 
@@ -168,7 +168,7 @@ def test_every_combination_gives_the_dense_loops_tokens(share: int) -> None:
 class Swinging(FixedDrafts):
     """Another depth for each token, and not one for all rows of a step."""
 
-    def depth(self, seq: Any) -> int:
+    def num_drafts(self, seq: Any) -> int:
         return (len(seq.tokens) + seq.arrival) % (self.max_drafts + 1)
 
 
@@ -182,8 +182,8 @@ def test_the_device_hears_of_every_change_of_how_many_drafts_are_wanted(depth: i
 
     def launched(step: Any) -> None:
         launch(step)
-        if any(step.plan.drafts):
-            asked.append([d for span, d in zip(step.plan.spans, step.plan.drafts, strict=True) if span.rows])
+        if any(step.plan.num_drafts):
+            asked.append([d for span, d in zip(step.plan.spans, step.plan.num_drafts, strict=True) if span.num_samples])
             heard.append(runner.state.wanted_drafts[: len(asked[-1])].tolist())
 
     runner._launch = launched  # type: ignore[method-assign]
@@ -257,7 +257,7 @@ class Far:
 
 def test_a_step_is_over_when_the_device_is_past_it_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     it, marks = executor(), [Far(), Far()]
-    monkeypatch.setattr(it.runner.queue, "mark", iter(marks).__next__)
+    monkeypatch.setattr(it.runner.queue, "record", iter(marks).__next__)
     step, broken = it.launch(OPENING), it.launch(Plan((), (), (Span(0, 1, 1, 1),)))
     assert not step.is_done()
     marks[0].passed = True
@@ -347,7 +347,7 @@ class Eager(AdaptiveDrafts):
     def __init__(self, most: int) -> None:
         super().__init__(most, {(1 << w, d): 1.0 + 0.001 * d for w in range(5) for d in draft_counts(most)})
 
-    def timed(self, plan: Plan, seconds: float) -> None:
+    def record_step_time(self, plan: Plan, seconds: float) -> None:
         super().timed(plan, 1.0 + 0.001 * (plan.spans[0].num_samples - 1))
 
 

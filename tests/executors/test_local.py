@@ -86,16 +86,16 @@ class Scripted:
     """Drafts what the answers really are, wrong now and then."""
 
     def __init__(self, depth: int) -> None:
-        self.depth = depth
+        self.num_drafts = depth
         self.rng = random.Random(depth)
         self.texts = [[*r.prompt, *WANT[r.id]] for r in REQUESTS]
 
     def propose(self, rows: RowState, which: Ints, depth: Ints) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-        out = np.zeros((len(which), self.depth), np.int32)
+        out = np.zeros((len(which), self.num_drafts), np.int32)
         for q, row in enumerate(which.tolist()):
             known = int(rows.num_known[row])
             history = rows.tokens[row, :known].tolist()
-            found = next((t for t in self.texts if t[:known] == history), [])[known : known + self.depth]
+            found = next((t for t in self.texts if t[:known] == history), [])[known : known + self.num_drafts]
             for i, token in enumerate(found):
                 out[q, i] = token if self.rng.random() < 0.8 else 1
         return out

@@ -78,7 +78,7 @@ def requests() -> list[Request]:
 class Guess:
     """Repeats the history's beginning: drafts that are sometimes right."""
 
-    depth = 2
+    num_drafts = 2
 
     def propose(self, rows: RowState, which: Ints, depth: Ints) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
         return rows.tokens[which, :2]

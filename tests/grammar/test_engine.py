@@ -89,16 +89,16 @@ class Scripted:
     """Drafts the answers themselves, one in four wrong: sometimes by the grammar, sometimes past the end."""
 
     def __init__(self, depth: int) -> None:
-        self.depth = depth
+        self.num_drafts = depth
         self.rng = random.Random(depth)
         self.texts = [[*r.prompt, *WANT[r.id], END] for r in REQUESTS]
 
     def propose(self, rows: RowState, which: Ints, depth: Ints) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-        out = np.zeros((len(which), self.depth), np.int32)
+        out = np.zeros((len(which), self.num_drafts), np.int32)
         for q, row in enumerate(which.tolist()):
             known = int(rows.num_known[row])
             history = rows.tokens[row, :known].tolist()
-            found = next((t for t in self.texts if t[:known] == history), [])[known : known + self.depth]
+            found = next((t for t in self.texts if t[:known] == history), [])[known : known + self.num_drafts]
             for i, token in enumerate(found):
                 out[q, i] = token if self.rng.random() < 0.75 else self.rng.randrange(VOCAB - 1)
         return out

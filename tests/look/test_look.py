@@ -60,7 +60,7 @@ def test_a_model_is_told_from_its_headers(tmp_path: Path) -> None:
 
 def test_nothing_but_headers_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, "qwen3_moe-raw-shares-some-dense")
-    monkeypatch.setattr("quire.weights.entries.take", None)
+    monkeypatch.setattr("quire.weights.entries.read_tensor", None)
     found = rows(run("inspect", tmp_path), 2)
     assert found["experts"] == "2 of 5 a token, of width 33, layers 0, 2 dense"
     total = sum(t.numel() for t in load_file(tmp_path / SINGLE).values())

@@ -17,10 +17,10 @@ class Engine:
         self.looks: list[bool] = []
         self.send = lambda frame, whole: None
 
-    def look(self, on: bool) -> None:
+    def watch(self, on: bool) -> None:
         self.looks.append(on)
 
-    def show(self, on_frame) -> None:  # type: ignore[no-untyped-def]
+    def on_frames(self, on_frame) -> None:  # type: ignore[no-untyped-def]
         self.send = on_frame
 
     async def explain(self, id: str) -> bytes:

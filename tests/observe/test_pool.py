@@ -11,7 +11,7 @@ from quire.observe.pool import PoolState, pool_state
 
 
 def scheduler(pool: BlockPool, *running: Any) -> Any:
-    return SimpleNamespace(running=running, kv=SimpleNamespace(pool=pool, page_size=4))
+    return SimpleNamespace(running=running, kv=SimpleNamespace(block_pool=pool, block_size=4))
 
 
 def test_holes_shares_and_empty_slots_are_counted() -> None:
@@ -21,13 +21,13 @@ def test_holes_shares_and_empty_slots_are_counted() -> None:
     for page in (2, 5, 6, 7):
         pool.decref(page)
     pool.incref(3)
-    one = SimpleNamespace(blocks=[1, 3, 4, 8], computed=14)
+    one = SimpleNamespace(blocks=[1, 3, 4, 8], num_computed=14)
     assert pool_state(scheduler(pool, one)) == PoolState(internal=2 / 16, external=1 - 3 / 4, shared=1)
 
 
 def test_where_every_page_is_held_there_is_no_hole() -> None:
     pool = BlockPool(2, make_prefix_cache(4, enabled=True))
-    one = SimpleNamespace(blocks=[pool.allocate(), pool.allocate()], computed=8)
+    one = SimpleNamespace(blocks=[pool.allocate(), pool.allocate()], num_computed=8)
     assert pool_state(scheduler(pool, one)) == PoolState(0.0, 0.0, 0)
 
 

@@ -473,7 +473,7 @@ class Echo:
             body,
         ]
         self.parts = [b"", b"}", body, self.parts[1]]
-        return UpstreamResponse(connection, lambda _: None, SimpleNamespace(on_over=lambda *_: None), "u")  # type: ignore[arg-type]
+        return UpstreamResponse(connection, lambda _: None, SimpleNamespace(on_end=lambda *_: None), "u")  # type: ignore[arg-type]
 
     async def read(self) -> bytes:
         return self.parts.pop()

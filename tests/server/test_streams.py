@@ -189,7 +189,7 @@ class Part:
     def __init__(self, *takes: list[Delta] | QuireError | None) -> None:
         self.takes, self.closed = list(takes), False
 
-    def listen(self, news: Callable[[], None]) -> None:
+    def subscribe(self, news: Callable[[], None]) -> None:
         """Nothing is new: everything is there."""
 
     def take(self) -> list[Delta] | None:

@@ -143,7 +143,7 @@ def test_a_changed_scheduler_is_told_from_the_recorded_one_at_the_first_step_tha
     def whoever_asks(self: Scheduler, seq: Any, i: int) -> Any:
         return seq
 
-    monkeypatch.setattr(Scheduler, "_victim", whoever_asks)
+    monkeypatch.setattr(Scheduler, "_choose_victim", whoever_asks)
     said = shown(tmp_path, code=1).output
     departed = told(tmp_path, code=1)
     assert departed["same"] is False and departed["departure"]["step"] == contested
@@ -217,8 +217,8 @@ PLANTED = {
 def test_a_planted_bug_is_found_by_a_recording_of_before(tmp_path: Path, bug: Any) -> None:
     record(tmp_path, COMBO)
     house = plant(bug)
-    empty = house.Scheduler(house.KV(1, 1))
-    parts = (empty, empty.kv, empty.kv.block_pool, empty.waiting, house.RadixReuse(1))
+    empty = house.Scheduler(house.KVCacheManager(1, 1))
+    parts = (empty, empty.kv, empty.kv.block_pool, empty.waiting, house.RadixPrefixCache(1))
     known = {**CLASSES, **{type(part).__name__: type(part) for part in parts}}
     again = replay(tape.RecordingReader([tmp_path]), known=known, make=house.Engine)
     assert again.divergence is not None and again.divergence.step == PLANTED[bug.name]

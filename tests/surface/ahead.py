@@ -34,7 +34,7 @@ class Plain(EagerQueue):
     def __init__(self, device: torch.device, largest: int, rehearse: object = None) -> None:
         self.largest = largest
 
-    def get_ready(self, key: GraphKey, work: Callable[[], object]) -> None:
+    def prepare(self, key: GraphKey, work: Callable[[], object]) -> None:
         return
 
 

@@ -157,8 +157,8 @@ def test_a_broken_scale_on_the_way_is_caught_by_the_canary(folder: Path, monkeyp
         numbers, scale = quantise_rightly(weight, dtype, block)
         return numbers, scale * 1.5
 
-    quantise_rightly = online.quantise
-    monkeypatch.setattr(online, "quantise", broken)
+    quantise_rightly = online.quantize
+    monkeypatch.setattr(online, "quantize", broken)
     with pytest.raises(InvalidModel, match="quantisation has spoiled the model"):
         load_model(folder, dtype="float32", quantization="fp8", canary=Canary(threshold=Threshold()))
     told = Canary()

@@ -58,10 +58,10 @@ def build_engine(
     engine = make(
         build_scheduler(settings, executor.describe(), limits),
         executor,
-        depth=limits.depth,
+        lookahead=limits.depth,
         observers=observers,
-        pacer=build_pacer(settings.scheduler.latency_target_ms),
-        slack=build_slack(settings.executor.executor),
+        step_budget=build_pacer(settings.scheduler.latency_target_ms),
+        plan_delay=build_slack(settings.executor.executor),
         keep=keep,
     )
     engine.description = replace(engine.description, static_gauges=engine.description.static_gauges | facts)

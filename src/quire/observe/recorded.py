@@ -179,7 +179,7 @@ class RecordedEngine(Engine):
 
     def _state(self) -> dict[str, Any]:
         roots = {name: getattr(self, name) for name in STATE}
-        return roots | {"flight": [(planned, launched) for planned, launched, _ in self.inflight]}
+        return roots | {"inflight": [(planned, launched) for planned, launched, _ in self.inflight]}
 
 
 def recorded(folder: Path, limit: int = 1 << 28) -> Callable[..., Engine]:

@@ -88,7 +88,7 @@ async def serve(
     asked, timeouts = timeouts.connections, replace(timeouts, connections=room.connections)
     config = uvicorn.Config(
         app,
-        http=cast(Any, partial(Connection, patience=timeouts)),
+        http=cast(Any, partial(Connection, timeouts=timeouts)),
         ws="none",
         lifespan="off",
         log_level=log_level,

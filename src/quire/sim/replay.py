@@ -322,10 +322,10 @@ def _engine(script: Script, observers: Iterable[Observer], known: Classes, make:
         sizes = about["pages"], about["page_size"], about["rows"], about["max_model_len"]
         executor = ScriptedExecutor(script, Description(*sizes, vocab_size=1 << 64))
         executor.scheduler = scheduler
-        engine = make(scheduler, executor, clock=script, observers=observers, pacer=roots["pacer"], keep=0)
+        engine = make(scheduler, executor, clock=script, observers=observers, step_budget=roots["step_budget"], keep=0)
         for name in STATE:
             setattr(engine, name, roots[name])
-        engine.inflight.extend((*times, ScriptedHandle(executor)) for times in roots["flight"])
+        engine.inflight.extend((*times, ScriptedHandle(executor)) for times in roots["inflight"])
     except (KeyError, TypeError, AttributeError) as error:
         raise InvalidConfig(f"the recording begins with no state of an engine: {error!r}") from error
     return engine

@@ -68,7 +68,7 @@ class SimConfig:
         executor = SyntheticExecutor(
             pages=self.pages, page_size=self.page_size, rows=rows, depth=self.depth, cost=self.cost, clock=clock
         )
-        return make(scheduler, executor, depth=self.depth, clock=clock, observers=observers)
+        return make(scheduler, executor, lookahead=self.depth, clock=clock, observers=observers)
 
 
 @dataclass

@@ -72,7 +72,7 @@ class Watched(EagerQueue):
         self.steps = self.rehearsed = self.compiled = 0
         self.late: list[str] = []
 
-    def rehearse(self, works: Works) -> None:
+    def precompile(self, works: Works) -> None:
         self.steps = len(works)
         Precompiler(2, self.watch)([self.counted(work) for work in works])
         knobs.compilation.listener = lambda *, src, **rest: self.late.append(src.name)

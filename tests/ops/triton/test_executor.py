@@ -83,7 +83,7 @@ def test_what_the_prefix_cache_gave_to_several_is_read_for_them_together(
     monkeypatch.setattr(shared, "CROWD", 2)
     monkeypatch.setattr(shared, "WORTH", 0)
     monkeypatch.setattr(prefixes, "LEAST", 2)
-    monkeypatch.setattr(work, "found", found)
+    monkeypatch.setattr(work, "find_shared_prefixes", found)
     checkpoints.make(tmp_path, "qwen3-gqa")
     device, sizes = torch.device("cpu"), SIZES | {"max_model_len": 128}
     model = load_model(tmp_path, dtype="float32", device=device, ops=TritonOps(device))
