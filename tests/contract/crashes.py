@@ -44,6 +44,9 @@ FINE = ("answer", "error event", "refused")
 
 RESTARTING = (429, 503)
 
+ELSEWHERE = (403, 404)
+"""For a strange `Host`, and for what the killed engine knew."""
+
 
 @dataclass
 class Kill:
@@ -224,7 +227,7 @@ class Crowd:
         self._number += 1
         poison = self._evil[(self._number * 7 + number) % len(self._evil)]
         heard = await send(self.port, *poison.parts, pause=poison.pause, hang_up=poison.hang_up, seconds=HANGS)
-        fine = all(answer.status in (*poison.statuses, *RESTARTING, 404) for answer in heard)
+        fine = all(answer.status in (*poison.statuses, *RESTARTING, *ELSEWHERE) for answer in heard)
         if not fine:
             self.figures.odd.append(f"{poison.name}: {[answer.status for answer in heard]}")
         return "answer" if fine else "another status"
