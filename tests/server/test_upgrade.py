@@ -57,6 +57,15 @@ async def test_a_head_may_come_byte_by_byte() -> None:
         check(await send(port, *(whole[i : i + 1] for i in range(len(whole)))))
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+async def test_the_last_request_of_a_connection_may_offer_too(parts: int) -> None:
+    head = post("HTTP/2", LENGTH).replace(b"Upgrade,", b"Upgrade, close,")
+    async with listening(read=60.0) as (_, port):
+        [answer] = await send(port, *([head + BODY] if parts == 1 else [head, BODY]), pause=0.05)
+        assert (answer.status, answer.json()["choices"][0]["text"]) == (200, ANSWER)
+        assert answer.headers["connection"] == "close"
+
+
 @pytest.mark.parametrize("offer", OFFERS)
 async def test_a_request_without_a_body_is_answered_and_so_is_the_next(offer: str) -> None:
     get = b"\r\n".join([b"GET /version HTTP/1.1", b"Host: a", *OFFERS[offer], b"", b""])

@@ -208,6 +208,8 @@ class Connection(HttpToolsProtocol):
             except httptools.HttpParserUpgrade as stopped:
                 if self._upgrading:
                     self._later[:0] = self._without_upgrade() + part[stopped.args[0] :]
+                    self.parser = httptools.HttpRequestParser(self)  # the other takes no more after "close"
+                    self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
                 else:  # CONNECT: what follows is no request
                     self._last()
             except (httptools.HttpParserError, _Refused) as error:
