@@ -162,6 +162,7 @@ class Behind(Live):
     def __init__(self, front: Live, native: Live) -> None:
         self.front, self.native = front, native
         self.process, self.url, self.http = front.process, front.url, front.http
+        self.openai = front.openai  # closed with it
 
     @property
     def log(self) -> str:

@@ -20,15 +20,15 @@ Asked = tuple[str, tuple[int, ...], int, SamplingParams]
 
 
 def requests(count: int) -> list[Asked]:
-    """Half of them greedy, half seeded; a third begin the same; prompts of 1 to some hundred tokens."""
+    """Half of them greedy, half seeded; a third begin the same; prompts of 1 to 200 tokens, answers of 3 to 12."""
     chance = random.Random(17)
-    shared = [chance.randrange(5, 4000) for _ in range(300)]
+    shared = [chance.randrange(5, 4000) for _ in range(100)]
     made = []
     for i in range(count):
-        own = [chance.randrange(5, 4000) for _ in range(chance.choice((1, 5, 20, 100)))]
-        begin = shared[: chance.randrange(300)] if i % 3 == 0 else []
+        own = [chance.randrange(5, 4000) for _ in range(chance.choice((1, 3, 5, 8, 20, 20, 40, 100)))]
+        begin = shared[: chance.randrange(101)] if i % 3 == 0 else []
         sampling = SamplingParams(temperature=0.9 * (i % 2), seed=i, logprobs=0)
-        made.append((f"{i}", (*begin, *own), chance.choice((5, 15, 30)), sampling))
+        made.append((f"{i}", (*begin, *own), chance.choice((3, 5, 8, 12)), sampling))
     return made
 
 

@@ -44,11 +44,15 @@ FINE = ("answer", "error event", "refused")
 
 RESTARTING = (429, 503)
 
+ELSEWHERE = (403, 404)
+"""For a strange `Host`, and for what the killed engine knew."""
+
 
 @dataclass
 class Kill:
-    """at: seconds from the beginning. connections: open then. error: seconds until all streams under way had ended;
-    answered: until the next engine's first token. Bytes of both processes and the server's descriptors, before."""
+    """at: seconds from the beginning. connections: open then. ended: seconds until all streams under way had ended;
+    answered: until the next engine's first token. front: the server's fewest bytes since the kill before, for cyclic
+    garbage comes and goes. engine: its bytes. descriptors: of the server."""
 
     at: float
     connections: int
@@ -102,6 +106,8 @@ class Crowd:
         """Streams that have been asked for, by number."""
         self.killed = float("-inf")
         self.again = asyncio.Event()
+        self.fewest = sys.maxsize
+        """Bytes of the server since the last kill."""
         self._number = 0
         self._evil = [poison for poison in poisons() if not any(word in poison.name for word in SLOW)]
 
@@ -224,7 +230,7 @@ class Crowd:
         self._number += 1
         poison = self._evil[(self._number * 7 + number) % len(self._evil)]
         heard = await send(self.port, *poison.parts, pause=poison.pause, hang_up=poison.hang_up, seconds=HANGS)
-        fine = all(answer.status in (*poison.statuses, *RESTARTING, 404) for answer in heard)
+        fine = all(answer.status in (*poison.statuses, *RESTARTING, *ELSEWHERE) for answer in heard)
         if not fine:
             self.figures.odd.append(f"{poison.name}: {[answer.status for answer in heard]}")
         return "answer" if fine else "another status"
@@ -258,11 +264,12 @@ class Crowd:
         kill = Kill(
             time.monotonic() - began,
             self.open,
-            resident(live.process.pid),
+            self.fewest,
             resident(pid),
             len(opened(live.process.pid)),
         )
         self.figures.kills.append(kill)
+        self.fewest = sys.maxsize
         self.again.clear()
         self.killed, lost = time.monotonic(), set(self.under_way)
         os.kill(pid, signal.SIGKILL)
@@ -273,8 +280,13 @@ class Crowd:
             await self.again.wait()
             kill.answered = time.monotonic() - self.killed
 
+    async def watch(self) -> None:
+        while not self.over:
+            self.fewest = min(self.fewest, resident(self.live.process.pid))
+            await asyncio.sleep(1.0)
+
     async def run(self, seconds: float, every: float, shown: Callable[[str], None]) -> None:
-        began, number, clients = time.monotonic(), 0, []
+        began, number, clients = time.monotonic(), 0, [asyncio.ensure_future(self.watch())]
         waited_for = []
         for name, exchange, count in self.kinds():
             for _ in range(count):

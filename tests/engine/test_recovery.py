@@ -27,13 +27,13 @@ class Failing:
         return self.inner.launch(plan)
 
 
-def ran(at: set[int], prompts: int = 1, **settings: object) -> tuple[list[str], int]:
-    """(how each request ended, steps that failed)."""
+def ran(at: set[int], lengths: tuple[int, ...] = (12,), **settings: object) -> tuple[list[str], int]:
+    """(how each request ended, steps that failed). lengths: tokens that each request may produce."""
     house = SimConfig(**{"pages": 64, "page_size": 4, "max_num_seqs": 4, "cost": StepCost(0.01), **settings})  # type: ignore[arg-type]
     engine: Engine = house.build(VirtualClock())
     engine.executor = Failing(engine.executor, at)
-    for i in range(prompts):
-        engine.submit([i, 1, 2, 3, 4], 12)
+    for i, length in enumerate(lengths):
+        engine.submit([i, 1, 2, 3, 4], length)
     for _ in range(1000):
         if not engine.has_pending_work:
             break
@@ -57,6 +57,12 @@ def test_who_fails_alone_twice_at_the_same_place_is_blamed() -> None:
     assert ran({2, 3, 4}) == (["error"], 3), "the second time when it is begun anew, which is another place"
 
 
+def test_a_failure_alone_and_then_one_in_company_blame_nobody() -> None:
+    """Both in step 1; then the first alone, which passes when it is tried again; then both."""
+    assert ran({1, 2, 4}, (12, 12)) == (["length", "length"], 3)
+
+
 def test_different_requests_that_fail_alone_at_the_same_place_are_not_blamed() -> None:
-    """Both in step 1; then the first alone, which passes when it is tried again; then the second alone."""
-    assert ran({1, 2, 4}, prompts=2) == (["length", "length"], 3)
+    """Both in step 1; then the first alone, which ends with the step of its second trial; then the second alone."""
+    assert ran({1, 2, 4}, (1, 12)) == (["length", "length"], 3)
+    assert ran({1, 2, 4, 5}, (1, 12)) == (["length", "error"], 4), "which fails there twice"

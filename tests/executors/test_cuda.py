@@ -24,7 +24,8 @@ from quire.runner.device import TorchSteps
 from quire.runner.graphs import EagerQueue, GraphKey
 from quire.runner.memory import allocate, layer_shapes
 from quire.runner.proposers import ModelProposer, NgramProposer, NoProposer, Proposer
-from quire.values import UNLIMITED, Request, RequestStepOutput
+from quire.runner.rows import StepShape
+from quire.values import UNLIMITED, Request, SamplingParams, RequestStepOutput
 from tests.executors.test_local import LONGEST, MODEL, OPENING, REQUESTS, RULED, WANT, Alternate, Fragile
 from tests.runner.tiny import POISON, VOCAB, Tiny
 
@@ -238,6 +239,66 @@ def test_a_failure_keeps_its_cause_and_lasts_until_reset() -> None:
         it.launch(OPENING).result()
     it.reset()
     assert it.launch(OPENING).result().tokens == [[int(MODEL.dense((1, 2, 3))[-1].argmax())]]
+
+
+def generated(it: CudaExecutor, prompt: tuple[int, ...], steps: int = 3) -> list[list[int]]:
+    """What each step brings for a prompt in row 0: tokens that are sampled, with as many drafts as there can be."""
+    drafts, size = it.describe().num_drafts, len(prompt)
+    first = Plan((NewSequence(0, prompt, 0, size),), ((0, (1, 2, 3, 4)),), (Span(0, size, 1, 1),), num_drafts=(drafts,))
+    later = Plan((), (), (Span(0, 1 + drafts, 1 + drafts, 1 + drafts),), num_drafts=(drafts,))
+    return [it.launch(plan).result().tokens[0] for plan in (first, *[later] * (steps - 1))]
+
+
+@pytest.mark.parametrize("drafts", ["none", "ngram", "twin"])
+def test_after_a_reset_answers_and_drafts_are_as_at_first(drafts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a step that is the same as the one before the reset has the same arrays on the host, object and all:
+    the device has forgotten them."""
+    prompt, kept = (1, 2, 1, 2, 1), {}
+    it, want = executor(drafts=drafts), generated(executor(drafts=drafts), prompt)
+    assert drafts != "twin" or len(want[1]) == 4, "every draft is right"
+
+    def admit(plan: Plan) -> Any:
+        return kept.setdefault(plan.spans, admitted(plan))
+
+    admitted = it.runner.rows.apply_changes
+    monkeypatch.setattr(it.runner.rows, "apply_changes", admit)
+    for steps in (1, 3, 2):
+        assert generated(it, prompt, steps) == want[:steps]
+        if steps == 3:
+            it.launch(Plan((), (), (Span(0, 1, 1, 1),)))  # nobody asks for its result
+        it.reset()
+    assert generated(it, prompt) == want
+
+
+def test_a_reset_forgets_rows_and_what_is_pooled() -> None:
+    it, mean = executor(), SamplingParams(pooling="mean")
+    chunk = Plan((NewSequence(0, (1, 2, 3), 0, 3, mean),), ((0, (5,)),), (Span(0, 2, 0, 0),))
+    it.launch(chunk).result()
+    shape = Shape.of(chunk.spans)
+    assert it.runner.pool.wants_all(shape)
+    it.reset()
+    assert not it.runner.pool.wants_all(shape)
+    with pytest.raises(StepFailed, match="plan and rows disagree"):
+        it.launch(Plan((), (), (Span(0, 1, 1, 1),))).result()
+
+
+def test_after_a_reset_a_draft_model_has_missed_nothing() -> None:
+    it = executor(drafts="twin")
+    generated(it, (1, 2, 3), steps=1)
+    it.launch(Plan((), (), (Span(0, 1, 1, 1),))).result()  # without drafts
+    assert isinstance(it.runner.proposer, ModelProposer)
+    assert it.runner.proposer.num_missing.any()
+    it.reset()
+    assert not it.runner.proposer.num_missing.any()
+
+
+def test_a_reset_waits_for_the_device_before_it_clears_what_steps_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    it, held = executor(), []
+    generated(it, (1, 2, 3))
+    monkeypatch.setattr(it.runner.queue, "synchronize", lambda: held.append(bool(it.runner.state.columns["known"].any())))
+    it.reset()
+    assert held == [True]
+    assert not it.runner.state.columns["known"].any()
 
 
 class Far:

@@ -6,8 +6,12 @@ import asyncio
 import os
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import openai
@@ -205,3 +209,99 @@ async def test_an_engine_that_cannot_start_is_closed_and_said() -> None:
         with pytest.raises(InvalidConfig, match="no such device"):
             await serve(server.app, server.backend, listen("127.0.0.1", 0))
         assert port.closed
+
+
+class Told:
+    """A backend and a desk that keep the order in which they are told to start and to end, and may fail at a word."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.heard: list[str] = []
+        self.fails = fails
+
+    async def _hear(self, word: str) -> None:
+        self.heard.append(word)
+        if word == self.fails:
+            raise InvalidConfig(f"{word} failed")
+
+    def desk(self) -> Any:
+        return SimpleNamespace(start=partial(self._hear, "desk.start"), stop=partial(self._hear, "desk.stop"))
+
+    def backend(self) -> Any:
+        async def drain(timeout: float) -> None:
+            await self._hear(f"backend.drain {timeout:g}")
+
+        return SimpleNamespace(
+            start=partial(self._hear, "backend.start"), drain=drain, close=partial(self._hear, "backend.close")
+        )
+
+
+async def not_asked(scope: object, receive: object, send: object) -> None:
+    raise AssertionError("no request came")
+
+
+async def test_the_desk_starts_after_the_backend_and_ends_before_it_drains() -> None:
+    told, sock = Told(), listen("127.0.0.1", 0)
+    where = url(sock)
+
+    def ready(at: str) -> None:
+        assert at == where
+        with socket.create_connection(sock.getsockname()):
+            told.heard.append("ready")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    await asyncio.wait_for(
+        serve(not_asked, told.backend(), sock, desk=told.desk(), shutdown_timeout=7, log_level="error", on_ready=ready),
+        100,
+    )
+    begun = ["backend.start", "desk.start", "ready"]
+    assert told.heard == [*begun, "desk.stop", "backend.drain 7", "desk.stop", "backend.close"]
+    assert sock.fileno() == -1
+
+
+@pytest.mark.parametrize("fails", ["backend.start", "desk.start"])
+async def test_what_cannot_start_is_ended_and_nothing_listens(fails: str) -> None:
+    told, sock = Told(fails), listen("127.0.0.1", 0)
+    with pytest.raises(InvalidConfig, match=fails):
+        await serve(not_asked, told.backend(), sock, desk=told.desk(), log_level="error")
+    begun = ["backend.start", "desk.start"]
+    assert told.heard == [*begun[: begun.index(fails) + 1], "desk.stop", "backend.close"]
+    assert sock.fileno() == -1
+
+
+async def test_a_desk_that_cannot_end_keeps_no_server_running() -> None:
+    told, sock = Told("desk.stop"), listen("127.0.0.1", 0)
+    with pytest.raises(InvalidConfig, match=r"desk\.stop failed"):
+        await asyncio.wait_for(
+            serve(
+                not_asked,
+                told.backend(),
+                sock,
+                desk=told.desk(),
+                log_level="error",
+                on_ready=lambda at: os.kill(os.getpid(), signal.SIGTERM),
+            ),
+            100,
+        )
+
+
+async def test_large_blocks_go_back_and_long_work_has_four_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the backend starts, which makes both."""
+    sizes: list[int] = []
+    names: set[str] = set()
+    monkeypatch.setattr("quire.heap.mapped_from", sizes.append)
+    told, together = Told(), threading.Barrier(4)
+
+    def work() -> str:
+        together.wait(100)  # as many at once
+        return threading.current_thread().name
+
+    async def start() -> None:
+        assert sizes == [256 << 10]
+        names.update(await asyncio.gather(*(asyncio.to_thread(work) for _ in range(8))))
+        raise InvalidConfig("seen")
+
+    backend = told.backend()
+    backend.start = start
+    with pytest.raises(InvalidConfig, match="seen"):
+        await serve(not_asked, backend, listen("127.0.0.1", 0), desk=told.desk(), log_level="error")
+    assert names == {f"rim_{i}" for i in range(4)}

@@ -147,7 +147,7 @@ class Connection(HttpToolsProtocol):
         self._since = self._moved = self.loop.time()
         self._head = self._fields = self._body = self._taken = self._left = 0
         self._later = bytearray()
-        self._fresh = self._discarding = False
+        self._fresh = self._discarding = self._upgrading = False
         self._running: RequestResponseCycle | None = None
 
     @property
@@ -205,10 +205,22 @@ class Connection(HttpToolsProtocol):
                 self.parser.feed_data(part)
                 if within and not self._fresh:
                     self._count_body(len(part))
-            except httptools.HttpParserUpgrade:  # to nothing that is spoken here: it is answered as if it had not asked
-                self._last()
+            except httptools.HttpParserUpgrade as stopped:
+                if self._upgrading:
+                    self._later[:0] = self._without_upgrade() + part[stopped.args[0] :]
+                    self.parser = httptools.HttpRequestParser(self)  # the other takes no more after "close"
+                    self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+                else:  # CONNECT: what follows is no request
+                    self._last()
             except (httptools.HttpParserError, _Refused) as error:
                 self._invalid(error)
+
+    def _without_upgrade(self) -> bytes:
+        """The head that the parser stopped behind, to be parsed again: a server may ignore what the client offers to
+        change to (RFC 9110, 7.8), and its request, body and all, is one like any other."""
+        line = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        fields = [b"%s: %s" % field for field in self.headers if field[0] != b"upgrade"]
+        return b"\r\n".join([line, *fields, b"", b""])
 
     def _begin(self, part: Literal["", "head", "body"]) -> None:
         self._reading, self._since, self._fresh = part, self.loop.time(), True
@@ -240,6 +252,9 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._upgrading = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if self._upgrading:
+            return
         _checked(self.parser.get_http_version(), self.url, self.headers)
         super().on_headers_complete()
         self._begin("body")
@@ -253,6 +268,8 @@ class Connection(HttpToolsProtocol):
             self._discard(len(body))
 
     def on_message_complete(self) -> None:
+        if self._upgrading:  # the parser skips the body
+            return
         super().on_message_complete()
         self._begin("")
 
