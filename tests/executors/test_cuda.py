@@ -274,7 +274,7 @@ def test_a_reset_forgets_rows_and_what_is_pooled() -> None:
     it, mean = executor(), SamplingParams(pooling="mean")
     chunk = Plan((NewSequence(0, (1, 2, 3), 0, 3, mean),), ((0, (5,)),), (Span(0, 2, 0, 0),))
     it.launch(chunk).result()
-    shape = Shape.of(chunk.spans)
+    shape = StepShape.of(chunk.spans)
     assert it.runner.pool.wants_all(shape)
     it.reset()
     assert not it.runner.pool.wants_all(shape)

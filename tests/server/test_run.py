@@ -250,7 +250,7 @@ async def test_the_desk_starts_after_the_backend_and_ends_before_it_drains() -> 
         os.kill(os.getpid(), signal.SIGTERM)
 
     await asyncio.wait_for(
-        serve(not_asked, told.backend(), sock, desk=told.desk(), shutdown_timeout=7, log_level="error", on_ready=ready),
+        serve(not_asked, told.backend(), sock, batch_service=told.desk(), shutdown_timeout=7, log_level="error", on_ready=ready),
         100,
     )
     begun = ["backend.start", "desk.start", "ready"]
@@ -262,7 +262,7 @@ async def test_the_desk_starts_after_the_backend_and_ends_before_it_drains() -> 
 async def test_what_cannot_start_is_ended_and_nothing_listens(fails: str) -> None:
     told, sock = Told(fails), listen("127.0.0.1", 0)
     with pytest.raises(InvalidConfig, match=fails):
-        await serve(not_asked, told.backend(), sock, desk=told.desk(), log_level="error")
+        await serve(not_asked, told.backend(), sock, batch_service=told.desk(), log_level="error")
     begun = ["backend.start", "desk.start"]
     assert told.heard == [*begun[: begun.index(fails) + 1], "desk.stop", "backend.close"]
     assert sock.fileno() == -1
@@ -276,7 +276,7 @@ async def test_a_desk_that_cannot_end_keeps_no_server_running() -> None:
                 not_asked,
                 told.backend(),
                 sock,
-                desk=told.desk(),
+                batch_service=told.desk(),
                 log_level="error",
                 on_ready=lambda at: os.kill(os.getpid(), signal.SIGTERM),
             ),
@@ -303,5 +303,5 @@ async def test_large_blocks_go_back_and_long_work_has_four_threads(monkeypatch: 
     backend = told.backend()
     backend.start = start
     with pytest.raises(InvalidConfig, match="seen"):
-        await serve(not_asked, backend, listen("127.0.0.1", 0), desk=told.desk(), log_level="error")
+        await serve(not_asked, backend, listen("127.0.0.1", 0), batch_service=told.desk(), log_level="error")
     assert names == {f"rim_{i}" for i in range(4)}
