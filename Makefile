@@ -36,7 +36,7 @@ mutation:
 docs:
 	$(PYTHON) -m quire.config.document > docs/configuration.md.new && mv docs/configuration.md.new docs/configuration.md
 	$(PYTHON) -m quire.server.document > docs/requests.md.new && mv docs/requests.md.new docs/requests.md
-	$(PYTHON) -m quire.observe.document > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
+	$(PYTHON) -m quire.observability.document > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
 
 # Of logits, by architecture and dtype, in docs/models.md: not part of `docs`, for their last digits are the machine's.
 errors:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.core.plan import Mask, NewSequence, Plan, Result, Span
 from quire.engine.executor import Description
 from quire.errors import StepFailed
-from quire.values import TokenLogprobs
+from quire.scheduler.plan import Mask, NewSequence, Plan, Result, Span
+from quire.types import TokenLogprobs
 
 VOCAB = 97
 POISON = 96

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.core import kv as kv_room
-from quire.core import policy, reuse, scheduler
-from quire.core.constraint import FREE
-from quire.core.speculate import FixedDrafts
 from quire.engine import engine
-from quire.values import BACKGROUND, UNLIMITED, Request, SamplingParams
-from tests.executors.doors import Wired
+from quire.scheduler import kv_cache as kv_room
+from quire.scheduler import policy, prefix_cache, scheduler
+from quire.scheduler.constraint import FREE
+from quire.scheduler.speculation import FixedDrafts
+from quire.types import BACKGROUND, UNLIMITED, Request, SamplingParams
+from tests.executors.wired import Wired
 from tests.hash_model import POISON, SICK, VOCAB, HashDevice, logprob, naive
 
 
@@ -25,8 +25,8 @@ class House:
     KVCacheManager: Any = kv_room.KVCacheManager
     Scheduler: Any = scheduler.Scheduler
     Engine: Any = engine.Engine
-    NoPrefixCache: Any = reuse.NoPrefixCache
-    RadixPrefixCache: Any = reuse.RadixPrefixCache
+    NoPrefixCache: Any = prefix_cache.NoPrefixCache
+    RadixPrefixCache: Any = prefix_cache.RadixPrefixCache
 
 
 STOP = frozenset(t for t in range(VOCAB) if t % 17 == 0)

@@ -11,15 +11,14 @@ from typing import NamedTuple
 from tests.lattice import House
 
 _REBUILT = (
-    "quire.core.reuse",
-    "quire.core.sequence",
-    "quire.core.blocks",
-    "quire.core.kv",
-    "quire.core.queue",
-    "quire.core.step",
-    "quire.core.scheduler",
+    "quire.scheduler.prefix_cache",
+    "quire.scheduler.sequence",
+    "quire.scheduler.block_pool",
+    "quire.scheduler.kv_cache",
+    "quire.scheduler.queue",
+    "quire.scheduler.scheduler",
     "quire.engine.events",
-    "quire.engine.ledger",
+    "quire.engine.stats",
     "quire.engine.recovery",
     "quire.engine.engine",
 )
@@ -43,7 +42,7 @@ _MASKS = """            while len(flight) > 1:
                 self._commit()
             _as_step_failure(flight[0][2].sample, _as_step_failure(scheduler.masks))"""
 
-S, K, B, Q = "core.scheduler", "core.kv", "core.blocks", "core.sequence"
+S, K, B, Q = "scheduler.scheduler", "scheduler.kv_cache", "scheduler.block_pool", "scheduler.sequence"
 E, V = "engine.engine", "engine.recovery"
 
 BUGS = [
@@ -255,10 +254,10 @@ def plant(bug: Bug) -> House:
             sys.modules[name] = module
             package, _, leaf = name.rpartition(".")
             setattr(sys.modules[package], leaf, module)
-    reuse = new["quire.core.reuse"]
+    reuse = new["quire.scheduler.prefix_cache"]
     return House(
-        KVCacheManager=new["quire.core.kv"].KVCacheManager,
-        Scheduler=new["quire.core.scheduler"].Scheduler,
+        KVCacheManager=new["quire.scheduler.kv_cache"].KVCacheManager,
+        Scheduler=new["quire.scheduler.scheduler"].Scheduler,
         Engine=new["quire.engine.engine"].Engine,
         NoPrefixCache=reuse.NoPrefixCache,
         RadixPrefixCache=reuse.RadixPrefixCache,

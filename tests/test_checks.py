@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.errors import InvalidRequest
-from quire.values import SamplingParams, StructuredOutputsParams
+from quire.types import SamplingParams, StructuredOutputsParams
 
 
 class Index:

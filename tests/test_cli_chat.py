@@ -20,7 +20,7 @@ from quire.cli.chat import Message, converse
 from quire.cli.remote import Remote
 from quire.config import Settings
 from quire.errors import InvalidConfig, InvalidRequest, QuireError, Unauthorized, Unavailable
-from quire.values import SamplingParams
+from quire.types import SamplingParams
 
 
 class Server(ThreadingHTTPServer):

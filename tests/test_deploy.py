@@ -17,7 +17,7 @@ import yaml
 from quire.cli import main
 from quire.config import OPTIONS, Settings, load
 from quire.errors import InvalidConfig
-from quire.observe.document import markdown
+from quire.observability.document import markdown
 from tests.live import environment, serving, tls_pair
 from tests.prometheus import RULES
 

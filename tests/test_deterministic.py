@@ -13,22 +13,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.core.kv import KVCacheManager, make_prefix_cache
-from quire.core.scheduler import Scheduler
-from quire.core.speculate import FixedDrafts
 from quire.engine.engine import Engine
 from quire.engine.executor import Executor
+from quire.executors.cpu import LocalExecutor
 from quire.executors.cuda import CudaExecutor
-from quire.executors.local import LocalExecutor
+from quire.model_runner.device_steps import DeviceSteps, TorchSteps
+from quire.model_runner.graphs import EagerQueue, Queue
+from quire.model_runner.speculative.drafters import NgramDrafter, NoDrafts
+from quire.model_runner.speculative.proposers import NgramProposer, NoProposer
 from quire.models.base import Model
-from quire.ops.fixed import BatchInvariantOps
+from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.reference import ReferenceOps
-from quire.runner.device import DeviceSteps, TorchSteps
-from quire.runner.drafts import NoDrafts
-from quire.runner.graphs import EagerQueue, Queue
-from quire.runner.ngram import NgramDrafter
-from quire.runner.proposers import NgramProposer, NoProposer
-from quire.values import GREEDY, UNLIMITED, Request, SamplingParams, TokenLogprobs
+from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.speculation import FixedDrafts
+from quire.types import GREEDY, UNLIMITED, Request, SamplingParams, TokenLogprobs
 from quire.weights.load import load_model
 from quire.weights.locate import embedded
 from tests import checkpoints

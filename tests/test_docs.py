@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import quire.config.document as configuration
-import quire.observe.document as metrics
+import quire.observability.document as metrics
 import quire.server.document as requests
 from quire.cli import main
 from quire.config import OPTIONS, Settings

@@ -7,14 +7,14 @@ import random
 import pytest
 import torch
 
-from quire.build import engine as build
-from quire.build.engine import build_engine, choose_ops
+from quire.assembly import engine as build
+from quire.assembly.engine import build_engine, choose_ops
 from quire.config import Settings
 from quire.engine.engine import Engine
-from quire.ops.fixed import BatchInvariantOps
+from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.reference import ReferenceOps
 from quire.ops.steady import SteadyOps, holds
-from quire.values import SamplingParams, TokenLogprobs
+from quire.types import SamplingParams, TokenLogprobs
 
 Asked = tuple[str, tuple[int, ...], int, SamplingParams]
 

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from quire.core.plan import NewSequence, Plan, Span
 from quire.errors import InvalidRequest
 from quire.llm import LLM
+from quire.model_runner.batch import ragged
+from quire.model_runner.memory import allocate, layer_shapes
+from quire.model_runner.row_state import RowState, StepShape
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
-from quire.runner.batch import ragged
-from quire.runner.memory import allocate, layer_shapes
-from quire.runner.rows import RowState, StepShape
+from quire.scheduler.plan import NewSequence, Plan, Span
 from quire.weights.load import load_model
 from quire.weights.locate import locate
 from tests.live import Live, serving

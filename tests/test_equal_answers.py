@@ -16,13 +16,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from quire.core.kv import KVCacheManager, make_prefix_cache
-from quire.core.policy import ADMISSION_POLICIES, EVICTION_POLICIES
-from quire.core.scheduler import Scheduler
 from quire.engine.engine import Engine
-from quire.executors.local import LocalExecutor
+from quire.executors.cpu import LocalExecutor
 from quire.models.base import Model
-from quire.values import GREEDY, UNLIMITED, Request
+from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
+from quire.scheduler.policy import ADMISSION_POLICIES, EVICTION_POLICIES
+from quire.scheduler.scheduler import Scheduler
+from quire.types import GREEDY, UNLIMITED, Request
 from quire.weights.load import load_model
 from quire.weights.locate import embedded
 from tests import checkpoints

@@ -47,18 +47,18 @@ TORCH_FREE = (
     *("observe", "backends", "server", "sim", "cli"),
 )
 TORCH_FREE_MODULES = (
-    *("quire.executors.synthetic", "quire.executors.costs", "quire.bench.engine"),
-    *("quire.build.text", "quire.build.front", "quire.build.relay", "quire.weights.locate"),
+    *("quire.executors.synthetic", "quire.executors.synthetic", "quire.bench.engine"),
+    *("quire.assembly.text", "quire.assembly.server", "quire.assembly.proxy", "quire.weights.locate"),
 )
 
 LOADERS = {
     "quire.cli.lazy",
-    "quire.build.extra",
+    "quire.assembly.extras",
     "quire.weights.locate",
     "quire.bench.cpu",
-    "quire.build.engine",
-    "quire.build.text",
-    "quire.look.diff",
+    "quire.assembly.engine",
+    "quire.assembly.text",
+    "quire.cli.diff",
 }
 """Commands, the hub's slow client, transformers, which is compared with only where it is installed, kernels, which
 need Triton, and what knows models, which needs torch: the rim asks it only where nothing can start anyway."""

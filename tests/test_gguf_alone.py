@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
-from quire.build.text import build_text
+from quire.assembly.text import build_text
 from quire.cli import main
 from quire.config import Settings
 from quire.weights.locate import embedded

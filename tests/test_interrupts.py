@@ -21,12 +21,12 @@ from rich.console import Console
 
 from quire import LLM, SamplingParams
 from quire.cli.chat import Message, converse
-from quire.core.kv import KVCacheManager, make_prefix_cache
-from quire.core.plan import Plan
-from quire.core.scheduler import Scheduler
 from quire.engine.engine import Engine
 from quire.errors import Closed, Interrupted, StepFailed
-from quire.text.chat import ChatTemplate
+from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
+from quire.scheduler.plan import Plan
+from quire.scheduler.scheduler import Scheduler
+from quire.tokenization.chat_template import ChatTemplate
 from tests.test_llm import Alphabet, Spelled, tokenizer
 
 SHORT = SamplingParams(max_tokens=5)

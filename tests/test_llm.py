@@ -12,15 +12,15 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from quire import LLM, SamplingParams
 from quire.config import Settings
-from quire.core.kv import KVCacheManager, make_prefix_cache
-from quire.core.plan import Mask, Plan, Result
-from quire.core.scheduler import Scheduler
 from quire.engine.engine import Engine
 from quire.engine.executor import Description
 from quire.errors import InvalidConfig, InvalidRequest, QuireError
-from quire.text.chat import ChatTemplate
-from quire.text.tokenizer import Tokenizer
-from quire.values import UNLIMITED, CompletionOutput, TokenLogprobs
+from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
+from quire.scheduler.plan import Mask, Plan, Result
+from quire.scheduler.scheduler import Scheduler
+from quire.tokenization.chat_template import ChatTemplate
+from quire.tokenization.tokenizer import Tokenizer
+from quire.types import UNLIMITED, CompletionOutput, TokenLogprobs
 
 CONTEXT = 40
 LETTERS = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}

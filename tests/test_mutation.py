@@ -33,14 +33,14 @@ def until(n):
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     """A tree of one module and its tests, one of which fails by itself."""
-    (tmp_path / "src/quire/core").mkdir(parents=True)
-    for folder in ("src/quire", "src/quire/core"):
+    (tmp_path / "src/quire/scheduler").mkdir(parents=True)
+    for folder in ("src/quire", "src/quire/scheduler"):
         (tmp_path / folder / "__init__.py").write_text("")
-    (tmp_path / "src/quire/core/little.py").write_text(SMALL)
+    (tmp_path / "src/quire/scheduler/little.py").write_text(SMALL)
     shutil.copytree(ROOT / "tests/mutation", tmp_path / "tests/mutation", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "tests/__init__.py").write_text("")
     (tmp_path / "tests/test_little.py").write_text(
-        "from quire.core.little import limit, unseen, until\n\n\n"
+        "from quire.scheduler.little import limit, unseen, until\n\n\n"
         "def test_broken():\n    assert unseen(1) == 99\n\n\n"
         "def test_limit():\n    assert limit(1, 2) == 1\n\n\n"
         "def test_until():\n    assert until(3) == 0\n"
@@ -50,10 +50,12 @@ def small(tmp_path: Path) -> Path:
 
 
 def test_a_fault_is_caught_survives_or_does_not_apply_and_the_tree_is_as_before(small: Path) -> None:
-    path = "src/quire/core/little.py"
+    path = "src/quire/scheduler/little.py"
     faults = [
         Fault(path, 0, "return min(a, b)", "return max(a, b)"),
-        Fault("core/little", 0, "    return a + 1", "    return a + 2"),  # only the test that is broken would see it
+        Fault(
+            "scheduler/little", 0, "    return a + 1", "    return a + 2"
+        ),  # only the test that is broken would see it
         Fault(path, 0, "n -= 1", "n -= 0"),
         Fault(path, 0, "return 7", "return 8"),
     ]
@@ -74,11 +76,11 @@ def test_a_fault_is_caught_survives_or_does_not_apply_and_the_tree_is_as_before(
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
-        (Fault("core/little", 0, "return", "pass"), "3 times"),
-        (Fault("core/little", 0, "n -= 1", "n -="), "not Python"),
-        (Fault("core/little", 0, "n -= 1", "n  -=  1"), "changes nothing"),
-        (Fault("core/little", 3, "n -= 1", "n -= 2"), "1 times|0 times|line"),
-        (Fault("core/other", 0, "n -= 1", "n -= 2"), "no such file"),
+        (Fault("scheduler/little", 0, "return", "pass"), "3 times"),
+        (Fault("scheduler/little", 0, "n -= 1", "n -="), "not Python"),
+        (Fault("scheduler/little", 0, "n -= 1", "n  -=  1"), "changes nothing"),
+        (Fault("scheduler/little", 3, "n -= 1", "n -= 2"), "1 times|0 times|line"),
+        (Fault("scheduler/other", 0, "n -= 1", "n -= 2"), "no such file"),
     ],
 )
 def test_what_cannot_be_planted_says_why(small: Path, fault: Fault, why: str) -> None:
@@ -121,9 +123,9 @@ def test_faults_are_read_from_a_list_or_line_by_line(tmp_path: Path) -> None:
 
 def test_the_nearest_tests_of_a_module_are_its_own() -> None:
     tests = Nearness(ROOT)
-    for module, test in (("core/blocks", "core/test_blocks"), ("server/stream", "server/test_streams")):
+    for module, test in (("scheduler/block_pool", "scheduler/test_blocks"), ("server/stream", "server/test_streams")):
         assert tests.nearest(f"src/quire/{module}.py")[0] == f"tests/{test}.py"
-    assert "tests/test_lattice.py" in tests.nearest("src/quire/core/scheduler.py")[:8]
+    assert "tests/test_lattice.py" in tests.nearest("src/quire/scheduler/scheduler.py")[:8]
 
 
 @pytest.mark.nightly

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from quire.build.progress import compiling, loading
+from quire.assembly.progress import compiling, loading
 
 GB = 10**9
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from quire.build.engine import build_engine
+from quire.assembly.engine import build_engine
 from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.errors import InvalidConfig, InvalidModel
-from quire.layers.formats import online
-from quire.observe.engine_metrics import EngineMetrics, render
-from quire.values import GREEDY, Request
+from quire.layers.quantization import online
+from quire.observability.engine_metrics import EngineMetrics, render
+from quire.types import GREEDY, Request
 from tests.live import serving
 
 SMALL = {"max_num_seqs": 2, "max_model_len": 256}

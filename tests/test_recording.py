@@ -14,12 +14,12 @@ import pytest
 from click.testing import CliRunner
 
 from quire.cli import main
-from quire.observe.tape import MAGIC
+from quire.observability.recording_format import MAGIC
 from quire.server.app import create_app
 from quire.server.limits import Keys
 from tests.live import Live, serving
-from tests.observe.test_recorder import only
-from tests.observe.test_recorder import run as record
+from tests.observability.test_recorder import only
+from tests.observability.test_recorder import run as record
 from tests.server.doubles import served
 
 PROMPT = "Once upon a time there was a little dog who lived by the sea, and every morning he "

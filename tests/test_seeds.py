@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.backends.base import Call
-from quire.backends.spell import requests
-from quire.core.plan import NewSequence, Plan, Span
-from quire.engine.wire import FrameReader, Submit, ToEngine, encode_frame
+from quire.engine.protocol import FrameReader, Submit, ToEngine, encode_frame
 from quire.executors.contract import executor_pb2 as pb
 from quire.executors.contract import translate
-from quire.runner.noise import stream
-from quire.runner.traits import SamplingFeatures
-from quire.values import Request, SamplingParams
+from quire.frontend.interface import Call
+from quire.frontend.request_builder import requests
+from quire.model_runner.sampling.features import SamplingFeatures
+from quire.model_runner.sampling.noise import stream
+from quire.scheduler.plan import NewSequence, Plan, Span
+from quire.types import Request, SamplingParams
 from tests.server.doubles import TOKENIZER, check_error, served
 
 HIGH = 1 << 63

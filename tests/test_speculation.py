@@ -12,25 +12,23 @@ import numpy as np
 import pytest
 import torch
 
-from quire.core.kv import KVCacheManager, make_prefix_cache
-from quire.core.scheduler import Scheduler
-from quire.core.speculate import AdaptiveDrafts, FixedDrafts, SpeculationPolicy
 from quire.engine.engine import Engine
+from quire.executors.cpu import LocalExecutor
 from quire.executors.cuda import CudaExecutor
-from quire.executors.local import LocalExecutor
 from quire.llm import LLM
+from quire.model_runner.device_state import DeviceState
+from quire.model_runner.device_steps import DeviceSteps, TorchSteps
+from quire.model_runner.graphs import EagerQueue
+from quire.model_runner.memory import allocate, layer_shapes
+from quire.model_runner.row_state import Ints, RowState
+from quire.model_runner.speculative.drafters import Drafter, ModelDrafter, NgramDrafter, NoDrafts, lookup
+from quire.model_runner.speculative.proposers import ModelProposer, NgramProposer, Proposer
 from quire.models.base import Model
-from quire.runner.arena import DeviceState
-from quire.runner.device import DeviceSteps, TorchSteps
-from quire.runner.drafter import ModelDrafter
-from quire.runner.drafts import Drafter, NoDrafts
-from quire.runner.graphs import EagerQueue
-from quire.runner.memory import allocate, layer_shapes
-from quire.runner.ngram import NgramDrafter, lookup
-from quire.runner.proposers import ModelProposer, NgramProposer, Proposer
-from quire.runner.rows import Ints, RowState
-from quire.text.tokenizer import Tokenizer
-from quire.values import GREEDY, Request, SamplingParams, StructuredOutputsParams
+from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.speculation import AdaptiveDrafts, FixedDrafts, SpeculationPolicy
+from quire.tokenization.tokenizer import Tokenizer
+from quire.types import GREEDY, Request, SamplingParams, StructuredOutputsParams
 from quire.weights.load import load_model
 from quire.weights.locate import embedded
 

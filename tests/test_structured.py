@@ -17,9 +17,9 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from quire import LLM, SamplingParams
-from quire.values import StructuredOutputsParams
-from tests.grammar.schemas import Schema, schemas
+from quire.types import StructuredOutputsParams
 from tests.live import Live, environment, serving
+from tests.structured_output.schemas import Schema, schemas
 
 PAGE = (Path(__file__).parents[1] / "docs/structured.md").read_text(encoding="utf-8")
 HI = [

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from quire.build.tracing import build_tracing
+from quire.assembly.tracing import build_tracing
 from quire.errors import InvalidConfig
 from tests.live import serving, standing
 

@@ -10,10 +10,10 @@ from click.testing import CliRunner, Result
 
 from quire.bench.verified import Difference, difference
 from quire.cli import main
-from quire.ops.fixed import BatchInvariantOps
+from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
-from quire.values import UNLIMITED, TokenLogprobs
+from quire.types import UNLIMITED, TokenLogprobs
 
 SITUATIONS = [
     "alone, once more",
@@ -76,7 +76,7 @@ class Untiled(BatchInvariantOps):
 def test_a_planted_dependence_on_the_batch_is_caught(
     bug: type[BatchInvariantOps], args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.build.engine.BatchInvariantOps", bug)
+    monkeypatch.setattr("quire.assembly.engine.BatchInvariantOps", bug)
     code, found = told("--deterministic", "--dtype", "float32", "--requests", "4", "--new", "4", *args)
     rows = {row["name"]: row for row in found["situations"]}
     assert code == 1 and not found["equal"]

@@ -10,14 +10,14 @@ from typing import Any, cast
 
 import torch
 
-from quire.build.child import main as child
-from quire.build.front import serve
-from quire.build.text import build_text
+from quire.assembly.engine_child import main as child
+from quire.assembly.server import serve
+from quire.assembly.text import build_text
 from quire.config import Settings
 from quire.engine.executor import Executor
-from quire.executors.local import LocalExecutor
-from quire.runner.rows import RowState, StepShape
-from quire.runner.sampler import Sampled, Sampler
+from quire.executors.cpu import LocalExecutor
+from quire.model_runner.row_state import RowState, StepShape
+from quire.model_runner.sampling.sampler import Sampled, Sampler
 
 THOUGHT, ANSWER = "I know.", "Yes."
 SAYS = f"{THOUGHT}</think>\n\n{ANSWER}"

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import QuireError
-from quire.values import CompletionOutput, RequestOutput, SamplingParams
+from quire.types import CompletionOutput, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from quire.llm import LLM

@@ -20,23 +20,23 @@ from rich.console import Console
 from rich.progress import Progress
 
 from quire import errors
-from quire.backends import vectors
-from quire.backends.answer import OutputProcessor, delta_of_error
-from quire.backends.base import Call, Delta
-from quire.backends.spell import output_processor, requests
-from quire.build.engine import build_engine
-from quire.build.text import build_text
+from quire.assembly.engine import build_engine
+from quire.assembly.text import build_text
 from quire.checks import token_ids
 from quire.config import Settings
-from quire.core.constraint import FREE, Constraint
 from quire.engine.thread import EngineThread, wait_for
 from quire.errors import InvalidRequest, QuireError
-from quire.grammar.llguidance import LlguidanceCompiler
-from quire.grammar.workshop import GrammarCompiler
-from quire.text.reasoning import thoughts_ahead
-from quire.text.stop import StopStrings
-from quire.text.tokenizer import Tokenizer
-from quire.values import (
+from quire.frontend import embeddings
+from quire.frontend.interface import Call, Delta
+from quire.frontend.output_processor import OutputProcessor, delta_of_error
+from quire.frontend.request_builder import output_processor, requests
+from quire.parsers.reasoning import thoughts_ahead
+from quire.scheduler.constraint import FREE, Constraint
+from quire.structured_output.compiler import GrammarCompiler
+from quire.structured_output.llguidance import LlguidanceCompiler
+from quire.tokenization.stop_strings import StopStrings
+from quire.tokenization.tokenizer import Tokenizer
+from quire.types import (
     CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
@@ -102,7 +102,7 @@ class LLM:
         naming the field, also where the executor has no hidden states.
         """
         self._thread.check()
-        vectors.check(dimensions, pools=self._engine.description.supports_pooling)
+        embeddings.check(dimensions, pools=self._engine.description.supports_pooling)
         asked = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooling=pooling)
         return [
             job.embedding(dimensions, normalize=normalize) for job in self._run(self._read(prompts), asked, use_tqdm)
@@ -312,7 +312,7 @@ class _Job:
         last = self.choices[0][-1]
         if not last.pooled:
             raise InvalidRequest(last.error or "the prompt came to no vector", param="prompts")
-        numbers = vectors.vector(last.pooled, dimensions, normalize=normalize)
+        numbers = embeddings.vector(last.pooled, dimensions, normalize=normalize)
         outputs = EmbeddingOutput(tuple(numbers.tolist()))
         return EmbeddingRequestOutput(self.call.id, self.call.prompt, outputs, num_cached_tokens=last.num_cached)
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.backends.keeper import free_port
 from quire.bench.started import fetched
+from quire.frontend.supervisor import free_port
 from tests.live import environment
 
 

@@ -8,7 +8,7 @@ import pytest
 from click import ClickException
 
 from quire.bench.drafts import LOOKUP, STARTS, compared, load, story, summary
-from quire.core.speculate import FixedDrafts
+from quire.scheduler.speculation import FixedDrafts
 
 
 def test_summaries_are_sentences_of_the_story_and_mostly_drafted_right() -> None:

@@ -12,8 +12,8 @@ import pytest
 from quire.bench.front import child, compare, spent
 from quire.bench.load import Job, spoken
 from quire.bench.timed import STEP, timed
-from quire.core.plan import NewSequence, Plan, Span
 from quire.executors.synthetic import SyntheticExecutor
+from quire.scheduler.plan import NewSequence, Plan, Span
 
 
 def test_ratios_are_of_medians_and_this_tree_comes_first() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
+from quire.assembly.engine import build_engine
 from quire.bench.ladder import LADDER, compared, forgetful, rate, run
-from quire.build.engine import build_engine
 from quire.cli import main
 from quire.config import Settings
 

@@ -11,9 +11,9 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from quire.backends.keeper import free_port
 from quire.bench.pair import Load, Unlike, command, compared
 from quire.bench.started import through
+from quire.frontend.supervisor import free_port
 
 QUICK = ("--concurrency", "2", "--requests", "6", "--new", "3", "5", "--prompt", "4", "8", "--processes", "1")
 

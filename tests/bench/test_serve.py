@@ -16,7 +16,6 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner, Result
 
-from quire.backends.keeper import free_port
 from quire.bench.asking import asked, recorded
 from quire.bench.draw import COLOURS
 from quire.bench.gauges import seen
@@ -24,6 +23,7 @@ from quire.bench.load import Asked, Job, Tally, run
 from quire.bench.serve import judged
 from quire.cli import main
 from quire.errors import InvalidRequest
+from quire.frontend.supervisor import free_port
 
 QUICK = ("--random-output-len", "3:5", "--random-input-len", "4:8", "--processes", "1", "--num-warmups", "2")
 GIVEN: dict[str, Any] = {

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from quire.assembly.text import build_text
 from quire.bench import http, load
 from quire.bench.gpu import grouped, judged, peer
 from quire.bench.shapes import SHAPES, write
 from quire.bench.workloads import BANDWIDTH, MATRIX, WORKLOADS, floor, prompts
-from quire.build.text import build_text
 from quire.config import Settings
 from quire.errors import InvalidConfig
 from quire.models.registry import parameters, read_spec

@@ -25,8 +25,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.engine.wire import REPORT_SIGNAL
-from quire.server import descriptors
+from quire.engine.protocol import REPORT_SIGNAL
+from quire.server import connection_limits as descriptors
 from tests.contract.poison import poisons
 from tests.contract.soak import SLOW
 from tests.contract.streams import normal

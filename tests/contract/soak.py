@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.engine.wire import REPORT_SIGNAL
+from quire.engine.protocol import REPORT_SIGNAL
 from tests.contract.poison import Poison, poisons
 from tests.contract.streams import hear_all
 from tests.contract.wire import HOST, ask, request, send

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.build.patience import patience
+from quire.assembly.timeouts import patience
 from quire.config.server import ServerConfig
-from quire.server import descriptors
+from quire.server import connection_limits
 from tests.contract.limited import LIMIT
 from tests.contract.wire import HOST, answers, ask
 from tests.live import serving
@@ -22,7 +22,7 @@ from tests.live import serving
 def many_descriptors() -> Iterator[None]:
     """As many as this process may have."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    descriptors.raise_limit()
+    connection_limits.raise_limit()
     try:
         yield
     finally:
@@ -34,7 +34,7 @@ def test_at_1024_descriptors_1100_silent_connections_leave_new_clients_a_503(tmp
 
     async def story(port: int) -> None:
         silent = [await asyncio.open_connection(HOST, port) for _ in range(1100)]
-        refused = 1100 - descriptors.connection_limits(4096, LIMIT, 1).connections
+        refused = 1100 - connection_limits.connection_limits(4096, LIMIT, 1).connections
         heard = await asyncio.gather(*(reader.read() for reader, _ in silent[-refused:]))
         assert {answers(said)[0].status for said in heard} == {503}
         for _ in range(3):
@@ -56,7 +56,7 @@ def test_the_limit_of_descriptors_is_raised_as_far_as_it_goes() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-        assert descriptors.raise_limit() == hard == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        assert connection_limits.raise_limit() == hard == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -71,17 +71,17 @@ def test_an_infinite_limit_that_is_not_granted_is_raised_to_a_usual_one(monkeypa
 
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, resource.RLIM_INFINITY))
     monkeypatch.setattr(resource, "setrlimit", grant)
-    assert descriptors.raise_limit() == 10240 and granted == [10240]
+    assert connection_limits.raise_limit() == 10240 and granted == [10240]
 
 
 @pytest.mark.parametrize("limit", [1, 64, 256, 1024, 20_000, 1 << 20])
 @pytest.mark.parametrize("each", [1, 2])
 def test_connections_and_those_waiting_to_be_accepted_fit_the_limit(limit: int, each: int) -> None:
-    room = descriptors.connection_limits(4096, limit, each)
+    room = connection_limits.connection_limits(4096, limit, each)
     assert 1 <= room.connections <= 4096 and 1 <= room.backlog <= 2048
     if limit > 128:
         assert room.connections * each + room.backlog + 32 <= limit
-    assert descriptors.connection_limits(4096, None, each) == (4096, 2048)
+    assert connection_limits.connection_limits(4096, None, each) == (4096, 2048)
 
 
 def test_a_connection_with_a_file_or_an_upstream_counts_twice() -> None:

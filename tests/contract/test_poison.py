@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.contract.poison import DOORS, Poison, poisons
-from tests.contract.poison_desk import BATCHES, FILES, FORM, VECTORS, Errand, desk_poisons, errands, form
+from tests.contract.poison_batches import BATCHES, FILES, FORM, VECTORS, Errand, desk_poisons, errands, form
 from tests.contract.streams import hear_all
 from tests.contract.wire import Answer, ask, request, send
 from tests.live import ROOT, Live, serving, standing

@@ -12,14 +12,14 @@ from typing import Any, cast
 
 import torch
 
-from quire.build.child import main as child
-from quire.build.front import serve
+from quire.assembly.engine_child import main as child
+from quire.assembly.server import serve
 from quire.config import Settings
-from quire.core.plan import Plan, Result
 from quire.engine.executor import Executor, StepHandle
-from quire.executors.local import LocalExecutor
-from quire.runner.rows import RowState, StepShape
-from quire.runner.sampler import Sampled, Sampler
+from quire.executors.cpu import LocalExecutor
+from quire.model_runner.row_state import RowState, StepShape
+from quire.model_runner.sampling.sampler import Sampled, Sampler
+from quire.scheduler.plan import Plan, Result
 
 
 class Fate(IntEnum):

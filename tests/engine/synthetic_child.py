@@ -1,4 +1,4 @@
-"""An engine process for tests: as quire.build.child, with a synthetic executor. `bad` in the settings: refuse.
+"""An engine process for tests: `quire.assembly.engine_child` with a synthetic executor. `bad` in the settings: refuse.
 
 step, token: seconds a step costs, and a token. timeout: seconds any step may take. sticks: hang on some requests.
 window: frames are sent while somebody watches.
@@ -12,15 +12,15 @@ import sys
 import threading
 import time
 
-from quire.core.plan import Plan
 from quire.engine.engine import Engine
 from quire.engine.executor import Executor, StepHandle
+from quire.engine.live_view import NoLiveView
 from quire.engine.process import EngineLoop
-from quire.engine.watch import StepWatch
-from quire.engine.window import NoLiveView
-from quire.engine.wire import BuildFailed, Configure, FrameReader, Ready, encode_frame
-from quire.executors.costs import StepCost
-from quire.observe.engine_metrics import EngineMetrics
+from quire.engine.protocol import BuildFailed, Configure, FrameReader, Ready, encode_frame
+from quire.engine.step_watch import StepWatch
+from quire.executors.synthetic import StepCost
+from quire.observability.engine_metrics import EngineMetrics
+from quire.scheduler.plan import Plan
 from quire.sim.run import SimConfig
 
 

@@ -9,9 +9,9 @@ import pytest
 from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
 from quire.errors import InvalidRequest
-from quire.executors.costs import StepCost
+from quire.executors.synthetic import StepCost
 from quire.sim.run import SimConfig
-from quire.values import Request, SamplingParams
+from quire.types import Request, SamplingParams
 
 
 def house(**settings: object) -> SimConfig:

@@ -21,15 +21,14 @@ from quire.engine import client
 from quire.engine.client import EngineProcess
 from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
-from quire.engine.pace import StallDetector
 from quire.engine.process import EngineLoop
-from quire.engine.slack import NoPlanDelay
-from quire.engine.watch import StepWatch
-from quire.engine.wire import Abort, Submit, Update, encode_frame
+from quire.engine.protocol import Abort, Submit, Update, encode_frame
+from quire.engine.step_watch import StepWatch
+from quire.engine.timing import NoPlanDelay, StallDetector
 from quire.errors import InvalidModel, QuireError, Unavailable
-from quire.executors.costs import StepCost
+from quire.executors.synthetic import StepCost
 from quire.sim.run import SimConfig
-from quire.values import Request, RequestStepOutput, SamplingParams
+from quire.types import Request, RequestStepOutput, SamplingParams
 
 CHILD = str(Path(__file__).with_name("synthetic_child.py"))
 

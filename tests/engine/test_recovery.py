@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from quire.core.plan import Plan
 from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
 from quire.engine.executor import Executor, StepHandle
 from quire.errors import StepFailed
-from quire.executors.costs import StepCost
+from quire.executors.synthetic import StepCost
+from quire.scheduler.plan import Plan
 from quire.sim.run import SimConfig
 
 

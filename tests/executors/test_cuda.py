@@ -10,24 +10,24 @@ from typing import Any
 import pytest
 import torch
 
-from quire.core.constraint import FREE
-from quire.core.kv import KVCacheManager, make_prefix_cache
-from quire.core.plan import NewSequence, Plan, Span
-from quire.core.policy import ADMISSION_POLICIES
-from quire.core.scheduler import Scheduler
-from quire.core.speculate import AdaptiveDrafts, FixedDrafts, draft_counts
 from quire.engine.engine import Engine
 from quire.errors import StepFailed
 from quire.executors.cuda import CudaExecutor
+from quire.model_runner.device_steps import TorchSteps
+from quire.model_runner.graphs import EagerQueue, GraphKey
+from quire.model_runner.memory import allocate, layer_shapes
+from quire.model_runner.row_state import StepShape
+from quire.model_runner.speculative.proposers import ModelProposer, NgramProposer, NoProposer, Proposer
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.runner.device import TorchSteps
-from quire.runner.graphs import EagerQueue, GraphKey
-from quire.runner.memory import allocate, layer_shapes
-from quire.runner.proposers import ModelProposer, NgramProposer, NoProposer, Proposer
-from quire.runner.rows import StepShape
-from quire.values import UNLIMITED, Request, SamplingParams, RequestStepOutput
-from tests.executors.test_local import LONGEST, MODEL, OPENING, REQUESTS, RULED, WANT, Alternate, Fragile
-from tests.runner.tiny import POISON, VOCAB, Tiny
+from quire.scheduler.constraint import FREE
+from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
+from quire.scheduler.plan import NewSequence, Plan, Span
+from quire.scheduler.policy import ADMISSION_POLICIES
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.speculation import AdaptiveDrafts, FixedDrafts, draft_counts
+from quire.types import UNLIMITED, Request, RequestStepOutput, SamplingParams
+from tests.executors.test_cpu import LONGEST, MODEL, OPENING, REQUESTS, RULED, WANT, Alternate, Fragile
+from tests.model_runner.tiny import POISON, VOCAB, Tiny
 
 
 class Doubtful(Tiny):
@@ -295,7 +295,9 @@ def test_after_a_reset_a_draft_model_has_missed_nothing() -> None:
 def test_a_reset_waits_for_the_device_before_it_clears_what_steps_read(monkeypatch: pytest.MonkeyPatch) -> None:
     it, held = executor(), []
     generated(it, (1, 2, 3))
-    monkeypatch.setattr(it.runner.queue, "synchronize", lambda: held.append(bool(it.runner.state.columns["known"].any())))
+    monkeypatch.setattr(
+        it.runner.queue, "synchronize", lambda: held.append(bool(it.runner.state.columns["known"].any()))
+    )
     it.reset()
     assert held == [True]
     assert not it.runner.state.columns["known"].any()
@@ -414,7 +416,7 @@ class Eager(AdaptiveDrafts):
 
 @pytest.mark.parametrize("most", [1, 3, 8])
 def test_every_kind_of_step_is_known_at_the_start_however_deep_drafts_are_and_where_answers_end(most: int) -> None:
-    cuda = pytest.importorskip("quire.build.cuda")
+    cuda = pytest.importorskip("quire.assembly.cuda")
     rows, length, queue = 4, 40, Noted()
     kv = allocate(layer_shapes(MODEL.spec.kv_shapes, torch.float64), pages=60, page_size=4)
     house = CudaExecutor(

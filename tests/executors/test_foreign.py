@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel
 
-from quire.build.engine import build_engine
-from quire.build.grpc import host
+from quire.assembly.engine import build_engine
+from quire.assembly.grpc import host
 from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.errors import InvalidConfig, InvalidModel
-from quire.values import SamplingParams
+from quire.types import SamplingParams
 from quire.weights.locate import embedded
 from quire.weights.onnx_export import export
 from tests import checkpoints

@@ -14,22 +14,22 @@ import numpy as np
 import pytest
 import torch
 
-from quire.core.kv import KVCacheManager, make_prefix_cache
-from quire.core.policy import ADMISSION_POLICIES, EVICTION_POLICIES
-from quire.core.scheduler import Scheduler
-from quire.core.speculate import AdaptiveDrafts, FixedDrafts, draft_counts
 from quire.engine.engine import Engine
+from quire.executors.cpu import LocalExecutor
 from quire.executors.cuda import CudaExecutor
-from quire.executors.local import LocalExecutor
-from quire.runner.graphs import CudaQueue
-from quire.runner.memory import allocate, layer_shapes
-from quire.runner.proposers import ModelProposer, NgramProposer, NoProposer, Proposer
-from quire.values import UNLIMITED, Request, SamplingParams
+from quire.model_runner.graphs import CudaQueue
+from quire.model_runner.memory import allocate, layer_shapes
+from quire.model_runner.speculative.proposers import ModelProposer, NgramProposer, NoProposer, Proposer
+from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
+from quire.scheduler.policy import ADMISSION_POLICIES, EVICTION_POLICIES
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.speculation import AdaptiveDrafts, FixedDrafts, draft_counts
+from quire.types import UNLIMITED, Request, SamplingParams
 from quire.weights.load import load_model
 from tests import checkpoints
 
 triton_ops = pytest.importorskip("quire.ops.triton.ops")
-kernels = pytest.importorskip("quire.runner.kernels")
+kernels = pytest.importorskip("quire.model_runner.triton_steps")
 
 pytestmark = [
     pytest.mark.gpu,

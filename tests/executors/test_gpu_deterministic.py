@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from quire.engine.executor import Executor
-from quire.runner.graphs import CudaQueue
+from quire.model_runner.graphs import CudaQueue
 from quire.weights.load import load_model
 from tests import checkpoints
 from tests.test_deterministic import Ahead, Situation, seen_in_every_situation
 
-fixed = pytest.importorskip("quire.ops.triton.fixed")
-kernels = pytest.importorskip("quire.runner.kernels")
+fixed = pytest.importorskip("quire.ops.triton.batch_invariant")
+kernels = pytest.importorskip("quire.model_runner.triton_steps")
 
 pytestmark = [
     pytest.mark.gpu,

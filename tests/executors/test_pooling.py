@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from quire.core.kv import KVCacheManager, make_prefix_cache
-from quire.core.plan import NewSequence, Plan, Span
-from quire.core.scheduler import Scheduler
-from quire.core.speculate import FixedDrafts
 from quire.engine.engine import Engine
 from quire.engine.executor import Executor
-from quire.executors.local import LocalExecutor
-from quire.values import UNLIMITED, Request, RequestStepOutput, SamplingParams
-from tests.executors.doors import served
+from quire.executors.cpu import LocalExecutor
+from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
+from quire.scheduler.plan import NewSequence, Plan, Span
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.speculation import FixedDrafts
+from quire.types import UNLIMITED, Request, RequestStepOutput, SamplingParams
+from tests.executors.test_cpu import LONGEST, MODEL, REQUESTS, WANT
 from tests.executors.test_cuda import House, executor
-from tests.executors.test_local import LONGEST, MODEL, REQUESTS, WANT
-from tests.runner.tiny import POISON, VOCAB
+from tests.executors.wired import served
+from tests.model_runner.tiny import POISON, VOCAB
 
 POOLED = {how: SamplingParams(temperature=0.0, max_tokens=1, pooling=how) for how in ("mean", "last")}
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from quire.build.quality import build_canary
-from quire.build.text import build_tokenizer
+from quire.assembly.quality import build_canary
+from quire.assembly.text import build_tokenizer
 from quire.config import Settings
 from quire.weights.canary import PROBE, answers, compare, probe
 from quire.weights.kv import float8_layers

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quire.model_runner.memory import LayerShape, allocate
 from quire.models.base import Model
-from quire.runner.memory import LayerShape, allocate
 from tests.ops.batches import Pages, poisoned
 
 POOL = 400

@@ -13,7 +13,7 @@ import torch
 
 from quire.layers.rope import RopeConfig
 from quire.models.spec import ModelSpec
-from quire.values import UNLIMITED
+from quire.types import UNLIMITED
 from quire.weights import load
 from tests.checkpoints import SHAPES, make
 from tests.models.feeding import LENGTHS, Feeder

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from quire.errors import InvalidModel
-from quire.layers.mixture import MoEConfig
+from quire.layers.moe import MoEConfig
 from quire.layers.rope import RopeConfig
 from quire.models.registry import parameters, read_spec
-from quire.values import UNLIMITED
+from quire.types import UNLIMITED
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

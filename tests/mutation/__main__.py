@@ -12,7 +12,7 @@ from tests.mutation.faults import Fault, drawn, read
 from tests.mutation.trial import CAUGHT, NOT_APPLIED, Bench, Limits, Result
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ["core", "engine", "runner", "server", "text"]
+ROOMS = ["scheduler", "engine", "model_runner", "server", "tokenization", "parsers"]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.ops import paging, reference
+from quire.ops import paged_attention, reference
 from quire.ops.base import Ops
-from quire.ops.fixed import BatchInvariantOps
+from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
-from quire.values import UNLIMITED
+from quire.types import UNLIMITED
 from tests.ops.batches import Pages, poisoned
 
 OPS = ReferenceOps()
@@ -95,8 +95,8 @@ def check(s: dict, dtype: torch.dtype, tolerance: float, ops: Ops = OPS) -> None
 @given(s=situations())
 def test_any_mixture_of_spans_windows_and_caps_attends_as_written_down(kind: str, s: dict) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paging, "WORTH", s["worth"])
-        patch.setattr(paging, "FEW", s["few"])
+        patch.setattr(paged_attention, "WORTH", s["worth"])
+        patch.setattr(paged_attention, "FEW", s["few"])
         patch.setattr(reference, "FEW", s["few"])
         patch.setattr(reference, "TILE", s["tile"])
         check(s, torch.float32, 2e-5, EVERY[kind])

@@ -11,18 +11,18 @@ from urllib.parse import unquote
 
 import httpx
 
-from quire.backends.base import ModelCard
-from quire.backends.native import NativeBackend
-from quire.observe.rim_metrics import FrontendMetrics
+from quire.frontend.interface import ModelCard
+from quire.frontend.native import NativeBackend
+from quire.observability.frontend_metrics import FrontendMetrics
 from quire.server.app import create_app
 from quire.server.limits import Keys, Limits
-from quire.server.page import LiveSource
+from quire.server.live_page import LiveSource
 from quire.server.rates import Rates
-from quire.text.chat import ChatTemplate
-from quire.text.tokenizer import Tokenizer
-from quire.values import Request
-from tests.backends.ports import FakePort, Script
-from tests.text.vocabulary import CHATML, byte_level
+from quire.tokenization.chat_template import ChatTemplate
+from quire.tokenization.tokenizer import Tokenizer
+from quire.types import Request
+from tests.frontend.ports import FakePort, Script
+from tests.tokenization.vocabulary import CHATML, byte_level
 
 TOKENIZER = Tokenizer(byte_level(), {"eos_token": "<|end|>"})
 ANSWER = "a dog and a boat €5 😀"

@@ -10,17 +10,17 @@ from typing import Any
 
 import httpx
 
-from quire.backends.http1 import Origin
-from quire.backends.keeper import NoSupervisor
-from quire.backends.upstream import UpstreamBackend
-from quire.observe.audience import Audience
-from quire.observe.lanes import RequestTimeline
-from quire.observe.rim_metrics import FrontendMetrics
+from quire.frontend.http_client import Origin
+from quire.frontend.supervisor import NoSupervisor
+from quire.frontend.upstream import UpstreamBackend
+from quire.observability.audience import Audience
+from quire.observability.frontend_metrics import FrontendMetrics
+from quire.observability.request_timeline import RequestTimeline
 from quire.server.limits import Keys, Limits
+from quire.server.proxy import create_relay_app
 from quire.server.rates import Rates
-from quire.server.relay import create_relay_app
-from quire.server.run import listen, serve, url
-from tests.backends.stub import Stub
+from quire.server.serve import listen, serve, url
+from tests.frontend.stub import Stub
 
 
 @dataclass

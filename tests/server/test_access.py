@@ -12,12 +12,12 @@ import msgspec
 import pytest
 
 from quire.server.app import create_app
-from quire.server.desk import FolderBatchService
-from quire.server.doors import answerer
+from quire.server.batch_api.service import FolderBatchService
+from quire.server.endpoints import answerer
 from quire.server.limits import BATCHES, PUBLIC_PATHS, Keys, Limits
 from quire.server.openapi import document
 from quire.server.rates import Rates
-from tests.backends.ports import FakePort
+from tests.frontend.ports import FakePort
 from tests.server.doubles import Served, answers, check_error, says, served, status
 
 pytestmark = pytest.mark.anyio

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from quire.errors import InvalidConfig
-from quire.server.desk import FolderBatchService
+from quire.server.batch_api.service import FolderBatchService
+from quire.server.batch_api.store import WriteFailed, new_id
 from quire.server.limits import Limits
-from quire.server.store import WriteFailed, new_id
 from tests.server.doubles import check_error
 from tests.server.test_batches import jsonl, line, office
 

@@ -16,13 +16,13 @@ import httpx
 import pytest
 
 from quire.errors import Interrupted, InvalidConfig, TooLarge
-from quire.server import batches, files
 from quire.server.app import create_app
-from quire.server.desk import FolderBatchService
-from quire.server.doors import answerer
+from quire.server.batch_api import batches, files
+from quire.server.batch_api.service import FolderBatchService
+from quire.server.batch_api.store import Store, WriteFailed, new_id
+from quire.server.endpoints import answerer
 from quire.server.limits import Limits
-from quire.server.store import Store, WriteFailed, new_id
-from quire.values import BACKGROUND
+from quire.types import BACKGROUND
 from tests.server.doubles import ANSWER, Served, check_error, served
 
 pytestmark = pytest.mark.anyio
@@ -375,7 +375,7 @@ def test_a_line_for_which_there_is_no_room_leaves_nothing_of_itself(tmp_path: Pa
 async def test_while_the_disk_is_full_batches_wait_and_then_answer_every_line_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.server.batch_runner._DISK", 0.01)
+    monkeypatch.setattr("quire.server.batch_api.runner._DISK", 0.01)
     full = iter([True] * 5)
     add, put = Store.add, Store.put
 

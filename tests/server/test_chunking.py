@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from quire.values import Request
+from quire.types import Request
 from tests.server.doubles import EOS, HI, TOKENIZER, Served, served
 
 TOOL = {"name": "now", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}

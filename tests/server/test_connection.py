@@ -18,7 +18,7 @@ from quire.server.connection import Connection, ResponseTransport, Timeouts
 from quire.server.limits import Limits
 from tests.contract.wire import Answer, answers, request, send
 from tests.server.doubles import ANSWER, Served, says
-from tests.server.test_run import running
+from tests.server.test_serve import running
 
 pytestmark = pytest.mark.anyio
 

@@ -10,7 +10,7 @@ import pytest
 
 from quire.server.limits import Limits
 from quire.server.tools import MOST
-from quire.values import MAX_STRUCTURE_CHARS
+from quire.types import MAX_STRUCTURE_CHARS
 from tests.server.doubles import HI, answers, check_error, served
 
 pytestmark = pytest.mark.anyio

@@ -10,18 +10,18 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.build.front import build_hosts
+from quire.assembly.server import build_hosts
 from quire.config import Settings
 from quire.errors import InvalidConfig
 from quire.server.app import create_app
-from quire.server.desk import FolderBatchService
-from quire.server.doors import answerer
+from quire.server.batch_api.service import FolderBatchService
+from quire.server.endpoints import answerer
 from quire.server.hosts import ForeignHost, Hosts, loopback
 from quire.server.limits import PUBLIC_PATHS, Keys, Limits
 from quire.server.openapi import OPERATIONS
 from tests.contract.wire import request, send
 from tests.server.doubles import check_error, served
-from tests.server.test_run import running
+from tests.server.test_serve import running
 
 pytestmark = pytest.mark.anyio
 

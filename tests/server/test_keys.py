@@ -8,7 +8,7 @@ import pytest
 from quire.server.limits import Keys
 from tests.contract.wire import send
 from tests.server.doubles import check_error, served
-from tests.server.test_run import running
+from tests.server.test_serve import running
 
 pytestmark = pytest.mark.anyio
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.server.logprobs import TextLogprobs, chat_logprobs, prompt_logprobs
-from quire.values import TokenLogprobs
+from quire.types import TokenLogprobs
 from tests.server.doubles import ANSWER, TOKENIZER, says, served
 
 pytestmark = pytest.mark.anyio

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 from anthropic import APIStatusError, AsyncAnthropic, BadRequestError
 
-from quire.values import RequestStepOutput
+from quire.types import RequestStepOutput
 from tests.server.doubles import ANSWER, TOKENIZER, Served, served
 from tests.server.test_tools import CALLS, KNOWS, QWEN, SCHEMA, THOUGHT, speaking
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import InvalidRequest, TooLarge
-from quire.server.multipart import Form, boundary
+from quire.server.batch_api.multipart import Form, boundary
 
 KIND = "multipart/form-data; boundary=xyz"
 

@@ -21,27 +21,28 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.backends import passage
-from quire.backends.base import Delta
-from quire.backends.offload import LARGE
-from quire.backends.passage import UpstreamResponse
-from quire.server import answers, batches, relay
-from quire.server.answers import ChoiceBuilder
+from quire.frontend import upstream_response
+from quire.frontend.interface import Delta
+from quire.frontend.offload import LARGE
+from quire.frontend.upstream_response import UpstreamResponse
+from quire.server import outputs, proxy
 from quire.server.app import create_app
-from quire.server.batches import Batches
+from quire.server.batch_api import batches
+from quire.server.batch_api.batches import Batches
+from quire.server.batch_api.files import document
+from quire.server.batch_api.service import FolderBatchService
+from quire.server.batch_api.store import Store, new_id
 from quire.server.calls import Job
-from quire.server.desk import FolderBatchService
-from quire.server.doors import answerer
-from quire.server.files import document
+from quire.server.endpoints import answerer
 from quire.server.limits import Keys, Limits
-from quire.server.page import NoLiveSource
+from quire.server.live_page import NoLiveSource
+from quire.server.outputs import ChoiceBuilder
+from quire.server.proxy import create_relay_app
 from quire.server.rates import Rates
-from quire.server.relay import create_relay_app
-from quire.server.store import Store, new_id
-from quire.text.chat import ChatTemplate
-from quire.text.tokenizer import Tokenizer
-from quire.values import Request, RequestStepOutput, TokenLogprobs
-from tests.backends.ports import FakePort
+from quire.tokenization.chat_template import ChatTemplate
+from quire.tokenization.tokenizer import Tokenizer
+from quire.types import Request, RequestStepOutput, TokenLogprobs
+from tests.frontend.ports import FakePort
 from tests.server.doubles import HI, Served, served
 from tests.server.test_batches import jsonl, line, office
 
@@ -336,13 +337,13 @@ async def test_a_long_answer_with_log_probabilities_is_put_together_in_another_t
 ) -> None:
     own, threads = threading.get_ident(), set[int]()
     for name in ("completion", "chat"):
-        real = getattr(answers, name)
+        real = getattr(outputs, name)
 
         def told(*args: Any, real: Any = real) -> Any:
             threads.add(threading.get_ident())
             return real(*args)
 
-        monkeypatch.setattr(answers, name, told)
+        monkeypatch.setattr(outputs, name, told)
     scores = TokenLogprobs(5, -1.0, 1, tuple((i, -2.0) for i in range(20)))
     async with served(None, room=1 << 12) as server:
         for path, asked in (("/v1/completions", {"prompt": "p", "logprobs": 20}), ("/v1/chat/completions", CHATTY)):
@@ -363,7 +364,7 @@ async def test_an_embedding_is_written_in_another_thread() -> None:
     job = Job(id="e", model="m", calls=[])
     made = ChoiceBuilder()
     made.add(Delta(0, "", pooled=bytes(4 << 10), finish_reason="length"))
-    assert answers.cost(job, [made]) >= LARGE
+    assert outputs.cost(job, [made]) >= LARGE
 
 
 # -------------------------------------------------------------------- files and batches
@@ -487,10 +488,12 @@ async def test_a_request_that_is_passed_on_costs_the_loop_no_more_for_being_larg
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        passage, "_decoder", SimpleNamespace(decode=lambda text: msgspec.json.decode(text, type=passage._UsageEnvelope))
+        upstream_response,
+        "_decoder",
+        SimpleNamespace(decode=lambda text: msgspec.json.decode(text, type=upstream_response._UsageEnvelope)),
     )
     monkeypatch.setattr(
-        relay, "_peek", SimpleNamespace(decode=lambda text: msgspec.json.decode(text, type=relay._PeekedFields))
+        proxy, "_peek", SimpleNamespace(decode=lambda text: msgspec.json.decode(text, type=proxy._PeekedFields))
     )
     app = create_relay_app(
         Echo(),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.server.doors import ENDPOINTS
+from quire.server.endpoints import ENDPOINTS
 from quire.server.fields import NO_OPS, REFUSED_FIELDS
 from quire.server.openapi import OPERATIONS
 from tests.server.doubles import served

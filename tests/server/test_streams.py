@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.backends.base import Call, Delta
-from quire.backends.live import ActiveRequest
 from quire.errors import QuireError, Unavailable
+from quire.frontend.interface import Call, Delta
+from quire.frontend.output_processor import ActiveRequest
 from quire.server.calls import Job
 from quire.server.limits import Limits
 from quire.server.stream import EventStream, answer_all
-from quire.values import RequestStepOutput
+from quire.types import RequestStepOutput
 from tests.server.doubles import ANSWER, HI, TOKENIZER, Served, events, says, served
 
 pytestmark = pytest.mark.anyio

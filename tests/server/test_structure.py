@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from quire.values import RequestStepOutput, StructuredOutputsParams
-from tests.backends.ports import FakePort
+from quire.types import RequestStepOutput, StructuredOutputsParams
+from tests.frontend.ports import FakePort
 from tests.server.doubles import HI, check_error, served
 
 pytestmark = pytest.mark.anyio

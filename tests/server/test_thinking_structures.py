@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from quire.errors import InvalidRequest
-from quire.grammar.llguidance import LlguidanceCompiler
-from quire.server.doors import answerer
+from quire.parsers.reasoning import CLOSE, OPEN, thoughts_ahead
+from quire.server.endpoints import answerer
 from quire.server.limits import Limits
-from quire.text.reasoning import CLOSE, OPEN, thoughts_ahead
-from quire.values import Request, StructuredOutputsParams
+from quire.structured_output.llguidance import LlguidanceCompiler
+from quire.types import Request, StructuredOutputsParams
 from tests.server.doubles import HI, TOKENIZER, Served, says, served
-from tests.text.vocabulary import CHATML
+from tests.tokenization.vocabulary import CHATML
 
 pytestmark = pytest.mark.anyio
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from quire.grammar.llguidance import LlguidanceCompiler
-from quire.values import Request, SamplingParams
+from quire.structured_output.llguidance import LlguidanceCompiler
+from quire.types import Request, SamplingParams
 from tests.server.doubles import HI, TOKENIZER, check_error, says, served
-from tests.text.vocabulary import CHATML
+from tests.tokenization.vocabulary import CHATML
 
 pytestmark = pytest.mark.anyio
 

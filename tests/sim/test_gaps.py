@@ -6,15 +6,14 @@ from itertools import count
 
 import pytest
 
-from quire.core.kv import KVCacheManager, make_prefix_cache
-from quire.core.scheduler import Scheduler
 from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
-from quire.executors.costs import StepCost
-from quire.executors.synthetic import SyntheticExecutor
-from quire.observe.histogram import percentile
+from quire.executors.synthetic import StepCost, SyntheticExecutor
+from quire.observability.histogram import percentile
+from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
+from quire.scheduler.scheduler import Scheduler
 from quire.sim.workload import Load, uniform
-from quire.values import BACKGROUND
+from quire.types import BACKGROUND
 
 LAPTOP = StepCost(base=0.0015, per_token=0.00012)
 """The embedded model on a CPU."""

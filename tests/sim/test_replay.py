@@ -14,23 +14,21 @@ import pytest
 from click.testing import CliRunner, Result
 
 from quire.cli import main
-from quire.core.scheduler import Scheduler
-from quire.core.speculate import AdaptiveDrafts
 from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
-from quire.engine.pacer import LatencyController
-from quire.engine.slack import MeasuredPlanDelay
-from quire.executors.costs import StepCost
-from quire.executors.synthetic import SyntheticHandle
-from quire.observe import tape
-from quire.observe.checkpoint import CLASSES
-from quire.observe.recorded import RecordedEngine, recorded
-from quire.observe.recorder import Recorder
-from quire.observe.ring import Ring
+from quire.engine.timing import LatencyController, MeasuredPlanDelay
+from quire.executors.synthetic import StepCost, SyntheticHandle
+from quire.observability import recording_format
+from quire.observability.checkpoint import CLASSES
+from quire.observability.recorder import Recorder
+from quire.observability.recording_engine import RecordedEngine, recorded
+from quire.observability.ring import Ring
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.speculation import AdaptiveDrafts
 from quire.sim.replay import replay
 from quire.sim.run import SimConfig, simulate
 from quire.sim.workload import uniform
-from quire.values import UNLIMITED
+from quire.types import UNLIMITED
 from tests.lattice import AXES, Drawn, Run, combinations
 from tests.lattice import House as Classes
 from tests.mutants import BUGS, plant
@@ -69,10 +67,10 @@ def record(folder: Path, combo: dict[str, Any], frames: int = UNLIMITED) -> Run:
     return run
 
 
-def as_drawn(combo: dict[str, Any]) -> Callable[[Engine, tape.Began], None]:
+def as_drawn(combo: dict[str, Any]) -> Callable[[Engine, recording_format.Began], None]:
     """The lattice's own speculation, which no recording can hold."""
 
-    def prepare(engine: Engine, began: tape.Began) -> None:
+    def prepare(engine: Engine, began: recording_format.Began) -> None:
         if combo["drafts"] < 0:
             engine.scheduler.speculation = Drawn(combo["drafts"], random.Random(7))
 
@@ -91,7 +89,7 @@ def test_the_sample_has_every_value_of_every_axis() -> None:
 @pytest.mark.parametrize("combo", SAMPLE, ids=named)
 def test_every_plan_of_the_lattice_is_made_again(tmp_path: Path, combo: dict[str, Any]) -> None:
     run = record(tmp_path, combo)
-    again = replay(tape.RecordingReader([tmp_path]), prepare=as_drawn(combo))
+    again = replay(recording_format.RecordingReader([tmp_path]), prepare=as_drawn(combo))
     assert again.divergence is None and not again.under_way
     assert again.engine.stats.num_steps == run.eng.stats.num_steps and again.engine.failures == run.eng.failures
     assert again.engine.gauges() == run.eng.gauges()
@@ -103,7 +101,7 @@ def test_every_segment_is_a_beginning(tmp_path: Path, combo: dict[str, Any]) -> 
     segments = sorted(tmp_path.iterdir())
     assert len(segments) > 2
     for first in range(len(segments)):
-        again = replay(tape.RecordingReader(segments[first:]))
+        again = replay(recording_format.RecordingReader(segments[first:]))
         assert again.segments == len(segments) - first and again.began.number == first
         assert again.divergence is None and again.engine.stats.num_steps == run.eng.stats.num_steps
         assert again.engine.gauges() == run.eng.gauges()
@@ -169,7 +167,7 @@ def test_what_was_decided_by_measured_times_is_decided_again(tmp_path: Path, com
     run = timed(combo, tmp_path)
     files = sorted(tmp_path.iterdir())[1:]
     for first in range(0, len(files), 2):
-        again = replay(tape.RecordingReader(files[first:]))
+        again = replay(recording_format.RecordingReader(files[first:]))
         assert again.divergence is None and again.engine.stats.num_steps == run.eng.stats.num_steps
         assert again.engine.gauges() == run.eng.gauges()
         assert again.engine.step_budget.fit() == run.eng.step_budget.fit()  # type: ignore[attr-defined]
@@ -183,7 +181,7 @@ def test_all_night_plans_of_the_lattice_are_made_again(tmp_path: Path, seed: int
         run = record(tmp_path / str(i), combo, frames=100)
         files = sorted((tmp_path / str(i)).iterdir())
         for first in range(0, 1 if combo["drafts"] < 0 else len(files), 3):
-            again = replay(tape.RecordingReader(files[first:]), prepare=as_drawn(combo))
+            again = replay(recording_format.RecordingReader(files[first:]), prepare=as_drawn(combo))
             assert again.divergence is None and again.engine.gauges() == run.eng.gauges(), combo
 
 
@@ -220,7 +218,7 @@ def test_a_planted_bug_is_found_by_a_recording_of_before(tmp_path: Path, bug: An
     empty = house.Scheduler(house.KVCacheManager(1, 1))
     parts = (empty, empty.kv, empty.kv.block_pool, empty.waiting, house.RadixPrefixCache(1))
     known = {**CLASSES, **{type(part).__name__: type(part) for part in parts}}
-    again = replay(tape.RecordingReader([tmp_path]), known=known, make=house.Engine)
+    again = replay(recording_format.RecordingReader([tmp_path]), known=known, make=house.Engine)
     assert again.divergence is not None and again.divergence.step == PLANTED[bug.name]
 
 

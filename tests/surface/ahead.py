@@ -1,4 +1,4 @@
-"""The run-ahead executor of a GPU where there is none: `quire.build.cuda`'s own, its kernels interpreted, on a CPU.
+"""The run-ahead executor of a GPU where there is none: `quire.assembly.cuda`'s own, its kernels interpreted, on a CPU.
 
 `python -m tests.surface.ahead ...` is `quire ...` with it. The engine's process is this module too, with a number for
 its argument. Only what asks the card itself is replaced: its memory, and its queue of work, which is done at once.
@@ -20,12 +20,12 @@ if not torch.cuda.is_available():  # before any kernel is defined
 
 import pytest
 
-from quire.build.limits import Limits
+from quire.assembly.limits import Limits
 from quire.config import Settings
 from quire.engine.executor import Executor
+from quire.model_runner.graphs import EagerQueue, GraphKey
+from quire.model_runner.memory import GIB, LayerShape
 from quire.models.base import Model
-from quire.runner.graphs import EagerQueue, GraphKey
-from quire.runner.memory import GIB, LayerShape
 
 
 class Plain(EagerQueue):
@@ -39,8 +39,8 @@ class Plain(EagerQueue):
 
 
 def make(settings: Settings, model: Model, limits: Limits, layers: Sequence[LayerShape]) -> Executor:
-    """As `quire.build.host.on_host`, which this stands in for."""
-    from quire.build import cuda
+    """As `quire.assembly.host.on_host`, which this stands in for."""
+    from quire.assembly import cuda
 
     sizes = {name: getattr(limits, name) for name in ("page_size", "cap", "rows", "max_model_len", "depth")}
     return cuda.make_executor(settings, model, torch.device("cpu"), tokens=limits.budget, **sizes)
@@ -50,7 +50,7 @@ def make(settings: Settings, model: Model, limits: Limits, layers: Sequence[Laye
 def installed() -> Iterator[None]:
     """Inside, engines that would run on the CPU run as on a GPU."""
     import tests.ops.triton.conftest  # noqa: F401  the interpreter, as these tests have it
-    from quire.build import cuda, engine
+    from quire.assembly import cuda, engine
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "CudaQueue", Plain)
@@ -61,12 +61,12 @@ def installed() -> Iterator[None]:
 
 
 def main(arguments: Sequence[str]) -> Any:
-    from quire.build.child import main as child
+    from quire.assembly.engine_child import main as child
 
     with installed():
         if arguments and arguments[0].isdecimal():
             return child()
-        from quire.build.front import serve
+        from quire.assembly.server import serve
         from quire.cli import main as quire
         from quire.cli import serve as command
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from quire.backends.keeper import free_port
+from quire.frontend.supervisor import free_port
 from tests.live import ROOT, Live, environment, serving
 from tests.surface.commands import alone, ready, serve
 from tests.surface.house import House
@@ -258,7 +258,7 @@ BLOCKS = (
     python("README.md: offline"),
     python("docs/library.md: from quire import LLM, SamplingParams", told=lambda said: re.sub(r"\.\d{3,}", "", said)),
     python(
-        "docs/library.md: from quire.build.engine import build_engine",
+        "docs/library.md: from quire.assembly.engine import build_engine",
         told=lambda said: re.findall(r"^\((?:\d+, )+\d+\)", said, re.MULTILINE),
     ),
     python("docs/structured.md: offline"),
@@ -321,7 +321,7 @@ NAMED = (
     Named(
         "docs/upstream.md: quire serve --backend vllm --model Qwen/Qwen2.5-7B-Instruct",
         "needs vLLM",
-        "tests/backends/test_keeper.py",
+        "tests/frontend/test_supervisor.py",
     ),
     Named(
         "docs/upstream.md: quire bench pair --direct http://127.0.0.1:8000 --concurrenc",

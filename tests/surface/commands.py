@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from quire.backends.keeper import free_port
 from quire.cli import main
+from quire.frontend.supervisor import free_port
 from tests.surface.house import House
 from tests.surface.items import Item
 
@@ -201,7 +201,7 @@ COMMANDS = (
         diff,
         executors=(),
         needs=("transformers",),
-        elsewhere="tests/look/test_look.py::test_a_model_departs_nowhere_from_transformers",
+        elsewhere="tests/cli/test_inspect.py::test_a_model_departs_nowhere_from_transformers",
     ),
     bench("drafts", "--batch", 1, "--new", 12, "--repeat", 1, "--json", ci=()),
     bench("front", "--streams", 2, "--new", 4, "--seconds", 0.1, "--rounds", 1, ci=()),

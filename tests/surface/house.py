@@ -125,7 +125,7 @@ class House:
 
     def _hosted(self) -> int:
         if self._host is None:
-            from quire.build.grpc import host
+            from quire.assembly.grpc import host
 
             self._host = host(Settings.of(**self.setting.theirs()), "127.0.0.1:0")
         port: int = self._host.port

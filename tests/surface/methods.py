@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire import LLM, SamplingParams
-from quire.values import RequestOutput, StructuredOutputsParams
+from quire.types import RequestOutput, StructuredOutputsParams
 from tests.surface.house import House
 from tests.surface.items import Item
 

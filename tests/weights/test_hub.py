@@ -17,7 +17,7 @@ from types import MappingProxyType
 import pytest
 
 from tests.checkpoints import make
-from tests.text.vocabulary import CHATML, byte_level, save
+from tests.tokenization.vocabulary import CHATML, byte_level, save
 
 COMMIT = "c0ffee" * 6 + "c0ff"
 NAME = "owner/tiny"

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.errors import InvalidModel
-from quire.layers.formats import Plain
-from quire.layers.formats.packed import Packed
+from quire.layers.quantization import Plain
+from quire.layers.quantization.packed import Packed
 from quire.models.base import Model
 from quire.ops.packed import can_pack
 from quire.ops.ragged import LayerKV, RaggedBatch

@@ -12,17 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.errors import InvalidModel
-from quire.layers.build import ModelBuilder
-from quire.layers.formats import Plain, online
+from quire.layers.builder import ModelBuilder
+from quire.layers.quantization import Plain, online
 from quire.models.registry import build_model, read_spec
-from quire.ops.quantised import dequantize_scaled, quantize_tokens
+from quire.ops.quantized import dequantize_scaled, quantize_tokens
 from quire.ops.reference import ReferenceOps
 from quire.weights.canary import Canary, Threshold
 from quire.weights.files import SINGLE, Checkpoint, read_config
 from quire.weights.load import load_model, load_weights
 from quire.weights.schemes import IGNORED_TENSORS, ONLINE, choose_format
 from tests.checkpoints import make
-from tests.layers.test_build import Rank
+from tests.layers.test_builder import Rank
 from tests.quantised import FORMATS, SHAPE, SIZES, plain, quantise
 from tests.weights.test_load import answer
 

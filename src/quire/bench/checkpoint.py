@@ -48,7 +48,7 @@ LOAD = """
 import json, sys, time
 from pathlib import Path
 import torch
-from quire.build.progress import loading
+from quire.assembly.progress import loading
 from quire.weights.load import load_model
 torch.set_num_threads(int(sys.argv[2]))
 torch.nn.functional.linear(torch.ones(4, 64).bfloat16(), torch.ones(64, 64).bfloat16())

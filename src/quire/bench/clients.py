@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from quire.bench.load import Job
-from quire.observe.histogram import percentile
+from quire.observability.histogram import percentile
 
 Part = dict[str, Any]
 """One process's `load.Tally`, as plain JSON."""

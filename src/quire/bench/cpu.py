@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from quire.build.engine import build_engine
+from quire.assembly.engine import build_engine
 from quire.config import Settings
 from quire.engine.engine import Engine
 

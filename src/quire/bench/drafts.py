@@ -18,9 +18,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from quire.core.speculate import DraftStats
 from quire.llm import LLM
-from quire.values import SamplingParams, StructuredOutputsParams
+from quire.scheduler.speculation import DraftStats
+from quire.types import SamplingParams, StructuredOutputsParams
 
 STARTS = (
     "Once upon a time, there was a little girl named Lily.",

@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from quire.core.policy import RESERVE_POLICIES
 from quire.engine.clock import VirtualClock, WallClock
 from quire.engine.engine import Engine
-from quire.executors.costs import StepCost
-from quire.observe.engine_metrics import EngineMetrics
-from quire.observe.histogram import percentile
-from quire.observe.recorded import recorded
+from quire.executors.synthetic import StepCost
+from quire.observability.engine_metrics import EngineMetrics
+from quire.observability.histogram import percentile
+from quire.observability.recording_engine import recorded
+from quire.scheduler.policy import RESERVE_POLICIES
 from quire.sim.run import Outcome, SimConfig, peak_memory, simulate
 from quire.sim.workload import Load, uniform
 

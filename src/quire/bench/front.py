@@ -16,13 +16,13 @@ from typing import Any
 
 import click
 
+from quire.assembly.server import serve
 from quire.bench.clients import figures, run
 from quire.bench.load import Job
 from quire.bench.started import spawned
 from quire.bench.timed import STEP
 from quire.bench.watch import revision
 from quire.bench.workloads import prompts
-from quire.build.front import serve
 from quire.config import Settings
 
 _FIGURES = ("front_us", "engine_us", "tokens_s", "ttft_ms", "itl_ms", "itl_p99_ms")

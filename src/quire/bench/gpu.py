@@ -25,7 +25,7 @@ from quire.bench.workloads import WORKLOADS, Workload, floor, prompts
 from quire.errors import InvalidModel
 from quire.llm import LLM
 from quire.models.registry import parameters, read_spec
-from quire.values import SamplingParams
+from quire.types import SamplingParams
 
 Row = dict[str, Any]
 

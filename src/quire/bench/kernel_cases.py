@@ -14,8 +14,8 @@ from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import TritonOps
 from quire.ops.triton.sampler import sample
-from quire.ops.triton.settings import RequestedFeatures, SamplingTensors
-from quire.values import UNLIMITED
+from quire.ops.triton.sampling_tensors import RequestedFeatures, SamplingTensors
+from quire.types import UNLIMITED
 
 CACHE = 200 << 20
 """Bytes that calls are rotated through: several times an H200's L2."""

@@ -21,14 +21,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from quire.assembly.engine import build_engine
+from quire.assembly.limits import choose_device
 from quire.bench.shapes import SHAPES, write
 from quire.bench.watch import environment
-from quire.build.engine import build_engine
-from quire.build.limits import choose_device
 from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.models.registry import read_spec
-from quire.observe.histogram import percentile
+from quire.observability.histogram import percentile
 from quire.weights.locate import locate
 
 CONTEXTS = 16

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from quire.assembly.engine import choose_ops
+from quire.assembly.limits import choose_device
 from quire.bench.shapes import SHAPES, write
 from quire.bench.watch import environment
-from quire.build.engine import choose_ops
-from quire.build.limits import choose_device
 from quire.ops.base import Ops
 from quire.ops.reference import ReferenceOps
 from quire.weights.canary import answers

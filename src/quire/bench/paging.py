@@ -16,9 +16,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from quire.assembly.engine import build_engine
 from quire.bench.shapes import SHAPES, write
 from quire.bench.watch import environment
-from quire.build.engine import build_engine
 from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.models.registry import read_spec

@@ -20,8 +20,6 @@ from rich.console import Console
 from rich.table import Table
 
 from quire import __version__
-from quire.backends.http1 import Origin
-from quire.backends.keeper import free_port
 from quire.bench.asking import TOKENS
 from quire.bench.clients import figures, run
 from quire.bench.load import Job
@@ -29,6 +27,8 @@ from quire.bench.started import model_of, through, vllm
 from quire.bench.watch import Watch, environment
 from quire.bench.workloads import prompts
 from quire.errors import QuireError
+from quire.frontend.http_client import Origin
+from quire.frontend.supervisor import free_port
 
 COUNTS: Mapping[int, int] = {16: 100, 64: 384}
 """Requests at a concurrency; others: six each."""

@@ -10,13 +10,13 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from quire.assembly.engine import make_executor
+from quire.assembly.limits import Made
 from quire.bench.verified import engine
-from quire.build.engine import make_executor
-from quire.build.limits import Made
 from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.models.registry import read_spec
-from quire.values import GREEDY, Request
+from quire.types import GREEDY, Request
 from quire.weights.files import read_config
 from quire.weights.locate import locate
 

@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
+from quire.assembly.engine import build_engine
 from quire.bench.shapes import SHAPES, write
 from quire.bench.watch import Watch, environment
-from quire.build.engine import build_engine
 from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.models.registry import active_parameters, read_spec

@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
+from quire.assembly.extras import extra
 from quire.bench.serve import FILE, QUANTILES
-from quire.build.extra import extra
 from quire.errors import InvalidRequest
 
 _STYLE = """

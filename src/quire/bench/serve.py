@@ -24,7 +24,6 @@ from rich.progress import Progress
 from rich.table import Table
 
 from quire import __version__
-from quire.backends.http1 import Origin
 from quire.bench import params
 from quire.bench.asking import asked, rate
 from quire.bench.clients import figures, run
@@ -33,7 +32,8 @@ from quire.bench.load import Asked, Job, spoken
 from quire.bench.started import fetched, model_of
 from quire.bench.watch import Watch, environment
 from quire.errors import InvalidConfig
-from quire.observe.histogram import percentile
+from quire.frontend.http_client import Origin
+from quire.observability.histogram import percentile
 
 USERS = "1,2,4,8,16,32,64,128"
 QUANTILES = (50, 90, 95, 99)

@@ -27,9 +27,9 @@ from quire.bench.shapes import SHAPES, write
 from quire.bench.watch import environment
 from quire.bench.workloads import BANDWIDTH, Workload, prompts
 from quire.config.speculative import SpeculativeConfig
-from quire.core.speculate import DraftStats
 from quire.llm import LLM
 from quire.models.registry import parameters, read_spec
+from quire.scheduler.speculation import DraftStats
 
 ROOM = 28 << 30
 """Bytes of K/V for each engine: 256 sequences fit, of the target and of the draft."""

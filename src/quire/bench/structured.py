@@ -17,14 +17,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from quire.build.engine import build_engine
-from quire.build.text import build_tokenizer
+from quire.assembly.engine import build_engine
+from quire.assembly.text import build_tokenizer
 from quire.config import Settings
-from quire.core.constraint import FREE, Constraint
-from quire.core.plan import Mask
 from quire.engine.engine import Engine
-from quire.grammar.llguidance import LlguidanceCompiler
-from quire.values import Request, SamplingParams, StructuredOutputsParams
+from quire.scheduler.constraint import FREE, Constraint
+from quire.scheduler.plan import Mask
+from quire.structured_output.llguidance import LlguidanceCompiler
+from quire.types import Request, SamplingParams, StructuredOutputsParams
 
 PROMPT = "Once upon a time, there were many animals. Here is a list of all of them: "
 

@@ -1,4 +1,4 @@
-"""An engine process whose steps take a fixed time: `python -m quire.bench.timed FD`, as `quire.build.child`.
+"""An engine process whose steps take a fixed time: `python -m quire.bench.timed FD`, as `quire.assembly.engine_child`.
 
 QUIRE_BENCH_STEP_MS says how long.
 """
@@ -8,10 +8,9 @@ from __future__ import annotations
 import os
 import sys
 
-from quire.build.child import main
+from quire.assembly.engine_child import main
 from quire.engine.executor import Executor
-from quire.executors.costs import StepCost
-from quire.executors.synthetic import SyntheticExecutor
+from quire.executors.synthetic import StepCost, SyntheticExecutor
 
 STEP = "QUIRE_BENCH_STEP_MS"
 PAGES = 1 << 14

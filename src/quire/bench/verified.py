@@ -12,15 +12,15 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import NamedTuple
 
-from quire.build.engine import build_scheduler, make_executor
-from quire.build.limits import Made
-from quire.build.text import build_tokenizer
+from quire.assembly.engine import build_scheduler, make_executor
+from quire.assembly.limits import Made
+from quire.assembly.text import build_tokenizer
 from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.engine.events import Completed, Gauges, StepRecord
 from quire.engine.executor import Description
 from quire.errors import InvalidConfig, InvalidModel, QuireError
-from quire.values import GREEDY, Request, SamplingParams, TokenLogprobs
+from quire.types import GREEDY, Request, SamplingParams, TokenLogprobs
 from quire.weights.canary import PROBE, probe
 from quire.weights.locate import EMBEDDED
 

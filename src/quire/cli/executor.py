@@ -8,7 +8,7 @@ import threading
 
 import click
 
-from quire.build.extra import extra
+from quire.assembly.extras import extra
 from quire.cli.options import SettingsCommand
 from quire.config import Settings
 from quire.errors import InvalidConfig
@@ -43,7 +43,7 @@ def command(
             f"warning: anyone who reaches {name} can use this executor: set --tls-cert, --tls-key and --tls-client-ca",
             err=True,
         )
-    build = extra("quire.build.grpc", "grpc")
+    build = extra("quire.assembly.grpc", "grpc")
     credentials = None
     if tls_cert is not None and tls_key is not None:
         clients = None if tls_client_ca is None else build.read(tls_client_ca, "tls_client_ca")

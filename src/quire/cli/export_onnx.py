@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from quire.build.extra import extra
+from quire.assembly.extras import extra
 from quire.weights.locate import locate
 
 

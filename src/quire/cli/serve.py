@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from quire.build.front import serve
-from quire.build.relay import relay
+from quire.assembly.proxy import relay
+from quire.assembly.server import serve
 from quire.cli.options import SettingsCommand
 from quire.config import Settings
 from quire.server.hosts import loopback

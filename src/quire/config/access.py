@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from quire.config.option import option
 from quire.errors import InvalidConfig
-from quire.values import UNLIMITED
+from quire.types import UNLIMITED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

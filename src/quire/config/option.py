@@ -12,7 +12,7 @@ from types import MappingProxyType, UnionType
 from typing import Any, Literal
 
 from quire.errors import InvalidConfig, nearest
-from quire.values import UNLIMITED
+from quire.types import UNLIMITED
 
 PREFIX = "QUIRE_"
 

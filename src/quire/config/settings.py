@@ -22,7 +22,7 @@ from quire.config.unknown import refuse
 from quire.config.upstream import UpstreamConfig
 from quire.config.upstream import check as check_upstream
 from quire.errors import InvalidConfig
-from quire.values import UNLIMITED
+from quire.types import UNLIMITED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,19 +12,18 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import Any, ParamSpec, TypeVar
 
-from quire.core.constraint import FREE, Constraint
-from quire.core.plan import Plan
-from quire.core.scheduler import Scheduler
 from quire.engine.clock import Clock, WallClock
 from quire.engine.events import Completed, Gauges, Observer, StepRecord
 from quire.engine.executor import Executor, StepHandle
-from quire.engine.ledger import EngineStats
-from quire.engine.pacer import StepBudget, UnlimitedStepBudget
 from quire.engine.recovery import Recovery
-from quire.engine.slack import NoPlanDelay, PlanDelay
+from quire.engine.stats import EngineStats
+from quire.engine.timing import NoPlanDelay, PlanDelay, StepBudget, UnlimitedStepBudget
 from quire.errors import ExecutorLost, InvalidRequest, QuireError, StepFailed, Unavailable
-from quire.text.harmless import escape_control_lines
-from quire.values import GREEDY, UNLIMITED, FinishReason, Request, RequestStepOutput, SamplingParams, error_output
+from quire.scheduler.constraint import FREE, Constraint
+from quire.scheduler.plan import Plan
+from quire.scheduler.scheduler import Scheduler
+from quire.tokenization.escape import escape_control_lines
+from quire.types import GREEDY, UNLIMITED, FinishReason, Request, RequestStepOutput, SamplingParams, error_output
 
 _Inflight = tuple[float, float, StepHandle]
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from quire.core.plan import Plan
-from quire.core.sequence import Sequence
-from quire.core.step import Decision
-from quire.values import FinishReason, Request, RequestStepOutput
+from quire.scheduler.plan import Plan
+from quire.scheduler.sequence import Decision, Sequence
+from quire.types import FinishReason, Request, RequestStepOutput
 
 
 class Gauges(NamedTuple):

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from quire.core.plan import Mask, Plan, Result
-from quire.values import UNLIMITED
+from quire.scheduler.plan import Mask, Plan, Result
+from quire.types import UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from quire import heap
-from quire.core.constraint import Constraints, NoConstraints
 from quire.engine.engine import Engine
-from quire.engine.watch import StepWatch
-from quire.engine.window import LiveView, NoLiveView
-from quire.engine.wire import (
+from quire.engine.live_view import LiveView, NoLiveView
+from quire.engine.protocol import (
     Abort,
     Explain,
     Explanation,
@@ -30,9 +28,11 @@ from quire.engine.wire import (
     encode_frame,
     submitted,
 )
+from quire.engine.step_watch import StepWatch
 from quire.errors import InvalidRequest, StepFailed
-from quire.text.harmless import escape_control_lines
-from quire.values import Request, RequestStepOutput, error_output
+from quire.scheduler.constraint import Constraints, NoConstraints
+from quire.tokenization.escape import escape_control_lines
+from quire.types import Request, RequestStepOutput, error_output
 
 _STATS_EVERY = 0.1
 """Seconds between two statistics while busy."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quire.core.scheduler import Scheduler
-from quire.core.sequence import Sequence
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.sequence import Sequence
 
 
 class Recovery:

@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
-from quire.core.constraint import Constraint
 from quire.engine.engine import Engine
 from quire.errors import Closed, Interrupted, QuireError, StepFailed
-from quire.text.harmless import escape_control_lines
-from quire.values import FinishReason, Request, RequestStepOutput
+from quire.scheduler.constraint import Constraint
+from quire.tokenization.escape import escape_control_lines
+from quire.types import FinishReason, Request, RequestStepOutput
 
 R = TypeVar("R")
 

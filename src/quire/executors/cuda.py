@@ -6,16 +6,16 @@ from collections.abc import Iterable
 
 import torch
 
-from quire.core.plan import Plan
 from quire.engine.executor import Description
+from quire.model_runner.device_steps import DeviceSteps
+from quire.model_runner.graphs import GraphKey, Queue
+from quire.model_runner.lookahead_runner import LookaheadRunner, LookaheadStep
+from quire.model_runner.memory import allocate, block_bytes, layer_shapes
+from quire.model_runner.row_state import RowState
+from quire.model_runner.sampling.sampler import Sampler
+from quire.model_runner.speculative.proposers import NoProposer, Proposer
 from quire.models.base import Model
-from quire.runner.ahead import LookaheadRunner, LookaheadStep
-from quire.runner.device import DeviceSteps
-from quire.runner.graphs import GraphKey, Queue
-from quire.runner.memory import allocate, block_bytes, layer_shapes
-from quire.runner.proposers import NoProposer, Proposer
-from quire.runner.rows import RowState
-from quire.runner.sampler import Sampler
+from quire.scheduler.plan import Plan
 
 
 class CudaExecutor:

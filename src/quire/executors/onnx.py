@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.models.spec import ModelSpec
-from quire.ops.paging import PagedAttentionMetadata, SpanGroup
+from quire.ops.paged_attention import PagedAttentionMetadata, SpanGroup
 from quire.ops.ragged import LayerKV, RaggedBatch
 
 Ints = npt.NDArray[np.int64]

@@ -10,7 +10,7 @@ from quire.layers.basic import RMSNorm
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.ops.base import Angles, Ops
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
-from quire.values import UNLIMITED
+from quire.types import UNLIMITED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,11 +15,11 @@ from torch import Tensor
 from quire.errors import InvalidModel
 from quire.layers.attention import Heads
 from quire.layers.basic import RMSNorm, ScaledEmbedding
-from quire.layers.build import ModelBuilder
+from quire.layers.builder import ModelBuilder
 from quire.models.spec import FULL, SLIDING, Config, ModelSpec, read_decoder, read_locals, read_rope
 from quire.ops.base import Angles
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
-from quire.values import UNLIMITED
+from quire.types import UNLIMITED
 
 VISION = ("vision_tower.*", "multi_modal_projector.*", "vision_model.*", "embed_vision.*")
 """What a checkpoint that also sees has beside its decoder."""

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.layers.attention import Heads
-from quire.layers.build import ModelBuilder
+from quire.layers.builder import ModelBuilder
 from quire.layers.rope import NO_ROPE
 from quire.models.spec import Config, ModelSpec, read_stop
 from quire.ops.base import Angles
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
-from quire.values import UNLIMITED
+from quire.types import UNLIMITED
 
 
 class Block:

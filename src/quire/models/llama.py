@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from quire.layers.attention import Heads
-from quire.layers.build import ModelBuilder
+from quire.layers.builder import ModelBuilder
 from quire.models.spec import Config, ModelSpec, read_decoder
 from quire.ops.base import Angles
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows

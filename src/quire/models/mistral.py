@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quire.layers.build import ModelBuilder
-from quire.layers.mixture import MoEConfig
+from quire.layers.builder import ModelBuilder
+from quire.layers.moe import MoEConfig
 from quire.models.llama import Llama, MLPFactory
 from quire.models.spec import Config, ModelSpec, read_decoder, read_windows
 

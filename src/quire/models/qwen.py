@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire.errors import InvalidModel
-from quire.layers.build import ModelBuilder
-from quire.layers.mixture import MoEConfig
+from quire.layers.builder import ModelBuilder
+from quire.layers.moe import MoEConfig
 from quire.models.llama import Llama, MLPFactory
 from quire.models.spec import Config, ModelSpec, read_decoder, read_windows
-from quire.values import UNLIMITED
+from quire.types import UNLIMITED
 
 
 class Qwen2(Llama):

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 
 from quire.errors import InvalidModel, nearest
-from quire.layers.build import ModelBuilder
-from quire.layers.parallel import SingleRank
+from quire.layers.builder import ModelBuilder
+from quire.layers.linear import SingleRank
 from quire.models.base import Model
 from quire.models.gemma import Gemma2, Gemma3
 from quire.models.gpt2 import GPT2

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from quire.errors import InvalidModel
-from quire.layers.mixture import MoEConfig
+from quire.layers.moe import MoEConfig
 from quire.layers.rope import RopeConfig
-from quire.values import UNLIMITED
+from quire.types import UNLIMITED
 
 T = TypeVar("T", int, float, str, bool)
 

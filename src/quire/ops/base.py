@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.values import UNLIMITED
+from quire.types import UNLIMITED
 
 Angles = tuple[Tensor, Tensor]
 """cos and sin, float32 [T, r], of the angles by which each token's heads are turned."""

@@ -15,7 +15,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from quire.ops.library import GemmAlgorithm, GemmShape
+from quire.ops.gemm import GemmAlgorithm, GemmShape
 
 WORKSPACE = 32 << 20
 """Bytes that an algorithm may use beside, as much as torch gives it on Hopper."""

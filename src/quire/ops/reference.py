@@ -8,10 +8,10 @@ from torch import Tensor
 
 from quire.ops.base import Angles, Gate, Norm, Norms
 from quire.ops.grouped import combine_experts, grouped_linear
-from quire.ops.paging import FEW, PagedAttentionMetadata, SpanGroup
-from quire.ops.quantised import DequantizingOps
+from quire.ops.paged_attention import FEW, PagedAttentionMetadata, SpanGroup
+from quire.ops.quantized import DequantizingOps
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.values import UNLIMITED
+from quire.types import UNLIMITED
 
 TILE = 256
 """Queries of one long span attended at once: bounds the mask, and skips the keys after the tile."""

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.fixed import BatchInvariantOps
+from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.packed import can_pack, pack, packed_linear
-from quire.ops.paging import PagedAttentionMetadata, visible
+from quire.ops.paged_attention import PagedAttentionMetadata, visible
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
-from quire.values import UNLIMITED
+from quire.types import UNLIMITED
 
 RUN = 64
 """Positions of K/V read at a time."""

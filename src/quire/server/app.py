@@ -16,15 +16,17 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from quire.backends.base import Backend, Delta, ModelCard, ResultStream, Service
-from quire.backends.offload import offload
 from quire.errors import InvalidRequest, QuireError, Unavailable, nearest
-from quire.server import answers, calls, faults, openapi, prompts, schemas
-from quire.server.answers import ChoiceBuilder, Usage
+from quire.frontend.interface import Backend, Delta, ModelCard, ResultStream, Service
+from quire.frontend.offload import offload
+from quire.parsers.tools.styles import STYLES
+from quire.server import calls, error_responses, openapi, outputs, prompts, schemas
+from quire.server.admission import AdmissionGate, AdmissionSlot
+from quire.server.batch_api.service import BatchService, NoBatchService
 from quire.server.calls import Job
 from quire.server.chunks import Chunks
-from quire.server.desk import BatchService, NoBatchService
-from quire.server.doors import (
+from quire.server.embeddings import EmbeddingsRequest
+from quire.server.endpoints import (
     ENDPOINTS,
     TOKEN_COUNT_ENDPOINTS,
     Endpoint,
@@ -32,16 +34,14 @@ from quire.server.doors import (
     gather,
     with_trace_context,
 )
-from quire.server.embeddings import EmbeddingsRequest
-from quire.server.gate import AdmissionGate, AdmissionSlot
 from quire.server.hosts import CrossOrigin, Hosts, refuse_cross_site
 from quire.server.limits import Guard, Keys, Limits, deadline, origin, read_body
-from quire.server.page import LiveSource, NoLiveSource, Page
+from quire.server.live_page import LiveSource, NoLiveSource, Page
+from quire.server.outputs import ChoiceBuilder, Usage
 from quire.server.rates import Rates
 from quire.server.recordings import Recordings
 from quire.server.stream import EventStream, answer_all, unless_gone
 from quire.server.tools import make_tool_set
-from quire.text.tools.styles import STYLES
 
 T = TypeVar("T")
 JSON = "application/json"
@@ -81,7 +81,7 @@ class Api:
         if made is None:
             return gone_or_json(None)
         return await written(
-            size + answers.cost(job, made[0]),
+            size + outputs.cost(job, made[0]),
             lambda: endpoint.response(asked, job, *made, text, self._system_fingerprint),
         )
 
@@ -101,7 +101,7 @@ class Api:
         with self._gate.slot() as place:
             _, job = await self._read(request, schemas.GenerateRequest, prepared, place)
         made = await unless_gone(request.receive, self._gathered(job))
-        return gone_or_json(made and answers.generated(job, made[0][0], time.perf_counter() - began))
+        return gone_or_json(made and outputs.generated(job, made[0][0], time.perf_counter() - began))
 
     def _came(self, job: Job, request: Request) -> Job:
         return with_trace_context(job, origin(request.scope), self._rates.meter(request.scope["key"]))
@@ -285,9 +285,9 @@ def build_app(
     app = Starlette(
         routes=routes,
         exception_handlers={
-            QuireError: faults.error_response,
-            HTTPException: faults.routing_error,
-            Exception: faults.internal_error,
+            QuireError: error_responses.error_response,
+            HTTPException: error_responses.routing_error,
+            Exception: error_responses.internal_error,
         },
     )
     app.router.redirect_slashes = False

@@ -10,19 +10,19 @@ import uuid
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quire.backends.base import Backend, Call, ModelCard
-from quire.backends.spell import hashed_salt
 from quire.errors import InvalidRequest
+from quire.frontend.interface import Backend, Call, ModelCard
+from quire.frontend.request_builder import hashed_salt
+from quire.parsers.answer import AnswerSplitter
+from quire.parsers.parts import Splitter
+from quire.parsers.reasoning import Thinking, thoughts_ahead
+from quire.parsers.tools.styles import STYLES
 from quire.server.limits import Limits, check_answers
 from quire.server.params import alike, check_logprobs, effective_params, longest, sampling, truncated
 from quire.server.prompts import encoded, model, prompts, rendered
 from quire.server.schemas import Answers, ChatRequest, CompletionRequest, GenerateRequest, Sampling
 from quire.server.tools import NO_TOOLS, ToolSet, make_tool_set
-from quire.text.part import Splitter
-from quire.text.reasoning import Thinking, thoughts_ahead
-from quire.text.speech import AnswerSplitter
-from quire.text.tools.styles import STYLES
-from quire.values import SamplingParams
+from quire.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

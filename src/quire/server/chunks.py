@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 import msgspec
 
-from quire.backends.base import Delta
-from quire.backends.offload import PER_SCORE, PER_TOKEN
-from quire.server import faults
-from quire.server.answers import Usage, finish_reason, shown_prompt
+from quire.frontend.interface import Delta
+from quire.frontend.offload import PER_SCORE, PER_TOKEN
+from quire.parsers.parts import TextPart
+from quire.server import error_responses
 from quire.server.calls import Job
 from quire.server.logprobs import Score, TextLogprobs, TokenText, chat_logprobs
-from quire.text.part import TextPart
+from quire.server.outputs import Usage, finish_reason, shown_prompt
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -76,7 +76,7 @@ class _Head:
         return (self._before + b"]" + last + b"}\n\n" if last else b"") + DONE
 
     def failed(self, error: Exception) -> bytes:
-        return event(faults.of(error)) + DONE
+        return event(error_responses.of(error)) + DONE
 
     def _used(self) -> bytes:
         return b',"usage":' + _json(self.usage.to_json(self.job.n))

@@ -18,7 +18,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.errors import InvalidRequest, TooLarge, Unavailable
-from quire.server import faults
+from quire.server import error_responses
 
 _SOME = 1 << 10
 """Bytes that have to get through in the time given, in either direction."""
@@ -313,11 +313,11 @@ class Connection(HttpToolsProtocol):
             self._last()
             return
         code = HTTPStatus(status or error.status)
-        said = faults.of(error)
+        said = error_responses.of(error)
         head = (
             f"HTTP/1.1 {code.value} {code.phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(said)}\r\n"
         )
-        fields = faults.headers(error) | {"connection": "close"}
+        fields = error_responses.headers(error) | {"connection": "close"}
         head += "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         self._line.write(head.encode() + b"\r\n" + said)
         self._line.close()

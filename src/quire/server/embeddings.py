@@ -11,16 +11,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quire.backends.base import Backend, Call, ModelCard
-from quire.backends.spell import hashed_salt
-from quire.backends.vectors import check, vector
 from quire.errors import InvalidRequest
-from quire.server.answers import ChoiceBuilder, Usage
+from quire.frontend.embeddings import check, vector
+from quire.frontend.interface import Backend, Call, ModelCard
+from quire.frontend.request_builder import hashed_salt
 from quire.server.calls import Job
 from quire.server.limits import Limits, check_answers, check_priority_and_timeout
+from quire.server.outputs import ChoiceBuilder, Usage
 from quire.server.prompts import encoded, model, prompts
 from quire.server.schemas import Prompt
-from quire.values import Pooling, SamplingParams
+from quire.types import Pooling, SamplingParams
 
 FORMATS = ("float", "base64")
 

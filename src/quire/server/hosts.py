@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.errors import InvalidRequest, QuireError
-from quire.server import faults
+from quire.server import error_responses
 
 _PROXIED = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
 """Header fields that proxies add."""
@@ -140,5 +140,5 @@ class CrossOrigin(CORSMiddleware):
         origin = request_headers["origin"][:255]
         why = f"pages of {origin!r} may not ask for this ({bytes(response.body).decode()}): see --allowed-origins"
         kept = {name: value for name, value in response.headers.items() if not name.startswith("content-")}
-        text = faults.body(why, InvalidRequest.kind, code="cors")
+        text = error_responses.body(why, InvalidRequest.kind, code="cors")
         return Response(text, response.status_code, kept, "application/json")

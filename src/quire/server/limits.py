@@ -18,10 +18,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.config.server import ServerConfig
 from quire.errors import InvalidRequest, Overloaded, TooLarge, Unauthorized
-from quire.server import faults
+from quire.server import error_responses
 from quire.server.hosts import ForeignHost, Hosts
 from quire.server.rates import Rates
-from quire.values import BACKGROUND, TraceContext
+from quire.types import BACKGROUND, TraceContext
 
 PUBLIC_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 """Paths that need no key, so that whoever restarts servers needs none."""
@@ -67,12 +67,14 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     or compressed."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise faults.UnsupportedMedia(
+        raise error_responses.UnsupportedMedia(
             f"the body must be JSON: send the header 'Content-Type: application/json', not {kind or 'none'!r}"
         )
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
-        raise faults.UnsupportedMedia(f"the body must be sent as it is, not compressed: Content-Encoding is {coding!r}")
+        raise error_responses.UnsupportedMedia(
+            f"the body must be sent as it is, not compressed: Content-Encoding is {coding!r}"
+        )
     most = limits.max_body_bytes
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > most:
@@ -301,7 +303,7 @@ class Guard:
             if scope["method"] == "POST" and path not in UNCOUNTED:
                 self._rates.admit(scope["key"])
         except (Unauthorized, Overloaded, ForeignHost) as error:
-            await faults.response(error, scope["path"])(scope, receive, named)
+            await error_responses.response(error, scope["path"])(scope, receive, named)
             return
         await self.app({**scope, "send": send}, receive, named)  # in a copy: the server's own is known to what sends
 

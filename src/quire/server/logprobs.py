@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quire.values import TokenLogprobs
+from quire.types import TokenLogprobs
 
 TokenText = Callable[[int], tuple[str, bytes]]
 Score = TokenLogprobs | None

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from quire.errors import InvalidRequest
-from quire.server.answers import ChoiceBuilder, Usage
 from quire.server.calls import Job
+from quire.server.outputs import ChoiceBuilder, Usage
 from quire.server.schemas import ChatRequest, Sampling
 
 Blocks = str | list[Any]

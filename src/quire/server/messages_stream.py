@@ -7,14 +7,14 @@ from typing import Any
 
 import msgspec
 
-from quire.backends.base import Delta
-from quire.backends.offload import PER_TOKEN
-from quire.server import faults
-from quire.server.answers import Usage
+from quire.frontend.interface import Delta
+from quire.frontend.offload import PER_TOKEN
+from quire.parsers.parts import TextPart
+from quire.server import error_responses
 from quire.server.calls import Job
 from quire.server.logprobs import TokenText
 from quire.server.messages import head, stop_reason, usage_of
-from quire.text.part import TextPart
+from quire.server.outputs import Usage
 
 _json = msgspec.json.Encoder().encode
 
@@ -90,4 +90,4 @@ class MessageChunks:
         return self._stop() + named("message_delta", delta=delta, usage=usage_of(self._usage)) + named("message_stop")
 
     def failed(self, error: Exception) -> bytes:
-        return b"event: error\ndata: " + faults.anthropic(error) + b"\n\n"
+        return b"event: error\ndata: " + error_responses.anthropic(error) + b"\n\n"

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Struct
 
-from quire.server.batches import BatchRequest
-from quire.server.desk import ENDPOINTS as BATCHED
-from quire.server.doors import ENDPOINTS, TOKEN_COUNT_ENDPOINTS
+from quire.server.batch_api.batches import BatchRequest
+from quire.server.batch_api.service import ENDPOINTS as BATCHED
+from quire.server.endpoints import ENDPOINTS, TOKEN_COUNT_ENDPOINTS
 from quire.server.fields import NO_OPS, REFUSED_FIELDS
 from quire.server.limits import PUBLIC_PATHS
 from quire.server.schemas import DetokenizeRequest, GenerateRequest, TokenizeRequest
-from quire.values import RANGES
+from quire.types import RANGES
 
 JSON, EVENTS, TEXT, BYTES = "application/json", "text/event-stream", "text/plain", "application/octet-stream"
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.backends.base import Backend, ModelCard
-from quire.backends.spell import bad_words, max_new_tokens
 from quire.errors import InvalidRequest
+from quire.frontend.interface import Backend, ModelCard
+from quire.frontend.request_builder import bad_words, max_new_tokens
 from quire.server.limits import Limits, check_priority_and_timeout
 from quire.server.prompts import in_vocabulary
 from quire.server.schemas import Answers, Sampling
 from quire.server.structure import structure
-from quire.values import UNLIMITED, SamplingParams
+from quire.types import UNLIMITED, SamplingParams
 
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields whose defaults a checkpoint may set in generation_config.json."""

@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from quire.backends.base import Backend, ModelCard
 from quire.errors import InvalidRequest, UnknownModel
+from quire.frontend.interface import Backend, ModelCard
 from quire.server.fields import check
 from quire.server.limits import Limits
 from quire.server.schemas import ChatRequest, Prompt, TokenizeRequest
-from quire.values import UNLIMITED
+from quire.types import UNLIMITED
 
 _KIND = MappingProxyType({str: "text", list: "token ids"})
 

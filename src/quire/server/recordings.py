@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from quire.observe.tape import SUFFIX, written
-from quire.server.store import UnknownFile
+from quire.observability.recording_format import SUFFIX, written
+from quire.server.batch_api.store import UnknownFile
 
 
 class Recordings:

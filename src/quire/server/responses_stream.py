@@ -8,16 +8,16 @@ from typing import Any
 
 import msgspec
 
-from quire.backends.base import Delta
-from quire.backends.offload import PER_SCORE, PER_TOKEN
 from quire.errors import QuireError
-from quire.server import faults
-from quire.server.answers import ChoiceBuilder, Usage
+from quire.frontend.interface import Delta
+from quire.frontend.offload import PER_SCORE, PER_TOKEN
+from quire.parsers.parts import TextPart
+from quire.server import error_responses
 from quire.server.calls import Job
 from quire.server.logprobs import TokenText, chat_logprobs
+from quire.server.outputs import ChoiceBuilder, Usage
 from quire.server.responses import ResponsesRequest
-from quire.text.part import TextPart
-from quire.values import TokenLogprobs
+from quire.types import TokenLogprobs
 
 _json = msgspec.json.Encoder().encode
 
@@ -93,7 +93,7 @@ class ResponseBuilder:
         failure = None
         if error is not None:
             status = "failed"
-            told = str(error) if isinstance(error, QuireError) else faults.INTERNAL
+            told = str(error) if isinstance(error, QuireError) else error_responses.INTERNAL
             failure = {"code": "server_error", "message": told}
         return {
             "id": self._job.id,

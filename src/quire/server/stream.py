@@ -10,11 +10,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from quire.backends.base import Backend, Call, Delta, ResultStream
-from quire.backends.offload import offload
 from quire.errors import QuireError
-from quire.server.begun import start_eagerly
+from quire.frontend.interface import Backend, Call, Delta, ResultStream
+from quire.frontend.offload import offload
 from quire.server.chunks import KEEP_ALIVE
+from quire.server.eager_start import start_eagerly
 
 T = TypeVar("T")
 D = TypeVar("D")

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.errors import InvalidRequest, nearest
 from quire.server.schemas import ResponseFormat, Sampling, Structure
-from quire.values import StructuredOutputsParams
+from quire.types import StructuredOutputsParams
 
 
 def structure(asked: Sampling) -> StructuredOutputsParams | None:

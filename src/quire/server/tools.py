@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.errors import InvalidRequest
-from quire.grammar.schema import check_schema
+from quire.parsers.parts import PLAIN, Splitter
+from quire.parsers.tools.reader import Reader
+from quire.parsers.tools.styles import HERMES, ToolStyle
 from quire.server.fields import check
-from quire.text.part import PLAIN, Splitter
-from quire.text.tools.reader import Reader
-from quire.text.tools.styles import HERMES, ToolStyle
-from quire.values import UNLIMITED, StructuredOutputsParams
+from quire.structured_output.schema import check_schema
+from quire.types import UNLIMITED, StructuredOutputsParams
 
 MOST = 128
 """Tools in one request."""

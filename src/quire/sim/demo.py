@@ -9,12 +9,12 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from quire.core.policy import RESERVE_POLICIES
-from quire.core.scheduler import Scheduler
 from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
 from quire.engine.events import StepRecord
-from quire.executors.costs import StepCost
+from quire.executors.synthetic import StepCost
+from quire.scheduler.policy import RESERVE_POLICIES
+from quire.scheduler.scheduler import Scheduler
 from quire.sim.run import SimConfig
 from quire.sim.workload import uniform
 

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.core.plan import Mask, Plan, Result
 from quire.engine.engine import Engine
 from quire.engine.events import Observer
 from quire.engine.executor import Description
 from quire.errors import ExecutorLost, InvalidConfig, InvalidRequest, StepFailed
-from quire.observe import tape
-from quire.observe.checkpoint import CLASSES, CONSTRAINTS, GIVEN, MOST, STATE, Classes, request, restore
-from quire.sim.words import StepWords, lines, step_words
-from quire.values import TokenLogprobs
+from quire.observability import recording_format
+from quire.observability.checkpoint import CLASSES, CONSTRAINTS, GIVEN, MOST, STATE, Classes, request, restore
+from quire.scheduler.plan import Mask, Plan, Result
+from quire.sim.step_words import StepWords, lines, step_words
+from quire.types import TokenLogprobs
 
 _LARGE = 1 << 16
 """Tokens from which on a prompt is worth a look at how many there are."""
@@ -53,9 +53,9 @@ class _Diverged(BaseException):
 class Script:
     """The frames of one recording in order, over all its segments, and what the clock said between them."""
 
-    def __init__(self, reel: tape.RecordingReader) -> None:
+    def __init__(self, reel: recording_format.RecordingReader) -> None:
         began = reel.take()
-        if not isinstance(began, tape.Began):
+        if not isinstance(began, recording_format.Began):
             raise InvalidConfig("there is no recording to replay")
         self.reel, self.began, self.last = reel, began, began
         self.place = 0
@@ -64,10 +64,10 @@ class Script:
         self._now = began.clock
 
     @property
-    def coming(self) -> tape.AnyFrame | None:
+    def coming(self) -> recording_format.AnyFrame | None:
         """The next frame; None where the recording ends, or the next segment is not the one that follows."""
         frame = self.reel.next
-        while isinstance(frame, tape.Began):
+        while isinstance(frame, recording_format.Began):
             if (frame.run, frame.number) != (self.last.run, self.last.number + 1):
                 return None
             self.last = frame
@@ -82,13 +82,13 @@ class Script:
             raise _Damaged from error
 
     @property
-    def next(self) -> tape.AnyFrame:
+    def next(self) -> recording_format.AnyFrame:
         frame = self.coming
         if frame is None:
             raise _Over
         return frame
 
-    def take(self) -> tape.AnyFrame:
+    def take(self) -> recording_format.AnyFrame:
         """The next frame, done with."""
         frame = self.next
         if not self._ahead:
@@ -144,13 +144,13 @@ class ScriptedExecutor:
     def fails(self, where: str) -> None:
         """Raises what was raised here, if anything was."""
         frame = self.script.coming
-        if isinstance(frame, tape.Reset) and frame.where == where:
+        if isinstance(frame, recording_format.Reset) and frame.where == where:
             raise (ExecutorLost if frame.lost else StepFailed)(frame.kind)
 
     def launch(self, plan: Plan) -> ScriptedHandle:
         step, frame = self.scheduler.inflight[-1], self.script.next
         decided = step_words(plan, [seq.request.id for seq in step.seqs], step.decisions)
-        if not isinstance(frame, tape.Launched):
+        if not isinstance(frame, recording_format.Launched):
             raise _Diverged(f"it plans a step where {_said(frame)}", [], lines(decided))
         self._spans = frame.spans or self._spans
         recorded = StepWords(frame.opened, frame.grown, self._spans, frame.masked, frame.drafts, frame.why)
@@ -163,12 +163,12 @@ class ScriptedExecutor:
     def result(self) -> Result:
         self.fails("result")
         frame = self.script.next
-        if not isinstance(frame, tape.Landed):
+        if not isinstance(frame, recording_format.Landed):
             raise _Diverged(f"it waits for a step to come home where {_said(frame)}", [], [])
         self.script.take()
         step = self.scheduler.inflight[0]
         try:
-            if sum(frame.counts) + sum(frame.told.values()) > tape.LONGEST:
+            if sum(frame.counts) + sum(frame.told.values()) > recording_format.LONGEST:
                 raise ValueError
             tokens = [[0] * count for count in frame.counts]
             place = {seq.arrival: j for j, seq in enumerate(step.seqs)} if frame.pages else {}
@@ -189,7 +189,7 @@ class ScriptedExecutor:
 
     def reset(self) -> None:
         frame = self.script.next
-        if not isinstance(frame, tape.Reset):
+        if not isinstance(frame, recording_format.Reset):
             raise _Diverged(f"a step fails where {_said(frame)}", [], [])
         self.script.take()
 
@@ -197,7 +197,7 @@ class ScriptedExecutor:
         """There is nothing to give back."""
 
 
-def _said(frame: tape.AnyFrame) -> str:
+def _said(frame: recording_format.AnyFrame) -> str:
     return {
         "Launched": "the recording has another step planned",
         "Landed": "the recording waits for a step to come home",
@@ -213,7 +213,7 @@ class Replay:
     too. under_way: the recording ends in the middle of a step."""
 
     engine: Engine
-    began: tape.Began
+    began: recording_format.Began
     segments: int = 1
     divergence: Divergence | None = None
     crash: Exception | None = None
@@ -221,12 +221,12 @@ class Replay:
 
 
 def replay(
-    reel: tape.RecordingReader,
+    reel: recording_format.RecordingReader,
     observers: Iterable[Observer] = (),
     *,
     known: Classes = CLASSES,
     make: Callable[..., Engine] = Engine,
-    prepare: Callable[[Engine, tape.Began], None] = lambda engine, began: None,
+    prepare: Callable[[Engine, recording_format.Began], None] = lambda engine, began: None,
 ) -> Replay:
     """Decide the next recording of `reel` again; the reel stands behind it afterwards.
 
@@ -257,10 +257,10 @@ def _play(script: Script, out: Replay) -> None:
         out.divergence = Divergence(_number(engine), departed.what, departed.recorded, departed.decided)
     except Exception as error:
         frame = script.coming
-        if isinstance(frame, tape.Crashed) and frame.kind == type(error).__name__:
+        if isinstance(frame, recording_format.Crashed) and frame.kind == type(error).__name__:
             out.crash = error
         else:
-            said = [_said(frame)] if isinstance(frame, tape.Crashed) else []
+            said = [_said(frame)] if isinstance(frame, recording_format.Crashed) else []
             out.divergence = Divergence(_number(engine), f"the engine breaks: {type(error).__name__}: {error}", said)
 
 
@@ -271,7 +271,7 @@ def _number(engine: Engine) -> int:
 def _turn(engine: Engine, script: Script) -> None:
     """One thing that was done with the engine."""
     frame = script.next
-    if isinstance(frame, tape.Arrived):
+    if isinstance(frame, recording_format.Arrived):
         script.take()
         live = engine.scheduler.sequences
         if frame.tokens > _LARGE and frame.tokens + sum(len(seq.tokens) for seq in live.values()) > MOST:
@@ -282,30 +282,30 @@ def _turn(engine: Engine, script: Script) -> None:
             engine.add(asked, CONSTRAINTS[frame.constraint])
         except InvalidRequest as refusal:
             raise _Diverged(f"it refuses request {frame.id}: {refusal}", [], []) from None
-    elif isinstance(frame, tape.Provided):
+    elif isinstance(frame, recording_format.Provided):
         script.take()
         engine.set_constraint(frame.id, GIVEN)
-    elif isinstance(frame, tape.Left):
+    elif isinstance(frame, recording_format.Left):
         script.take()
         engine.abort(frame.id, frame.why)
-    elif isinstance(frame, tape.Emptied):
+    elif isinstance(frame, recording_format.Emptied):
         script.take()
         engine.reset_prefix_cache()
-    elif isinstance(frame, tape.Deepened):
+    elif isinstance(frame, recording_format.Deepened):
         script.take()
         engine.lookahead = frame.depth
     else:
         _step(engine, script, frame)
 
 
-def _step(engine: Engine, script: Script, frame: tape.AnyFrame) -> None:
+def _step(engine: Engine, script: Script, frame: recording_format.AnyFrame) -> None:
     place = script.place
     engine.step()
     if script.place > place:
         return
-    if not isinstance(frame, tape.Idled):
+    if not isinstance(frame, recording_format.Idled):
         recorded = []
-        if isinstance(frame, tape.Launched):
+        if isinstance(frame, recording_format.Launched):
             recorded = lines(
                 StepWords(frame.opened, frame.grown, frame.spans or (), frame.masked, frame.drafts, frame.why)
             )

@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.core.kv import KVCacheManager, make_prefix_cache
-from quire.core.policy import ADMISSION_POLICIES, EVICTION_POLICIES, PRIORITY_POLICIES, RESERVE_POLICIES
-from quire.core.scheduler import Scheduler
 from quire.engine.clock import Clock, WallClock
 from quire.engine.engine import Engine
 from quire.engine.events import Observer
-from quire.executors.costs import FREE, StepCost
-from quire.executors.synthetic import SyntheticExecutor
-from quire.observe.pool import pool_state
+from quire.executors.synthetic import FREE, StepCost, SyntheticExecutor
+from quire.observability.pool_state import pool_state
+from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
+from quire.scheduler.policy import ADMISSION_POLICIES, EVICTION_POLICIES, PRIORITY_POLICIES, RESERVE_POLICIES
+from quire.scheduler.scheduler import Scheduler
 from quire.sim.workload import Load
 
 _SAMPLE = 16

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quire.model_runner.memory import LayerShape, allocate
 from quire.models.base import Model
 from quire.ops.float8 import E4M3, E4M3_MAX, to_fp8
-from quire.runner.memory import LayerShape, allocate
 from quire.weights.canary import PAGE, Quality, answers, compare, pages, probe
 
 ROOM = 4.0

@@ -13,10 +13,10 @@ from typing import Literal
 import torch
 
 from quire.errors import InvalidModel
-from quire.layers.build import ModelBuilder
-from quire.layers.formats import SMALL, Format, Plain, WeightSlot, packed_if_large
-from quire.layers.formats.online import OnlineQuantization
-from quire.layers.parallel import ParallelGroup, SingleRank
+from quire.layers.builder import ModelBuilder
+from quire.layers.linear import ParallelGroup, SingleRank
+from quire.layers.quantization import SMALL, Format, Plain, WeightSlot, packed_if_large
+from quire.layers.quantization.online import OnlineQuantization
 from quire.models.base import Model
 from quire.models.registry import build_model, read_spec
 from quire.models.spec import ModelSpec

@@ -22,10 +22,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from quire.errors import InvalidModel
 from quire.layers.basic import frequencies
-from quire.layers.formats import Plain
+from quire.layers.quantization import Plain
 from quire.models.registry import read_spec
 from quire.models.spec import ModelSpec
-from quire.values import UNLIMITED
+from quire.types import UNLIMITED
 from quire.weights.files import Checkpoint, read_config
 from quire.weights.schemes import AUTO, CheckpointFormat, choose_format
 

@@ -24,15 +24,15 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from quire.model_runner.device_state import DeviceState
+from quire.model_runner.row_state import RowState
+from quire.model_runner.triton_steps import ForcedSteps
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.ops.triton.fixed import BatchInvariantTritonOps
+from quire.ops.triton.batch_invariant import BatchInvariantTritonOps
 from quire.ops.triton.launch import HOPPER, DeviceInfo
 from quire.ops.triton.ops import TritonOps
 from quire.ops.triton.sampler import sample
-from quire.ops.triton.settings import SamplingTensors
-from quire.runner.arena import DeviceState
-from quire.runner.kernels import ForcedSteps
-from quire.runner.rows import RowState
+from quire.ops.triton.sampling_tensors import SamplingTensors
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 CAPABILITY, SHARED = int(sys.argv[1]), int(sys.argv[2])

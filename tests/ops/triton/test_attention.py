@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton.ops import TritonOps
-from quire.values import UNLIMITED
+from quire.types import UNLIMITED
 from tests.ops.batches import Pages, poisoned
 from tests.ops.test_attention import feed, naive
 from tests.ops.triton.device import DEVICE, moved

@@ -8,20 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from quire.core.kv import KVCacheManager, make_prefix_cache
-from quire.core.scheduler import Scheduler
-from quire.core.speculate import FixedDrafts
 from quire.engine.engine import Engine
 from quire.engine.executor import Executor
+from quire.executors.cpu import LocalExecutor
 from quire.executors.cuda import CudaExecutor
-from quire.executors.local import LocalExecutor
+from quire.model_runner.graphs import EagerQueue
+from quire.model_runner.speculative.proposers import NgramProposer
+from quire.model_runner.triton_steps import TritonSteps
 from quire.ops.ragged import RaggedBatch
-from quire.ops.triton import prefixes, shared, work
+from quire.ops.triton import attention_schedule, shared_prefixes
+from quire.ops.triton import cascade as shared
 from quire.ops.triton.ops import TritonOps
-from quire.runner.graphs import EagerQueue
-from quire.runner.kernels import TritonSteps
-from quire.runner.proposers import NgramProposer
-from quire.values import Request, SamplingParams
+from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.speculation import FixedDrafts
+from quire.types import Request, SamplingParams
 from quire.weights.load import load_model
 from tests import checkpoints
 
@@ -75,15 +76,15 @@ def test_what_the_prefix_cache_gave_to_several_is_read_for_them_together(
 ) -> None:
     looked: list[list[int]] = []
 
-    def found(batch: RaggedBatch, sharing: prefixes.PrefixSharing) -> prefixes.SharedPrefixes:
-        lists = prefixes.find_shared_prefixes(batch, sharing)
+    def found(batch: RaggedBatch, sharing: shared_prefixes.PrefixSharing) -> shared_prefixes.SharedPrefixes:
+        lists = shared_prefixes.find_shared_prefixes(batch, sharing)
         looked.append(lists.begun[0].tolist())
         return lists
 
     monkeypatch.setattr(shared, "CROWD", 2)
     monkeypatch.setattr(shared, "WORTH", 0)
-    monkeypatch.setattr(prefixes, "LEAST", 2)
-    monkeypatch.setattr(work, "find_shared_prefixes", found)
+    monkeypatch.setattr(shared_prefixes, "LEAST", 2)
+    monkeypatch.setattr(attention_schedule, "find_shared_prefixes", found)
     checkpoints.make(tmp_path, "qwen3-gqa")
     device, sizes = torch.device("cpu"), SIZES | {"max_model_len": 128}
     model = load_model(tmp_path, dtype="float32", device=device, ops=TritonOps(device))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from triton import knobs
 
-from quire.build.cuda import count_compiles
+from quire.assembly.cuda import count_compiles
 
 
 def test_what_triton_compiles_later_is_counted(

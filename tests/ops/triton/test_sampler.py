@@ -12,15 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.model_runner.sampling.noise import Draw, stream
+from quire.model_runner.sampling.truncation import Truncation, truncate
 from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.noise import exponentials
 from quire.ops.triton.sampler import sample
-from quire.ops.triton.settings import BROKEN, FINE, STUCK, RequestedFeatures, SamplingTensors
-from quire.runner.noise import Draw, stream
-from quire.runner.truncate import Truncation, truncate
-from quire.values import UNLIMITED, SamplingParams
+from quire.ops.triton.sampling_tensors import BROKEN, FINE, STUCK, RequestedFeatures, SamplingTensors
+from quire.types import UNLIMITED, SamplingParams
+from tests.model_runner import oracle
 from tests.ops.triton.device import DEVICE
-from tests.runner import oracle
 
 CARD = DeviceInfo.of(DEVICE)
 

@@ -10,25 +10,25 @@ import numpy as np
 import pytest
 import torch
 
-from quire.core.kv import KVCacheManager, make_prefix_cache
-from quire.core.scheduler import Scheduler
-from quire.core.speculate import FixedDrafts
 from quire.engine.engine import Engine
 from quire.executors.cuda import CudaExecutor
+from quire.model_runner.device_state import DeviceState
+from quire.model_runner.device_steps import DROPPED, DeviceSteps, TorchSteps
+from quire.model_runner.graphs import CudaQueue, EagerQueue
+from quire.model_runner.memory import allocate, layer_shapes
+from quire.model_runner.row_state import RowState
+from quire.model_runner.speculative.proposers import ModelProposer, NgramProposer, NoProposer, Proposer
+from quire.model_runner.triton_steps import TritonSteps
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import TritonOps
-from quire.runner.arena import DeviceState
-from quire.runner.device import DROPPED, DeviceSteps, TorchSteps
-from quire.runner.graphs import CudaQueue, EagerQueue
-from quire.runner.kernels import TritonSteps
-from quire.runner.memory import allocate, layer_shapes
-from quire.runner.proposers import ModelProposer, NgramProposer, NoProposer, Proposer
-from quire.runner.rows import RowState
-from quire.values import Request, SamplingParams
+from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.speculation import FixedDrafts
+from quire.types import Request, SamplingParams
+from tests.model_runner.oracle import naive
+from tests.model_runner.tiny import VOCAB, Tiny
 from tests.ops.triton.device import DEVICE
-from tests.runner.oracle import naive
-from tests.runner.tiny import VOCAB, Tiny
 
 PAGE, LENGTH, ROWS, DRAFTS = 4, 40, 6, 3
 

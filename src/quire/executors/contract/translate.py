@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
-from quire.core.plan import Mask, NewSequence, Plan, Result, Span
 from quire.engine.executor import Description
 from quire.executors.contract import executor_pb2 as pb
-from quire.values import SamplingParams, TokenLogprobs
+from quire.scheduler.plan import Mask, NewSequence, Plan, Result, Span
+from quire.types import SamplingParams, TokenLogprobs
 
 VERSION = 1
 """Of the contract: both sides must speak the same."""

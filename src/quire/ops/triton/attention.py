@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.ragged import LayerKV
+from quire.ops.triton.attention_schedule import CROWD, FIELDS, AttentionPlan, Tiling, spread
 from quire.ops.triton.launch import DeviceInfo, block, fetch, kernel, release, wait
-from quire.ops.triton.prefixes import PrefixPartials
 from quire.ops.triton.rows import tanh
-from quire.ops.triton.work import CROWD, FIELDS, AttentionPlan, Tiling, spread
+from quire.ops.triton.shared_prefixes import PrefixPartials
 
 
 @triton.jit

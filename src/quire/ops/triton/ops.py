@@ -11,15 +11,25 @@ from torch import Tensor
 from quire.ops.base import Angles, Gate, Norm, Norms
 from quire.ops.cublaslt import CublasLt
 from quire.ops.float8 import E4M3
+from quire.ops.gemm import GemmAutotuner, on_the_card
 from quire.ops.grouped import combine_experts, grouped_linear
-from quire.ops.library import GemmAutotuner, on_the_card
-from quire.ops.quantised import DequantizingOps
+from quire.ops.quantized import DequantizingOps
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.ops.triton import attention, recipes, restore, rows, scaled, shared, skinny, turn, twofold
+from quire.ops.triton import (
+    attention,
+    cascade,
+    dequantize,
+    fp8_split,
+    gemm_configs,
+    gemv,
+    qk_norm_rope,
+    quantized_gemm,
+    rows,
+)
+from quire.ops.triton.attention_schedule import AttentionPlan
 from quire.ops.triton.launch import DeviceInfo
-from quire.ops.triton.split import COUNTERS
-from quire.ops.triton.work import AttentionPlan
-from quire.values import UNLIMITED
+from quire.ops.triton.split_k import COUNTERS
+from quire.types import UNLIMITED
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +65,9 @@ class TritonOps(DequantizingOps):
         return F.embedding(tokens, weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
-        how = recipes.gemm_config(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
+        how = gemm_configs.gemm_config(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
         if how is not None and x.dtype is torch.bfloat16:
-            return skinny.product(x, weight, bias, how, self.card, gate, arrived=self.arrived)
+            return gemv.product(x, weight, bias, how, self.card, gate, arrived=self.arrived)
         y = self.gemm.linear(x, weight, bias)
         return y if not gate else self.silu_mul(y) if gate == "silu" else self.gelu_mul(y)
 
@@ -79,7 +89,7 @@ class TritonOps(DequantizingOps):
     ) -> Tensor:
         if weight.dtype is E4M3 and not self.card.float8:
             return super().scaled_linear(x, weight, scale, width, offset, bias, gate)
-        return self.quantised_linear(x, scaled.QuantizedMatrix(weight, scale, width, offset), bias, gate)
+        return self.quantised_linear(x, quantized_gemm.QuantizedMatrix(weight, scale, width, offset), bias, gate)
 
     def int4_linear(
         self,
@@ -91,24 +101,28 @@ class TritonOps(DequantizingOps):
         bias: Tensor | None = None,
         gate: Gate = "",
     ) -> Tensor:
-        return self.quantised_linear(x, scaled.QuantizedMatrix(weight, scale, zero=zero, groups=groups), bias, gate)
+        return self.quantised_linear(
+            x, quantized_gemm.QuantizedMatrix(weight, scale, zero=zero, groups=groups), bias, gate
+        )
 
-    def quantised_linear(self, x: Tensor, matrix: scaled.QuantizedMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
+    def quantised_linear(
+        self, x: Tensor, matrix: quantized_gemm.QuantizedMatrix, bias: Tensor | None, gate: Gate
+    ) -> Tensor:
         """As `linear`. The library's float8 products for many rows, where there are any; else by numbers restored on
         the way, or, for more rows than `scaled.MOST`, all of them beforehand."""
         weight, scale = matrix.weight, matrix.scale
         if scale.shape[1] == 1 and weight.dtype is E4M3 and x.dtype is torch.bfloat16:
-            quick = recipes.scaled_gemm_config(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
+            quick = gemm_configs.scaled_gemm_config(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
             if quick is not None:
-                return skinny.product(x, weight, bias, quick, self.card, gate, scale, self.arrived)
-            if len(x) > recipes.MOST and twofold.fits(weight, self.card):
-                return twofold.product(x, weight, scale, bias, self.one, self.card, gate)
-        fast = scaled.fitting(x, matrix, self.card)
-        how = scaled.recipe(len(x), len(weight), x.shape[-1], fast=fast, halved=matrix.is_int4)
+                return gemv.product(x, weight, bias, quick, self.card, gate, scale, self.arrived)
+            if len(x) > gemm_configs.MOST and fp8_split.fits(weight, self.card):
+                return fp8_split.product(x, weight, scale, bias, self.one, self.card, gate)
+        fast = quantized_gemm.fitting(x, matrix, self.card)
+        how = quantized_gemm.recipe(len(x), len(weight), x.shape[-1], fast=fast, halved=matrix.is_int4)
         if how is None or x.dtype is not torch.bfloat16:
-            return self.linear(x, restore.dequantize(matrix, x.shape[-1], x.dtype, self.card), bias, gate)
-        how = scaled.gated(how) if gate and not matrix.is_int4 else how
-        return scaled.product(x, matrix, bias, how, self.card, self.arrived, gate)
+            return self.linear(x, dequantize.dequantize(matrix, x.shape[-1], x.dtype, self.card), bias, gate)
+        how = quantized_gemm.gated(how) if gate and not matrix.is_int4 else how
+        return quantized_gemm.product(x, matrix, bias, how, self.card, self.arrived, gate)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rows.rms_norm(x, weight, eps, self.card)
@@ -131,12 +145,12 @@ class TritonOps(DequantizingOps):
         return rows.activation(x, self.card, gelu=True, gated=False)
 
     def angles(self, positions: Tensor, frequencies: Tensor, gain: float = 1.0) -> Angles:
-        return turn.angles(positions, frequencies, gain, self.card)
+        return qk_norm_rope.angles(positions, frequencies, gain, self.card)
 
     def qk_norm_rope_store_kv(
         self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
     ) -> Tensor:
-        return turn.qk_norm_rope_store_kv(qkv, heads, kv, batch, angles, norms, self.card)
+        return qk_norm_rope.qk_norm_rope_store_kv(qkv, heads, kv, batch, angles, norms, self.card)
 
     def attention(
         self,
@@ -148,5 +162,5 @@ class TritonOps(DequantizingOps):
         soft_cap: float = 0.0,
     ) -> Tensor:
         planned = self.prepare(batch)
-        begun = shared.cascade_attention(q, kv, planned, scale, window, soft_cap, self.card)
+        begun = cascade.cascade_attention(q, kv, planned, scale, window, soft_cap, self.card)
         return attention.attention(q, kv, planned, scale, window, soft_cap, self.card, begun)

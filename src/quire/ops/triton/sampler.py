@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.triton.cut import limited
-from quire.ops.triton.edits import process_logits
 from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
+from quire.ops.triton.logits_processors import process_logits
 from quire.ops.triton.noise import fold, least, scores
-from quire.ops.triton.settings import ALL_FEATURES, BLOCK, CHUNK, RequestedFeatures, SamplingTensors
+from quire.ops.triton.sampling_tensors import ALL_FEATURES, BLOCK, CHUNK, RequestedFeatures, SamplingTensors
+from quire.ops.triton.truncation import limited
 
 
 @kernel

@@ -1,0 +1,120 @@
+"""`quire diff`: activations layer by layer beside transformers', and the first that departs. Needs the `dev` extra."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import torch
+from torch import Tensor
+
+from quire.assembly.text import build_tokenizer
+from quire.cli.inspect import tell
+from quire.cli.options import SettingsCommand
+from quire.config import Settings
+from quire.errors import InvalidConfig, InvalidModel
+from quire.models import gemma
+from quire.models.base import Model
+from quire.weights.canary import PROBE, feed, pages, probe
+from quire.weights.load import load_model
+from quire.weights.locate import locate
+
+FAR = 1e-3
+"""Largest difference, as a share of the layer's deviation, that float32 rounding can explain."""
+
+
+class Layer(NamedTuple):
+    """One comparison: the largest difference, and it as a share of the deviation of transformers' numbers."""
+
+    name: str
+    most: float
+    share: float
+
+
+@click.command("diff", cls=SettingsCommand, sections=("model",), positional=True)
+def command(settings: Settings) -> None:
+    """Compare MODEL's activations with transformers', layer by layer in float32, and name the first that departs."""
+    folder = locate(settings.model.model, revision=settings.model.revision, cache=settings.model.download_dir)
+    try:
+        encoded = build_tokenizer(settings).encode(PROBE)
+    except InvalidModel:
+        encoded = ()
+    model = load_model(folder, dtype="float32")
+    found = list(compare(model, folder, probe(model.spec.vocab, encoded)))
+    tell([(layer.name, f"{layer.most:.2e}  ({layer.share:.1e} of its deviation)") for layer in found])
+    first = departs(found)
+    if first is not None:
+        raise InvalidModel(f"{first.name} is the first that departs: by {first.share:.1e} of its deviation")
+
+
+def departs(layers: Sequence[Layer]) -> Layer | None:
+    """The first too far off, if one is."""
+    return next((layer for layer in layers if not layer.share < FAR), None)
+
+
+def compare(model: Model, folder: Path, tokens: Sequence[int]) -> Iterator[Layer]:
+    """The embedding, every layer, and the logits. Raises InvalidConfig where transformers is not installed."""
+    ours, theirs = own(model, tokens), reference(folder, tokens)
+    for (name, mine), wanted in zip(ours, theirs, strict=True):
+        most = float((mine - wanted).abs().max())
+        yield Layer(name, most, most / max(float(wanted.std()), 1e-30))
+
+
+@torch.inference_mode()
+def own(model: Any, tokens: Sequence[int]) -> list[tuple[str, Tensor]]:
+    """The residual stream after each layer, and the logits."""
+    cpu, kept = torch.device("cpu"), list[Tensor]()
+    blocks = list(model.blocks)
+    try:
+        model.blocks = [Recorded(block, kept) for block in blocks]
+        hidden = model.forward(feed(tokens, 0, len(tokens), cpu), pages(model, len(tokens), cpu))
+    finally:
+        model.blocks = blocks
+    return [*((f"layer {i}", x) for i, x in enumerate(kept)), ("logits", model.logits(hidden))]
+
+
+class Recorded:
+    """A layer that keeps what leaves it."""
+
+    def __init__(self, block: Any, kept: list[Tensor]) -> None:
+        self.block, self.kept = block, kept
+        self.after_mlp = block.after_mlp if isinstance(block, gemma.Block) else None  # left to the layer behind it
+
+    def __call__(self, *args: Any) -> Any:
+        out = self.block(*args)
+        if isinstance(out, tuple):
+            added, residual = out
+            self.kept.append(residual + (self.after_mlp(added) if self.after_mlp else added))
+        else:
+            self.kept.append(out.clone())
+        return out
+
+
+@torch.inference_mode()
+def reference(folder: Path, tokens: Sequence[int]) -> list[Tensor]:
+    """The same, by transformers."""
+    try:
+        auto = import_module("transformers").AutoModelForCausalLM
+    except ImportError:
+        raise InvalidConfig("quire diff compares with transformers: pip install 'quire[dev]'") from None
+    where = {"gguf_file": folder.name} if folder.is_file() else {}
+    try:
+        theirs = auto.from_pretrained(
+            folder.parent if folder.is_file() else folder,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            trust_remote_code=False,
+            **where,
+        ).eval()
+    except Exception as error:  # whatever it raises: it is not ours
+        raise InvalidModel(f"transformers cannot load it, so there is nothing to compare with: {error}") from error
+    kept: list[Tensor] = []
+    body = theirs.model if "model" in dict(theirs.named_children()) else theirs.transformer
+    layers = body.layers if "layers" in dict(body.named_children()) else body.h
+    for layer in layers:
+        layer.register_forward_hook(lambda module, args, out: kept.append(out[0] if isinstance(out, tuple) else out))
+    logits = theirs(torch.tensor([list(tokens)])).logits[0]
+    return [*(x.view(len(tokens), -1) for x in kept), logits]

@@ -1,0 +1,191 @@
+"""`quire plan`: what serving would take, and the smallest change that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import torch
+
+from quire.assembly.limits import resolve
+from quire.assembly.working_memory import LARGEST_GEMM_WORKSPACE, host_bytes, working_bytes
+from quire.cli.inspect import tell
+from quire.cli.model_facts import Fact, ModelFacts, amount, read_facts
+from quire.cli.options import SettingsCommand
+from quire.config import OPTIONS, Settings
+from quire.errors import InvalidConfig
+from quire.model_runner.memory import block_bytes, cpu_budget, layer_shapes, usable_blocks
+from quire.models.registry import parameters
+from quire.weights.schemes import AUTO, ONLINE, read_scheme
+
+SHORTEST = 256
+"""Tokens. A context shorter than this is nothing to propose."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes. weights: all. work: the largest step. page: one block of K/V, of `size` tokens. pool: what K/V would get.
+
+    least, most: blocks for one sequence of the whole `length`, and for all at once.
+    """
+
+    weights: int
+    work: int
+    page: int
+    size: int
+    pool: int
+    least: int
+    most: int
+    length: int
+
+    @property
+    def blocks(self) -> int:
+        """Of the pool, the spare one not counted."""
+        return min(self.pool // self.page - 1, self.most)
+
+    @property
+    def fits(self) -> bool:
+        return self.blocks >= self.least
+
+    @property
+    def missing(self) -> int:
+        return (self.least + 1) * self.page - self.pool
+
+
+@click.command(
+    "plan",
+    cls=SettingsCommand,
+    sections=("model", "cache", "scheduler", "execution"),
+    positional=True,
+    params=[click.Option(["--memory"], metavar="SIZE", help="Memory to plan for (24GiB works) [what is free here]")],
+)
+def command(settings: Settings, memory: str | None) -> None:
+    """Print what serving MODEL takes, what is left, and, where it does not fit, the smallest change that does.
+
+    The exit status says which: 0, it fits; 1, it does not.
+    """
+    device = device_of(settings)
+    rows = list(told(settings, read_facts(settings), free(device) if memory is None else size_of(memory), device))
+    tell(rows)
+    if "fits" in dict(rows):  # said only where it does not
+        raise SystemExit(1)
+
+
+def size_of(memory: str) -> int:
+    """Raises InvalidConfig."""
+    try:
+        return int(OPTIONS["kv_cache_memory_bytes"].read(memory, "--memory"))
+    except (InvalidConfig, TypeError):
+        raise InvalidConfig(f"--memory must be a size such as 24GiB, not {memory!r}", param="memory") from None
+
+
+def device_of(settings: Settings) -> torch.device:
+    """As the engine would choose; one that is asked for may be planned for where there is none."""
+    asked = settings.execution.device
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked)
+
+
+def free(device: torch.device) -> int:
+    """Bytes. Raises InvalidConfig for a device that is not here."""
+    if device.type == "cpu":
+        return host_bytes()
+    if not torch.cuda.is_available():
+        raise InvalidConfig("--device cuda: torch sees no GPU here; --memory says how much one has", param="device")
+    return int(torch.cuda.mem_get_info()[0])
+
+
+def need(settings: Settings, looked: ModelFacts, room: int, device: torch.device) -> MemoryPlan:
+    """What these settings take of `room` bytes. Raises InvalidConfig for a context the model does not have."""
+    spec, cache = looked.spec, settings.cache
+    limits, cpu = resolve(settings, spec, device), device.type == "cpu"
+    captured = 0 if cpu or settings.execution.enforce_eager else LARGEST_GEMM_WORKSPACE
+    held = weights(settings, looked)
+    work = working_bytes(spec, looked.dtype, tokens=limits.budget, captured=captured, rows=limits.cap)
+    kept = torch.float8_e4m3fn if cache.kv_cache_dtype == "fp8" else looked.dtype
+    page = block_bytes(layer_shapes(spec.kv_shapes, kept), limits.page_size)
+    left = max(0, int(room * (1 if cpu else cache.gpu_memory_utilization)) - held - work)
+    pool = min(left, cpu_budget(max(0, room - held))) if cpu else left
+    if cache.num_gpu_blocks_override or cache.kv_cache_memory_bytes:
+        asked = cache.kv_cache_memory_bytes or ((cache.num_gpu_blocks_override or 0) + 1) * page
+        pool = min(left, asked)
+    return MemoryPlan(
+        held,
+        work,
+        page,
+        limits.page_size,
+        pool,
+        least=usable_blocks(1, limits.max_model_len, limits.page_size),
+        most=usable_blocks(limits.cap, limits.max_model_len, limits.page_size),
+        length=limits.max_model_len,
+    )
+
+
+def weights(settings: Settings, looked: ModelFacts) -> int:
+    """Bytes once loaded: as stored where they are quantised, else at the dtype they are computed in."""
+    spec, checkpoint = looked.spec, looked.checkpoint
+    if read_scheme(looked.config) is not None and checkpoint is not None:
+        return sum(entry.size for entry in checkpoint.entries.values())
+    whole = parameters(spec) * looked.dtype.itemsize
+    if settings.model.quantization not in ONLINE:
+        return whole
+    delicate = spec.vocab * spec.hidden * (1 if spec.tie else 2)
+    return whole - (parameters(spec) - delicate) * (looked.dtype.itemsize - 1)
+
+
+def told(settings: Settings, looked: ModelFacts, room: int, device: torch.device) -> Iterator[Fact]:
+    """The plan, line by line; first, what keeps the weights that are there from being loaded."""
+    asked = need(settings, looked, room, device)
+    if looked.trouble:
+        yield "loads", looked.trouble
+    yield "memory", f"{amount(room)} ({device.type})"
+    yield "weights", amount(asked.weights)
+    yield "activations", f"{amount(asked.work)} at most"
+    yield "KV a sequence", f"{amount(asked.least * asked.page)} for {asked.length:,} tokens"
+    yield "KV at most", f"{amount(asked.most * asked.page)}: the limits cannot use more"
+    if asked.fits:
+        taken, whole = (asked.blocks + 1) * asked.page, asked.blocks / asked.least
+        yield "KV pool", f"{amount(taken)}: {asked.blocks:,} blocks, {whole:.1f} sequences of the whole length"
+        yield "left", amount(room - asked.weights - asked.work - taken)
+        return
+    taken = asked.weights + asked.work
+    short = f"{amount(asked.missing)} more must be left for K/V"
+    yield "fits", f"no: {short if taken < room else f'weights and activations take {amount(taken)}'}"
+    proposed = next(smaller(settings, looked, room, device), None)
+    flags = {OPTIONS[name].flag: value for name, value in (proposed or {}).items()}
+    none = f"none is enough: the weights alone are {amount(asked.weights)}"
+    yield "smallest change", " ".join(f"{flag} {value}" for flag, value in flags.items()) or none
+
+
+def smaller(settings: Settings, looked: ModelFacts, room: int, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Changes of settings that make it fit, the least first."""
+    asked = need(settings, looked, room, device)
+    plain = read_scheme(looked.config) is None and settings.model.quantization == AUTO
+    small_kv: dict[str, Any] = {"kv_cache_dtype": "fp8"}
+    both = {**small_kv, **({"quantization": "fp8"} if plain else {})}
+    whole = (
+        {"kv_cache_memory_bytes": (asked.least + 1) * asked.page} if not settings.cache.num_gpu_blocks_override else {}
+    )
+    length = longest(asked)
+    shorter = {"max_model_len": length}
+    proposals = [whole, shorter if length > asked.length // 2 else {}, small_kv, shorter, both]
+    for change in proposals:
+        if (
+            change
+            and need(changed(settings, change), looked, room, device).fits
+            and change.get("max_model_len", SHORTEST) >= SHORTEST
+        ):
+            yield change
+    last = longest(need(changed(settings, both), looked, room, device))
+    if last >= SHORTEST:
+        yield {**both, "max_model_len": min(last, asked.length)}
+
+
+def longest(asked: MemoryPlan) -> int:
+    """Tokens of a sequence that the pool holds."""
+    return max(1, (asked.pool // asked.page - 1) * asked.size + 1)
+
+
+def changed(settings: Settings, change: dict[str, Any]) -> Settings:
+    return Settings.of(**{**settings.flat(), **change})

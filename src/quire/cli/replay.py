@@ -1,0 +1,215 @@
+"""`quire replay`: decide again what an engine decided, and say what was decided and why."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from quire.errors import InvalidRequest, nearest
+from quire.observability import recording_format
+from quire.observability.explain import MISSING
+from quire.sim.replay import Divergence, Replay, replay
+from quire.sim.replay_stats import ReplayStats
+from quire.sim.step_words import lines, step_words
+from quire.tokenization.escape import escape_control
+
+
+@click.command("replay")
+@click.argument("path", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--run", "run", type=click.IntRange(1), help="Of several recordings, only this one (1: the oldest).")
+@click.option("--request", "request", metavar="ID", help="Tell the life of one request.")
+@click.option("--step", "step", type=click.IntRange(1), help="Tell what was decided in one step, and why.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(path: tuple[Path, ...], run: int | None, request: str | None, step: int | None, as_json: bool) -> None:
+    """Make the decisions of recordings (files, or a folder) again, with this code and no model, and compare each.
+
+    Each start of an engine is a recording. Exit code 0 if all decisions are the same, 1 where one departs, 2 if PATH
+    cannot be read.
+    """
+    reel, told = recording_format.RecordingReader(path), list[dict[str, Any]]()
+    show = _Shown()
+    while reel.next is not None:
+        tally = ReplayStats(request, step)
+        again = replay(reel, [tally], prepare=tally.begin)
+        notes, reel.notes = reel.notes, []
+        found = {"number": len(told) + 1, **report(again, tally, notes)}
+        told.append(found)
+        if not as_json and run in (None, found["number"]):
+            show.recording(again, found)
+    if run is not None and run > len(told):
+        raise InvalidRequest(f"there is no recording {run}: there are {len(told)}")
+    told = [found for found in told if run in (None, found["number"])]
+    _missed(told, request, step)
+    same = all(found["same"] for found in told)
+    if as_json:
+        click.echo(json.dumps({"same": same, "recordings": told}))
+    if not same:
+        sys.exit(1)
+
+
+def _missed(told: list[dict[str, Any]], request: str | None, step: int | None) -> None:
+    """Raises InvalidRequest for what was asked for and is in no recording."""
+    if request is not None and not any("request" in found for found in told):
+        hint = nearest(request, [id for found in told for id in found["known"]])
+        raise InvalidRequest(f"no request {escape_control(request)!r} is in this recording.{hint}")
+    departed = {found["departure"]["step"] for found in told if found["departure"]}
+    if step is not None and step not in departed and not any("step" in found for found in told):
+        has = " and ".join("{} to {}".format(*found["steps"]) for found in told)
+        raise InvalidRequest(f"no step {step} is in this recording: it has {has}")
+
+
+def report(again: Replay, tally: ReplayStats, notes: list[str]) -> dict[str, Any]:
+    """Everything that a replay showed, plain JSON."""
+    began, out, lives = again.began, tally.report(), tally.to_json()
+    scheduler = again.engine.scheduler
+    departure = again.divergence
+    return {
+        "quire": began.quire,
+        "run": began.run,
+        "began": began.unix,
+        "segments": again.segments,
+        "notes": notes,
+        "settings": {
+            **{name: began.about[name] for name in ("pages", "page_size", "max_model_len")},
+            "cap": scheduler.max_num_seqs,
+            "budget": scheduler.max_num_batched_tokens,
+            "gap": scheduler.max_background_tokens,
+            "chunk": scheduler.max_chunk_tokens,
+            "order": scheduler.priority_policy.__name__,
+            "admission": scheduler.admission_policy.__name__,
+            "pressure": scheduler.kv.reserve_policy.__name__,
+            "speculation": _kind(scheduler.speculation),
+            "pace": _kind(again.engine.step_budget),
+            "prefix": _kind(scheduler.kv.prefix_cache),
+            "eviction": _kind(scheduler.kv.block_pool.eviction_policy),
+        },
+        "same": departure is None,
+        "departure": departure and {name: getattr(departure, name) for name in Divergence.__slots__},
+        "crash": again.crash and f"{type(again.crash).__name__}: {again.crash}",
+        "under_way": _under_way(again) if again.under_way else [],
+        **out,
+        **({"request": lives} if lives else {}),
+        **({"step": tally.step} if tally.step else {}),
+    }
+
+
+def _kind(part: Any) -> str:
+    return type(part).__name__
+
+
+def _under_way(again: Replay) -> list[str]:
+    """The steps that had not come home when the recording ended."""
+    out = []
+    for step in again.engine.scheduler.inflight:
+        ids = [seq.request.id for seq in step.seqs]
+        out += lines(step_words(step.plan, ids, step.decisions), ids)
+    return out
+
+
+# -------------------------------------------------------------------- for people
+
+
+class _Shown:
+    """Prints recordings as they are replayed."""
+
+    def __init__(self) -> None:
+        self.console = Console(highlight=False, soft_wrap=True)
+
+    def say(self, line: str, style: str = "") -> None:
+        self.console.print(Text(escape_control(line), style=style))
+
+    def recording(self, again: Replay, said: dict[str, Any]) -> None:
+        say = self.say
+        when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(said["began"]))
+        say(f"recording {said['number']}: quire {said['quire']}, from {when} on, {said['seconds']:.3f} s", "bold")
+        for note in said["notes"]:
+            say(f"note: {note}", "yellow")
+        if "step" in said:
+            _step(said["step"], say)
+        elif "request" in said:
+            for life in said["request"]:
+                _request_lines(life, say)
+        elif said["requests"]:
+            _summary(said, say)
+        else:
+            say("nothing was asked of it")
+        if said["under_way"]:
+            say("under way when the recording ended:", "bold")
+            for line in said["under_way"]:
+                say(f"  {line}")
+        _verdict(again, said, self.console)
+
+
+def _summary(said: dict[str, Any], say: Any) -> None:
+    settings = said["settings"]
+    say("  " + ", ".join(f"{name} {value}" for name, value in settings.items()))
+    first, last = said["steps"]
+    ended = ", ".join(f"{n} {name}" for name, n in said["ended"].items()) or "none"
+    say(f"steps {first} to {last}: {said['tokens']} tokens made, {said['fed']} fed")
+    say(f"requests {said['requests']}: ended {ended}")
+    time = said["time"]
+    say("time: " + ", ".join(f"{seconds:.3f} s {_PARTS[name]}" for name, seconds in time.items()))
+    lost = said["preemptions"]
+    say(
+        f"preemptions {lost['count']} ({lost['tokens_again']} tokens to compute again), evictions {said['evictions']}, "
+        f"discarded spans {said['discarded_spans']}, failed steps {said['failures']}"
+    )
+    for each in lost["each"][:20]:
+        say(f"  step {each['step']}: {each['says']}")
+    if lost["count"] > 20:
+        say(f"  and {lost['count'] - 20} more (--json has {len(lost['each'])})")
+    for name, about in said["waited"].items():
+        say(f"the queue waited {about['seconds']:.3f} s, {about['steps']} steps, for {MISSING.get(name, name)}")
+    if said["longest_steps"]:
+        say("longest steps:")
+    for step in said["longest_steps"]:
+        say(f"  step {step['step']}: {step['seconds'] * 1e3:.2f} ms, {step['rows']} rows, {step['fed']} tokens fed")
+
+
+_PARTS: Mapping[str, str] = {"executor": "waiting for the executor", "planning": "planning", "between": "between steps"}
+
+
+def _step(step: dict[str, Any], say: Any) -> None:
+    say(f"step {step['step']}, {step['planned']:.4f} s from the beginning, took {step['seconds'] * 1e3:.2f} ms", "bold")
+    for line in step["plan"]:
+        say(f"  {line}")
+    say("  made " + (", ".join(f"{id}: {n}" for id, n in step["tokens"].items()) or "nothing"))
+    for id, finish in step["ended"].items():
+        say(f"  {id} ended: {finish}")
+    say("  after it: " + ", ".join(f"{name} {value}" for name, value in step["after"].items()))
+
+
+def _request_lines(story: dict[str, Any], say: Any) -> None:
+    say(f"{story['id']}: {story['summary']}", "bold")
+    for event in story["events"]:
+        say(f"  {event['at'] * 1e3:10.2f} ms  {event['says']}")
+
+
+def _verdict(again: Replay, said: dict[str, Any], console: Console) -> None:
+    departure = again.divergence
+    if departure is None:
+        broke = f"; the engine broke as it did then: {said['crash']}" if said["crash"] else ""
+        console.print(Text(f"every decision is the same{broke}", style="bold green"))
+        return
+    console.print(Text(escape_control(f"departs at step {departure.step}: {departure.what}"), style="bold red"))
+    if departure.recorded or departure.decided:
+        table = Table("recorded", "decided now")
+        for left, right in _beside(departure.recorded, departure.decided):
+            style = "" if left == right else "bold"
+            table.add_row(Text(escape_control(left), style=style), Text(escape_control(right), style=style))
+        console.print(table)
+
+
+def _beside(recorded: list[str], decided: list[str]) -> list[tuple[str, str]]:
+    """Equal lines side by side; what only one side has, alone."""
+    out = [(line, line if line in decided else "") for line in recorded]
+    return out + [("", line) for line in decided if line not in recorded]

@@ -1,0 +1,149 @@
+"""How long the next step may take, judged by those before; and, when it takes longer, what the engine is doing.
+
+Liveness is progress: the front waits for a step as long as `Watch.due` says, no longer. Then it sends the engine's
+process a signal, and the process says where every thread is and what was decided last, even where it is stuck in a
+library: the stacks are written by a C handler, the decisions by a thread that is woken by the signal's arrival.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TextIO
+
+from quire.engine.engine import Engine
+from quire.engine.events import Completed, StepRecord
+from quire.engine.protocol import REPORT_SIGNAL
+from quire.scheduler.plan import Plan
+from quire.scheduler.sequence import Decision
+from quire.tokenization.escape import escape_control
+from quire.types import Request
+
+_UNKNOWN = 0.1
+"""Seconds a token, before anything was measured: slower than any model that somebody would wait for."""
+
+_MARGIN = 10.0
+"""A step may take so many times what the slowest seen would suggest: attention costs more the longer a context is."""
+
+_SHORT, _LONG = 10.0, 30.0
+"""Seconds that any step may take, unless an option says otherwise: once steps have been measured, and before."""
+
+
+class StepWatch:
+    """An observer that learns what steps cost and keeps the last few.
+
+    timeout: seconds that any step may take; None: 10 where steps are known to be short, 30 before any was measured.
+    keep: steps remembered. out: where failures and reports are written.
+    """
+
+    def __init__(self, *, timeout: float | None = None, keep: int = 12, out: TextIO | None = None) -> None:
+        self.timeout = timeout
+        self.out = sys.stderr if out is None else out
+        self.last: deque[StepRecord] = deque(maxlen=keep)
+        self.longest = 0.0
+        self.rate = 0.0
+        self.most = 0
+
+    def step_timeout(self, budget: int) -> float:
+        """Seconds within which a step must be over that feeds `budget` tokens at most.
+
+        That is the timeout, or `_MARGIN` times what the steps before suggest, where that is more.
+        """
+        if not self.last:
+            return (_LONG if self.timeout is None else self.timeout) + _UNKNOWN * budget
+        known = _MARGIN * max(self.longest, self.rate * budget)
+        return max(_SHORT if self.timeout is None else self.timeout, known)
+
+    # ---------------------------------------------------------------- an observer
+
+    def on_submit(self, request: Request, now: float) -> None:
+        """Nothing is learnt from those who wait."""
+
+    def on_step(self, record: StepRecord) -> None:
+        took = record.committed - record.launched
+        if took > self.longest:
+            self.longest = took
+        fed = sum([span[1] for span in record.plan.spans])
+        if fed > 2 * self.most:  # what few tokens cost says little of many: part of it is the step's own
+            self.rate = 0.0
+        self.most = max(self.most, fed)
+        if 2 * fed >= self.most and took > self.rate * fed:
+            self.rate = took / fed
+        self.last.append(record)
+
+    def on_end(self, ended: Completed) -> None:
+        """Nothing is learnt from those who leave."""
+
+    def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
+        who = ", ".join(suspects[:8]) + (f" and {len(suspects) - 8} more" if len(suspects) > 8 else "")
+        print(f"a step failed: {escape_control(reason)}\n  on the device: {who}", file=self.out, flush=True)
+
+    # ---------------------------------------------------------------- a report
+
+    def report(self, engine: Engine) -> str:
+        """What was decided last and what is under way. Read from another thread: a little torn, never wrong."""
+        return "\n".join(self._report_lines(engine))
+
+    def _report_lines(self, engine: Engine) -> Iterator[str]:
+        scheduler, now = engine.scheduler, engine.clock.now()
+        gauges = engine.gauges()
+        timeout = self.step_timeout(scheduler.max_num_batched_tokens)
+        yield (
+            f"engine: {engine.stats.num_steps} steps committed, {gauges.running} running, {gauges.waiting} waiting, "
+            f"{gauges.used_blocks} pages used, {gauges.free_blocks} free, due within {timeout:.1f} s"
+        )
+        for record in list(self.last):
+            took = f"{record.committed - record.launched:.4f} s, {now - record.committed:.1f} s ago"
+            yield f"  step {record.number} ({took}): {_step_line(record.plan, record.ids, record.decisions)}"
+        for step in list(scheduler.inflight):
+            ids = [seq.request.id for seq in step.seqs]
+            yield f"  under way: {_step_line(step.plan, ids, step.decisions)}"
+
+    # ---------------------------------------------------------------- a signal
+
+    def install_signal_handler(self, engine: Engine) -> Callable[[], None]:
+        """From now on TELL makes this process tell. To be called in its main thread; undone by what it returns."""
+        heard, ring = os.pipe()
+        os.set_blocking(ring, False)
+        before = signal.signal(REPORT_SIGNAL, lambda number, frame: None)
+        faulthandler.register(REPORT_SIGNAL, file=self.out, all_threads=True, chain=True)
+        signal.set_wakeup_fd(ring, warn_on_full_buffer=False)
+        thread = threading.Thread(target=self._report_on_signal, args=(heard, engine), name="watch", daemon=True)
+        thread.start()
+
+        def stop() -> None:
+            signal.set_wakeup_fd(-1)
+            faulthandler.unregister(REPORT_SIGNAL)
+            signal.signal(REPORT_SIGNAL, before)
+            os.close(ring)
+            thread.join()
+            os.close(heard)
+
+        return stop
+
+    def _report_on_signal(self, heard: int, engine: Engine) -> None:
+        while said := os.read(heard, 64):
+            if REPORT_SIGNAL in said:
+                try:
+                    print(self.report(engine), file=self.out, flush=True)
+                except Exception:  # it is read while it changes
+                    traceback.print_exc(file=self.out)
+
+
+def _step_line(plan: Plan, ids: list[str], decisions: list[Decision]) -> str:
+    """One step in a line: what each was fed, and why others were not."""
+    fed = [
+        f"{id}+{span.num_tokens}" + ("*" if span.num_samples else "") for id, span in zip(ids, plan.spans, strict=False)
+    ]
+    why = [" ".join(map(str, decision)) for decision in decisions]
+    return " ".join(_abridge(fed)) + ("; " + ", ".join(_abridge(why)) if why else "")
+
+
+def _abridge(words: list[str], most: int = 16) -> list[str]:
+    return words if len(words) <= most else [*words[:most], f"and {len(words) - most} more"]

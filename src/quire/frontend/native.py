@@ -1,0 +1,332 @@
+"""The rim of our own engine: text in, text out; the engine behind its port knows token ids only."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from quire import errors
+from quire.engine.client import EngineClient
+from quire.engine.executor import Description
+from quire.errors import DeadlineExceeded, Interrupted, InvalidRequest, Overloaded, Unavailable
+from quire.frontend.drain_rate import DrainRate
+from quire.frontend.interface import Call, Delta, ModelCard
+from quire.frontend.observer import FrontendObserver, NoObserver
+from quire.frontend.output_processor import ActiveRequest, OutputProcessor, delta_of_error
+from quire.frontend.request_builder import output_processor, requests
+from quire.tokenization.chat_template import ChatTemplate
+from quire.tokenization.stop_strings import StopStrings
+from quire.tokenization.tokenizer import Tokenizer
+from quire.types import BACKGROUND, FinishedRequest, FinishReason, RequestStepOutput
+
+
+def _random_seed() -> int:
+    return secrets.randbits(63)
+
+
+def _initial_stats(about: Description) -> dict[str, Any]:
+    """`/stats` before the engine's first step."""
+    counts = ("waiting_requests", "active_requests", "completed_requests", "generated_tokens", "decode_steps")
+    cache = {
+        "page_size": about.block_size,
+        "max_pages": about.num_blocks,
+        "used_pages": 0,
+        "free_pages": about.num_blocks,
+    }
+    cache |= dict.fromkeys(("active_sequences", "pressure_events", "evictions"), 0)
+    return {
+        **dict.fromkeys(counts, 0),
+        "average_batch_size": 0.0,
+        "max_batch_observed": 0,
+        "cache": {**cache, "utilization": 0.0, "policy": "lru"},
+    }
+
+
+class NativeBackend:
+    """Answers calls from one engine (the upper door; see base.Backend).
+
+    card: its max_model_len and vocab_size are what the checkpoint says until `start`, then what the engine can hold.
+    max_queued: answers that may wait beyond those running. max_unread: deltas of a call that may wait for their reader;
+    one more ends the call. clock: seconds, the engine's clock too.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        card: ModelCard,
+        chat: ChatTemplate | None = None,
+        observer: FrontendObserver | None = None,
+        max_queued: int = 2048,
+        max_unread: int = 1 << 15,
+        clock: Callable[[], float] = time.monotonic,
+        seeds: Callable[[], int] = _random_seed,
+    ) -> None:
+        self._engine, self._tokenizer, self._card, self._chat = engine, tokenizer, card, chat
+        self._observer: FrontendObserver = NoObserver() if observer is None else observer
+        self._max_queued, self._max_unread, self._clock, self._seeds = max_queued, max_unread, clock, seeds
+        self._active: dict[str, tuple[ActiveRequest, OutputProcessor]] = {}
+        self._in_gaps = 0
+        """Of these, those that run only in the gaps."""
+        self._requests: set[ActiveRequest] = set()
+        self._drain_rate = DrainRate()
+        self._stats: dict[str, Any] = {}
+        self._draining = False
+        self._empty = asyncio.Event()
+
+    # ---------------------------------------------------------------- life
+
+    async def start(self) -> None:
+        self._engine.subscribe(self._on_tokens, self._on_death)
+        about = await self._engine.start()
+        limit = min(self._card.max_model_len, about.max_model_len, about.num_blocks * about.block_size)
+        self._card = replace(self._card, max_model_len=limit, vocab_size=about.vocab_size, pools=about.supports_pooling)
+        self._stats = _initial_stats(about)
+
+    async def close(self) -> None:
+        self._draining = True
+        self._end_all("abort")
+        await self._engine.close()
+
+    async def drain(self, timeout: float) -> None:
+        self._draining = True
+        if self._requests:
+            self._empty.clear()
+            try:
+                await asyncio.wait_for(self._empty.wait(), timeout)
+            except TimeoutError:
+                self._end_all("abort")
+
+    def alive(self) -> bool:
+        return self._engine.alive()
+
+    def ready(self) -> bool:
+        return self._engine.ready() and not self._draining
+
+    # ---------------------------------------------------------------- text
+
+    def model(self) -> ModelCard:
+        return self._card
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, tokens: tuple[int, ...], *, skip_special_tokens: bool = False) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token: int) -> tuple[str, bytes]:
+        return self._tokenizer.token_text(token)
+
+    def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        if self._chat is None:
+            raise InvalidRequest(
+                f"{self._card.id} has no chat template: use /v1/completions, or start the server with --chat-template",
+                param="messages",
+                code="no_chat_template",
+            )
+        return self._chat.render(messages, **options)
+
+    # ---------------------------------------------------------------- calls
+
+    def answer(self, call: Call) -> ActiveRequest:
+        now = self._clock()
+        self._check_ready()
+        asked = requests(
+            call,
+            tokenizer=self._tokenizer,
+            limit=self._card.max_model_len,
+            seed=self._seeds(),
+            deadline=now + call.timeout,
+        )
+        if len(asked) > self._max_queued:
+            raise InvalidRequest(
+                f"n ({len(asked)}) is more than may wait in this server's queue ({self._max_queued})", param="n"
+            )
+        self.admit(len(asked))
+        self._engine.submit(asked)
+        live = ActiveRequest(call, now, asked[0].max_new_tokens, self._on_reader_closed)
+        stops = StopStrings(call.sampling.stop)
+        for request in asked:
+            live.processors[request.id] = made = output_processor(request, self._tokenizer, stops)
+            self._active[request.id] = live, made
+        self._in_gaps += len(asked) * (call.priority >= BACKGROUND)
+        self._requests.add(live)
+        if call.timeout < math.inf:
+            live.timer = asyncio.get_running_loop().call_later(call.timeout, self._end, live, "timeout")
+        return live
+
+    def _check_ready(self) -> None:
+        """Raises Unavailable while there is no engine, and when the server is shutting down."""
+        if not self.ready():
+            self._observer.on_refused("draining" if self._draining else "unavailable")
+            raise Unavailable("the server is shutting down" if self._draining else "the engine is not ready")
+
+    def admit(self, more: int, coming: int = 0) -> None:
+        self._check_ready()
+        waiting = len(self._active) + coming - self._engine.snapshot().get("active_requests", 0)
+        if waiting + more > self._max_queued:  # who runs only in the gaps stands in nobody's way
+            waiting = max(0, waiting - self._in_gaps)
+        if waiting + more > self._max_queued:
+            self._observer.on_refused("max_num_queued_reqs")
+            raise Overloaded(
+                f"{waiting} answers wait and {more} more are asked for, but at most {self._max_queued} may wait",
+                retry_after=self._drain_rate.wait(waiting, self._clock()),
+            )
+
+    def _leave_seat(self, id: str) -> None:
+        live, _ = self._active.pop(id)
+        self._in_gaps -= live.call.priority >= BACKGROUND
+
+    # ---------------------------------------------------------------- what the engine says
+
+    def _on_tokens(self, batch: Sequence[RequestStepOutput]) -> None:
+        """One engine step: each answer gets what it can tell, and each reader is called once."""
+        now, seats, observer = self._clock(), self._active, self._observer
+        over: defaultdict[FinishReason, list[str]] = defaultdict(list)
+        gaps: defaultdict[tuple[float, int], int] = defaultdict(int)
+        woken: list[ActiveRequest] = []
+        unread: list[ActiveRequest] = []
+        began = time.perf_counter()
+        for event in batch:
+            seat, made = seats.get(event.id), len(event.tokens)
+            if seat is None:  # it ended here before the engine knew
+                if made:
+                    observer.on_surplus(made)
+                continue
+            live, one = seat
+            if made:
+                if one.last is None:
+                    one.first = now
+                    observer.on_first(now - live.arrived)
+                else:
+                    gaps[one.last, made] += 1
+                one.last = now
+            counted = one.count
+            delta = delta_of_error(one, event)
+            if live.call.spend is not None:
+                live.call.spend(one.count - counted)
+            before, began = began, time.perf_counter()
+            one.num_tokens += began - before
+            if delta is None:
+                continue
+            if not live.deltas:
+                woken.append(live)
+            if delta.finish_reason is not None:
+                if event.finish is None:
+                    over[cast(FinishReason, delta.finish_reason)].append(event.id)
+                self._finish(live, one, delta, now)
+            else:
+                live.deltas.append(delta)
+                if len(live.deltas) > self._max_unread:
+                    unread.append(live)
+        for (last, made), answers in gaps.items():
+            observer.on_gap(now - last, made, answers)
+        for live in unread:
+            self._end(live, "abort")
+        for why, ids in over.items():
+            self._engine.abort(ids, why)
+        for live in woken:
+            live.on_ready()
+
+    def _finish(self, live: ActiveRequest, answer: OutputProcessor, delta: Delta, now: float) -> None:
+        """An answer is complete. An error ends the whole call, and so does a deadline before any token."""
+        reason = delta.finish_reason or ""
+        self._leave_seat(answer.id)
+        del live.processors[answer.id]
+        live.num_tokens += answer.count
+        self._drain_rate.record(now)
+        if answer.num_surplus:
+            self._observer.on_surplus(answer.num_surplus)
+        self._report_end(live, answer, reason, now)
+        if reason == "error":
+            why = delta.error or "the engine could not run this request"
+            live.error = errors.of(delta.status, why, param=delta.param)
+            return
+        live.deltas.append(delta)
+        if reason == "timeout" and not live.processors and not live.num_tokens:
+            live.deltas.clear()
+            live.error = DeadlineExceeded(f"nothing was made within {live.call.timeout:g} s", param="timeout")
+
+    def _report_end(self, live: ActiveRequest, answer: OutputProcessor, reason: str, now: float) -> None:
+        self._observer.on_end(
+            FinishedRequest(
+                live.call.id,
+                answer.index,
+                reason,
+                live.call.sampling,
+                live.call.trace_context,
+                prompt=len(live.call.prompt),
+                cached=answer.cached,
+                tokens=answer.count,
+                max_tokens=live.max_new,
+                first=None if answer.first is None else answer.first - live.arrived,
+                seconds=now - live.arrived,
+                detokenize_seconds=answer.num_tokens,
+            )
+        )
+
+    def _on_death(self, reason: str) -> None:
+        """The engine is gone, and so is everything it held."""
+        now = self._clock()
+        for live in self._requests:
+            if not live.processors:
+                continue
+            for answer in live.processors.values():
+                self._leave_seat(answer.id)
+                self._report_end(live, answer, "error", now)
+            live.processors.clear()
+            live.error = Interrupted(f"the engine stopped while this request was running: {reason}")
+            live.on_ready()
+
+    # ---------------------------------------------------------------- ends that the rim brings
+
+    def _end(self, live: ActiveRequest, reason: FinishReason) -> None:
+        """End every answer that goes on, with what there is."""
+        now = self._clock()
+        over = list(live.processors.values())
+        for answer in over:
+            self._finish(live, answer, answer.end(reason), now)
+        live.on_ready()
+        self._engine.abort([answer.id for answer in over], reason)
+
+    def _end_all(self, reason: FinishReason) -> None:
+        for live in list(self._requests):
+            if live.processors:
+                self._end(live, reason)
+
+    def _on_reader_closed(self, live: ActiveRequest) -> None:
+        """Nobody reads on: finished, failed, or the client has gone. Its pages are free within a step."""
+        if live.timer is not None:
+            live.timer.cancel()
+        if live.processors:
+            now = self._clock()
+            ids = list(live.processors)
+            for answer in live.processors.values():
+                self._leave_seat(answer.id)
+                self._report_end(live, answer, "abort", now)
+            live.processors.clear()
+            self._engine.abort(ids)
+        self._requests.discard(live)
+        if not self._requests:
+            self._empty.set()
+
+    # ---------------------------------------------------------------- what can be read
+
+    def stats(self) -> dict[str, Any]:
+        return {"running": self._engine.ready(), "model": self._card.id, **self._stats, **self._engine.snapshot()}
+
+    def load(self) -> int:
+        return len(self._requests)
+
+    def reset_prefix_cache(self) -> None:
+        self._engine.reset_prefix_cache()
+
+    def metrics(self) -> bytes:
+        return self._engine.prometheus() + self._observer.text()

@@ -1,0 +1,291 @@
+"""Build: the one object against which an architecture declares itself.
+
+It hands out layers and notes, for every checkpoint tensor, where its data goes: which fused matrix, which rows, cut
+for this rank, in which format. The loader then only has to match names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from quire.errors import InvalidModel, nearest
+from quire.layers.attention import Attention, Heads
+from quire.layers.basic import MLP, Embedding, GatedMLP, LayerNorm, RMSNorm, Rotary
+from quire.layers.linear import ColumnParallelLinear, LMHead, ParallelGroup, RowParallelLinear, shard_of
+from quire.layers.moe import ExpertWeights, GroupedExperts, MoE, MoEConfig, UngroupedExperts
+from quire.layers.quantization import Format, Matrix, MatrixPart, Plain, WeightSlot, WeightStorage
+from quire.layers.rope import RopeConfig
+from quire.ops.base import Gate, Ops
+
+Kind = TypeVar("Kind")
+
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+class ModelBuilder:
+    """Hands out layers. Names given to a method are relative to `prefix`; `at` goes deeper.
+
+    places: by checkpoint name, where each tensor goes, to several places where a rank keeps several pieces of it.
+    ignored: patterns (fnmatch) of checkpoint names that carry nothing the model needs. renames: see `rename`.
+    """
+
+    def __init__(
+        self,
+        *,
+        ops: Ops,
+        parallel: ParallelGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+        format: Format = Plain,
+        prefix: str = "",
+        parent: ModelBuilder | None = None,
+    ) -> None:
+        self.ops, self.parallel, self.dtype, self.device, self.format = ops, parallel, dtype, device, format
+        self.prefix = prefix
+        self.slots: dict[str, list[WeightSlot]] = {} if parent is None else parent.slots
+        self.matrices: list[WeightStorage] = [] if parent is None else parent.matrices
+        self.ignored: list[str] = [] if parent is None else parent.ignored
+        self.renames: dict[str, str] = {} if parent is None else parent.renames
+
+    def scope(self, name: str) -> ModelBuilder:
+        """The same build, one level down: `build.at("layers.0")`."""
+        return ModelBuilder(
+            ops=self.ops,
+            parallel=self.parallel,
+            dtype=self.dtype,
+            device=self.device,
+            format=self.format,
+            prefix=f"{self.prefix}{name}.",
+            parent=self,
+        )
+
+    def ignore(self, *patterns: str) -> None:
+        """Checkpoint names that need no place."""
+        self.ignored += (self.prefix + pattern for pattern in patterns)
+
+    def rename(self, prefixes: Mapping[str, str]) -> None:
+        """Checkpoint names that begin with a key of `prefixes` are known here by its value instead."""
+        self.renames.update(prefixes)
+
+    def finalize(self) -> None:
+        """Every place is filled: let each format take its final form, one matrix at a time.
+
+        Places are forgotten first, so that a matrix is freed as soon as its final form stands beside it.
+        """
+        self.slots.clear()
+        for stored in self.matrices:
+            stored.finalize()
+
+    def vector(self, name: str, size: int, *, mean: float = 0.0, std: float = 0.1, shift: float = 0.0) -> Tensor:
+        """A small tensor that every rank holds whole. What is added to it, `shift`, is not to be lost by rounding."""
+        data = torch.empty(size, dtype=torch.float32 if shift else self.dtype, device=self.device)
+        self._add_slot(
+            WeightSlot(self.prefix + name, (size,), (slice(0, size),), data, mean=mean, std=std, shift=shift)
+        )
+        return data
+
+    def rms_norm(self, name: str, size: int, eps: float, *, shift: float = 0.0) -> RMSNorm:
+        """shift: what the checkpoint's weight lacks (1 for Gemma, which stores how far it is from 1)."""
+        return RMSNorm(self.vector(f"{name}.weight", size, mean=1.0, shift=shift), eps, self.ops)
+
+    def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
+        weight, bias = self.vector(f"{name}.weight", size, mean=1.0), self.vector(f"{name}.bias", size)
+        return LayerNorm(weight, bias, eps, self.ops)
+
+    def embedding(self, name: str, count: int, hidden: int) -> Embedding:
+        """A table [count, hidden]; its random stand-in makes logits of deviation 1 when it is the head, too."""
+        data = torch.empty(count, hidden, dtype=self.dtype, device=self.device)
+        cut = (slice(0, count), slice(0, hidden))
+        self._add_slot(WeightSlot(f"{self.prefix}{name}.weight", (count, hidden), cut, data, std=hidden**-0.5))
+        return Embedding(data, self.ops)
+
+    def rotary(self, rope: RopeConfig) -> Rotary:
+        return Rotary(rope, self.device, self.ops)
+
+    def column_parallel(
+        self,
+        names: Sequence[str],
+        inputs: int,
+        outputs: Sequence[tuple[int, int]],
+        *,
+        bias: bool = False,
+        transposed: bool = False,
+    ) -> ColumnParallelLinear:
+        """One matrix of several checkpoint ones, or of one that holds several.
+
+        outputs: of each, (things, rows a thing): heads are cut between, never through.
+        """
+        parts, whole = list[MatrixPart](), sum(count * unit for count, unit in outputs)
+        together, before = len(names) == 1, 0
+        for name, (count, unit) in zip(list(names) * len(outputs) if together else names, outputs, strict=True):
+            cut = shard_of(count, self.parallel, name, unit)
+            if together:
+                parts.append(MatrixPart(self.prefix + name, whole, slice(before + cut.start, before + cut.stop)))
+            else:
+                parts.append(MatrixPart(self.prefix + name, count * unit, cut))
+            before += count * unit
+        return ColumnParallelLinear(self._store(parts, inputs, slice(0, inputs), bias=bias, transposed=transposed))
+
+    def row_parallel(
+        self, name: str, inputs: tuple[int, int], outputs: int, *, bias: bool = False, transposed: bool = False
+    ) -> RowParallelLinear:
+        """inputs: (things, columns a thing)."""
+        count, unit = inputs
+        part = MatrixPart(self.prefix + name, outputs, slice(0, outputs))
+        cut = shard_of(count, self.parallel, name, unit)
+        first = self.parallel.rank == 0
+        stored = self._store([part], count * unit, cut, bias=bias, own_bias=first, transposed=transposed)
+        return RowParallelLinear(stored, self.parallel)
+
+    def head(self, name: str, hidden: int, vocab: int, tied: Embedding | None, *, soft_cap: float = 0.0) -> LMHead:
+        """Hidden states to logits; `tied` is the embedding whose table it shares."""
+        cut = shard_of(vocab, self.parallel, "logits")
+        part = MatrixPart(self.prefix + name, vocab, cut)
+        if tied is None:
+            return LMHead(self._store([part], hidden, slice(0, hidden), keep_precision=True), self.parallel, soft_cap)
+        self.ignore(f"{name}.weight")
+        shared = tied.weight[cut]
+        return LMHead(self._store([part], hidden, slice(0, hidden), tied_weight=shared), self.parallel, soft_cap)
+
+    def attention(
+        self,
+        hidden: int,
+        heads: Heads,
+        *,
+        names: Sequence[str] = QKV,
+        out: str = "o_proj",
+        bias: bool = False,
+        out_bias: bool = False,
+        norm_eps: float | None = None,
+        norm_shift: float = 0.0,
+        transposed: bool = False,
+    ) -> Attention:
+        """heads: of the whole model; this rank's share is taken here.
+
+        names: of the checkpoint's q, k and v, or the one that holds all three. norm_eps, norm_shift: of q_norm and
+        k_norm, if any.
+        """
+        size = self.parallel.size
+        own = Heads(
+            count=heads.count // size,
+            kv=max(1, heads.kv // size),
+            dim=heads.dim,
+            scale=heads.scale,
+            window=heads.window,
+            soft_cap=heads.soft_cap,
+        )
+        outputs = ((heads.count, heads.dim), (heads.kv, heads.dim), (heads.kv, heads.dim))
+        qkv = self.column_parallel(names, hidden, outputs, bias=bias, transposed=transposed)
+        norms = None
+        if norm_eps is not None:
+            q_norm, k_norm = (self.rms_norm(n, heads.dim, norm_eps, shift=norm_shift) for n in ("q_norm", "k_norm"))
+            norms = q_norm, k_norm
+        back = self.row_parallel(out, (heads.count, heads.dim), hidden, bias=out_bias, transposed=transposed)
+        return Attention(qkv, back, own, self.ops, norms)
+
+    def gated_mlp(self, hidden: int, width: int, activation: str, *, bias: bool = False) -> GatedMLP:
+        """gate_proj, up_proj, down_proj."""
+        gate = activation_of(activation, GATES)
+        gate_up = self.column_parallel(("gate_proj", "up_proj"), hidden, ((width, 1), (width, 1)), bias=bias)
+        return GatedMLP(gate_up, self.row_parallel("down_proj", (width, 1), hidden, bias=bias), gate)
+
+    def experts(
+        self,
+        hidden: int,
+        mixture: MoEConfig,
+        activation: str,
+        *,
+        names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> MoE:
+        """`gate`, the router, and experts.N, each with the matrices called `names`: gate, up and down."""
+        act = activation_of(activation, {"silu": self.ops.silu_mul, **dict.fromkeys(GELUS, self.ops.gelu_mul)})
+        gate, up, down = names
+        cut = shard_of(mixture.width, self.parallel, "expert width")
+        each = [f"{self.prefix}experts.{e}." for e in range(mixture.num_experts)]
+        rises = [(MatrixPart(p + gate, mixture.width, cut), MatrixPart(p + up, mixture.width, cut)) for p in each]
+        falls = [(MatrixPart(p + down, hidden, slice(0, hidden)),) for p in each]
+        router = self.router("gate", hidden, mixture.num_experts)
+        return MoE(
+            router,
+            self._bank(rises, hidden, slice(0, hidden)),
+            self._bank(falls, mixture.width, cut),
+            mixture,
+            act,
+            self.parallel,
+            self.ops,
+        )
+
+    def router(self, name: str, hidden: int, count: int) -> ColumnParallelLinear:
+        """A small matrix that every rank holds whole."""
+        part = MatrixPart(self.prefix + name, count, slice(0, count))
+        return ColumnParallelLinear(self._store([part], hidden, slice(0, hidden), keep_precision=True))
+
+    def _bank(self, experts: Sequence[Sequence[MatrixPart]], columns: int, cut: slice) -> ExpertWeights:
+        """One matrix of each expert: side by side in one tensor where the format is plain, each for itself if not."""
+        if self.format is not Plain:
+            return UngroupedExperts([self._store(parts, columns, cut) for parts in experts])
+        rows = sum(part.shard.stop - part.shard.start for part in experts[0])
+        weight = torch.empty(len(experts), rows, cut.stop - cut.start, dtype=self.dtype, device=self.device)
+        for parts, own in zip(experts, weight, strict=True):
+            row = 0
+            for name, height, kept in parts:
+                into = own[row : row + kept.stop - kept.start]
+                row += len(into)
+                self._add_slot(WeightSlot(f"{name}.weight", (height, columns), (kept, cut), into, std=columns**-0.5))
+        return GroupedExperts(weight, self.ops)
+
+    def mlp(self, up: str, down: str, hidden: int, width: int, activation: str, *, transposed: bool = False) -> MLP:
+        """Two matrices with biases."""
+        act = activation_of(activation, dict.fromkeys(GELUS, self.ops.gelu))
+        rise = self.column_parallel((up,), hidden, ((width, 1),), bias=True, transposed=transposed)
+        return MLP(rise, self.row_parallel(down, (width, 1), hidden, bias=True, transposed=transposed), act)
+
+    def _store(
+        self,
+        parts: Sequence[MatrixPart],
+        columns: int,
+        cut: slice,
+        *,
+        bias: bool = False,
+        own_bias: bool = True,
+        transposed: bool = False,
+        keep_precision: bool = False,
+        tied_weight: Tensor | None = None,
+    ) -> WeightStorage:
+        matrix = Matrix(
+            tuple(parts),
+            columns,
+            cut,
+            self.dtype,
+            self.device,
+            bias,
+            adds_bias=own_bias,
+            transposed=transposed,
+            keep_precision=keep_precision,
+        )
+        stored = self.format(matrix, self.ops, tied_weight)
+        for place in stored.slots():
+            self._add_slot(place)
+        self.matrices.append(stored)
+        return stored
+
+    def _add_slot(self, place: WeightSlot) -> None:
+        self.slots.setdefault(place.name, []).append(place)
+
+
+GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+"""The names under which configs mean gelu by its tanh approximation."""
+
+
+GATES: Mapping[str, Gate] = MappingProxyType({"silu": "silu", **dict.fromkeys(GELUS, "gelu")})
+
+
+def activation_of(name: str, known: Mapping[str, Kind]) -> Kind:
+    if name not in known:
+        raise InvalidModel(f"activation {name!r} is not supported (known: {', '.join(known)}).{nearest(name, known)}")
+    return known[name]

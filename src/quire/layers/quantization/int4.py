@@ -1,0 +1,199 @@
+"""Two numbers a byte, with a scale and a zero point for every group of columns of a row: INT4 as AWQ, GPTQ and
+compressed-tensors lay it out, each its own way, brought into one form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from quire.errors import InvalidModel
+from quire.layers.quantization.base import Matrix, MatrixPart, WeightSlot, bias_of, bias_slots
+from quire.layers.quantization.scaled import check_aligned, check_scale, unpack
+from quire.ops.base import Gate, Ops
+from quire.ops.quantized import dequantize_int4
+
+VALUES_PER_INT32 = 8
+"""Numbers in an int32."""
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where AWQ's kernels want the eight numbers of an int32: number i lies at place AWQ_ORDER[i]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Scheme:
+    """How a checkpoint stores such a matrix.
+
+    layout: "awq", qweight [in, out / 8] and the eight of an int32 in an order of their own; "gptq", qweight
+    [in / 8, out] and g_idx; "packed", weight_packed [out, in / 8] (compressed-tensors). group: columns that share a
+    scale, MANY for all. zeros: whether there are zero points; without, 8 is zero. more: what is added to stored zero
+    points (GPTQ's first version stores them less 1).
+    """
+
+    layout: Literal["awq", "gptq", "packed"]
+    group: int
+    zeros: bool = True
+    more: int = 0
+    ordered: bool = False
+
+
+class Int4Weight:
+    """The final form, see `Ops.halved_linear`."""
+
+    def __init__(
+        self, ops: Ops, weight: Tensor, scale: Tensor, zero: Tensor, groups: Tensor, bias: Tensor | None
+    ) -> None:
+        self.ops, self.weight, self.scale, self.zero, self.groups, self.bias = ops, weight, scale, zero, groups, bias
+        self.exact = True
+
+    @property
+    def rows(self) -> int:
+        return self.weight.shape[0]
+
+    def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
+        return self.ops.int4_linear(x, self.weight, self.scale, self.zero, self.groups, self.bias, gate)
+
+    def dequantize(self, rows: slice = slice(None)) -> Tensor:
+        return dequantize_int4(self.weight[rows], self.scale[rows], self.zero[rows], self.groups)
+
+
+class Int4Storage:
+    """Read from a checkpoint, every part for itself. Scales are kept for all groups, whatever columns are cut off."""
+
+    def __init__(self, matrix: Matrix, ops: Ops, halving: Int4Scheme) -> None:
+        if matrix.transposed:
+            raise InvalidModel(f"{matrix.parts[0].name}: a quantised matrix stored [in, out] is not supported")
+        self.matrix, self.ops, self.scheme = matrix, ops, halving
+        self.bias = bias_of(matrix)
+        self.parts = [Int4Tensors(part, matrix, halving) for part in matrix.parts]
+        self.quantized: Int4Weight | None = None
+
+    def slots(self) -> list[WeightSlot]:
+        return [place for part in self.parts for place in part.places()] + bias_slots(self.matrix, self.bias)
+
+    def finalize(self) -> None:
+        groups = self.parts[0].groups()
+        for part in self.parts[1:]:
+            if not torch.equal(part.groups(), groups):
+                raise InvalidModel(
+                    f"{part.name} and {self.parts[0].name} order their columns differently, and are multiplied as one"
+                )
+        weight = pack_pairs(torch.cat([part.numbers() for part in self.parts]))
+        scale, zero = (torch.cat([part.scales()[i] for part in self.parts]).contiguous() for i in (0, 1))
+        self.quantized = Int4Weight(self.ops, weight, scale, zero, groups, self.bias)
+        self.parts.clear()
+
+    def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
+        assert self.quantized is not None
+        return self.quantized.apply(x, gate)
+
+
+class Int4Tensors:
+    """The tensors of one part as the checkpoint has them, and what they say."""
+
+    def __init__(self, part: MatrixPart, matrix: Matrix, halving: Int4Scheme) -> None:
+        self.name, self.rows, self.cut = part
+        self.columns, self.across, self.scheme = matrix.columns, matrix.shard, halving
+        if self.columns % 2:
+            raise InvalidModel(f"{self.name} has {self.columns} columns, which cannot be stored two by two")
+        self.count = -(-self.columns // halving.group)
+        layout, kept, wide = halving.layout, self.cut.stop - self.cut.start, self.across.stop - self.across.start
+        check_aligned(self.across, VALUES_PER_INT32 if layout != "awq" else 2, self.name)
+        if layout != "packed" or halving.zeros:
+            check_aligned(self.cut, VALUES_PER_INT32, self.name)
+
+        def room(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=matrix.device)
+
+        across_first = {
+            "awq": (wide, kept // VALUES_PER_INT32),
+            "gptq": (wide // VALUES_PER_INT32, kept),
+            "packed": (kept, wide // VALUES_PER_INT32),
+        }
+        self.weight = room(*across_first[layout])
+        packed = layout == "packed"
+        self.scale = room(*((kept, self.count) if packed else (self.count, kept)), dtype=torch.float32)
+        self.zero = room(
+            *((kept // VALUES_PER_INT32, self.count) if packed else (self.count, kept // VALUES_PER_INT32))
+        )
+        self.order = (torch.arange(self.across.start, self.across.stop, device=matrix.device) // halving.group).int()
+
+    def places(self) -> list[WeightSlot]:
+        name, rows, columns, count = self.name, self.rows, self.columns, self.count
+        kept, wide, every = self.cut, self.across, slice(0, self.count)
+        eighth_rows, eighth_wide = packed_dim(kept), packed_dim(wide)
+        scale, zero, int32 = self.scale, self.zero, torch.int32
+        mean, std = columns**-0.5 / 6.0, float(1 << 29)
+
+        def place(
+            suffix: str, shape: tuple[int, ...], cut: tuple[slice, ...], into: Tensor, mean: float = 0.0
+        ) -> WeightSlot:
+            kind = None if into.is_floating_point() else int32
+            return WeightSlot(
+                f"{name}.{suffix}", shape, cut, into, mean=mean, std=0.0 if mean else std, stored_dtype=kind
+            )
+
+        if self.scheme.layout == "packed":
+            places = [
+                place("weight_packed", (rows, columns // VALUES_PER_INT32), (kept, eighth_wide), self.weight),
+                place("weight_scale", (rows, count), (kept, every), scale, mean),
+            ]
+            zeros = place("weight_zero_point", (rows // VALUES_PER_INT32, count), (eighth_rows, every), zero)
+            return [*places, *([zeros] if self.scheme.zeros else []), *self._order("weight_g_idx")]
+        awq = self.scheme.layout == "awq"
+        shape, cut = (
+            ((columns, rows // VALUES_PER_INT32), (wide, eighth_rows))
+            if awq
+            else ((columns // VALUES_PER_INT32, rows), (eighth_wide, kept))
+        )
+        return [
+            place("qweight", shape, cut, self.weight),
+            place("qzeros", (count, rows // VALUES_PER_INT32), (every, eighth_rows), zero),
+            place("scales", (count, rows), (every, kept), scale, mean),
+            *self._order("g_idx"),
+        ]
+
+    def _order(self, suffix: str) -> list[WeightSlot]:
+        if not self.scheme.ordered:
+            return []
+        return [
+            WeightSlot(
+                f"{self.name}.{suffix}", (self.columns,), (self.across,), self.order, std=0.0, stored_dtype=torch.int32
+            )
+        ]
+
+    def groups(self) -> Tensor:
+        """Each column's group, [in] int64."""
+        if not bool(((self.order >= 0) & (self.order < self.count)).all()):
+            raise InvalidModel(f"{self.name}: a column's group is none of {self.count}: the checkpoint is broken")
+        return self.order.long()
+
+    def numbers(self) -> Tensor:
+        """[out, in] uint8, 0 to 15."""
+        layout = self.scheme.layout
+        if layout == "packed":
+            return unpack(self.weight, 4, 1)
+        return (unpack(self.weight, 4, 1, AWQ_ORDER) if layout == "awq" else unpack(self.weight, 4, 0)).t()
+
+    def scales(self) -> tuple[Tensor, Tensor]:
+        """Scales float32 and zero points uint8, [out, groups]."""
+        check_scale(self.scale, f"{self.name}'s scales")
+        layout = self.scheme.layout
+        scale = self.scale if layout == "packed" else self.scale.t()
+        if not self.scheme.zeros:
+            return scale, torch.full_like(scale, 8, dtype=torch.uint8)
+        if layout == "packed":
+            return scale, unpack(self.zero, 4, 0)
+        zero = unpack(self.zero, 4, 1, AWQ_ORDER if layout == "awq" else None)
+        return scale, (zero + self.scheme.more).t()
+
+
+def packed_dim(cut: slice) -> slice:
+    return slice(cut.start // VALUES_PER_INT32, cut.stop // VALUES_PER_INT32)
+
+
+def pack_pairs(numbers: Tensor) -> Tensor:
+    """[out, in] of 0 to 15 -> [out, in / 2] bytes, the even column's in the low bits."""
+    return (numbers[:, ::2] | (numbers[:, 1::2] << 4)).contiguous()

@@ -1,0 +1,172 @@
+"""One number a byte, and a scale for a row, or for a block of columns of it: FP8 and INT8."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.errors import InvalidModel
+from quire.layers.quantization.base import Matrix, WeightSlot, bias_of, bias_slots
+from quire.ops.base import Gate, Ops
+from quire.ops.float8 import E4M3, E4M3_MAX
+from quire.ops.quantized import INT8_MAX, dequantize_scaled
+from quire.types import UNLIMITED
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleScheme:
+    """How a checkpoint stores such a matrix.
+
+    dtype: int8 or float8_e4m3fn. block: (rows, columns) that share a scale; MANY for all. suffix: of the scales' name.
+    packed: int8 numbers lie four in an int32, 128 added to each, and `suffix` is beside `weight_packed`.
+    activations: rounded too.
+    """
+
+    dtype: torch.dtype
+    block: tuple[int, int]
+    suffix: str = "weight_scale"
+    packed: bool = False
+    activations: bool = False
+
+
+ENOUGH, FAR = 8, 1e4
+"""Among so many scales of a matrix none is this many times the one in the middle."""
+
+
+class ScaledWeight:
+    """The final form: weight [out, in] and scale [out, G], see `Ops.scaled_linear`. `exact` rounds no activations."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        weight: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        *,
+        width: int,
+        offset: int = 0,
+        activations: bool = False,
+    ) -> None:
+        self.ops, self.weight, self.scale, self.bias = ops, weight, scale, bias
+        self.width, self.offset, self.activations = width, offset, activations
+        self.exact = False
+
+    @property
+    def rows(self) -> int:
+        return self.weight.shape[0]
+
+    def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
+        if not self.activations or self.exact:
+            return self.ops.scaled_linear(x, self.weight, self.scale, self.width, self.offset, self.bias, gate)
+        y = self.ops.int8_linear(x, self.weight, self.scale, self.bias)
+        return y if not gate else self.ops.silu_mul(y) if gate == "silu" else self.ops.gelu_mul(y)
+
+    def dequantize(self, rows: slice = slice(None)) -> Tensor:
+        return dequantize_scaled(self.weight[rows], self.scale[rows], self.width, self.offset)
+
+
+class ScaledStorage:
+    """Read from a checkpoint: its numbers as they are, its scales spread to one a row and block of columns.
+
+    Spread so, any cut of the matrix has its own scales, whatever it does to blocks.
+    """
+
+    def __init__(self, matrix: Matrix, ops: Ops, scaling: ScaleScheme) -> None:
+        if matrix.transposed:
+            raise InvalidModel(f"{matrix.parts[0].name}: a quantised matrix stored [in, out] is not supported")
+        rows, columns = matrix.local_shape
+        self.matrix, self.ops, self.scheme = matrix, ops, scaling
+        self.bias = bias_of(matrix)
+        if scaling.packed:
+            check_aligned(matrix.shard, 4, matrix.parts[0].name)
+            self.raw = torch.empty(rows, columns // 4, dtype=torch.int32, device=matrix.device)
+        else:
+            self.raw = torch.empty(rows, columns, dtype=scaling.dtype, device=matrix.device)
+        down, across = scaling.block
+        self.scales = [
+            torch.empty(-(-part.rows // down), -(-matrix.columns // across), dtype=torch.float32, device=matrix.device)
+            for part in matrix.parts
+        ]
+        self.quantized: ScaledWeight | None = None
+
+    def slots(self) -> list[WeightSlot]:
+        matrix, packed, places, row = self.matrix, self.scheme.packed, list[WeightSlot](), 0
+        each = 4 if packed else 1
+        stored = torch.int32 if packed else self.scheme.dtype
+        cut = slice(matrix.shard.start // each, matrix.shard.stop // each)
+        std = float(1 << 29) if packed else 42.0
+        for part, scale in zip(matrix.parts, self.scales, strict=True):
+            into = self.raw[row : row + part.shard.stop - part.shard.start]
+            row += len(into)
+            name, shape = f"{part.name}.weight{'_packed' * packed}", (part.rows, matrix.columns // each)
+            places.append(WeightSlot(name, shape, (part.shard, cut), into, std=std, stored_dtype=stored))
+            about, size = f"{part.name}.{self.scheme.suffix}", matrix.columns**-0.5 / 42.0
+            places.append(WeightSlot(about, tuple(scale.shape), (), scale, mean=size, std=0.0, ignore_unit_dims=True))
+        return places + bias_slots(matrix, self.bias)
+
+    def finalize(self) -> None:
+        down, across = self.scheme.block
+        cut = self.matrix.shard
+        first = cut.start // across
+        spread = []
+        for part, scale in zip(self.matrix.parts, self.scales, strict=True):
+            check_scale(scale, f"{part.name}.{self.scheme.suffix}")
+            row = torch.arange(part.shard.start, part.shard.stop, device=scale.device) // down
+            spread.append(scale[row, first : -(-cut.stop // across)])
+        weight = unpack(self.raw, 8, 1).to(torch.int16).sub_(128).to(torch.int8) if self.scheme.packed else self.raw
+        scale, offset = torch.cat(spread).contiguous(), cut.start - first * across
+        self.quantized = ScaledWeight(
+            self.ops,
+            weight,
+            scale,
+            self.bias,
+            width=across,
+            offset=offset,
+            activations=self.scheme.activations,
+        )
+        self.scales.clear()
+        del self.raw
+
+    def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
+        assert self.quantized is not None
+        return self.quantized.apply(x, gate)
+
+
+def check_aligned(cut: slice, unit: int, name: str) -> None:
+    """Raises InvalidModel for a cut through numbers that are packed together."""
+    if cut.start % unit or cut.stop % unit:
+        raise InvalidModel(f"{name} cannot be cut at {cut.start}:{cut.stop}: {unit} numbers are packed in one")
+
+
+def check_scale(scale: Tensor, name: str) -> None:
+    """Raises InvalidModel for scales no quantiser makes: not numbers, below 0, or one far above all others."""
+    lone = scale.numel() >= ENOUGH and float(scale.max()) > FAR * float(scale.median())
+    if not bool(scale.isfinite().all()) or bool((scale < 0).any()) or lone:
+        raise InvalidModel(f"{name} holds numbers that cannot be scales: the checkpoint is broken")
+
+
+def unpack(packed: Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> Tensor:
+    """Numbers of `bits` bits out of int32, low bits first (or in `order`), spread along `dim` -> uint8."""
+    count = 32 // bits
+    shifts = torch.tensor([i * bits for i in (order or range(count))], dtype=torch.int32, device=packed.device)
+    numbers = (packed.unsqueeze(dim + 1) >> shifts.view(-1, *[1] * (packed.dim() - 1 - dim))) & ((1 << bits) - 1)
+    return numbers.to(torch.uint8).flatten(dim, dim + 1)
+
+
+def quantize(weight: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """weight [out, in] -> (its numbers in `dtype`, scale [blocks down, blocks across] float32), by largest number."""
+    rows, columns = weight.shape
+    down, across = min(block[0], rows), min(block[1], columns)
+    exact = torch.nn.functional.pad(weight.float(), (0, -columns % across, 0, -rows % down))
+    tiles = exact.view(exact.shape[0] // down, down, exact.shape[1] // across, across)
+    most = E4M3_MAX if dtype is E4M3 else INT8_MAX
+    scale = tiles.abs().amax((1, 3)).clamp(min=torch.finfo(torch.float32).tiny) / most
+    numbers = (tiles / scale[:, None, :, None]).view_as(exact)[:rows, :columns]
+    return (numbers if dtype is E4M3 else numbers.round()).clamp(-most, most).to(dtype), scale
+
+
+ROW = (1, UNLIMITED)
+TILE = (128, 128)

@@ -1,0 +1,230 @@
+"""The host-side row store that CPU, ONNX and gRPC executors share: per-row state as a fold over plans. No torch.
+
+Everything lives in numpy columns indexed by row, so that a step over many rows is a few gathers. A row's drafts are
+kept right behind its history, so what a span feeds is one slice: `tokens[row, length : length + n]`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.errors import StepFailed
+from quire.model_runner.sampling.features import SamplingFeatures
+from quire.scheduler.plan import NewSequence, Plan, Span
+from quire.types import UNLIMITED
+
+Ints = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepShape:
+    """What follows from the spans alone, and therefore is the same, object and all, in every step of steady decode.
+
+    Letters: S spans, T tokens fed, R sampled rows (all spans' `rows`, back to back), Q spans that sample.
+    """
+
+    spans: tuple[Span, ...]
+    row: Ints
+    """[S] store row of each span."""
+    num_tokens: Ints
+    """[S] tokens it feeds."""
+    num_samples: Ints
+    """[S] rows it samples."""
+    query_start: npt.NDArray[np.int32]
+    """[S+1]"""
+    token_span: Ints
+    """[T] which span a token belongs to..."""
+    token_offset: Ints
+    """[T] ...and its place in it."""
+    token_row: Ints
+    """[T]"""
+    prompt_spans: Ints
+    """Spans with rows = 0: prompt chunks."""
+    sampling_spans: Ints
+    """[Q] spans with rows > 0..."""
+    sampling_row: Ints
+    """[Q] ...and their store rows."""
+    first_sample: Ints
+    """[Q] where each one's sampled rows begin."""
+    sample_indices: Ints
+    """[R] the fed token whose hidden state gives the logits."""
+    sample_row: Ints
+    """[R] store row."""
+    sample_offset: Ints
+    """[R] 0 for a span's first sampled row, 1 for the one behind its first draft..."""
+    is_last_sample: npt.NDArray[np.bool_]
+    """[R] whether it is its span's last: no draft follows."""
+    scored_spans: tuple[int, ...]
+    """Spans that want logits of known tokens too (prompt log-probabilities)."""
+    max_query: int
+    one_sample_each: bool
+    """Every span samples one row: decode, and last chunks."""
+
+    @staticmethod
+    def of(spans: tuple[Span, ...]) -> StepShape:
+        table = np.array(spans, dtype=np.intp).reshape(-1, 4)
+        row, n, rows, logits = (np.ascontiguousarray(column) for column in table.T)
+        start = np.zeros(len(spans) + 1, dtype=np.intp)
+        np.cumsum(n, out=start[1:])
+        token_span = np.repeat(np.arange(len(spans)), n)
+        samples = np.flatnonzero(rows)
+        first = np.zeros(len(samples), dtype=np.intp)
+        np.cumsum(rows[samples][:-1], out=first[1:])
+        row_span = np.repeat(samples, rows[samples])
+        depth = np.arange(len(row_span)) - np.repeat(first, rows[samples])
+        return StepShape(
+            spans=spans,
+            row=row,
+            num_tokens=n,
+            num_samples=rows,
+            query_start=start.astype(np.int32),
+            token_span=token_span,
+            token_offset=np.arange(int(start[-1])) - start[token_span],
+            token_row=row[token_span],
+            prompt_spans=np.flatnonzero(rows == 0),
+            sampling_spans=samples,
+            sampling_row=row[samples],
+            first_sample=first,
+            sample_indices=start[row_span + 1] - rows[row_span] + depth,
+            sample_row=row[row_span],
+            sample_offset=depth,
+            is_last_sample=depth == rows[row_span] - 1,
+            scored_spans=tuple(np.flatnonzero(logits > rows).tolist()),
+            max_query=int(n.max(initial=0)),
+            one_sample_each=bool((rows == 1).all()),
+        )
+
+
+class RowState:
+    """Row state: history, length, page table, sampling, seed, drafts. Opened, extended and fed by plans only.
+
+    count: rows. max_model_len: longest sequence, in tokens. page_size: tokens a page. drafts: tokens drafted a step.
+    The columns are zero pages until touched, so capacity that is never used costs nothing.
+    """
+
+    def __init__(self, num_rows: int, max_model_len: int, block_size: int, max_drafts: int = 0) -> None:
+        self.num_rows, self.block_size, self.max_drafts = num_rows, block_size, max_drafts
+        self.max_history = max_model_len + max_drafts + 1
+        """History longer than this belongs to a row that is past its limit: it is no longer extended."""
+        self.max_model_len = max_model_len
+        width = self.max_history + max_drafts + 1
+        self.tokens = np.zeros((num_rows, width), dtype=np.int32)
+        self.block_table = np.zeros((num_rows, -(-width // block_size) + 1), dtype=np.int32)
+        self.num_blocks = np.zeros(num_rows, dtype=np.intp)
+        self.num_known = np.zeros(num_rows, dtype=np.intp)
+        self.num_computed = np.zeros(num_rows, dtype=np.intp)
+        self.prompt_length = np.zeros(num_rows, dtype=np.intp)
+        self.num_drafted = np.zeros(num_rows, dtype=np.intp)
+        self.is_new = np.ones(num_rows, dtype=np.bool_)
+        """Opened since a drafter last looked."""
+        self.features = SamplingFeatures(num_rows)
+        self.shape = StepShape.of(())
+        self.epoch = 0
+        """Grows when the shape or who is in it changes: what was derived from them is stale."""
+
+    def apply_plan(self, plan: Plan) -> StepShape:
+        """Apply what a plan opens and grows; the shape of its spans. Raises StepFailed if they cannot be."""
+        epoch = self.epoch
+        shape = self.apply_changes(plan)
+        if self.epoch != epoch:
+            self.check(shape)
+        return shape
+
+    def apply_changes(self, plan: Plan) -> StepShape:
+        """`fold` for whoever runs ahead of results: spans are not yet compared with what their rows have."""
+        for one in plan.new_sequences:
+            self._open(one)
+        for row, pages in plan.new_blocks:
+            held = self.num_blocks[row]
+            self.block_table[row, held : held + len(pages)] = pages
+            self.num_blocks[row] += len(pages)
+        same = plan.spans is self.shape.spans or plan.spans == self.shape.spans
+        if not same:
+            self.shape = StepShape.of(plan.spans)
+        if plan.new_sequences or not same:
+            self.epoch += 1
+        return self.shape
+
+    def _open(self, one: NewSequence) -> None:
+        row, size = one.row, len(one.tokens)
+        if not 0 <= row < self.num_rows:
+            raise StepFailed(f"the plan opens row {row}, and there are {self.num_rows}")
+        if not one.num_computed < size <= self.max_model_len:
+            raise StepFailed(
+                f"row {row} opens with {size} tokens, {one.num_computed} computed, of {self.max_model_len}"
+            )
+        self.tokens[row, :size] = one.tokens
+        self.num_known[row], self.num_computed[row], self.prompt_length[row] = size, one.num_computed, one.prompt_length
+        self.block_table[row, : self.num_blocks[row]] = 0
+        self.num_blocks[row] = self.num_drafted[row] = 0
+        self.is_new[row] = True
+        self.features.open(one)
+
+    def check(self, shape: StepShape) -> None:
+        """Raises StepFailed unless every span feeds what its row has."""
+        unfed = self.num_known[shape.row] - self.num_computed[shape.row]
+        wrong = shape.num_samples != np.maximum(0, shape.num_tokens - unfed + 1)
+        wrong |= (shape.num_tokens < 1) | (shape.num_samples > 1 + self.num_drafted[shape.row])
+        if wrong.any():
+            span = shape.spans[int(np.argmax(wrong))]
+            raise StepFailed(f"plan and rows disagree: {span} for a row with {unfed[np.argmax(wrong)]} tokens to feed")
+
+    def advance(
+        self,
+        shape: StepShape,
+        sampled: Ints,
+        bad: npt.NDArray[np.bool_],
+        draft_matches: npt.NDArray[np.bool_] | None = None,
+    ) -> tuple[Ints, Ints]:
+        """Advance every row by what its span fed and sampled. sampled [R], bad [R]: rows without an answer.
+
+        A draft is accepted when it is the token sampled at its place (sample-and-match), so the answer is the same
+        with any drafts. right [R]: whether the draft behind a row was, where the device has compared them itself.
+        Returns how many of its rows each sampling span keeps [Q], those before a bad one, and which sampled row failed
+        it [Q] (-1: none). The drafts of the next step are to be written behind the history.
+        """
+        self.num_computed[shape.row[shape.prompt_spans]] += shape.num_tokens[shape.prompt_spans]
+        row, first = shape.sampling_row, shape.first_sample
+        position = self.num_known[shape.sample_row] + shape.sample_offset
+        if len(first) == len(sampled) and not bad.any():  # one row each: nothing to match
+            num_kept, failed = np.ones_like(first), np.full_like(first, -1)
+        else:
+            match = (
+                ~shape.is_last_sample & (self.tokens[shape.sample_row, position] == sampled)
+                if draft_matches is None
+                else draft_matches
+            )
+            num_kept = np.minimum.reduceat(np.where(match, UNLIMITED, shape.sample_offset), first) + 1
+            fault = np.minimum.reduceat(np.where(bad, shape.sample_offset, UNLIMITED), first)
+            failed = np.where(fault < num_kept, first + fault, -1)
+            num_kept = np.minimum(num_kept, fault)
+        self.tokens[shape.sample_row, position] = sampled
+        num_known = np.minimum(self.num_known[row] + num_kept, self.max_history)
+        self.num_known[row] = num_known
+        self.num_computed[row] = num_known - 1
+        return num_kept, failed
+
+    def set_drafts(self, row: Ints, drafts: npt.NDArray[np.int32], depth: Ints) -> None:
+        """Put drafts [Q, k] behind the history of rows [Q], the first `depth` [Q] of each meant."""
+        if drafts.shape[1]:
+            at = self.num_known[row][:, None] + np.arange(drafts.shape[1])
+            self.tokens[row[:, None], at] = drafts
+        self.num_drafted[row] = depth
+
+    def drafts_of(self, row: int) -> list[int]:
+        """The drafts a row will feed next."""
+        known = self.num_known[row]
+        return [int(t) for t in self.tokens[row, known : known + self.num_drafted[row]]]
+
+    def reset(self) -> None:
+        """Forget every row."""
+        self.num_blocks[:] = 0
+        self.block_table[:] = 0
+        self.num_known[:] = 0
+        self.num_computed[:] = 0
+        self.features.reset()
+        self.shape = StepShape.of(())
+        self.epoch += 1

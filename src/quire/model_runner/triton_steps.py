@@ -1,0 +1,142 @@
+"""The small steps around a forward by Triton kernels, sampling included: see `device` for what they mean."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.model_runner.device_state import DeviceState, StepInputs
+from quire.model_runner.device_steps import DROPPED
+from quire.model_runner.sampling.features import PENALISED, RANDOM, TRUNCATED
+from quire.ops.ragged import RaggedBatch
+from quire.ops.triton import draft, step
+from quire.ops.triton.launch import DeviceInfo
+from quire.ops.triton.sampler import sample
+from quire.ops.triton.sampling_tensors import RequestedFeatures, SamplingTensors
+
+
+class Views(NamedTuple):
+    """An arena as the kernels see it."""
+
+    state: DeviceState
+    step: step.DeviceRows
+    draft: step.DeviceRows
+    settings: SamplingTensors
+
+
+class TritonSteps:
+    """See `DeviceSteps`. Rows with lists of their own (bias, bans, allowed tokens) and masks are the host's."""
+
+    def __init__(
+        self, device: torch.device, *, dependent: bool = True, supported_features: int = RANDOM | TRUNCATED | PENALISED
+    ) -> None:
+        """dependent: use programmatic dependent launch where the card has it. offers: as `DeviceSteps`, or fewer."""
+        self.card, self.supported_features = DeviceInfo.of(device, dependent), supported_features
+        self.views: Views | None = None
+        self.tally = torch.zeros(0, 0, dtype=torch.int32, device=device)
+
+    def scatter(self, data: Tensor, places: Tensor, values: Tensor) -> None:
+        step.scatter(data, places, values)
+
+    def prepare_inputs(self, state: DeviceState, inputs: StepInputs, batch: RaggedBatch, longest: int) -> None:
+        step.prepare_inputs(self._rows(state, inputs), batch, longest, self.card)
+
+    def advance(self, state: DeviceState, inputs: StepInputs, spans: int, hidden: Tensor, out: Tensor) -> None:
+        step.advance(self._rows(state, inputs), spans, hidden, out, self.card)
+
+    def sample(self, state: DeviceState, inputs: StepInputs, logits: Tensor, tokens: Tensor, features: int) -> None:
+        rows, settings = self._rows(state, inputs), self._views(state).settings
+        count, prompt = len(tokens), state.columns["prompt"]
+        if features & PENALISED and not len(self.tally):
+            self.tally = self.tally.new_zeros(state.max_samples, logits.shape[1])
+        sample(
+            *(
+                logits,
+                rows.sample_row[:count],
+                rows.sample_position[:count],
+                state.history,
+                prompt,
+                settings,
+                self.card,
+            ),
+            RequestedFeatures(
+                random=bool(features & RANDOM),
+                truncated=bool(features & TRUNCATED),
+                processed=bool(features & PENALISED),
+            ),
+            tally=self.tally,
+            out=tokens,
+        )
+
+    def verify(self, state: DeviceState, tokens: Tensor) -> None:
+        step.verify(self._views(state).step, tokens, DROPPED, self.card)
+
+    def lookup(self, state: DeviceState, chains: int, depth: int, longest: int, shortest: int) -> None:
+        draft.lookup(self._views(state).step, chains, depth, longest, shortest, self.card)
+
+    def prepare_draft(self, state: DeviceState, chains: int, tokens: int, at: int) -> None:
+        views = self._views(state)
+        draft.prepare_draft(views.step, views.draft, chains, tokens, at, self.card)
+
+    def write_drafts(self, state: DeviceState, tokens: Tensor) -> None:
+        draft.write_drafts(self._views(state).draft, tokens, self.card)
+
+    def _rows(self, state: DeviceState, inputs: StepInputs) -> step.DeviceRows:
+        views = self._views(state)
+        return views.draft if inputs is state.draft else views.step
+
+    def _views(self, state: DeviceState) -> Views:
+        """The arena as the kernels see it, worked out once: its memory stays where it is."""
+        if self.views is None or self.views.state is not state:
+            self.views = Views(state, rows_of(state, state.step), rows_of(state, state.draft), settings_of(state))
+        return self.views
+
+
+class ForcedSteps(TritonSteps):
+    """For random weights, whose drafts are never right: each counts as right with a chance of `rate`, by its place."""
+
+    def __init__(self, device: torch.device, rate: float, *, dependent: bool = True) -> None:
+        super().__init__(device, dependent=dependent)
+        self.rate = rate
+
+    def verify(self, state: DeviceState, tokens: Tensor) -> None:
+        draft.force(self._views(state).step, tokens, self.rate, self.card)
+        super().verify(state, tokens)
+
+
+def rows_of(state: DeviceState, inputs: StepInputs) -> step.DeviceRows:
+    return step.DeviceRows(
+        **inputs._asdict(),
+        num_known=state.columns["known"],
+        block_table=state.block_table,
+        history=state.history,
+        chain=state.chain,
+        wanted_drafts=state.wanted_drafts,
+        max_history=state.max_history,
+        drafts=state.max_drafts,
+    )
+
+
+def settings_of(state: DeviceState) -> SamplingTensors:
+    """No row has a mask or a list."""
+    c = state.columns
+    none = torch.full((state.num_rows + 1,), -1, dtype=torch.int32, device=state.device)
+    empty = torch.zeros(state.num_rows + 2, dtype=torch.int32, device=state.device)
+    return SamplingTensors(
+        temperature=c["temperature"],
+        stream=c["stream"],
+        top_k=c["top_k"],
+        top_p=c["top_p"],
+        min_p=c["min_p"],
+        repetition=c["repetition"],
+        frequency=c["frequency"],
+        presence=c["presence"],
+        masked=none,
+        masks=empty[:1].view(1, 1),
+        listed=empty,
+        token=empty[:1],
+        amount=empty[:1].float(),
+        until=empty[:1],
+    )

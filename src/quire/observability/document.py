@@ -1,0 +1,78 @@
+"""docs/metrics.md, written from the metrics themselves: `python -m quire.observability.document > docs/metrics.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from quire.observability.engine_names import BUCKETS, COUNTERS, GAUGES, HISTOGRAMS, LABEL, SECONDS
+from quire.observability.frontend_metrics import FrontendMetrics
+
+HEAD = """# Metrics
+
+Written by `make docs` from `src/quire/observability`; do not edit.
+
+`GET /metrics` is Prometheus text, under vLLM's names wherever vLLM has one, with its labels and meanings, so that its
+dashboards work; what it has no name for begins with `quire:`. Every sample has the labels `model_name` and `engine`.
+Buckets are vLLM's and finer ones below, for small models answer faster than its smallest. Three names that vLLM has
+dropped are still there, for dashboards that ask for them: `vllm:gpu_cache_usage_perc`,
+`vllm:time_per_output_token_seconds`, and `vllm:gpu_prefix_cache_queries_total` with `vllm:gpu_prefix_cache_hits_total`.
+
+Counters say what clients saw. Tokens of an answer that was cut at a stop string, or whose client left, are made but not
+seen: `vllm:generation_tokens_total` counts them, and `quire:surplus_tokens_total` says how many they were. When nothing
+runs, `vllm:num_requests_running`, `vllm:num_requests_waiting`, `vllm:kv_cache_usage_perc`, `quire:queue_tokens` and
+`quire:pages{state="held"}` are 0. When the engine's process is started again, its counters begin at 0.
+
+`docker compose up` serves the embedded model with Prometheus (port 9090) and Grafana (port 3000, no sign-in) beside it.
+The dashboard is `deploy/grafana/dashboards/serving.json`; all but its last row works for vLLM too. Alerts and recorded
+figures are `deploy/prometheus/rules.yml`. With API keys, give Prometheus one (`authorization` in its configuration).
+
+| name | kind | labels | |
+|---|---|---|---|
+"""
+
+Row = tuple[str, str, Sequence[str], str]
+
+
+def rows() -> Iterator[Row]:
+    """Every metric that there can be: name in Prometheus, kind, labels besides the common two, meaning."""
+    for name, about in COUNTERS.items():
+        yield f"{name}_total", "counter", _label(name), about
+    for name, about in GAUGES.items():
+        yield name, "gauge", _label(name), about
+    for name, about in HISTOGRAMS.items():
+        yield name, "histogram", (), about
+    for family in FrontendMetrics("").collect():
+        more = {label for sample in family.samples for label in sample.labels} - {"model_name", "engine", "le"}
+        name = family.name + "_total" * (family.type == "counter")
+        yield name, family.type, sorted(more), family.documentation
+
+
+def _label(name: str) -> tuple[str, ...]:
+    return (LABEL[name],) if name in LABEL else ()
+
+
+def buckets() -> Mapping[str, Sequence[float]]:
+    """Upper bounds of each histogram, +Inf left out."""
+    found = {name: BUCKETS.get(name, SECONDS) for name in HISTOGRAMS}
+    for family in FrontendMetrics("").collect():
+        if family.type == "histogram":
+            found[family.name] = tuple(
+                float(sample.labels["le"]) for sample in family.samples if sample.labels.get("le", "+Inf") != "+Inf"
+            )
+    return found
+
+
+def markdown() -> str:
+    """The whole page."""
+    lines = [
+        f"| `{name}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | {about} |\n"
+        for name, kind, labels, about in sorted(rows())
+    ]
+    bounds = [
+        f"| `{name}` | {' '.join(f'{bound:g}' for bound in found)} |\n" for name, found in sorted(buckets().items())
+    ]
+    return HEAD + "".join(lines) + "\n## Buckets\n\n| name | upper bounds |\n|---|---|\n" + "".join(bounds)
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

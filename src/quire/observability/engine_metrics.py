@@ -1,0 +1,210 @@
+"""The engine's share of /metrics, under vLLM's names: an observer that adds integers, rendered elsewhere.
+
+It lives in the engine's process; `snapshot` is plain data that travels to the front, `render` makes Prometheus text
+of it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from quire.engine.engine import Engine
+from quire.engine.events import Completed, StepRecord
+from quire.observability.engine_names import BUCKETS, COUNTERS, GAUGES, HISTOGRAMS, LABEL, SECONDS
+from quire.observability.histogram import Histogram
+from quire.observability.pool_state import PoolState, pool_state
+from quire.types import Request
+
+_LOOK_EVERY = 1.0
+"""Seconds between two looks at every page of the pool: half a millisecond for 16,000 of them."""
+
+
+class EngineMetrics:
+    """Watches what the engine does. Costs a few microseconds a step."""
+
+    def __init__(self) -> None:
+        self.histograms = {name: Histogram(BUCKETS.get(name, SECONDS)) for name in HISTOGRAMS}
+        self.failures = self.decodes = 0
+        self.pressure = {"preempted": 0, "sat-out": 0, "waits": 0}
+        self.facts: Mapping[str, float] = MappingProxyType({})
+        """Gauges that stay as they are: `Description.facts`."""
+        self.cache: Mapping[str, str] = MappingProxyType({})
+        """What is known of the KV cache, as labels."""
+        self.compiles: Callable[[], int] = int
+        """Kernels compiled since the engine was ready."""
+        self._computed: dict[str, int] = {}
+        self._spans: object = None
+        self._decodes = False
+        self._short = ""
+        self._pool = PoolState(0.0, 0.0, 0)
+        self._looked = float("-inf")
+
+    def on_submit(self, request: Request, now: float) -> None:
+        """Counted when it ends."""
+
+    def on_step(self, record: StepRecord) -> None:
+        spans = record.plan.spans
+        if spans is not self._spans:
+            self._spans = spans
+            self._decodes = any(span[2] and span[1] == span[2] for span in spans)
+        self.decodes += self._decodes
+        if record.decisions:
+            self._decided(record)
+        self.histograms["vllm:iteration_tokens_total"].observe(sum([span[1] for span in spans]))
+        self.histograms["quire:step_seconds"].observe(record.committed - record.launched)
+        for ended in record.ended:
+            self.on_end(ended)
+
+    def _decided(self, record: StepRecord) -> None:
+        short = ""
+        for what, id, by, n in record.decisions:
+            if what == "opened":
+                self._computed.setdefault(id, n)
+            elif what == "waits" and by == "pages":
+                short = id
+                self.pressure["waits"] += id != self._short
+            elif what in ("preempted", "sat-out"):
+                self.pressure[what] += 1
+        self._short = short
+
+    def on_end(self, ended: Completed) -> None:
+        observe, opened, first = self.histograms, ended.opened, ended.first_token
+        hits = self._computed.pop(ended.id, None)
+        if opened is not None:
+            observe["vllm:request_queue_time_seconds"].observe(opened - ended.submitted)
+            observe["vllm:request_inference_time_seconds"].observe(ended.finished - opened)
+            if first is not None:
+                observe["vllm:request_prefill_time_seconds"].observe(first - opened)
+                observe["vllm:request_decode_time_seconds"].observe(ended.finished - first)
+                observe["vllm:request_prefill_kv_computed_tokens"].observe(ended.prompt_tokens - (hits or 0))
+        observe["vllm:request_prompt_tokens"].observe(ended.prompt_tokens)
+        observe["vllm:request_generation_tokens"].observe(len(ended.tokens))
+        observe["vllm:request_num_preemptions"].observe(ended.preemptions)
+
+    def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
+        self.failures += 1
+
+    def snapshot(self, engine: Engine) -> dict[str, Any]:
+        """Plain data: everything /metrics says of the engine, as things stand now."""
+        return {
+            "counters": self._counters(engine),
+            "gauges": self._gauges(engine),
+            "histograms": {name: [h.counts, h.sum] for name, h in self.histograms.items()},
+            "cache": dict(self.cache),
+        }
+
+    def _counters(self, engine: Engine) -> dict[str, Any]:
+        ledger, gauges = engine.stats, engine.gauges()
+        return {
+            "vllm:prompt_tokens": ledger.num_prompt_tokens,
+            "vllm:prompt_tokens_by_source": {
+                "local_compute": ledger.num_prompt_tokens - ledger.num_cached_tokens,
+                "local_cache_hit": ledger.num_cached_tokens,
+                "external_kv_transfer": 0,
+            },
+            "vllm:prompt_tokens_cached": ledger.num_cached_tokens,
+            "vllm:prompt_tokens_cached_by_source": {"device": ledger.num_cached_tokens},
+            "vllm:generation_tokens": ledger.num_generated_tokens,
+            "vllm:num_preemptions": gauges.preemptions,
+            "vllm:prefix_cache_queries": gauges.prefix_queried,
+            "vllm:prefix_cache_hits": gauges.prefix_hit,
+            "vllm:gpu_prefix_cache_queries": gauges.prefix_queried,
+            "vllm:gpu_prefix_cache_hits": gauges.prefix_hit,
+            "vllm:spec_decode_num_drafts": gauges.draft_totals[0],
+            "vllm:spec_decode_num_draft_tokens": gauges.draft_totals[1],
+            "vllm:spec_decode_num_accepted_tokens": gauges.draft_totals[2],
+            "vllm:spec_decode_num_accepted_tokens_per_pos": {
+                str(i): n for i, n in enumerate(gauges.accepted_by_position)
+            },
+            "quire:steps": ledger.num_steps,
+            "quire:decode_steps": self.decodes,
+            "quire:discarded_spans": gauges.discarded_spans,
+            "quire:pressure_events": dict(self.pressure),
+            "quire:page_evictions": gauges.evictions,
+            "quire:step_failures": self.failures,
+            "quire:jit_compiles_after_ready": self.compiles(),
+        }
+
+    def _gauges(self, engine: Engine) -> dict[str, Any]:
+        gauges, scheduler = engine.gauges(), engine.scheduler
+        pool, queued = scheduler.kv.block_pool, scheduler.waiting.num_queued
+        usage = gauges.used_blocks / pool.num_blocks if pool.num_blocks else 0.0
+        now = engine.clock.now()
+        if not scheduler.running or now - self._looked >= _LOOK_EVERY:
+            self._pool, self._looked = pool_state(scheduler), now
+        return {
+            "vllm:num_requests_running": gauges.running,
+            "vllm:num_requests_waiting": gauges.waiting,
+            "vllm:num_requests_waiting_by_reason": {"capacity": queued, "deferred": gauges.waiting - queued},
+            "vllm:kv_cache_usage_perc": usage,
+            "vllm:gpu_cache_usage_perc": usage,
+            "quire:pages": {
+                "held": gauges.used_blocks,
+                "cached": len(pool.eviction_policy),
+                "blank": len(pool.free_list),
+            },
+            "quire:pages_shared": self._pool.shared,
+            "quire:fragmentation_internal": self._pool.internal,
+            "quire:fragmentation_external": self._pool.external,
+            "quire:queue_tokens": sum([len(seq.tokens) for seq in scheduler.sequences.values() if seq.row is None]),
+            **self.facts,
+        }
+
+
+class _Snapshot(Collector):
+    def __init__(self, snapshot: Mapping[str, Any], labels: Mapping[str, str]) -> None:
+        self.snapshot, self.labels = snapshot, labels
+
+    def collect(self) -> Iterator[Metric]:
+        names, values = list(self.labels), list(self.labels.values())
+        for name, value in self.snapshot["counters"].items():
+            yield _told(CounterMetricFamily(name, COUNTERS[name], labels=[*names, *_more(name)]), values, value)
+        for name, value in self.snapshot["gauges"].items():
+            yield _told(GaugeMetricFamily(name, GAUGES[name], labels=[*names, *_more(name)]), values, value)
+        for name, (counts, total) in self.snapshot["histograms"].items():
+            histogram = HistogramMetricFamily(name, HISTOGRAMS[name], labels=names)
+            histogram.add_metric(values, list(_cumulative(name, counts)), total)
+            yield histogram
+        cache: Mapping[str, str] = self.snapshot["cache"]
+        info = GaugeMetricFamily(_INFO, GAUGES[_INFO], labels=[*names, *cache])
+        info.add_metric([*values, *cache.values()], 1)
+        yield info
+
+
+_INFO = "vllm:cache_config_info"
+
+
+def _more(name: str) -> list[str]:
+    return [LABEL[name]] if name in LABEL else []
+
+
+def _told(
+    family: CounterMetricFamily | GaugeMetricFamily, values: list[str], value: float | Mapping[str, float]
+) -> CounterMetricFamily | GaugeMetricFamily:
+    if isinstance(value, Mapping):
+        for label, each in value.items():
+            family.add_metric([*values, label], each)
+    else:
+        family.add_metric(values, value)
+    return family
+
+
+def _cumulative(name: str, counts: list[int]) -> Iterator[tuple[str, float]]:
+    seen = 0
+    bounds = [str(float(b)) for b in BUCKETS.get(name, SECONDS)]
+    for bound, count in zip([*bounds, "+Inf"], counts, strict=True):
+        seen += count
+        yield bound, seen
+
+
+def render(snapshot: Mapping[str, Any], model: str, engine: str = "0") -> bytes:
+    """Prometheus text of a snapshot."""
+    registry = CollectorRegistry()
+    registry.register(_Snapshot(snapshot, {"model_name": model, "engine": engine}))
+    return bytes(generate_latest(registry))

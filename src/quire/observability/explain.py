@@ -1,0 +1,286 @@
+"""Why a request took as long as it did: its story as sentences, and the numbers behind them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from quire.observability.history import History, Note, RequestHistory
+
+MISSING: Mapping[str, str] = {
+    "seats": "a seat: as many sequences ran as may run at once",
+    "rows": "a place on the device that was still on its way home",
+    "pages": "free KV blocks",
+    "budget": "a step with room for the whole prompt",
+    "grammar": "its grammar to be compiled",
+    "gap": "a gap: it runs only while nobody else could",
+}
+
+
+def explain(history: History, id: str, now: float) -> dict[str, Any] | None:
+    """Everything known of a request, plain JSON; times in seconds from its submission. None: not known (any more)."""
+    story = history.requests.get(id)
+    if story is None:
+        return None
+    begin, request = story.submitted, story.request
+    until = story.ended if story.ended is not None else now
+    waits, prefix = _waits(history, story, until), _prefix(history, story)
+    return {
+        "id": id,
+        "number": story.number,
+        "state": state_of(story),
+        "finish_reason": story.finish,
+        "prompt_tokens": len(request.prompt),
+        "max_tokens": request.max_new_tokens,
+        "generated_tokens": len(story.times),
+        "priority": request.priority,
+        "choice": request.choice,
+        "seconds": {
+            "queued": _span(begin, story.opened, until),
+            "prefill": None if story.opened is None else _span(story.opened, story.first, until),
+            "first_token": None if story.first is None else _short(story.first - begin),
+            "decode": None if story.first is None else _short(until - story.first),
+            "total": _short(until - begin),
+        },
+        "prefix": prefix,
+        "chunks": story.chunks,
+        "preemptions": story.preemptions,
+        "waits": waits,
+        "events": list(_events(story, waits, prefix, history)),
+        "events_left_out": story.unnoted,
+        "token_times": [_short(t - begin) for t in story.times],
+        "summary": _summary(story, waits, until),
+    }
+
+
+def summary_of(story: RequestHistory, now: float) -> dict[str, Any]:
+    """A request in a line of a list, plain JSON; times in seconds from its submission."""
+    begin, until = story.submitted, story.ended if story.ended is not None else now
+    return {
+        "id": story.request.id,
+        "number": story.number,
+        "state": state_of(story),
+        "finish_reason": story.finish,
+        "prompt_tokens": len(story.request.prompt),
+        "cached_tokens": story.cached,
+        "generated_tokens": len(story.times),
+        "preemptions": story.preemptions,
+        "seconds": {
+            "queued": _span(begin, story.opened, until),
+            "first_token": None if story.first is None else _short(story.first - begin),
+            "total": _short(until - begin),
+        },
+    }
+
+
+def state_of(story: RequestHistory) -> str:
+    if story.ended is not None:
+        return "finished"
+    if story.waiting:
+        return "waiting"
+    return "prefill" if story.first is None else "decode"
+
+
+def _short(seconds: float) -> float:
+    return round(seconds, 6)
+
+
+def _span(begin: float, end: float | None, until: float) -> float:
+    return _short((until if end is None else end) - begin)
+
+
+# -------------------------------------------------------------------- waiting
+
+
+def _waits(history: History, story: RequestHistory, until: float) -> list[dict[str, Any]]:
+    """What the queue stood still for while this request was in it, longest first, and who was at its head."""
+    begin = story.submitted
+    end = story.opened if story.opened is not None else until
+    behind: dict[tuple[str, str], float] = {}
+    for wait in history.waits:
+        overlap = min(end, wait.end) - max(begin, wait.begin)
+        own = wait.id == story.request.id
+        if overlap > 0 and (own or wait.missing != "grammar"):
+            key = wait.missing, "" if own else wait.id
+            behind[key] = behind.get(key, 0.0) + overlap
+    found = sorted(behind.items(), key=lambda item: -item[1])
+    return [
+        {"for": missing, "behind": head or None, "seconds": _short(seconds), "says": _waiting(missing, head, seconds)}
+        for (missing, head), seconds in found[:16]
+    ]
+
+
+def _waiting(missing: str, head: str, seconds: float) -> str:
+    what = MISSING.get(missing, missing)
+    return (
+        f"{_time(seconds)} behind {head}, which needed {what}" if head else f"{_time(seconds)} at the head, for {what}"
+    )
+
+
+# -------------------------------------------------------------------- the prefix cache
+
+
+def _prefix(history: History, story: RequestHistory) -> dict[str, Any]:
+    """How much of the prompt was in the cache, where it stopped, and why it was not more."""
+    prompt, hits, size = story.request.prompt, story.cached, history.page_size
+    told: dict[str, Any] = {"hit_tokens": hits, "prompt_tokens": len(prompt), "diverged_at": None, "from": None}
+    if story.opened is None:
+        return {**told, "why": "not looked up yet"}
+    if story.request.sampling.prompt_logprobs is not None:
+        return {**told, "why": "log-probabilities of the prompt were asked for, so all of it had to be computed"}
+    if story.request.sampling.pooling == "mean":
+        return {**told, "why": "the mean of all its hidden states was asked for, so all of it had to be computed"}
+    most = (len(prompt) - 1) // size * size
+    if hits >= most:
+        why = "all that could be reused was" if hits else f"a prompt this short fills no block of {size} tokens"
+        return {**told, "why": why}
+    shared, other = _closest(history, story)
+    if other is None:
+        return {**told, "diverged_at": hits or None, "why": "no request still remembered began with the same tokens"}
+    told |= {"diverged_at": shared, "from": other.request.id}
+    name = other.request.id
+    if shared < hits + size:
+        return {**told, "why": f"the longest match, {name}, differs from token {shared} on; blocks hold {size} tokens"}
+    taken, resumed = other.lost.get(hits // size), story.resumed or 0.0
+    if (other.opened or 0.0) < history.emptied <= min(resumed, taken[0] if taken else resumed):
+        return {**told, "why": f"{name} had the same first {shared} tokens, but the prefix cache was emptied since"}
+    if taken is not None and taken[0] <= resumed:
+        return {
+            **told,
+            "evicted_by": taken[1],
+            "why": f"{name} had the same first {shared} tokens, but {taken[1]} was given the block that held "
+            f"tokens {hits} to {hits + size - 1}",
+        }
+    return {**told, "why": f"{name} has the same first {shared} tokens, but they were not computed yet"}
+
+
+def _closest(history: History, story: RequestHistory) -> tuple[int, RequestHistory | None]:
+    """Who began most alike before this one was opened, and how many tokens the two have in common."""
+    prompt = story.tokens[: len(story.request.prompt)]
+    found: tuple[int, RequestHistory | None] = (0, None)
+    for other in history.requests.values():
+        if other is story or other.opened is None or other.opened > (story.resumed or 0.0):
+            continue
+        if (
+            other.request.cache_salt != story.request.cache_salt
+            or prompt[: found[0] + 1] != other.tokens[: found[0] + 1]
+        ):
+            continue
+        common = _common(prompt, other.tokens, found[0])
+        if common > found[0]:
+            found = common, other
+    return found
+
+
+def _common(a: array[int], b: array[int], known: int) -> int:
+    """How many items two arrays begin with in common: at least `known`. Compared as memory, a piece at a time."""
+    most, piece = min(len(a), len(b)), 4096
+    while known < most and a[known : known + piece] == b[known : known + piece]:
+        known = min(known + piece, most)
+    return next((i for i in range(known, most) if a[i] != b[i]), most)
+
+
+# -------------------------------------------------------------------- sentences
+
+
+def _events(
+    story: RequestHistory, waits: Sequence[dict[str, Any]], prefix: dict[str, Any], history: History
+) -> Iterable[dict[str, Any]]:
+    """What happened, in order of time."""
+    begin, prompt = story.submitted, len(story.request.prompt)
+
+    def event(at: float, what: str, says: str, **more: Any) -> dict[str, Any]:
+        return {"at": _short(at - begin), "what": what, "says": says, **more}
+
+    yield event(
+        begin,
+        "submitted",
+        f"submitted: {_count(prompt, 'prompt token')}, at most {story.request.max_new_tokens} new ones",
+    )
+    for wait in waits[:4]:
+        yield event(begin, "waited", f"waited {wait['says']}", behind=wait["behind"])
+    for note in story.notes:
+        says = _SAYS[note.what](story, note, history)
+        yield event(note.at, note.what, says, step=note.step, by=note.by or None, tokens=note.n)
+        if note.what == "opened" and note.at == story.resumed:
+            yield event(note.at, "prefix", f"prefix cache: {prefix['why']}")
+    if story.first is not None:
+        yield event(story.first, "first_token", f"first token after {_time(story.first - begin)}")
+    if story.ended is not None:
+        made = _count(len(story.times), "token")
+        yield event(story.ended, "finished", f"{_ENDS.get(str(story.finish), str(story.finish))}, with {made} made")
+
+
+def _opened(story: RequestHistory, note: Note, history: History) -> str:
+    prompt = len(story.request.prompt)
+    told, again = min(note.n, prompt), note.n - prompt
+    hit = f"{told} of {_count(prompt, 'prompt token')} came from the prefix cache"
+    hit += f", and {again} of its answer" if again > 0 else ""
+    return f"got a place on the device, with {_count(note.width - 1, 'other')} in the step: {hit}"
+
+
+def _chunk(story: RequestHistory, note: Note, history: History) -> str:
+    others = f"the step fed {note.fed} tokens of {note.width} requests" if note.width > 1 else "that is a step's fill"
+    return f"{note.n} of its prompt's tokens were fed, the rest later: {others}"
+
+
+def _follows(story: RequestHistory, note: Note, history: History) -> str:
+    return f"waited for {note.by}, which was computing the {note.n} tokens that both begin with"
+
+
+def _preempted(story: RequestHistory, note: Note, history: History) -> str:
+    if note.by == story.request.id:
+        return f"gave up its own KV blocks, for there were none to grow into: {note.n} tokens to compute again"
+    return (
+        f"lost its KV blocks to {note.by}, which is more urgent or had more to lose: {note.n} tokens to compute again"
+    )
+
+
+def _sat_out(story: RequestHistory, note: Note, history: History) -> str:
+    return "sat out a step: the KV blocks it needed were on their way home"
+
+
+def _failed(story: RequestHistory, note: Note, history: History) -> str:
+    return f"a step failed ({note.by}): started again from what was committed"
+
+
+_SAYS: Mapping[str, Callable[[RequestHistory, Note, History], str]] = {
+    "opened": _opened,
+    "chunk": _chunk,
+    "follows": _follows,
+    "preempted": _preempted,
+    "sat-out": _sat_out,
+    "failed": _failed,
+}
+_ENDS: Mapping[str, str] = {
+    "stop": "ended at a stop token or stop string",
+    "length": "ended at its limit",
+    "abort": "ended by the server, because its client left or the server was about to",
+    "timeout": "ended at its deadline",
+    "error": "failed",
+}
+
+
+def _summary(story: RequestHistory, waits: Sequence[dict[str, Any]], until: float) -> str:
+    """The largest part of its time, in one sentence."""
+    total = until - story.submitted
+    queued = (story.opened if story.opened is not None else until) - story.submitted
+    lead = f"{_time(total)} in all"
+    if story.preemptions:
+        lead += f", preempted {_count(story.preemptions, 'time')}"
+    if queued > total / 3 and waits:
+        return f"{lead}; {_time(queued)} of it in the queue, most of that {waits[0]['says']}"
+    if story.first is None:
+        return f"{lead}; no token yet"
+    parts = {"queue": queued, "prefill": story.first - story.submitted - queued, "decode": until - story.first}
+    longest = max(parts, key=lambda name: parts[name])
+    return f"{lead}; most of it {_time(parts[longest])} of {longest}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"

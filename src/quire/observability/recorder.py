@@ -1,0 +1,196 @@
+"""What the flight recorder writes down, as frames. What goes wrong with a recording ends it, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec
+
+from quire import __version__
+from quire.engine.events import Completed, StepRecord
+from quire.engine.executor import Description
+from quire.errors import ExecutorLost
+from quire.observability import recording_format
+from quire.observability.anonymizer import Anonymizer, HashChain
+from quire.observability.checkpoint import constraint_of, pack, told_of
+from quire.observability.ring import Ring
+from quire.scheduler.plan import Plan, Result, Span
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.sequence import Sequence
+from quire.types import Request
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+
+
+def _safely(record: Callable[Concatenate[Recorder, P], None]) -> Callable[Concatenate[Recorder, P], None]:
+    """What goes wrong in `record` ends the recording."""
+
+    def recording(self: Recorder, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self.on:
+            try:
+                record(self, *args, **kwargs)
+            except Exception as error:
+                self.on = False
+                log.error("the recording ends here, serving does not: %s: %s", type(error).__name__, error)
+
+    return recording
+
+
+class _Filling:
+    """A sequence whose pages fill: where the one that fills now ends, and the step at which to look again."""
+
+    __slots__ = ("chain", "due", "end", "seq")
+
+    def __init__(self, seq: Sequence, chain: HashChain, end: int) -> None:
+        self.seq, self.chain, self.end, self.due = seq, chain, end, -1
+
+
+class Recorder:
+    """Writes frames; an observer of steps. One engine's."""
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+        self.on = True
+        self.run = secrets.token_hex(8)
+        self.frames = self.steps = self.depth = 0
+        self.at: list[float] = []
+        self._counts: list[int] = []
+        self._errors: list[int] = []
+        self._told: dict[int, int] = {}
+        self._landing = False
+        self._failed = ("masks", "", False)
+        self._spans: tuple[Span, ...] | None = None
+        self._filling: dict[str, _Filling] = {}
+        self._due: dict[int, list[_Filling]] = {}
+
+    def attach(self, scheduler: Scheduler, depth: int) -> None:
+        """From now on, the engine of this scheduler."""
+        self.scheduler, self.depth = scheduler, depth
+        self.disguise = Anonymizer(scheduler.kv.prefix_cache.block_size)
+
+    @_safely
+    def write(self, frame: recording_format.RecordFrame) -> None:
+        self.frames += 1
+        self.at = []
+        self.ring.write(recording_format.encode(frame))
+
+    @_safely
+    def begin(self, clock: float, about: Description, state: Callable[[], dict[str, Any]]) -> None:
+        """A new segment, which needs none of those before it."""
+        sizes = {
+            "vocab_size": about.vocab_size,
+            "max_model_len": about.max_model_len,
+            "page_size": about.block_size,
+            "pages": about.num_blocks,
+            "rows": about.num_rows,
+        }
+        head = (recording_format.VERSION, __version__, self.run, self.ring.segments, time.time(), clock, sizes)
+        self.ring.begin(recording_format.encode(recording_format.Began([], *head, pack(state(), self.disguise))))
+        self._spans = None
+
+    # ---------------------------------------------------------------- what comes through the doors
+
+    @_safely
+    def arrived(self, request: Request, seq: Sequence) -> None:
+        size = self.disguise.page_size
+        chain, names = self.disguise.begun(request.prompt)
+        told = told_of(request, names, self.disguise.salt(request.cache_salt))
+        self._filling[request.id] = _Filling(seq, chain, (len(names) + 1) * size)
+        self.write(recording_format.Arrived(*(self.at, *told, constraint_of(seq))))
+
+    @_safely
+    def launched(self, plan: Plan) -> None:
+        step = self.scheduler.inflight[-1]
+        opened = []
+        if plan.new_sequences:
+            ids = [
+                why.request_id for why in step.decisions if why.kind == "opened"
+            ]  # in the order of rows, as `opened`
+            for id, o in zip(ids, plan.new_sequences, strict=True):
+                opened.append((id, o.row, len(o.tokens), o.num_computed, o.prompt_length, o.max_length))
+                self._arm(self._filling[id])
+        spans = None if plan.spans is self._spans else plan.spans
+        self._spans = plan.spans
+        self.write(
+            recording_format.Launched(
+                self.at, opened, plan.new_blocks, spans, plan.masked_spans, plan.num_drafts, step.decisions
+            )
+        )
+
+    @_safely
+    def came(self, result: Result) -> None:
+        self._counts = list(map(len, result.tokens))
+        self._errors = list(result.errors)
+        self._told = {j: len(rows) for j, rows in result.prompt_logprobs.items()} if result.prompt_logprobs else {}
+        self._landing = True
+
+    def failed(self, where: str, error: BaseException) -> None:
+        lost = isinstance(error, ExecutorLost)
+        while error.__cause__ is not None:
+            error = error.__cause__
+        self._failed = (where, type(error).__name__, lost)
+
+    @_safely
+    def reset(self) -> None:
+        self._landing, self._spans = False, None
+        self.write(recording_format.Reset(self.at, *self._failed))
+        log.warning("what led to the failed step is recorded in %s", self.ring.path)
+        self._failed = ("masks", "", False)
+
+    @_safely
+    def crashed(self, error: Exception) -> None:
+        if self._landing:
+            self._land([], [])
+        self.write(recording_format.Crashed(self.at, type(error).__name__))
+
+    # ---------------------------------------------------------------- an observer
+
+    def on_submit(self, request: Request, now: float) -> None:
+        """Heard at the door."""
+
+    @_safely
+    def on_step(self, record: StepRecord) -> None:
+        self.steps = step = self.steps + 1
+        pages: list[tuple[int, int, int]] = []
+        if (fillings := self._due.pop(step, None)) is not None:
+            size = self.disguise.page_size
+            for filling in fillings:
+                if filling.due == step:
+                    seq, end = filling.seq, filling.end
+                    tokens = seq.tokens
+                    while end <= len(tokens):
+                        pages.append((seq.arrival, end - 1, filling.chain.name(tokens[end - size : end])))
+                        filling.end = end = end + size
+                    self._arm(filling)
+        stops = []
+        for ended in record.ended:
+            del self._filling[ended.id]
+            if ended.finish == "stop":
+                stops.append((ended.id, ended.prompt_tokens + len(ended.tokens) - 1))
+        self._land(pages, stops)
+
+    def on_end(self, ended: Completed) -> None:
+        self._filling.pop(ended.id, None)
+
+    def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
+        """Seen at the door."""
+
+    def _land(self, pages: list[tuple[int, int, int]], stops: list[tuple[str, int]]) -> None:
+        self._landing = False
+        self.write(recording_format.Landed(self.at, self._counts, pages, stops, self._errors, self._told))
+
+    def _arm(self, filling: _Filling) -> None:
+        """Look again when its next page may be full: a step brings a token and its drafts, and no more.
+
+        Not while it has no row, nor for its last token, which is never fed.
+        """
+        seq, end = filling.seq, filling.end
+        if seq.row is None or end >= seq.max_length:
+            return
+        due = self.steps - (len(seq.tokens) - end) // (1 + self.scheduler.speculation.max_drafts)
+        filling.due = due = max(due, self.steps + 1)
+        self._due.setdefault(due, []).append(filling)

@@ -1,0 +1,188 @@
+"""The operations in plain torch, each row's result its own: the same bits alone, in a crowd, in any chunk or draft.
+
+What torch's own calls let neighbours change, and what stands here instead: products are made in tiles of one shape.
+Attention reads K/V in runs of KEYS positions counted from the sequence's first, and adds them up one after the other,
+so that a run which a query does not see adds an exact zero. Functions that torch rounds one way in a vector and
+another way in what is left over at its end are spelled out in steps that it rounds alike everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.ops.grouped import combine_experts_in_order, in_order
+from quire.ops.paged_attention import PagedAttentionMetadata, SpanGroup
+from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.reference import ReferenceOps
+from quire.ops.tiles import ROWS, in_tiles
+from quire.types import UNLIMITED
+
+KEYS = 128
+"""Positions of K/V multiplied at a time."""
+
+WIDE = 8
+"""Columns that a product's width is a multiple of: MKL sums the rows of [8, 128] by [128, 10] in two ways, by turns."""
+
+NARROW = 16
+"""Columns below which a matrix is widened, a router's say, for the same reason."""
+
+AT_ONCE = 256
+"""Rows of queries a K/V head attends at once: bounds what a long chunk's scores take."""
+
+
+class BatchInvariantOps(ReferenceOps):
+    """See `base.Ops`. As `ReferenceOps`, up to rounding."""
+
+    rows = ROWS
+    reach = KEYS
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = len(weight)
+        if out < NARROW:
+            weight = F.pad(weight, (0, 0, 0, NARROW - out))
+            bias = None if bias is None else F.pad(bias, (0, NARROW - out))
+        return in_tiles(partial(F.linear, weight=weight, bias=bias), x, ROWS)[:, :out]
+
+    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        heads, half = q.shape[1], cos.shape[-1]
+        x = torch.cat((q, k), 1).float()
+        first, second, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], -1)
+        cos, sin = cos[:, None], sin[:, None]
+        turned = torch.cat((first * cos - second * sin, first * sin + second * cos, rest), -1).to(q.dtype)
+        return turned[:, :heads], turned[:, heads:]
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        exact = gate.float()
+        return (exact / exact.neg().exp_().add_(1.0)).to(up.dtype).mul_(up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return self.gelu(gate).mul_(up)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        exact = x.float()
+        bent = (exact * exact * exact).mul_(0.044715).add_(exact).mul_(math.sqrt(2.0 / math.pi)).tanh_()
+        return bent.add_(1.0).mul_(exact).mul_(0.5).to(x.dtype)
+
+    def combine_experts(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
+        return combine_experts_in_order(made, shares, whole=whole)
+
+    def attention(
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        scale: float,
+        window: int = UNLIMITED,
+        soft_cap: float = 0.0,
+    ) -> Tensor:
+        paged, out = self.prepare(batch), torch.zeros_like(q)
+        for index, group in enumerate(paged.groups):
+            out[group.rows] = attend(q[group.rows], kv, paged, index, scale, window, soft_cap)
+        return out
+
+
+class Queries(NamedTuple):
+    """Some of a group's queries, and how they are cut: from number `start` on `n`, `each` a tile for a K/V head's
+    `share` heads. window: as `Ops.attention`."""
+
+    start: int
+    n: int
+    each: int
+    share: int
+    window: int
+
+
+def attend(
+    q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, index: int, scale: float, window: int, soft_cap: float
+) -> Tensor:
+    """One group's queries [S * n, H, D] over its pages -> the same."""
+    group, (_, heads, dim), groups = paged.groups[index], q.shape, kv.k.shape[1]
+    spans, share = len(group.kv_len), heads // groups
+    each = max(1, ROWS // share)
+    last = -(-group.longest // KEYS)
+    k, v = (
+        paged.read(pool, index, by, q.dtype)[:, :, : last * KEYS].float()
+        for pool, by in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))
+    )
+    step, parts = max(1, AT_ONCE // (each * share)) * each, []
+    for start in range(0, group.n, step):
+        part = Queries(start, min(step, group.n - start), each, share, window)
+        some = q.view(spans, group.n, groups, share, dim)[:, start : start + part.n].float()
+        first, seen = visible(paged, index, part)
+        keys, values = (x[:, :, first * KEYS : (first + seen.shape[1]) * KEYS] for x in (k, v))
+        made = weigh(tiles(some, each), keys, values, seen, scale, soft_cap)[:, :, :, : each * share]
+        made = made.reshape(spans, groups, -1, share, dim)[:, :, : part.n]
+        parts.append(made.permute(0, 2, 1, 3, 4).reshape(spans, part.n, heads, dim))
+    return torch.cat(parts, 1).view(-1, heads, dim).to(q.dtype)
+
+
+def tiles(q: Tensor, each: int) -> Tensor:
+    """q [S, n, G, R, D] -> [S, G, t, M, D]: `each` queries of R heads a tile, filled up to a multiple of ROWS."""
+    spans, n, groups, share, dim = q.shape
+    if n % each:
+        q = F.pad(q, (0, 0, 0, 0, 0, 0, 0, -n % each))
+    tall = q.view(spans, -1, each, groups, share, dim).permute(0, 3, 1, 2, 4, 5)
+    tall = tall.reshape(spans, groups, -1, each * share, dim)
+    return F.pad(tall, (0, 0, 0, -tall.shape[3] % ROWS)) if tall.shape[3] % ROWS else tall
+
+
+def visible(paged: PagedAttentionMetadata, index: int, part: Queries) -> tuple[int, Tensor]:
+    """(The first run of KEYS that some query sees, bool [S, b, t, M, KEYS] from there on), shared by layers of a kind.
+
+    A row that is no query's sees what one that is sees.
+    """
+    group, key = paged.groups[index], (index, *part)
+    past = group.kv_len - group.n + part.start
+    first = max(0, int(past.min()) + 1 - part.window) // KEYS
+    seen = paged.masks.get(key)
+    if seen is None:
+        seen = paged.masks[key] = mask(group, past, first, part)
+    return first, seen
+
+
+def mask(group: SpanGroup, past: Tensor, first: int, part: Queries) -> Tensor:
+    until = -(-(group.longest - group.n + part.start + part.n) // KEYS)
+    row = torch.arange(-(-(part.each * part.share) // ROWS) * ROWS, device=past.device)
+    at = torch.arange(0, part.n, part.each, device=past.device)[:, None] + (row // part.share).clamp(max=part.each - 1)
+    place = (past[:, None, None] + at.clamp(max=part.n - 1))[:, None, :, :, None]
+    key = torch.arange(first * KEYS, until * KEYS, device=past.device).view(-1, 1, 1, KEYS)
+    return (key <= place) & (key > place - part.window)
+
+
+def weigh(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, soft_cap: float) -> Tensor:
+    """softmax(q k^T scale) v: q [S, G, t, M, D], k and v [S, G, b * KEYS, D], seen [S, b, t, M, KEYS] -> as q."""
+    spans, groups, count, rows, dim = q.shape
+    runs = seen.shape[1]
+    k, v = (x.reshape(spans * groups, runs, KEYS, dim) for x in (k, v))
+    wide = q.reshape(spans * groups, 1, count, rows, dim).expand(-1, runs, -1, -1, -1)
+    scores = products(wide, k.transpose(-1, -2)).mul_(scale)
+    if soft_cap:
+        scores = scores.div_(soft_cap).tanh_().mul_(soft_cap)
+    scores.view(spans, groups, runs, count, rows, KEYS).masked_fill_(~seen[:, None], -math.inf)
+    weight = scores.sub_(scores.amax((1, 4), keepdim=True)).exp_()
+    whole, parts = weight.sum(-1, keepdim=True), products(weight, F.pad(v, (0, -dim % WIDE)))
+    made = in_order(parts.unbind(1)) / in_order(whole.unbind(1))
+    return made[..., :dim].view(spans, groups, count, rows, dim)
+
+
+def products(a: Tensor, b: Tensor) -> Tensor:
+    """a [Y, b, t, M, K], b [Y, b, K, N] -> [Y, b, t, M, N]: each [M, K] by its [K, N], a product of one shape.
+
+    Batched along whichever is longer: neither copies of b nor a loop over all tiles.
+    """
+    some, runs, count, rows, inner = a.shape
+    if count <= some * runs:
+        flat = b.reshape(-1, inner, b.shape[-1])
+        each = [torch.bmm(a[:, :, t].reshape(-1, rows, inner), flat) for t in range(count)]
+        whole = each[0].unsqueeze(1) if count == 1 else torch.stack(each, 1)
+        return whole.view(some, runs, count, rows, -1)
+    each = [torch.bmm(a[y, r], b[y, r].expand(count, -1, -1)) for y in range(some) for r in range(runs)]
+    return torch.stack(each).view(some, runs, count, rows, -1)

@@ -1,0 +1,255 @@
+"""Who attends to what: a list of pieces, made on the device once a forward, walked by a fixed grid.
+
+A graph's launches cannot depend on lengths, so lengths become data. A span's query heads that share a K/V head are
+laid out as rows, query by query; a tile is up to `rows` of them, a piece is a tile and some of the blocks of K/V it
+sees. Tiles of few rows are bound by reading. Each is cut into pieces of about equal length, as long as there are
+programs enough for them; else all are laid end to end and cut into equal shares, one for each program that the card
+holds at once. Where a cut goes through a tile, whichever of its pieces ends last puts them together (Flash-Decoding,
+Dao et al. 2023, and Stream-K, Osama et al. 2023, with lengths read on the device).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.ragged import RaggedBatch
+from quire.ops.triton.launch import DeviceInfo, block, kernel
+from quire.ops.triton.shared_prefixes import PrefixSharing, SharedPrefixes, find_shared_prefixes
+from quire.types import UNLIMITED
+
+FIELDS = 9
+"""Numbers a piece has: first token, queries, first row, K/V length, first block, end block, span, in one number its
+place among the tile's pieces and, from bit 16 on, how many those are, and how many parts of `Begun` it goes on from."""
+
+
+class Tiling(NamedTuple):
+    """What a list of pieces depends on, besides lengths. The same for every layer of most models.
+
+    share: query heads a K/V head. rows, columns: a tile's size, columns being tokens. least, most: queries of the
+    spans it is for. spread: programs among which blocks are shared out, each span being one tile; 0: a piece is a tile.
+    run: blocks a program has at least. window: as `Ops.attention`. sharing: spans begin behind what they share in that
+    way; None: they do not.
+    """
+
+    share: int
+    rows: int
+    columns: int
+    least: int
+    most: int
+    spread: int
+    run: int
+    window: int
+    sharing: PrefixSharing | None = None
+
+    def bound(self, batch: RaggedBatch) -> int:
+        """More pieces than this there cannot be."""
+        spans, tokens = len(batch.kv_len), len(batch.positions)
+        at_most = min(spans, tokens // self.least)
+        if self.most * self.share > self.rows and at_most:
+            at_most += tokens * self.share // self.rows
+        return max(1, at_most + self.spread)
+
+
+MOST_PIECES = 64
+"""Of one tile, and one more."""
+
+CROWD = 16
+"""Spans above which a program may have several pieces; up to it all pieces are at work at once."""
+
+LONG = 6
+"""Blocks of an equal share, at least: with less, beginning pieces costs more than evenness gains (measured, H200)."""
+
+ALONE = 6
+"""Quarters of an even share that pieces may be long, if every program then has one at most (measured, H200): two take
+their latency twice."""
+
+
+class AttentionSchedule(NamedTuple):
+    """pieces [bound + 1, FIELDS] int32, `total` [1] of them there. arrived [bound, G] int32, all 0 between kernels.
+    starts [spread + 1] int32: the first piece of each program; None: a program has one."""
+
+    pieces: Tensor
+    total: Tensor
+    arrived: Tensor
+    starts: Tensor | None
+
+
+@triton.jit
+def put(
+    pieces, at, here, token, n, row, length, begin, end, span, part, splits, parts, FIELDS: tl.constexpr
+):  # fmt: skip
+    """A piece of each span that is `here` to its place in the list."""
+    to = pieces + at * FIELDS
+    tl.store(to, token, mask=here)
+    tl.store(to + 1, n, mask=here)
+    tl.store(to + 2, row, mask=here)
+    tl.store(to + 3, length, mask=here)
+    tl.store(to + 4, begin, mask=here)
+    tl.store(to + 5, end, mask=here)
+    tl.store(to + 6, span, mask=here)
+    tl.store(to + 7, part + splits * 65536, mask=here)
+    tl.store(to + 8, tl.where(part == 0, parts, 0), mask=here)
+
+
+@triton.jit
+def spans_of(query_start, kv_len, s, spans, least, most):
+    """Of spans s: the first token, how many, the K/V length, and whether the list is for as many."""
+    inside = s < spans
+    token = tl.load(query_start + s, mask=inside, other=0)
+    n = tl.load(query_start + s + 1, mask=inside, other=0) - token
+    return token, n, tl.load(kv_len + s, mask=inside, other=0), inside & (n >= least) & (n <= most)
+
+
+@triton.jit
+def alone(seen, each, SPREAD: tl.constexpr, ALONE: tl.constexpr):
+    """How long pieces of spans that see so many blocks are to be for each program to have one at most; `each`, if that
+    is too long."""
+    longer = each
+    for _ in range(8):
+        longer += tl.where(tl.sum((seen + longer - 1) // longer, 0) > SPREAD, longer // 8 + 1, 0)
+    enough = tl.sum((seen + longer - 1) // longer, 0) <= SPREAD
+    return tl.where(enough & (4 * longer <= ALONE * each), longer, each)
+
+
+@kernel
+def tiles_kernel(
+    query_start, kv_len, pieces, count, spans, window, least, most,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_S: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """One program: all spans at once, a tile of each at a time. Long spans come first, so that none ends alone."""
+    s = tl.arange(0, BLOCK_S)
+    token, n, length, chosen = spans_of(query_start, kv_len, s, spans, least, most)
+    total = tl.where(chosen, (n * SHARE + ROWS - 1) // ROWS, 0)
+    seen = tl.where(chosen, length - tl.maximum(length - n + 1 - window, 0), 0)
+    if BLOCK_S <= 512:
+        longer = (seen[:, None] > seen[None, :]) | ((seen[:, None] == seen[None, :]) & (s[:, None] < s[None, :]))
+        first = tl.sum(tl.where(longer, total[:, None], 0), 0)
+    else:
+        first = tl.cumsum(total, 0) - total
+    tl.store(count, tl.sum(total, 0))
+    for j in range(tl.max(total, 0)):
+        tile = total - 1 - j
+        low = tile * ROWS // SHARE
+        high = tl.minimum((tile * ROWS + ROWS - 1) // SHARE, n - 1)
+        begin = tl.maximum(length - n + low + 1 - window, 0) // COLUMNS
+        end = (length - n + high) // COLUMNS + 1
+        put(pieces, first + j, j < total, token, n, tile * ROWS, length, begin, end, s, s * 0, s * 0 + 1, s * 0, FIELDS)
+
+
+@kernel
+def shares_kernel(
+    query_start, kv_len, begun, pieces, count, starts, spans, window, least, most,
+    COLUMNS: tl.constexpr, SPREAD: tl.constexpr, RUN: tl.constexpr, MOST: tl.constexpr, LONG: tl.constexpr,
+    ALONE: tl.constexpr, MANY: tl.constexpr, BEGUN: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr,
+    FIELDS: tl.constexpr,
+):  # fmt: skip
+    """One program: all spans at once, a piece of each at a time. Spans are cut into pieces of up to `each` blocks; or,
+    MANY and too many for that, program w has blocks w * each to (w + 1) * each of all spans laid end to end."""
+    s, w = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_W)
+    token, n, length, chosen = spans_of(query_start, kv_len, s, spans, least, most)
+    behind = tl.load(begun + s, mask=s < spans, other=0) if BEGUN else 0
+    parts = tl.load(begun + spans + s, mask=s < spans, other=0) if BEGUN else s * 0
+    low = tl.maximum(length - n + 1 - window, behind) // COLUMNS
+    seen = tl.where(chosen, (length + COLUMNS - 1) // COLUMNS - low, 0)
+    end, blocks = tl.cumsum(seen, 0), tl.sum(seen, 0)
+    begin = end - seen
+    each = tl.maximum((blocks + SPREAD - 1) // SPREAD, tl.maximum((tl.max(seen, 0) + MOST - 1) // MOST, RUN))
+    if MANY:
+        each = alone(seen, each, SPREAD, ALONE)
+    splits = (seen + each - 1) // each
+    even = tl.where(each >= LONG, tl.sum(splits, 0), 0) > (SPREAD if MANY else 1 << 30)
+    mine, shift = tl.where(even, begin // each, 0), tl.where(even, begin, 0)
+    size = tl.where(even, each, (seen + splits - 1) // tl.maximum(splits, 1))
+    splits = tl.where(even & (seen > 0), (end - 1) // each - mine + 1, splits)
+    first, total = tl.cumsum(splits, 0) - splits, tl.sum(splits, 0)
+    tl.store(count, total)
+    if MANY:
+        busy = tl.where(even, (blocks + each - 1) // each, 0)
+        tl.store(starts + w, tl.where(even, total, w * total // SPREAD), mask=(w <= SPREAD) & (w >= busy))
+    for j in range(tl.max(splits, 0)):
+        since, until = (mine + j) * size - shift, (mine + j + 1) * size - shift
+        here = j < splits
+        put(
+            pieces, first + j, here, token, n, s * 0, length, low + tl.maximum(since, 0), low + tl.minimum(until, seen),
+            s, s * 0 + j, splits, parts, FIELDS)  # fmt: skip
+        if MANY:
+            tl.store(starts + mine + j, first + j, mask=here & (since >= tl.where(even, 0, 1 << 30)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPlan(RaggedBatch):
+    """A batch and the lists its layers share: made by the first that asks, found by the rest."""
+
+    lists: dict[tuple[Tiling, int], AttentionSchedule] = field(default_factory=dict)
+    cascades: dict[PrefixSharing, SharedPrefixes] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, batch: RaggedBatch) -> AttentionPlan:
+        return cls(
+            tokens=batch.tokens,
+            positions=batch.positions,
+            slots=batch.slots,
+            query_start=batch.query_start,
+            kv_len=batch.kv_len,
+            page_table=batch.page_table,
+            page_size=batch.page_size,
+            max_query=batch.max_query,
+            max_kv=batch.max_kv,
+            output_indices=batch.output_indices,
+        )
+
+    def work(self, tiling: Tiling, groups: int) -> tuple[AttentionSchedule, bool]:
+        """The list for a tiling, and whether it has only now been made."""
+        if tiling.window >= self.max_kv:
+            tiling = tiling._replace(window=UNLIMITED)
+        fresh = (tiling, groups) not in self.lists
+        if fresh:
+            self.lists[tiling, groups] = make_schedule(self, tiling, groups)
+        return self.lists[tiling, groups], fresh
+
+    def prefixes(self, sharing: PrefixSharing) -> tuple[SharedPrefixes, bool]:
+        """Who shares what, and whether it has only now been found."""
+        fresh = sharing not in self.cascades
+        if fresh:
+            self.cascades[sharing] = find_shared_prefixes(self, sharing)
+        return self.cascades[sharing], fresh
+
+
+def make_schedule(batch: AttentionPlan, tiling: Tiling, groups: int) -> AttentionSchedule:
+    """The list for a batch. Nothing is read back: it may be captured."""
+    device, spans = batch.kv_len.device, len(batch.kv_len)
+    bound, size = tiling.bound(batch), block(spans, 16)
+    pieces = torch.empty(bound + 1, FIELDS, dtype=torch.int32, device=device)
+    count = torch.empty(1, dtype=torch.int32, device=device)
+    arrived = torch.zeros(bound, groups, dtype=torch.int32, device=device)
+    several = tiling.spread > 0 and spans > CROWD
+    starts = torch.empty(tiling.spread + 1, dtype=torch.int32, device=device) if several else None
+    about = tiling.window, tiling.least, tiling.most
+    same = {"COLUMNS": tiling.columns, "BLOCK_S": size, "FIELDS": FIELDS, "num_warps": max(1, min(8, size // 32))}
+    if tiling.spread:
+        begun = batch.prefixes(tiling.sharing)[0].begun if tiling.sharing else batch.kv_len
+        shares_kernel[(1,)](
+            *(batch.query_start, batch.kv_len, begun, pieces, count, count if starts is None else starts),
+            *(spans, *about),
+            SPREAD=tiling.spread, RUN=tiling.run, MOST=MOST_PIECES, LONG=LONG, ALONE=ALONE, MANY=several,
+            BEGUN=tiling.sharing is not None, BLOCK_W=block(tiling.spread + 1), **same,
+        )  # fmt: skip
+    else:
+        tiles_kernel[(1,)](
+            *(batch.query_start, batch.kv_len, pieces, count, spans, *about),
+            SHARE=tiling.share,
+            ROWS=tiling.rows,
+            **same,
+        )
+    return AttentionSchedule(pieces, count, arrived, starts)
+
+
+def spread(card: DeviceInfo, groups: int, a_card: int) -> int:
+    """Programs of each K/V head, so that a multiprocessor has `a_card` over all of them."""
+    return max(card.sms * a_card // groups, min(1, card.sms * a_card))

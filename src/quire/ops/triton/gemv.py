@@ -1,0 +1,246 @@
+"""Matrices times a few rows: bound by reading the matrix once, at whatever bandwidth there is.
+
+A library's kernels leave a third to three quarters of it unused at one row (measured, H200). Three things close the
+gap: small programs, many at once; the matrix asked for before the kernel ahead has ended, which dependent launch
+allows since nobody writes weights; and the gate behind the product done with it. (The norm before it was tried, too:
+it gave 1 % at 1B and took 4 % at 8B.)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.base import Gate
+from quire.ops.triton.gemm_configs import GemmConfig
+from quire.ops.triton.launch import HOPPER, DeviceInfo, kernel, release, wait
+from quire.ops.triton.rows import activate
+from quire.ops.triton.split_k import COUNTERS, added_up, handed_in
+
+
+@triton.jit
+def given(y, z, bias, out, place, n, outputs, inside, GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr):
+    """y, the outputs n, and under GATE z, what y gates, to out + place."""
+    if BIAS:
+        y += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)
+        if GATE:
+            z += tl.load(bias + outputs + n, mask=n < outputs, other=0.0).to(tl.float32)
+    if GATE:
+        y = activate(y.to(out.dtype.element_ty).to(tl.float32), GELU) * z.to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=inside)
+
+
+@kernel
+def vector_kernel(
+    x, weight, scale, bias, out, outputs, inputs,
+    GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr, APART: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N outputs of each row by plain multiply-adds, in float32, TIMES BLOCK_K being the inputs.
+
+    The program's whole part of the matrix is in registers, asked for before the wait: what it waits for is short.
+    EVEN: there is no input and no output over. SCALED: a matrix in eight bits, which are widened when they are
+    multiplied. APART: see `numbers`.
+    """
+    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    line = weight + n[:, None].to(tl.int64) * inputs + k[None, :]
+    far = outputs.to(tl.int64) * inputs
+    tiles = (lines(line, n, k, 0, outputs, inputs, EVEN),)
+    gated = (lines(line + far, n, k, 0, outputs, inputs, EVEN),) if GATE else tiles
+    for i in tl.static_range(1, TIMES):
+        tiles += (lines(line, n, k, i * BLOCK_K, outputs, inputs, EVEN),)  # type: ignore[assignment]
+        if GATE:
+            gated += (lines(line + far, n, k, i * BLOCK_K, outputs, inputs, EVEN),)  # type: ignore[assignment]
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    for r in tl.static_range(ROWS):
+        value = numbers(x + r * inputs, n, k, 0, inputs, APART)
+        y = tiles[0].to(tl.float32) * value
+        z = gated[0].to(tl.float32) * value if GATE else y
+        for i in tl.static_range(1, TIMES):
+            value = numbers(x + r * inputs, n, k, i * BLOCK_K, inputs, APART)
+            y += tiles[i].to(tl.float32) * value
+            if GATE:
+                z += gated[i].to(tl.float32) * value
+        y = tl.sum(y, 1)
+        z = tl.sum(z, 1) if GATE else y
+        if SCALED:
+            y *= tl.load(scale + n, mask=n < outputs, other=0.0)
+            if GATE:
+                z *= tl.load(scale + outputs + n, mask=n < outputs, other=0.0)
+        given(y, z, bias, out, r * outputs + n, n, outputs, n < outputs, GATE, GELU, BIAS)
+
+
+@triton.jit
+def lines(line, n, k, since, outputs, inputs, EVEN: tl.constexpr):
+    """Inputs since + k of outputs n, which are read once."""
+    if EVEN:
+        return tl.load(line + since, eviction_policy="evict_first")
+    else:
+        held = (n < outputs)[:, None] & (since + k < inputs)[None, :]
+        return tl.load(line + since, mask=held, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def numbers(x, n, k, since, inputs, APART: tl.constexpr):
+    """Inputs since + k of a row, for all of n; APART: a thread has one of n, and reads its own. Never without a mask:
+    ptxas then widens the matrix, which may not be there yet, before it asks for x and lets the next kernel begin."""
+    if APART:
+        at = since + k[None, :] + 0 * n[:, None]
+        return tl.load(x + at, mask=at < inputs, other=0.0).to(tl.float32)
+    else:
+        return tl.load(x + since + k, mask=since + k < inputs, other=0.0).to(tl.float32)[None, :]
+
+
+@kernel
+def matrix_kernel(
+    x, weight, scale, bias, out, parts, arrived, rows, outputs, inputs, length,
+    GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
+    SPLITS: tl.constexpr, SETTLED: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N outputs on the matrix units, whose narrow side takes the rows. EVEN: BLOCK_K divides the inputs.
+
+    AHEAD inputs of the matrix are asked for before the wait and multiplied last: the loop's loads begin behind it.
+    SCALED: a matrix in eight bits, a scale a row, see `usable`. Programs of the same outputs follow each other.
+    SPLITS: the inputs are cut into so many runs of `length`, see `split`. SETTLED: see `settled`.
+    """
+    n, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    begin = tl.program_id(2) * length
+    end = tl.minimum(begin + length, inputs)
+    held = (r < rows)[:, None]
+    line = weight + tl.minimum(n, outputs - 1)[:, None].to(tl.int64) * inputs
+    far = outputs.to(tl.int64) * inputs
+    source = x + r[:, None].to(tl.int64) * inputs
+    early = begin + tl.arange(0, max(AHEAD, 1))[None, :]
+    head, gated_head, first = early, early, early
+    if AHEAD > 0:
+        head = tl.load(line + early, eviction_policy="evict_first")
+        if GATE:
+            gated_head = tl.load(line + far + early, eviction_policy="evict_first")
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    if AHEAD > 0:
+        first = usable(tl.load(source + early, mask=held, other=0.0), SCALED)
+    y = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    z = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    for start in tl.range(begin + AHEAD, end, BLOCK_K, num_stages=STAGES):
+        at = start + k[None, :]
+        tile = part(line, at, inputs, EVEN)
+        value = usable(tl.load(source + at, mask=held if EVEN else held & (at < inputs), other=0.0), SCALED)
+        y = tl.dot(tile.to(value.dtype), tl.trans(value), y, input_precision=PRECISION)
+        if GATE:
+            gated = part(line + far, at, inputs, EVEN)
+            z = tl.dot(gated.to(value.dtype), tl.trans(value), z, input_precision=PRECISION)
+            z = settled(z, SETTLED)
+        y = settled(y, SETTLED)
+    if AHEAD > 0:
+        y = tl.dot(head.to(first.dtype), tl.trans(first), y, input_precision=PRECISION)
+        if GATE:
+            z = tl.dot(gated_head.to(first.dtype), tl.trans(first), z, input_precision=PRECISION)
+    if SCALED:
+        y *= 16.0 * tl.load(scale + n, mask=n < outputs, other=0.0)[:, None]
+        if GATE:
+            z *= 16.0 * tl.load(scale + outputs + n, mask=n < outputs, other=0.0)[:, None]
+    place = r[None, :].to(tl.int64) * outputs + n[:, None]
+    inside = (r < rows)[None, :] & (n < outputs)[:, None]
+    if SPLITS == 1:
+        given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
+    elif handed_in(y, z, parts, arrived, GATE, SPLITS, BLOCK_N, ROWS):
+        y, z = added_up(y, z, parts, GATE, SPLITS, BLOCK_N, ROWS)
+        given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
+
+
+@triton.jit
+def part(line, at, inputs, EVEN: tl.constexpr):
+    """Of rows of the matrix, which are read once."""
+    if EVEN:
+        return tl.load(line + at, eviction_policy="evict_first")
+    else:
+        return tl.load(line + at, mask=at < inputs, other=0.0)
+
+
+@triton.jit
+def settled(x, SETTLED: tl.constexpr):
+    """x, which a product on Hopper's asynchronous units is making, when it is made.
+
+    With one factor in registers, as numbers just made of eight bits are, products left under way at the loop's end
+    have their registers overwritten at its start: the assembler then lets each wait for the one before, and eight
+    take the time of eight (seen in the machine code). Something that reads x here ends them together.
+    """
+    if SETTLED:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return x
+
+
+@triton.jit
+def usable(x, SCALED: tl.constexpr):
+    """What x is multiplied as. By eight bits of floating point in half precision, which holds every one of them and is
+    made of them four times as cheaply as bfloat16: a sixteenth of x, which so may reach 1,048,000, and what is below
+    0.001 is off by 5e-7 at most."""
+    if SCALED:
+        return (x.to(tl.float32) * 0.0625).to(tl.float16)
+    else:
+        return x
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    how: GemmConfig,
+    card: DeviceInfo,
+    gate: Gate = "",
+    scale: Tensor | None = None,
+    arrived: Tensor | None = None,
+) -> Tensor:
+    """x [T, in], weight [out, in] -> [T, out], or [T, out / 2] gated. scale [out, 1]: what one stored unit of a row of
+    a float8 matrix stands for. arrived: [COUNTERS] int32, zeros; without, inputs are not cut into runs."""
+    x = x.contiguous()
+    rows, inputs = x.shape
+    outputs = weight.shape[0] // 2 if gate else weight.shape[0]
+    out = x.new_empty(rows, outputs)
+    shift = x if bias is None else bias
+    same = {"GATE": gate != "", "GELU": gate == "gelu", "BIAS": bias is not None, "BLOCK_N": how.outputs,
+            "BLOCK_K": how.inputs, "SCALED": scale is not None, "DEPENDENT": card.dependent, "num_warps": how.warps,
+            **card.options}  # fmt: skip
+    columns, factor = triton.cdiv(outputs, how.outputs), x if scale is None else scale
+    how = how.fitted(card, weight.element_size() * (2 if gate else 1), x.element_size())
+    if not how.stages:
+        even, times = inputs % how.inputs == 0 and outputs % how.outputs == 0, triton.cdiv(inputs, how.inputs)
+        apart = how.outputs == 1 or how.outputs * how.inputs * weight.element_size() <= 16 * 32 * how.warps
+        vector_kernel[(columns,)](
+            *(x, weight, factor, shift, out, outputs, inputs),
+            EVEN=even, ROWS=rows, TIMES=times, APART=apart, **same,
+        )  # fmt: skip
+        return out
+    tiles = triton.cdiv(rows, how.rows)
+    length, runs, ahead = cut(how, inputs, tiles * columns if arrived is not None else COUNTERS + 1)
+    size = runs * tiles * columns * 2 * how.rows * how.outputs
+    parts = x.new_empty(size, dtype=torch.float32) if runs > 1 else x
+    sums = (parts, x if arrived is None else arrived)
+    matrix_kernel[(tiles, columns, runs)](
+        *(x, weight, factor, shift, out, *sums, rows, outputs, inputs, length),
+        EVEN=inputs % how.inputs == 0, ROWS=how.rows, AHEAD=ahead, STAGES=how.stages, SPLITS=runs,
+        SETTLED=scale is not None and settles(how, card), PRECISION=card.precision, **same,
+    )  # fmt: skip
+    return out
+
+
+def settles(how: GemmConfig, card: DeviceInfo) -> bool:
+    """Whether products are made by units that need `settled`: Hopper's, which take 64 outputs by four warps."""
+    return card.capability[0] == HOPPER[0] and how.outputs >= 64 and how.warps >= 4
+
+
+def cut(how: GemmConfig, inputs: int, tiles: int) -> tuple[int, int, int]:
+    """(length, count) of the runs that inputs are cut into, one where there are more tiles than counters, and what each
+    of them asks for ahead."""
+    blocks = triton.cdiv(inputs, how.inputs)
+    each = triton.cdiv(blocks, how.splits if tiles <= COUNTERS else 1)
+    length, runs = each * how.inputs, triton.cdiv(blocks, each)
+    return length, runs, how.ahead if how.ahead <= inputs - (runs - 1) * length else 0

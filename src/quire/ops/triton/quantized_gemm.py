@@ -1,0 +1,289 @@
+"""Products with quantised matrices: numbers are restored on the way from memory to the multiplier, never in memory.
+
+A byte or half a byte is read for each number, so what is bound by reading gains two or four times, if restoring keeps
+up: an H200 can spend five instructions on a number before it is what everything waits for. Activations stay as they
+are. See `Ops.scaled_linear` and `Ops.halved_linear`, and `skinny` for how few rows are multiplied.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.base import Gate
+from quire.ops.triton.gemm_configs import GemmConfig, two
+from quire.ops.triton.gemv import given, settled, settles
+from quire.ops.triton.launch import HOPPER, DeviceInfo, block, kernel, release, wait
+from quire.ops.triton.split_k import COUNTERS, added_up, handed_in
+
+
+@triton.jit
+def restored(
+    weight, scale, zero, groups, n, k, outputs, inputs, count, width, offset,
+    HALVED: tl.constexpr, SCALES: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Numbers [n, k] of the matrix, float32; when SCALES is 0 yet without their row's scale. k: BLOCK_K in a run.
+
+    SCALES: how many a row has in such a run: 0, one for all of the row; 1; 2, any number. Only where it is 2 are they
+    put in here: otherwise sums are multiplied, which are fewer.
+    """
+    inside = (n < outputs)[:, None]
+    row = n[:, None].to(tl.int64)
+    if HALVED:
+        pair = tl.min(k, 0) // 2 + tl.arange(0, BLOCK_K // 2)
+        here = inside & (pair < inputs // 2)[None, :]
+        both = tl.load(weight + row * (inputs // 2) + pair[None, :], mask=here, other=0)
+        numbers = tl.interleave((both & 15).to(tl.float32), (both >> 4).to(tl.float32))
+        group = tl.load(groups + k, mask=k < inputs, other=0)[None, :]
+    else:
+        held = inside & (k < inputs)[None, :]
+        numbers = tl.load(weight + row * inputs + k[None, :], mask=held, other=0.0).to(tl.float32)
+        group = ((k + offset) // width)[None, :]
+    if SCALES == 2:
+        held = inside & (k < inputs)[None, :]
+        place = row * count + group
+        if HALVED:
+            numbers -= tl.load(zero + place, mask=held, other=0.0).to(tl.float32)
+        numbers *= tl.load(scale + place, mask=held, other=0.0)
+    return numbers
+
+
+@kernel
+def few_kernel(
+    x, weight, scale, zero, groups, bias, out, outputs, inputs, count, width, offset,
+    GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, HALVED: tl.constexpr, SCALES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N outputs of each row by multiply-adds; what is read of the matrix is asked for before the wait."""
+    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    whole = outputs * 2 if GATE else outputs
+    tile = restored(
+        weight, scale, zero, groups, n, k, whole, inputs, count, width, offset, HALVED, SCALES, BLOCK_K)  # fmt: skip
+    gated = tile
+    if GATE:
+        gated = restored(
+            weight, scale, zero, groups, n + outputs, k, whole, inputs, count, width, offset, HALVED, SCALES,
+            BLOCK_K)  # fmt: skip
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    for r in tl.static_range(ROWS):
+        value = tl.load(x + r * inputs + k, mask=k < inputs, other=0.0).to(tl.float32)[None, :]
+        y = tl.sum(tile * value, 1)
+        z = y
+        if GATE:
+            z = tl.sum(gated * value, 1)
+        if SCALES == 0:
+            y *= tl.load(scale + n, mask=n < outputs, other=0.0)
+            if GATE:
+                z *= tl.load(scale + outputs + n, mask=n < outputs, other=0.0)
+        given(y, z, bias, out, r * outputs + n, n, outputs, n < outputs, GATE, GELU, BIAS)
+
+
+FOUR_AT_ONCE = tl.constexpr("""{
+.reg .b32 a, b, c, d, m;
+mov.b32 m, 0x7b807b80;
+prmt.b32 a, 0, $2, 0x5040;
+prmt.b32 b, 0, $2, 0x7060;
+shr.u32 c, a, 4;
+shr.u32 d, b, 4;
+and.b32 c, c, 0x07f007f0;
+and.b32 d, d, 0x07f007f0;
+lop3.b32 c, a, 0x80008000, c, 0xea;
+lop3.b32 d, b, 0x80008000, d, 0xea;
+mul.rn.bf16x2 $0, c, m;
+mul.rn.bf16x2 $1, d, m;
+}""")
+"""Four e4m3 numbers to bfloat16: exponent and fraction fit into its bits as they are, but for a factor of 2**120."""
+
+
+@triton.jit
+def tile_of(
+    weight, scale, zero, groups, n, k, outputs, inputs, count, width, offset,
+    HALVED: tl.constexpr, SCALES: tl.constexpr, BLOCK_K: tl.constexpr, FAST: tl.constexpr, EVEN: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """As `restored`, in DTYPE. FAST: bytes of e4m3, to bfloat16; only for a card. EVEN: BLOCK_K divides the inputs."""
+    if FAST:
+        line = weight + tl.minimum(n, outputs - 1)[:, None].to(tl.int64) * inputs + k[None, :]
+        if EVEN:
+            raw = tl.load(line)
+        else:
+            raw = tl.load(line, mask=(k < inputs)[None, :], other=0)
+        return tl.inline_asm_elementwise(FOUR_AT_ONCE, "=r,=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        return restored(
+            weight, scale, zero, groups, n, k, outputs, inputs, count, width, offset, HALVED, SCALES, BLOCK_K
+        ).to(DTYPE)
+
+
+@kernel
+def many_kernel(
+    x, weight, scale, zero, groups, bias, out, parts, arrived, rows, outputs, inputs, count, width, offset, length,
+    GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, HALVED: tl.constexpr, SCALES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
+    FAST: tl.constexpr, EVEN: tl.constexpr, SETTLED: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N outputs of ROWS rows on the matrix units, in the dtype of x. Programs of the same outputs follow each
+    other, so that the matrix comes from memory once. SPLITS: the inputs are cut into so many runs of `length`, that
+    there may be programs enough; whichever ends last adds them up, always in the same order."""
+    n, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    whole = outputs * 2 if GATE else outputs
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    begin = tl.program_id(2) * length
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    y = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    z = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    for start in tl.range(begin, tl.minimum(begin + length, inputs), BLOCK_K, num_stages=STAGES):
+        at, one = start + k, (start + offset) // width
+        held = (r < rows)[:, None]
+        if not EVEN:
+            held = held & (at < inputs)[None, :]
+        value = tl.trans(tl.load(x + r[:, None].to(tl.int64) * inputs + at[None, :], mask=held, other=0.0))
+        tile = tile_of(
+            weight, scale, zero, groups, n, at, whole, inputs, count, width, offset, HALVED, SCALES, BLOCK_K, FAST,
+            EVEN, DTYPE)  # fmt: skip
+        if SCALES == 1:
+            factor = tl.load(scale + n * count + one, mask=n < outputs, other=0.0)[:, None]
+            y += factor * tl.dot(tile, value, input_precision=PRECISION)
+        else:
+            y = settled(tl.dot(tile, value, y, input_precision=PRECISION), SETTLED)
+        if GATE:
+            gated = tile_of(
+                weight, scale, zero, groups, n + outputs, at, whole, inputs, count, width, offset, HALVED, SCALES,
+                BLOCK_K, FAST, EVEN, DTYPE)  # fmt: skip
+            if SCALES == 1:
+                factor = tl.load(scale + (n + outputs) * count + one, mask=n < outputs, other=0.0)[:, None]
+                z += factor * tl.dot(gated, value, input_precision=PRECISION)
+            else:
+                z = settled(tl.dot(gated, value, z, input_precision=PRECISION), SETTLED)
+    if SCALES == 0:
+        y *= tl.load(scale + n, mask=n < outputs, other=0.0)[:, None]
+        if GATE:
+            z *= tl.load(scale + outputs + n, mask=n < outputs, other=0.0)[:, None]
+    place = r[None, :].to(tl.int64) * outputs + n[:, None]
+    inside = (r < rows)[None, :] & (n < outputs)[:, None]
+    if SPLITS == 1:
+        given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
+    elif handed_in(y, z, parts, arrived, GATE, SPLITS, BLOCK_N, ROWS):
+        y, z = added_up(y, z, parts, GATE, SPLITS, BLOCK_N, ROWS)
+        given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
+
+
+MOST = 256
+"""Rows up to which the matrix is restored on the way. Above, it is cheaper restored once for all of them: `restore`."""
+
+
+class QuantizedMatrix(NamedTuple):
+    """A matrix as `Ops.scaled_linear` (zero and groups None) or `Ops.halved_linear` has it."""
+
+    weight: Tensor
+    scale: Tensor
+    width: int = 1
+    offset: int = 0
+    zero: Tensor | None = None
+    groups: Tensor | None = None
+
+    @property
+    def is_int4(self) -> bool:
+        return self.groups is not None
+
+    @property
+    def beside(self) -> tuple[Tensor, Tensor]:
+        """Zero points and groups, or what stands for them in a kernel that reads neither."""
+        return (self.scale if self.zero is None else self.zero, self.scale if self.groups is None else self.groups)
+
+
+RUN = 128
+"""Inputs that are multiplied at a time where four numbers are restored at once."""
+
+
+def fitting(x: Tensor, matrix: QuantizedMatrix, card: DeviceInfo) -> bool:
+    """Whether four numbers are restored at once: at few rows, for wider tiles read the matrix another way."""
+    one = x.dtype is torch.bfloat16 and matrix.weight.dtype is torch.float8_e4m3fn and card.capability >= HOPPER
+    return one and len(x) <= 16 and scales(matrix, RUN) < 2
+
+
+def recipe(rows: int, outputs: int, inputs: int, *, fast: bool = False, halved: bool = False) -> GemmConfig | None:
+    """What was fastest of many, H200 (docs/benchmarks); None where to restore the matrix whole. outputs: of the matrix.
+
+    fast: as `fitting` says.
+    """
+    if rows > MOST:
+        return None
+    if fast:
+        return GemmConfig(16, 32, RUN, 2, 5)
+    if rows <= 2 and inputs <= 16384:
+        whole = block(inputs)
+        return GemmConfig(rows, max(1, min(8, 16384 // whole)), whole, 8)
+    if halved or rows <= 16:
+        small = outputs <= 2048
+        return GemmConfig(block(min(rows, 64), 16), 16 if small else 32 if halved else 64, 256 if small else 128, 4, 4)
+    return GemmConfig(block(rows, 32), 128, RUN, 8, 4) if rows <= 64 else GemmConfig(128, 64, RUN, 4, 3)
+
+
+def gated(how: GemmConfig) -> GemmConfig:
+    """The recipe for two matrices at once: what they are held in is shared out."""
+    return how if how.rows <= 16 else GemmConfig(min(how.rows, 64), 64, 64, 4, 3)
+
+
+def splits(how: GemmConfig, programs: int, inputs: int, card: DeviceInfo) -> int:
+    """Into how many runs to cut the inputs: as many as give each multiprocessor 12 warps, each with work to do."""
+    wanted = max(1, 12 * card.sms // (how.warps * programs))
+    return two(min(8, wanted, inputs // (4 * how.inputs)))
+
+
+def scales(matrix: QuantizedMatrix, run: int) -> int:
+    """What `restored` calls SCALES, for runs of so many columns."""
+    if not matrix.is_int4 and matrix.scale.shape[1] == 1:
+        return 0
+    return 1 if not matrix.is_int4 and matrix.width % run == 0 and matrix.offset % run == 0 else 2
+
+
+def product(
+    x: Tensor,
+    matrix: QuantizedMatrix,
+    bias: Tensor | None,
+    how: GemmConfig,
+    card: DeviceInfo,
+    arrived: Tensor,
+    gate: Gate = "",
+) -> Tensor:
+    """x [T, in] times the matrix [out, in] -> [T, out], or [T, out / 2] gated. arrived: [COUNTERS] int32, zeros."""
+    x = x.contiguous()
+    rows, inputs = x.shape
+    outputs = len(matrix.weight) // 2 if gate else len(matrix.weight)
+    out = x.new_empty(rows, outputs)
+    weight, scale = matrix.weight, matrix.scale
+    halved, (zero, groups) = matrix.is_int4, matrix.beside
+    fast, kind = fitting(x, matrix, card) and how.inputs == RUN, scales(matrix, how.inputs)
+    # What waits in shared memory for a number of the matrix, its scale and zero point included, and for one of x.
+    how = how.fitted(card, (2 if gate else 1) * (1 + 4 * (kind == 2) + 8 * halved), x.element_size())
+    same = {"GATE": gate != "", "GELU": gate == "gelu", "BIAS": bias is not None, "HALVED": halved, "SCALES": kind,
+            "ROWS": how.rows, "BLOCK_N": how.outputs, "BLOCK_K": how.inputs, "DEPENDENT": card.dependent,
+            "num_warps": how.warps, **card.options}  # fmt: skip
+    sizes = (outputs, inputs, scale.shape[1], matrix.width, matrix.offset)
+    columns = triton.cdiv(outputs, how.outputs)
+    given = (zero, groups, x if bias is None else bias, out)
+    if not how.stages:
+        few_kernel[(columns,)](x, weight, scale, *given, *sizes, **same)
+        return out
+    tiles = triton.cdiv(rows, how.rows)
+    runs = (
+        splits(how, tiles * columns * (2 if gate else 1), inputs, card)
+        if tiles * columns <= COUNTERS and not halved
+        else 1
+    )
+    parts = x.new_empty(runs * tiles * columns * 2 * how.rows * how.outputs if runs > 1 else 1, dtype=torch.float32)
+    length = triton.cdiv(triton.cdiv(inputs, how.inputs), runs) * how.inputs
+    many_kernel[(tiles, columns, runs)](
+        *(x, weight.view(torch.uint8) if fast else weight, scale, *given, parts, arrived, rows, *sizes, length),
+        SPLITS=runs, FAST=fast, EVEN=inputs % how.inputs == 0, SETTLED=settles(how, card),
+        STAGES=how.stages, PRECISION=card.precision, **same,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,129 @@
+"""The page pool. A page nobody holds keeps its contents, and its place in the prefix index, until it is taken."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from typing import Protocol
+
+from quire.scheduler.prefix_cache import PrefixCache
+
+
+class EvictionPolicy(Protocol):
+    """Cached pages nobody holds, in the order they will be given up."""
+
+    def add(self, block: int, allocated_at: int) -> None: ...
+    def evict(self) -> int: ...
+    def remove(self, block: int) -> None: ...
+    def __len__(self) -> int: ...
+
+
+class Lru:
+    """Least recently used first. An OrderedDict, for a dict looks for its first key past all that were deleted."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def add(self, block: int, allocated_at: int) -> None:
+        self._blocks[block] = None
+
+    def evict(self) -> int:
+        return self._blocks.popitem(last=False)[0]
+
+    def remove(self, block: int) -> None:
+        del self._blocks[block]
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+
+class Fifo:
+    """Oldest contents first, however often they were used since. Removal is lazy: stale heap entries are skipped."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int]] = []
+        self._allocated_at: dict[int, int] = {}
+
+    def add(self, block: int, allocated_at: int) -> None:
+        self._allocated_at[block] = allocated_at
+        heapq.heappush(self._heap, (allocated_at, block))
+        if len(self._heap) > 64 + 4 * len(self._allocated_at):
+            self._heap = [(b, p) for p, b in self._allocated_at.items()]
+            heapq.heapify(self._heap)
+
+    def evict(self) -> int:
+        while True:
+            allocated_at, block = heapq.heappop(self._heap)
+            if self._allocated_at.get(block) == allocated_at:
+                del self._allocated_at[block]
+                return block
+
+    def remove(self, block: int) -> None:
+        del self._allocated_at[block]
+
+    def __len__(self) -> int:
+        return len(self._allocated_at)
+
+
+class BlockPool:
+    """Pages 1..pages with reference counts; page 0 (SPARE) belongs to nobody and is never given out.
+
+    Blank pages (contents worth nothing) are given out before cached ones, so a partial last page that was dropped
+    never pushes a prefix out of the cache.
+    """
+
+    def __init__(
+        self, num_blocks: int, prefix_cache: PrefixCache, eviction_policy: EvictionPolicy | None = None
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.prefix_cache = prefix_cache
+        self.eviction_policy: EvictionPolicy = Lru() if eviction_policy is None else eviction_policy
+        self.ref_counts = [0] * (num_blocks + 1)
+        self.allocated_at = [0] * (num_blocks + 1)
+        self.free_list = list(range(num_blocks, 0, -1))
+        self.evictions = 0
+        self.num_allocated = 0
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be taken now, cached ones included."""
+        return len(self.free_list) + len(self.eviction_policy)
+
+    @property
+    def num_used(self) -> int:
+        """Pages that sequences hold."""
+        return self.num_blocks - self.num_free
+
+    def allocate(self) -> int:
+        """A page for one new holder. There must be a free one."""
+        if self.free_list:
+            block = self.free_list.pop()
+        else:
+            block = self.eviction_policy.evict()
+            self.prefix_cache.remove(block)
+            self.evictions += 1
+        self.num_allocated += 1
+        self.allocated_at[block] = self.num_allocated
+        self.ref_counts[block] = 1
+        return block
+
+    def incref(self, block: int) -> None:
+        """One more holder of a cached page."""
+        if self.ref_counts[block] == 0:
+            self.eviction_policy.remove(block)
+        self.ref_counts[block] += 1
+
+    def decref(self, block: int) -> None:
+        """One holder fewer."""
+        self.ref_counts[block] -= 1
+        if self.ref_counts[block] == 0:
+            if self.prefix_cache.contains(block):
+                self.eviction_policy.add(block, self.allocated_at[block])
+            else:
+                self.free_list.append(block)
+
+    def clear_cache(self) -> None:
+        """Every page that nobody holds is blank, and every other will be: what they hold is not found again."""
+        self.prefix_cache.clear()
+        while len(self.eviction_policy):
+            self.free_list.append(self.eviction_policy.evict())

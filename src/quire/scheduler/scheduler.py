@@ -1,0 +1,389 @@
+"""The scheduler: who feeds how many tokens this step. No clock, no I/O, no torch; plain ints in and out.
+
+Six rules carry look-ahead: shapes from the host, values from the device; whoever leaves is buried with the last plan
+launched; sure to end is not planned; published means committed; reserve the furthest reach; page 0 is nobody's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from quire.errors import InvalidRequest
+from quire.scheduler.constraint import FREE, Constraint
+from quire.scheduler.kv_cache import KVCacheManager
+from quire.scheduler.plan import Mask, NewSequence, Plan, Result, Span
+from quire.scheduler.policy import AdmissionPolicy, PriorityPolicy, continuous, fcfs
+from quire.scheduler.queue import WaitingQueue
+from quire.scheduler.sequence import Decision, InflightStep, Sequence
+from quire.scheduler.speculation import DraftStats, FixedDrafts, SpeculationPolicy
+from quire.types import BACKGROUND, UNLIMITED, FinishReason, Request, RequestStepOutput
+
+
+class Scheduler:
+    """Plans steps and commits their results.
+
+    kv: the pages. rows: places on the device. cap: sequences running at once. budget: tokens a step; gap: of those in
+    the gaps. chunk: prompt tokens a span (MANY: whole prompts). speculation: how many tokens to draft, for whom.
+    """
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        *,
+        rows: int = 64,
+        max_num_seqs: int = UNLIMITED,
+        max_num_batched_tokens: int = UNLIMITED,
+        max_background_tokens: int = UNLIMITED,
+        max_chunk_tokens: int = UNLIMITED,
+        admission_policy: AdmissionPolicy = continuous,
+        priority_policy: PriorityPolicy = fcfs,
+        speculation: SpeculationPolicy | None = None,
+    ) -> None:
+        self.kv, self.max_num_seqs, self.max_num_batched_tokens, self.max_background_tokens, self.max_chunk_tokens = (
+            kv,
+            min(max_num_seqs, rows),
+            max_num_batched_tokens,
+            min(max_background_tokens, max_num_batched_tokens),
+            max_chunk_tokens,
+        )
+        self.admission_policy, self.priority_policy = admission_policy, priority_policy
+        self.speculation: SpeculationPolicy = FixedDrafts(0) if speculation is None else speculation
+        self.free_rows = list(range(rows - 1, -1, -1))
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []
+        self.inflight: deque[InflightStep] = deque()
+        self.sequences: dict[str, Sequence] = {}
+        self.num_arrived = 0
+        self.num_preemptions = 0
+        self.discarded_spans: dict[str, int] = {}
+        self.draft_stats = DraftStats()
+        self._last_spans: tuple[Span, ...] = ()
+        self._out_of_blocks = False
+        self._reserved_blocks = -1
+        self._decisions: list[Decision] = []
+
+    # ---------------------------------------------------------------- requests come and go
+
+    def add(self, request: Request, constraint: Constraint = FREE) -> Sequence:
+        """Queue a request. Raises InvalidRequest if it could never run, or its id is taken."""
+        max_length = len(request.prompt) + request.max_new_tokens
+        if not request.prompt:
+            raise InvalidRequest("the prompt is empty: give at least one token", param="prompt")
+        if request.max_new_tokens < 1:
+            raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
+        self.kv.check_fits(request)
+        if request.id in self.sequences:
+            raise InvalidRequest(f"a request with id {request.id!r} is already running", param="id")
+        seq = Sequence(
+            request, self.num_arrived, list(request.prompt), max_length, constraint, self.priority_policy(request)
+        )
+        self.num_arrived += 1
+        self.sequences[request.id] = seq
+        self.waiting.push(seq)
+        return seq
+
+    def abort(self, id: str, reason: FinishReason = "abort") -> Sequence | None:
+        """End a request wherever it is: waiting, running, or on its way out. Returns it unless it had ended."""
+        seq = self.sequences.get(id)
+        if seq is None or seq.finish_reason is not None:
+            return None
+        self._finish(seq, reason)
+        return seq
+
+    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
+        seq.finish_reason = reason
+        del self.sequences[seq.request.id]
+        self.speculation.remove(seq)
+        self.waiting.unpark(seq)
+        if seq.row is None:
+            self.waiting.discard(seq)
+        elif seq in self.running:
+            self.running.remove(seq)
+            self._release(seq)
+        else:  # its row is on the way home already; it may have been preempted into the queue
+            self.waiting.discard(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        """Row and pages go home with the last plan launched, for no later one can touch them."""
+        self.kv.drop_inflight_prefix(seq)
+        if self.inflight:
+            self.inflight[-1].deferred_frees.append(seq)
+        else:
+            self._free(seq)
+
+    def _free(self, seq: Sequence) -> None:
+        assert seq.row is not None
+        self.kv.free(seq)
+        self.free_rows.append(seq.row)
+        seq.row = None
+
+    # ---------------------------------------------------------------- plan
+
+    def plan(self, max_tokens: int = UNLIMITED) -> Plan | None:
+        """The next step, or None when nobody can be fed. budget: tokens, below the scheduler's own if smaller.
+
+        Planned head first, preempted tail first: a victim never has a span in the plan being made.
+        """
+        spans, seqs, new_sequences = list[Span](), list[Sequence](), list[NewSequence]()
+        masked, drafts_by_span, new_blocks = list[int](), list[int](), list[tuple[int, tuple[int, ...]]]()
+        running, slots, i = self.running, UNLIMITED, 0
+        self._out_of_blocks, self._reserved_blocks = False, -1
+        unreported = [each for each in self._decisions if each.kind == "preempted"]
+        self._decisions = unreported + self.waiting.awaiting_grammar()
+        tokens_left, speculation = min(self._preempt_background(), max_tokens), self.speculation
+        speculation.begin_plan(min(self.max_num_seqs, len(running) + len(self.waiting)))
+        while tokens_left > 0:
+            if i >= len(running):
+                if slots == UNLIMITED:
+                    slots = self.admission_policy(len(running), self.max_num_seqs)
+                if not self._admit_next(slots, tokens_left, bool(spans), new_sequences):
+                    break
+                slots -= 1
+            seq = running[i]
+            length = len(seq.tokens)
+            if length + seq.num_inflight >= seq.max_length:  # sure to end with what is in flight
+                del running[i]
+                self._release(seq)
+                continue
+            num_tokens = seq.num_unscheduled + seq.num_drafts
+            if num_tokens > self.max_chunk_tokens or num_tokens > tokens_left:
+                num_tokens = min(self.max_chunk_tokens, tokens_left)
+            num_samples = max(0, num_tokens - seq.num_unscheduled + 1)
+            num_drafts = speculation.num_drafts(seq) if num_samples and speculation.max_drafts else 0
+            # its furthest reach, whatever is accepted before it; a draft model writes there as soon as it has sampled
+            target = length + seq.max_inflight - seq.num_unscheduled + num_tokens + num_drafts
+            i += 1
+            if target > seq.capacity and not self._allocate(seq, target, i, new_blocks):
+                i = min(i, len(running))
+                continue
+            if num_samples:
+                seq.num_inflight += 1
+                seq.max_inflight += num_samples
+                seq.num_unscheduled, seq.num_drafts = 1, num_drafts
+                if seq.constraint is not FREE:
+                    masked.append(len(spans))
+            else:
+                seq.num_unscheduled -= num_tokens
+            spans.append(self._span(seq, num_tokens, num_samples))
+            seqs.append(seq)
+            drafts_by_span.append(seq.num_drafts)
+            tokens_left -= num_tokens
+        if not spans:
+            return None
+        if self._last_spans != (same := tuple(spans)):
+            self._last_spans = same  # steady decoding is not a mode, it is an equality
+        plan = Plan(
+            tuple(new_sequences),
+            tuple(new_blocks),
+            self._last_spans,
+            tuple(masked),
+            tuple(drafts_by_span) if speculation.max_drafts else (),
+        )
+        self.inflight.append(InflightStep(plan, seqs, [seqs[j] for j in masked], [], self._decisions))
+        self._decisions = []
+        return plan
+
+    def _span(self, seq: Sequence, num_tokens: int, num_samples: int) -> Span:
+        """The last one if it is equal: a decoding row's span never changes, so it is made once."""
+        span, num_logits = seq.span, num_tokens if seq.needs_prompt_logits else num_samples
+        if (
+            span.num_tokens != num_tokens
+            or span.num_samples != num_samples
+            or span.row != seq.row
+            or span.num_logits != num_logits
+        ):
+            assert seq.row is not None
+            span = seq.span = Span(seq.row, num_tokens, num_samples, num_logits)
+        return span
+
+    def _preempt_background(self) -> int:
+        """Who runs in the gaps leaves as soon as anybody else could run. Tokens that who is left may feed."""
+        running, first = self.running, self.waiting.peek()
+        if running and running[0].priority >= BACKGROUND and first is not None and first.priority < BACKGROUND:
+            for seq in running[:]:
+                self._preempt(seq, first)
+        on = running[0] if running else first
+        return self.max_num_batched_tokens if on is None or on.priority < BACKGROUND else self.max_background_tokens
+
+    def _preempt(self, victim: Sequence, by: Sequence) -> None:
+        """Back into the queue, with what was committed."""
+        self.running.remove(victim)
+        self._release(victim)
+        self.waiting.unpark(victim)
+        self.waiting.push(victim)
+        victim.preemptions += 1
+        self.num_preemptions += 1
+        self._decisions.append(Decision("preempted", victim.request.id, by.request.id, victim.num_computed))
+
+    def _admit_next(self, slots: int, tokens_left: int, others: bool, new_sequences: list[NewSequence]) -> bool:
+        """Let in the next one that has no reason to wait."""
+        while (seq := self.waiting.peek()) is not None and not self._out_of_blocks:
+            reason = self._blocked_by(seq, slots)
+            if reason is not None:
+                return self._note_waiting(seq, reason)
+            inflight = self.kv.find_inflight_prefix(seq)
+            if inflight is None:
+                return self._admit(seq, tokens_left, others, new_sequences)
+            self.waiting.park(*inflight)  # and whoever is behind it may go first
+            self._decisions.append(Decision("follows", seq.request.id, inflight[0].request.id, inflight[1]))
+        return False
+
+    def _blocked_by(self, seq: Sequence, slots: int) -> str | None:
+        if seq.priority >= BACKGROUND and self.running and self.running[0].priority < BACKGROUND:
+            return "gap"
+        rows = self.free_rows and seq.row is None  # a preempted one's last step may be in flight
+        return "seats" if slots <= 0 else None if rows else "rows"
+
+    def _admit(self, seq: Sequence, tokens_left: int, others: bool, new_sequences: list[NewSequence]) -> bool:
+        kv = self.kv
+        kv.match_prefix(seq)
+        num_tokens = min(seq.num_unscheduled, self.max_chunk_tokens, tokens_left)
+        whole = (
+            others and num_tokens < seq.num_unscheduled and self.max_chunk_tokens == UNLIMITED
+        )  # whole prompts wait for a step of their own
+        if self._reserved_blocks < 0:
+            self._reserved_blocks = sum(map(kv.num_blocks_reserved, self.running))
+        needed = max(
+            kv.num_blocks_needed(seq, seq.num_computed + num_tokens + self.speculation.max_drafts),
+            reserved := kv.num_blocks_reserved(seq),
+        )
+        if whole or needed > kv.block_pool.num_free - self._reserved_blocks:
+            kv.free(seq)
+            return self._note_waiting(seq, "budget" if whole else "pages")
+        kv.record_admission(seq)
+        self._reserved_blocks += reserved
+        self.waiting.pop()
+        seq.row = self.free_rows.pop()
+        self.running.append(seq)
+        new_sequences.append(seq.new_sequence(seq.row))
+        self._decisions.append(Decision("opened", seq.request.id, n=seq.num_cached))
+        return True
+
+    def _note_waiting(self, seq: Sequence, reason: str) -> bool:
+        self._decisions.append(Decision("waits", seq.request.id, reason))
+        return False
+
+    def _allocate(self, seq: Sequence, target: int, i: int, new_blocks: list[tuple[int, tuple[int, ...]]]) -> bool:
+        """Pages for `upto` positions; `i` is where the rows not yet planned begin. False: it sits this step out."""
+        needed, pool = self.kv.num_blocks_needed(seq, target), self.kv.block_pool
+        while needed > pool.num_free:
+            self._out_of_blocks = True
+            deferred = sum(len(g.blocks) for step in self.inflight for g in step.deferred_frees)
+            if needed <= pool.num_free + deferred:
+                self._decisions.append(Decision("sat-out", seq.request.id, "pages"))
+                return False
+            victim = self._choose_victim(seq, i)
+            self._preempt(victim, seq)
+            if victim is seq:
+                return False
+        assert seq.row is not None
+        self._reserved_blocks -= needed
+        new_blocks.append((seq.row, self.kv.allocate(seq, needed)))
+        return True
+
+    def _choose_victim(self, seq: Sequence, i: int) -> Sequence:
+        """The least urgent, then the one that loses least work, among rows without a span; `seq` itself if none."""
+        rest = self.running[i:]
+        return max(rest, key=lambda s: (s.priority, -s.num_computed, s.arrival)) if rest else seq
+
+    # ---------------------------------------------------------------- masks and results
+
+    def masks(self) -> list[list[Mask]]:
+        """For the oldest step in flight, by masked span: every token before its samples is known."""
+        step = self.inflight[0]
+        return [
+            self._sequence_masks(s, step.plan.spans[j].num_samples)
+            for s, j in zip(step.masked_seqs, step.plan.masked_spans, strict=True)
+        ]
+
+    def _sequence_masks(self, seq: Sequence, num_samples: int) -> list[Mask]:
+        if seq.finish_reason:
+            return [None] * num_samples
+        masks = seq.constraint.masks(seq.tokens[seq.prompt_length :], seq.draft_tokens[: num_samples - 1])
+        return masks + [None] * (num_samples - len(masks))
+
+    def commit(self, result: Result) -> list[RequestStepOutput]:
+        """The oldest step came home. What each live request got; discarded spans are counted in `wasted`."""
+        step = self.inflight.popleft()
+        outputs: list[RequestStepOutput] = []
+        for j, (seq, span, new_tokens) in enumerate(zip(step.seqs, step.plan.spans, result.tokens, strict=True)):
+            if span.num_samples:
+                seq.num_inflight -= 1
+                seq.max_inflight -= span.num_samples
+            if seq.finish_reason is not None:  # it ended while this was in flight
+                self.discarded_spans[seq.finish_reason] = self.discarded_spans.get(seq.finish_reason, 0) + 1
+            elif new_tokens or j not in result.errors:
+                self._advance(seq, span, new_tokens, j, result, outputs)
+            if seq.finish_reason is None and j in result.errors:  # what fails past a limit or a stop is nobody's
+                self._finish(seq, "error")
+                outputs.append(seq.error_output(result.errors[j]))
+        for seq, drafts in zip(step.masked_seqs, result.draft_tokens, strict=True):
+            seq.draft_tokens = drafts
+        for seq in step.deferred_frees:
+            self._free(seq)
+        return outputs
+
+    def _advance(
+        self, seq: Sequence, span: Span, new_tokens: list[int], j: int, result: Result, outputs: list[RequestStepOutput]
+    ) -> None:
+        """Decode, last chunk, verify (any acceptance), running or preempted since: the same lines."""
+        prompt_logprobs = seq.take_prompt_logprobs(result.prompt_logprobs.get(j, ())) if seq.needs_prompt_logits else ()
+        finish: FinishReason | None = None
+        if not span.num_samples:
+            seq.num_computed += span.num_tokens
+            if prompt_logprobs:
+                outputs.append(RequestStepOutput(seq.request.id, (), prompt_logprobs=prompt_logprobs))
+        else:
+            tokens, request, stop, pooled = seq.tokens, seq.request, None, result.pooled.get(j, b"")
+            first = len(tokens) == len(request.prompt)
+            if span.num_samples > 1:
+                self.speculation.record_acceptance(seq, span.num_samples - 1, len(new_tokens) - 1)
+                self.draft_stats.record(span.num_samples - 1, len(new_tokens) - 1)
+            tokens += new_tokens
+            if len(tokens) >= seq.max_length or not request.stop.isdisjoint(new_tokens):
+                finish, stop = seq.truncate_at_stop(new_tokens)
+            seq.num_computed = len(tokens) - 1
+            logprobs = tuple(result.logprobs[j][: len(new_tokens)]) if j in result.logprobs else ()
+            outputs.append(
+                RequestStepOutput(
+                    request.id,
+                    tuple(new_tokens),
+                    finish,
+                    stop,
+                    logprobs,
+                    prompt_logprobs,
+                    seq.num_cached * first,
+                    pooled=pooled,
+                )
+            )
+        if seq.num_computed >= seq.next_cache_at:
+            self.kv.cache_blocks(seq)
+        if seq.waiters and seq.num_computed >= min(upto for upto, _ in seq.waiters):
+            self.waiting.unpark(seq)
+        if finish:
+            self._finish(seq, finish)
+
+    # ---------------------------------------------------------------- after a failed step
+
+    def recover(self) -> list[Sequence]:
+        """The device lost everything: take all rows home and queue them again from committed tokens.
+
+        Returns the sequences that were on the device, oldest first: the suspects.
+        """
+        lost = {id(s): s for step in self.inflight for s in (*step.seqs, *step.deferred_frees) if s.row is not None}
+        lost |= {id(s): s for s in self.running}
+        self.inflight.clear()
+        self.running.clear()
+        self._last_spans = ()
+        for seq in lost.values():
+            seq.num_inflight = seq.max_inflight = 0
+            self.waiting.unpark(seq)
+            self._free(seq)
+            if seq.finish_reason is None:
+                self.waiting.push(seq)
+        self.kv.reset()
+        return sorted((s for s in lost.values() if s.finish_reason is None), key=lambda s: s.arrival)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running or self.inflight)

@@ -1,0 +1,290 @@
+"""How many tokens to draft for a sequence's next step: measured acceptance against measured time."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from types import MappingProxyType
+from typing import Protocol
+
+from quire.scheduler.plan import Plan
+from quire.scheduler.sequence import Sequence
+
+
+class SpeculationPolicy(Protocol):
+    """Decides depths, hears how drafts fared and what steps took. most: drafts a row can hold; 0: no speculation."""
+
+    max_drafts: int
+
+    def begin_plan(self, width: int) -> None:
+        """A plan is begun, with so many sequences that run or could."""
+
+    def num_drafts(self, seq: Sequence) -> int:
+        """Drafts to make for `seq` once the step being planned has sampled."""
+
+    def record_acceptance(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """Of `fed` drafts in a row `accepted` were right."""
+
+    def remove(self, seq: Sequence) -> None:
+        """It ended."""
+
+    def record_step_time(self, plan: Plan, seconds: float) -> None:
+        """A step took so long."""
+
+
+class DraftStats:
+    """Totals, as vLLM's spec_decode counters: verify spans, drafts fed, drafts accepted, and accepted by position."""
+
+    def __init__(self) -> None:
+        self.num_verified = self.num_drafted = self.num_accepted = 0
+        self.accepted_by_position: list[int] = []
+
+    def record(self, num_drafted: int, num_accepted: int) -> None:
+        self.num_verified += 1
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        self.accepted_by_position += [0] * (num_drafted - len(self.accepted_by_position))
+        for i in range(num_accepted):
+            self.accepted_by_position[i] += 1
+
+
+@dataclass(slots=True)
+class FixedDrafts:
+    """Always as many."""
+
+    max_drafts: int = 0
+
+    def begin_plan(self, width: int) -> None:
+        """Nothing to decide."""
+
+    def num_drafts(self, seq: Sequence) -> int:
+        return self.max_drafts
+
+    def record_acceptance(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """Nothing changes."""
+
+    def remove(self, seq: Sequence) -> None:
+        """Nothing is known of it."""
+
+    def record_step_time(self, plan: Plan, seconds: float) -> None:
+        """Nothing changes."""
+
+
+class _StepTimes:
+    """Measured seconds of pure decode steps at one width, by depth: the lower quartile of the last few, for what comes
+    between (a noisy neighbour, the first step of a shape, which makes ready what the next ones find) only ever adds."""
+
+    KEPT = 12
+
+    def __init__(self) -> None:
+        self.typical: dict[int, float] = {}
+        self._last: dict[int, deque[float]] = {}
+
+    def add(self, num_drafts: int, seconds: float) -> None:
+        last = self._last.setdefault(num_drafts, deque(maxlen=self.KEPT))
+        last.append(seconds)
+        self.typical[num_drafts] = sorted(last)[len(last) // 4]
+
+    def count(self, num_drafts: int) -> int:
+        """How many were measured, of those that count."""
+        return len(self._last.get(num_drafts, ()))
+
+    def invalidate(self, num_drafts: int) -> None:
+        """What is measured next counts, what was until then."""
+        self._last.pop(num_drafts, None)
+
+
+def draft_counts(max_drafts: int) -> tuple[int, ...]:
+    """Those that are tried where `most` can be drafted."""
+    return tuple(sorted({0, 1, 2, max_drafts // 2, 3 * max_drafts // 4, max_drafts} & set(range(max_drafts + 1))))
+
+
+def width_class(width: int) -> int:
+    """Widths up to the same power of two are of one kind: its exponent."""
+    return max(0, width - 1).bit_length()
+
+
+class AdaptiveDrafts:
+    """The depth with the most expected tokens a second, 0 unless drafting pays by `MARGIN`.
+
+    Depth d brings 1 + a1 + a1 a2 + ... tokens when draft number i is right with probability ai where those before it
+    were (with one probability for all of them: Leviathan et al., arXiv:2211.17192); they are measured. What a step
+    costs at each depth is measured too, by width (rounded up to a power of two), since verifying is nearly free for one
+    row and dear for many. A sequence whose own drafts keep missing is drafted less than the rest.
+
+    paces: what the executor measured at its start, see `Description`: a depth not seen yet is expected to take as much
+    more than none, and `share` of what context adds to that for each draft, so none is tried that is not expected to
+    pay. Without them each is tried for a few steps, as long as those before do not speak against it, and one again
+    ever more rarely.
+    catch_up: seconds a token that a draft model lacks takes; a sequence is not drafted for if what is left of it cannot
+    pay that back twice.
+    """
+
+    MARGIN = 1.05
+    TRIES = 6
+    """Steps for which a depth is tried: the first two are not alike in what they feed and what they draft."""
+    SOON, AGAIN = 64, 1024
+    """Steps after which drafting is tried again where it is off, then twice as many; sooner where it is off by what is
+    foreseen, since how often drafts are right is not: a few sequences tell, by one draft each..."""
+    CHECK = 128
+    """...and another depth where it is on, twice as many up to AGAIN while that changes nothing: what was measured in a
+    slow moment must not last."""
+    PROBES = 4
+    """Sequences drafted for in such a try, where it is only to learn whether drafts are right."""
+    HOPELESS = 0.25
+    PRIOR = 8
+    """Tests that what is assumed of a position counts for; in the long run the last fifty count."""
+
+    def __init__(
+        self,
+        max_drafts: int,
+        step_times: Mapping[tuple[int, int], float] = MappingProxyType({}),
+        *,
+        catch_up_seconds: float = 0.0,
+        kv_share: float = 0.0,
+    ) -> None:
+        self.max_drafts, self.catch_up_seconds, self.kv_share = max_drafts, catch_up_seconds, kv_share
+        self.draft_counts = draft_counts(max_drafts)
+        self.acceptance_rates = [0.7] * max_drafts
+        """How often a draft is right where those before it were, by position: easy stretches make them rise. One that
+        was never put to the test is taken for as good as the last that was."""
+        self._tests = [0] * max_drafts
+        self.chosen = 0 if step_times else max_drafts
+        self._initial_times: dict[int, dict[int, float]] = {}
+        for (width, num_drafts), seconds in step_times.items():
+            self._initial_times.setdefault(width_class(width), {})[num_drafts] = seconds
+        self._acceptance_by_sequence: dict[int, float] = {}
+        self._times: dict[int, _StepTimes] = {}
+        self._saving = 0.0
+        self._followed: set[int] = set()
+        self._probed: set[int] = set()
+        self._trial, self._left = max_drafts, 0
+        self._waited, self._again, self._check = 0, self.SOON if step_times else self.AGAIN, self.CHECK
+        self._settled = self._turn = 0
+
+    def begin_plan(self, width: int) -> None:
+        self._waited += 1
+        if self._left > 0:
+            self._left -= 1
+            self.chosen = self._trial
+            return
+        self._probed.clear()
+        untried = self._untried(self._times_at(width))
+        if untried is not None:
+            self._start_trial(untried)
+            return
+        seconds = self.expected_seconds(width)
+        self.chosen = self.best(seconds)
+        if self.chosen:
+            self._saving = (seconds[0] - seconds[self.chosen] / self.expected_tokens(self.chosen)) / max(1, width)
+        else:
+            self._followed.clear()
+        if self._waited >= (self._check if self.chosen else self._again):
+            self._retry(self._times_at(width))
+
+    def _retry(self, times: _StepTimes) -> None:
+        """Measure another depth anew, each in its turn; where paces say how they differ, the least other one."""
+        if not self.chosen:
+            self._again *= 2
+        else:
+            self._check = min(2 * self._check, self.AGAIN) if self.chosen == self._settled else self.CHECK
+            self._settled = self.chosen
+        others = [d for d in self.draft_counts if d != self.chosen][: 1 if self._initial_times else None]
+        self._turn = next((d for d in others if d > self._turn), others[0])
+        times.invalidate(self._turn)
+        self._start_trial(self._turn)
+
+    def _times_at(self, width: int) -> _StepTimes:
+        return self._times.setdefault(width_class(width), _StepTimes())
+
+    def expected_seconds(self, width: int) -> dict[int, float]:
+        """Seconds of a step by depth: as measured, or by what the start says of how depths differ."""
+        times, initial = self._times_at(width), self._initial_times.get(width_class(width), {})
+        more = max(0.0, times.typical.get(0, 0.0) - initial.get(0, 0.0))
+        return {d: pace + more * (1 + d * self.kv_share) for d, pace in initial.items()} | times.typical
+
+    def _untried(self, times: _StepTimes) -> int | None:
+        """The next depth to try, from 0 up: where one loses much, or two say that the next will, deeper ones do."""
+        before = list[int]()
+        for d in self.draft_counts[
+            : 1 if self._initial_times else None
+        ]:  # what is foreseen wants no trying, but for where it starts
+            tried = times.count(d) >= self.TRIES - 2
+            if len(before) > 1 and not tried:
+                near, far = before[-2:]
+                slope = (times.typical[far] - times.typical[near]) / (far - near)
+                if self._gain(times, d, times.typical[far] + slope * (d - far)) < 0.97:
+                    return None
+            if not tried:
+                return d
+            if self._gain(times, d, times.typical[d]) < 0.75:  # a first draft bears what drafting costs at all
+                return None
+            before.append(d)
+        return None
+
+    def _gain(self, times: _StepTimes, num_drafts: int, seconds: float) -> float:
+        return self.expected_tokens(num_drafts) * times.typical[0] / max(seconds, 1e-9)
+
+    def _start_trial(self, num_drafts: int) -> None:
+        self.chosen = self._trial = num_drafts
+        self._left, self._waited = self.TRIES - 1, 0
+
+    def best(self, seconds: Mapping[int, float]) -> int:
+        """The depth to choose when steps take `seconds` by depth."""
+        speed = {d: self.expected_tokens(d) / took for d, took in seconds.items() if took > 0}
+        found = max(speed, key=lambda d: speed[d], default=0)
+        return found if found and speed[found] > self.MARGIN * speed[0] else 0
+
+    def expected_tokens(self, num_drafts: int) -> float:
+        """Expected tokens of a row's step at this depth."""
+        return sum(accumulate(self.acceptance_rates[:num_drafts], mul, initial=1.0))
+
+    def num_drafts(self, seq: Sequence) -> int:
+        order, length = seq.arrival, len(seq.tokens)
+        tokens_left = seq.max_length - length
+        max_drafts = min(
+            self.chosen, tokens_left - seq.num_inflight - 2
+        )  # the step brings one at least, and one ends it
+        if max_drafts < 1:
+            return 0
+        chosen = self.draft_counts[bisect_right(self.draft_counts, max_drafts) - 1]  # nothing was made ready for others
+        if self._left > 0 and self._initial_times:
+            if len(self._probed) < self.PROBES:
+                self._probed.add(order)
+            return int(order in self._probed)
+        if order not in self._followed:
+            if self.catch_up_seconds and tokens_left * self._saving < 2 * length * self.catch_up_seconds:
+                return 0
+            self._followed.add(order)
+        own = self._acceptance_by_sequence.get(order, self.acceptance_rates[0])
+        return chosen if own > self.HOPELESS or self._left else 1
+
+    def record_acceptance(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
+        own = self._acceptance_by_sequence.get(seq.arrival, self.acceptance_rates[0])
+        for i in range(min(num_drafted, num_accepted + 1)):  # those past the first wrong one were never put to the test
+            hit = float(i < num_accepted)
+            own += 0.1 * (hit - own)
+            self._tests[i] += 1
+            self.acceptance_rates[i] += max(0.02, 1.0 / (self.PRIOR + self._tests[i])) * (
+                hit - self.acceptance_rates[i]
+            )
+        reached = max(1, sum(tests > 0 for tests in self._tests))
+        self.acceptance_rates[reached:] = [self.acceptance_rates[reached - 1]] * (self.max_drafts - reached)
+        self._acceptance_by_sequence[seq.arrival] = own
+
+    def remove(self, seq: Sequence) -> None:
+        self._acceptance_by_sequence.pop(seq.arrival, None)
+        self._followed.discard(seq.arrival)
+
+    def record_step_time(self, plan: Plan, seconds: float) -> None:
+        spans, drafts = plan.spans, plan.num_drafts
+        num_drafts = spans[0].num_samples - 1
+        alike = all(s.num_tokens == s.num_samples == num_drafts + 1 for s in spans) and all(
+            d == num_drafts for d in drafts
+        )
+        if alike and not plan.new_sequences and num_drafts in self.draft_counts:
+            self._times_at(len(spans)).add(num_drafts, seconds)

@@ -1,0 +1,249 @@
+"""Documents on disk, replaced as a whole, and data beside them: whoever is killed, what is there is whole."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from quire.errors import InvalidConfig, InvalidRequest, Unavailable
+from quire.tokenization.escape import escape_control
+
+log = logging.getLogger("uvicorn.error")
+
+_ID = re.compile(r"[a-z]+[-_][0-9a-f]{24}")
+
+
+class UnknownFile(InvalidRequest):
+    """There is no such file or batch."""
+
+    status = 404
+
+
+class WriteFailed(Unavailable):
+    """What was to be written could not be: the disk is full, or gone. It may come back."""
+
+
+@contextmanager
+def durable_write() -> Iterator[None]:
+    """Raises Unkept where writing within fails."""
+    try:
+        yield
+    except OSError as error:
+        raise WriteFailed(f"this server's disk cannot take it: {error.strerror}", code="storage") from error
+
+
+@contextmanager
+def usable(folder: Path) -> Iterator[None]:
+    """Raises InvalidConfig where something within `folder` cannot be used."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidConfig(f"--batch-dir: {error.filename or folder}: {error.strerror}") from error
+
+
+def new_id(kind: str) -> str:
+    return kind + secrets.token_hex(12)
+
+
+class Document(msgspec.Struct):
+    """What every document has."""
+
+    id: str
+    created_at: int
+
+
+def created(path: Path, mode: Literal["wb", "ab"]) -> FileIO:
+    """The file opened, and where there was none, for this server's user alone. Unbuffered."""
+    return FileIO(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
+def _write(file: FileIO, data: bytes) -> None:
+    """All of it. Raises OSError where there is room for a part only."""
+    if file.write(data) < len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class Store:
+    """Documents of one kind in a folder: `ID.json`, with `ID.data` beside where there is any.
+
+    Blocking, but never for long: documents are small. Used from one process only, by any of its threads; `lock` is for
+    changes that depend on what a document says. Files with other names in the folder are left alone.
+    """
+
+    def __init__(self, folder: Path, what: str) -> None:
+        """Raises InvalidConfig if the folder cannot be used."""
+        self._folder, self._what = folder, what
+        self._known: dict[str, dict[str, Any]] = {}
+        self.lock = threading.RLock()
+        with usable(folder):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.chmod(0o700)
+            ours = [path for path in sorted(folder.iterdir()) if _ID.fullmatch(path.stem) and path.is_file()]
+            for path in ours:
+                self._admit(path)
+        self.bytes = sum(map(_bytes, self._known.values()))
+        """All data kept, by the documents' own word."""
+
+    def _admit(self, path: Path) -> None:
+        """A file of ours, found at the start: read a document, and delete what a killed write or upload left."""
+        document = path.with_suffix(".json")
+        if path.suffix in (".new", ".part") or (path.suffix == ".data" and not document.exists()):
+            path.unlink()
+            return
+        if path.stat().st_mode & 0o077:  # as earlier versions wrote them
+            path.chmod(0o600)
+        if path == document:
+            try:
+                known = msgspec.json.decode(path.read_bytes())
+                if msgspec.convert(known, Document).id != path.stem:
+                    raise msgspec.ValidationError("its id is not its name")
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                log.warning("%s is no %s, and is left alone: %s", path, self._what, escape_control(str(error)))
+            else:
+                self._known[known["id"]] = known
+
+    def get(self, id: str) -> dict[str, Any]:
+        """The document. Raises UnknownFile."""
+        if id not in self._known:
+            raise UnknownFile(f"there is no {self._what} {id[:64]!r}", param="id", code="not_found")
+        return self._known[id]
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def put(self, document: dict[str, Any], **changes: Any) -> None:
+        """Keep a document with these changes, UNSET for a field to be taken away.
+
+        The old one is on disk until the new one is, whole, and so it is in memory. Raises Unkept, with nothing changed.
+        """
+        with self.lock:
+            whole = {name: value for name, value in {**document, **changes}.items() if value is not msgspec.UNSET}
+            path = self._path(whole["id"], ".new")
+            with durable_write():
+                try:
+                    with created(path, "wb") as file:
+                        _write(file, msgspec.json.encode(whole))
+                        os.fsync(file.fileno())
+                    path.replace(path.with_suffix(".json"))
+                except OSError:
+                    path.unlink(missing_ok=True)
+                    raise
+            self.bytes += _bytes(whole) - _bytes(self._known.get(whole["id"]))
+            for name in document.keys() - whole.keys():
+                del document[name]
+            document.update(whole)
+            self._known[whole["id"]] = document
+
+    def add(self, id: str, suffix: str, line: bytes) -> None:
+        """A line more in a journal, whole or not at all. Raises Unkept."""
+        with durable_write(), created(self._path(id, suffix), "ab") as file:
+            end = file.tell()
+            try:
+                _write(file, line)
+            except OSError:
+                file.truncate(end)
+                raise
+
+    def forget(self, id: str) -> None:
+        """Raises Unkept where it cannot be deleted; then it is still there."""
+        with self.lock:
+            known = self.get(id)
+            with durable_write():
+                self._path(id, ".json").unlink(missing_ok=True)
+            self.bytes -= _bytes(known)
+            del self._known[id]
+            with durable_write():
+                self._path(id, ".data").unlink(missing_ok=True)
+
+    def all(self) -> list[dict[str, Any]]:
+        """In no order."""
+        return list(self._known.values())
+
+    def data(self, id: str) -> Path:
+        """Where its data is."""
+        return self._path(id, ".data")
+
+    def part(self, id: str) -> Path:
+        """Where data is written that is not whole yet. Deleted at a start, unlike a journal."""
+        return self._path(id, ".part")
+
+    def journal(self, id: str, suffix: str) -> Path:
+        """Where lines are added one by one, over several lives of the server."""
+        return self._path(id, suffix)
+
+    def _path(self, id: str, suffix: str) -> Path:
+        assert _ID.fullmatch(id), id
+        return self._folder / (id + suffix)
+
+
+def _bytes(document: dict[str, Any] | None) -> int:
+    """Of its data: the smallest file takes a block of the disk."""
+    return 0 if document is None else max(document.get("bytes", 0), 4096)
+
+
+def newest_first(documents: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(documents, key=lambda one: (one["created_at"], one["id"]), reverse=True)
+
+
+def page_of(
+    documents: list[dict[str, Any]], limit: int, after: str | None, keep: Callable[[dict[str, Any]], bool]
+) -> dict[str, Any]:
+    """OpenAI's list object: at most `limit` of the documents kept, those after the one with the id `after`."""
+    kept = [one for one in documents if keep(one)]
+    if after is not None:
+        ids = [one["id"] for one in kept]
+        if after not in ids:
+            raise InvalidRequest(f"after: there is no {after[:64]!r} in this list", param="after")
+        kept = kept[ids.index(after) + 1 :]
+    data = kept[:limit]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": len(kept) > limit,
+    }
+
+
+class Lock:
+    """One server a folder: two would answer every line twice. Held until the process ends."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises InvalidConfig if another process has it, or the folder cannot be had."""
+        with usable(folder), ExitStack() as undo:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = undo.enter_context(created(folder / "lock", "ab"))
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InvalidConfig(f"another server uses {folder}: choose another --batch-dir") from None
+            undo.pop_all()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def whole_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a journal; a last one that was cut short by a kill is cut off."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end = 0
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            end += len(line)
+            yield line
+        file.truncate(end)

@@ -1,0 +1,154 @@
+"""What a replay shows: an observer that counts, and keeps what was asked about."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from typing import Any
+
+from quire.engine.engine import Engine
+from quire.engine.events import Completed, StepRecord
+from quire.observability.explain import explain
+from quire.observability.history import History
+from quire.observability.recording_format import Began
+from quire.sim import step_words
+from quire.types import Request
+
+KEPT = 200
+"""Preemptions told one by one; the rest is counted."""
+LONGEST = 5
+
+
+class ReplayStats:
+    """Counts and times of a whole recording. request: whose story is wanted; step: which step."""
+
+    def __init__(self, request: str | None = None, step: int | None = None) -> None:
+        self.wanted, self.asked = request, step
+        self.history = History()
+        self.lives: dict[str, dict[str, Any] | None] = {}
+        self.step: dict[str, Any] | None = None
+        self.requests = self.tokens = self.fed = self.failures = 0
+        self.first = self.last = self._home = 0.0
+        self.first_step = self.last_step = 0
+        self.ended: Counter[str] = Counter()
+        self.waited: Counter[str] = Counter()
+        self.what: Counter[str] = Counter()
+        self.lost: dict[str, float] = defaultdict(float)
+        self.preempted: list[dict[str, Any]] = []
+        self.again = 0
+        self.longest: list[tuple[float, int, int, int]] = []
+        self.between = self.planning = self.running = 0.0
+        self.gauges: Any = None
+
+    def begin(self, engine: Engine, began: Began) -> None:
+        """From the state that the recording begins with."""
+        self.first = self.last = self._home = began.clock
+        self.history.attach(engine.scheduler.kv)
+        for life in engine.stats.requests_by_id.values():
+            seq = life.seq
+            self.history.on_submit(seq.request, life.submitted)
+            story = self.history.requests[seq.request.id]
+            story.opened, story.first, story.waiting = life.opened, life.first_token, seq.row is None
+            story.held, story.hits, story.preemptions = list(seq.blocks), seq.num_cached, seq.preemptions
+        self.requests = len(engine.stats.requests_by_id)
+        self.evictions = engine.scheduler.kv.block_pool.evictions
+
+    # ---------------------------------------------------------------- an observer
+
+    def on_submit(self, request: Request, now: float) -> None:
+        self.requests += 1
+        self.history.on_submit(request, now)
+
+    def on_step(self, record: StepRecord) -> None:
+        self.history.on_step(record)
+        fed = sum(span.num_tokens for span in record.plan.spans)
+        self.fed += fed
+        self.tokens += sum(len(event.tokens) for event in record.events)
+        self.first_step = self.first_step or record.number
+        self.last_step, self.last, self.gauges = record.number, record.committed, record.gauges
+        self._times(record, fed)
+        for what, id, by, n in record.decisions:
+            self.what[what] += 1
+            if what == "waits":
+                self.waited[by] += 1
+                self.lost[by] += record.committed - record.planned
+            elif what == "preempted":
+                self.again += n
+                if len(self.preempted) < KEPT:
+                    told = {"step": record.number, "request": id, "for": by, "tokens": n}
+                    self.preempted.append(told | {"says": step_words.why((what, id, by, n))})
+        for ended in record.ended:
+            self._end(ended)
+        if record.number == self.asked:
+            self.step = self._shown(record)
+
+    def on_end(self, ended: Completed) -> None:
+        self.history.on_end(ended)
+        self._end(ended)
+
+    def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
+        self.failures += 1
+        self.history.on_failure(reason, suspects, now)
+
+    def _end(self, ended: Completed) -> None:
+        self.ended[ended.finish] += 1
+        if self._wants(ended.id):
+            self.lives[ended.id] = explain(self.history, ended.id, ended.finished)
+
+    def _wants(self, id: str) -> bool:
+        """A call's id is that of all its answers, which have a number behind it."""
+        return self.wanted in (id, id.rpartition("-")[0])
+
+    def _times(self, record: StepRecord, fed: int) -> None:
+        """Where the time went: between steps, planning, or waiting for the executor."""
+        begun = max(record.launched, self._home)
+        took = record.committed - begun
+        if record.planned > self._home:
+            self.between += record.planned - self._home
+            self.planning += record.launched - record.planned
+        self.running += took
+        self._home = record.committed
+        item = (took, record.number, len(record.plan.spans), fed)
+        (heapq.heappush if len(self.longest) < LONGEST else heapq.heappushpop)(self.longest, item)
+
+    def _shown(self, record: StepRecord) -> dict[str, Any]:
+        plan = step_words.step_words(record.plan, record.ids, record.decisions)
+        return {
+            "step": record.number,
+            "planned": record.planned - self.first,
+            "seconds": record.committed - record.planned,
+            "plan": step_words.lines(plan, record.ids),
+            "requests": record.ids,
+            "tokens": {event.id: len(event.tokens) for event in record.events},
+            "ended": {ended.id: ended.finish for ended in record.ended},
+            "after": record.gauges._asdict(),
+        }
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Lives of the request that is wanted, one an answer, as far as they went; empty: it is not here."""
+        open = [id for id in self.history.requests if self._wants(id) and id not in self.lives]
+        found = self.lives | {id: explain(self.history, id, self.last) for id in open}
+        return [life for life in found.values() if life is not None]
+
+    def report(self) -> dict[str, Any]:
+        """Plain JSON. Times in seconds."""
+        gauges = self.gauges
+        return {
+            "steps": [self.first_step, self.last_step],
+            "seconds": self.last - self.first,
+            "requests": self.requests,
+            "ended": dict(self.ended),
+            "tokens": self.tokens,
+            "fed": self.fed,
+            "failures": self.failures,
+            "preemptions": {"count": self.what["preempted"], "tokens_again": self.again, "each": self.preempted},
+            "evictions": gauges.evictions - self.evictions if gauges else 0,
+            "discarded_spans": gauges.discarded_spans if gauges else 0,
+            "waited": {name: {"steps": n, "seconds": self.lost[name]} for name, n in self.waited.most_common()},
+            "known": list(self.history.requests)[-100:],
+            "time": {"executor": self.running, "planning": self.planning, "between": self.between},
+            "longest_steps": [
+                {"step": number, "seconds": took, "rows": rows, "fed": fed}
+                for took, number, rows, fed in sorted(self.longest, reverse=True)
+            ],
+        }

@@ -1,0 +1,220 @@
+"""Tokenizers out of vocabularies that come without a tokenizer.json: GPT-2's pair of files, sentencepiece's model,
+tiktoken's ranks, and what a GGUF file holds."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from quire.errors import InvalidModel
+from quire.tokenization.sentencepiece import (
+    BPE,
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNIGRAM,
+    UNKNOWN,
+    USER,
+    Sentences,
+    read_sentences,
+)
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = CONTRACTED + r"\p{N}{1,3}" + REST
+QWEN2 = CONTRACTED + r"\p{N}" + REST
+
+SPLITS: Mapping[str, str] = MappingProxyType(
+    {"gpt-2": GPT2, "default": GPT2, "llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3, "qwen2": QWEN2}
+)
+"""How a text is cut before its bytes are merged, by the names GGUF files have for it."""
+
+RANKED = re.compile(rb"[A-Za-z0-9+/=]+ \d+")
+
+
+Read = tuple[tokenizers.Tokenizer, dict[str, Any]]
+"""A tokenizer, and what a tokenizer_config.json that says nothing else would say."""
+
+
+def load_core(folder: Path) -> Read | None:
+    """The tokenizer of a folder without tokenizer.json; None where nothing here is one. Raises InvalidModel."""
+    for words, merges in (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")):
+        if (folder / words).is_file() and (folder / merges).is_file():
+            return from_merges(folder / words, folder / merges), {}
+    path = folder / "tokenizer.model"
+    if path.is_file():
+        data = path.read_bytes()
+        if RANKED.match(data):  # Llama 3's is tiktoken's under sentencepiece's name
+            return from_ranks(read_ranks(data, path.name), LLAMA3), {}
+        found = read_sentences(data)
+        return from_sentences(found), beginning(found)
+    ranked = sorted(folder.glob("*.tiktoken"))
+    if ranked:
+        return from_ranks(read_ranks(ranked[0].read_bytes(), ranked[0].name), QWEN2), {}
+    return None
+
+
+def beginning(found: Sentences) -> dict[str, Any]:
+    """Llama's and Gemma's way: a text begins with the piece that says so."""
+    control = {piece for piece, kind in zip(found.pieces, found.kinds, strict=True) if kind == CONTROL}
+    names = {"bos_token": ("<s>", "<bos>"), "eos_token": ("</s>", "<eos>")}
+    roles = {role: piece for role, pieces in names.items() for piece in pieces if piece in control}
+    return {**roles, "add_bos_token": found.model == BPE}
+
+
+def from_merges(words: Path, merges: Path) -> tokenizers.Tokenizer:
+    """GPT-2's: words by id, and the pairs that are merged, first ones first."""
+    try:
+        vocab = json.loads(words.read_text("utf-8"))
+        lines = merges.read_text("utf-8").splitlines()
+        pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+        return byte_level(vocab, pairs, GPT2)
+    except Exception as error:  # the library raises bare Exception
+        raise InvalidModel(f"{words.name} and {merges.name} are no vocabulary: {error}") from error
+
+
+def byte_level(
+    vocab: Mapping[str, int], merges: Sequence[tuple[str, ...]], split: str, *, whole: bool = False
+) -> tokenizers.Tokenizer:
+    """Bytes, spelled as GPT-2 does, merged by rank. whole: a word that is an entry is never cut (Llama 3)."""
+    core = tokenizers.Tokenizer(models.BPE(dict(vocab), list(merges), ignore_merges=whole))  # type: ignore[arg-type]
+    cut = pre_tokenizers.Split(Regex(split), "isolated")
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    core.decoder = decoders.ByteLevel()
+    if split == QWEN2:
+        core.normalizer = normalizers.NFC()
+    return core
+
+
+def spelled() -> list[str]:
+    """GPT-2's character for each byte."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(0x100, 0x200))
+    known = set(plain)
+    return [chr(byte if byte in known else next(others)) for byte in range(256)]
+
+
+def read_ranks(data: bytes, name: str) -> dict[bytes, int]:
+    """tiktoken's lines: a token in base64, its rank."""
+    ranks = {}
+    try:
+        for line in data.splitlines():
+            if line:
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+    except (ValueError, binascii.Error):
+        raise InvalidModel(f"{name} is no tiktoken vocabulary: each line is a token in base64 and its rank") from None
+    return ranks
+
+
+def from_ranks(ranks: Mapping[bytes, int], split: str) -> tokenizers.Tokenizer:
+    """tiktoken merges whichever neighbours make the token of lowest rank: pairs, ordered by what they make."""
+    letters = spelled()
+    vocab = {"".join(letters[byte] for byte in token): rank for token, rank in ranks.items()}
+    return byte_level(vocab, pairs_of(vocab, {word: -rank for word, rank in vocab.items()}), split, whole=True)
+
+
+def pairs_of(vocab: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """All pairs of entries that make an entry, best score of what they make first."""
+    found = []
+    for word, score in scores.items():
+        halves = [(word[:i], word[i:]) for i in range(1, len(word))]
+        own = [(a, b) for a, b in halves if a in vocab and b in vocab]
+        found += [(-score, vocab[a], vocab[b], a, b) for a, b in own]
+    return [(a, b) for *_, a, b in sorted(found)]
+
+
+def from_sentences(found: Sentences) -> tokenizers.Tokenizer:
+    """Llama 2's and Gemma's kind: low lines for spaces, lone bytes for what has no piece."""
+    vocab = {piece: i for i, piece in enumerate(found.pieces)}
+    unknown = next((i for i, kind in enumerate(found.kinds) if kind == UNKNOWN), None)
+    fallback = BYTE in found.kinds
+    if found.model == BPE:
+        every = zip(found.pieces, found.scores, found.kinds, strict=True)
+        scores = {piece: score for piece, score, kind in every if kind in (NORMAL, USER)}
+        name = None if unknown is None else found.pieces[unknown]
+        merges = pairs_of({piece: vocab[piece] for piece in scores}, scores)
+        model: Any = models.BPE(vocab, merges, unk_token=name, fuse_unk=True, byte_fallback=fallback)
+    elif found.model == UNIGRAM:
+        pairs = list(zip(found.pieces, found.scores, strict=True))
+        model = models.Unigram(pairs, unknown, byte_fallback=fallback)
+    else:
+        raise InvalidModel(
+            f"tokenizer.model is of sentencepiece's kind {found.model}: only unigram (1) and BPE (2) are read"
+        )
+    core = tokenizers.Tokenizer(model)
+    steps: list[Any] = [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()] if found.squeeze else []
+    steps += [normalizers.Prepend("▁")] if found.prefix else []
+    core.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    parts: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    core.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if found.prefix else parts)
+    declare(core, found.pieces, found.kinds)
+    return core
+
+
+def declare(core: tokenizers.Tokenizer, pieces: Sequence[str], kinds: Sequence[int]) -> None:
+    """Tell the special pieces, and those users added, from text that looks like them."""
+    by_kind = {kind: [p for p, k in zip(pieces, kinds, strict=True) if k == kind] for kind in (UNKNOWN, CONTROL, USER)}
+    special = [*by_kind[UNKNOWN], *by_kind[CONTROL]]
+    core.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in special])
+    core.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in by_kind[USER]])
+
+
+def ends_of(facts: Mapping[str, Any]) -> list[int]:
+    """The tokens that end a text in a GGUF file: of the whole, of a turn, of a message."""
+    named = (facts.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    return [token for token in named if token is not None]
+
+
+def from_gguf(facts: Mapping[str, Any]) -> Read:
+    """A GGUF file's tokenizer, and what a tokenizer_config.json would say beside it. Raises InvalidModel."""
+
+    def fact(name: str, default: Any = None) -> Any:
+        return facts.get(f"tokenizer.ggml.{name}", default)
+
+    pieces, kind = fact("tokens"), fact("model")
+    if not pieces:
+        raise InvalidModel("the file holds no tokenizer: name one with --tokenizer")
+    if kind not in ("gpt2", "llama"):
+        raise InvalidModel(
+            f"the file's tokenizer is {kind!r}: only 'gpt2' and 'llama' are read; name one with --tokenizer"
+        )
+    kinds = fact("token_type", [1] * len(pieces))
+    if kind == "llama":
+        found = Sentences(pieces, fact("scores", [0.0] * len(pieces)), kinds, BPE, squeeze=False)
+        found.prefix = bool(fact("add_space_prefix", True))
+        core = from_sentences(found)
+    else:
+        split = fact("pre", "default")
+        if split not in SPLITS:
+            raise InvalidModel(
+                f"the file's tokenizer cuts texts by {split!r}, which is not known: name one with --tokenizer"
+            )
+        merges = [tuple(merge.split(" ")) for merge in fact("merges", ())]
+        vocab = {piece: i for i, piece in enumerate(pieces)}
+        core = byte_level(vocab, merges, SPLITS[split], whole=SPLITS[split] == LLAMA3)
+        declare(core, pieces, kinds)
+    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    config = {
+        role: pieces[i]
+        for name, role in names.items()
+        if (i := fact(f"{name}_token_id")) is not None and i < len(pieces)
+    }
+    config |= {name: fact(name) for name in ("add_bos_token", "add_eos_token") if fact(name) is not None}
+    if kind == "llama":
+        config = {"add_bos_token": True, **config}
+    if facts.get("tokenizer.chat_template") is not None:
+        config |= {"chat_template": facts["tokenizer.chat_template"]}
+    return core, config

@@ -1,0 +1,44 @@
+"""An engine from settings that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.assembly import engine
+from quire.assembly.engine import build_engine
+from quire.config import Settings
+from quire.errors import InvalidConfig
+
+
+def test_settings_that_take_more_memory_than_there_is_are_refused_with_what_to_lower() -> None:
+    with pytest.raises(InvalidConfig, match=r"not enough memory for this: .* KV blocks .* num_gpu_blocks_override"):
+        build_engine(Settings.of(num_gpu_blocks_override=1 << 30))
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139 GiB"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+    ids=["torch", "triton"],
+)
+def test_a_card_that_fills_up_while_getting_ready_is_told_in_a_line(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(settings: Settings) -> None:
+        raise failure
+
+    monkeypatch.setattr(engine, "_torch", full)
+    with pytest.raises(InvalidConfig, match=r"not enough memory for this: .*out of memory.*gpu_memory_utilization"):
+        engine.make_executor(Settings.of())
+
+
+def test_other_failures_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(settings: Settings) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(engine, "_torch", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        engine.make_executor(Settings.of())

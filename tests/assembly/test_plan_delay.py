@@ -1,0 +1,11 @@
+"""Who plans late: engines whose device is here."""
+
+from __future__ import annotations
+
+from quire.assembly.engine import build_slack
+from quire.engine.timing import MeasuredPlanDelay, NoPlanDelay
+
+
+def test_plans_wait_for_newcomers_only_where_the_device_is_here() -> None:
+    assert isinstance(build_slack("local"), MeasuredPlanDelay)
+    assert all(isinstance(build_slack(executor), NoPlanDelay) for executor in ("grpc", "onnx", "hf"))

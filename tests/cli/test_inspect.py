@@ -1,0 +1,261 @@
+"""What a model is, what it takes, and where it departs: told from headers, in words, with the right exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+
+from quire.assembly.engine import build_engine
+from quire.cli import main
+from quire.cli.diff import compare, departs
+from quire.cli.model_facts import read_facts
+from quire.cli.plan import need, told
+from quire.config import Settings
+from quire.weights.files import SINGLE
+from quire.weights.load import load_model
+from tests.checkpoints import make
+from tests.gguf_files import write
+from tests.quantised import SHAPE, SIZES, quantise
+from tests.tokenization.vocabulary import CHATML, byte_level, save
+
+MIB = 1 << 20
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+def rows(result: Result, code: int = 0) -> dict[str, str]:
+    assert result.exit_code == code, result.output
+    lines = (line.split("  ", 1) for line in result.stdout.splitlines() if "  " in line)
+    return {name.strip(): value.strip() for name, value in lines}
+
+
+def test_a_model_is_told_from_its_headers(tmp_path: Path) -> None:
+    make(tmp_path, "gemma3_text-gqa", shard="20KB")
+    config = {"eos_token": "<|end|>", "chat_template": CHATML}
+    save(tmp_path, byte_level(), tokenizer_config=config, generation_config={"temperature": 0.3, "top_k": 7})
+    found = rows(run("inspect", tmp_path))
+    assert found["architecture"] == "Gemma3ForCausalLM"
+    assert found["heads"] == "6 of queries, 2 of keys and values, 14 numbers each"
+    assert found["attention"] == "3 of 4 layers see 9 positions"
+    assert (
+        found["rope"] == "base 200 over 14 numbers of a head; base 5,000 over 14 numbers of a head, linear scaling by 4"
+    )
+    assert found["vocabulary"] == "199, head tied to the embedding"
+    assert found["stored as"] == "F32 100.0 %"
+    assert found["KV a token, as activations"].startswith("896 bytes (float32)")
+    assert found["loads"] == "every tensor has its place"
+    assert "'<|end|>' (1)" in found["ends at"]
+    assert "knows add_generation_prompt" in found["chat template"]
+    assert found["sampled by default"] == "temperature 0.3, top_k 7 (generation_config.json)"
+
+
+def test_nothing_but_headers_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, "qwen3_moe-raw-shares-some-dense")
+    monkeypatch.setattr("quire.weights.entries.read_tensor", None)
+    found = rows(run("inspect", tmp_path), 2)
+    assert found["experts"] == "2 of 5 a token, of width 33, layers 0, 2 dense"
+    total = sum(t.numel() for t in load_file(tmp_path / SINGLE).values())
+    idle = 2 * 3 * (3 * 54 * 33)
+    assert found["parameters"] == f"{total / 1000:.3g} k, {(total - idle) / 1000:.3g} k used a token"
+    assert "no tokenizer.json" in found["tokenizer"]
+
+
+def test_quantised_checkpoints_and_gguf_files_are_told_by_how_they_are_stored(tmp_path: Path) -> None:
+    make(tmp_path / "awq", SHAPE, **SIZES)
+    quantise(tmp_path / "awq", "awq")
+    found = rows(run("inspect", tmp_path / "awq"), 2)
+    assert found["quantised by"].startswith("awq: Halving(layout='awq', group=16")
+    assert "I32" in found["stored as"]
+    assert found["loads"] == "every tensor has its place"
+    write(tmp_path / "model.gguf", make(tmp_path / "plain", "llama-gqa-tied", hidden_size=288), "Q8_0")
+    found = rows(run("inspect", tmp_path / "model.gguf"), 2)
+    assert found["files"].startswith("1 (model.gguf)")
+    assert "Q8_0" in found["stored as"]
+
+
+def test_what_would_not_load_is_said(tmp_path: Path) -> None:
+    make(tmp_path, "llama-gqa-tied")
+    held = load_file(tmp_path / SINGLE)
+    held.pop("model.norm.weight")
+    save_file(held, tmp_path / SINGLE)
+    result = run("inspect", tmp_path)
+    said = "lacks 1 tensors of the model: model.norm.weight"
+    assert said in rows(result, 2)["loads"]
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_what_transformers_cannot_load_is_one_line_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, "llama-gqa-tied")
+
+    def refuse(*args: object, **options: object) -> object:
+        raise OSError("nothing\nhere")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", refuse)
+    result = run("diff", tmp_path)
+    assert result.exit_code == 2
+    assert result.stderr == "Error: transformers cannot load it, so there is nothing to compare with: nothing here\n"
+
+
+CPU = torch.device("cpu")
+
+
+def test_a_plan_adds_up_and_its_smallest_change_fits(tmp_path: Path) -> None:
+    make(tmp_path, "llama-gqa-tied", num_hidden_layers=24, max_position_embeddings=4096)
+    settings = Settings.of(model=str(tmp_path))
+    looked = read_facts(settings)
+    whole = need(settings, looked, 1 << 32, CPU)
+    assert whole.weights == sum(t.nbytes for t in load_file(tmp_path / SINGLE).values())
+    assert whole.least == 256
+    assert whole.page == 24 * 2 * 16 * 3 * 8 * 4
+    plan = dict(told(settings, looked, 1 << 32, CPU))
+    assert plan["KV pool"] == "1023.19 MiB: 14,551 blocks, 56.8 sequences of the whole length"
+    enough = whole.weights + whole.work + 257 * whole.page
+    proposed = []
+    for room in (4 * enough, 2 * enough, enough, enough - 1, enough * 3 // 4, enough // 2, enough // 3):
+        plan = dict(told(settings, looked, room, CPU))
+        if "fits" in plan:
+            assert plan["fits"].startswith("no: ")
+            words = plan["smallest change"].split()
+            assert words[0].startswith("--"), room
+            changed = {n.lstrip("-").replace("-", "_"): v for n, v in zip(words[::2], words[1::2], strict=True)}
+            assert "fits" not in dict(told(Settings.of(model=str(tmp_path), **changed), looked, room, CPU)), changed
+            proposed.append(sorted(changed))
+    assert proposed[0] == ["kv_cache_memory_bytes"]
+    assert ["kv_cache_dtype"] in proposed
+    assert ["kv_cache_dtype", "max_model_len", "quantization"] in proposed
+    tiny = dict(told(settings, looked, 1 << 16, CPU))
+    assert tiny["smallest change"].startswith("none is enough")
+    assert tiny["fits"].startswith("no: weights and activations take")
+
+
+def test_the_plan_is_what_the_engine_takes(tmp_path: Path) -> None:
+    make(tmp_path, "llama-gqa-tied")
+    settings = Settings.of(model=str(tmp_path), kv_cache_memory_bytes="2MiB", max_num_seqs=64)
+    plan = dict(told(settings, read_facts(settings), 1 << 30, CPU))
+    blocks = build_engine(settings).description.num_blocks
+    assert f": {blocks:,} blocks" in plan["KV pool"]
+
+
+def test_a_plan_says_that_the_weights_are_cut_short(tmp_path: Path) -> None:
+    make(tmp_path, "llama-gqa-tied")
+    weights = tmp_path / SINGLE
+    weights.write_bytes(weights.read_bytes()[:-8])
+    found = rows(run("plan", tmp_path, "--memory", "80GiB"))
+    assert "truncated" in found["loads"] and "KV pool" in found
+
+
+def test_the_memory_planned_for_can_be_told(tmp_path: Path) -> None:
+    make(tmp_path, "llama-gqa-tied")
+    found = rows(run("plan", tmp_path, "--memory", "80GiB", "--device", "cuda"))
+    assert found["memory"] == "80.00 GiB (cuda)"
+    assert "KV pool" in found
+    tight = run("plan", tmp_path, "--memory", "1MiB", "--device", "cuda")
+    assert rows(tight, code=1)["fits"].startswith("no: "), "scripts go by the exit status"
+    result = run("plan", tmp_path, "--memory", "lots")
+    assert result.exit_code == 2
+    assert "--memory must be a size such as 24GiB, not 'lots'" in result.stderr
+
+
+@pytest.mark.parametrize("shape", ["llama-gqa-tied", "gpt2-odd-heads", "gemma3_text-gqa", "qwen3_moe-gqa"])
+def test_a_model_departs_nowhere_from_transformers(tmp_path: Path, shape: str) -> None:
+    model = make(tmp_path, shape)
+    result = run("diff", tmp_path)
+    assert len(rows(result)) == model.config.num_hidden_layers + 1
+    assert "logits" in rows(result)
+
+
+def test_the_first_layer_that_departs_is_named(tmp_path: Path) -> None:
+    make(tmp_path, "llama-gqa-tied")
+    model = load_model(tmp_path, dtype="float32")
+    with torch.inference_mode():
+        model.blocks[1].before_mlp.weight[3] += 0.5
+    found = list(compare(model, tmp_path, list(range(50))))
+    first = departs(found)
+    assert first is not None
+    assert first.name == "layer 1"
+    assert [layer.share < 1e-4 for layer in found] == [True, False, False, False]
+
+
+BROKEN = {
+    "truncated shard": "truncated",
+    "wrong dtype": "is stored as int32",
+    "index naming a missing file": "which is not in the folder",
+    "unknown architecture": "architecture 'MambaForCausalLM' is not supported",
+    "pickle with code": "code perhaps, which is never run",
+}
+
+
+def spoil(folder: Path, how: str) -> None:
+    make(folder, "llama-gqa-tied", shard="20KB" if how.startswith("index") else "5GB")
+    save(folder, byte_level(), tokenizer_config={"eos_token": "<|end|>"})
+    if how == "truncated shard":
+        data = (folder / SINGLE).read_bytes()
+        (folder / SINGLE).write_bytes(data[: len(data) // 2])
+    elif how == "wrong dtype":
+        held = load_file(folder / SINGLE)
+        save_file({**held, "model.norm.weight": torch.ones(72, dtype=torch.int32)}, folder / SINGLE)
+    elif how.startswith("index"):
+        next(iter(folder.glob("model-*.safetensors"))).unlink()
+    elif how == "unknown architecture":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+    elif how == "pickle with code":
+        (folder / SINGLE).unlink()
+        torch.save({"model.norm.weight": Trap(folder / "mark")}, folder / "pytorch_model.bin")
+    elif how in TEMPLATES:
+        (folder / "chat_template.jinja").write_text(TEMPLATES[how])
+
+
+class Trap:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return Path.mkdir, (self.mark,)  # type: ignore[return-value]
+
+
+TEMPLATES = {
+    "a template that calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "a template that includes itself": "{% include 'chat_template.jinja' %}",
+    "a template that counts for ever": "{% for a in range(10**9) %}{% endfor %}",
+    "a template that reaches for Python": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+    "a template that reaches for a function's globals": (
+        "{{ raise_exception.__globals__['__builtins__']['open']('mark','w') }}"
+    ),
+}
+
+
+SAID = BROKEN | {
+    "a template that calls itself": "the chat template fails: it calls itself without end",
+    "a template that includes itself": "it asks for another template, 'chat_template.jinja', and there is none",
+    "a template that counts for ever": "the chat template fails: it goes on without end",
+    "a template that reaches for Python": "it reaches for '__class__' of 'list', which is not a template's to touch",
+    "a template that reaches for a function's globals": "it reaches for '__globals__' of 'function'",
+}
+
+
+@pytest.mark.parametrize("how", SAID)
+def test_broken_and_hostile_input_is_one_clear_line_and_exit_code_2_and_nothing_of_it_runs(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(tmp_path, how)
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-m", "quire", "serve", str(tmp_path), "--port", "0"]
+    served = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    inspected = run("inspect", tmp_path)
+    for code, said in (served.returncode, served.stderr), (inspected.exit_code, inspected.stderr):
+        assert code == 2, said
+        assert SAID[how] in said
+        assert said.count("\n") == 1
+    assert served.stdout == ""
+    assert not (tmp_path / "mark").exists()

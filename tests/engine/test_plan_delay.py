@@ -1,0 +1,248 @@
+"""Plans are made as late as can be, so that who comes while a step runs is in the next, and the device is kept busy."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import pytest
+
+from quire.engine.clock import VirtualClock
+from quire.engine.engine import Engine
+from quire.engine.events import StepRecord
+from quire.engine.step_watch import StepWatch
+from quire.engine.timing import MeasuredPlanDelay, NoPlanDelay, PlanDelay
+from quire.executors.synthetic import StepCost, SyntheticHandle
+from quire.scheduler.plan import Plan
+from quire.sim.run import SimConfig
+
+STEP, HOST = 0.005, 0.0003
+
+
+class Device:
+    """A synthetic executor whose launches take the host `host` seconds; `dry`: for how long it had nothing to run."""
+
+    def __init__(self, engine: Engine, clock: VirtualClock, host: float, pace: Callable[[], float]) -> None:
+        self.inner, self.clock, self.host, self.pace = engine.executor, clock, host, pace
+        self.describe, self.reset, self.close = self.inner.describe, self.inner.reset, self.inner.close
+        self.until = 0.0
+        self.dry: list[float] = []
+        self.busy = False
+
+    def launch(self, plan: Plan) -> SyntheticHandle:
+        self.clock.time += self.host
+        handle, now = self.inner.launch(plan), self.clock.now()
+        assert isinstance(handle, SyntheticHandle)
+        self.dry.append(max(0.0, now - self.until) if self.busy else 0.0)
+        self.until = handle.done = max(now, self.until) + self.pace()
+        return handle
+
+
+@dataclass
+class Rig:
+    """A server's loop on a virtual clock. late: seconds by which its next sleep is too long. pace: of the next step."""
+
+    slack: Callable[[VirtualClock], PlanDelay] = MeasuredPlanDelay
+    host: float = HOST
+    late: Callable[[], float] = lambda: 0.00005
+    depth: int = 1
+    pace: Callable[[], float] = lambda: STEP
+    waits: list[float] = field(default_factory=list)
+    """How long each plan waited."""
+    first: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.clock = VirtualClock()
+        plain = SimConfig(
+            depth=self.depth, pages=8192, max_num_batched_tokens=2048, chunk=2048, cost=StepCost(STEP)
+        ).build(self.clock)
+        self.device = Device(plain, self.clock, self.host, self.pace)
+        self.watch = StepWatch(keep=100_000)
+        self.engine = Engine(
+            plain.scheduler,
+            self.device,
+            lookahead=self.depth,
+            clock=self.clock,
+            plan_delay=self.slack(self.clock),
+            observers=[self.watch],
+        )
+
+    def run(self, steps: int, arrivals: Iterable[tuple[float, str, int]] = ()) -> None:
+        """So many steps; meanwhile requests of two tokens' prompts come: when, who, and how many tokens they want."""
+        coming, engine, clock = sorted(arrivals), self.engine, self.clock
+        for _ in range(steps):
+            self.waits.append(0.0)
+            while (left := engine.time_to_next_plan()) > 0:
+                until = clock.now() + left
+                heard = [c for c in coming if c[0] <= until]
+                upto = heard[0][0] if heard else until + self.late()
+                self.waits[-1] += upto - clock.now()
+                clock.sleep_until(upto)
+                self._take(coming)
+            self._take(coming)
+            self.device.busy = bool(engine.inflight)
+            for event in engine.step():
+                if event.tokens:
+                    self.first.setdefault(event.id, clock.now())
+
+    def _take(self, coming: list[tuple[float, str, int]]) -> None:
+        while coming and coming[0][0] <= self.clock.now():
+            _, id, new = coming.pop(0)
+            self.engine.submit([1, 2], new, id=id)
+
+    def warm(self, steps: int = 200) -> Rig:
+        """Four rows decode on, and what steps take is known."""
+        for i in range(4):
+            self.engine.submit([i, i + 1], 100_000, id=f"long-{i}")
+        self.run(steps)
+        return self
+
+    def idle(self, since: int) -> float:
+        """The device's share of the time since that step in which it had nothing to run."""
+        dry = sum(self.device.dry[since:])
+        return dry / (dry + STEP * len(self.device.dry[since:]))
+
+
+def noisy(seed: int, share: float, every: Callable[[], float] = lambda: STEP) -> Callable[[], float]:
+    rng = random.Random(seed)
+    return lambda: every() * (1 + abs(rng.gauss(0.0, share)))
+
+
+def test_who_comes_while_a_step_runs_is_in_the_next_one() -> None:
+    waited = {}
+    for slack in (MeasuredPlanDelay, lambda clock: NoPlanDelay()):
+        rig = Rig(slack).warm()
+        came = [rig.clock.now() + i * 10 * STEP + 0.5 * STEP for i in range(20)]
+        rig.run(250, [(at, f"new-{i}", 1) for i, at in enumerate(came)])
+        waited[slack is MeasuredPlanDelay] = [rig.first[f"new-{i}"] - at for i, at in enumerate(came)]
+    assert max(waited[True]) < 1.6 * STEP  # the rest of one step, and its own
+    assert min(waited[False]) > 2.0 * STEP  # and one more between
+
+
+def test_a_crowd_that_comes_over_the_length_of_a_step_is_served_by_one() -> None:
+    rig = Rig().warm()
+    now = rig.clock.now()
+    shares = (0.1, 0.3, 0.5, 0.7)
+    rig.run(4, [(now + share * STEP, f"new-{share}", 1) for share in shares])
+    assert {round((rig.first[f"new-{share}"] - now) / STEP, 3) for share in shares} == {2.0}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("noise", "most"), [(0.0, 0.0001), (0.02, 0.001), (0.2, 0.001)])
+def test_the_device_is_kept_busy(noise: float, most: float, depth: int) -> None:
+    rig = Rig(pace=noisy(3, noise), depth=depth).warm()
+    rig.run(2000)
+    assert rig.idle(since=200) < most
+    assert sum(rig.waits[200:]) > 0.5 * STEP * 2000, "and plans do wait"
+
+
+def test_sleeps_that_are_too_long_are_allowed_for() -> None:
+    """By a fifth of a step, more than the margin is at first."""
+    rig = Rig(late=lambda: 0.2 * STEP).warm()
+    rig.run(2000)
+    late = [dry for dry in rig.device.dry[200:] if dry]
+    assert len(late) < 20 and sum(rig.waits[200:]) > 0.3 * STEP * 2000
+
+
+def test_a_host_that_is_stopped_for_a_step_now_and_then_waits_less() -> None:
+    """One sleep of a hundred: what that costs stays below half a percent, and most plans go on waiting."""
+    rng = random.Random(2)
+    rig = Rig(late=lambda: 0.00005 + (rng.random() < 0.01) * rng.uniform(0, STEP)).warm()
+    rig.run(4000)
+    assert rig.idle(since=200) < 0.005 and sum(rig.waits[200:]) > 0.4 * STEP * 4000
+
+
+def test_a_device_that_becomes_twice_as_fast_is_kept_busy_again_at_once() -> None:
+    speed = [1.0]
+    rig = Rig(pace=noisy(5, 0.01, lambda: STEP * speed[0])).warm()
+    speed[0] = 0.5
+    rig.run(400)
+    assert 1 <= sum(dry > 0 for dry in rig.device.dry[200:]) <= 3
+    assert sum(rig.waits[-100:]) > 0.25 * STEP * 100
+
+
+def test_a_device_that_becomes_slower_is_learnt_too() -> None:
+    speed = [1.0]
+    rig = Rig(pace=noisy(5, 0.01, lambda: STEP * speed[0])).warm()
+    speed[0] = 3.0
+    rig.run(200)
+    assert not any(rig.device.dry[200:]) and rig.waits[-1] > 2 * STEP
+
+
+def test_a_host_that_is_slower_than_the_device_never_waits() -> None:
+    rig, plain = Rig(host=1.5 * STEP).warm(), Rig(lambda clock: NoPlanDelay(), host=1.5 * STEP).warm()
+    assert not any(rig.waits) and rig.clock.now() == plain.clock.now()
+
+
+def test_a_launch_that_takes_long_once_is_remembered_for_a_while() -> None:
+    rig = Rig().warm()
+    rig.device.host = 0.9 * STEP
+    rig.run(1)
+    rig.device.host = HOST
+    rig.run(50)
+    assert max(rig.waits[-49:]) < 0.1 * STEP
+    rig.run(50)
+    assert rig.waits[-1] > 0.8 * STEP
+
+
+def test_nothing_waits_where_nothing_runs_ahead_or_nothing_runs() -> None:
+    assert Rig().engine.time_to_next_plan() == 0.0
+    rig = Rig(depth=0).warm()
+    assert not any(rig.waits)
+
+
+def test_the_wait_is_no_part_of_what_a_step_took() -> None:
+    rig = Rig().warm()
+    records: list[StepRecord] = list(rig.watch.last)[100:]
+    assert min(rig.waits[100:]) > 0.7 * STEP
+    for before, record in itertools.pairwise(records):
+        assert record.launched - record.planned < 2 * HOST  # planning is the host's own time
+        assert record.committed - max(record.launched, before.committed) == pytest.approx(STEP)
+        assert record.committed - record.planned < 1.3 * STEP  # and who is fed has been waiting less, not more
+
+
+def known(slack: MeasuredPlanDelay, fed: int, took: float, times: int) -> None:
+    for _ in range(times):
+        slack.on_launch(slack.clock.now())
+        slack.record(fed, took, waited=True)
+
+
+def test_a_step_takes_at_least_what_those_took_that_fed_about_as_much_or_less() -> None:
+    clock = VirtualClock()
+    slack = MeasuredPlanDelay(clock)
+    known(slack, 16, 0.005, MeasuredPlanDelay.KNOWN - 1)
+    assert slack.remaining(16, clock.now()) == 0.0, "too little is known"
+    known(slack, 16, 0.006, 1)
+    assert 0.004 < slack.remaining(16, clock.now()) < 0.005
+    assert slack.remaining(15, clock.now()) == slack.remaining(300, clock.now()) == slack.remaining(16, clock.now())
+    known(slack, 300, 0.02, 10)
+    assert slack.remaining(300, clock.now()) < 0.005, "some that fed less were faster"
+    known(slack, 300, 0.02, MeasuredPlanDelay.KEPT)
+    assert slack.remaining(300, clock.now()) > 0.015, "those are long ago"
+    assert slack.remaining(16, clock.now()) == 0.0, "and of others nothing is known"
+
+
+def test_nobody_waits_for_less_than_what_is_worth_it() -> None:
+    clock = VirtualClock()
+    slack = MeasuredPlanDelay(clock)
+    known(slack, 16, 2 * MeasuredPlanDelay.WORTH, 10)
+    begun = clock.now()
+    assert slack.remaining(16, begun) > MeasuredPlanDelay.WORTH
+    clock.time += MeasuredPlanDelay.WORTH
+    assert slack.remaining(16, begun) == 0.0
+
+
+def test_a_result_that_was_there_teaches_only_if_the_plan_was_late() -> None:
+    clock = VirtualClock()
+    slack = MeasuredPlanDelay(clock)
+    known(slack, 16, 0.005, 10)
+    margin = slack.margin
+    slack.record(16, 0.001, waited=False)  # a host that was busy elsewhere: nobody knows when that step ended
+    before = slack.remaining(16, clock.now())
+    assert slack.margin == margin and before > 0.004
+    slack.record(16, 0.006, waited=False)
+    assert slack.margin == 2 * margin and slack.remaining(16, clock.now()) == 0.0
+    slack.record(16, 0.006, waited=False)
+    assert slack.margin == 2 * margin

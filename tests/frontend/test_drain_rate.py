@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from quire.frontend.drain_rate import DrainRate
+
+
+def leaving(every: float, count: int) -> DrainRate:
+    departures = DrainRate()
+    for i in range(count):
+        departures.record(100.0 + i * every)
+    return departures
+
+
+def test_the_wait_is_the_backlog_at_the_recent_rate() -> None:
+    departures = leaving(0.5, 10)
+    assert departures.wait(20, 104.5) == 9
+
+
+def test_a_stall_makes_the_wait_longer() -> None:
+    departures = leaving(0.1, 10)
+    assert departures.wait(20, 101) < departures.wait(20, 110)
+
+
+def test_the_wait_stays_within_reason() -> None:
+    assert leaving(0.001, 50).wait(3, 100.05) == 1
+    assert leaving(30, 5).wait(2048, 300) == 60
+    assert DrainRate().wait(2048, 5) == 1

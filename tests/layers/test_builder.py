@@ -1,0 +1,177 @@
+"""Build: what is cut, fused and formatted comes out as the whole would have."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.errors import InvalidModel
+from quire.layers.builder import ModelBuilder
+from quire.layers.linear import ParallelGroup, SingleRank, shard_of
+from quire.layers.quantization import Format, Packed, Plain, WeightSlot, packed
+from quire.ops.reference import ReferenceOps
+
+
+class Rank:
+    """One of several ranks, alone in its process: its sums stay partial, its gathers its own."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x
+
+
+def build(parallel: ParallelGroup | None = None, format: Format = Plain) -> ModelBuilder:
+    return ModelBuilder(
+        ops=ReferenceOps(),
+        parallel=parallel or SingleRank(),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        format=format,
+    )
+
+
+def fill(made: ModelBuilder, tensors: dict[str, Tensor]) -> None:
+    """As the loader does: every place gets its cut."""
+    for name, places in made.slots.items():
+        for place in places:
+            assert tuple(tensors[name].shape) == place.shape
+            place.copy_from(tensors[name][place.shard])
+    made.finalize()
+
+
+def randoms(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {name.replace("__", "."): torch.randn(shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("format", [Plain, Packed])
+def test_fused_columns_stand_side_by_side(format: Format) -> None:
+    made = build(format=format)
+    fused = made.scope("mlp").column_parallel(("a", "b"), 6, ((4, 1), (3, 1)), bias=True)
+    tensors = randoms(mlp__a__weight=(4, 6), mlp__b__weight=(3, 6), mlp__a__bias=(4,), mlp__b__bias=(3,))
+    fill(made, tensors)
+    x = torch.randn(2, 6)
+    parts = [x @ tensors[f"mlp.{n}.weight"].T + tensors[f"mlp.{n}.bias"] for n in "ab"]
+    torch.testing.assert_close(fused(x), torch.cat(parts, -1))
+
+
+@pytest.mark.parametrize("format", [Plain, Packed])
+def test_the_ranks_of_a_cut_add_up_to_the_whole(format: Format) -> None:
+    tensors = randoms(up__weight=(8, 6), up__bias=(8,), down__weight=(5, 8), down__bias=(5,))
+    x = torch.randn(3, 6)
+    whole = (x @ tensors["up.weight"].T + tensors["up.bias"]) @ tensors["down.weight"].T + tensors["down.bias"]
+    partial = []
+    for rank in range(2):
+        made = build(Rank(rank, 2), format)
+        up, down = (
+            made.column_parallel(("up",), 6, ((4, 2),), bias=True),
+            made.row_parallel("down", (4, 2), 5, bias=True),
+        )
+        fill(made, tensors)
+        assert up(x).shape == (3, 4)
+        partial.append(down(up(x)))
+    torch.testing.assert_close(sum(partial), whole)
+
+
+def test_transposed_matrices_are_turned_about() -> None:
+    tensors = randoms(c__weight=(6, 8), c__bias=(8,))
+    x = torch.randn(3, 6)
+    halves = []
+    for rank in range(2):
+        made = build(Rank(rank, 2))
+        c = made.column_parallel(("c",), 6, ((8, 1),), bias=True, transposed=True)
+        fill(made, tensors)
+        halves.append(c(x))
+    torch.testing.assert_close(torch.cat(halves, -1), x @ tensors["c.weight"] + tensors["c.bias"])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_matrix_that_holds_q_k_and_v_is_cut_between_heads(transposed: bool) -> None:
+    tensors = randoms(qkv__weight=(6, 16) if transposed else (16, 6), qkv__bias=(16,))
+    weight = tensors["qkv.weight"].T if transposed else tensors["qkv.weight"]
+    x = torch.randn(3, 6)
+    q, k, v = (x @ weight.T + tensors["qkv.bias"]).split([8, 4, 4], -1)
+    for rank in range(2):
+        made = build(Rank(rank, 2))
+        fused = made.column_parallel(("qkv",), 6, ((4, 2), (2, 2), (2, 2)), bias=True, transposed=transposed)
+        fill(made, tensors)
+        own = torch.cat([part.chunk(2, -1)[rank] for part in (q, k, v)], -1)
+        torch.testing.assert_close(fused(x), own)
+
+
+@pytest.mark.parametrize("format", [Plain, Packed])
+def test_a_tied_head_is_the_embeddings_table_and_needs_no_tensor(format: Format) -> None:
+    made = build(format=format)
+    embedding = made.embedding("embed", 10, 4)
+    head = made.head("lm_head", 4, 10, embedding)
+    assert list(made.slots) == ["embed.weight"]
+    assert made.ignored == ["lm_head.weight"]
+    tensors = randoms(embed__weight=(10, 4))
+    fill(made, tensors)
+    torch.testing.assert_close(head(torch.eye(4)), tensors["embed.weight"].T)
+    torch.testing.assert_close(embedding(torch.tensor([3, 1])), tensors["embed.weight"][[3, 1]])
+
+
+def test_a_matrix_has_memory_only_from_its_first_number_to_its_last() -> None:
+    spare: list[Tensor] = []
+    made = build(format=partial(Packed, spare=spare))
+    made.column_parallel(("a", "b"), 6, ((4, 1), (4, 1)))
+    made.column_parallel(("c",), 6, ((4, 1),))
+    tensors = randoms(a__weight=(4, 6), b__weight=(4, 6), c__weight=(4, 6))
+    a, b, c = (made.slots[f"{name}.weight"][0] for name in "abc")
+    tile = made.matrices[0].tiles[0]
+    assert tile.memory is None
+    b.copy_from(tensors["b.weight"])
+    memory = weakref.ref(tile.memory)
+    assert memory() is not None
+    a.copy_from(tensors["a.weight"])
+    assert tile.memory is None
+    assert [memory()] == spare, "the next matrix is put together in it"
+    c.copy_from(tensors["c.weight"])
+    assert [memory()] == spare
+    made.finalize()
+    assert memory() is None
+
+
+def test_a_large_matrix_is_kept_in_tiles_that_multiply_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "TILE", 3 * 6 * 4)
+    for transposed in (False, True):
+        made = build(format=Packed)
+        parts = (("c",) if transposed else ("a", "b")), 6, ((4, 1), (7, 1))
+        fused = made.column_parallel(*parts, bias=True, transposed=transposed)
+        tensors = randoms(a__weight=(4, 6), b__weight=(7, 6), a__bias=(4,), b__bias=(7,))
+        whole, bias = (torch.cat([tensors[f"{n}.{kind}"] for n in "ab"]) for kind in ("weight", "bias"))
+        fill(made, {"c.weight": whole.T, "c.bias": bias} if transposed else tensors)
+        assert [tile.rows.stop - tile.rows.start for tile in made.matrices[0].tiles] == [3, 3, 3, 2]
+        x = torch.randn(2, 6)
+        torch.testing.assert_close(fused(x), x @ whole.T + bias)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_place_is_filled_in_pieces(transposed: bool) -> None:
+    into = torch.zeros(10, 4)
+    whole = torch.randn(4, 12) if transposed else torch.randn(12, 4)
+    cut = (slice(0, 4), slice(1, 11)) if transposed else (slice(1, 11), slice(0, 4))
+    place = WeightSlot("a", tuple(whole.shape), cut, into, transposed)
+    pieces = list(place.split(9))
+    assert len(pieces) >= 4
+    assert max(piece.target.numel() for piece in pieces) <= 10
+    for piece in pieces:
+        piece.copy_from(whole[piece.shard])
+    torch.testing.assert_close(into, whole[cut].T if transposed else whole[cut])
+
+
+def test_heads_are_shared_out_whole_and_scarce_ones_held_by_several() -> None:
+    assert [shard_of(6, Rank(r, 2), "heads", 4) for r in range(2)] == [slice(0, 12), slice(12, 24)]
+    assert [shard_of(2, Rank(r, 4), "heads", 4) for r in range(4)] == [slice(0, 4)] * 2 + [slice(4, 8)] * 2
+    with pytest.raises(InvalidModel, match="9 heads cannot be divided among 2 devices"):
+        shard_of(9, Rank(0, 2), "heads")

@@ -1,0 +1,110 @@
+"""What of device work is done before an engine is ready, and what is only recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.model_runner import graphs
+from quire.model_runner.graphs import CudaQueue, GraphKey
+from quire.model_runner.sampling.features import RANDOM
+from quire.ops import gemm as products
+from quire.ops.capture import NotCapturable
+from quire.ops.gemm import TORCH_GEMM, GemmAutotuner, GemmShape, autotuning
+
+
+class Tape(CudaQueue):
+    """A queue without a card: remembers in which order keys are done and recorded."""
+
+    def __init__(self, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.largest, self.pool = largest, None
+        self.graphs, self.begun = {}, set()
+        self.seen: list[tuple[str, GraphKey]] = []
+        self.known: set[GraphKey] = set()
+        self.recording = False
+        monkeypatch.setattr(graphs, "captured", self.captured)
+
+    def captured(self, work: Callable[[], object], pool: object = None) -> object:
+        self.recording = True
+        try:
+            work()
+        finally:
+            self.recording = False
+        return self
+
+    def work(self, key: GraphKey) -> Callable[[], object]:
+        def do() -> None:
+            if self.recording and key not in self.known and key.spans == 3:
+                self.seen.append(("tried", key))
+                raise NotCapturable("it has not been timed")
+            self.known.add(key)
+            self.seen.append(("recorded" if self.recording else "done", key))
+
+        return do
+
+    def ready(self, *keys: GraphKey) -> list[tuple[str, GraphKey]]:
+        for key in keys:
+            self.prepare(key, self.work(key))
+        return self.seen
+
+
+def test_the_first_of_a_kind_is_done_and_the_others_are_only_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two, head, hot = GraphKey(16, 16, 1), GraphKey(8, 8, 1), GraphKey.head(16, 0), GraphKey.head(16, RANDOM)
+    tape = Tape(16, monkeypatch)
+    assert tape.ready(one, two, head, hot) == [
+        *(("done", one), ("recorded", one)),
+        ("recorded", two),
+        *(("done", head), ("recorded", head)),
+        *(("done", hot), ("recorded", hot)),
+    ]
+    assert set(tape.graphs) == {one, two, head, hot}
+
+
+def test_what_is_too_large_to_be_captured_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    large, one = GraphKey(32, 16, 32), GraphKey(16, 16, 16)
+    tape = Tape(16, monkeypatch)
+    assert tape.ready(large, large, one) == [("done", large), ("done", large), ("recorded", one)]
+    assert set(tape.graphs) == {one}
+
+
+def test_what_cannot_be_recorded_yet_is_done_and_then_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, three = GraphKey(16, 16, 1), GraphKey(3, 3, 1)
+    tape = Tape(16, monkeypatch)
+    assert tape.ready(first, three)[2:] == [("tried", three), ("done", three), ("recorded", three)]
+    assert three in tape.graphs
+
+
+class Proposing:
+    """A library with one way, which is torch's."""
+
+    version = "one"
+
+    def takes(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        return True
+
+    def ways(self, shape: GemmShape) -> list[products.GemmAlgorithm]:
+        return []
+
+    def way(self, shape: GemmShape, name: str) -> products.GemmAlgorithm:
+        return TORCH_GEMM
+
+
+def test_products_are_timed_before_they_are_captured_and_not_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight, book = torch.ones(3, 4), torch.ones(2, 4), tmp_path / "book.json"
+    monkeypatch.setattr(products, "capturing", lambda x: True)
+    new = GemmAutotuner(Proposing(), lambda works: [1.0])
+    with autotuning(book), pytest.raises(NotCapturable, match=r"3,2,4,0,float32 is the fastest is not known"):
+        new.linear(x, weight)
+    assert torch.equal(new.linear(x, weight), torch.full((3, 2), 4.0)), "nothing is learnt any more"
+    monkeypatch.undo()
+    with autotuning(book):
+        new.linear(x, weight)
+    monkeypatch.setattr(products, "capturing", lambda x: True)
+    again = GemmAutotuner(Proposing(), lambda works: pytest.fail("timed again"))
+    with autotuning(book):
+        assert torch.equal(again.linear(x, weight), torch.full((3, 2), 4.0))

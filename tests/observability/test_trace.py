@@ -1,0 +1,121 @@
+"""One trace a request, inside of the caller's, with what it waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from quire.assembly.tracing import Tracing
+from quire.errors import Unavailable
+from quire.types import NO_TRACE_CONTEXT, FinishedRequest, SamplingParams, TraceContext
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+def ended(id: str = "chatcmpl-1", origin: TraceContext = NO_TRACE_CONTEXT, **about: Any) -> FinishedRequest:
+    told: dict[str, Any] = {
+        "choice": 0,
+        "reason": "stop",
+        "sampling": SamplingParams(temperature=0.5, seed=3),
+        "origin": origin,
+        "prompt": 9,
+        "cached": 4,
+        "tokens": 5,
+        "max_tokens": 20,
+        "first": 0.4,
+        "seconds": 1.0,
+        "detokenising": 0.01,
+    }
+    return FinishedRequest(id, **told | about)
+
+
+def traced(*answers: FinishedRequest, known: bool = True) -> list[ReadableSpan]:
+    """The spans of these answers; the engine says each waited 0.1 s."""
+
+    async def explain(id: str) -> bytes:
+        if not known:
+            raise Unavailable("gone")
+        seconds = {"queued": 0.1, "prefill": 0.3, "decode": 0.6}
+        return json.dumps({"answers": [{"choice": i, "seconds": seconds} for i in range(len(answers))]}).encode()
+
+    async def story() -> None:
+        for one in answers:
+            tracing.observer.on_end(one)
+
+    kept, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    tracing = Tracing(provider, explain, model="tiny")
+    asyncio.run(tracing.around(story()))
+    return list(kept.get_finished_spans())
+
+
+def parts(spans: list[ReadableSpan]) -> dict[str, float]:
+    return {s.name: ((s.end_time or 0) - (s.start_time or 0)) / 1e9 for s in spans}
+
+
+def test_a_request_is_one_trace_with_its_parts() -> None:
+    spans = traced(ended())
+    root = spans[-1]
+    assert root.name == "chat tiny" and root.kind.name == "SERVER" and root.parent is None
+    assert {s.context.trace_id for s in spans if s.context} == {root.context.trace_id if root.context else 0}
+    assert all(s.parent and root.context and s.parent.span_id == root.context.span_id for s in spans[:-1])
+    found = parts(spans)
+    for name, seconds in (("queue", 0.1), ("prefill", 0.3), ("decode", 0.6), ("detokenise", 0.01), ("chat tiny", 1.0)):
+        assert math.isclose(found[name], seconds, abs_tol=2e-3), name
+
+
+def test_attributes_are_the_conventions_and_tell_no_text() -> None:
+    about = dict(traced(ended(origin=TraceContext("mine")))[-1].attributes or {})
+    assert about["gen_ai.operation.name"] == "chat"
+    assert about["gen_ai.request.model"] == "tiny"
+    assert about["gen_ai.request.temperature"] == 0.5 and about["gen_ai.request.seed"] == 3
+    assert about["gen_ai.usage.input_tokens"] == 9 and about["gen_ai.usage.output_tokens"] == 5
+    assert about["gen_ai.usage.cache_read.input_tokens"] == 4
+    assert about["gen_ai.response.finish_reasons"] == ("stop",)
+    assert about["gen_ai.response.time_to_first_chunk"] == 0.4
+    assert about["http.request.header.x-request-id"] == ("mine",)
+    assert not any("message" in name or "prompt" in name for name in about)
+
+
+def test_it_follows_the_callers_trace() -> None:
+    root = traced(ended(origin=TraceContext("", f"00-{TRACE}-{PARENT}-01", "a=b")))[-1]
+    assert root.context and f"{root.context.trace_id:032x}" == TRACE
+    assert root.parent and f"{root.parent.span_id:016x}" == PARENT
+    assert root.context.trace_state.get("a") == "b"
+
+
+def test_a_caller_that_does_not_sample_is_obeyed() -> None:
+    assert traced(ended(origin=TraceContext("", f"00-{TRACE}-{PARENT}-00"))) == []
+
+
+@pytest.mark.parametrize("given", ["nonsense", f"00-{'0' * 32}-{PARENT}-01", f"ff-{TRACE}-{PARENT}-01", "\n\x1b[2J"])
+def test_nonsense_begins_a_new_trace(given: str) -> None:
+    root = traced(ended(origin=TraceContext("", given)))[-1]
+    assert root.parent is None
+
+
+def test_choices_are_parts_of_one_trace() -> None:
+    two = SamplingParams(n=2)
+    spans = traced(ended("cmpl-7", sampling=two), ended("cmpl-7", choice=1, sampling=two, tokens=2, reason="length"))
+    assert [s.name for s in spans].count("queue") == 2 and [s.name for s in spans].count("text_completion tiny") == 1
+    about = dict(spans[-1].attributes or {})
+    assert about["gen_ai.usage.output_tokens"] == 7
+    assert about["gen_ai.response.finish_reasons"] == ("stop", "length")
+    assert about["gen_ai.request.choice.count"] == 2
+
+
+def test_an_engine_that_has_gone_leaves_what_the_rim_knows() -> None:
+    assert sorted(parts(traced(ended(), known=False))) == ["chat tiny", "decode", "detokenise"]
+
+
+def test_an_answer_without_a_token_has_no_decoding_and_a_failed_one_says_so() -> None:
+    spans = traced(ended(first=None, tokens=0, reason="error"))
+    assert sorted(parts(spans)) == ["chat tiny", "prefill", "queue"]
+    assert dict(spans[-1].attributes or {})["error.type"] == "error"

@@ -1,0 +1,142 @@
+"""Kernels whose launches depend on no batch: right, and to the bit the same whatever company a row is in.
+
+In the interpreter a tile is multiplied by NumPy's library, which sums a column by its place in the tile; a card's
+matrix units do not. So there it is done as they do: every number of a tile alike, one after the other.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+from quire.ops.ragged import LayerKV
+from quire.ops.reference import ReferenceOps
+from quire.ops.triton.batch_invariant import BatchInvariantTritonOps
+from quire.types import UNLIMITED
+from tests.ops.batches import Pages, poisoned
+from tests.ops.triton.device import DEVICE, moved
+
+OPS, REFERENCE = BatchInvariantTritonOps(DEVICE), ReferenceOps()
+OUT, IN = 70, 144
+
+
+@pytest.fixture(autouse=True)
+def alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dot(builder: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        left, right = floats(a), floats(b)
+        total = d.data.copy()
+        for i in range(left.shape[1]):
+            total += left[:, i, None] * right[i]
+        return interpreter.TensorHandle(total, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
+def floats(tile: Any) -> Any:
+    """The interpreter keeps bfloat16 as its bits."""
+    bits = tile.data.dtype == np.uint16
+    return (tile.data.astype(np.uint32) << 16).view(np.float32) if bits else tile.data.astype(np.float32)
+
+
+def ways() -> dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]:
+    """By name, ours and the reference's, of x [T, IN]."""
+    torch.manual_seed(1)
+    weight, bias = torch.randn(OUT, IN, device=DEVICE), torch.randn(OUT, device=DEVICE)
+    eighth, scale = weight.to(torch.float8_e4m3fn), torch.rand(OUT, 1, device=DEVICE) + 0.1
+    halved = torch.randint(0, 256, (OUT, IN // 2), dtype=torch.uint8, device=DEVICE)
+    groups = torch.arange(IN, device=DEVICE) // 48
+    scales, zeros = torch.rand(OUT, 3, device=DEVICE), torch.randint(0, 16, (OUT, 3), device=DEVICE).to(torch.uint8)
+    whole = (weight * 20).clamp(-127, 127).to(torch.int8)
+
+    def of(name: str, *given: object, **named: object) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        return tuple(lambda x, ops=ops: getattr(ops, name)(x, *given, **named) for ops in (OPS, REFERENCE))  # type: ignore[return-value]
+
+    return {
+        "plain": of("linear", weight, bias),
+        "gated": of("linear", weight, bias, "silu"),
+        "scaled": of("scaled_linear", eighth, scale, UNLIMITED),
+        "blocks": of("scaled_linear", eighth, torch.rand(OUT, 3, device=DEVICE), 48, gate="gelu"),
+        "halved": of("halved_linear", halved, scales, zeros, groups),
+        "int8": of("int8_linear", whole, scale),
+        "norm": of("rms_norm", weight[0], 1e-6),
+        "silu": of("silu_mul"),
+    }
+
+
+@pytest.mark.parametrize("name", ways())
+def test_a_row_has_the_same_bits_in_any_company_and_is_right(name: str) -> None:
+    ours, theirs = ways()[name]
+    torch.manual_seed(0)
+    x = torch.randn(90, IN, device=DEVICE)
+    whole = ours(x)
+    for start, count in ((0, 1), (70, 1), (3, 2), (5, 7), (9, 17), (1, 64), (2, 65)):
+        assert torch.equal(ours(x[start : start + count]), whole[start : start + count]), (start, count)
+    off = (whole - theirs(x)).norm() / theirs(x).norm()
+    assert float(off) < (5e-3 if name == "int8" else 1e-4)
+
+
+def test_experts_rows_have_the_same_bits_wherever_they_stand() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(40, 48, device=DEVICE), torch.randn(3, 24, 48, device=DEVICE)
+    ends = torch.tensor([10, 10, 40], dtype=torch.int32, device=DEVICE)
+    whole = OPS.grouped_linear(x, weight, ends)
+    torch.testing.assert_close(whole, REFERENCE.grouped_linear(x, weight, ends), atol=1e-4, rtol=1e-4)
+    alone = OPS.grouped_linear(x[20:21], weight, torch.tensor([0, 0, 1], dtype=torch.int32, device=DEVICE))
+    assert torch.equal(alone, whole[20:21])
+    made, shares = whole.view(-1, 2, 24), torch.rand(20, 2, device=DEVICE)
+    mixed = OPS.combine_experts(made, shares, whole=True)
+    assert torch.equal(OPS.combine_experts(made[3:4], shares[3:4], whole=True), mixed[3:4])
+    torch.testing.assert_close(mixed, REFERENCE.combine_experts(made, shares, whole=True))
+
+
+class Layer:
+    """One sequence's projections, fed in chunks among others through `turn_and_write` and `attention`."""
+
+    def __init__(self, length: int, groups: int, share: int, dim: int) -> None:
+        self.groups, self.heads, self.dim = groups, groups * share, dim
+        self.qkv = torch.randn(length, (self.heads + 2 * groups) * dim, generator=torch.Generator().manual_seed(7))
+        self.norm = torch.rand(dim, generator=torch.Generator().manual_seed(8)).to(DEVICE)
+
+    def fed(self, chunks: list[int], *, page: int, window: int, soft_cap: float, others: int, seed: int) -> Tensor:
+        rng, pages = random.Random(seed), Pages(400, page, seed)
+        pool = poisoned(400, self.groups, page, self.dim)
+        kv = LayerKV(pool.k.to(DEVICE), pool.v.to(DEVICE))
+        out, past, theirs = list[Tensor](), 0, [0] * others
+        for n in chunks:
+            spans = []
+            for i in range(others):
+                count = rng.choice([1, 1, 3, 20])
+                spans.append((i + 1, theirs[i], [0] * count))
+                theirs[i] += count
+            at = rng.randrange(len(spans) + 1)
+            spans.insert(at, (0, past, [0] * n))
+            batch = moved(pages.batch(spans))
+            first = sum(len(fed) for _, _, fed in spans[:at])
+            qkv = torch.randn(len(batch.slots), self.qkv.shape[1])
+            qkv[first : first + n] = self.qkv[past : past + n]
+            turns = OPS.angles(
+                batch.positions, torch.rand(self.dim // 2, generator=torch.Generator().manual_seed(9)).to(DEVICE)
+            )
+            norms = (self.norm, 1e-6), (self.norm, 1e-6)
+            q = OPS.qk_norm_rope_store_kv(qkv.to(DEVICE), self.heads, kv, batch, turns, norms)
+            out.append(OPS.attention(q, kv, batch, 0.3, window, soft_cap)[first : first + n])
+            past += n
+        return torch.cat(out)
+
+
+@pytest.mark.parametrize(
+    ("shape", "window", "soft_cap"), [((2, 4, 16), UNLIMITED, 0.0), ((1, 3, 32), 13, 0.0), ((3, 1, 16), UNLIMITED, 5.0)]
+)
+def test_a_query_attends_to_the_same_bits_in_any_chunk_page_and_company(
+    shape: tuple[int, int, int], window: int, soft_cap: float
+) -> None:
+    layer, kinds = Layer(60, *shape), {"window": window, "soft_cap": soft_cap}
+    alone = layer.fed([60], page=16, others=0, seed=0, **kinds)
+    assert torch.equal(layer.fed([1, 2, 20, 1, 30, 6], page=64, others=1, seed=3, **kinds), alone)

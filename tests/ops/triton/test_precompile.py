@@ -1,0 +1,141 @@
+"""What steps launch is compiled before they are done, several kernels at once; a full cache is soon seen to be full."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from triton import knobs
+
+import quire.ops.triton
+from quire.assembly.cuda import make_precompiler
+from quire.model_runner.graphs import no_precompile
+from quire.ops.triton.launch import PRECOMPILING, Kernel
+from quire.ops.triton.precompile import PROBES, DeferredCompiler, Precompiler, ReportProgress
+from tests.ops.triton.programs import said
+
+
+def rehearsed(cache: Path, *drafts: str) -> tuple[int, int, int, int, list[str]]:
+    steps, works, compiled, launchers, late = said("rehearsing", "90", str(227 << 10), *drafts, cache=cache)
+    return steps, works, compiled, launchers, late
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("drafts", [(), ("drafts",)], ids=["alone", "drafts"])
+def test_nothing_is_left_to_compile_and_with_a_full_cache_little_is_rehearsed(
+    drafts: tuple[str, ...], tmp_path: Path
+) -> None:
+    steps, works, compiled, launchers, late = rehearsed(tmp_path, *drafts)
+    assert works > steps
+    assert compiled >= 15
+    assert launchers == compiled
+    assert late == []
+    steps, works, compiled, _, _ = rehearsed(tmp_path, *drafts)
+    assert works <= PROBES < steps
+    assert compiled > 0
+
+
+def test_what_the_host_launches_can_be_rehearsed() -> None:
+    folder = quire.ops.triton.__path__
+    modules = [importlib.import_module(f"quire.ops.triton.{one.name}") for one in pkgutil.iter_modules(folder)]
+    kernels = {name: value for one in modules for name, value in vars(one).items() if name.endswith("_kernel")}
+    assert len(kernels) > 20
+    assert {name for name, value in kernels.items() if not isinstance(value, Kernel)} == set()
+
+
+class Made:
+    """A kernel as Triton makes it."""
+
+    def __init__(self) -> None:
+        self.launched: list[object] = []
+        self.warmed: list[object] = []
+
+    def __getitem__(self, grid: object) -> Any:
+        return lambda *args, **options: self.launched.append(args)
+
+    def warmup(self, *args: object, grid: object, **options: object) -> None:
+        self.warmed.append(args)
+
+
+@contextmanager
+def unwatched() -> Iterator[ReportProgress]:
+    yield lambda done, total: None
+
+
+def test_launches_are_heard_of_once_each_and_do_not_happen() -> None:
+    made = Made()
+    kernel = Kernel(made)
+
+    def work(n: int) -> None:
+        for _ in "layers":
+            kernel[(1,)](n, SIZE=16)
+
+    Precompiler(1, unwatched)([partial(work, n) for n in (3, 3, 4)])
+    assert made.warmed == [(3,), (4,)]
+    assert made.launched == []
+    kernel[(1,)](5, SIZE=16)
+    assert made.launched == [(5,)]
+
+
+def test_other_threads_launch_meanwhile() -> None:
+    made = Made()
+    other = threading.Thread(target=lambda: Kernel(made)[(1,)](7))
+
+    def work() -> None:
+        other.start()
+        other.join()
+
+    Precompiler(1, unwatched)([work])
+    assert made.launched == [(7,)]
+
+
+def test_a_rehearsal_that_fails_is_told_and_does_no_harm(caplog: pytest.LogCaptureFixture) -> None:
+    def work() -> None:
+        raise ValueError("no such shape")
+
+    listener = knobs.compilation.listener
+    Precompiler(1, unwatched)([work])
+    assert "no such shape" in caplog.text
+    assert PRECOMPILING.get() is None
+    assert knobs.compilation.listener is listener
+
+
+def test_as_many_are_compiled_at_once_as_there_are_workers() -> None:
+    both, told = threading.Barrier(2, timeout=300), list[tuple[int, int]]()
+    with DeferredCompiler(lambda made: both.wait()) as held:
+        futures = [held.submit(both.wait) for _ in range(2)]
+        assert not any(future.done() for future in futures)
+        held.run(2, lambda done, total: told.append((done, total)))
+    assert sorted(future.result() for future in futures) == [0, 1]
+    assert told == [(1, 2), (2, 2)]
+
+
+def test_a_compilation_that_fails_stops_no_other() -> None:
+    finished: list[int] = []
+    with DeferredCompiler(finished.append) as held:
+        wrong, right = held.submit(lambda: 1 // 0), held.submit(lambda: 1)
+        held.run(1, lambda done, total: None)
+    assert isinstance(wrong.exception(), ZeroDivisionError)
+    assert right.result() == 1
+    assert finished == [1]
+
+
+def test_nobody_waits_for_what_was_never_run() -> None:
+    with DeferredCompiler(print) as held:
+        left = held.submit(lambda: 1)
+    assert isinstance(left.exception(timeout=100), CancelledError)
+
+
+def test_the_interpreter_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs.runtime, "interpret", True)
+    assert make_precompiler() is no_precompile
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    assert isinstance(make_precompiler(), Precompiler)

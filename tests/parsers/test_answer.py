@@ -1,0 +1,280 @@
+"""However an answer is cut into pieces, what is told of it is the same, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.parsers.answer import AnswerSplitter, ReasoningCounter
+from quire.parsers.parts import Splitter, TextPart, joined
+from quire.parsers.reasoning import Thinking, parser_of, thinks_first
+from quire.parsers.tools.describe import described, spelled
+from quire.parsers.tools.reader import Reader
+from quire.parsers.tools.styles import STYLES, ToolStyle, style_of
+
+TOOLS = {"get_weather": ("city", "days"), "now": ()}
+
+PIECES = (
+    *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "```tool_code", "```json", "```"),
+    *("<think>", "</think>", '{"name": "now", "arguments": {}}', '{"name": "get_weather", ', '"arguments": {"city": '),
+    *(
+        '"parameters": {"days": 3}',
+        '"Paris\n"',
+        '{"a": [1, -2.5e3, null, "\\u00e9"]}',
+        "}",
+        "{",
+        "[",
+        "]",
+        ",",
+        ";",
+        ":",
+    ),
+    *("now()", 'get_weather("x", days=2)', "now[ARGS]{}", " ", "\n", '"', "\\", "é€😀", "say", "7", "print(", ")"),
+)
+
+texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=14).map("".join)
+cuts = st.lists(st.integers(1, 9), max_size=60)
+
+
+def tell(splitter: Splitter, text: str, sizes: Sequence[int] = ()) -> list[TextPart]:
+    parts: list[TextPart] = []
+    for size in sizes:
+        parts += splitter.feed(text[:size])
+        text = text[size:]
+    return joined([*parts, *splitter.feed(text), *splitter.flush()])
+
+
+def bare(text: str) -> str:
+    return "".join(text.split())
+
+
+SPLITTERS: dict[str, Callable[[], Splitter]] = {
+    **{name: lambda style=style: Reader(style, TOOLS) for name, style in STYLES.items()},  # type: ignore[misc]
+    "thinking": lambda: Thinking(inside=True),
+    "qwen3": lambda: AnswerSplitter(Thinking(inside=False), Reader(STYLES["hermes"], TOOLS)),
+    "deepseek_r1": lambda: AnswerSplitter(Thinking(inside=True), Reader(STYLES["llama3_json"], TOOLS)),
+}
+
+
+@pytest.mark.parametrize("name", SPLITTERS)
+@settings(max_examples=300, deadline=None)
+@given(text=texts, sizes=cuts)
+def test_however_a_text_is_cut_the_parts_are_the_same(name: str, text: str, sizes: list[int]) -> None:
+    assert tell(SPLITTERS[name](), text, sizes) == tell(SPLITTERS[name](), text)
+
+
+@pytest.mark.parametrize("name", SPLITTERS)
+@settings(max_examples=300, deadline=None)
+@given(text=texts)
+def test_what_is_no_call_and_no_thought_stays_content_to_the_letter(name: str, text: str) -> None:
+    parts = tell(SPLITTERS[name](), text)
+    if parts and all(part.kind == "content" for part in parts) and "think>" not in text:
+        assert "".join(part.text for part in parts) == text
+    for part in parts:
+        if part.kind == "call":
+            assert part.text and part.text in text
+    said = [bare(part.text) for part in parts if part.kind in ("content", "reasoning")]
+    at = 0
+    for one in said:  # in order, and each as it was written
+        at = bare(text).index(one, at) + len(one)
+
+
+values: Any = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+calls: Any = st.lists(
+    st.tuples(st.sampled_from(sorted(TOOLS)), st.dictionaries(st.text(max_size=5), values, max_size=3)),
+    min_size=1,
+    max_size=3,
+)
+
+
+@pytest.mark.parametrize("name", STYLES)
+@settings(max_examples=150, deadline=None)
+@given(made=calls, sizes=cuts)
+def test_calls_that_are_well_written_are_read_as_they_were_meant(
+    name: str, made: list[tuple[str, dict[str, Any]]], sizes: list[int]
+) -> None:
+    style = STYLES[name]
+    text = spelled([{"function": {"name": tool, "arguments": arguments}} for tool, arguments in made], style)
+    parts = tell(Reader(style, TOOLS), text, sizes)
+    assert [(part.kind, part.call) for part in parts] == [
+        (kind, i) for i in range(len(made)) for kind in ("call", "arguments")
+    ]
+    read = [(a.text, json.loads(b.text)) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    assert read == made
+
+
+Told = list[tuple[str, str]]
+C: str = "content"
+CALL: Told = [("call", "now"), ("arguments", "{}")]
+
+READ: list[tuple[str, str, Told]] = [
+    ("hermes", 'Hi.\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n', [(C, "Hi."), *CALL]),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>', CALL),
+    ("hermes", '<tool_call>{"arguments": {}, "id": 3, "name": "now"}', CALL),
+    ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', CALL),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "{}"}</tool_call>', CALL),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {}}</tool_call> Then.', [*CALL, (C, "Then.")]),
+    ("hermes", "<tool_call>now()</tool_call>", [(C, "<tool_call>now()</tool_call>")]),
+    ("hermes", '<tool_call>{"name": 3, "arguments": {}}', [(C, '<tool_call>{"name": 3, "arguments": {}}')]),
+    ("hermes", '{"name": "now", "arguments": {}}', [(C, '{"name": "now", "arguments": {}}')]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": 1]', [CALL[0], ("arguments", '{"a": 1'), (C, "]")]),
+    ("llama3_json", '<|python_tag|>{"name": "now", "parameters": {}}', CALL),
+    ("llama3_json", ' {"type": "function", "name": "now", "parameters": {}}', CALL),
+    ("llama3_json", '{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}}', [*CALL, *CALL]),
+    ("llama3_json", '{"name": "Ann", "parameters": {}}', [(C, '{"name": "Ann", "parameters": {}}')]),
+    ("llama3_json", '{"name": "now", "age": 3}', [(C, '{"name": "now", "age": 3}')]),
+    ("llama3_json", '<|python_tag|>now.call(q="x")', [(C, '<|python_tag|>now.call(q="x")')]),
+    ("mistral", '[TOOL_CALLS] [{"name": "now", "arguments": {}}]', CALL),
+    ("mistral", "Well.[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now{}", [(C, "Well."), *CALL, *CALL]),
+    ("mistral", "[TOOL_CALLS]now[CALL_ID]abc123[ARGS]{}", CALL),
+    ("mistral", '[{"name": "now", "arguments": {}}]', CALL),
+    ("mistral", "[1, 2] and more", [(C, "[1, 2] and more")]),
+    ("gemma", "So:\n```tool_code\nnow()\n```\nDone.", [(C, "So:"), *CALL, (C, "Done.")]),
+    ("gemma", "```tool_code\nprint(now())\n```", CALL),
+    ("gemma", "```tool_code\nx = now()", CALL),
+    ("gemma", "```tool_code\nimport os\n```", [(C, "```tool_code\nimport os\n```")]),
+    ("gemma", '```json\n{"name": "now", "parameters": {}}\n```', CALL),
+    ("gemma", '```json\n{"a": 1}\n```', [(C, '```json\n{"a": 1}\n```')]),
+    ("gemma", "[now(), now()]", [*CALL, *CALL]),
+    ("gemma", "[later()]", [(C, "[later()]")]),
+    (
+        "gemma",
+        '[get_weather("Paris", days=2)]',
+        [("call", "get_weather"), ("arguments", '{"city": "Paris", "days": 2}')],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "want"), READ)
+def test_each_style_is_read_as_its_family_writes_it(name: str, text: str, want: Told) -> None:
+    assert [(part.kind, part.text) for part in tell(Reader(STYLES[name], TOOLS), text)] == want
+
+
+UNCLOSED: list[tuple[str, str, Told]] = [
+    ("hermes", '<tool_call>{"name": "now"}\n</tool_call>', CALL),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call></tool_call>', [*CALL, (C, "</tool_call>")]),
+    ("hermes", '<tool_call>{"name": "now"}</tool_', [*CALL, (C, "</tool_")]),
+    ("hermes", '<tool_call>{"name": "now"} so </tool_call>', [*CALL, (C, "so </tool_call>")]),
+    ("hermes", '<tool_call>{"name": "now"}<tool_call>{"name": "now"}</tool_call>', [*CALL, *CALL]),
+    ("gemma", '```tool_call\n{"name": "now"}\n```', CALL),
+    ("gemma", '```tool_call\n{"name": "now"}\n``', [*CALL, (C, "``")]),
+    ("gemma", '```tool_call\n{"name": "now"}\n``` ```', [*CALL, (C, "```")]),
+    ("gemma", '```tool_call\n{"name": "now"}\n```tool', [*CALL, (C, "```tool")]),
+    ("gemma", '```tool_call\n{"name": "now"}```json\n{"name": "now", "parameters": {}}\n```', [*CALL, *CALL]),
+    ("gemma", '```tool_call\n{"name": "now"}\n```\n```python\nx\n```', [*CALL, (C, "```python\nx\n```")]),
+    ("gemma", "```tool_code\nnow()\n``` ```", [*CALL, (C, "```")]),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "want"), READ + UNCLOSED)
+def test_a_mark_may_be_split_anywhere_within_and_behind_a_call(name: str, text: str, want: Told) -> None:
+    for sizes in ([1] * len(text), *([i] for i in range(len(text))), *([i, 1] for i in range(len(text)))):
+        assert [(part.kind, part.text) for part in tell(Reader(STYLES[name], TOOLS), text, sizes)] == want, sizes
+
+
+def test_arguments_are_told_while_they_are_written() -> None:
+    reader = Reader(STYLES["hermes"], TOOLS)
+    assert reader.feed('<tool_call>{"name": "get_weather", "arguments": {"city": "Pa') == [
+        TextPart("call", "get_weather"),
+        TextPart("arguments", '{"city": "Pa'),
+    ]
+    assert reader.feed('ris"') == [TextPart("arguments", 'ris"')]
+
+
+def test_no_more_calls_are_told_than_may_be_made() -> None:
+    text = '[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]'
+    assert [part.kind for part in tell(Reader(STYLES["mistral"], TOOLS, most=1), text)] == ["call", "arguments"]
+
+
+def test_deep_or_endless_arguments_end_a_call_and_are_kept() -> None:
+    text = '<tool_call>{"name": "now", "arguments": {"a": ' + "[" * 5000
+    parts = tell(Reader(STYLES["hermes"], TOOLS), text)
+    assert [part.kind for part in parts] == ["call", "arguments", "content"]
+    assert sum(part.text.count("[") for part in parts) == 5000
+
+
+THOUGHTS: list[tuple[bool, str, Told]] = [
+    (False, "<think>\nhm\n</think>\n\nYes.", [("reasoning", "hm"), (C, "Yes.")]),
+    (True, "hm\n</think>\n\nYes.", [("reasoning", "hm"), (C, "Yes.")]),
+    (True, "<think>hm", [("reasoning", "hm")]),
+    (False, "Yes <think>", [(C, "Yes <think>")]),
+    (False, "<think></think>Yes", [(C, "Yes")]),
+    (False, "  ", [(C, "  ")]),
+]
+
+
+@pytest.mark.parametrize(("inside", "text", "want"), THOUGHTS)
+def test_thoughts_come_out_without_their_marks(inside: bool, text: str, want: Told) -> None:
+    assert [(part.kind, part.text) for part in tell(Thinking(inside=inside), text)] == want
+
+
+@pytest.mark.parametrize(("inside", "text", "want"), [(True, "a b</think>c", 5), (False, "<think>a</think>c", 4)])
+def test_tokens_of_thoughts_are_counted_with_their_marks(inside: bool, text: str, want: int) -> None:
+    tokens = ["<", "think>"] if text.startswith("<") else ["a", " b"]
+    tokens = [*tokens, "a</", "think>", "c", "d"] if text.startswith("<") else [*tokens, "</", "thi", "nk>", "c"]
+    once, apart = ReasoningCounter(inside=inside), ReasoningCounter(inside=inside)
+    once.feed(tokens)
+    for token in tokens:
+        apart.feed([token])
+    assert once.count == apart.count == want
+
+
+def test_no_thoughts_no_tokens() -> None:
+    thoughts = ReasoningCounter(inside=False)
+    thoughts.feed(["<", "b>", "x"])
+    assert thoughts.count == 0
+
+
+def test_a_prompt_tells_whether_the_answer_begins_with_thoughts() -> None:
+    assert thinks_first("qwen3", "<|assistant|><think>\n")
+    assert not thinks_first("qwen3", "<|assistant|>")
+    assert not thinks_first("deepseek_r1", "<|assistant|><think>\n\n</think>\n\n")
+    assert thinks_first("deepseek_r1", "what does <think> mean? <|assistant|>")
+    assert not thinks_first("none", "<think>")
+    assert thinks_first("qwen3", "x", begun="<think>I was") and not thinks_first(
+        "qwen3", "x", begun="<think>a</think>b"
+    )
+
+
+def test_a_template_tells_its_style() -> None:
+    signs = {
+        "hermes": "x<tool_call>",
+        "mistral": "[TOOL_CALLS]",
+        "llama3_json": "<|python_tag|>",
+        "gemma": "<start_of_turn>",
+    }
+    for name, template in signs.items():
+        assert style_of(template).name == name
+    assert style_of(None).name == style_of("plain").name == "hermes"
+    assert parser_of("{{ x }}</think>") == "deepseek_r1"
+    assert parser_of("{% if enable_thinking %}</think>") == "qwen3"
+    assert parser_of("x") == parser_of(None) == "none"
+
+
+@pytest.mark.parametrize("style", STYLES.values(), ids=lambda style: style.name)
+def test_a_template_without_tools_is_told_of_them_in_words(style: ToolStyle) -> None:
+    tool = {"type": "function", "function": {"name": "now", "parameters": {}}}
+    call = {"type": "function", "function": {"name": "now", "arguments": {"a": 1}}}
+    history: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Time?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "3 pm"},
+        {"role": "tool", "content": "4 pm"},
+    ]
+    shown = described(history, [tool], style)
+    assert [message["role"] for message in shown] == ["system", "user", "assistant", "user"]
+    assert (
+        shown[0]["content"].startswith("Be kind.\n\nYou can call functions.") and '"name": "now"' in shown[0]["content"]
+    )
+    assert [part.kind for part in tell(Reader(style, TOOLS), shown[2]["content"])] == ["call", "arguments"]
+    assert "3 pm" in shown[3]["content"] and "4 pm" in shown[3]["content"]

@@ -1,0 +1,115 @@
+"""Whatever JSON a model writes in place of a call, reading it raises nothing and every split reads the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from quire.parsers.parts import TextPart, joined
+from quire.parsers.tools.reader import Reader
+from quire.parsers.tools.styles import STYLES
+
+TOOLS = {"weather": ("city", "days"), "now": ()}
+
+scalars: Any = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()  # NaN and infinities too, which Python writes and JSON has not
+    | st.text(max_size=6)
+    | st.sampled_from(["", "{}", "null", "true", "[1]", '{"a": NaN}', '{"a": 1', "weather", "\ud800", "</tool_call>"])
+)
+values: Any = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = ("name", "arguments", "parameters", "id")
+objects: Any = st.fixed_dictionaries(
+    {}, optional={key: values | st.just("weather") if key == "name" else values for key in KEYS}
+)
+calls: Any = values | objects | st.fixed_dictionaries({"name": st.sampled_from(sorted(TOOLS)), "arguments": values})
+
+
+def written(name: str, call: Any, *, ascii: bool) -> Iterator[str]:
+    """Answers in which `call` stands wherever a model of this style may put one."""
+    text = json.dumps(call, ensure_ascii=ascii)
+    argument = call.get("arguments") if isinstance(call, dict) else call
+    yield text
+    yield f"[{text}, {text}]"
+    yield f"{text}; {text}"
+    yield json.dumps({"name": "weather", "arguments": json.dumps(argument)}, ensure_ascii=ascii)
+    for mark in STYLES[name].marks:
+        yield f"So: {mark}{text}{STYLES[name].end} and"
+        yield f"{mark}weather[ARGS]{text}"
+        yield f"{mark}\n[weather({argument!r}, days={call!r})]\n{STYLES[name].end}"
+    yield f"[weather(city={argument!r}), now()]"
+
+
+def pieces(parts: list[TextPart]) -> list[TextPart]:
+    for part in parts:
+        part.text.encode()
+    return joined(parts)
+
+
+def told(name: str, *texts: str) -> list[TextPart]:
+    reader, parts = Reader(STYLES[name], TOOLS), []
+    for text in texts:
+        parts += reader.feed(text)
+    return pieces([*parts, *reader.flush()])
+
+
+def refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def check(name: str, text: str) -> None:
+    text = text.encode(errors="replace").decode()  # as detokenised: no half of a pair
+    whole = told(name, text)
+    assert told(name, *text) == whole
+    for at in range(len(text)):
+        assert told(name, text[:at], text[at:]) == whole
+    made = [part for part in whole if part.kind == "call"]
+    arguments = [part for part in whole if part.kind == "arguments"]
+    assert len(arguments) == len(made)
+    if not any(part.kind == "content" for part in whole):
+        assert all(isinstance(json.loads(part.text, parse_constant=refuse), dict) for part in arguments)
+
+
+@pytest.mark.parametrize("name", STYLES)
+@settings(max_examples=12, deadline=None)
+@given(call=calls, ascii=st.booleans())
+@example(call={"name": "weather", "arguments": [1]}, ascii=True)
+@example(call={"name": "weather", "arguments": 7}, ascii=True)
+@example(call={"name": "weather", "arguments": True}, ascii=True)
+@example(call={"name": "weather", "arguments": "null"}, ascii=True)
+@example(call={"name": "weather", "arguments": '{"a": NaN}'}, ascii=True)
+def test_any_json_in_any_place_of_a_call_is_read_the_same_in_every_split(name: str, call: Any, ascii: bool) -> None:
+    for text in written(name, call, ascii=ascii):
+        check(name, text)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", STYLES)
+@settings(max_examples=200, deadline=None)
+@given(call=calls, ascii=st.booleans())
+def test_any_json_at_length(name: str, call: Any, ascii: bool) -> None:
+    for text in written(name, call, ascii=ascii):
+        check(name, text)
+
+
+@pytest.mark.parametrize("given", [[1], [], 7, 0, True, False, -1.5, "[1]", "7", "true", '"{}"', '{"a": NaN}'])
+def test_arguments_that_are_no_object_are_no_call(given: Any) -> None:
+    text = json.dumps({"name": "weather", "arguments": given})
+    assert told("llama3_json", text) == [TextPart("content", text)]
+
+
+@pytest.mark.parametrize("given", [None, "null", "{}", {}])
+def test_arguments_that_are_null_or_empty_are_an_empty_object(given: Any) -> None:
+    text = json.dumps({"name": "weather", "arguments": given})
+    assert told("llama3_json", text) == [TextPart("call", "weather"), TextPart("arguments", "{}")]

@@ -1,0 +1,24 @@
+"""Whoever runs in the gaps takes short steps, so that nobody who comes waits long."""
+
+from __future__ import annotations
+
+from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
+from quire.scheduler.scheduler import Scheduler
+from quire.types import BACKGROUND, Request
+
+
+def ask(id: str, priority: int = 0) -> Request:
+    return Request(id=id, prompt=tuple(range(30)), max_new_tokens=4, priority=priority)
+
+
+def test_steps_are_short_only_while_those_in_the_gaps_run() -> None:
+    scheduler = Scheduler(
+        KVCacheManager(64, 4, make_prefix_cache(4, False)), rows=8, max_num_batched_tokens=100, max_background_tokens=7
+    )
+    scheduler.add(ask("a", BACKGROUND))
+    scheduler.add(ask("b", BACKGROUND))
+    plan = scheduler.plan()
+    assert plan is not None and [span.num_tokens for span in plan.spans] == [7]
+    scheduler.add(ask("person"))
+    plan = scheduler.plan()
+    assert plan is not None and [(span.num_tokens, span.num_samples) for span in plan.spans] == [(30, 1)]

@@ -1,0 +1,312 @@
+"""Real grammars through scheduler, engine and CPU executor: the answers are the naive loop's in every combination."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.engine.engine import Engine
+from quire.errors import InvalidRequest, StepFailed
+from quire.executors.cpu import LocalExecutor
+from quire.executors.synthetic import SyntheticExecutor
+from quire.model_runner.row_state import Ints, RowState
+from quire.model_runner.speculative.drafters import NoDrafts
+from quire.scheduler.constraint import FREE, PENDING
+from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
+from quire.scheduler.plan import Mask, Plan
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.speculation import FixedDrafts
+from quire.types import UNLIMITED, Request, RequestStepOutput, SamplingParams, StructuredOutputsParams
+from tests.model_runner.oracle import naive
+from tests.model_runner.tiny import VOCAB, Tiny
+from tests.structured_output.little import END, compiler
+
+MODEL = Tiny()
+STRUCTURES = (
+    StructuredOutputsParams(regex="(ab|b|12){2,6}(1|c)*"),
+    StructuredOutputsParams(
+        json={"type": "array", "items": {"enum": ["a", "ab", 12, True]}, "minItems": 2, "maxItems": 5}
+    ),
+    StructuredOutputsParams(choice=("abc", "ab", "12 a", "true", '{"a":1}')),
+    StructuredOutputsParams(
+        json={
+            "type": "object",
+            "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["ab", False]}},
+            "required": ["a"],
+            "additionalProperties": False,
+        }
+    ),
+    StructuredOutputsParams(grammar='start: "{" inner* "}"\ninner: "a" | "[" inner "]"'),
+)
+
+
+def workload() -> list[Request]:
+    """Every structure greedy and seeded, among rows without one; duplicates and shared prefixes."""
+    rng = random.Random(5)
+    shared = tuple(rng.randrange(1, VOCAB - 1) for _ in range(17))
+    requests = []
+    for i in range(16):
+        prompt = (shared if i % 2 else ()) + tuple(rng.randrange(1, VOCAB - 1) for _ in range(rng.randrange(1, 9)))
+        structure = STRUCTURES[i % 5] if i % 3 else None
+        sampling = SamplingParams(
+            temperature=(0.0, 1.0, 1.8)[i % 3], structured_outputs=structure, logit_bias={END: -1.0}
+        )
+        requests.append(
+            Request(
+                id=str(i),
+                prompt=prompt,
+                max_new_tokens=14,
+                sampling=sampling,
+                stop=frozenset({END}),
+                seed=i,
+                choice=i % 2,
+            )
+        )
+    return requests
+
+
+def by_hand(request: Request) -> Callable[[Sequence[int]], Mask] | None:
+    """The mask after an output, always from a matcher that has seen nothing."""
+    structure = request.sampling.structured_outputs
+    if structure is None:
+        return None
+    compiled = compiler()(structure)
+    return lambda output: compiled.constraint().masks(output, ())[0]
+
+
+REQUESTS = workload()
+WANT = {r.id: naive(MODEL, r, by_hand(r)) for r in REQUESTS}
+LONGEST = max(len(r.prompt) + r.max_new_tokens for r in REQUESTS)
+
+
+class Scripted:
+    """Drafts the answers themselves, one in four wrong: sometimes by the grammar, sometimes past the end."""
+
+    def __init__(self, depth: int) -> None:
+        self.num_drafts = depth
+        self.rng = random.Random(depth)
+        self.texts = [[*r.prompt, *WANT[r.id], END] for r in REQUESTS]
+
+    def propose(self, rows: RowState, which: Ints, depth: Ints) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+        out = np.zeros((len(which), self.num_drafts), np.int32)
+        for q, row in enumerate(which.tolist()):
+            known = int(rows.num_known[row])
+            history = rows.tokens[row, :known].tolist()
+            found = next((t for t in self.texts if t[:known] == history), [])[known : known + self.num_drafts]
+            for i, token in enumerate(found):
+                out[q, i] = token if self.rng.random() < 0.75 else self.rng.randrange(VOCAB - 1)
+        return out
+
+    def reset(self) -> None:
+        """The script stays."""
+
+
+class House:
+    """The waist and the CPU executor around the tiny model; every so many launches fail."""
+
+    def __init__(
+        self,
+        *,
+        depth: int,
+        size: int,
+        tight: int,
+        reuse: bool,
+        feed: tuple[int, int],
+        drafts: int,
+        fails: bool,
+        cap: int,
+    ) -> None:
+        pages = -(-LONGEST // size) * tight
+        drafter = Scripted(drafts) if drafts else NoDrafts()
+        self.executor = LocalExecutor(
+            MODEL, pages=pages, page_size=size, rows=16, max_model_len=LONGEST + 1, dtype=torch.float64, drafter=drafter
+        )
+        self.launched = 0
+        launch = self.executor.launch
+
+        def launch_or_fail(plan: Plan) -> Any:
+            self.launched += 1
+            if fails and self.launched % 37 == 0:
+                raise StepFailed("a hiccup")
+            return launch(plan)
+
+        self.executor.launch = launch_or_fail  # type: ignore[method-assign]
+        kv = KVCacheManager(pages, size, make_prefix_cache(size, reuse))
+        self.scheduler = Scheduler(
+            kv,
+            rows=16,
+            max_num_seqs=cap,
+            max_num_batched_tokens=feed[0],
+            max_chunk_tokens=feed[1],
+            speculation=FixedDrafts(drafter.num_drafts),
+        )
+        self.engine = Engine(self.scheduler, self.executor, lookahead=depth)
+        self.finish: dict[str, str] = {}
+
+    def answer(self, rng: random.Random) -> dict[str, list[int]]:
+        """Constraints come late: a while after their requests, in any order."""
+        todo, pending = list(REQUESTS), list[Request]()
+        made: dict[str, list[int]] = {}
+        while todo or pending or self.engine.has_pending_work:
+            for request in todo[: rng.randrange(3)]:
+                todo.remove(request)
+                structured = request.sampling.structured_outputs is not None
+                self.engine.add(request, PENDING if structured else FREE)
+                pending += [request] if structured else []
+            if pending and rng.random() < 0.4:
+                request = pending.pop(rng.randrange(len(pending)))
+                structure = request.sampling.structured_outputs
+                assert structure is not None and request.id not in made
+                self.engine.set_constraint(request.id, compiler()(structure).constraint())
+            for event in self.engine.step():
+                made.setdefault(event.id, []).extend(event.tokens)
+                if event.finish:
+                    self.finish[event.id] = event.finish
+        return made
+
+
+AXES: dict[str, Sequence[Any]] = {
+    "depth": (0, 1, 2),
+    "size": (1, 4, 64),
+    "tight": (1, 2, 14),
+    "reuse": (False, True),
+    "feed": ((UNLIMITED, UNLIMITED), (16, 5), (9, UNLIMITED)),
+    "drafts": (0, 3),
+    "fails": (False, True),
+    "cap": (3, 16),
+}
+COMBOS = [dict(zip(AXES, v, strict=True)) for v in itertools.product(*AXES.values())]
+CHOSEN = random.Random(2).sample(COMBOS, 72)
+
+
+def hold(combo: dict[str, Any]) -> House:
+    house = House(**combo)
+    assert house.answer(random.Random(str(combo))) == WANT
+    for id, made in WANT.items():
+        assert house.finish[id] == ("stop" if made[-1] == END else "length")
+    assert house.scheduler.kv.block_pool.num_free == house.scheduler.kv.block_pool.num_blocks and not len(
+        house.scheduler.waiting
+    )
+    return house
+
+
+@pytest.mark.parametrize(
+    "combo", CHOSEN, ids=lambda c: "-".join(str(v) for v in c.values()).replace(str(UNLIMITED), "all")
+)
+def test_every_combination_gives_the_naive_loops_tokens(combo: dict[str, Any]) -> None:
+    hold(combo)
+
+
+@pytest.mark.nightly
+def test_the_whole_lattice() -> None:
+    for combo in COMBOS:
+        hold(combo)
+
+
+def test_pressure_preempts_constrained_rows() -> None:
+    combos = [c for c in COMBOS if c["tight"] == 1 and c["size"] == 1 and c["cap"] == 16 and c["fails"]]
+    assert sum(hold(combo).scheduler.num_preemptions for combo in combos) > 60
+
+
+def test_the_workload_tells_grammars_apart() -> None:
+    free = {
+        r.id: naive(
+            MODEL, Request(id=r.id, prompt=r.prompt, max_new_tokens=14, stop=r.stop, seed=r.seed, choice=r.choice)
+        )
+        for r in REQUESTS
+    }
+    ruled = [r for r in REQUESTS if r.sampling.structured_outputs]
+    assert len(ruled) >= 10 and all(free[r.id] != WANT[r.id] for r in ruled)
+    assert sum(WANT[r.id][-1] == END for r in ruled) >= 6
+
+
+# ---------------------------------------------------------------- waiting for a constraint
+
+
+def engine() -> Engine:
+    executor = LocalExecutor(MODEL, pages=64, page_size=4, rows=4, max_model_len=99, dtype=torch.float64)
+    return Engine(Scheduler(KVCacheManager(64, 4, make_prefix_cache(4, True)), rows=4), executor)
+
+
+def ask(id: str, structure: StructuredOutputsParams | None = STRUCTURES[0], **fields: Any) -> Request:
+    sampling = SamplingParams(temperature=0.0, structured_outputs=structure, **fields.pop("sampling", {}))
+    return Request(id=id, prompt=(5, 6, 7), max_new_tokens=6, sampling=sampling, stop=frozenset({END}), **fields)
+
+
+def run(engine: Engine) -> list[RequestStepOutput]:
+    out = []
+    while engine.can_step:
+        out += engine.step()
+    return out
+
+
+def test_who_waits_for_a_grammar_holds_nobody_up_and_says_why() -> None:
+    house, seen = engine(), []
+    house.observers = (type("Watch", (), {"on_submit": lambda *_: None, "on_step": lambda _, r: seen.append(r)})(),)
+    house.add(ask("late"), PENDING)
+    house.add(ask("free", None))
+    assert {e.id for e in run(house)} == {"free"}
+    assert house.has_pending_work and not house.can_step and house.metrics_snapshot()["waiting_requests"] == 1
+    assert all(("waits", "late", "grammar", 0) in record.decisions for record in seen)
+    house.set_constraint("late", compiler()(STRUCTURES[0]).constraint())
+    assert {e.id for e in run(house)} == {"late"}
+    assert not house.has_pending_work
+
+
+def test_a_request_may_end_before_its_grammar_is_made() -> None:
+    house = engine()
+    for id in ("gone", "refused", "expired"):
+        house.add(ask(id, deadline=-1.0 if id == "expired" else float("inf")), PENDING)
+    house.abort("gone")
+    house.fail("refused", InvalidRequest("no such grammar", param="guided_regex"))
+    events = {e.id: e for e in house.step()}
+    assert [events[id].finish for id in ("gone", "refused", "expired")] == ["abort", "error", "timeout"]
+    assert (events["refused"].param, events["refused"].status) == ("guided_regex", 400)
+    assert events["gone"].param is None
+    for id in events:
+        house.set_constraint(id, compiler()(STRUCTURES[0]).constraint())
+    assert not house.has_pending_work and not house.can_step
+
+
+def test_the_choices_of_n_wait_each_for_its_own_constraint() -> None:
+    house = engine()
+    compiled = compiler()(STRUCTURES[0])
+    for choice in range(3):
+        house.add(ask(f"c{choice}", choice=choice), PENDING)
+    house.set_constraint("c2", compiled.constraint())
+    assert {e.id for e in run(house) if e.finish} == {"c2"}
+    house.set_constraint("c0", compiled.constraint())
+    house.set_constraint("c1", compiled.constraint())
+    assert {e.id for e in run(house) if e.finish} == {"c0", "c1"}
+
+
+def test_an_engine_that_cannot_obey_says_so_rather_than_answer_without() -> None:
+    with pytest.raises(InvalidRequest, match="cannot make structured output") as caught:
+        engine().add(ask("a"))
+    assert caught.value.param == "structured_outputs"
+    blind = SyntheticExecutor(pages=64, page_size=4, rows=4)
+    with pytest.raises(InvalidRequest, match="cannot make structured output"):
+        Engine(Scheduler(KVCacheManager(64, 4, make_prefix_cache(4, True)), rows=4), blind).add(ask("a"), PENDING)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "structure", "param"),
+    [
+        ({"allowed_token_ids": (55,)}, STRUCTURES[0], "structured_outputs"),
+        ({"allowed_token_ids": (40,), "bad_words_token_ids": ((40,),)}, None, "allowed_token_ids"),
+    ],
+)
+def test_fields_that_exclude_each_other_are_the_requests_fault(
+    sampling: dict[str, Any], structure: StructuredOutputsParams | None, param: str
+) -> None:
+    house = engine()
+    request = ask("a", structure, sampling=sampling)
+    house.add(request, FREE if structure is None else compiler()(structure).constraint())
+    [event] = run(house)
+    assert event.finish == "error" and event.param == param and "exclude each other" in (event.error or "")

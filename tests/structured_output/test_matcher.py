@@ -1,0 +1,120 @@
+"""A matcher's masks are a function of the tokens before them, however it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.scheduler.plan import Mask
+from quire.structured_output.matcher import EMPTY_MASK, Matcher, TimeBudget
+from quire.types import StructuredOutputsParams
+from tests.model_runner.tiny import VOCAB
+from tests.structured_output.little import END, allowed, compiler, spell
+
+STRUCTURES = (
+    StructuredOutputsParams(regex="(ab|b){2,5}1*"),
+    StructuredOutputsParams(choice=("a", "ab", "abc", "bad")),
+    StructuredOutputsParams(json={"type": "array", "items": {"enum": ["a", "ab", 12, True]}, "maxItems": 3}),
+    StructuredOutputsParams(json_object=True),
+    StructuredOutputsParams(grammar='start: "{" inner* "}"\ninner: "a" | "[" inner "]"'),
+)
+
+
+def fresh(structure: StructuredOutputsParams) -> Matcher:
+    return compiler()(structure).constraint()
+
+
+def one_by_one(structure: StructuredOutputsParams, output: Sequence[int], drafts: Sequence[int]) -> list[Mask]:
+    """What a matcher that never drafts says, each asked of a new one."""
+    tokens = [*output, *drafts]
+    return [fresh(structure).masks(tokens[:upto], ())[0] for upto in range(len(output), len(tokens) + 1)]
+
+
+@st.composite
+def walks(draw: st.DrawFn) -> tuple[StructuredOutputsParams, list[int], list[int]]:
+    """A structure, an output it allows, and drafts of which some are wrong."""
+    structure = draw(st.sampled_from(STRUCTURES))
+    matcher, output = fresh(structure), list[int]()
+    for _ in range(draw(st.integers(0, 10))):
+        output.append(draw(st.sampled_from(sorted(allowed(matcher.masks(output, ())[0])))))
+        if output[-1] == END:
+            break
+    drafts: list[int] = []
+    for _ in range(draw(st.integers(0, 4))):
+        choices = sorted(allowed(matcher.masks([*output, *drafts], ())[0])) or [END]
+        drafts.append(draw(st.sampled_from(choices) if draw(st.booleans()) else st.integers(0, VOCAB - 1)))
+    return structure, output, drafts
+
+
+@given(walks(), st.data())
+@settings(max_examples=200, deadline=None)
+def test_masks_walked_over_drafts_are_those_asked_one_by_one(
+    walk: tuple[StructuredOutputsParams, list[int], list[int]], data: st.DataObject
+) -> None:
+    structure, output, drafts = walk
+    want = one_by_one(structure, output, drafts)
+    matcher = fresh(structure)
+    earlier = data.draw(st.integers(0, len(output)))
+    matcher.masks(output[:earlier], drafts)  # as a step before would have asked
+    got = matcher.masks(output, drafts)
+    assert got == want[: len(got)]
+    assert matcher.masks(output, ()) == want[:1], "a walk leaves no trace"
+    legal = [draft in allowed(mask) for draft, mask in zip(drafts, want, strict=False)]
+    walked = legal.index(False) if False in legal else len(legal)
+    assert len(got) == 1 + walked, "every mask up to the first draft that is not allowed"
+
+
+@given(walks())
+@settings(max_examples=60, deadline=None)
+def test_an_output_that_is_no_continuation_starts_again(
+    walk: tuple[StructuredOutputsParams, list[int], list[int]],
+) -> None:
+    structure, output, _ = walk
+    matcher = fresh(structure)
+    matcher.masks(output, ())
+    for upto in range(len(output), -1, -1):
+        assert matcher.masks(output[:upto], ()) == one_by_one(structure, output[:upto], ())
+
+
+def test_when_it_is_complete_only_the_end_is_allowed_for_ever_after() -> None:
+    matcher = fresh(StructuredOutputsParams(choice=("ab",)))
+    assert allowed(matcher.masks(spell("ab"), ())[0]) == {END}
+    assert allowed(matcher.masks([*spell("ab"), END], ())[0]) == {END}, "an end that was ignored"
+    assert allowed(matcher.masks([*spell("ab"), END, END], (END,))[0]) == {END}
+
+
+def test_behind_an_end_among_the_drafts_which_may_be_ignored_only_ends_are_walked_and_all_is_taken_back() -> None:
+    matcher = fresh(StructuredOutputsParams(regex="a*"))
+    made = matcher.masks(spell("a"), [*spell("a"), END, END, *spell("a")])
+    assert [allowed(mask) for mask in made[2:]] == [{END}, {END}]
+    assert allowed(matcher.masks(spell("aa"), ())[0]) >= {END, *spell("a")}
+
+
+def test_a_token_that_was_never_allowed_leaves_nothing_allowed_rather_than_an_early_end() -> None:
+    matcher = fresh(StructuredOutputsParams(regex="a{5}"))
+    assert matcher.masks(spell("ab"), ()) == [EMPTY_MASK]
+    assert matcher.masks(spell("ab"), spell("a")) == [EMPTY_MASK]
+
+
+def test_special_tokens_are_never_part_of_an_answer() -> None:
+    mask = fresh(StructuredOutputsParams(grammar="start: /(?s:.*)/")).masks((), ())[0]
+    assert max(allowed(mask)) < VOCAB - 1 and END in allowed(mask)
+    assert {t for t in allowed(mask) if t > 47} == set()
+
+
+@pytest.mark.parametrize(("tick", "fails"), [(0.2, True), (1e-4, False)])
+def test_masks_that_take_too_long_end_the_answer_and_nobody_elses(tick: float, fails: bool) -> None:
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += tick
+        return now[0]
+
+    one = compiler()(StructuredOutputsParams(regex="a*"))
+    slow = Matcher(one._first.deep_copy(), frozenset({END}), TimeBudget(clock=clock))
+    said = [slow.masks(spell("a" * n), ()) for n in range(8)]
+    assert (said[-1] == [EMPTY_MASK]) is fails
+    assert one.constraint().masks((), ()) != [EMPTY_MASK]

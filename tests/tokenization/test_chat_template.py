@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.errors import InvalidModel, InvalidRequest
+from quire.tokenization.chat_template import ChatTemplate, text_of
+from tests.tokenization.vocabulary import CHATML, byte_level, save
+
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+def render(source: str, messages: list[dict[str, Any]] | None = None, **options: Any) -> str:
+    return ChatTemplate(source, {"bos_token": "<s>"}).render(HELLO if messages is None else messages, **options)
+
+
+def test_messages_are_rendered_and_the_answer_is_begun() -> None:
+    assert render(CHATML) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert render(CHATML, add_generation_prompt=False) == "<|im_start|>user\nhi<|im_end|>\n"
+
+
+def test_the_last_message_can_be_left_open() -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "hi there "}]
+    text = render(CHATML, messages, add_generation_prompt=False, continue_final_message=True)
+    assert text.endswith("<|im_start|>assistant\nhi there ")
+
+
+def test_a_template_that_hides_the_last_message_cannot_continue_it() -> None:
+    with pytest.raises(InvalidRequest, match="cannot be continued"):
+        render("fixed", continue_final_message=True)
+
+
+def test_lines_of_tags_leave_no_trace() -> None:
+    assert render("a\n  {% if true %}\nb\n  {% endif %}\nc") == "a\nb\nc"
+
+
+def test_templates_get_what_they_expect() -> None:
+    assert render("{{ bos_token }}{{ messages[0] | tojson }}") == '<s>{"role": "user", "content": "hi"}'
+    assert render("{{ {'a': '<é>'} | tojson(indent=1) }}") == '{\n "a": "<é>"\n}'
+    assert render("{{ strftime_now('%Y') }}") == str(datetime.now().year)
+    assert render("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "01"
+    assert render("{% generation %}x{{ 1 }}{% endgeneration %}y") == "x1y"
+    assert render("{{ thinking }}", chat_template_kwargs={"thinking": 7}) == "7"
+
+
+def test_a_developer_is_a_system_where_the_template_knows_none() -> None:
+    messages = [{"role": "developer", "content": "x"}]
+    assert render("{{ messages[0].role }}", messages) == "system"
+    assert render("{{ messages[0].role }}{# developer #}", messages) == "developer"
+
+
+def test_a_refusal_is_the_callers_error_in_one_line() -> None:
+    with pytest.raises(InvalidRequest, match=r"refuses the messages: roles must alternate now$") as caught:
+        render("{{ raise_exception('roles must alternate\nnow') }}")
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{% include 'x' %}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+        "{{ 'x' * 10 ** 9 }}",
+        "{{ [0] * 1000000000 }}",
+        "{{ 9 ** 99999999 }}",
+        "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
+        "{{ 1 / 0 }}",
+        "{{ nothing.at.all }}",
+        "{{ messages.__class__ }}",
+        "{{ messages|attr('__class__') }}",
+        "{{ '{0.__class__}'.format(1) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{% set x = [0] * 99999 %}{% for a in x %}{% for b in x %}{% for c in x %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% for a in 'ab' recursive %}{{ loop('ab') }}{% endfor %}",
+    ],
+)
+def test_hostile_and_broken_templates_are_errors_of_one_line(source: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        render(source)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(InvalidModel, match=r"^the chat template fails: .+; name another with --chat-template$"):
+        ChatTemplate(source).try_out()
+
+
+def test_loops_and_macros_do_as_they_always_did() -> None:
+    assert render("{% for k, v in {'a': 1}.items() %}{{ loop.index }}{{ k }}{{ v }}{% else %}none{% endfor %}") == "1a1"
+    assert render("{% for x in [] %}{{ x }}{% else %}none{% endfor %}") == "none"
+    assert render("{% macro f(a, b=2) %}{{ a }}{{ b }}{% endmacro %}{{ f(1) }}") == "12"
+    assert render("{% macro c() %}<{{ caller() }}>{% endmacro %}{% call c() %}x{% endcall %}") == "<x>"
+
+
+def test_a_template_that_refuses_a_plain_message_is_sound() -> None:
+    ChatTemplate("{{ raise_exception('a system message first') }}").try_out()
+
+
+def test_a_template_that_does_not_compile_is_a_broken_model() -> None:
+    with pytest.raises(InvalidModel, match="does not compile"):
+        ChatTemplate("{% for %}")
+
+
+def test_sources_of_templates_in_order(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    folder = save(tmp_path, byte_level())
+    assert ChatTemplate.from_folder(folder) is None
+    save(tmp_path, byte_level(), tokenizer_config={"chat_template": named})
+    assert _made(ChatTemplate.from_folder(folder)) == "D"
+    (folder / "chat_template.jinja").write_text("J")
+    assert _made(ChatTemplate.from_folder(folder)) == "J"
+    (folder / "mine.jinja").write_text("M")
+    assert _made(ChatTemplate.from_folder(folder, override=folder / "mine.jinja")) == "M"
+    assert _made(ChatTemplate.from_folder(folder, override="{{ 'O' }}")) == "O"
+
+
+def test_an_override_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidModel, match=r"gone\.jinja"):
+        ChatTemplate.from_folder(tmp_path, override=tmp_path / "gone.jinja")
+
+
+def test_what_is_no_template_is_named(tmp_path: Path) -> None:
+    folder = save(tmp_path, byte_level(), tokenizer_config={"chat_template": 7})
+    with pytest.raises(InvalidModel, match="is of type int: not a template"):
+        ChatTemplate.from_folder(folder)
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidModel, match=r"chat_template\.jinja is not text"):
+        ChatTemplate.from_folder(folder)
+
+
+def _made(template: ChatTemplate | None) -> str:
+    assert template is not None
+    return template.render(HELLO)
+
+
+def test_content_parts_become_text() -> None:
+    assert text_of(None) == ""
+    assert text_of("a") == "a"
+    assert text_of([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "a\nb"
+    with pytest.raises(InvalidRequest, match="'image_url' is not supported"):
+        text_of([{"type": "image_url", "image_url": {"url": "x"}}])

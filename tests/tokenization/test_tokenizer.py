@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from quire.errors import InvalidModel
+from quire.tokenization.generation_config import sampling_defaults
+from quire.tokenization.tokenizer import Tokenizer
+from tests.tokenization.vocabulary import byte_level, save, sentencepiece, wordpiece
+
+NAMES = {"bos_token": "<|begin|>", "eos_token": {"content": "<|end|>"}}
+
+
+def with_bos() -> Tokenizer:
+    core = byte_level()
+    core.post_processor = TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
+    return Tokenizer(core, NAMES)
+
+
+def test_text_survives_the_round_trip() -> None:
+    tokenizer = Tokenizer(byte_level())
+    text = "the lazy dog\n\tcosts 5€ 👩‍👩‍👧 né e"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_long_texts_encode_like_short_ones() -> None:
+    tokenizer = Tokenizer(byte_level())
+    line = "the dog\n" * 3000
+    assert tokenizer.decode(tokenizer.encode(line)) == line
+    assert tokenizer.encode(line)[:200] == tokenizer.encode(line[:4000])[:200]
+
+
+def test_a_tokenizer_of_another_size_than_the_models_may_be_another_models() -> None:
+    tokenizer = Tokenizer(byte_level())
+    size = tokenizer.vocab_size
+    assert [tokenizer.doubts(padded) for padded in (size, size + 3, size * 4 // 3)] == ["", "", ""]
+    assert f"has {size} tokens and the model {size - 1}: prompts" in tokenizer.doubts(size - 1)
+    assert "what the model says with the others is lost" in tokenizer.doubts(2 * size)
+
+
+def test_special_ids_come_from_the_folder(tmp_path: Path) -> None:
+    folder = save(tmp_path, byte_level(), tokenizer_config=NAMES, generation_config={"eos_token_id": [3, 1]})
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.bos == 0
+    assert tokenizer.eos == {1, 3}
+    assert tokenizer.special == {0, 1, 2, 3}
+    assert tokenizer.tokens == {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+
+
+def test_end_ids_fall_back_on_the_model_config(tmp_path: Path) -> None:
+    assert Tokenizer.from_folder(save(tmp_path, byte_level(), config={"eos_token_id": 3})).eos == {3}
+
+
+def test_the_begin_token_stands_before_a_text_only_when_wanted() -> None:
+    tokenizer = with_bos()
+    plain = tokenizer.encode("the", add_special_tokens=False)
+    assert tokenizer.encode("the") == (0, *plain)
+    assert tokenizer.encode("") == (0,)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_the_config_decides_about_the_begin_token(begun: bool) -> None:
+    for tokenizer in (byte_level(), with_bos()._core):
+        made = Tokenizer(tokenizer, {**NAMES, "add_bos_token": begun})
+        assert (made.encode("the")[0] == 0) == begun
+
+
+def test_a_token_is_shown_with_its_exact_bytes() -> None:
+    tokenizer = Tokenizer(byte_level())
+    half = tokenizer.id_of("ðŁ")
+    if half is None:
+        half = tokenizer.id_of("ð")
+    assert half is not None
+    text, data = tokenizer.token_text(half)
+    assert data.startswith(b"\xf0")
+    assert text == "�"
+    assert tokenizer.token_text(1) == ("<|end|>", b"<|end|>")
+    assert tokenizer.token_text(tokenizer.vocab_size + 7) == ("", b"")
+
+
+def test_sentencepiece_tokens_have_bytes_too() -> None:
+    tokenizer = Tokenizer(sentencepiece())
+    assert tokenizer.token_text(3 + 0xE2) == ("�", b"\xe2")
+    assert tokenizer.token_text(tokenizer.id_of("▁dog") or 0) == (" dog", b" dog")
+    assert Tokenizer(wordpiece()).token_text(2) == ("dog", b"dog")
+
+
+def test_special_tokens_are_text_only_on_request() -> None:
+    tokenizer = Tokenizer(byte_level())
+    tokens = (*tokenizer.encode("the"), 1)
+    assert tokenizer.decode(tokens, skip_special_tokens=True) == "the"
+    assert tokenizer.decode(tokens) == "the<|end|>"
+
+
+def test_tokens_that_only_the_config_declares_are_added(tmp_path: Path) -> None:
+    size = byte_level().get_vocab_size()
+    declared = {str(size): {"content": "<|tool|>", "special": True, "normalized": False}}
+    tokenizer = Tokenizer.from_folder(save(tmp_path, byte_level(), tokenizer_config={"added_tokens_decoder": declared}))
+    assert tokenizer.encode("<|tool|>") == (size,)
+    assert size in tokenizer.special
+
+
+def test_a_declared_token_that_cannot_have_its_id_is_an_error() -> None:
+    with pytest.raises(InvalidModel, match=r"'<\|tool\|>' the id 9999"):
+        Tokenizer(byte_level(), {"added_tokens_decoder": {"9999": {"content": "<|tool|>"}}})
+
+
+def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    with pytest.raises(InvalidModel, match=r"no tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("broken", ["tokenizer", "tokenizer_config", "generation_config"])
+def test_a_broken_file_is_named(tmp_path: Path, broken: str) -> None:
+    save(tmp_path, byte_level())
+    (tmp_path / f"{broken}.json").write_text("{nope")
+    with pytest.raises(InvalidModel, match=broken):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_sampling_defaults_are_the_ones_the_checkpoint_names(tmp_path: Path) -> None:
+    save(tmp_path, byte_level(), generation_config={"temperature": 0.6, "max_new_tokens": 64, "do_sample": True})
+    assert sampling_defaults(tmp_path) == {"temperature": 0.6, "max_tokens": 64}
+
+
+def test_encoding_a_long_text_lets_other_threads_run() -> None:
+    tokenizer = Tokenizer(byte_level())
+    text = "the quick brown fox " * 50_000
+    turns, done = 0, threading.Event()
+
+    def encode() -> None:
+        tokenizer.encode(text)
+        done.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    while not done.wait(0.001):
+        turns += 1
+    thread.join()
+    assert turns > 5
