@@ -64,7 +64,7 @@ class Drawn:
         assert 0 <= accepted <= fed <= self.max_drafts, "accepted drafts that were not fed"
 
     def remove(self, seq: Any) -> None:
-        assert seq.finish, "forgotten while it goes on"
+        assert seq.finish_reason, "forgotten while it goes on"
 
     def record_step_time(self, plan: Any, seconds: float) -> None:
         assert len(plan.num_drafts) == len(plan.spans)

@@ -44,14 +44,14 @@ class Subject:
         self.want = [reference(theirs, prompt) for prompt in self.prompts]
 
     def engine(self, *, pages: int = 400, page_size: int = 16, **settings: Any) -> Engine:
-        """An engine around the CPU executor; `settings` are the scheduler's, and depth, reuse and shelf."""
-        depth, reuse = settings.pop("depth", 0), settings.pop("reuse", True)
-        shelf = EVICTION_POLICIES[settings.pop("shelf", "lru")]()
+        """An engine around the CPU executor; `settings` are the scheduler's, and those of the lines below."""
+        lookahead, caching = settings.pop("lookahead", 0), settings.pop("prefix_caching", True)
+        eviction_policy = EVICTION_POLICIES[settings.pop("eviction_policy", "lru")]()
         executor = LocalExecutor(
             self.ours, pages=pages, page_size=page_size, rows=64, max_model_len=512, dtype=torch.float32
         )
-        kv = KVCacheManager(pages, page_size, make_prefix_cache(page_size, reuse), shelf)
-        return Engine(Scheduler(kv, rows=64, **settings), executor, lookahead=depth)
+        kv = KVCacheManager(pages, page_size, make_prefix_cache(page_size, caching), eviction_policy)
+        return Engine(Scheduler(kv, rows=64, **settings), executor, lookahead=lookahead)
 
     def ask(self, engine: Engine, which: Sequence[int], new: int = NEW) -> dict[int, tuple[int, ...]]:
         for i in which:
@@ -105,9 +105,9 @@ def test_alone(subject: Subject) -> None:
         assert subject.ask(subject.engine(), [i])[i] == subject.want[i]
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_among_fifteen_others(subject: Subject, depth: int) -> None:
-    answers = subject.ask(subject.engine(depth=depth), range(16))
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_among_fifteen_others(subject: Subject, lookahead: int) -> None:
+    answers = subject.ask(subject.engine(lookahead=lookahead), range(16))
     assert answers == dict(enumerate(subject.want))
 
 
@@ -120,26 +120,26 @@ def test_after_a_prefix_hit(subject: Subject) -> None:
 
 
 def test_chunked(subject: Subject) -> None:
-    answers = subject.ask(subject.engine(budget=24, chunk=7, page_size=4), range(16))
+    answers = subject.ask(subject.engine(max_num_batched_tokens=24, max_chunk_tokens=7, page_size=4), range(16))
     assert answers == dict(enumerate(subject.want))
 
 
 def test_after_preemption(subject: Subject) -> None:
-    engine = subject.engine(pages=60, page_size=8, reuse=False)
+    engine = subject.engine(pages=60, page_size=8, prefix_caching=False)
     answers = subject.ask(engine, range(16))
     assert engine.gauges().preemptions > 0
     assert answers == dict(enumerate(subject.want))
 
 
 AXES: dict[str, Sequence[Any]] = {
-    "depth": (0, 1, 2),
+    "lookahead": (0, 1, 2),
     "page_size": (1, 4, 16, 512),
     "tight": (1, 2, 16),
-    "reuse": (False, True),
-    "shelf": ("lru", "fifo"),
-    "cap": (1, 4, UNLIMITED),
+    "prefix_caching": (False, True),
+    "eviction_policy": ("lru", "fifo"),
+    "max_num_seqs": (1, 4, UNLIMITED),
     "feed": ((UNLIMITED, UNLIMITED), (16, 5), (64, 7), (9, UNLIMITED)),
-    "admit": ("continuous", "static"),
+    "batching": ("continuous", "static"),
 }
 
 
@@ -153,8 +153,10 @@ def test_a_slice_of_the_lattice_on_real_tensors(share: int, tmp_path_factory: py
         budget, chunk = c.pop("feed")
         longest = max(map(len, subject.prompts)) + 6
         pages = -(-longest // c["page_size"]) * c.pop("tight")
-        admit = ADMISSION_POLICIES[c.pop("admit")]
-        engine = subject.engine(pages=pages, budget=budget, chunk=chunk, admit=admit, **c)
+        policy = ADMISSION_POLICIES[c.pop("batching")]
+        engine = subject.engine(
+            pages=pages, max_num_batched_tokens=budget, max_chunk_tokens=chunk, admission_policy=policy, **c
+        )
         which = rng.sample(range(16), 6)
         answers = subject.ask(engine, which, 6)
         assert answers == {i: subject.want[i][:6] for i in which}, c

@@ -123,7 +123,10 @@ def test_faults_are_read_from_a_list_or_line_by_line(tmp_path: Path) -> None:
 
 def test_the_nearest_tests_of_a_module_are_its_own() -> None:
     tests = Nearness(ROOT)
-    for module, test in (("scheduler/block_pool", "scheduler/test_blocks"), ("server/stream", "server/test_streams")):
+    for module, test in (
+        ("scheduler/block_pool", "scheduler/test_block_pool"),
+        ("server/stream", "server/test_streams"),
+    ):
         assert tests.nearest(f"src/quire/{module}.py")[0] == f"tests/{test}.py"
     assert "tests/test_lattice.py" in tests.nearest("src/quire/scheduler/scheduler.py")[:8]
 

@@ -91,7 +91,7 @@ def test_what_a_killed_server_decided_is_decided_again(tmp_path: Path) -> None:
             assert b"error" in b"".join(stream)
     [found, after] = again(folder)
     assert "was not closed" in found["notes"][0] and found["requests"] == 31 and found["ended"]["abort"] >= 1
-    assert found["preemptions"]["count"] and found["settings"]["speculation"] == "Adaptive"
-    assert found["settings"]["pace"] == "LatencyPace" and after["requests"] == 0
+    assert found["preemptions"]["count"] and found["settings"]["speculation"] == "AdaptiveDrafts"
+    assert found["settings"]["pace"] == "LatencyController" and after["requests"] == 0
     text = b"".join(path.read_bytes() for path in folder.iterdir())
     assert b"little dog" not in text and b"maxLength" not in text

@@ -343,7 +343,7 @@ class FinishedRequest(NamedTuple):
 
     id: the call's; choice: which of its answers. cached: prompt tokens found in the prefix cache. tokens: told.
     max_tokens: the most it might have got. first: from arrival to the first token, None if there was none. seconds:
-    from arrival to the end. detokenising: of that, spent on making text of tokens.
+    from arrival to the end. detokenize_seconds: of that, spent on making text of tokens.
     """
 
     id: str

@@ -39,7 +39,7 @@ class Broken:
     """A step that was launched, and did not come home."""
 
     def __init__(self, inner: StepHandle) -> None:
-        self.sample, self.over = inner.sample, inner.is_done
+        self.sample, self.is_done = inner.sample, inner.is_done
 
     def result(self) -> Result:
         raise RuntimeError(f"CUDA error: an illegal memory access was encountered, {SECRET}")

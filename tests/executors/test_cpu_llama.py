@@ -121,12 +121,12 @@ def alone(model: Model) -> dict[str, list[int]]:
     "house",
     [
         {},
-        {"cap": 5},
-        {"chunk": 7, "budget": 24},
+        {"max_num_seqs": 5},
+        {"max_chunk_tokens": 7, "max_num_batched_tokens": 24},
         {"pages": 10},
-        {"depth": 2, "pages": 14, "chunk": 9},
+        {"depth": 2, "pages": 14, "max_chunk_tokens": 9},
         {"drafter": Guess()},
-        {"drafter": Guess(), "pages": 12, "depth": 1, "chunk": 16},
+        {"drafter": Guess(), "pages": 12, "depth": 1, "max_chunk_tokens": 16},
         {"size": CONTEXT, "pages": 16},
     ],
     ids=["crowd", "few", "chunked", "preempted", "ahead", "drafts", "drafts-preempted", "contiguous"],
@@ -150,6 +150,6 @@ def test_pages_that_held_nan_harm_nobody_who_gets_them_next(model: Model, depth:
     well = requests()
     want = answer(model, well)[0]
     mixed = [r for i, r in enumerate(well) for r in ([r, ill[i // 3]] if i % 3 == 0 and i < 15 else [r])]
-    tokens, errors, _ = answer(model, mixed, pages=24, depth=depth, chunk=8, cap=4)
+    tokens, errors, _ = answer(model, mixed, pages=24, depth=depth, max_chunk_tokens=8, max_num_seqs=4)
     assert {r.id: tokens[r.id] for r in well} == want
     assert {errors[r.id] for r in ill} == {"the model produced NaN or infinite logits"}

@@ -411,7 +411,7 @@ class Eager(AdaptiveDrafts):
         super().__init__(most, {(1 << w, d): 1.0 + 0.001 * d for w in range(5) for d in draft_counts(most)})
 
     def record_step_time(self, plan: Plan, seconds: float) -> None:
-        super().timed(plan, 1.0 + 0.001 * (plan.spans[0].num_samples - 1))
+        super().record_step_time(plan, 1.0 + 0.001 * (plan.spans[0].num_samples - 1))
 
 
 @pytest.mark.parametrize("most", [1, 3, 8])

@@ -82,13 +82,13 @@ class Proposing:
 
     version = "one"
 
-    def takes(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    def supports(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         return True
 
-    def ways(self, shape: GemmShape) -> list[products.GemmAlgorithm]:
+    def algorithms(self, shape: GemmShape) -> list[products.GemmAlgorithm]:
         return []
 
-    def way(self, shape: GemmShape, name: str) -> products.GemmAlgorithm:
+    def algorithm(self, shape: GemmShape, name: str) -> products.GemmAlgorithm:
         return TORCH_GEMM
 
 

@@ -86,19 +86,19 @@ def test_random_plans_feed_what_plain_lists_would(depth: int, seed: int) -> None
 def check(batch, spans):  # type: ignore[no-untyped-def]
     start = 0
     for s, (row, span) in enumerate(spans):
-        places = range(row.length, row.length + span.n)
-        own = slice(start, start + span.n)
+        places = range(row.length, row.length + span.num_tokens)
+        own = slice(start, start + span.num_tokens)
         page = lambda p: row.table[p] if p < len(row.table) else NULL_BLOCK  # noqa: E731, B023
-        assert batch.tokens[own].tolist() == (row.history + row.drafts)[row.length : row.length + span.n]
+        assert batch.tokens[own].tolist() == (row.history + row.drafts)[row.length : row.length + span.num_tokens]
         assert batch.positions[own].tolist() == list(places)
         assert batch.slots[own].tolist() == [page(p // SIZE) * SIZE + p % SIZE for p in places]
         assert batch.kv_len[s] == places[-1] + 1
         assert batch.page_table[s].tolist() == [page(p) for p in range(batch.page_table.shape[1])]
-        start += span.n
+        start += span.num_tokens
         assert batch.query_start[s + 1] == start
     assert (batch.query_start[0], len(batch.tokens)) == (0, start)
     assert batch.max_kv == max(batch.kv_len.tolist()) <= SIZE * batch.page_table.shape[1]
-    assert batch.max_query == max(s.n for _, s in spans)
+    assert batch.max_query == max(s.num_tokens for _, s in spans)
     assert batch.tokens.dtype == batch.positions.dtype == batch.slots.dtype == torch.int64
     assert batch.query_start.dtype == batch.kv_len.dtype == batch.page_table.dtype == torch.int32
 

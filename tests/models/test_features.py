@@ -47,8 +47,8 @@ WITHOUT: Mapping[str, Callable[[ModelSpec], ModelSpec]] = MappingProxyType(
         "scale": lambda spec: replace(spec, scale=spec.scale and spec.head_dim**-0.5),
         "cap of scores": lambda spec: replace(spec, score_cap=0.0),
         "cap of logits": lambda spec: replace(spec, logit_cap=0.0),
-        "renormalisation": experts(renormalise=True),
-        "shares as they are": experts(renormalise=False),
+        "renormalisation": experts(normalize_weights=True),
+        "shares as they are": experts(normalize_weights=False),
         "an expert": lambda spec: replace(
             spec,
             experts=spec.experts

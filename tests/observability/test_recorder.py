@@ -152,12 +152,18 @@ def _framed(*frames: bytes) -> bytes:
             "its format is 99",
         ),
         (
-            lambda data: _framed(recording_format.encode(recording_format.Began([], 1, "1", "r", 0, 0.0, 0.0, {}, []))),
+            lambda data: _framed(
+                recording_format.encode(
+                    recording_format.Began([], recording_format.VERSION, "1", "r", 0, 0.0, 0.0, {}, [])
+                )
+            ),
             "no state of an engine",
         ),
         (
             lambda data: _framed(
-                recording_format.encode(recording_format.Began([], 1, "1", "r", 0, 0.0, 0.0, {}, [["os.system", []]]))
+                recording_format.encode(
+                    recording_format.Began([], recording_format.VERSION, "1", "r", 0, 0.0, 0.0, {}, [["os.system", []]])
+                )
             ),
             "which this quire does not know",
         ),

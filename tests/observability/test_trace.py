@@ -31,7 +31,7 @@ def ended(id: str = "chatcmpl-1", origin: TraceContext = NO_TRACE_CONTEXT, **abo
         "max_tokens": 20,
         "first": 0.4,
         "seconds": 1.0,
-        "detokenising": 0.01,
+        "detokenize_seconds": 0.01,
     }
     return FinishedRequest(id, **told | about)
 

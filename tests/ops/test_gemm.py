@@ -34,13 +34,13 @@ class Two:
 
     version = "a card, version 1"
 
-    def takes(self, x: Tensor, weight: Tensor) -> bool:
+    def supports(self, x: Tensor, weight: Tensor) -> bool:
         return len(x) > 1
 
-    def ways(self, shape: GemmShape) -> Sequence[GemmAlgorithm]:
+    def algorithms(self, shape: GemmShape) -> Sequence[GemmAlgorithm]:
         return [Marked("7"), Marked("8")]
 
-    def way(self, shape: GemmShape, name: str) -> GemmAlgorithm:
+    def algorithm(self, shape: GemmShape, name: str) -> GemmAlgorithm:
         if not name.isdigit():
             raise ValueError(name)
         return Marked(name)

@@ -84,7 +84,7 @@ def test_off_is_measured_first_and_then_only_what_is_foreseen_to_pay_is_tried() 
 
 
 def test_a_sequence_that_cannot_pay_back_what_the_draft_must_read_is_not_drafted_for() -> None:
-    policy = paced(catch_up=0.02)
+    policy = paced(catch_up_seconds=0.02)
     decode(policy, 1, 0, 2.0)
     short = Sequence(Request(id="a", prompt=(1,) * 400, max_new_tokens=9), 0, [1] * 400, 409)
     long = Sequence(Request(id="b", prompt=(1,) * 400, max_new_tokens=900), 1, [1] * 400, 1300)

@@ -50,7 +50,7 @@ class Relayed:
 def backend_of(
     *stubs: Stub | str, key: str | None = None, lanes: RequestTimeline | None = None, **rest: Any
 ) -> UpstreamBackend:
-    settings: dict[str, Any] = {"most": 100, "affinity": False, "patience": 0.3, **rest}
+    settings: dict[str, Any] = {"max_outstanding": 100, "affinity": False, "start_timeout": 0.3, **rest}
     return UpstreamBackend(
         [Origin.parse(one if isinstance(one, str) else one.url) for one in stubs],
         supervisor=NoSupervisor(),

@@ -158,7 +158,7 @@ async def salts(server: Any, *keys: str, **body: Any) -> list[str]:
     for key in keys:
         response = await server.client.post("/v1/completions", json={"prompt": "the", **body}, headers=bearer(key))
         assert response.status_code == 200, response.text
-    return [request.salt for request in server.port.submitted[-len(keys) :]]
+    return [request.cache_salt for request in server.port.submitted[-len(keys) :]]
 
 
 async def test_where_there_are_several_keys_each_has_cached_prefixes_of_its_own() -> None:

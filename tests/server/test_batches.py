@@ -222,7 +222,7 @@ async def test_a_batch_goes_on_where_the_last_server_stopped(tmp_path: Path) -> 
     assert not list(tmp_path.rglob(f"*{half}*"))
 
 
-@pytest.mark.parametrize("when", ["put", "replace", "second put", "second replace", "turn"])
+@pytest.mark.parametrize("when", ["put", "replace", "second put", "second replace", "set_status"])
 async def test_killed_while_it_finishes_a_batch_has_its_files_once(
     tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +261,7 @@ async def test_killed_while_it_finishes_a_batch_has_its_files_once(
             turn = batches.set_status
             monkeypatch.setattr(
                 batches,
-                "turn",
+                "set_status",
                 lambda b, status, **rest: turn(b, status, **rest) if status == "finalizing" else killed(),
             )
         with pytest.raises(Killed):

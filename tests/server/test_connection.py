@@ -188,7 +188,7 @@ async def test_a_reader_that_takes_nothing_is_hung_up_on_and_its_answer_ended() 
         _, writer = await deaf(port)
         while not server.port.submitted:
             await asyncio.sleep(0.005)
-        conn = next(iter(server.backend._lives))
+        conn = next(iter(server.backend._requests))
         async with asyncio.timeout(200):
             while not server.port.aborted:
                 if len(conn.deltas) < 100:

@@ -496,12 +496,12 @@ async def test_a_request_that_is_passed_on_costs_the_loop_no_more_for_being_larg
         proxy, "_peek", SimpleNamespace(decode=lambda text: msgspec.json.decode(text, type=proxy._PeekedFields))
     )
     app = create_relay_app(
-        Echo(),
+        Echo(),  # type: ignore[arg-type]
         limits=Limits(),
         keys=Keys(),
         rates=Rates(),
         version="x",
-        view=NoLiveSource(),  # type: ignore[arg-type]
+        view=NoLiveSource(),
     )
     calls = []
     for size in SIZES:

@@ -298,7 +298,7 @@ async def test_which_pages_may_read_answers_is_not_for_an_upstream_to_say() -> N
 
 
 async def test_limits_are_kept_in_front() -> None:
-    async with stub() as server, relaying(server, limits=Limits(max_body_bytes=2000), most=1) as relay:
+    async with stub() as server, relaying(server, limits=Limits(max_body_bytes=2000), max_outstanding=1) as relay:
         known = len(server.asked)
         assert (await relay.complete("x" * 3000)).status_code == 413
         assert (await relay.client.post("/v1/completions", content=b"{}")).status_code == 415

@@ -138,7 +138,7 @@ def test_a_surprise_in_the_compiler_costs_its_request_only_and_is_not_told() -> 
 def test_one_that_takes_too_long_is_refused_in_time_and_the_next_ones_are_compiled() -> None:
     now = [0.0]
     bench = Bench()
-    with workshop(bench, seconds=5.0, clock=lambda: now[0]) as shop:
+    with workshop(bench, timeout=5.0, clock=lambda: now[0]) as shop:
         gate = bench.hold("slow")
         shop.constraint_for(ask("1", "slow"))
         while bench.done == [] and not shop._jobs[StructuredOutputsParams(regex="slow")].started:
@@ -162,7 +162,7 @@ def test_one_that_takes_too_long_is_refused_in_time_and_the_next_ones_are_compil
 def test_workers_left_behind_are_replaced_so_often_and_no_oftener() -> None:
     now = [0.0]
     bench = Bench()
-    with workshop(bench, seconds=1.0, spares=2, clock=lambda: now[0]) as shop:
+    with workshop(bench, timeout=1.0, spare_workers=2, clock=lambda: now[0]) as shop:
         gates = [bench.hold(f"slow {i}") for i in range(5)]
         before = threading.active_count()
         for i in range(5):
@@ -179,7 +179,7 @@ def test_workers_left_behind_are_replaced_so_often_and_no_oftener() -> None:
 
 def test_what_was_used_last_is_kept_and_the_rest_forgotten() -> None:
     bench = Bench()
-    with workshop(bench, keep=2) as shop:
+    with workshop(bench, max_entries=2) as shop:
         for source in ("a", "b", "a", "c", "a", "b"):
             shop.get_or_compile(ask("x", source))
         assert bench.done == ["a", "b", "c", "b"]
@@ -187,7 +187,7 @@ def test_what_was_used_last_is_kept_and_the_rest_forgotten() -> None:
 
 def test_the_sources_kept_are_bounded_together() -> None:
     bench = Bench()
-    with workshop(bench, characters=10) as shop:
+    with workshop(bench, max_chars=10) as shop:
         for source in ("a" * 6, "b" * 6, "a" * 6, "c" * 30, "c" * 30):
             shop.get_or_compile(ask("x", source))
         assert [source[0] for source in bench.done] == ["a", "b", "a", "c"]

@@ -63,7 +63,7 @@ def make_executor(
     tokens: int,
     depth: int,
 ) -> Executor:
-    """tokens: the most a step feeds; the rest as `build.limits.Limits`. Raises InvalidConfig when K/V does not fit."""
+    """tokens: the most a step feeds; the rest as `Limits`. Raises InvalidConfig when K/V does not fit."""
     cache, spec = settings.cache, model.spec
     draft = load_draft(settings, model, device, make_ops(device))
     asked = parse(settings.scheduler.speculative_config)

@@ -39,9 +39,9 @@ class Delta(NamedTuple):
     counted in usage. finish_reason: stop | length | abort | timeout | error, with the last delta of a choice.
     stop_reason: the stop string or stop token id that ended it; None for the model's own end tokens.
     logprobs: per token in `tokens` when asked for. prompt_logprobs: with the first delta of choice 0, None for the
-    first token. cached: prompt tokens whose K/V came from the prefix cache, with every delta. error: says what went
+    first token. num_cached: prompt tokens whose K/V came from the prefix cache, with every delta. error: says what went
     wrong when finish_reason is 'error', status whose mistake it is and param which field of the request is to blame,
-    if one is; `Answers.take` raises instead. pooled: the prompt as one vector of float32, with the last delta, if
+    if one is; `ResultStream.take` raises instead. pooled: the prompt as one vector of float32, with the last delta, if
     asked for.
     """
 
@@ -96,7 +96,7 @@ class ModelCard:
     """What /v1/models says of the model served. `defaults` are generation_config.json's sampling fields.
 
     pools: whether it gives embeddings. tool_parser, reasoning_parser: how its answers are told apart (see
-    text.tools.styles and text.reasoning).
+    parsers.tools.styles and parsers.reasoning).
     """
 
     id: str
@@ -138,7 +138,7 @@ class Service(Protocol):
 
 
 class Backend(Service, Protocol):
-    """Answers calls that it understands; `backends.upstream` passes on what it does not.
+    """Answers calls that it understands; `frontend.upstream` passes on what it does not.
 
     `encode`, `decode`, `render` and `token_text` may be used from any thread.
     """

@@ -213,7 +213,7 @@ class NativeBackend:
             if live.call.spend is not None:
                 live.call.spend(one.count - counted)
             before, began = began, time.perf_counter()
-            one.num_tokens += began - before
+            one.detokenize_seconds += began - before
             if delta is None:
                 continue
             if not live.deltas:
@@ -268,7 +268,7 @@ class NativeBackend:
                 max_tokens=live.max_new,
                 first=None if answer.first is None else answer.first - live.arrived,
                 seconds=now - live.arrived,
-                detokenize_seconds=answer.num_tokens,
+                detokenize_seconds=answer.detokenize_seconds,
             )
         )
 

@@ -29,8 +29,8 @@ class OutputProcessor:
     """Detokenises, finds stop strings, and so owns finish_reason and what usage counts.
 
     `id` is the engine's name for it. `count` are the tokens whose text was told or held back for a stop string;
-    `surplus` those the engine made after one. `spent` are the seconds that all of this took. `eos` are the ids that end
-    a text by themselves, unnamed.
+    `num_surplus` those the engine made after one. `detokenize_seconds` is what all of this took. `eos` are the ids that
+    end a text by themselves, unnamed.
     """
 
     __slots__ = (
@@ -45,12 +45,12 @@ class OutputProcessor:
         "_tokens",
         "cached",
         "count",
+        "detokenize_seconds",
         "first",
         "id",
         "index",
         "last",
         "num_surplus",
-        "num_tokens",
     )
 
     def __init__(
@@ -67,7 +67,7 @@ class OutputProcessor:
         self.count = self.num_surplus = self.cached = 0
         self.first: float | None = None
         self.last: float | None = None
-        self.num_tokens = 0.0
+        self.detokenize_seconds = 0.0
         self._detokenizer, self._finder = detokenizer, finder
         self._include, self._min = sampling.include_stop_str_in_output, sampling.min_tokens
         self._searching = bool(sampling.stop)
@@ -148,7 +148,7 @@ class OutputProcessor:
 
 
 def delta_of_error(answer: OutputProcessor, event: RequestStepOutput) -> Delta | None:
-    """As `Answer.take`; an answer that cannot be put into words ends by itself, and no other with it."""
+    """As `OutputProcessor.process`; an answer that cannot be put into words ends by itself, and no other with it."""
     try:
         return answer.process(event)
     except Exception as error:
@@ -165,10 +165,10 @@ def sampling_for_choice(sampling: SamplingParams, choice: int) -> SamplingParams
 
 
 class ActiveRequest:
-    """A call being answered (see base.Answers). `answers` go on; `deltas` are ready to be told; `made` are tokens of
-    answers that ended.
+    """A call being answered (see `ResultStream`). `processors` are of answers that go on; `deltas` are ready to be
+    told; `num_tokens` are those of answers that ended.
 
-    `error` ends the call for all its answers, after what is ready. leave: hears when nobody reads on.
+    `error` ends the call for all its answers, after what is ready. on_close: hears when nobody reads on.
     """
 
     __slots__ = (

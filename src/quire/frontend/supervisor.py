@@ -60,7 +60,7 @@ class NoSupervisor:
 
 
 class PrivateServer:
-    """The `Keeper` of one process: argv, with `environment` added to ours; what it says is appended to `kept`.
+    """The `Supervisor` of one process: argv, with `environment` added to ours; what it says is appended to `log_path`.
 
     name: what it is called in our log.
 

@@ -35,10 +35,11 @@ _PREFIX = 512
 
 
 class RequestInfo(NamedTuple):
-    """What observers are told of a request. caller: its request_id is what it goes by here.
+    """What observers are told of a request. trace_context: its request_id is what it goes by here.
 
-    most: tokens it may get, 0 if untold. spend: hears how many tokens prompt and answer had, once they are known.
-    told: whether observers hear of it at all. begins: the part of it that tells which others begin alike (`beginning`).
+    max_tokens: it may get, 0 if untold. on_usage: hears how many tokens prompt and answer had, once they are known.
+    observed: whether observers hear of it at all. begins: the part of it that tells which others begin alike
+    (`prompt_prefix`).
     """
 
     trace_context: Caller
@@ -118,11 +119,11 @@ _REASONS: Mapping[str, str] = {"length": "length", "max_tokens": "length", "abor
 
 
 class UpstreamBackend:
-    """Passes requests on as they came (the upper door, a `base.Service`).
+    """Passes requests on as they came (the upper door, an `interface.Service`).
 
-    headers: what is sent with every request; keyed: a key is among them. most: requests that may be outstanding; one
-    more is refused. affinity: requests that begin alike go to one server, while it is not much busier than the rest.
-    patience: seconds that `start` waits for a server to answer.
+    headers: what is sent with every request; keyed: a key is among them. max_outstanding: requests at once; one more
+    is refused. affinity: requests that begin alike go to one server, while it is not much busier than the rest.
+    start_timeout: seconds that `start` waits for a server to answer.
     """
 
     def __init__(

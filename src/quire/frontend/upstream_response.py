@@ -65,7 +65,7 @@ class Listener(Protocol):
 class UpstreamResponse:
     """One answer. status and headers are the upstream's; `streams`: it is made of server-sent events.
 
-    made: events so far. told: tokens of the answer, None until a usage says it. prompt: its tokens, 0 if untold.
+    num_events: so far. reported_tokens: the answer's, None until a usage says it. prompt_tokens: 0 if untold.
     finish: why it ended, '' if untold. id: what the upstream calls it.
     """
 

@@ -25,7 +25,7 @@ class UpstreamDown(Exception):
 
 
 class Upstream:
-    """One server. well: it answers. outstanding: requests it has."""
+    """One server. healthy: it answers. outstanding: requests it has."""
 
     def __init__(self, origin: Origin, headers: Headers) -> None:
         self.origin, self.pool, self.headers = origin, Pool(origin), headers
@@ -34,7 +34,7 @@ class Upstream:
         self._changed = asyncio.Event()
 
     async def get(self, path: str, *, timeout: float = _CHECK_TIMEOUT) -> tuple[int, bytes]:
-        """(status, body). Raises Away."""
+        """(status, body). Raises UpstreamDown."""
         try:
             async with asyncio.timeout(timeout):
                 connection = await self.pool.exchange("GET", path, self.headers, b"")

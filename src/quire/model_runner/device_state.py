@@ -75,8 +75,8 @@ class DeviceState:
         sizes = {"chain": spans + 1, "wanted": spans}
         for lane, picks in (("step", self.max_samples), ("draft", spans)):
             sizes |= {f"{lane}.counts": 4, f"{lane}.span_row": spans, f"{lane}.query_start": spans + 1}
-            sizes |= {f"{lane}.token_span": tokens, f"{lane}.picked": picks, f"{lane}.pick_row": picks}
-            sizes |= {f"{lane}.pick_at": picks, f"{lane}.pick_depth": picks}
+            sizes |= {f"{lane}.token_span": tokens, f"{lane}.sample_indices": picks, f"{lane}.sample_row": picks}
+            sizes |= {f"{lane}.sample_position": picks, f"{lane}.sample_offset": picks}
         sizes |= dict.fromkeys(COLUMNS, rows.num_rows + 1)
         sizes |= {
             "table": (rows.num_rows + 1) * self.num_table_columns,
@@ -226,9 +226,9 @@ def layout(arena: DeviceState, shape: StepShape, spans: int) -> list[tuple[int, 
         "step.span_row": row,
         "step.query_start": start,
         "step.token_span": shape.token_span.astype(np.int32),
-        "step.picked": picked,
-        "step.pick_row": pick_row,
-        "step.pick_depth": depth,
+        "step.sample_indices": picked,
+        "step.sample_row": pick_row,
+        "step.sample_offset": depth,
         "chain": np.append(shape.first_sample, picks).astype(np.int32),
     }
     return [(arena.offsets[name], values) for name, values in parts.items()]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class AdmissionSlot:
-    """One request's way in; `held` from when its body is complete."""
+    """One request's way in; `is_counted` from when its body is complete."""
 
     __slots__ = ("is_counted",)
 

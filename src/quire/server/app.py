@@ -213,7 +213,7 @@ def create_app(
     hosts: Hosts | None = None,
     origins: Collection[str] = (),
 ) -> ASGIApp:
-    """The ASGI application around a backend that the caller starts and closes, and so the desk, which has batches.
+    """The ASGI application around a backend that the caller starts and closes, and so batch_service.
 
     view: what the live page shows. recording: the folder of the flight recorder's files. hosts: the names by which the
     server may be asked, any by default. origins: those whose pages may use it (CORS).

@@ -29,8 +29,8 @@ from quire.types import BACKGROUND, TraceContext
 
 
 class Endpoint(NamedTuple):
-    """One path. asks: the type of its requests. job, chunks, whole: what becomes of them, streamed or not; all three
-    are offloaded with the request.
+    """One path. request_type: of its requests. make_job, chunks, response: what becomes of them, streamed or not; all
+    three are offloaded with the request.
 
     chunks is None where nothing is streamed. `by` is the system fingerprint.
     """
@@ -42,7 +42,7 @@ class Endpoint(NamedTuple):
 
 
 class TokenCountEndpoint(NamedTuple):
-    """A path that counts a prompt's tokens. asks, job: as of a Door; told: the answer, for so many."""
+    """A path that counts a prompt's tokens. request_type, make_job: as of an Endpoint; response: for so many."""
 
     request_type: type[schemas.Sampling]
     make_job: Callable[[Any, Backend, Limits], Job]

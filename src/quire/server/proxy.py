@@ -244,7 +244,7 @@ class _RelayedResponse(EventStream[bytes]):
 
 
 class UpstreamEvents:
-    """What has to be waited for, as answers (base.Answers): the next part is fetched once the last is taken."""
+    """What has to be waited for, as a `ResultStream`: the next part is fetched once the last is taken."""
 
     def __init__(self, parts: AsyncGenerator[bytes, None]) -> None:
         self._part: list[bytes] = []

@@ -78,7 +78,7 @@ async def serve(
     """Start `backend`, answer on `sock`, and return when SIGTERM or Ctrl-C came and everything has ended.
 
     After the signal new requests get 503 and Retry-After; those running may take `shutdown_timeout` seconds.
-    tls: files of the private key and of the certificate. desk: who works beside the answers; it starts after the
+    tls: files of the private key and of the certificate. batch_service: works beside the answers; it starts after the
     backend and ends before it drains. address_file: holds the server's address while it answers.
     Raises what `Service.start` raises; nothing listens before it has returned.
     """

@@ -32,8 +32,9 @@ _CHOICES = "auto, none, required or {'type': 'function', 'function': {'name': ..
 class ToolSet:
     """What a request's tools come to.
 
-    shown: for the model's template; None for none. parameters: their names, and schemas: of the arguments, of each tool
-    that may be called. forced: the answer must be calls. strict: calls must obey. most: calls in one answer.
+    for_template: what the model's template shows; None for none. parameters: their names, and schemas: of the
+    arguments, of each tool that may be called. forced: the answer must be calls. strict: calls must obey. most: calls
+    in one answer.
     """
 
     style: ToolStyle = HERMES

@@ -122,7 +122,7 @@ class ScriptedHandle:
     def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
         self.executor.fails("masks")
 
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         """Nobody waits in a replay."""
         return True
 

@@ -13,7 +13,7 @@ from quire.types import SamplingParams, TokenLogprobs
 VERSION = 1
 """Of the contract: both sides must speak the same."""
 
-_FIELDS = {
+_FIELDS: Mapping[str, str] = {
     "num_blocks": "pages",
     "block_size": "page_size",
     "num_rows": "rows",
