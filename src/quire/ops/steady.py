@@ -2,8 +2,8 @@
 
 `fixed` makes every product and every sum in a way that no library can change, and pays for it. Here the library's own
 products and attention are used wherever they give a row the same bits in any company: oneDNN's packed products of up to
-some thousand columns do, for any number of rows; torch's attention does for any number of sequences and for LEAST
-queries or more, as long as a query always sees the same number of positions. So each reads whole runs of RUN positions
+some thousand columns do, for any number of rows; torch's attention does for any number of sequences and for a multiple
+of LEAST queries, as long as a query always sees the same number of positions. So each reads whole runs of RUN positions
 up to its own, masked past it, whoever it is computed with. `holds` asks this machine whether all of that is so.
 """
 
@@ -27,7 +27,8 @@ RUN = 64
 """Positions of K/V read at a time."""
 
 LEAST = 4
-"""Rows of queries attended at once: fewer are repeated, for torch makes products of fewer in ways of their own."""
+"""Rows of queries are attended by as many, some of them twice where they are fewer. Torch takes them in blocks of 32 to
+256, and makes products of fewer than these, all there are or left over at the end, in ways of their own."""
 
 
 class SteadyOps(BatchInvariantOps):
@@ -72,22 +73,28 @@ def attend(q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, index: int, sc
     k = paged.read(kv.k, index, kv.k_scale, q.dtype)[:, :, : group.longest]
     v = paged.read(kv.v, index, kv.v_scale, q.dtype)[:, :, : group.longest]
     rows = n * share
-    times = -(-LEAST // rows)
-    some = q[group.rows].view(spans, n, groups, 1, share, dim).expand(-1, -1, -1, times, -1, -1)
-    some = some.permute(0, 2, 3, 4, 1, 5).reshape(spans, groups, times * rows, dim)
-    seen = mask(paged, index, share * times, q.dtype)
+    some = q[group.rows].view(spans, n, groups, share, dim).permute(0, 2, 3, 1, 4).reshape(spans, groups, rows, dim)
+    some = filled(some)
+    seen = mask(paged, index, share, q.dtype)
     out = F.scaled_dot_product_attention(some, k, v, seen, scale=scale)[:, :, :rows]
     return out.reshape(spans, groups, share, n, dim).permute(0, 3, 1, 2, 4).reshape(spans * n, heads, dim)
 
 
+def filled(x: Tensor) -> Tensor:
+    """[S, G, rows, D], the first rows repeated behind the last up to a multiple of LEAST."""
+    rows = x.shape[2]
+    return x if rows % LEAST == 0 else x[:, :, torch.arange(-(-rows // LEAST) * LEAST) % rows]
+
+
 def mask(paged: PagedAttentionMetadata, index: int, share: int, dtype: torch.dtype) -> Tensor:
-    """[S, 1, rows or 1, L]: what is added to scores."""
+    """[S, 1, rows or 1, L]: what is added to scores, for `filled` rows."""
     key = (index, share)
     made = paged.masks.get(key)
     if made is None:
         seen = visible(paged.groups[index], UNLIMITED, share)
         assert seen is not None
         made = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
+        made = made if made.shape[2] == 1 else filled(made)
         paged.masks[key] = made
     return made
 
@@ -111,7 +118,7 @@ def holds(dtype: torch.dtype = torch.bfloat16) -> bool:
         return F.scaled_dot_product_attention(q[spans, :, rows], k[spans], v[spans], seen)
 
     return _alike(lambda rows: packed_linear(x[rows], weight, None), 0, (1, 2, 3, 8, 17, 50)) and all(
-        _alike(lambda rows, spans=spans: attended(spans, rows)[0], 1, (LEAST, 6, 8, 34))  # type: ignore[misc]
+        _alike(lambda rows, spans=spans: attended(spans, rows)[0], 1, (LEAST, 8, 36, 68))  # type: ignore[misc]
         and torch.equal(attended(spans, slice(0, 8))[0], attended(slice(0, 3), slice(0, 8))[0])
         for spans in (slice(0, 1), slice(0, 2))
     )
