@@ -16,9 +16,10 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 
 LAYERS = (
-    ("errors", "heap"),
+    ("errors", "heap", "deprecated"),
     ("checks",),
     ("types",),
+    ("values", "build"),
     ("ops", "parsers"),
     ("scheduler", "layers", "config", "tokenization"),
     ("engine", "model_runner", "models", "structured_output"),
@@ -53,6 +54,7 @@ TORCH_FREE_MODULES = (
 )
 
 LOADERS = {
+    "quire.deprecated",
     "quire.cli.lazy",
     "quire.assembly.extras",
     "quire.weights.locate",
@@ -61,8 +63,8 @@ LOADERS = {
     "quire.assembly.text",
     "quire.cli.diff",
 }
-"""Commands, the hub's slow client, transformers, which is compared with only where it is installed, kernels, which
-need Triton, and what knows models, which needs torch: the frontend asks it only where nothing can start anyway."""
+"""Old names, commands, the hub's slow client, transformers, which is compared with only where it is installed, kernels,
+which need Triton, and what knows models, which needs torch: the frontend asks it only where nothing can start anyway."""
 
 READ_ONLY = ("Mapping[", "Sequence[", "Collection[")
 """Annotations under which mypy lets nobody write."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import zipfile
@@ -33,3 +34,22 @@ def test_the_wheel_holds_the_model_and_fits_every_platform(tmp_path: Path) -> No
     assert any(name.endswith(".safetensors") for name in names)
     assert "quire/py.typed" in names
     assert not {Path(name).suffix for name in names} & COMPILED
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("quire.values.StructuredOutputs", "quire.types.StructuredOutputsParams"),
+        ("quire.values.SamplingParams", "quire.types.SamplingParams"),
+        ("quire.build.engine.build_engine", "quire.assembly.engine.build_engine"),
+        ("quire.sim.run.House", "quire.sim.run.SimConfig"),
+        ("quire.sim.run.drive", "quire.sim.run.simulate"),
+    ],
+)
+def test_what_documentation_once_imported_is_still_there_and_warns(old: str, new: str) -> None:
+    (module, name), (home, renamed) = old.rsplit(".", 1), new.rsplit(".", 1)
+    with pytest.warns(DeprecationWarning, match=f"{old} is now {new}"):
+        found = getattr(importlib.import_module(module), name)
+    assert found is getattr(importlib.import_module(home), renamed)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = importlib.import_module(module).nothing

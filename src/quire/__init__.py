@@ -9,14 +9,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import QuireError
-from quire.types import CompletionOutput, RequestOutput, SamplingParams
+from quire.types import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from quire.llm import LLM
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "CompletionOutput", "QuireError", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "QuireError",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

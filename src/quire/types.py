@@ -180,7 +180,7 @@ class SamplingParams:
                 f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})", param="min_tokens"
             )
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
-            raise InvalidRequest("structured_outputs must be StructuredOutputs(...)", param="structured_outputs")
+            raise InvalidRequest("structured_outputs must be StructuredOutputsParams(...)", param="structured_outputs")
         if self.structured_outputs is not None and self.min_tokens:
             raise InvalidRequest(
                 f"min_tokens and {self.structured_outputs.param} exclude each other: the structure says when an answer "

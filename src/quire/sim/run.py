@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.deprecated import aliases
 from quire.engine.clock import Clock, WallClock
 from quire.engine.engine import Engine
 from quire.engine.events import Observer
@@ -20,6 +21,8 @@ from quire.sim.workload import Load
 
 _SAMPLE = 16
 """Fragmentation is looked at every so many steps."""
+
+__getattr__ = aliases(__name__, __name__, {"House": "SimConfig", "drive": "simulate"})
 
 
 @dataclass(frozen=True, slots=True)

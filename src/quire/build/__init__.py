@@ -1,0 +1,1 @@
+"""The old name of `quire.assembly`, until 0.3."""
