@@ -244,6 +244,9 @@ def test_one_request_and_one_step_are_told(tmp_path: Path) -> None:
     assert "to compute again" in life and "first token after" in life and "ended at its limit" in life
     step = shown(tmp_path, "--step", each["step"]).output
     assert f"step {each['step']}, " in step and each["says"] in step and "feed    row" in step
+    found = told(tmp_path, "--step", str(each["step"]))
+    assert {"used_pages", "free_pages", "drafted", "accepted_at", "resets"} <= found["step"]["after"].keys()
+    assert found["settings"]["pressure"] == "preempt" and found["settings"]["order"] == "fcfs"
     assert [life["id"] for life in told(tmp_path, "--request", "req-3")["request"]] == ["req-3"]
     assert len(told(tmp_path, "--request", "req")["request"]) == 40, "a call's id is that of all its answers"
 

@@ -17,6 +17,7 @@ from rich.text import Text
 from quire.errors import InvalidRequest, nearest
 from quire.observability import recording_format
 from quire.observability.explain import MISSING
+from quire.scheduler.policy import ADMISSION_POLICIES, PRIORITY_POLICIES, RESERVE_POLICIES
 from quire.sim.replay import Divergence, Replay, replay
 from quire.sim.replay_stats import ReplayStats
 from quire.sim.step_words import lines, step_words
@@ -84,9 +85,9 @@ def report(again: Replay, tally: ReplayStats, notes: list[str]) -> dict[str, Any
             "budget": scheduler.max_num_batched_tokens,
             "gap": scheduler.max_background_tokens,
             "chunk": scheduler.max_chunk_tokens,
-            "order": scheduler.priority_policy.__name__,
-            "admission": scheduler.admission_policy.__name__,
-            "pressure": scheduler.kv.reserve_policy.__name__,
+            "order": _option(PRIORITY_POLICIES, scheduler.priority_policy),
+            "admission": _option(ADMISSION_POLICIES, scheduler.admission_policy),
+            "pressure": _option(RESERVE_POLICIES, scheduler.kv.reserve_policy),
             "speculation": _kind(scheduler.speculation),
             "pace": _kind(again.engine.step_budget),
             "prefix": _kind(scheduler.kv.prefix_cache),
@@ -100,6 +101,11 @@ def report(again: Replay, tally: ReplayStats, notes: list[str]) -> dict[str, Any
         **({"request": lives} if lives else {}),
         **({"step": tally.step} if tally.step else {}),
     }
+
+
+def _option(policies: Mapping[str, Any], policy: Any) -> str:
+    """The option's value that stands for a policy."""
+    return next((name for name, each in policies.items() if each is policy), policy.__name__)
 
 
 def _kind(part: Any) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 from quire.engine.engine import Engine
-from quire.engine.events import Completed, StepRecord
+from quire.engine.events import Completed, Gauges, StepRecord
 from quire.observability.explain import explain
 from quire.observability.history import History
 from quire.observability.recording_format import Began
@@ -17,6 +18,19 @@ from quire.types import Request
 KEPT = 200
 """Preemptions told one by one; the rest is counted."""
 LONGEST = 5
+
+_NAMES: Mapping[str, str] = {
+    "used_blocks": "used_pages",
+    "free_blocks": "free_pages",
+    "draft_totals": "drafted",
+    "accepted_by_position": "accepted_at",
+    "prefix_cache_resets": "resets",
+}
+"""What the report calls a gauge, where that is not the gauge's name."""
+
+
+def _reported(gauges: Gauges) -> dict[str, Any]:
+    return {_NAMES.get(name, name): value for name, value in gauges._asdict().items()}
 
 
 class ReplayStats:
@@ -121,7 +135,7 @@ class ReplayStats:
             "requests": record.ids,
             "tokens": {event.id: len(event.tokens) for event in record.events},
             "ended": {ended.id: ended.finish for ended in record.ended},
-            "after": record.gauges._asdict(),
+            "after": _reported(record.gauges),
         }
 
     def to_json(self) -> list[dict[str, Any]]:
