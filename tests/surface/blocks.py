@@ -265,8 +265,8 @@ BLOCKS = (
     Item(SPECULATIVE, speculative),
     settings("docs/configuration.md: model: embedded"),
     Item(
-        "docs/library.md: from quire.sim.run import House, drive",
-        lambda house: exec(FOUND["docs/library.md: from quire.sim.run import House, drive"].text, {}),
+        "docs/library.md: from quire.sim.run import SimConfig, simulate",
+        lambda house: exec(FOUND["docs/library.md: from quire.sim.run import SimConfig, simulate"].text, {}),
         executors=(),
         elsewhere="tests/test_docs.py::test_each_example_of_the_library_runs",
     ),

@@ -42,7 +42,7 @@ class StepInputs(NamedTuple):
 
     counts [4]: tokens, spans, picks, chains. span_row [S], query_start [S+1], token_span [T]. picked, pick_row,
     pick_at, pick_depth [R]: the token whose hidden state is picked, its row, where in its row's history the token that
-    it brings will stand, and how many drafts are before it. length: the column of tokens whose K/V is made.
+    it brings will stand, and how many drafts are before it. num_computed: the column of tokens whose K/V is made.
     """
 
     counts: Tensor
@@ -53,7 +53,7 @@ class StepInputs(NamedTuple):
     sample_row: Tensor
     sample_position: Tensor
     sample_offset: Tensor
-    length: Tensor
+    num_computed: Tensor
 
 
 class DeviceState:
@@ -103,8 +103,8 @@ class DeviceState:
         return self.data[begin : begin + (self.sizes[name] if size is None else size)]
 
     def _step_inputs(self, lane: str, length: str) -> StepInputs:
-        parts = {name: self.part(f"{lane}.{name}") for name in StepInputs._fields if name != "length"}
-        return StepInputs(**parts, length=self.columns[length])
+        parts = {name: self.part(f"{lane}.{name}") for name in StepInputs._fields if name != "num_computed"}
+        return StepInputs(**parts, num_computed=self.columns[length])
 
     def _column(self, name: str) -> Tensor:
         column = self.part(name, self.num_rows + 1)

@@ -75,7 +75,7 @@ class TorchSteps:
     def prepare_inputs(self, state: DeviceState, inputs: StepInputs, batch: RaggedBatch, longest: int) -> None:
         tokens, spans, size = len(batch.tokens), len(batch.kv_len), batch.page_size
         start = inputs.query_start[: spans + 1]
-        row, length = inputs.span_row[:spans].long(), inputs.length
+        row, length = inputs.span_row[:spans].long(), inputs.num_computed
         n = start[1:] - start[:-1]
         batch.kv_len.copy_(torch.where(n > 0, length[row] + n, 0))
         batch.page_table.copy_(state.block_table[row])
@@ -90,7 +90,7 @@ class TorchSteps:
 
     def advance(self, state: DeviceState, inputs: StepInputs, spans: int, hidden: Tensor, out: Tensor) -> None:
         start, row = inputs.query_start[: spans + 1], inputs.span_row[:spans].long()
-        inputs.length[row] = (inputs.length[row] + start[1:] - start[:-1]).clamp(max=state.max_history - 1)
+        inputs.num_computed[row] = (inputs.num_computed[row] + start[1:] - start[:-1]).clamp(max=state.max_history - 1)
         picks = len(out)
         real = torch.arange(picks, device=state.device) < inputs.counts[2]
         inputs.sample_position[:picks] = (
@@ -121,7 +121,7 @@ class TorchSteps:
             keep += going
             going = going & (token == draft)
         num_known[row] = torch.where(keep > 0, (begin + keep).clamp(max=state.max_history), num_known[row]).int()
-        inputs.length[row] = torch.where(keep > 0, num_known[row] - 1, inputs.length[row])
+        inputs.num_computed[row] = torch.where(keep > 0, num_known[row] - 1, inputs.num_computed[row])
 
     def lookup(self, state: DeviceState, chains: int, depth: int, longest: int, shortest: int) -> None:
         for c in range(min(chains, int(state.step.counts[3]))):
@@ -137,11 +137,11 @@ class TorchSteps:
         row = torch.where(there, step.sample_row[state.chain[:chains].long()], state.num_rows)
         wanted = there & (state.wanted_drafts[:chains] > max(at, 0))
         done = (
-            torch.minimum(inputs.length[row.long()], num_known[row.long()] - 1) if at < 1 else inputs.length[row.long()]
+            torch.minimum(inputs.num_computed[row.long()], num_known[row.long()] - 1) if at < 1 else inputs.num_computed[row.long()]
         )
         n = torch.where(wanted, num_known[row.long()] + at - done, 0).clamp(0, (tokens, 2, 1)[min(at, 1) + 1])
         n = (n - (n.cumsum(0) - tokens).clamp(min=0)).clamp(min=0).int()
-        inputs.length[row[there].long()] = done[there]
+        inputs.num_computed[row[there].long()] = done[there]
         inputs.span_row[:chains] = torch.where(n > 0, row, state.num_rows)
         inputs.query_start[0], inputs.query_start[1 : chains + 1] = 0, n.cumsum(0)
         total = int(n.sum())

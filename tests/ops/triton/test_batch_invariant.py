@@ -63,7 +63,7 @@ def ways() -> dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Ten
         "gated": of("linear", weight, bias, "silu"),
         "scaled": of("scaled_linear", eighth, scale, UNLIMITED),
         "blocks": of("scaled_linear", eighth, torch.rand(OUT, 3, device=DEVICE), 48, gate="gelu"),
-        "halved": of("halved_linear", halved, scales, zeros, groups),
+        "halved": of("int4_linear", halved, scales, zeros, groups),
         "int8": of("int8_linear", whole, scale),
         "norm": of("rms_norm", weight[0], 1e-6),
         "silu": of("silu_mul"),

@@ -116,7 +116,7 @@ def test_matrices_in_eight_bits_keep_a_card_busy_whatever_their_shape(rows: int)
         programs = -(-outputs // how.outputs) * how.splits
         assert 128 <= programs <= 512, "about as many as an H200 runs at once"
         assert how.inputs <= inputs // how.splits
-    assert scaled_gemm_config(17, 6144, 4096) is None, "more are the library's: see `twofold`"
+    assert scaled_gemm_config(17, 6144, 4096) is None, "more are the library's: see `fp8_split`"
 
 
 def test_what_is_large_or_small_keeps_its_place_in_half_precision() -> None:

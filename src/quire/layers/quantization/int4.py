@@ -40,7 +40,7 @@ class Int4Scheme:
 
 
 class Int4Weight:
-    """The final form, see `Ops.halved_linear`."""
+    """The final form, see `Ops.int4_linear`."""
 
     def __init__(
         self, ops: Ops, weight: Tensor, scale: Tensor, zero: Tensor, groups: Tensor, bias: Tensor | None

@@ -2,7 +2,7 @@
 
 A byte or half a byte is read for each number, so what is bound by reading gains two or four times, if restoring keeps
 up: an H200 can spend five instructions on a number before it is what everything waits for. Activations stay as they
-are. See `Ops.scaled_linear` and `Ops.halved_linear`, and `skinny` for how few rows are multiplied.
+are. See `Ops.scaled_linear` and `Ops.int4_linear`, and `gemv` for how few rows are multiplied.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ MOST = 256
 
 
 class QuantizedMatrix(NamedTuple):
-    """A matrix as `Ops.scaled_linear` (zero and groups None) or `Ops.halved_linear` has it."""
+    """A matrix as `Ops.scaled_linear` (zero and groups None) or `Ops.int4_linear` has it."""
 
     weight: Tensor
     scale: Tensor
