@@ -64,7 +64,7 @@ LOADERS = {
     "quire.cli.diff",
 }
 """Old names, commands, the hub's slow client, transformers, which is compared with only where it is installed, kernels,
-which need Triton, and what knows models, which needs torch: the frontend asks it only where nothing can start anyway."""
+which need Triton, and what knows models, which needs torch: it is asked only where nothing can start anyway."""
 
 READ_ONLY = ("Mapping[", "Sequence[", "Collection[")
 """Annotations under which mypy lets nobody write."""

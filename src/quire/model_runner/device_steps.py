@@ -137,7 +137,9 @@ class TorchSteps:
         row = torch.where(there, step.sample_row[state.chain[:chains].long()], state.num_rows)
         wanted = there & (state.wanted_drafts[:chains] > max(at, 0))
         done = (
-            torch.minimum(inputs.num_computed[row.long()], num_known[row.long()] - 1) if at < 1 else inputs.num_computed[row.long()]
+            torch.minimum(inputs.num_computed[row.long()], num_known[row.long()] - 1)
+            if at < 1
+            else inputs.num_computed[row.long()]
         )
         n = torch.where(wanted, num_known[row.long()] + at - done, 0).clamp(0, (tokens, 2, 1)[min(at, 1) + 1])
         n = (n - (n.cumsum(0) - tokens).clamp(min=0)).clamp(min=0).int()
