@@ -100,6 +100,19 @@ def test_what_was_measured_in_a_slow_moment_does_not_last() -> None:
     assert policy.chosen == 0
 
 
+def test_each_trial_drafts_for_sequences_of_its_own() -> None:
+    """Those of the trial before may have ended."""
+    policy = paced()
+    decode(policy, 64, 0, 2.0)
+    for trial in range(2):
+        while not policy._left:
+            decode(policy, 64, 0, 2.0, steps=1)
+        probed = [policy.num_drafts(seq(100 * trial + i)) for i in range(policy.PROBES + 2)]
+        assert probed == [1] * policy.PROBES + [0] * 2
+        while policy._left:
+            decode(policy, 64, policy.chosen, 5.0, steps=1)
+
+
 def test_what_makes_ready_what_the_next_ones_find_does_not_decide() -> None:
     policy, seen = AdaptiveDrafts(4), set[int]()
     for i in range(60):

@@ -269,6 +269,7 @@ def test_a_request_may_end_before_its_grammar_is_made() -> None:
     assert [events[id].finish for id in ("gone", "refused", "expired")] == ["abort", "error", "timeout"]
     assert (events["refused"].param, events["refused"].status) == ("guided_regex", 400)
     assert events["gone"].param is None
+    assert not house.has_pending_work and not house.scheduler.waiting.awaiting_grammar(), "nobody is waited for"
     for id in events:
         house.set_constraint(id, compiler()(STRUCTURES[0]).constraint())
     assert not house.has_pending_work and not house.can_step
