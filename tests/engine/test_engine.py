@@ -76,6 +76,15 @@ def test_times_add_up_on_a_virtual_clock() -> None:
     assert two.opened == pytest.approx(one.finished)
 
 
+def test_a_preempted_request_was_opened_when_it_was_first() -> None:
+    engine = house(pages=8, page_size=4, max_num_seqs=2).build(VirtualClock())
+    for start in (1, 5):
+        engine.submit([start, 2, 3], 24)
+    run(engine)
+    assert sum(done.preemptions for done in engine.completed_requests) > 0
+    assert [done.opened for done in engine.completed_requests] == [0.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("tokens", "new", "param", "says"),
     [
