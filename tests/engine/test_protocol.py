@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.engine.protocol import FrameReader, Submit, ToEngine, encode_frame, submission, submitted
+from quire.engine.protocol import Abort, FrameReader, Submit, ToEngine, encode_frame, submission, submitted
 from quire.frontend.interface import Call
 from quire.frontend.request_builder import requests
 from quire.types import Request, SamplingParams, StructuredOutputsParams
@@ -56,3 +56,11 @@ def test_requests_of_any_kinds_arrive_as_they_were() -> None:
 def test_an_answer_without_a_request_before_it_is_no_submission() -> None:
     with pytest.raises(ValueError, match="says nothing but its id"):
         list(submitted(Submit([("a", 1)])))
+
+
+def test_messages_arrive_wherever_the_bytes_are_cut() -> None:
+    messages = [Abort(["a"], "abort"), Abort(["b", "c"], "timeout")]
+    data = b"".join(map(encode_frame, messages))
+    for cut in range(len(data) + 1):
+        reader = FrameReader(ToEngine)
+        assert [*reader.feed(data[:cut]), *reader.feed(data[cut:])] == messages, cut
