@@ -50,30 +50,24 @@ CLASSES: Classes = MappingProxyType(
     {
         kind.__name__: kind
         for kind in (
-            *(
-                scheduler.Scheduler,
-                kv_cache.KVCacheManager,
-                block_pool.BlockPool,
-                block_pool.Lru,
-                block_pool.Fifo,
-                prefix_cache.NoPrefixCache,
-                prefix_cache.RadixPrefixCache,
-            ),
-            *(
-                queue.WaitingQueue,
-                sequence.Sequence,
-                speculation.DraftStats,
-                speculation.FixedDrafts,
-                speculation.AdaptiveDrafts,
-            ),
-            *(
-                speculation._StepTimes,
-                timing.UnlimitedStepBudget,
-                timing.LatencyController,
-                recovery.Recovery,
-                stats.EngineStats,
-                stats.RequestTimes,
-            ),
+            scheduler.Scheduler,
+            kv_cache.KVCacheManager,
+            block_pool.BlockPool,
+            block_pool.Lru,
+            block_pool.Fifo,
+            prefix_cache.NoPrefixCache,
+            prefix_cache.RadixPrefixCache,
+            queue.WaitingQueue,
+            sequence.Sequence,
+            speculation.DraftStats,
+            speculation.FixedDrafts,
+            speculation.AdaptiveDrafts,
+            speculation._StepTimes,
+            timing.UnlimitedStepBudget,
+            timing.LatencyController,
+            recovery.Recovery,
+            stats.EngineStats,
+            stats.RequestTimes,
         )
     }
 )

@@ -246,9 +246,8 @@ class AdaptiveDrafts:
     def num_drafts(self, seq: Sequence) -> int:
         order, length = seq.arrival, len(seq.tokens)
         tokens_left = seq.max_length - length
-        max_drafts = min(
-            self.chosen, tokens_left - seq.num_inflight - 2
-        )  # the step brings one at least, and one ends it
+        # The step brings one token at least, and one ends the sequence.
+        max_drafts = min(self.chosen, tokens_left - seq.num_inflight - 2)
         if max_drafts < 1:
             return 0
         chosen = self.draft_counts[bisect_right(self.draft_counts, max_drafts) - 1]  # nothing was made ready for others
