@@ -37,7 +37,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
     monkeypatch.setitem(sys.modules, "onnx", None)
     monkeypatch.delitem(sys.modules, "quire.weights.onnx_export", raising=False)
     said = CliRunner().invoke(main, ["export-onnx", "embedded", str(tmp_path)])
-    assert said.exit_code == 2 and "(onnx): pip install 'quire[onnx]'" in said.output
+    assert said.exit_code == 2 and "(onnx): pip install 'quire-llm[onnx]'" in said.output
 
 
 def test_what_export_writes_generates(tmp_path: Path) -> None:

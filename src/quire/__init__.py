@@ -14,7 +14,7 @@ from quire.types import CompletionOutput, RequestOutput, SamplingParams, Structu
 if TYPE_CHECKING:
     from quire.llm import LLM
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LLM",

@@ -14,5 +14,5 @@ def extra(module: str, name: str) -> Any:
         return import_module(module)
     except ModuleNotFoundError as error:
         raise InvalidConfig(
-            f"this needs a package that is not installed ({error.name}): pip install 'quire[{name}]'"
+            f"this needs a package that is not installed ({error.name}): pip install 'quire-llm[{name}]'"
         ) from error

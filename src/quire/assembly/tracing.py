@@ -31,7 +31,7 @@ def build_tracing(endpoint: str | None, explain: Explain, *, model: str) -> Trac
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as missing:
         raise InvalidConfig(
-            f"otlp_traces_endpoint: OpenTelemetry is not installed ({missing.name}): pip install 'quire[otel]'"
+            f"otlp_traces_endpoint: OpenTelemetry is not installed ({missing.name}): pip install 'quire-llm[otel]'"
         ) from missing
     resource = Resource.create({"service.name": "quire", "service.version": __version__})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)

@@ -75,7 +75,7 @@ def command(
     threads: int,
     as_json: bool,
 ) -> None:
-    """Decode side by side with transformers (pip install 'quire[dev]')."""
+    """Decode side by side with transformers (pip install 'quire-llm[dev]')."""
     threads = threads or torch.get_num_threads()
     torch.set_num_threads(threads)
     config = {

@@ -38,7 +38,7 @@ _READY = re.compile(r"is ready at (\S+:\d+):")
 @click.option("--repeat", default=9, show_default=True, help="Interleaved rounds; medians are shown.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(batch: int, prompt: int, new: int, repeat: int, as_json: bool) -> None:
-    """Decode through local, gRPC on loopback, and ONNX Runtime (pip install 'quire[grpc,onnx]')."""
+    """Decode through local, gRPC on loopback, and ONNX Runtime (pip install 'quire-llm[grpc,onnx]')."""
     speeds: dict[str, list[float]] = {}
     here = {"dtype": "float32", "device": "cpu", "max_num_seqs": batch}  # a CPU, where there is a GPU, too
     flags = [word for name, value in here.items() for word in (f"--{name.replace('_', '-')}", str(value))]

@@ -99,7 +99,7 @@ def reference(folder: Path, tokens: Sequence[int]) -> list[Tensor]:
     try:
         auto = import_module("transformers").AutoModelForCausalLM
     except ImportError:
-        raise InvalidConfig("quire diff compares with transformers: pip install 'quire[dev]'") from None
+        raise InvalidConfig("quire diff compares with transformers: pip install 'quire-llm[dev]'") from None
     where = {"gguf_file": folder.name} if folder.is_file() else {}
     try:
         theirs = auto.from_pretrained(

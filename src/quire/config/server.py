@@ -65,6 +65,7 @@ class ServerConfig:
     log_format: Literal["text", "json"] = option("text", "How log lines look; json: an object a line, for programs.")
     otlp_traces_endpoint: str | None = option(
         None,
-        "Where a trace of each request is sent, OTLP over HTTP (http://127.0.0.1:4318/v1/traces); needs quire[otel].",
+        "Where a trace of each request is sent, OTLP over HTTP (http://127.0.0.1:4318/v1/traces); "
+        "needs quire-llm[otel].",
         unset="none",
     )
