@@ -3,8 +3,10 @@ PYTHON ?= python
 CODE = src tests training
 
 SEED ?= 1
+REFERENCE = docs/reference
+SITE ?= $(CURDIR)/out/site
 
-.PHONY: check format lint types test bench nightly mutation docs errors wheel proto
+.PHONY: check format lint types test bench nightly mutation docs site errors wheel proto
 
 check: lint types test
 
@@ -34,11 +36,15 @@ mutation:
 	OMP_NUM_THREADS=1 $(PYTHON) -m tests.mutation --seed $(SEED) --count 100 --jobs 2
 
 docs:
-	$(PYTHON) -m quire.config.document > docs/configuration.md.new && mv docs/configuration.md.new docs/configuration.md
-	$(PYTHON) -m quire.server.document > docs/requests.md.new && mv docs/requests.md.new docs/requests.md
-	$(PYTHON) -m quire.observability.document > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
+	$(PYTHON) -m quire.config.document > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/configuration.md
+	$(PYTHON) -m quire.server.document > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/requests.md
+	$(PYTHON) -m quire.observability.document > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/metrics.md
 
-# Of logits, by architecture and dtype, in docs/models.md: not part of `docs`, for their last digits are the machine's.
+# The documentation site, as a folder of files.
+site:
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet --site-dir $(SITE)
+
+# Of logits, by architecture and dtype, in docs/guides/models.md: not part of `docs`, for their last digits are the machine's.
 errors:
 	$(PYTHON) -m tests.models.errors
 

@@ -1,5 +1,5 @@
 """A real browser on the live page: headless Chromium, where there is one. `python -m tests.browser FOLDER` takes the
-pictures of docs/ui.md."""
+pictures of docs/guides/live-page.md."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_whoever_runs_may_finish_before_the_container_is_killed() -> None:
 def test_probes_ask_for_routes_that_want_no_key() -> None:
     asked = [CONTAINER[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")]
     assert asked == ["/health/ready", "/health/ready", "/health/live"]
-    routes = (ROOT / "docs/server.md").read_text()
+    routes = (ROOT / "docs/guides/serving.md").read_text()
     assert all(f"`GET {path}`" in routes for path in asked)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +27,7 @@ PAGES = (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))
 
 @pytest.mark.parametrize("page", [configuration, requests, metrics], ids=["configuration", "requests", "metrics"])
 def test_what_is_written_from_the_code_is_current(page: ModuleType, request: pytest.FixtureRequest) -> None:
-    written = ROOT / f"docs/{request.node.callspec.id}.md"
+    written = ROOT / f"docs/reference/{request.node.callspec.id}.md"
     assert written.read_text(encoding="utf-8") == page.markdown(), "run `make docs`"
 
 
@@ -35,6 +37,24 @@ def test_links_between_pages_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         if not re.match(r"[a-z]+:", target):
             assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """Every page is in the navigation, and every link and anchor leads to one."""
+    done = subprocess.run(
+        ["make", "site", f"PYTHON={sys.executable}", f"SITE={tmp_path}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "reference/configuration/index.html").stat().st_size > 10_000
+    fetched = re.findall(
+        r'<(?:link|script|img)[^>]*(?:href|src)="(https?:[^"]+)"', (tmp_path / "index.html").read_text()
+    )
+    assert not fetched, "a page fetches something from elsewhere"
 
 
 def commands(text: str) -> Iterator[str]:
@@ -76,7 +96,7 @@ def test_every_command_shown_is_one_there_is(
 
 def test_commands_are_found_in_blocks_and_sentences() -> None:
     assert len(SHOWN) > 30
-    assert ("docs/executors.md", "serve my-graphs --executor onnx") in SHOWN
+    assert ("docs/guides/executors.md", "serve my-graphs --executor onnx") in SHOWN
     assert list(commands("```sh\nA=1 quire serve x # so\n```\n`quire plan M` or `quire bench`")) == [
         "serve x",
         "plan M",
@@ -108,9 +128,11 @@ def _flags(command: click.Command, context: click.Context) -> Iterator[str]:
 
 @pytest.mark.parametrize("number", range(3))
 def test_each_example_of_the_library_runs(number: int, capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/library.md").read_text("utf-8"), re.S | re.M)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "docs/guides/offline-inference.md").read_text("utf-8"), re.S | re.M
+    )
     assert len(blocks) == 3
-    exec(compile(blocks[number], "docs/library.md", "exec"), {})
+    exec(compile(blocks[number], "docs/guides/offline-inference.md", "exec"), {})
     said = capsys.readouterr().out.splitlines()
     assert len(said) >= [4, 10, 1][number]
     assert said[-1].split()[0] in ("0", "800") or number == 0
@@ -118,7 +140,7 @@ def test_each_example_of_the_library_runs(number: int, capsys: pytest.CaptureFix
 
 def test_each_switch_shown_can_be_set_alone() -> None:
     """The table of switches: every flag in it, by itself, with the value it is shown with."""
-    text = (ROOT / "docs/library.md").read_text("utf-8")
+    text = (ROOT / "docs/guides/offline-inference.md").read_text("utf-8")
     shown = re.findall(r"`(--[^`]+)`", text[text.index("## Every optimisation") :])
     assert len(shown) > 20
     for one in shown:

@@ -21,7 +21,7 @@ from quire.types import StructuredOutputsParams
 from tests.live import Live, environment, serving
 from tests.structured_output.schemas import Schema, schemas
 
-PAGE = (Path(__file__).parents[1] / "docs/structured.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[1] / "docs/guides/structured-outputs.md").read_text(encoding="utf-8")
 HI = [
     {
         "role": "user",

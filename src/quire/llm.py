@@ -55,7 +55,7 @@ Message = Mapping[str, Any]
 
 
 class LLM:
-    """A model in this process. Arguments are the options of docs/configuration.md, by name; or whole `settings`.
+    """A model in this process. Arguments are the options of `quire serve`, by name; or whole `settings`.
 
     For any number of threads: their requests run in the same steps. A signal never falls into a step, so a call that
     Ctrl-C has interrupted leaves the next one as right as any. Raises InvalidConfig or InvalidModel; its methods raise

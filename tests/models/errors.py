@@ -1,5 +1,5 @@
 """How far logits are from transformers' in float32, by architecture and dtype, and what quantising does to a trained
-model: writes the tables of docs/models.md.
+model: writes the tables of docs/guides/models.md.
 
 Each number is the largest over all tiny checkpoints of an architecture and all tokens of five prompts, fed raggedly in
 chunks. `python -m tests.models.errors` takes about a minute.
@@ -30,7 +30,7 @@ from tests.checkpoints import SHAPES, make
 from tests.gguf_files import TYPES, write
 from tests.models.feeding import Feeder, prompts
 
-PAGE = Path(__file__).parents[2] / "docs/models.md"
+PAGE = Path(__file__).parents[2] / "docs/guides/models.md"
 CPU = torch.device("cpu")
 DTYPES: Mapping[DType, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -1,4 +1,4 @@
-"""docs/models.md: complete, and its table of errors of today's making."""
+"""docs/guides/models.md: complete, and its table of errors of today's making."""
 
 from __future__ import annotations
 

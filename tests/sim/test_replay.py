@@ -186,7 +186,7 @@ def test_all_night_plans_of_the_lattice_are_made_again(tmp_path: Path, seed: int
 
 
 def test_the_worked_example_of_the_docs_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[2] / "docs/recording.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/guides/recording.md").read_text(encoding="utf-8")
     found = re.search(r"<!-- worked -->\n```sh\n(.*?)```", page, re.DOTALL)
     assert found
     monkeypatch.chdir(tmp_path)

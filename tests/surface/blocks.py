@@ -22,7 +22,10 @@ from tests.surface.commands import alone, ready, serve
 from tests.surface.house import House
 from tests.surface.items import Item, Named
 
-PAGES = (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")))
+PAGES = (
+    *sorted(ROOT.glob("*.md")),
+    *(page for page in sorted(ROOT.glob("docs/**/*.md")) if "benchmarks" not in page.parts),
+)
 MOST = 6
 """Tokens an answer has at most, of those that say a number: interpreted kernels are slow."""
 
@@ -209,7 +212,7 @@ def looked_at(house: House) -> Any:
 
 
 def speculative(house: House) -> Any:
-    """The one line of docs/speculation.md, and an answer."""
+    """The one line of docs/guides/speculative-decoding.md, and an answer."""
     house.rest()
     code = "from quire import LLM, SamplingParams\n" + FOUND[SPECULATIVE].text
     more = "print(llm.generate('Once upon a time', SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text)"
@@ -221,7 +224,7 @@ def speculative(house: House) -> Any:
 
 
 def batch(house: House) -> Any:
-    """docs/server.md's, waited for, and what came out."""
+    """docs/guides/serving.md's, waited for, and what came out."""
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
     line["body"] = {"model": "embedded", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 5}  # type: ignore[assignment]
     (house.folder / "requests.jsonl").write_text(json.dumps(line) + "\n")
@@ -241,32 +244,37 @@ def batch(house: House) -> Any:
     return row["response"]["body"]["choices"]
 
 
-BATCH = "docs/server.md: from pathlib import Path"
-SPECULATIVE = 'docs/speculation.md: llm = LLM(speculative_config={"method": "ngram", "num_specul'
-DRAFT = 'docs/speculation.md: quire serve --speculative-config \'{"method": "draft_model"}\''
-DETERMINISTIC = "docs/deterministic.md: quire serve --deterministic"
-ONNX = "docs/executors.md: quire export-onnx embedded my-graphs"
-HF = "docs/executors.md: quire serve EleutherAI/pythia-70m --executor hf"
-EXECUTOR = "docs/executors.md: quire executor MODEL --listen 127.0.0.1:50051"
-CLIENT = "docs/executors.md: quire serve MODEL --executor grpc --executor-address 127.0.0"
-RECORDING = "docs/recording.md: quire serve --recording-dir /var/lib/quire/recordings"
-LOOK = "docs/models.md: quire inspect Qwen/Qwen3-0.6B"
+BATCH = "docs/guides/serving.md: from pathlib import Path"
+SPECULATIVE = 'docs/guides/speculative-decoding.md: llm = LLM(speculative_config={"method": "ngram", "num_specul'
+DRAFT = 'docs/guides/speculative-decoding.md: quire serve --speculative-config \'{"method": "draft_model"}\''
+DETERMINISTIC = "docs/guides/deterministic.md: quire serve --deterministic"
+ONNX = "docs/guides/executors.md: quire export-onnx embedded my-graphs"
+HF = "docs/guides/executors.md: quire serve EleutherAI/pythia-70m --executor hf"
+EXECUTOR = "docs/guides/executors.md: quire executor MODEL --listen 127.0.0.1:50051"
+CLIENT = "docs/guides/executors.md: quire serve MODEL --executor grpc --executor-address 127.0.0"
+RECORDING = "docs/guides/recording.md: quire serve --recording-dir /var/lib/quire/recordings"
+LOOK = "docs/guides/models.md: quire inspect Qwen/Qwen3-0.6B"
 PARSED = "tests/test_docs.py::test_every_command_shown_is_one_there_is"
-SCHEMA = "docs/structured.md: schema"
+SCHEMA = "docs/guides/structured-outputs.md: schema"
 
 BLOCKS = (
     python("README.md: offline"),
-    python("docs/library.md: from quire import LLM, SamplingParams", told=lambda said: re.sub(r"\.\d{3,}", "", said)),
     python(
-        "docs/library.md: from quire.assembly.engine import build_engine",
+        "docs/guides/offline-inference.md: from quire import LLM, SamplingParams",
+        told=lambda said: re.sub(r"\.\d{3,}", "", said),
+    ),
+    python(
+        "docs/guides/offline-inference.md: from quire.assembly.engine import build_engine",
         told=lambda said: re.findall(r"^\((?:\d+, )+\d+\)", said, re.MULTILINE),
     ),
-    python("docs/structured.md: offline"),
+    python("docs/guides/structured-outputs.md: offline"),
     Item(SPECULATIVE, speculative),
-    settings("docs/configuration.md: model: embedded"),
+    settings("docs/reference/configuration.md: model: embedded"),
     Item(
-        "docs/library.md: from quire.sim.run import SimConfig, simulate",
-        lambda house: exec(FOUND["docs/library.md: from quire.sim.run import SimConfig, simulate"].text, {}),
+        "docs/guides/offline-inference.md: from quire.sim.run import SimConfig, simulate",
+        lambda house: exec(
+            FOUND["docs/guides/offline-inference.md: from quire.sim.run import SimConfig, simulate"].text, {}
+        ),
         executors=(),
         elsewhere="tests/test_docs.py::test_each_example_of_the_library_runs",
     ),
@@ -274,7 +282,7 @@ BLOCKS = (
     Item("README.md: serve", serve, part="server", ci=("grpc",)),
     client("README.md: curl", ci=("ahead", "grpc")),
     client("README.md: openai", needs=("openai",)),
-    *(client(f"docs/structured.md: {name}") for name in ("schema", "choice", "regex", "grammar")),
+    *(client(f"docs/guides/structured-outputs.md: {name}") for name in ("schema", "choice", "regex", "grammar")),
     Item(BATCH, batch, part="server", ci=("grpc",), needs=("openai",)),
     Item(RECORDING, recording, ci=()),
     Item(DETERMINISTIC, deterministic, executors=("local", "ahead"), ci=()),
@@ -297,34 +305,34 @@ NAMED = (
         "commands of a developer",
         "tests/test_mutation.py",
     ),
-    Named("docs/deployment.md: docker build -t quire .", "needs Docker", "tests/test_deploy.py"),
+    Named("docs/guides/deployment.md: docker build -t quire .", "needs Docker", "tests/test_deploy.py"),
     Named(
         'docs/model-card.md: TEXT="--stories tinystories.txt.xz --fairytales fairytales_p',
         "training takes hours and texts that are not here",
         "tests/training/test_train.py",
     ),
     Named(
-        "docs/recording.md: worked",
+        "docs/guides/recording.md: worked",
         "no engine of a setting",
         "tests/sim/test_replay.py::test_the_worked_example_of_the_docs_works",
     ),
     Named(
-        'docs/recording.md: curl -o found.quirerec -H "Authorization: Bearer $ADMIN_KEY"',
+        'docs/guides/recording.md: curl -o found.quirerec -H "Authorization: Bearer $ADMIN_KEY"',
         "needs a key of one's own",
         "tests/test_recording.py",
     ),
     Named(
-        """docs/speculation.md: quire serve big-model --speculative-config '{"model": "small""",
+        """docs/guides/speculative-decoding.md: quire serve big-model --speculative-config '{"model": "small""",
         "needs two models that share a tokenizer",
         PARSED,
     ),
     Named(
-        "docs/upstream.md: quire serve --backend vllm --model Qwen/Qwen2.5-7B-Instruct",
+        "docs/guides/upstream.md: quire serve --backend vllm --model Qwen/Qwen2.5-7B-Instruct",
         "needs vLLM",
         "tests/frontend/test_supervisor.py",
     ),
     Named(
-        "docs/upstream.md: quire bench pair --direct http://127.0.0.1:8000 --concurrenc",
+        "docs/guides/upstream.md: quire bench pair --direct http://127.0.0.1:8000 --concurrenc",
         "`quire bench pair` is tried",
         PARSED,
     ),

@@ -89,7 +89,7 @@ def measured(folder: Path, model: str, names: Sequence[str], repeat: int, option
         ready = time.perf_counter() - written
         yield {"workload": f"start {model}", "batch": "", "seconds": ready, "shape_written_s": written - began}
         answer(llm, *prompts(8, (32, 64), (8, 8), seed=99))
-        heap.settled()  # as in a server: see docs/library.md
+        heap.settled()  # as in a server: see docs/guides/offline-inference.md
         count = parameters(spec)
         for name in names:
             for batch, row in timed(llm, WORKLOADS[name], repeat):

@@ -1,4 +1,4 @@
-"""docs/configuration.md, written from the fields: `python -m quire.config.document > docs/configuration.md`."""
+"""Writes docs/reference/configuration.md from the options' fields: `make docs`."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from quire.types import UNLIMITED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpstreamConfig:
-    """Answers from other servers, which Quire stands in front of: see upstream.md."""
+    """Answers from other servers, which Quire stands in front of: see docs/guides/upstream.md."""
 
     backend: Literal["native", "openai", "vllm"] = option(
         "native",

@@ -119,7 +119,7 @@ class Service(Protocol):
     async def close(self) -> None: ...
 
     def stats(self) -> dict[str, Any]:
-        """`/stats`: the fields of docs/server.md, plain JSON."""
+        """`/stats`: the fields of docs/guides/serving.md, plain JSON."""
 
     def load(self) -> int:
         """`/load`: prompts being answered, those that wait included."""

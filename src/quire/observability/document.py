@@ -1,4 +1,4 @@
-"""docs/metrics.md, written from the metrics themselves: `python -m quire.observability.document > docs/metrics.md`."""
+"""Writes docs/reference/metrics.md from the metrics themselves: `make docs`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/requests.md, written from the request types: `python -m quire.server.document > docs/requests.md`."""
+"""Writes docs/reference/requests.md from the request types: `make docs`."""
 
 from __future__ import annotations
 
