@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 
 from quire.engine.engine import Engine
 from quire.engine.executor import Executor
-from quire.executors.cpu import LocalExecutor
-from quire.executors.cuda import CudaExecutor
+from quire.executors.local import CudaExecutor, LocalExecutor
 from quire.model_runner.device_steps import DeviceSteps, TorchSteps
 from quire.model_runner.graphs import EagerQueue, Queue
-from quire.model_runner.speculative.drafters import NgramDrafter, NoDrafts
-from quire.model_runner.speculative.proposers import NgramProposer, NoProposer
+from quire.model_runner.speculative import NgramDrafter, NgramProposer, NoDrafts, NoProposer
 from quire.models.base import Model
 from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.reference import ReferenceOps

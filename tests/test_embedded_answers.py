@@ -11,9 +11,8 @@ from quire.assembly import engine as build
 from quire.assembly.engine import build_engine, choose_ops
 from quire.config import Settings
 from quire.engine.engine import Engine
-from quire.ops.batch_invariant import BatchInvariantOps
+from quire.ops.batch_invariant import BatchInvariantOps, SteadyOps, has_stable_kernels
 from quire.ops.reference import ReferenceOps
-from quire.ops.steady import SteadyOps, holds
 from quire.types import SamplingParams, TokenLogprobs
 
 Asked = tuple[str, tuple[int, ...], int, SamplingParams]
@@ -72,6 +71,6 @@ def test_a_machine_whose_libraries_do_otherwise_takes_tiles(monkeypatch: pytest.
 
 def test_what_is_chosen_goes_before_the_embedded_models_default() -> None:
     cpu = torch.device("cpu")
-    assert type(choose_ops(cpu, embedded=True)) is (SteadyOps if holds() else BatchInvariantOps)
+    assert type(choose_ops(cpu, embedded=True)) is (SteadyOps if has_stable_kernels() else BatchInvariantOps)
     assert type(choose_ops(cpu, False, embedded=True)) is type(choose_ops(cpu)) is ReferenceOps
     assert type(choose_ops(cpu, True, embedded=True)) is BatchInvariantOps

@@ -16,9 +16,9 @@ import torch
 
 from quire.errors import InvalidRequest
 from quire.llm import LLM
-from quire.model_runner.batch import ragged
 from quire.model_runner.memory import allocate, layer_shapes
 from quire.model_runner.row_state import RowState, StepShape
+from quire.model_runner.step_io import build_batch
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
 from quire.scheduler.plan import NewSequence, Plan, Span
@@ -60,7 +60,7 @@ def hidden(ids: list[int]) -> Any:
     shape: StepShape = rows.apply_plan(
         Plan((NewSequence(0, tuple(ids), 0, len(ids)),), ((0, tuple(range(1, pages + 1))),), spans)
     )
-    return model.forward(ragged(rows, shape, torch.device("cpu")), kv).numpy()
+    return model.forward(build_batch(rows, shape, torch.device("cpu")), kv).numpy()
 
 
 def unit(vector: Any) -> Any:

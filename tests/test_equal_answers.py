@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire.engine.engine import Engine
-from quire.executors.cpu import LocalExecutor
+from quire.executors.local import LocalExecutor
 from quire.models.base import Model
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.policy import ADMISSION_POLICIES, EVICTION_POLICIES

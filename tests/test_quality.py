@@ -10,7 +10,7 @@ from quire.assembly.engine import build_engine
 from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.errors import InvalidConfig, InvalidModel
-from quire.layers.quantization import online
+from quire.layers.quantization import scaled
 from quire.observability.engine_metrics import EngineMetrics, render
 from quire.types import GREEDY, Request
 from tests.live import serving
@@ -62,13 +62,13 @@ def test_what_spoils_the_model_is_refused_unless_told_otherwise(
         build_engine(Settings.of(**SMALL, quantization="int8", canary_min_agreement=1.0))
     with pytest.raises(InvalidModel, match=r"--kv-cache-dtype fp8 has spoiled the model"):
         build_engine(Settings.of(**SMALL, kv_cache_dtype="fp8", canary_max_kl=0.0))
-    rightly = online.quantize
+    rightly = scaled.quantize
 
     def wrongly(*args: object) -> object:
         numbers, scale = rightly(*args)  # type: ignore[arg-type]
         return numbers, scale.roll(1, 0)
 
-    monkeypatch.setattr(online, "quantize", wrongly)
+    monkeypatch.setattr(scaled, "quantize", wrongly)
     with pytest.raises(InvalidModel, match="quantisation has spoiled the model"):
         build_engine(Settings.of(**SMALL, quantization="fp8"))
     build_engine(Settings.of(**SMALL, quantization="fp8", canary="warn")).close()

@@ -13,16 +13,23 @@ import pytest
 import torch
 
 from quire.engine.engine import Engine
-from quire.executors.cpu import LocalExecutor
-from quire.executors.cuda import CudaExecutor
+from quire.executors.local import CudaExecutor, LocalExecutor
 from quire.llm import LLM
 from quire.model_runner.device_state import DeviceState
 from quire.model_runner.device_steps import DeviceSteps, TorchSteps
 from quire.model_runner.graphs import EagerQueue
 from quire.model_runner.memory import allocate, layer_shapes
 from quire.model_runner.row_state import Ints, RowState
-from quire.model_runner.speculative.drafters import Drafter, ModelDrafter, NgramDrafter, NoDrafts, lookup
-from quire.model_runner.speculative.proposers import ModelProposer, NgramProposer, Proposer
+from quire.model_runner.speculative import (
+    Drafter,
+    ModelDrafter,
+    ModelProposer,
+    NgramDrafter,
+    NgramProposer,
+    NoDrafts,
+    Proposer,
+    lookup,
+)
 from quire.models.base import Model
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.scheduler import Scheduler

@@ -15,7 +15,7 @@ from quire.assembly.server import serve
 from quire.assembly.text import build_text
 from quire.config import Settings
 from quire.engine.executor import Executor
-from quire.executors.cpu import LocalExecutor
+from quire.executors.local import LocalExecutor
 from quire.model_runner.row_state import RowState, StepShape
 from quire.model_runner.sampling.sampler import Sampled, Sampler
 

@@ -16,7 +16,7 @@ from quire.assembly.engine_child import main as child
 from quire.assembly.server import serve
 from quire.config import Settings
 from quire.engine.executor import Executor, StepHandle
-from quire.executors.cpu import LocalExecutor
+from quire.executors.local import LocalExecutor
 from quire.model_runner.row_state import RowState, StepShape
 from quire.model_runner.sampling.sampler import Sampled, Sampler
 from quire.scheduler.plan import Plan, Result

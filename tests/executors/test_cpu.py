@@ -12,9 +12,9 @@ import torch
 
 from quire.engine.engine import Engine
 from quire.errors import StepFailed
-from quire.executors.cpu import LocalExecutor
+from quire.executors.local import LocalExecutor
 from quire.model_runner.row_state import Ints, RowState
-from quire.model_runner.speculative.drafters import Drafter, NoDrafts
+from quire.model_runner.speculative import Drafter, NoDrafts
 from quire.scheduler.constraint import FREE
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.plan import NewSequence, Plan, Span

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from quire.engine.engine import Engine
-from quire.executors.cpu import LocalExecutor
+from quire.executors.local import LocalExecutor
 from quire.model_runner.row_state import Ints, RowState
-from quire.model_runner.speculative.drafters import NoDrafts
+from quire.model_runner.speculative import NoDrafts
 from quire.models.base import Model
 from quire.ops.reference import ReferenceOps
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache

@@ -12,12 +12,12 @@ import torch
 
 from quire.engine.engine import Engine
 from quire.errors import StepFailed
-from quire.executors.cuda import CudaExecutor
+from quire.executors.local import CudaExecutor
 from quire.model_runner.device_steps import TorchSteps
 from quire.model_runner.graphs import EagerQueue, GraphKey
 from quire.model_runner.memory import allocate, layer_shapes
 from quire.model_runner.row_state import StepShape
-from quire.model_runner.speculative.proposers import ModelProposer, NgramProposer, NoProposer, Proposer
+from quire.model_runner.speculative import ModelProposer, NgramProposer, NoProposer, Proposer
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.scheduler.constraint import FREE
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache

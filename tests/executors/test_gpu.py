@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from quire.engine.engine import Engine
-from quire.executors.cpu import LocalExecutor
-from quire.executors.cuda import CudaExecutor
+from quire.executors.local import CudaExecutor, LocalExecutor
 from quire.model_runner.graphs import CudaQueue
 from quire.model_runner.memory import allocate, layer_shapes
-from quire.model_runner.speculative.proposers import ModelProposer, NgramProposer, NoProposer, Proposer
+from quire.model_runner.speculative import ModelProposer, NgramProposer, NoProposer, Proposer
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.policy import ADMISSION_POLICIES, EVICTION_POLICIES
 from quire.scheduler.scheduler import Scheduler

@@ -13,7 +13,7 @@ from quire.weights.load import load_model
 from tests import checkpoints
 from tests.test_deterministic import Ahead, Situation, seen_in_every_situation
 
-fixed = pytest.importorskip("quire.ops.triton.batch_invariant")
+fixed = pytest.importorskip("quire.ops.triton.ops")
 kernels = pytest.importorskip("quire.model_runner.triton_steps")
 
 pytestmark = [

@@ -12,7 +12,7 @@ import torch
 
 from quire.engine.engine import Engine
 from quire.engine.executor import Executor
-from quire.executors.cpu import LocalExecutor
+from quire.executors.local import LocalExecutor
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.plan import NewSequence, Plan, Span
 from quire.scheduler.scheduler import Scheduler

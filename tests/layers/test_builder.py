@@ -12,7 +12,9 @@ from torch import Tensor
 from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
 from quire.layers.linear import ParallelGroup, SingleRank, shard_of
-from quire.layers.quantization import Format, Packed, Plain, WeightSlot, packed
+from quire.layers.quantization import packed
+from quire.layers.quantization.base import Format, Plain, WeightSlot
+from quire.layers.quantization.packed import Packed
 from quire.ops.reference import ReferenceOps
 
 

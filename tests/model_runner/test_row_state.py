@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from quire.errors import StepFailed
-from quire.model_runner.batch import ragged
 from quire.model_runner.row_state import RowState
-from quire.model_runner.speculative.drafters import NoDrafts
+from quire.model_runner.speculative import NoDrafts
+from quire.model_runner.step_io import build_batch
 from quire.scheduler.plan import NULL_BLOCK, NewSequence, Plan, Span
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def test_random_plans_feed_what_plain_lists_would(depth: int, seed: int) -> None
                 grown.append((r, tuple(next(pages) for _ in range(missing))))
                 row.table += grown[-1][1]
         shape = rows.apply_plan(Plan(tuple(opened), tuple(grown), tuple(spans)))
-        batch = ragged(rows, shape, CPU)
+        batch = build_batch(rows, shape, CPU)
         check(batch, [(plain[s.row], s) for s in spans])
         sampled = np.array([rng.randrange(3) for s in spans for _ in range(s.num_samples)], dtype=np.intp)
         keep, failed = rows.advance(shape, sampled, np.zeros(len(sampled), bool))
@@ -126,7 +126,7 @@ def test_a_failed_row_keeps_its_place_and_the_next_span_still_fits() -> None:
     shape = rows.apply_plan(Plan((), (), spans))
     keep, failed = rows.advance(shape, np.array([1, 2]), np.array([True, False]))
     assert (keep.tolist(), failed.tolist()) == ([0, 1], [0, -1])
-    assert ragged(rows, rows.apply_plan(Plan((), (), spans)), CPU).tokens.tolist() == [6, 2]
+    assert build_batch(rows, rows.apply_plan(Plan((), (), spans)), CPU).tokens.tolist() == [6, 2]
 
 
 def test_a_bad_row_behind_a_rejected_draft_fails_nobody() -> None:
@@ -144,7 +144,7 @@ def test_a_row_past_the_context_writes_to_the_spare_page_and_stays_in_bounds() -
     for token in range(12):
         rows.set_drafts(np.array([0]), np.array([[token, token]], np.int32), np.array([2]))
         shape = rows.apply_plan(Plan((), (), (Span(0, 3, 3, 3),)))
-        batch = ragged(rows, shape, CPU)
+        batch = build_batch(rows, shape, CPU)
         assert batch.positions.max() < 6
         past = rows.num_computed[0] + np.arange(3) >= 8
         assert (batch.slots[torch.from_numpy(past)] < SIZE).all()

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from quire.errors import StepFailed
-from quire.model_runner import results as room
+from quire.model_runner import step_io
 from quire.model_runner.memory import allocate, layer_shapes
 from quire.model_runner.row_state import RowState
 from quire.model_runner.runner import Runner
 from quire.model_runner.sampling.sampler import Sampler
-from quire.model_runner.speculative.drafters import NoDrafts
+from quire.model_runner.speculative import NoDrafts
 from quire.scheduler.plan import NewSequence, Plan, Span
 from quire.types import GREEDY, SamplingParams
 from tests.model_runner.tiny import VOCAB, Tiny
@@ -52,7 +52,7 @@ def test_a_prompt_chunk_asks_for_no_logits_at_all() -> None:
 
 
 def test_prompt_logprobs_are_made_a_bounded_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_CHUNK", 7 * VOCAB + 3)
+    monkeypatch.setattr(step_io, "_CHUNK", 7 * VOCAB + 3)
     model = Tiny()
     prompt = tuple(range(30))
     result = runner(model).launch(opening(0, prompt, SamplingParams(temperature=0.0, prompt_logprobs=2))).result()

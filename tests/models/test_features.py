@@ -11,7 +11,7 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from quire.layers.rope import RopeConfig
+from quire.layers.basic import RopeConfig
 from quire.models.spec import ModelSpec
 from quire.types import UNLIMITED
 from quire.weights import load

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quire.errors import InvalidModel
+from quire.layers.basic import RopeConfig
 from quire.layers.moe import MoEConfig
-from quire.layers.rope import RopeConfig
 from quire.models.registry import parameters, read_spec
 from quire.types import UNLIMITED
 

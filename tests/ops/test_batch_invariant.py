@@ -12,9 +12,8 @@ from torch import Tensor
 
 from quire.ops import batch_invariant
 from quire.ops.batch_invariant import BatchInvariantOps
-from quire.ops.packed import can_pack, pack, packed_linear
+from quire.ops.matmul import TILE_ROWS, can_pack, in_tiles, pack, packed_linear
 from quire.ops.reference import ReferenceOps
-from quire.ops.tiles import ROWS, in_tiles
 from quire.types import UNLIMITED
 from tests.ops.batches import Pages, poisoned
 
@@ -63,8 +62,8 @@ def test_whatever_is_done_to_a_row_has_the_same_bits_in_any_company(dtype: torch
 def test_a_packed_product_in_tiles_has_the_same_bits_in_any_company(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     weight, x = pack(torch.randn(shape).to(dtype)), torch.randn(40, shape[1]).to(dtype)
     product = lambda x: packed_linear(x, weight, None)  # noqa: E731
-    whole = in_tiles(product, x, ROWS)
-    assert all(torch.equal(in_tiles(product, rows, ROWS), whole[which]) for rows, which in companies(x))
+    whole = in_tiles(product, x, TILE_ROWS)
+    assert all(torch.equal(in_tiles(product, rows, TILE_ROWS), whole[which]) for rows, which in companies(x))
     torch.testing.assert_close(whole, product(x))
 
 

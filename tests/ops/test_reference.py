@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.ops.packed import can_pack, pack, packed_linear
+from quire.ops.matmul import can_pack, pack, packed_linear
 from quire.ops.reference import ReferenceOps
 
 OPS = ReferenceOps()

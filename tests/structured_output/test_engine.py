@@ -13,10 +13,10 @@ import torch
 
 from quire.engine.engine import Engine
 from quire.errors import InvalidRequest, StepFailed
-from quire.executors.cpu import LocalExecutor
+from quire.executors.local import LocalExecutor
 from quire.executors.synthetic import SyntheticExecutor
 from quire.model_runner.row_state import Ints, RowState
-from quire.model_runner.speculative.drafters import NoDrafts
+from quire.model_runner.speculative import NoDrafts
 from quire.scheduler.constraint import FREE, PENDING
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.plan import Mask, Plan

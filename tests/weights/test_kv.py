@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from quire.ops.float8 import E4M3
+from quire.ops.quantized import E4M3
 from quire.weights.files import SINGLE
 from quire.weights.kv import float8_layers
 from quire.weights.load import load_model

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.errors import InvalidModel
-from quire.layers.quantization import Plain
+from quire.layers.quantization.base import Plain
 from quire.layers.quantization.packed import Packed
 from quire.models.base import Model
-from quire.ops.packed import can_pack
+from quire.ops.matmul import can_pack
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.weights.files import INDEX, SINGLE, Checkpoint
 from quire.weights.load import load_model

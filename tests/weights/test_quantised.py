@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
-from quire.layers.quantization import Plain, online
+from quire.layers.quantization import scaled
+from quire.layers.quantization.base import Plain
 from quire.models.registry import build_model, read_spec
 from quire.ops.quantized import dequantize_scaled, quantize_tokens
 from quire.ops.reference import ReferenceOps
@@ -157,8 +158,8 @@ def test_a_broken_scale_on_the_way_is_caught_by_the_canary(folder: Path, monkeyp
         numbers, scale = quantise_rightly(weight, dtype, block)
         return numbers, scale * 1.5
 
-    quantise_rightly = online.quantize
-    monkeypatch.setattr(online, "quantize", broken)
+    quantise_rightly = scaled.quantize
+    monkeypatch.setattr(scaled, "quantize", broken)
     with pytest.raises(InvalidModel, match="quantisation has spoiled the model"):
         load_model(folder, dtype="float32", quantization="fp8", canary=Canary(threshold=Threshold()))
     told = Canary()

@@ -18,7 +18,7 @@ from quire.assembly.working_memory import LARGEST_GEMM_WORKSPACE, working_bytes
 from quire.config import Settings
 from quire.config.speculative import parse
 from quire.engine.executor import Executor
-from quire.executors.cuda import CudaExecutor
+from quire.executors.local import CudaExecutor
 from quire.model_runner.graphs import CudaQueue, GraphKey, Works, bucket_seqs, bucket_tokens, no_precompile, padding
 from quire.model_runner.memory import GIB, block_bytes, layer_shapes, plan_blocks
 from quire.model_runner.sampling.features import PENALISED, RANDOM, TRUNCATED
@@ -26,8 +26,7 @@ from quire.model_runner.triton_steps import ForcedSteps, TritonSteps
 from quire.models.base import Model
 from quire.ops.base import Ops
 from quire.ops.gemm import autotuning
-from quire.ops.triton.batch_invariant import BatchInvariantTritonOps
-from quire.ops.triton.ops import TritonOps
+from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from quire.ops.triton.precompile import Precompiler
 from quire.scheduler.speculation import draft_counts
 

@@ -35,9 +35,8 @@ from quire.model_runner.memory import LayerShape
 from quire.models.base import Model
 from quire.models.registry import parameters
 from quire.ops.base import Ops
-from quire.ops.batch_invariant import BatchInvariantOps
+from quire.ops.batch_invariant import BatchInvariantOps, SteadyOps, has_stable_kernels
 from quire.ops.reference import ReferenceOps
-from quire.ops.steady import SteadyOps, holds
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.policy import ADMISSION_POLICIES, EVICTION_POLICIES, PRIORITY_POLICIES, RESERVE_POLICIES
 from quire.scheduler.scheduler import Scheduler
@@ -167,7 +166,7 @@ def choose_ops(device: torch.device, deterministic: bool | None = None, *, embed
     if device.type != "cpu":
         return cast(Ops, _gpu().make_ops(device, bool(deterministic)))
     if deterministic is None and embedded:
-        return SteadyOps() if holds() else BatchInvariantOps()
+        return SteadyOps() if has_stable_kernels() else BatchInvariantOps()
     return BatchInvariantOps() if deterministic else ReferenceOps()
 
 

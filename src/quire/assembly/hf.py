@@ -10,8 +10,8 @@ import torch
 
 from quire.assembly.limits import Made, choose_device, refuse, resolve
 from quire.config import Settings
-from quire.executors.cpu import LocalExecutor
 from quire.executors.hf import HfModel
+from quire.executors.local import LocalExecutor
 from quire.weights.locate import locate
 
 FIXED: Mapping[str, str] = MappingProxyType(

@@ -10,7 +10,7 @@ from quire.assembly.limits import Limits
 from quire.assembly.speculate import build_drafter, draft_layers, load_draft
 from quire.assembly.working_memory import host_bytes
 from quire.config import Settings
-from quire.executors.cpu import LocalExecutor
+from quire.executors.local import LocalExecutor
 from quire.model_runner.memory import LayerShape, cpu_budget, plan_blocks
 from quire.models.base import Model
 from quire.ops.reference import ReferenceOps

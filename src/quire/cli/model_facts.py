@@ -12,10 +12,10 @@ import torch
 from quire.assembly.text import Text, build_text
 from quire.config import Settings
 from quire.errors import InvalidModel
+from quire.layers.basic import RopeConfig
 from quire.layers.builder import ModelBuilder
 from quire.layers.linear import SingleRank
-from quire.layers.quantization import Plain
-from quire.layers.rope import RopeConfig
+from quire.layers.quantization.base import Plain
 from quire.model_runner.memory import block_bytes, layer_shapes
 from quire.models.registry import active_parameters, build_model, parameters, read_spec
 from quire.models.spec import ModelSpec

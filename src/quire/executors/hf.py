@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 
 from quire.errors import InvalidModel, StepFailed
-from quire.layers.rope import NO_ROPE
+from quire.layers.basic import NO_ROPE
 from quire.models.spec import ModelSpec
 from quire.ops.ragged import LayerKV, RaggedBatch
 

@@ -1,9 +1,15 @@
-"""The small layers: norms, embedding, rotary angles, MLPs."""
+"""Rotary embedding as data: read off a config, printed, compared. Torch-free; `basic.Rotary` computes with it.
+
+The small layers: norms, embedding, rotary angles, MLPs.
+
+Attention over pages: project, norm where the model does, turn, write K/V, attend, project back.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -11,8 +17,38 @@ from torch import Tensor
 
 from quire.errors import InvalidModel, nearest
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
-from quire.layers.rope import RopeConfig
 from quire.ops.base import Angles, Gate, Ops
+from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
+from quire.types import UNLIMITED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """How positions turn a head's first `dim` numbers. `dim` 0: not at all.
+
+    theta: base of the wavelengths. kind: "default"; "linear", every wavelength `factor` times as long; "llama3",
+    only those above `original` / `high`, in full above `original` / `low`; "yarn", from those that fit `original`
+    fast times, in full from those that fit it slow times on. original: context length, in tokens, that the model was
+    first trained for. whole: yarn's two bounds are rounded to whole pairs of dimensions. gain: what turned numbers are
+    multiplied by. "factors": each wavelength as many times as long as `factors` says (GGUF's Llama 3.1).
+    """
+
+    dim: int
+    theta: float = 10_000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low: float = 1.0
+    high: float = 4.0
+    original: int = 0
+    fast: float = 32.0
+    slow: float = 1.0
+    full_dim: bool = True
+    gain: float = 1.0
+    factors: tuple[float, ...] = ()
+
+
+NO_ROPE = RopeConfig(dim=0)
+"""No rotary embedding."""
 
 
 class RMSNorm:
@@ -149,3 +185,42 @@ def factors(plain: Tensor, rope: RopeConfig) -> Tensor:
 SCALINGS: Mapping[str, Callable[[Tensor, RopeConfig], Tensor]] = MappingProxyType(
     {"default": unscaled, "linear": linear, "llama3": llama3, "yarn": yarn, "factors": factors}
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """A layer's heads on this rank: `count` of queries, `kv` of keys and values, `dim` numbers each.
+
+    window: how many positions a query sees, its own included. soft_cap: of the scores, 0 for none.
+    """
+
+    count: int
+    kv: int
+    dim: int
+    scale: float
+    window: int = UNLIMITED
+    soft_cap: float = 0.0
+
+
+class Attention:
+    """One layer's. `norms` are those of q and of k (Qwen 3), or nothing."""
+
+    def __init__(
+        self,
+        qkv: ColumnParallelLinear,
+        out: RowParallelLinear,
+        heads: Heads,
+        ops: Ops,
+        norms: tuple[RMSNorm, RMSNorm] | None = None,
+    ) -> None:
+        self.qkv, self.out, self.heads, self.ops = qkv, out, heads, ops
+        self.norms = norms and (norms[0].settings, norms[1].settings)
+
+    def __call__(
+        self, x: Tensor, turn: Angles, batch: RaggedBatch, kv: LayerKV, wanted: Tensor | None = None
+    ) -> Tensor:
+        """x [T, hidden], turn as `Rotary` makes it -> [T, hidden], or those of `wanted`."""
+        h = self.heads
+        q = self.ops.qk_norm_rope_store_kv(self.qkv(x), h.count, kv, batch, turn, self.norms)
+        mixed = self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap).flatten(1)
+        return self.out(select_rows(mixed, wanted))

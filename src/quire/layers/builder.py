@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel, nearest
-from quire.layers.attention import Attention, Heads
-from quire.layers.basic import MLP, Embedding, GatedMLP, LayerNorm, RMSNorm, Rotary
+from quire.layers.basic import MLP, Attention, Embedding, GatedMLP, Heads, LayerNorm, RMSNorm, RopeConfig, Rotary
 from quire.layers.linear import ColumnParallelLinear, LMHead, ParallelGroup, RowParallelLinear, shard_of
 from quire.layers.moe import ExpertWeights, GroupedExperts, MoE, MoEConfig, UngroupedExperts
-from quire.layers.quantization import Format, Matrix, MatrixPart, Plain, WeightSlot, WeightStorage
-from quire.layers.rope import RopeConfig
+from quire.layers.quantization.base import Format, Matrix, MatrixPart, Plain, WeightSlot, WeightStorage
 from quire.ops.base import Gate, Ops
 
 Kind = TypeVar("Kind")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
-from quire.layers.quantization import WeightStorage
+from quire.layers.quantization.base import WeightStorage
 from quire.ops.base import Gate
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.layers.linear import ColumnParallelLinear, ParallelGroup
-from quire.layers.quantization import WeightStorage
+from quire.layers.quantization.base import WeightStorage
 from quire.ops.base import Ops
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from quire.model_runner.device_state import DeviceState, StepInputs
-from quire.model_runner.speculative.drafters import follow, lookup
 from quire.ops.ragged import RaggedBatch
 
 DROPPED = -3
@@ -62,6 +63,29 @@ class DeviceSteps(Protocol):
 
     def write_drafts(self, state: DeviceState, tokens: Tensor) -> None:
         """tokens [R] are drafts: each goes to where the draft lane says that it stands."""
+
+
+def follow(history: npt.NDArray[np.int32], at: int, count: int) -> npt.NDArray[np.int32]:
+    """`count` tokens of the history from `at` on, its last one repeated past its end."""
+    return history[np.minimum(np.arange(at, at + count), len(history) - 1)]
+
+
+def lookup(history: npt.NDArray[np.int32], longest: int, shortest: int) -> int:
+    """Where the tokens begin that followed the latest earlier occurrence of the longest known suffix.
+
+    len(history) when no suffix of `shortest` tokens was seen before.
+    """
+    size = found = len(history)
+    ends = np.flatnonzero(history[:-1] == history[-1])
+    for length in range(1, longest + 1):
+        if length > 1:
+            ends = ends[ends >= length - 1]
+            ends = ends[history[ends - length + 1] == history[size - length]]
+        if not len(ends):
+            break
+        if length >= shortest:
+            found = int(ends[-1]) + 1
+    return found
 
 
 class TorchSteps:

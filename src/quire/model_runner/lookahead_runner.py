@@ -18,15 +18,23 @@ import torch
 from torch import Tensor
 
 from quire.errors import StepFailed
-from quire.model_runner.batch import blank, part
 from quire.model_runner.device_state import DeviceState, Update, UploadRing, step_updates
 from quire.model_runner.device_steps import DROPPED, DeviceSteps
 from quire.model_runner.graphs import Completed, Event, GraphKey, Queue, bucket_seqs, bucket_tokens, padding
-from quire.model_runner.pooling import PromptPooler, vectors
-from quire.model_runner.results import Model, masks_by_sample, result, sampled_from_host, score_prompt
 from quire.model_runner.row_state import RowState, StepShape
 from quire.model_runner.sampling.sampler import Sampled, Sampler
-from quire.model_runner.speculative.proposers import DraftContext, Proposer
+from quire.model_runner.speculative import DraftContext, Proposer
+from quire.model_runner.step_io import (
+    Model,
+    PromptPooler,
+    empty_batch,
+    masks_by_sample,
+    pooled_bytes,
+    sampled_from_host,
+    score_prompt,
+    slice_batch,
+    step_result,
+)
 from quire.ops.ragged import LayerKV
 from quire.scheduler.plan import Mask, Plan, Result, Span
 from quire.types import TokenLogprobs
@@ -105,7 +113,7 @@ class LookaheadRunner:
         with queue:
             self.state = DeviceState(rows, spans=spans, tokens=max_tokens, device=device)
             self.uploads = UploadRing(self.state, num_slots=num_slots)
-            self.batch = blank(self.state, rows, max_tokens)
+            self.batch = empty_batch(self.state, rows, max_tokens)
             self.tokens = torch.zeros(self.state.max_samples, dtype=torch.int32, device=device)
         self.draft_context = DraftContext(self.state, steps, self.batch, rows.max_model_len)
         self.ring = torch.zeros((num_slots, self.state.max_samples), dtype=torch.int32, pin_memory=pinned)
@@ -280,7 +288,7 @@ class LookaheadRunner:
         state = self.state
         picks = min(tokens, padding(spans * (1 + state.max_drafts)))
         wanted = None if every or picks >= tokens else state.step.sample_indices[:picks].clamp(max=tokens - 1)
-        batch = part(self.batch, tokens, spans, most, wanted)
+        batch = slice_batch(self.batch, tokens, spans, most, wanted)
         self.steps.prepare_inputs(state, state.step, batch, self.rows.max_model_len)
         hidden = self.model.forward(batch, self.kv)
         if self.hidden is None:
@@ -315,8 +323,8 @@ class LookaheadRunner:
         if step.plan.num_drafts:
             with self.queue:
                 self._record_drafts(step.plan, shape)
-        done = result(step.plan, shape, sampled, keep, failed, scores, rows)
-        step.outcome = done._replace(pooled=vectors(step.pooled))
+        done = step_result(step.plan, shape, sampled, keep, failed, scores, rows)
+        step.outcome = done._replace(pooled=pooled_bytes(step.pooled))
 
     def _record_drafts(self, plan: Plan, shape: StepShape) -> None:
         """How many drafts every row has; and where a grammar is to follow them, which."""

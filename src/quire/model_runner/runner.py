@@ -15,12 +15,18 @@ import torch
 from torch import Tensor
 
 from quire.errors import StepFailed
-from quire.model_runner.batch import ragged
-from quire.model_runner.pooling import PromptPooler, vectors
-from quire.model_runner.results import Model, masks_by_sample, result, score_prompt
 from quire.model_runner.row_state import RowState, StepShape
 from quire.model_runner.sampling.sampler import Sampler
-from quire.model_runner.speculative.drafters import Drafter
+from quire.model_runner.speculative import Drafter
+from quire.model_runner.step_io import (
+    Model,
+    PromptPooler,
+    build_batch,
+    masks_by_sample,
+    pooled_bytes,
+    score_prompt,
+    step_result,
+)
 from quire.ops.ragged import LayerKV
 from quire.scheduler.plan import Mask, Plan, Result
 from quire.types import TokenLogprobs
@@ -125,7 +131,7 @@ class Runner:
         rows = self.rows
         shape = step.shape = rows.apply_plan(step.plan)
         self.pool.apply_plan(step.plan)
-        batch = ragged(rows, shape, self.device)
+        batch = build_batch(rows, shape, self.device)
         every = shape.scored_spans or self.pool.wants_all(shape)
         if not every and 0 < len(shape.sample_indices) < len(batch.tokens):
             batch = replace(
@@ -152,5 +158,5 @@ class Runner:
         if step.plan.num_drafts:
             depth = np.array(step.plan.num_drafts, dtype=np.intp)[shape.sampling_spans]
             rows.set_drafts(shape.sampling_row, self.drafter.propose(rows, shape.sampling_row, depth), depth)
-        done = result(step.plan, shape, sampled, keep, failed, step.scores, rows)
-        step.outcome = done._replace(pooled=vectors(step.pooled))
+        done = step_result(step.plan, shape, sampled, keep, failed, step.scores, rows)
+        step.outcome = done._replace(pooled=pooled_bytes(step.pooled))

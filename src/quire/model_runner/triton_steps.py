@@ -11,7 +11,7 @@ from quire.model_runner.device_state import DeviceState, StepInputs
 from quire.model_runner.device_steps import DROPPED
 from quire.model_runner.sampling.features import PENALISED, RANDOM, TRUNCATED
 from quire.ops.ragged import RaggedBatch
-from quire.ops.triton import draft, step
+from quire.ops.triton import step
 from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.sampler import sample
 from quire.ops.triton.sampling_tensors import RequestedFeatures, SamplingTensors
@@ -74,14 +74,14 @@ class TritonSteps:
         step.verify(self._views(state).step, tokens, DROPPED, self.card)
 
     def lookup(self, state: DeviceState, chains: int, depth: int, longest: int, shortest: int) -> None:
-        draft.lookup(self._views(state).step, chains, depth, longest, shortest, self.card)
+        step.lookup(self._views(state).step, chains, depth, longest, shortest, self.card)
 
     def prepare_draft(self, state: DeviceState, chains: int, tokens: int, at: int) -> None:
         views = self._views(state)
-        draft.prepare_draft(views.step, views.draft, chains, tokens, at, self.card)
+        step.prepare_draft(views.step, views.draft, chains, tokens, at, self.card)
 
     def write_drafts(self, state: DeviceState, tokens: Tensor) -> None:
-        draft.write_drafts(self._views(state).draft, tokens, self.card)
+        step.write_drafts(self._views(state).draft, tokens, self.card)
 
     def _rows(self, state: DeviceState, inputs: StepInputs) -> step.DeviceRows:
         views = self._views(state)
@@ -102,7 +102,7 @@ class ForcedSteps(TritonSteps):
         self.rate = rate
 
     def verify(self, state: DeviceState, tokens: Tensor) -> None:
-        draft.force(self._views(state).step, tokens, self.rate, self.card)
+        step.force(self._views(state).step, tokens, self.rate, self.card)
         super().verify(state, tokens)
 
 

@@ -13,8 +13,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from quire.errors import InvalidModel
-from quire.layers.attention import Heads
-from quire.layers.basic import RMSNorm, ScaledEmbedding
+from quire.layers.basic import Heads, RMSNorm, ScaledEmbedding
 from quire.layers.builder import ModelBuilder
 from quire.models.spec import FULL, SLIDING, Config, ModelSpec, read_decoder, read_locals, read_rope
 from quire.ops.base import Angles

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from quire.errors import InvalidModel
-from quire.layers.attention import Heads
+from quire.layers.basic import NO_ROPE, Heads
 from quire.layers.builder import ModelBuilder
-from quire.layers.rope import NO_ROPE
 from quire.models.spec import Config, ModelSpec, read_stop
 from quire.ops.base import Angles
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows

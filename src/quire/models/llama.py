@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from quire.layers.attention import Heads
+from quire.layers.basic import Heads
 from quire.layers.builder import ModelBuilder
 from quire.models.spec import Config, ModelSpec, read_decoder
 from quire.ops.base import Angles

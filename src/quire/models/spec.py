@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from quire.errors import InvalidModel
+from quire.layers.basic import RopeConfig
 from quire.layers.moe import MoEConfig
-from quire.layers.rope import RopeConfig
 from quire.types import UNLIMITED
 
 T = TypeVar("T", int, float, str, bool)

@@ -4,11 +4,20 @@ What torch's own calls let neighbours change, and what stands here instead: prod
 Attention reads K/V in runs of KEYS positions counted from the sequence's first, and adds them up one after the other,
 so that a run which a query does not see adds an exact zero. Functions that torch rounds one way in a vector and
 another way in what is left over at its end are spelled out in steps that it rounds alike everywhere.
+
+Operations whose rows have bits of their own at next to no cost, for small models on a CPU that keeps its word.
+
+`fixed` makes every product and every sum in a way that no library can change, and pays for it. Here the library's own
+products and attention are used wherever they give a row the same bits in any company: oneDNN's packed products of up to
+some thousand columns do, for any number of rows; torch's attention does for any number of sequences and for a multiple
+of LEAST queries, as long as a query always sees the same number of positions. So each reads whole runs of RUN positions
+up to its own, masked past it, whoever it is computed with. `holds` asks this machine whether all of that is so.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -16,11 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.grouped import combine_experts_in_order, in_order
-from quire.ops.paged_attention import PagedAttentionMetadata, SpanGroup
+from quire.ops.matmul import TILE_ROWS, can_pack, combine_experts_in_order, in_order, in_tiles, pack, packed_linear
+from quire.ops.paged_attention import PagedAttentionMetadata, SpanGroup, causal_mask
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
-from quire.ops.tiles import ROWS, in_tiles
 from quire.types import UNLIMITED
 
 KEYS = 128
@@ -39,7 +47,7 @@ AT_ONCE = 256
 class BatchInvariantOps(ReferenceOps):
     """See `base.Ops`. As `ReferenceOps`, up to rounding."""
 
-    rows = ROWS
+    rows = TILE_ROWS
     reach = KEYS
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -47,7 +55,7 @@ class BatchInvariantOps(ReferenceOps):
         if out < NARROW:
             weight = F.pad(weight, (0, 0, 0, NARROW - out))
             bias = None if bias is None else F.pad(bias, (0, NARROW - out))
-        return in_tiles(partial(F.linear, weight=weight, bias=bias), x, ROWS)[:, :out]
+        return in_tiles(partial(F.linear, weight=weight, bias=bias), x, TILE_ROWS)[:, :out]
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         heads, half = q.shape[1], cos.shape[-1]
@@ -106,7 +114,7 @@ def attend(
     """One group's queries [S * n, H, D] over its pages -> the same."""
     group, (_, heads, dim), groups = paged.groups[index], q.shape, kv.k.shape[1]
     spans, share = len(group.kv_len), heads // groups
-    each = max(1, ROWS // share)
+    each = max(1, TILE_ROWS // share)
     last = -(-group.longest // KEYS)
     k, v = (
         paged.read(pool, index, by, q.dtype)[:, :, : last * KEYS].float()
@@ -125,13 +133,13 @@ def attend(
 
 
 def tiles(q: Tensor, each: int) -> Tensor:
-    """q [S, n, G, R, D] -> [S, G, t, M, D]: `each` queries of R heads a tile, filled up to a multiple of ROWS."""
+    """q [S, n, G, R, D] -> [S, G, t, M, D]: `each` queries of R heads a tile, filled up to a multiple of TILE_ROWS."""
     spans, n, groups, share, dim = q.shape
     if n % each:
         q = F.pad(q, (0, 0, 0, 0, 0, 0, 0, -n % each))
     tall = q.view(spans, -1, each, groups, share, dim).permute(0, 3, 1, 2, 4, 5)
     tall = tall.reshape(spans, groups, -1, each * share, dim)
-    return F.pad(tall, (0, 0, 0, -tall.shape[3] % ROWS)) if tall.shape[3] % ROWS else tall
+    return F.pad(tall, (0, 0, 0, -tall.shape[3] % TILE_ROWS)) if tall.shape[3] % TILE_ROWS else tall
 
 
 def visible(paged: PagedAttentionMetadata, index: int, part: Queries) -> tuple[int, Tensor]:
@@ -150,7 +158,7 @@ def visible(paged: PagedAttentionMetadata, index: int, part: Queries) -> tuple[i
 
 def mask(group: SpanGroup, past: Tensor, first: int, part: Queries) -> Tensor:
     until = -(-(group.longest - group.n + part.start + part.n) // KEYS)
-    row = torch.arange(-(-(part.each * part.share) // ROWS) * ROWS, device=past.device)
+    row = torch.arange(-(-(part.each * part.share) // TILE_ROWS) * TILE_ROWS, device=past.device)
     at = torch.arange(0, part.n, part.each, device=past.device)[:, None] + (row // part.share).clamp(max=part.each - 1)
     place = (past[:, None, None] + at.clamp(max=part.n - 1))[:, None, :, :, None]
     key = torch.arange(first * KEYS, until * KEYS, device=past.device).view(-1, 1, 1, KEYS)
@@ -186,3 +194,112 @@ def products(a: Tensor, b: Tensor) -> Tensor:
         return whole.view(some, runs, count, rows, -1)
     each = [torch.bmm(a[y, r], b[y, r].expand(count, -1, -1)) for y in range(some) for r in range(runs)]
     return torch.stack(each).view(some, runs, count, rows, -1)
+
+
+RUN = 64
+"""Positions of K/V read at a time."""
+
+MIN_QUERY_ROWS = 4
+"""Rows of queries are attended by as many, some of them twice where they are fewer. Torch takes them in blocks of 32 to
+256, and makes products of fewer than these, all there are or left over at the end, in ways of their own."""
+
+
+class SteadyOps(BatchInvariantOps):
+    """See `base.Ops`. As `ReferenceOps`, up to rounding."""
+
+    rows = UNLIMITED
+
+    def prepare(self, batch: RaggedBatch) -> PagedAttentionMetadata:
+        return batch if isinstance(batch, PagedAttentionMetadata) else PagedAttentionMetadata.cut(batch, RUN)
+
+    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return ReferenceOps.rope(self, q, k, cos, sin)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return ReferenceOps.silu_mul(self, gate_up)
+
+    def attention(
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        scale: float,
+        window: int = UNLIMITED,
+        soft_cap: float = 0.0,
+    ) -> Tensor:
+        paged = self.prepare(batch)
+        if soft_cap or window < UNLIMITED:
+            return super().attention(q, kv, paged, scale, window, soft_cap)
+        parts = [attend_runs(q, kv, paged, index, scale) for index in range(len(paged.groups))]
+        if len(parts) == 1 and len(parts[0]) == len(q) and isinstance(paged.groups[0].rows, slice):
+            return parts[0]
+        out = torch.zeros_like(q)
+        for group, part in zip(paged.groups, parts, strict=True):
+            out[group.rows] = part
+        return out
+
+
+def attend_runs(q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, index: int, scale: float) -> Tensor:
+    """One group's queries over its pages -> [S * n, H, D]."""
+    group, (_, heads, dim), groups = paged.groups[index], q.shape, kv.k.shape[1]
+    spans, n, share = len(group.kv_len), group.n, heads // groups
+    k = paged.read(kv.k, index, kv.k_scale, q.dtype)[:, :, : group.longest]
+    v = paged.read(kv.v, index, kv.v_scale, q.dtype)[:, :, : group.longest]
+    rows = n * share
+    some = q[group.rows].view(spans, n, groups, share, dim).permute(0, 2, 3, 1, 4).reshape(spans, groups, rows, dim)
+    some = pad_rows(some)
+    seen = additive_mask(paged, index, share, q.dtype)
+    out = F.scaled_dot_product_attention(some, k, v, seen, scale=scale)[:, :, :rows]
+    return out.reshape(spans, groups, share, n, dim).permute(0, 3, 1, 2, 4).reshape(spans * n, heads, dim)
+
+
+def pad_rows(x: Tensor) -> Tensor:
+    """[S, G, rows, D], the first rows repeated behind the last up to a multiple of MIN_QUERY_ROWS."""
+    rows = x.shape[2]
+    return (
+        x if rows % MIN_QUERY_ROWS == 0 else x[:, :, torch.arange(-(-rows // MIN_QUERY_ROWS) * MIN_QUERY_ROWS) % rows]
+    )
+
+
+def additive_mask(paged: PagedAttentionMetadata, index: int, share: int, dtype: torch.dtype) -> Tensor:
+    """[S, 1, rows or 1, L]: what is added to scores, for `filled` rows."""
+    key = (index, share)
+    made = paged.masks.get(key)
+    if made is None:
+        seen = causal_mask(paged.groups[index], UNLIMITED, share)
+        assert seen is not None
+        made = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
+        made = made if made.shape[2] == 1 else pad_rows(made)
+        paged.masks[key] = made
+    return made
+
+
+@torch.inference_mode()
+def has_stable_kernels(dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Whether this machine's libraries do what is said above. Of float32 MKL does the attention, and does not."""
+    if not can_pack(dtype, torch.device("cpu")):
+        return False
+    random = torch.Generator().manual_seed(0)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random).to(dtype)
+
+    x, q, k, v = some(96, 256), some(3, 4, 96, 32), some(3, 4, 2 * RUN, 32), some(3, 4, 2 * RUN, 32)
+    weight = pack(some(512, 256))
+    seen = torch.zeros(1, 1, 1, 2 * RUN, dtype=dtype)
+    seen[..., RUN + 7 :] = -math.inf
+
+    def attended(spans: slice, rows: slice) -> Tensor:
+        return F.scaled_dot_product_attention(q[spans, :, rows], k[spans], v[spans], seen)
+
+    return _alike(lambda rows: packed_linear(x[rows], weight, None), 0, (1, 2, 3, 8, 17, 50)) and all(
+        _alike(lambda rows, spans=spans: attended(spans, rows)[0], 1, (MIN_QUERY_ROWS, 8, 36, 68))  # type: ignore[misc]
+        and torch.equal(attended(spans, slice(0, 8))[0], attended(slice(0, 3), slice(0, 8))[0])
+        for spans in (slice(0, 1), slice(0, 2))
+    )
+
+
+def _alike(way: Callable[[slice], Tensor], rows: int, counts: tuple[int, ...]) -> bool:
+    """Whether some rows at a time, along that dimension, come out as all at once."""
+    whole = way(slice(0, 96))
+    return all(torch.equal(way(slice(5, 5 + n)), whole.narrow(rows, 5, n)) for n in counts)

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from quire.ops.float8 import E4M3, to_fp8
+from quire.ops.quantized import E4M3, to_fp8
 from quire.ops.ragged import LayerKV, RaggedBatch
 
 FEW = 32
@@ -161,7 +161,7 @@ class PagedAttentionMetadata(RaggedBatch):
         """[S, 1, repeat * n, L] bool, which of L positions each query may see; None where all may see all."""
         key = (index, window, repeat)
         if key not in self.masks:
-            self.masks[key] = visible(self.groups[index], window, repeat)
+            self.masks[key] = causal_mask(self.groups[index], window, repeat)
         return self.masks[key]
 
 
@@ -203,7 +203,7 @@ def group(batch: RaggedBatch, spans: list[int], n: int, starts: list[int], lengt
     return SpanGroup(n, rows, kv_len, longest, torch.where(held, pages, pages[:, :1]), even)
 
 
-def visible(group: SpanGroup, window: int, repeat: int) -> Tensor | None:
+def causal_mask(group: SpanGroup, window: int, repeat: int) -> Tensor | None:
     if group.n == 1 and group.even and window >= group.longest:
         return None
     device = group.kv_len.device

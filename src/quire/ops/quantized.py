@@ -1,4 +1,6 @@
-"""Products with quantised matrices, in plain torch: the numbers are restored, then multiplied. The oracle of kernels.
+"""Floating point in eight bits: e4m3, four bits of exponent and three of mantissa (Micikevicius et al. 2022).
+
+Products with quantised matrices, in plain torch: the numbers are restored, then multiplied. The oracle of kernels.
 
 Two layouts cover every format there is a reader for. Scaled: one number a byte (int8, or float8 with four bits of
 exponent and three of mantissa), and a scale for every `width` columns of a row. Halved: two numbers a byte, the even
@@ -13,6 +15,15 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import Gate
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+
+
+def to_fp8(x: Tensor, scale: float) -> Tensor:
+    """x / scale as e4m3, what is too large as the largest there is."""
+    return (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+
 
 INT8_MAX = 127.0
 

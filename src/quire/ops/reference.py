@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.base import Angles, Gate, Norm, Norms
-from quire.ops.grouped import combine_experts, grouped_linear
+from quire.ops.matmul import combine_experts, grouped_linear
 from quire.ops.paged_attention import FEW, PagedAttentionMetadata, SpanGroup
 from quire.ops.quantized import DequantizingOps
 from quire.ops.ragged import LayerKV, RaggedBatch

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
-from quire.layers.quantization import QuantizedWeight, WeightStorage
+from quire.layers.quantization.base import QuantizedWeight, WeightStorage
 from quire.models.base import Model
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.weights.files import listed

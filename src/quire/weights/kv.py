@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.model_runner.memory import LayerShape, allocate
 from quire.models.base import Model
-from quire.ops.float8 import E4M3, E4M3_MAX, to_fp8
+from quire.ops.quantized import E4M3, E4M3_MAX, to_fp8
 from quire.weights.canary import PAGE, Quality, answers, compare, pages, probe
 
 ROOM = 4.0

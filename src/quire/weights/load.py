@@ -15,13 +15,14 @@ import torch
 from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
 from quire.layers.linear import ParallelGroup, SingleRank
-from quire.layers.quantization import SMALL, Format, Plain, WeightSlot, packed_if_large
-from quire.layers.quantization.online import OnlineQuantization
+from quire.layers.quantization.base import Format, Plain, WeightSlot
+from quire.layers.quantization.packed import SMALL, packed_if_large
+from quire.layers.quantization.scaled import OnlineQuantization
 from quire.models.base import Model
 from quire.models.registry import build_model, read_spec
 from quire.models.spec import ModelSpec
 from quire.ops.base import Ops
-from quire.ops.packed import can_pack
+from quire.ops.matmul import can_pack
 from quire.ops.reference import ReferenceOps
 from quire.weights.canary import Canary
 from quire.weights.entries import TensorEntry

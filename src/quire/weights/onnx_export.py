@@ -22,7 +22,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from quire.errors import InvalidModel
 from quire.layers.basic import frequencies
-from quire.layers.quantization import Plain
+from quire.layers.quantization.base import Plain
 from quire.models.registry import read_spec
 from quire.models.spec import ModelSpec
 from quire.types import UNLIMITED

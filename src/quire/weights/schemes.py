@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel, nearest
-from quire.layers.quantization import Format, Matrix, WeightStorage
+from quire.layers.quantization.base import Format, Matrix, WeightStorage
 from quire.layers.quantization.int4 import Int4Scheme, Int4Storage
-from quire.layers.quantization.online import OnlineQuantization
-from quire.layers.quantization.scaled import ROW, TILE, ScaledStorage, ScaleScheme
+from quire.layers.quantization.scaled import ROW, TILE, OnlineQuantization, ScaledStorage, ScaleScheme
 from quire.models.spec import Config
 from quire.ops.base import Ops
-from quire.ops.float8 import E4M3
+from quire.ops.quantized import E4M3
 from quire.types import UNLIMITED
 from quire.weights.entries import TensorEntry
 

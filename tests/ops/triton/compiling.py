@@ -28,9 +28,8 @@ from quire.model_runner.device_state import DeviceState
 from quire.model_runner.row_state import RowState
 from quire.model_runner.triton_steps import ForcedSteps
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.ops.triton.batch_invariant import BatchInvariantTritonOps
 from quire.ops.triton.launch import HOPPER, DeviceInfo
-from quire.ops.triton.ops import TritonOps
+from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from quire.ops.triton.sampler import sample
 from quire.ops.triton.sampling_tensors import SamplingTensors
 

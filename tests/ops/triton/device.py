@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from quire.ops.float8 import E4M3
+from quire.ops.quantized import E4M3
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -24,10 +24,10 @@ from triton.runtime import driver
 
 from quire.assembly.cuda import kinds
 from quire.assembly.speculate import speculative
-from quire.executors.cuda import CudaExecutor
+from quire.executors.local import CudaExecutor
 from quire.model_runner.graphs import EagerQueue, GraphKey, Works
 from quire.model_runner.memory import allocate, layer_shapes
-from quire.model_runner.speculative.proposers import ModelProposer, NoProposer
+from quire.model_runner.speculative import ModelProposer, NoProposer
 from quire.model_runner.triton_steps import TritonSteps
 from quire.models.base import Model
 from quire.ops.triton.launch import HOPPER, PRECOMPILING, DeviceInfo

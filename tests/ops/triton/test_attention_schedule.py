@@ -107,9 +107,9 @@ def test_one_long_sequence_has_no_more_pieces_than_are_quickly_put_together() ->
 
 def test_from_where_on_shares_are_even(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [700] * 70  # 11 blocks each; each of 66 programs has 12
-    monkeypatch.setattr(attention_schedule, "LONG", 12)
+    monkeypatch.setattr(attention_schedule, "MIN_SHARE_BLOCKS", 12)
     _, even = shared_out(lengths)
-    monkeypatch.setattr(attention_schedule, "LONG", 13)
+    monkeypatch.setattr(attention_schedule, "MIN_SHARE_BLOCKS", 13)
     _, dealt = shared_out(lengths)
     assert max(map(sum, even)) == 12
     assert max(map(sum, dealt)) == 22, "two of them"

@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
-from quire.ops.triton.batch_invariant import BatchInvariantTritonOps
+from quire.ops.triton.ops import BatchInvariantTritonOps
 from quire.types import UNLIMITED
 from tests.ops.batches import Pages, poisoned
 from tests.ops.triton.device import DEVICE, moved

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
-from quire.ops.triton import cascade, shared_prefixes
+from quire.ops.triton import attention, attention_schedule
 from quire.ops.triton.attention_schedule import AttentionPlan
-from quire.ops.triton.batch_invariant import BatchInvariantTritonOps
-from quire.ops.triton.ops import TritonOps
+from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from quire.types import UNLIMITED
 from tests.ops.batches import poisoned
 from tests.ops.triton.device import DEVICE, moved
@@ -41,7 +40,7 @@ EVERY = {
 
 @pytest.fixture(autouse=True)
 def any_worth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cascade, "WORTH", 0)
+    monkeypatch.setattr(attention, "MIN_BYTES_SAVED", 0)
 
 
 def situation(
@@ -99,7 +98,7 @@ def looked(crowd: Crowd) -> AttentionPlan:
     """A batch for which it was looked what spans share."""
     q, kv, batch = situation(crowd)
     planned = OPS.prepare(moved(batch))
-    cascade.cascade_attention(q.to(DEVICE), moved(kv), planned, 0.25, UNLIMITED, 0.0, OPS.card)
+    attention.cascade_attention(q.to(DEVICE), moved(kv), planned, 0.25, UNLIMITED, 0.0, OPS.card)
     return planned
 
 
@@ -157,9 +156,9 @@ def test_shared_pages_are_read_once_for_as_many_spans_as_a_tile_holds() -> None:
 
 def test_a_group_is_worth_it_from_what_it_is_spared_on(monkeypatch: pytest.MonkeyPatch) -> None:
     spared, token = 128 * (len(ALL) - 1), 2 * 16 * 4
-    monkeypatch.setattr(cascade, "WORTH", spared * token)
+    monkeypatch.setattr(attention, "MIN_BYTES_SAVED", spared * token)
     assert depths(looked(ALL)) == [128] * len(ALL)
-    monkeypatch.setattr(cascade, "WORTH", (spared + 1) * token)
+    monkeypatch.setattr(attention, "MIN_BYTES_SAVED", (spared + 1) * token)
     assert depths(looked(ALL)) == [0] * len(ALL)
 
 
@@ -242,7 +241,7 @@ def test_what_a_table_holds_behind_its_end_is_not_looked_at() -> None:
 
 @pytest.mark.parametrize("crowd", [64, pytest.param(256, marks=pytest.mark.nightly)])
 def test_many_sequences_share_long_prefixes_cut_into_runs(crowd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_prefixes, "LONG", 256)
+    monkeypatch.setattr(attention_schedule, "MAX_RUN_TOKENS", 256)
     planned = check([("abcdefghijkl"[: 8 if i % 2 else 12], 3) for i in range(crowd)])
     assert depths(planned) == [512] * crowd
     ((found),) = planned.cascades.values()
@@ -256,17 +255,17 @@ def test_few_sequences_mixed_steps_and_deterministic_ones_do_not_look() -> None:
         planned = ops.prepare(moved(given))
         ops.attention(q.to(DEVICE), moved(kv), planned, 0.25)
         assert not planned.cascades
-    q, kv, batch = situation(ALL[: cascade.CROWD - 1])
+    q, kv, batch = situation(ALL[: attention.MIN_CASCADE_SPANS - 1])
     planned = OPS.prepare(moved(batch))
     OPS.attention(q.to(DEVICE), moved(kv), planned, 0.25)
     assert not planned.cascades
 
 
 def test_no_list_is_longer_than_its_bound() -> None:
-    crowd = [(chr(97 + i // shared_prefixes.LEAST), 3) for i in range(64)]
+    crowd = [(chr(97 + i // attention_schedule.MIN_GROUP), 3) for i in range(64)]
     planned = looked(crowd)
     ((sharing, found),) = planned.cascades.items()
-    assert int(found.counts[0]) == 64 // shared_prefixes.LEAST <= sharing.bound(64) == len(found.pieces)
+    assert int(found.counts[0]) == 64 // attention_schedule.MIN_GROUP <= sharing.bound(64) == len(found.pieces)
     assert sorted(found.members.tolist()) == list(range(64))
 
 

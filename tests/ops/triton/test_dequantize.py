@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.ops.float8 import E4M3
-from quire.ops.quantized import dequantize_int4, dequantize_scaled
+from quire.ops.quantized import E4M3, dequantize_int4, dequantize_scaled
 from quire.ops.reference import ReferenceOps
-from quire.ops.triton import dequantize
 from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.ops import TritonOps
-from quire.ops.triton.quantized_gemm import QuantizedMatrix
+from quire.ops.triton.quantized_gemm import QuantizedMatrix, dequantize
 from tests.ops.triton.device import DEVICE
 
 CARD = DeviceInfo.of(DEVICE)
@@ -23,7 +21,7 @@ def test_a_byte_a_number(width: int, offset: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     weight = (torch.randn(20, 600, device=DEVICE) * 20).round().to(dtype)
     scale = torch.rand(20, 1 if width == 600 else -(-(600 + offset) // width), device=DEVICE)
-    got = dequantize.dequantize(QuantizedMatrix(weight, scale, width, offset), 600, torch.float32, CARD)
+    got = dequantize(QuantizedMatrix(weight, scale, width, offset), 600, torch.float32, CARD)
     assert torch.equal(got, dequantize_scaled(weight, scale, width, offset))
 
 
@@ -32,7 +30,7 @@ def test_half_a_byte_a_number() -> None:
     weight = torch.randint(0, 256, (20, 300), dtype=torch.uint8, device=DEVICE)
     scale, zero = torch.rand(20, 5, device=DEVICE), torch.randint(0, 16, (20, 5), device=DEVICE)
     groups = torch.randint(0, 5, (600,), device=DEVICE)
-    got = dequantize.dequantize(QuantizedMatrix(weight, scale, zero=zero, groups=groups), 600, torch.float32, CARD)
+    got = dequantize(QuantizedMatrix(weight, scale, zero=zero, groups=groups), 600, torch.float32, CARD)
     assert torch.equal(got, dequantize_int4(weight, scale, zero, groups))
 
 

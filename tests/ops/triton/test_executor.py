@@ -10,14 +10,12 @@ import torch
 
 from quire.engine.engine import Engine
 from quire.engine.executor import Executor
-from quire.executors.cpu import LocalExecutor
-from quire.executors.cuda import CudaExecutor
+from quire.executors.local import CudaExecutor, LocalExecutor
 from quire.model_runner.graphs import EagerQueue
-from quire.model_runner.speculative.proposers import NgramProposer
+from quire.model_runner.speculative import NgramProposer
 from quire.model_runner.triton_steps import TritonSteps
 from quire.ops.ragged import RaggedBatch
-from quire.ops.triton import attention_schedule, shared_prefixes
-from quire.ops.triton import cascade as shared
+from quire.ops.triton import attention, attention_schedule
 from quire.ops.triton.ops import TritonOps
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.scheduler import Scheduler
@@ -75,15 +73,16 @@ def test_what_the_prefix_cache_gave_to_several_is_read_for_them_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[list[int]] = []
+    find = attention_schedule.find_shared_prefixes
 
-    def found(batch: RaggedBatch, sharing: shared_prefixes.PrefixSharing) -> shared_prefixes.SharedPrefixes:
-        lists = shared_prefixes.find_shared_prefixes(batch, sharing)
+    def found(batch: RaggedBatch, sharing: attention_schedule.PrefixSharing) -> attention_schedule.SharedPrefixes:
+        lists = find(batch, sharing)
         looked.append(lists.begun[0].tolist())
         return lists
 
-    monkeypatch.setattr(shared, "CROWD", 2)
-    monkeypatch.setattr(shared, "WORTH", 0)
-    monkeypatch.setattr(shared_prefixes, "LEAST", 2)
+    monkeypatch.setattr(attention, "MIN_CASCADE_SPANS", 2)
+    monkeypatch.setattr(attention, "MIN_BYTES_SAVED", 0)
+    monkeypatch.setattr(attention_schedule, "MIN_GROUP", 2)
     monkeypatch.setattr(attention_schedule, "find_shared_prefixes", found)
     checkpoints.make(tmp_path, "qwen3-gqa")
     device, sizes = torch.device("cpu"), SIZES | {"max_model_len": 128}

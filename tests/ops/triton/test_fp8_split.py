@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from quire.ops.base import Gate
-from quire.ops.float8 import E4M3
+from quire.ops.quantized import E4M3
 from quire.ops.reference import ReferenceOps
-from quire.ops.triton import fp8_split
+from quire.ops.triton import quantized_gemm
 from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.ops import TritonOps
 from tests.ops.triton.device import DEVICE, in_eight_bits
@@ -22,7 +22,7 @@ def test_two_numbers_of_eight_bits_are_one_of_sixteen() -> None:
     x = torch.randn(9, 250, device=DEVICE) * torch.logspace(-3, 3, 9, device=DEVICE)[:, None]
     x[3] *= torch.logspace(-4, 0, 250, device=DEVICE)
     x = x.bfloat16().float()
-    halves, unit = fp8_split.fp8_split(x, CARD)
+    halves, unit = quantized_gemm.fp8_split(x, CARD)
     high, low = halves.view(9, 2, 250).float().unbind(1)
     off = ((high + low / 16) * unit[:, None] - x).abs()
     most = x.abs().amax(1, keepdim=True)
@@ -32,7 +32,7 @@ def test_two_numbers_of_eight_bits_are_one_of_sixteen() -> None:
 
 
 def test_a_row_of_zeros_stays_one() -> None:
-    halves, unit = fp8_split.fp8_split(torch.zeros(1, 32, device=DEVICE), CARD)
+    halves, unit = quantized_gemm.fp8_split(torch.zeros(1, 32, device=DEVICE), CARD)
     assert not halves.float().any() and float(unit) > 0
 
 
@@ -42,21 +42,23 @@ def test_a_row_of_zeros_stays_one() -> None:
 def test_a_product_and_what_stands_around_it(
     gate: Gate, bias: bool, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp8_split, "AT_ONCE", at_once)
+    monkeypatch.setattr(quantized_gemm, "ROWS_AT_ONCE", at_once)
     torch.manual_seed(0)
     x = torch.randn(20, 192, device=DEVICE).bfloat16().float()
     weight, scale = torch.randn(48, 192, device=DEVICE).to(E4M3), torch.rand(48, 1, device=DEVICE) + 0.1
     shift = torch.randn(48, device=DEVICE) if bias else None
-    got = fp8_split.product(x, weight, scale, shift, ONE, CARD, gate)
+    got = quantized_gemm.fp8_linear(x, weight, scale, shift, ONE, CARD, gate)
     want = REFERENCE.scaled_linear(x, weight, scale, 192, 0, shift, gate)
     assert float((got - want).norm() / want.norm()) < (1e-5 if DEVICE.type == "cpu" else 1e-3)
 
 
 def test_cards_and_shapes_that_the_library_does_not_take_are_left_to_others() -> None:
     weight = torch.zeros(48, 192)
-    assert fp8_split.fits(weight, DeviceInfo(1, (9, 0))) and fp8_split.fits(weight, DeviceInfo(1, (8, 9)))
-    assert not fp8_split.fits(weight, DeviceInfo(1, (8, 6)))
-    assert not fp8_split.fits(weight[:, :100], DeviceInfo(1, (9, 0))) and not fp8_split.fits(
+    assert quantized_gemm.supports_fp8(weight, DeviceInfo(1, (9, 0))) and quantized_gemm.supports_fp8(
+        weight, DeviceInfo(1, (8, 9))
+    )
+    assert not quantized_gemm.supports_fp8(weight, DeviceInfo(1, (8, 6)))
+    assert not quantized_gemm.supports_fp8(weight[:, :100], DeviceInfo(1, (9, 0))) and not quantized_gemm.supports_fp8(
         weight[:40], DeviceInfo(1, (9, 0))
     )
 

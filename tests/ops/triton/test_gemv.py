@@ -6,12 +6,20 @@ import pytest
 import torch
 
 from quire.ops.base import Gate
-from quire.ops.float8 import E4M3
+from quire.ops.quantized import E4M3
 from quire.ops.reference import ReferenceOps
-from quire.ops.triton.gemm_configs import GemmConfig, gemm_config, padded_rows, runs, scaled_gemm_config, vectors
-from quire.ops.triton.gemv import cut, product
+from quire.ops.triton.gemv import (
+    COUNTERS,
+    GemmConfig,
+    cut,
+    gemm_config,
+    gemv_linear,
+    num_runs,
+    padded_rows,
+    scaled_gemm_config,
+    vectors,
+)
 from quire.ops.triton.launch import DeviceInfo
-from quire.ops.triton.split_k import COUNTERS
 from tests.ops.triton.device import DEVICE, in_eight_bits
 
 CARD, REFERENCE = DeviceInfo.of(DEVICE), ReferenceOps()
@@ -36,7 +44,7 @@ def test_a_product_and_what_stands_around_it(
     torch.manual_seed(0)
     x, weight = torch.randn(rows, inputs, device=DEVICE), torch.randn(outputs, inputs, device=DEVICE)
     shift = torch.randn(outputs, device=DEVICE) if bias else None
-    got = product(x, weight, shift, how, CARD, gate)
+    got = gemv_linear(x, weight, shift, how, CARD, gate)
     torch.testing.assert_close(got, REFERENCE.linear(x, weight, shift, gate), atol=2e-4, rtol=2e-4)
 
 
@@ -50,7 +58,7 @@ def test_a_matrix_of_eight_bits(how: GemmConfig, rows: int, gate: Gate) -> None:
     torch.manual_seed(rows)
     x, bias = torch.randn(rows, 192, device=DEVICE), torch.randn(24, device=DEVICE)
     weight, scale = torch.randn(24, 192, device=DEVICE).to(E4M3), torch.rand(24, 1, device=DEVICE) + 0.1
-    got = product(x, weight, bias, how, CARD, gate, scale)
+    got = gemv_linear(x, weight, bias, how, CARD, gate, scale)
     want = REFERENCE.scaled_linear(x, weight, scale, 192, 0, bias, gate)
     assert float((got - want).norm() / want.norm()) < 1e-3
 
@@ -71,7 +79,7 @@ def test_inputs_cut_into_runs_add_up(
         weight = weight.to(E4M3)
         want = REFERENCE.scaled_linear(x, weight, scale, inputs, 0, shift, gate)
     for _ in range(2):
-        got = product(x, weight, shift, how, CARD, gate, scale if scaled else None, ARRIVED)
+        got = gemv_linear(x, weight, shift, how, CARD, gate, scale if scaled else None, ARRIVED)
         assert float((got - want).norm() / want.norm()) < 1e-3
         assert not ARRIVED.any(), "counters are left as they were found"
 
@@ -86,8 +94,8 @@ def test_a_run_asks_ahead_for_no_more_than_the_shortest_has() -> None:
 
 def test_small_matrices_are_cut_into_runs_until_there_are_programs_enough() -> None:
     assert [(gemm_config(16, outputs, 3072) or VECTOR).splits for outputs in (1024, 4096, 8192)] == [4, 1, 1]
-    assert [runs(wanted, 4096) for wanted in (0, 1, 3, 6, 100)] == [1, 1, 2, 4, 8]
-    assert [runs(8, inputs) for inputs in (256, 1024, 2048)] == [1, 2, 4], "no run is shorter than 512"
+    assert [num_runs(wanted, 4096) for wanted in (0, 1, 3, 6, 100)] == [1, 1, 2, 4, 8]
+    assert [num_runs(8, inputs) for inputs in (256, 1024, 2048)] == [1, 2, 4], "no run is shorter than 512"
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -122,7 +130,7 @@ def test_matrices_in_eight_bits_keep_a_card_busy_whatever_their_shape(rows: int)
 def test_what_is_large_or_small_keeps_its_place_in_half_precision() -> None:
     x = torch.tensor([[6e5, 1.0, 1e-3, -3e-6]], device=DEVICE)
     weight, scale = torch.eye(4, 256, device=DEVICE).to(E4M3), torch.ones(4, 1, device=DEVICE)
-    got = product(torch.nn.functional.pad(x, (0, 252)), weight, None, MATRIX, CARD, "", scale)
+    got = gemv_linear(torch.nn.functional.pad(x, (0, 252)), weight, None, MATRIX, CARD, "", scale)
     torch.testing.assert_close(got, x, rtol=1e-3, atol=5e-7)
 
 
@@ -143,7 +151,7 @@ def test_bfloat16_on_the_card(rows: int, gate: Gate, outputs: int, inputs: int) 
     x, weight = torch.randn(rows, inputs, device=DEVICE), torch.randn(outputs, inputs, device=DEVICE) / inputs**0.5
     how = gemm_config(rows, outputs // (2 if gate else 1), inputs, gate != "")
     assert how is not None
-    got = product(x.bfloat16(), weight.bfloat16(), None, how, CARD, gate).float()
+    got = gemv_linear(x.bfloat16(), weight.bfloat16(), None, how, CARD, gate).float()
     want = REFERENCE.linear(x.bfloat16().float(), weight.bfloat16().float(), None, gate)
     assert float((got - want).norm() / want.norm()) < 1e-2
 
@@ -158,6 +166,6 @@ def test_eight_bits_on_the_card(rows: int, gate: Gate, outputs: int, inputs: int
     how = scaled_gemm_config(rows, outputs // (2 if gate else 1), inputs, gate != "")
     assert how is not None
     want = REFERENCE.scaled_linear(x.float(), stored, scale, inputs, 0, None, gate)
-    first, *more = (product(x, stored, None, how, CARD, gate, scale, ARRIVED) for _ in range(20))
+    first, *more = (gemv_linear(x, stored, None, how, CARD, gate, scale, ARRIVED) for _ in range(20))
     assert float((first.float() - want).norm() / want.norm()) < 1e-2
     assert all(torch.equal(first, again) for again in more), "whoever ends last adds up in the same order"

@@ -9,11 +9,10 @@ import torch
 
 from quire.ops.base import Gate
 from quire.ops.reference import ReferenceOps
-from quire.ops.triton.gemm_configs import GemmConfig
+from quire.ops.triton.gemv import COUNTERS, GemmConfig
 from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.ops import TritonOps
-from quire.ops.triton.quantized_gemm import QuantizedMatrix, product, recipe, splits
-from quire.ops.triton.split_k import COUNTERS
+from quire.ops.triton.quantized_gemm import QuantizedMatrix, num_splits, quantized_gemm_config, quantized_linear
 from tests.ops.triton.device import DEVICE
 
 CARD, REFERENCE, E4M3 = DeviceInfo.of(DEVICE), ReferenceOps(), torch.float8_e4m3fn
@@ -44,7 +43,7 @@ def test_a_byte_a_number(width: int, offset: int, dtype: torch.dtype, gate: Gate
     weight = (exact * 20).round().to(dtype) if dtype is torch.int8 else exact.to(dtype)
     scale = torch.rand(20, groups, device=DEVICE) + 0.1
     want = REFERENCE.scaled_linear(x, weight, scale, width, offset, bias, gate)
-    got = product(x, QuantizedMatrix(weight, scale, width, offset), bias, how, CARD, ARRIVED, gate)
+    got = quantized_linear(x, QuantizedMatrix(weight, scale, width, offset), bias, how, CARD, ARRIVED, gate)
     torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-4)
 
 
@@ -56,7 +55,7 @@ def test_half_a_byte_a_number(gate: Gate, how: GemmConfig, rows: int) -> None:
     scale, zero = torch.rand(20, 3, device=DEVICE) + 0.1, torch.randint(0, 16, (20, 3), device=DEVICE)
     groups = torch.randint(0, 3, (96,), device=DEVICE)
     want = REFERENCE.int4_linear(x, weight, scale, zero, groups, bias, gate)
-    got = product(x, QuantizedMatrix(weight, scale, zero=zero, groups=groups), bias, how, CARD, ARRIVED, gate)
+    got = quantized_linear(x, QuantizedMatrix(weight, scale, zero=zero, groups=groups), bias, how, CARD, ARRIVED, gate)
     torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-4)
 
 
@@ -65,19 +64,23 @@ def test_half_a_byte_a_number(gate: Gate, how: GemmConfig, rows: int) -> None:
 def test_inputs_cut_into_runs_add_up_whoever_ends_last(width: int, gate: Gate) -> None:
     x, bias, exact = numbers(20, 40, 500)
     how, wide = GemmConfig(16, 16, 32, 4, 3), replace(CARD, sms=64)
-    assert splits(how, 6, 500, wide) == 2 and splits(how, 6, 5000, wide) == 8 and splits(how, 500, 5000, wide) == 1
+    assert (
+        num_splits(how, 6, 500, wide) == 2
+        and num_splits(how, 6, 5000, wide) == 8
+        and num_splits(how, 500, 5000, wide) == 1
+    )
     scale = torch.rand(40, -(-500 // width), device=DEVICE) + 0.1
     weight = exact.to(E4M3)
     want = REFERENCE.scaled_linear(x, weight, scale, width, 0, bias, gate)
     for _ in range(2):
-        got = product(x, QuantizedMatrix(weight, scale, width), bias, how, wide, ARRIVED, gate)
+        got = quantized_linear(x, QuantizedMatrix(weight, scale, width), bias, how, wide, ARRIVED, gate)
         torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-4)
         assert not ARRIVED.any(), "counters are left as they were found"
 
 
 def test_many_rows_are_multiplied_by_the_matrix_restored() -> None:
-    assert recipe(257, 4096, 4096) is None
-    assert all(recipe(rows, 4096, 4096) is not None for rows in (1, 2, 3, 64, 256))
+    assert quantized_gemm_config(257, 4096, 4096) is None
+    assert all(quantized_gemm_config(rows, 4096, 4096) is not None for rows in (1, 2, 3, 64, 256))
 
 
 @pytest.mark.gpu

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from quire.engine.engine import Engine
-from quire.executors.cuda import CudaExecutor
+from quire.executors.local import CudaExecutor
 from quire.model_runner.device_state import DeviceState
 from quire.model_runner.device_steps import DROPPED, DeviceSteps, TorchSteps
 from quire.model_runner.graphs import CudaQueue, EagerQueue
 from quire.model_runner.memory import allocate, layer_shapes
 from quire.model_runner.row_state import RowState
-from quire.model_runner.speculative.proposers import ModelProposer, NgramProposer, NoProposer, Proposer
+from quire.model_runner.speculative import ModelProposer, NgramProposer, NoProposer, Proposer
 from quire.model_runner.triton_steps import TritonSteps
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps

@@ -9,11 +9,9 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from quire.layers.quantization.base import Matrix, QuantizedWeight, WeightSlot, bias_of, bias_slots
-from quire.layers.quantization.plain import Plain
+from quire.layers.quantization.base import Matrix, Plain, QuantizedWeight, WeightSlot, bias_of, bias_slots
 from quire.ops.base import Gate, Ops
-from quire.ops.packed import pack, packed_linear
-from quire.ops.tiles import in_tiles
+from quire.ops.matmul import in_tiles, pack, packed_linear
 
 TILE = 16 << 20
 """Bytes of some rows. Large enough that one multiplication more is nothing beside reading them; small beside a model,

@@ -3,10 +3,17 @@
 Tiles of few rows serve decode and verification: bound by reading K/V, so a page's tile is one run of memory and many
 small programs keep the memory busy. Tiles of many rows serve prompts: bound by the matrix units. Softmax is made as
 blocks come by (Milakov and Gimelshein 2018; FlashAttention 2, Dao 2023), in powers of two.
+
+What many sequences begin with is read once for several of them: a step of decode has a kernel ahead of `attention`.
+
+A program attends for the queries of a few sequences together, rows of one tile, over some of the pages that all of
+them begin with; `attention` then begins where those end, with what was made of them (Hydragen, Juravsky et al. 2024;
+the cascade of FlashInfer, Ye et al. 2024). Nothing is masked, for what is shared is in the past of all.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -15,10 +22,19 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.ragged import LayerKV
-from quire.ops.triton.attention_schedule import CROWD, FIELDS, AttentionPlan, Tiling, spread
+from quire.ops.triton.attention_schedule import (
+    FEW_SPANS,
+    FIELDS,
+    MOST_RUNS,
+    PREFIX_FIELDS,
+    AttentionPlan,
+    PrefixPartials,
+    PrefixSharing,
+    Tiling,
+    spread,
+)
 from quire.ops.triton.launch import DeviceInfo, block, fetch, kernel, release, wait
 from quire.ops.triton.rows import tanh
-from quire.ops.triton.shared_prefixes import PrefixPartials
 
 
 @triton.jit
@@ -266,7 +282,7 @@ class Tile(NamedTuple):
     def spread(self, card: DeviceInfo, groups: int, spans: int) -> int:
         """Programs of each K/V head that spans are shared out to: many spans, to as many as the card holds at once."""
         held = 2048 // (self.warps * (160 if self.slim else 256))
-        return spread(card, groups, min(self.a_card, 1) * held if spans > CROWD else self.a_card)
+        return spread(card, groups, min(self.a_card, 1) * held if spans > FEW_SPANS else self.a_card)
 
 
 def on_hopper(card: DeviceInfo) -> bool:
@@ -295,7 +311,7 @@ def tiles(card: DeviceInfo, share: int, dim: int, wide: int, most: int, spans: i
     small = Tile(16, columns, warps, 2, 4, run, slim=dim <= 64 and wide <= 2 and most == 1)
     if not card.sms:
         return [(small, 1, most)]
-    if 2 < spans <= CROWD and on_hopper(card):
+    if 2 < spans <= FEW_SPANS and on_hopper(card):
         small = small._replace(stages=4 if dim > 64 else 3, a_card=2)
     if most <= few:
         rows = max(16, block(most * share)) if most * share <= 64 else 64
@@ -345,3 +361,84 @@ def attention(
             FIELDS=FIELDS, DEPENDENT=card.dependent, num_warps=tile.warps, **({} if fresh else card.options),
         )  # fmt: skip
     return out
+
+
+MIN_CASCADE_SPANS = 32
+"""Spans from which on looking for what they share pays, whether or not they do."""
+
+MIN_BYTES_SAVED = 16 << 20
+"""Bytes of a layer's K/V that a group has to be spared: about what the launches take to read."""
+
+PROGRAMS_PER_SM = 2
+"""Programs on a multiprocessor."""
+
+
+@kernel(do_not_specialize=["lines"])
+def cascade_kernel(
+    q, k, v, table, members, pieces, counts, parts, sums, bend, cap, slope, lines, columns,
+    CAP: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, FIELDS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Some of the pieces, one K/V head: a fixed grid walks the list, for most of what could be in it never is."""
+    group, first = tl.program_id(0), tl.program_id(1)
+    r, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    total = tl.load(counts)
+    if DEPENDENT:
+        if first < total:
+            span = tl.load(pieces + first * FIELDS + 2)
+            begin = tl.load(pieces + first * FIELDS + 3) * (UNIT // COLUMNS)
+            ahead(k, v, table + span.to(tl.int64) * columns, begin, group, GROUPS, DIM, PAGE, COLUMNS)
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    for index in range(first, total, tl.num_programs(1)):
+        piece = pieces + index * FIELDS
+        offset, count, span = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
+        begin, end, run = tl.load(piece + 3), tl.load(piece + 4), tl.load(piece + 5)
+        begin, end = begin * (UNIT // COLUMNS), end * (UNIT // COLUMNS)
+        token = tl.load(members + offset + r // SHARE, mask=r < count * SHARE, other=0).to(tl.int64)
+        row = token * (GROUPS * SHARE) + group * SHARE + r % SHARE
+        real = (r < count * SHARE)[:, None] & (d < DIM)[None, :]
+        queries = tl.load(q + row[:, None] * DIM + d[None, :], mask=real, other=0.0)
+        m = tl.full([ROWS], -1e20, tl.float32)
+        z = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        m, z, acc = fold_blocks(
+            m, z, acc, queries, r, begin, end, k, v, table + span.to(tl.int64) * columns, group, end * COLUMNS,
+            bend, cap, slope, 0, CAP, False, GROUPS, DIM, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION)  # fmt: skip
+        line = row + run * lines
+        tl.store(parts + line[:, None] * DIM + d[None, :], acc / z[:, None], mask=real)
+        tl.store(sums + line, m + tl.log2(z), mask=r < count * SHARE)
+
+
+def cascade_attention(
+    q: Tensor, kv: LayerKV, batch: AttentionPlan, scale: float, window: int, soft_cap: float, card: DeviceInfo
+) -> PrefixPartials | None:
+    """What groups of sequences make of the pages they share, for `attention` to go on from; None where none is looked
+    for: that depends on shapes alone. q and the rest: see `Ops.attention`.
+
+    The lists are read before the wait, so the kernel right behind those that make them is launched plainly.
+    """
+    tokens, heads, dim = q.shape
+    _, groups, page, _ = kv.k.shape
+    share, wide, spans = heads // groups, kv.k.element_size(), len(batch.kv_len)
+    tile = large(card, dim, wide)
+    members = tile.rows // share
+    if not card.sms or batch.max_query > 1 or spans < MIN_CASCADE_SPANS or window < batch.max_kv or members < 2:
+        return None
+    unit = math.lcm(page, tile.columns)
+    slots = spread(card, groups, PROGRAMS_PER_SM)
+    runs = max(1, min(MOST_RUNS, slots // -(-spans // members)))
+    sharing = PrefixSharing(unit, members, runs, MIN_BYTES_SAVED // (2 * groups * dim * wide))
+    prefixes, fresh = batch.prefixes(sharing)
+    parts = q.new_empty(MOST_RUNS, tokens, heads, dim, dtype=torch.float32)
+    sums = q.new_empty(MOST_RUNS, tokens, heads, dtype=torch.float32)
+    bend, slope = slopes(scale * kv.k_scale, soft_cap)
+    cascade_kernel[(groups, min(slots, len(prefixes.pieces)))](
+        *(q, kv.k, kv.v, batch.page_table, prefixes.members, prefixes.pieces, prefixes.counts, parts, sums),
+        *(bend, soft_cap, slope, tokens * heads, batch.page_table.stride(0)),
+        CAP=soft_cap > 0, GROUPS=groups, SHARE=share, DIM=dim, PAGE=page, UNIT=unit, ROWS=tile.rows,
+        COLUMNS=tile.columns, BLOCK_D=block(dim, 16), STAGES=tile.stages, PRECISION=card.precision,
+        FIELDS=PREFIX_FIELDS, DEPENDENT=card.dependent, num_warps=tile.warps, **({} if fresh else card.options),
+    )  # fmt: skip
+    return PrefixPartials(parts, sums, prefixes, sharing)

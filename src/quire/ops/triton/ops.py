@@ -1,8 +1,16 @@
-"""Ops by Triton kernels: one path for prefill, decode and verification, capturable whole in a CUDA graph."""
+"""Ops by Triton kernels: one path for prefill, decode and verification, capturable whole in a CUDA graph.
+
+Ops by Triton kernels whose launches depend on no batch: each row's result is its own, to the bit.
+
+One tile for every product and one for all of attention, nothing split that would have to be put together, no library
+that chooses by shape. Few rows are multiplied in tiles of 64, and a long context is read by one program a K/V head:
+that is the price.
+"""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -10,25 +18,15 @@ from torch import Tensor
 
 from quire.ops.base import Angles, Gate, Norm, Norms
 from quire.ops.cublaslt import CublasLt
-from quire.ops.float8 import E4M3
 from quire.ops.gemm import GemmAutotuner, on_the_card
-from quire.ops.grouped import combine_experts, grouped_linear
-from quire.ops.quantized import DequantizingOps
+from quire.ops.matmul import by_owner, combine_experts, combine_experts_in_order, grouped_linear
+from quire.ops.quantized import E4M3, DequantizingOps
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.ops.triton import (
-    attention,
-    cascade,
-    dequantize,
-    fp8_split,
-    gemm_configs,
-    gemv,
-    qk_norm_rope,
-    quantized_gemm,
-    rows,
-)
+from quire.ops.triton import gemv, quantized_gemm, rows
+from quire.ops.triton.attention import attention, cascade_attention
 from quire.ops.triton.attention_schedule import AttentionPlan
+from quire.ops.triton.gemv import COUNTERS, GemmConfig
 from quire.ops.triton.launch import DeviceInfo
-from quire.ops.triton.split_k import COUNTERS
 from quire.types import UNLIMITED
 
 log = logging.getLogger(__name__)
@@ -65,9 +63,9 @@ class TritonOps(DequantizingOps):
         return F.embedding(tokens, weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
-        how = gemm_configs.gemm_config(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
+        how = gemv.gemm_config(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
         if how is not None and x.dtype is torch.bfloat16:
-            return gemv.product(x, weight, bias, how, self.card, gate, arrived=self.arrived)
+            return gemv.gemv_linear(x, weight, bias, how, self.card, gate, arrived=self.arrived)
         y = self.gemm.linear(x, weight, bias)
         return y if not gate else self.silu_mul(y) if gate == "silu" else self.gelu_mul(y)
 
@@ -112,17 +110,17 @@ class TritonOps(DequantizingOps):
         the way, or, for more rows than `scaled.MOST`, all of them beforehand."""
         weight, scale = matrix.weight, matrix.scale
         if scale.shape[1] == 1 and weight.dtype is E4M3 and x.dtype is torch.bfloat16:
-            quick = gemm_configs.scaled_gemm_config(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
+            quick = gemv.scaled_gemm_config(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
             if quick is not None:
-                return gemv.product(x, weight, bias, quick, self.card, gate, scale, self.arrived)
-            if len(x) > gemm_configs.MOST and fp8_split.fits(weight, self.card):
-                return fp8_split.product(x, weight, scale, bias, self.one, self.card, gate)
-        fast = quantized_gemm.fitting(x, matrix, self.card)
-        how = quantized_gemm.recipe(len(x), len(weight), x.shape[-1], fast=fast, halved=matrix.is_int4)
+                return gemv.gemv_linear(x, weight, bias, quick, self.card, gate, scale, self.arrived)
+            if len(x) > gemv.MAX_GEMV_ROWS and quantized_gemm.supports_fp8(weight, self.card):
+                return quantized_gemm.fp8_linear(x, weight, scale, bias, self.one, self.card, gate)
+        fast = quantized_gemm.uses_fast_conversion(x, matrix, self.card)
+        how = quantized_gemm.quantized_gemm_config(len(x), len(weight), x.shape[-1], fast=fast, halved=matrix.is_int4)
         if how is None or x.dtype is not torch.bfloat16:
-            return self.linear(x, dequantize.dequantize(matrix, x.shape[-1], x.dtype, self.card), bias, gate)
-        how = quantized_gemm.gated(how) if gate and not matrix.is_int4 else how
-        return quantized_gemm.product(x, matrix, bias, how, self.card, self.arrived, gate)
+            return self.linear(x, quantized_gemm.dequantize(matrix, x.shape[-1], x.dtype, self.card), bias, gate)
+        how = quantized_gemm.gated_config(how) if gate and not matrix.is_int4 else how
+        return quantized_gemm.quantized_linear(x, matrix, bias, how, self.card, self.arrived, gate)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rows.rms_norm(x, weight, eps, self.card)
@@ -145,12 +143,12 @@ class TritonOps(DequantizingOps):
         return rows.activation(x, self.card, gelu=True, gated=False)
 
     def angles(self, positions: Tensor, frequencies: Tensor, gain: float = 1.0) -> Angles:
-        return qk_norm_rope.angles(positions, frequencies, gain, self.card)
+        return rows.angles(positions, frequencies, gain, self.card)
 
     def qk_norm_rope_store_kv(
         self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
     ) -> Tensor:
-        return qk_norm_rope.qk_norm_rope_store_kv(qkv, heads, kv, batch, angles, norms, self.card)
+        return rows.qk_norm_rope_store_kv(qkv, heads, kv, batch, angles, norms, self.card)
 
     def attention(
         self,
@@ -162,5 +160,35 @@ class TritonOps(DequantizingOps):
         soft_cap: float = 0.0,
     ) -> Tensor:
         planned = self.prepare(batch)
-        begun = cascade.cascade_attention(q, kv, planned, scale, window, soft_cap, self.card)
-        return attention.attention(q, kv, planned, scale, window, soft_cap, self.card, begun)
+        begun = cascade_attention(q, kv, planned, scale, window, soft_cap, self.card)
+        return attention(q, kv, planned, scale, window, soft_cap, self.card, begun)
+
+
+PRODUCT, RESTORED, EXACT = GemmConfig(64, 64, 128, 4, 4), GemmConfig(64, 64, 64, 4, 3), GemmConfig(16, 32, 64, 4, 3)
+"""Of plain matrices, of those restored on the way, and of either in float32, which takes more registers."""
+
+
+class BatchInvariantTritonOps(TritonOps):
+    """See `base.Ops`."""
+
+    def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
+        super().__init__(device, dependent=dependent)
+        self.card = replace(self.card, sms=0)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
+        return gemv.gemv_linear(x, weight, bias, config_for(x, PRODUCT), self.card, gate)
+
+    def quantised_linear(
+        self, x: Tensor, matrix: quantized_gemm.QuantizedMatrix, bias: Tensor | None, gate: Gate
+    ) -> Tensor:
+        return quantized_gemm.quantized_linear(x, matrix, bias, config_for(x, RESTORED), self.card, self.arrived, gate)
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return by_owner(x, weight, ends, self.linear)
+
+    def combine_experts(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
+        return combine_experts_in_order(made, shares, whole=whole)
+
+
+def config_for(x: Tensor, usual: GemmConfig) -> GemmConfig:
+    return EXACT if x.dtype is torch.float32 else usual

@@ -3,6 +3,15 @@
 A byte or half a byte is read for each number, so what is bound by reading gains two or four times, if restoring keeps
 up: an H200 can spend five instructions on a number before it is what everything waits for. Activations stay as they
 are. See `Ops.scaled_linear` and `Ops.int4_linear`, and `gemv` for how few rows are multiplied.
+
+A quantised matrix restored whole, for so many rows that this is cheaper than on the way of each of their tiles.
+
+Products of a matrix in eight bits with many rows, by the library's float8 kernels, and exact all the same.
+
+bfloat16 has eight significant bits, e4m3 four. So a token's x, in units of a power of two of its own, is the sum of two
+e4m3 numbers: what its first four bits say, and a sixteenth of what the others say. Multiplied as two rows of a float8
+product, twice as many at twice the speed of bfloat16, nothing is rounded that would not be in bfloat16, and the matrix
+is read as it is stored. (The peer rounds x to eight bits: one row, and another answer.)
 """
 
 from __future__ import annotations
@@ -10,15 +19,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import ScalingType
 
 from quire.ops.base import Gate
-from quire.ops.triton.gemm_configs import GemmConfig, two
-from quire.ops.triton.gemv import given, settled, settles
-from quire.ops.triton.launch import HOPPER, DeviceInfo, block, kernel, release, wait
-from quire.ops.triton.split_k import COUNTERS, added_up, handed_in
+from quire.ops.triton.gemv import COUNTERS, GemmConfig, added_up, given, handed_in, settled, settles, two
+from quire.ops.triton.launch import ADA, HOPPER, DeviceInfo, block, kernel, release, wait
 
 
 @triton.jit
@@ -175,7 +184,7 @@ def many_kernel(
         given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
 
 
-MOST = 256
+MAX_FUSED_ROWS = 256
 """Rows up to which the matrix is restored on the way. Above, it is cheaper restored once for all of them: `restore`."""
 
 
@@ -203,18 +212,20 @@ RUN = 128
 """Inputs that are multiplied at a time where four numbers are restored at once."""
 
 
-def fitting(x: Tensor, matrix: QuantizedMatrix, card: DeviceInfo) -> bool:
+def uses_fast_conversion(x: Tensor, matrix: QuantizedMatrix, card: DeviceInfo) -> bool:
     """Whether four numbers are restored at once: at few rows, for wider tiles read the matrix another way."""
     one = x.dtype is torch.bfloat16 and matrix.weight.dtype is torch.float8_e4m3fn and card.capability >= HOPPER
     return one and len(x) <= 16 and scales(matrix, RUN) < 2
 
 
-def recipe(rows: int, outputs: int, inputs: int, *, fast: bool = False, halved: bool = False) -> GemmConfig | None:
+def quantized_gemm_config(
+    rows: int, outputs: int, inputs: int, *, fast: bool = False, halved: bool = False
+) -> GemmConfig | None:
     """What was fastest of many, H200 (docs/benchmarks); None where to restore the matrix whole. outputs: of the matrix.
 
-    fast: as `fitting` says.
+    fast: as `uses_fast_conversion` says.
     """
-    if rows > MOST:
+    if rows > MAX_FUSED_ROWS:
         return None
     if fast:
         return GemmConfig(16, 32, RUN, 2, 5)
@@ -227,12 +238,12 @@ def recipe(rows: int, outputs: int, inputs: int, *, fast: bool = False, halved: 
     return GemmConfig(block(rows, 32), 128, RUN, 8, 4) if rows <= 64 else GemmConfig(128, 64, RUN, 4, 3)
 
 
-def gated(how: GemmConfig) -> GemmConfig:
+def gated_config(how: GemmConfig) -> GemmConfig:
     """The recipe for two matrices at once: what they are held in is shared out."""
     return how if how.rows <= 16 else GemmConfig(min(how.rows, 64), 64, 64, 4, 3)
 
 
-def splits(how: GemmConfig, programs: int, inputs: int, card: DeviceInfo) -> int:
+def num_splits(how: GemmConfig, programs: int, inputs: int, card: DeviceInfo) -> int:
     """Into how many runs to cut the inputs: as many as give each multiprocessor 12 warps, each with work to do."""
     wanted = max(1, 12 * card.sms // (how.warps * programs))
     return two(min(8, wanted, inputs // (4 * how.inputs)))
@@ -245,7 +256,7 @@ def scales(matrix: QuantizedMatrix, run: int) -> int:
     return 1 if not matrix.is_int4 and matrix.width % run == 0 and matrix.offset % run == 0 else 2
 
 
-def product(
+def quantized_linear(
     x: Tensor,
     matrix: QuantizedMatrix,
     bias: Tensor | None,
@@ -261,7 +272,7 @@ def product(
     out = x.new_empty(rows, outputs)
     weight, scale = matrix.weight, matrix.scale
     halved, (zero, groups) = matrix.is_int4, matrix.beside
-    fast, kind = fitting(x, matrix, card) and how.inputs == RUN, scales(matrix, how.inputs)
+    fast, kind = uses_fast_conversion(x, matrix, card) and how.inputs == RUN, scales(matrix, how.inputs)
     # What waits in shared memory for a number of the matrix, its scale and zero point included, and for one of x.
     how = how.fitted(card, (2 if gate else 1) * (1 + 4 * (kind == 2) + 8 * halved), x.element_size())
     same = {"GATE": gate != "", "GELU": gate == "gelu", "BIAS": bias is not None, "HALVED": halved, "SCALES": kind,
@@ -275,7 +286,7 @@ def product(
         return out
     tiles = triton.cdiv(rows, how.rows)
     runs = (
-        splits(how, tiles * columns * (2 if gate else 1), inputs, card)
+        num_splits(how, tiles * columns * (2 if gate else 1), inputs, card)
         if tiles * columns <= COUNTERS and not halved
         else 1
     )
@@ -286,4 +297,126 @@ def product(
         SPLITS=runs, FAST=fast, EVEN=inputs % how.inputs == 0, SETTLED=settles(how, card),
         STAGES=how.stages, PRECISION=card.precision, **same,
     )  # fmt: skip
+    return out
+
+
+@kernel
+def dequantize_kernel(
+    weight, scale, zero, groups, out, outputs, inputs, count, width, offset,
+    HALVED: tl.constexpr, SCALES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A tile [BLOCK_N, BLOCK_K] of out [outputs, inputs]."""
+    n, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    tile = restored(
+        weight, scale, zero, groups, n, k, outputs, inputs, count, width, offset, HALVED, SCALES, BLOCK_K)  # fmt: skip
+    if SCALES == 0:
+        tile *= tl.load(scale + n, mask=n < outputs, other=0.0)[:, None]
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    inside = (n < outputs)[:, None] & (k < inputs)[None, :]
+    tl.store(out + n[:, None].to(tl.int64) * inputs + k[None, :], tile.to(out.dtype.element_ty), mask=inside)
+
+
+def dequantize(matrix: QuantizedMatrix, inputs: int, dtype: torch.dtype, card: DeviceInfo) -> Tensor:
+    """The matrix [out, inputs] in dtype."""
+    outputs = len(matrix.weight)
+    out = matrix.scale.new_empty(outputs, inputs, dtype=dtype)
+    zero, groups = matrix.beside
+    grid = (triton.cdiv(inputs, 512), triton.cdiv(outputs, 8))
+    dequantize_kernel[grid](
+        *(matrix.weight, matrix.scale, zero, groups, out, outputs, inputs),
+        *(matrix.scale.shape[1], matrix.width, matrix.offset), HALVED=matrix.is_int4,
+        SCALES=2 * (scales(matrix, 1) > 0), BLOCK_N=8, BLOCK_K=512, DEPENDENT=card.dependent, num_warps=4,
+        **card.options,
+    )  # fmt: skip
+    return out
+
+
+ROWS_AT_ONCE = 1024
+"""Rows multiplied at a time: their sums, twice as many in float32, are not to take more memory than a step's own."""
+
+TENSOR = ScalingType.TensorWise
+
+
+@kernel
+def fp8_split_kernel(x, out, unit, inputs, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """A row of x as two: out is [T, 2, in], unit [T].
+
+    The largest lands between 128 and 256: e4m3 reaches 448, and sixteen times what its first four bits leave over is
+    below 256. Below 2**-6 e4m3 counts in steps of 2**-9, so there the first bits are those above that step: x is then
+    off by 2**-20 of the largest at most. (What is left over comes from the bits, not from e4m3 read back, which the
+    assembler of CUDA 12.8 reads from a register that nothing has written yet.)
+    """
+    row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    value = tl.load(x + row * inputs + k, mask=k < inputs, other=0.0).to(tl.float32)
+    exponent = tl.maximum((tl.max(tl.abs(value), 0).to(tl.int32, bitcast=True) >> 23) - 7, 1)
+    value *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    high = (value.to(tl.int32, bitcast=True) & -0x100000).to(tl.float32, bitcast=True)
+    high = tl.where(tl.abs(value) < 0.015625, (value + 24576.0) - 24576.0, high)
+    low = (value - high) * 16.0
+    line = out + row * 2 * inputs + k
+    tl.store(line, high.to(tl.float8e4nv), mask=k < inputs)
+    tl.store(line + inputs, low.to(tl.float8e4nv), mask=k < inputs)
+    tl.store(unit + row, (exponent << 23).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def join_halves(y, unit, scale, n, wide, row, outputs):
+    """Outputs n of a row of the product from its two, y [T, 2, wide]."""
+    line = y + row * 2 * wide + n
+    high = tl.load(line, mask=n < outputs, other=0.0).to(tl.float32)
+    low = tl.load(line + wide, mask=n < outputs, other=0.0).to(tl.float32)
+    return (high + low * 0.0625) * unit * tl.load(scale + n, mask=n < outputs, other=0.0)
+
+
+@kernel
+def fp8_join_kernel(
+    y, unit, scale, bias, out, outputs, wide,
+    GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """BLOCK outputs of a row: out is [T, outputs], of `wide` numbers those that gate come first."""
+    row, n = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    one = tl.load(unit + row)
+    value = join_halves(y, one, scale, n, wide, row, outputs)
+    gated = value
+    if GATE:
+        gated = join_halves(y + outputs, one, scale + outputs, n, wide, row, outputs)
+    given(value, gated, bias, out, row * outputs + n, n, outputs, n < outputs, GATE, GELU, BIAS)
+
+
+def fp8_split(x: Tensor, card: DeviceInfo) -> tuple[Tensor, Tensor]:
+    """x [T, in] -> e4m3 [2 T, in], a row's first bits and its last, and the rows' units [T]."""
+    rows, inputs = x.shape
+    out, unit = x.new_empty(2 * rows, inputs, dtype=torch.float8_e4m3fn), x.new_empty(rows, dtype=torch.float32)
+    fp8_split_kernel[(rows,)](
+        x, out, unit, inputs, BLOCK=block(inputs), DEPENDENT=card.dependent, num_warps=4 if inputs <= 4096 else 8,
+        **card.options,
+    )  # fmt: skip
+    return out, unit
+
+
+def supports_fp8(weight: Tensor, card: DeviceInfo) -> bool:
+    """Whether the library multiplies a matrix [out, in] of e4m3 here."""
+    return card.capability >= ADA and weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
+
+
+def fp8_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, one: Tensor, card: DeviceInfo, gate: Gate = ""
+) -> Tensor:
+    """x [T, in], weight e4m3 [out, in], scale [out, 1] -> [T, out], or [T, out / 2] gated. one: 1, float32."""
+    x = x.contiguous()
+    outputs = len(weight) // 2 if gate else len(weight)
+    out = x.new_empty(len(x), outputs)
+    for some, into in zip(x.split(ROWS_AT_ONCE), out.split(ROWS_AT_ONCE), strict=True):
+        halves, unit = fp8_split(some, card)
+        y = F.scaled_mm(halves, weight.t(), one, TENSOR, one, TENSOR, output_dtype=torch.float32)
+        fp8_join_kernel[(triton.cdiv(outputs, 1024), len(some))](
+            y, unit, scale, x if bias is None else bias, into, outputs, len(weight), GATE=gate != "",
+            GELU=gate == "gelu", BIAS=bias is not None, BLOCK=1024, DEPENDENT=card.dependent, num_warps=4,
+            **card.options,
+        )  # fmt: skip
     return out
