@@ -38,5 +38,5 @@ class OnCard(Ahead):
 def test_an_answer_has_the_same_bits_in_every_situation(shape: str, dtype: str, tmp_path: Path) -> None:
     checkpoints.make(tmp_path, shape)
     device = OnCard.device
-    model = load_model(tmp_path, dtype=dtype, device=device, ops=fixed.FixedTritonOps(device))  # type: ignore[arg-type]
+    model = load_model(tmp_path, dtype=dtype, device=device, ops=fixed.BatchInvariantTritonOps(device))  # type: ignore[arg-type]
     seen_in_every_situation(OnCard(model))
