@@ -8,7 +8,7 @@ from __future__ import annotations
 import json as jsons
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, get_args
 
 from quire import checks
@@ -121,6 +121,38 @@ MAX_STRUCTURE_CHARS = 1 << 18
 """The largest schema or grammar that is taken."""
 
 
+class NumericParameter(NamedTuple):
+    """A field of SamplingParams that is one number, and what is derived from it.
+
+    annotation: its type as written, as 'int | None'. low, high: its range, both ends included; whole bounds are those
+    of whole numbers. in_requests: whether every HTTP endpoint that generates takes it, under this name. in_checkpoints:
+    whether a checkpoint's generation_config.json may set its default. help: of the command line's option; without it
+    there is none.
+    """
+
+    name: str
+    annotation: str
+    low: float
+    high: float
+    in_requests: bool
+    in_checkpoints: bool
+    help: str
+
+
+def _number(
+    default: float | None,
+    low: float,
+    high: float,
+    *,
+    in_requests: bool = False,
+    in_checkpoints: bool = False,
+    help: str = "",
+) -> Any:
+    """A dataclass field that becomes a NumericParameter."""
+    metadata = {"low": low, "high": high, "in_requests": in_requests, "in_checkpoints": in_checkpoints, "help": help}
+    return field(default=default, metadata=metadata)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled. Every field means what it means in vLLM.
@@ -134,17 +166,37 @@ class SamplingParams:
     Raises InvalidRequest naming the field, also for NaN and infinities.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
+    n: int = _number(1, 1, 1024)
+    temperature: float = _number(
+        *(1.0, 0.0, 100.0),
+        in_requests=True,
+        in_checkpoints=True,
+        help="0 takes the likeliest token each time.",
+    )
+    top_p: float = _number(
+        *(1.0, 0.0, 1.0),
+        in_requests=True,
+        in_checkpoints=True,
+        help="Sample from the likeliest tokens that make up this share.",
+    )
+    top_k: int = _number(
+        *(0, -1, UNLIMITED),
+        in_requests=True,
+        in_checkpoints=True,
+        help="Sample from so many of the likeliest tokens; 0: all.",
+    )
+    min_p: float = _number(
+        *(0.0, 0.0, 1.0),
+        in_requests=True,
+        in_checkpoints=True,
+        help="Leave out tokens below this share of the likeliest one's.",
+    )
+    presence_penalty: float = _number(0.0, -2.0, 2.0, in_requests=True)
+    frequency_penalty: float = _number(0.0, -2.0, 2.0, in_requests=True)
+    repetition_penalty: float = _number(1.0, 0.01, 100.0, in_requests=True, in_checkpoints=True)
+    seed: int | None = _number(None, -(1 << 63), (1 << 64) - 1, in_requests=True)
+    max_tokens: int | None = _number(16, 1, UNLIMITED)
+    min_tokens: int = _number(0, 0, UNLIMITED)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -153,8 +205,8 @@ class SamplingParams:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: int | None = _number(None, -1, UNLIMITED)
+    prompt_logprobs: int | None = _number(None, -1, UNLIMITED)
     detokenize: bool = True
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
@@ -168,9 +220,9 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", checks.token_ids("allowed_token_ids", self.allowed_token_ids))
         object.__setattr__(self, "logit_bias", checks.biases("logit_bias", self.logit_bias, 100.0))
-        for name, low, high in RANGES:
-            if (value := getattr(self, name)) is not None or name not in _OPTIONAL:
-                checks.number(name, value, low, high, whole=isinstance(low, int))
+        for each in NUMERIC_PARAMETERS:
+            if (value := getattr(self, each.name)) is not None or not each.annotation.endswith("| None"):
+                checks.number(each.name, value, each.low, each.high, whole=isinstance(each.low, int))
         for name in _FLAGS:
             checks.flag(name, getattr(self, name))
         if self.top_p <= 0:
@@ -201,24 +253,13 @@ class SamplingParams:
         return self.temperature < 1e-5
 
 
-RANGES: tuple[tuple[str, float, float], ...] = (
-    ("n", 1, 1024),
-    ("temperature", 0.0, 100.0),
-    ("top_p", 0.0, 1.0),
-    ("top_k", -1, UNLIMITED),
-    ("min_p", 0.0, 1.0),
-    ("presence_penalty", -2.0, 2.0),
-    ("frequency_penalty", -2.0, 2.0),
-    ("repetition_penalty", 0.01, 100.0),
-    ("seed", -(1 << 63), (1 << 64) - 1),
-    ("max_tokens", 1, UNLIMITED),
-    ("min_tokens", 0, UNLIMITED),
-    ("logprobs", -1, UNLIMITED),
-    ("prompt_logprobs", -1, UNLIMITED),
+NUMERIC_PARAMETERS = tuple(
+    NumericParameter(each.name, str(each.type), **each.metadata)
+    for each in fields(SamplingParams)
+    if each.metadata
 )
-"""Whole numbers have whole bounds."""
+"""In the order of the fields."""
 
-_OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
 
 

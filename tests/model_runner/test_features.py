@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire.model_runner.sampling.features import (
     ALLOWED,
     BANNED,
     BIASED,
+    COLUMNS,
     PENALISED,
     RANDOM,
     SCORED,
@@ -62,8 +64,7 @@ def test_a_row_that_is_opened_again_keeps_nothing_of_the_one_before() -> None:
     after = NewSequence(0, (6,), 0, 1, SamplingParams(temperature=0.9), seed=4)
     traits.open(after)
     fresh.open(after)
-    for name, value in vars(fresh).items():
-        ours = getattr(traits, name)
-        assert (ours.tolist() if hasattr(ours, "tolist") else ours) == (
-            value.tolist() if hasattr(value, "tolist") else value
-        ), name
+    for name, value in (vars(fresh) | fresh.columns).items():
+        if name != "columns":
+            ours = traits.columns[name] if name in COLUMNS else getattr(traits, name)
+            assert np.array_equal(ours, value) if isinstance(value, np.ndarray) else ours == value, name

@@ -282,12 +282,13 @@ def test_a_nucleus_at_the_edge_of_a_token_is_the_same_whatever_others_ask_for() 
         edge = float(exact.cumsum()[20]) / middle
         moved += float(exact.sum()) != float(rough.sum())
         alone, among = x[:1].copy(), x.copy()
-        truncate(alone, cut([0], [edge], [0.05]))
-        truncate(among, cut([0, 299], [edge, 0.5], [0.05, 0.0]))
+        truncate(alone, cut([300], [edge], [0.05]))
+        truncate(among, cut([300, 299], [edge, 0.5], [0.05, 0.0]))
         assert np.array_equal(alone[0], among[0])
     assert moved > 10, "the two ways differ, so the edges lie between"
 
 
 def cut(top_k: list[int], top_p: list[float], min_p: list[float]) -> Truncation:
-    heat = np.ones(len(top_k), np.float32)
-    return Truncation.of(heat, np.array(top_k), np.array(top_p), np.array(min_p, np.float32), 300)
+    temperature = np.ones(len(top_k), np.float32)
+    columns = {"temperature": temperature, "top_k": np.array(top_k), "top_p": np.array(top_p)}
+    return Truncation.of(columns | {"min_p": np.array(min_p, np.float32)}, np.arange(len(top_k)), 300)

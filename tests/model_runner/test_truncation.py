@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from quire.model_runner.sampling.features import COLUMNS
 from quire.model_runner.sampling.truncation import Truncation, truncate
 from quire.types import SamplingParams
 from tests.model_runner.oracle import kept
@@ -15,11 +16,8 @@ VOCAB = 500
 def cut(rows: np.ndarray, params: list[SamplingParams]) -> list[set[int]]:
     """Tokens kept, row by row, all rows in one call."""
     logits = rows.astype(np.float32)
-    temperature, top_p, min_p = (
-        np.array([getattr(p, name) for p in params], dtype) for name, dtype in
-        (("temperature", np.float32), ("top_p", np.float64), ("min_p", np.float32))
-    )  # fmt: skip
-    truncate(logits, Truncation.of(temperature, np.array([p.top_k for p in params]), top_p, min_p, VOCAB))
+    columns = {name: np.array([each.read(p) for p in params], each.dtype) for name, each in COLUMNS.items()}
+    truncate(logits, Truncation.of(columns, np.arange(len(params)), VOCAB))
     return [set(np.flatnonzero(row > -np.inf).tolist()) for row in logits]
 
 

@@ -9,12 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quire.model_runner.sampling.features import COLUMNS
 from quire.ops.base import Gate
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import TritonOps
-from quire.ops.triton.sampler import sample
-from quire.ops.triton.sampling_tensors import RequestedFeatures, SamplingTensors
+from quire.ops.triton.sampler import RequestedFeatures, SamplingTensors, sample
 from quire.types import UNLIMITED
 
 CACHE = 200 << 20
@@ -233,34 +233,42 @@ def row_cases(ops: TritonOps) -> Iterator[tuple[str, Callable[[], Case]]]:
             yield f"rows {what} {tokens}", partial(row_case, ops, what, tokens)
 
 
+SAMPLER_CASES: Mapping[str, dict[str, float]] = {
+    "greedy": {},
+    "hot": {"temperature": 1.0},
+    "top_p": {"temperature": 1.0, "top_p": 0.95},
+    "top_k, top_p": {"temperature": 1.0, "top_k": 50, "top_p": 0.95},
+    "penalties": {"temperature": 1.0, "repetition_penalty": 1.2},
+}
+"""Sampling parameters that are not off, by the case's name."""
+
+
 def sampler_case(ops: TritonOps, rows: int, what: str) -> Case:
     vocab = 151936
     logits = [2 * noise(rows, vocab, dtype=torch.float32) for _ in range(copies(4.0 * rows * vocab, 8))]
 
-    def column(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((rows,), value, dtype=dtype, device="cuda")
 
+    values = {name: column.off for name, column in COLUMNS.items()} | SAMPLER_CASES[what]
     settings = SamplingTensors(
-        temperature=column(0.0 if what == "greedy" else 1.0),
+        **{
+            name: full(value, torch.int32 if COLUMNS[name].is_integer else torch.float32)
+            for name, value in values.items()
+        },
         stream=torch.arange(rows, device="cuda"),
-        top_k=column(50 if what == "top_k, top_p" else UNLIMITED, torch.int32),
-        top_p=column(0.95 if "top_p" in what else 2.0),
-        min_p=column(0.0),
-        repetition=column(1.2 if what == "penalties" else 1.0),
-        frequency=column(0.0),
-        presence=column(0.0),
-        masked=column(-1, torch.int32),
+        masked=full(-1, torch.int32),
         masks=torch.zeros(1, 1, dtype=torch.int32, device="cuda"),
         listed=torch.zeros(rows + 1, dtype=torch.int32, device="cuda"),
-        token=column(0, torch.int32),
-        amount=column(0.0),
-        until=column(0, torch.int32),
+        token=full(0, torch.int32),
+        amount=full(0.0),
+        until=full(0, torch.int32),
     )
     history = torch.randint(vocab, (rows, 1024), dtype=torch.int32, device="cuda")
     which = torch.arange(rows, dtype=torch.int32, device="cuda")
     asked = RequestedFeatures(random=what != "greedy", truncated="top" in what, processed=what == "penalties")
     tally = torch.zeros(rows, vocab if asked.processed else 1, dtype=torch.int32, device="cuda")
-    context = (which, column(1000, torch.int32), history, column(500, torch.int32), settings, ops.card, asked)
+    context = (which, full(1000, torch.int32), history, full(500, torch.int32), settings, ops.card, asked)
 
     def check() -> float:
         got = sample(logits[0].clone(), *context, tally=tally).tokens.long()
@@ -273,7 +281,7 @@ def sampler_case(ops: TritonOps, rows: int, what: str) -> Case:
 
 
 def sampler_cases(ops: TritonOps) -> Iterator[tuple[str, Callable[[], Case]]]:
-    for what in ("greedy", "hot", "top_p", "top_k, top_p", "penalties"):
+    for what in SAMPLER_CASES:
         for rows in (1, 16, 256):
             yield f"sampler {what} {rows}", partial(sampler_case, ops, rows, what)
 

@@ -6,15 +6,18 @@ from typing import Any
 
 import click
 
+from quire.types import NUMERIC_PARAMETERS
+
 
 def sampling_options() -> list[click.Option]:
-    """Fresh options, in the names of SamplingParams; the seed is the settings' own `--seed`."""
+    """New options, named as the fields of SamplingParams; `--seed` is an option of the engine's configuration."""
     return [
         click.Option(["--max-tokens"], type=int, help="Longest answer, in tokens."),
-        click.Option(["--temperature"], type=float, help="0 takes the likeliest token each time."),
-        click.Option(["--top-p"], type=float, help="Sample from the likeliest tokens that make up this share."),
-        click.Option(["--top-k"], type=int, help="Sample from so many of the likeliest tokens; 0: all."),
-        click.Option(["--min-p"], type=float, help="Leave out tokens below this share of the likeliest one's."),
+        *(
+            click.Option([f"--{each.name.replace('_', '-')}"], type=type(each.low), help=each.help)
+            for each in NUMERIC_PARAMETERS
+            if each.help
+        ),
         click.Option(["--stop"], multiple=True, help="End where this text appears; may be repeated."),
     ]
 

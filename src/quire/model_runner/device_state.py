@@ -5,8 +5,7 @@ A plan becomes (place, value) pairs in one pinned buffer, one copy and one scatt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -16,21 +15,12 @@ from torch import Tensor
 
 from quire.model_runner.graphs import padding
 from quire.model_runner.row_state import RowState, StepShape
-from quire.model_runner.sampling.features import RANDOM
+from quire.model_runner.sampling.features import COLUMNS, Column
 from quire.scheduler.plan import Plan
 
-COLUMNS = (
-    *("known", "length", "done", "prompt", "top_k", "stream"),
-    *("temperature", "top_p", "min_p", "repetition", "frequency", "presence"),
-)
-"""A number a row: tokens of its history, those whose K/V is made, by the model and by a draft model, those of its
-prompt; how it is sampled."""
-
-FLOATS = COLUMNS.index("temperature")
-"""From here on they are float32, kept as their bits."""
-
-OFF: Mapping[str, float] = MappingProxyType({"top_k": 1 << 30, "top_p": 2.0, "repetition": 1.0})
-"""What changes nothing, where that is not 0."""
+COUNTERS = ("known", "length", "done", "prompt", "stream")
+"""Columns of one int32 a row: tokens of its history; those whose K/V is computed, by the model and by a draft model;
+those of its prompt; and the key of its noise. Those of `sampling.features.COLUMNS` follow."""
 
 Ints32 = npt.NDArray[np.int32]
 Update = tuple["int | Ints32", Ints32]
@@ -77,7 +67,7 @@ class DeviceState:
             sizes |= {f"{lane}.counts": 4, f"{lane}.span_row": spans, f"{lane}.query_start": spans + 1}
             sizes |= {f"{lane}.token_span": tokens, f"{lane}.sample_indices": picks, f"{lane}.sample_row": picks}
             sizes |= {f"{lane}.sample_position": picks, f"{lane}.sample_offset": picks}
-        sizes |= dict.fromkeys(COLUMNS, rows.num_rows + 1)
+        sizes |= dict.fromkeys((*COUNTERS, *COLUMNS), rows.num_rows + 1)
         sizes |= {
             "table": (rows.num_rows + 1) * self.num_table_columns,
             "history": (rows.num_rows + 1) * self.max_blocks,
@@ -89,10 +79,12 @@ class DeviceState:
             end += -(-size // 32) * 32
         self.sizes = sizes
         self.data = torch.zeros(end, dtype=torch.int32, device=device)
-        self.column_at = np.array([self.offsets[name] for name in COLUMNS], dtype=np.int32)
+        self.column_at = np.array([self.offsets[name] for name in (*COUNTERS, *COLUMNS)], dtype=np.int32)
         self.block_table = self.part("table", sizes["table"]).view(-1, self.num_table_columns)
         self.history = self.part("history", sizes["history"]).view(-1, self.max_blocks)
-        self.columns = {name: self._column(name) for name in COLUMNS}
+        self.columns = {name: self.part(name, self.num_rows + 1) for name in COUNTERS} | {
+            name: self._column(name, column) for name, column in COLUMNS.items()
+        }
         self.chain, self.wanted_drafts = self.part("chain"), self.part("wanted")
         self.step, self.draft = self._step_inputs("step", "length"), self._step_inputs("draft", "done")
         self.reset()
@@ -106,9 +98,9 @@ class DeviceState:
         parts = {name: self.part(f"{lane}.{name}") for name in StepInputs._fields if name != "num_computed"}
         return StepInputs(**parts, num_computed=self.columns[length])
 
-    def _column(self, name: str) -> Tensor:
-        column = self.part(name, self.num_rows + 1)
-        return column.view(torch.float32) if COLUMNS.index(name) >= FLOATS else column
+    def _column(self, name: str, column: Column) -> Tensor:
+        values = self.part(name, self.num_rows + 1)
+        return values if column.is_integer else values.view(torch.float32)
 
     def reset(self) -> None:
         """No rows, and a step of no spans: all that is fed is padding."""
@@ -116,8 +108,8 @@ class DeviceState:
         for lane in (self.step, self.draft):
             lane.span_row.fill_(self.num_rows)
             lane.sample_row.fill_(self.num_rows)
-        for name, value in OFF.items():
-            self.columns[name].fill_(value)
+        for name, column in COLUMNS.items():
+            self.columns[name].fill_(column.off)
 
 
 class UploadRing:
@@ -194,16 +186,14 @@ def step_updates(arena: DeviceState, rows: RowState, plan: Plan, shape: StepShap
 
 
 def columns(rows: RowState, row: int) -> Ints32:
-    """A row's numbers, in the order of COLUMNS."""
-    t = rows.features
-    out = np.empty(len(COLUMNS), dtype=np.int32)
-    out[:4] = rows.num_known[row], rows.num_computed[row], 0, rows.prompt_length[row]
-    out[4] = min(int(t.top_k[row]) or OFF["top_k"], OFF["top_k"])
-    out[5] = t.stream[row : row + 1].view(np.int32)[0]
-    heat = t.temperature[row] if t.bits[row] & RANDOM else 0.0
-    top_p = t.top_p[row] if t.top_p[row] < 1 else OFF["top_p"]
-    floats = (heat, top_p, t.min_p[row], t.repetition[row], t.frequency[row], t.presence[row])
-    out.view(np.float32)[FLOATS:] = floats
+    """A row's numbers, in the order of COUNTERS and COLUMNS; float32 as their bits."""
+    features = rows.features
+    out = np.empty(len(COUNTERS) + len(COLUMNS), dtype=np.int32)
+    stream = features.stream[row : row + 1].view(np.int32)[0]
+    out[: len(COUNTERS)] = rows.num_known[row], rows.num_computed[row], 0, rows.prompt_length[row], stream
+    floats = out.view(np.float32)
+    for at, (name, column) in enumerate(COLUMNS.items(), len(COUNTERS)):
+        (out if column.is_integer else floats)[at] = features.columns[name][row]
     return out
 
 

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from quire.model_runner.device_state import DeviceState, StepInputs
 from quire.model_runner.device_steps import DROPPED
-from quire.model_runner.sampling.features import PENALISED, RANDOM, TRUNCATED
+from quire.model_runner.sampling.features import COLUMNS, PENALISED, RANDOM, TRUNCATED
 from quire.ops.ragged import RaggedBatch
 from quire.ops.triton import step
 from quire.ops.triton.launch import DeviceInfo
-from quire.ops.triton.sampler import sample
-from quire.ops.triton.sampling_tensors import RequestedFeatures, SamplingTensors
+from quire.ops.triton.sampler import RequestedFeatures, SamplingTensors, sample
 
 
 class Views(NamedTuple):
@@ -121,18 +120,11 @@ def rows_of(state: DeviceState, inputs: StepInputs) -> step.DeviceRows:
 
 def settings_of(state: DeviceState) -> SamplingTensors:
     """No row has a mask or a list."""
-    c = state.columns
     none = torch.full((state.num_rows + 1,), -1, dtype=torch.int32, device=state.device)
     empty = torch.zeros(state.num_rows + 2, dtype=torch.int32, device=state.device)
     return SamplingTensors(
-        temperature=c["temperature"],
-        stream=c["stream"],
-        top_k=c["top_k"],
-        top_p=c["top_p"],
-        min_p=c["min_p"],
-        repetition=c["repetition"],
-        frequency=c["frequency"],
-        presence=c["presence"],
+        **{name: state.columns[name] for name in COLUMNS},
+        stream=state.columns["stream"],
         masked=none,
         masks=empty[:1].view(1, 1),
         listed=empty,

@@ -14,7 +14,7 @@ from quire.server.endpoints import ENDPOINTS, TOKEN_COUNT_ENDPOINTS
 from quire.server.fields import NO_OPS, REFUSED_FIELDS
 from quire.server.limits import PUBLIC_PATHS
 from quire.server.schemas import DetokenizeRequest, GenerateRequest, TokenizeRequest
-from quire.types import RANGES
+from quire.types import NUMERIC_PARAMETERS
 
 JSON, EVENTS, TEXT, BYTES = "application/json", "text/event-stream", "text/plain", "application/octet-stream"
 
@@ -63,7 +63,7 @@ _RESET: Mapping[str, Mapping[str, Any]] = {
     "reset_external": {"enum": [False]},
 }
 
-_BOUNDS: Mapping[str, tuple[float, float]] = {name: (low, high) for name, low, high in RANGES}
+_BOUNDS: Mapping[str, tuple[float, float]] = {each.name: (each.low, each.high) for each in NUMERIC_PARAMETERS}
 _MESSAGE: Mapping[str, Any] = {
     "type": "object",
     "properties": {"role": {"enum": ["system", "user", "assistant"]}, "content": {"type": "string"}},

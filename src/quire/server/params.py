@@ -12,15 +12,16 @@ from quire.server.limits import Limits, check_priority_and_timeout
 from quire.server.prompts import in_vocabulary
 from quire.server.schemas import Answers, Sampling
 from quire.server.structure import structure
-from quire.types import UNLIMITED, SamplingParams
+from quire.types import NUMERIC_PARAMETERS, UNLIMITED, SamplingParams
 
-_RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_RECOMMENDED = tuple(each.name for each in NUMERIC_PARAMETERS if each.in_checkpoints)
 """Fields whose defaults a checkpoint may set in generation_config.json."""
 
 _PLAIN = (
     *_RECOMMENDED,
-    *("presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids", "include_stop_str_in_output"),
-    *("ignore_eos", "min_tokens", "bad_words", "allowed_token_ids", "skip_special_tokens"),
+    *(each.name for each in NUMERIC_PARAMETERS if each.in_requests and not each.in_checkpoints),
+    *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "bad_words"),
+    *("allowed_token_ids", "skip_special_tokens"),
 )
 
 

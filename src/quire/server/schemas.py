@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -13,6 +13,7 @@ from msgspec import Struct
 from quire.errors import InvalidRequest
 from quire.server import fields
 from quire.server.limits import Limits, check_depth
+from quire.types import NUMERIC_PARAMETERS
 
 T = TypeVar("T", bound=Struct)
 
@@ -54,18 +55,26 @@ class Structure(Struct, kw_only=True):
     disable_any_whitespace: bool | None = None
 
 
-class Sampling(Struct, kw_only=True):
-    """Fields that every endpoint which generates takes. None, or not sent, means the default."""
-
+class _ModelField(Struct, kw_only=True):
     model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
+
+
+if TYPE_CHECKING:
+    _NumericFields = _ModelField
+else:
+    # Declared once, in SamplingParams; read by name in `params.sampling`.
+    _NumericFields = msgspec.defstruct(
+        "_NumericFields",
+        [(each.name, f"{each.annotation} | None", None) for each in NUMERIC_PARAMETERS if each.in_requests],
+        bases=(_ModelField,),
+        kw_only=True,
+    )
+
+
+class Sampling(_NumericFields, kw_only=True):
+    """Fields that every endpoint which generates takes, the numbers of SamplingParams first. None, or not sent, means
+    the default."""
+
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None

@@ -8,16 +8,13 @@ from typing import Any
 
 from quire.errors import InvalidModel, InvalidRequest
 from quire.tokenization.tokenizer import read_json
-from quire.types import SamplingParams
+from quire.types import NUMERIC_PARAMETERS, SamplingParams
 
 _FIELDS: Mapping[str, str] = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
+    **{each.name: each.name for each in NUMERIC_PARAMETERS if each.in_checkpoints},
     "max_new_tokens": "max_tokens",
 }
+"""The field of SamplingParams for each of the file's."""
 
 
 def sampling_defaults(folder: str | Path) -> dict[str, Any]:

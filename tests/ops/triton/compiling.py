@@ -30,8 +30,7 @@ from quire.model_runner.triton_steps import ForcedSteps
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton.launch import HOPPER, DeviceInfo
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
-from quire.ops.triton.sampler import sample
-from quire.ops.triton.sampling_tensors import SamplingTensors
+from quire.ops.triton.sampler import SamplingTensors, sample
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 CAPABILITY, SHARED = int(sys.argv[1]), int(sys.argv[2])

@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.model_runner.sampling.features import COLUMNS
 from quire.model_runner.sampling.noise import Draw, stream
 from quire.model_runner.sampling.truncation import Truncation, truncate
 from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.noise import exponentials
-from quire.ops.triton.sampler import sample
-from quire.ops.triton.sampling_tensors import BROKEN, FINE, STUCK, RequestedFeatures, SamplingTensors
+from quire.ops.triton.sampler import BROKEN, FINE, STUCK, RequestedFeatures, SamplingTensors, sample
 from quire.types import UNLIMITED, SamplingParams
 from tests.model_runner import oracle
 from tests.ops.triton.device import DEVICE
@@ -53,14 +53,11 @@ def settings(rows: list[Row], vocab: int) -> SamplingTensors:
     entries = [entry for each in lists for entry in each] or [(0, 0.0, 0)]
     s = [row.params for row in rows]
     return SamplingTensors(
-        temperature=column([0.0 if p.greedy else p.temperature for p in s]),
+        **{
+            name: column([each.read(p) for p in s], torch.int32 if each.is_integer else torch.float32)
+            for name, each in COLUMNS.items()
+        },
         stream=column([stream(row.seed, row.choice) for row in rows], torch.int64),
-        top_k=column([p.top_k if 0 < p.top_k < vocab else UNLIMITED for p in s], torch.int32),
-        top_p=column([p.top_p if p.top_p < 1 else 2.0 for p in s]),
-        min_p=column([p.min_p for p in s]),
-        repetition=column([p.repetition_penalty for p in s]),
-        frequency=column([p.frequency_penalty for p in s]),
-        presence=column([p.presence_penalty for p in s]),
         masked=column(masked, torch.int32),
         masks=torch.tensor(masks or [[0]], dtype=torch.int32, device=DEVICE),
         listed=column(np.cumsum([0, *map(len, lists)]).tolist(), torch.int32),
@@ -102,9 +99,8 @@ def expected(logits: Tensor, rows: list[Row]) -> list[int]:
             out.append(int(line.argmax()))
             continue
         heat = np.array([p.temperature], np.float32)
-        truncate(
-            line, Truncation.of(heat, np.array([p.top_k]), np.array([p.top_p]), np.float32([p.min_p]), line.shape[1])
-        )
+        columns = {name: np.array([each.read(p)], each.dtype) for name, each in COLUMNS.items()}
+        truncate(line, Truncation.of(columns, np.arange(1), line.shape[1]))
         key = np.array([oracle.fold(stream(row.seed, row.choice), len(row.tokens))], np.uint32)
         out.append(int(Draw(line.shape[1])(line, heat[:, None], key)[0]))
     return out

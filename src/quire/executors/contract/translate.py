@@ -32,8 +32,10 @@ _FIELDS: Mapping[str, str] = {
 }
 """The message's name of each field of a description."""
 
-_PLAIN = ("temperature", "top_k", "min_p", "presence_penalty", "frequency_penalty", "min_tokens")
-_OPTIONAL = ("logprobs", "prompt_logprobs", "pooling")
+_SAMPLING_SCALARS = tuple(
+    each for each in pb.Sampling.DESCRIPTOR.fields if each.message_type is None and not each.is_repeated
+)
+"""The message's fields that are one value of SamplingParams under the same name."""
 
 
 def describe(about: Description, instance: int) -> pb.Description:
@@ -83,14 +85,11 @@ def read_plan(told: pb.Plan, before: tuple[Span, ...]) -> Plan:
 
 def _open(one: NewSequence) -> pb.Open:
     s = one.sampling
-    sampling = pb.Sampling(logit_bias=s.logit_bias, **{name: getattr(s, name) for name in _PLAIN})
-    sampling.top_p, sampling.repetition_penalty = s.top_p, s.repetition_penalty
+    scalars = {each.name: getattr(s, each.name) for each in _SAMPLING_SCALARS}
+    sampling = pb.Sampling(logit_bias=s.logit_bias, **scalars)
     sampling.bad_words.extend(pb.TokenList(tokens=word) for word in s.bad_words_token_ids)
     if s.allowed_token_ids is not None:
         sampling.allowed.tokens.extend(s.allowed_token_ids)
-    for name in _OPTIONAL:
-        if (asked := getattr(s, name)) is not None:
-            setattr(sampling, name, asked)
     return pb.Open(
         row=one.row,
         tokens=one.tokens,
@@ -107,10 +106,11 @@ def _open(one: NewSequence) -> pb.Open:
 def _opened(told: pb.Open) -> NewSequence:
     s = told.sampling
     sampling = SamplingParams(
-        **{name: getattr(s, name) for name in _PLAIN},
-        **{name: getattr(s, name) for name in _OPTIONAL if s.HasField(name)},
-        top_p=s.top_p if s.HasField("top_p") else 1.0,
-        repetition_penalty=s.repetition_penalty if s.HasField("repetition_penalty") else 1.0,
+        **{
+            each.name: getattr(s, each.name)
+            for each in _SAMPLING_SCALARS
+            if not each.has_presence or s.HasField(each.name)
+        },
         max_tokens=None,
         logit_bias=dict(s.logit_bias),
         bad_words_token_ids=tuple(tuple(word.tokens) for word in s.bad_words),

@@ -1,29 +1,65 @@
-"""How each row is sampled, as numpy columns, and which rows want anything special at all. No torch.
+"""How each row is sampled, as numpy columns, and which features it uses. No torch.
 
-One bit a trait: a step ORs the bits of its rows and runs only what some row asks for, so that a greedy batch is an
-argmax without a feature being asked about.
+A feature is a bit: a step ORs the bits of its rows and runs only what some row asks for, so that a greedy batch is one
+argmax.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.model_runner.sampling.noise import stream
 from quire.scheduler.plan import NewSequence
+from quire.types import UNLIMITED, SamplingParams
 
 RANDOM, TRUNCATED, ALLOWED, BANNED, BIASED, PENALISED, SCORED = (1 << i for i in range(7))
-"""Samples at a temperature; truncates (top_k, top_p, min_p); allowed_token_ids; tokens that may be forbidden
-(bad words, min_tokens); logit_bias; penalties; log-probabilities wanted."""
+"""Samples at a temperature; truncates; allowed_token_ids; tokens that may be forbidden (bad words, min_tokens);
+logit_bias; penalties; log-probabilities are requested."""
 
 ALL_FEATURES = -1
 """`logprobs` -1: of the whole vocabulary."""
 
 
+class Column(NamedTuple):
+    """A number of every row, on the host and on the device.
+
+    read: its value for a row's parameters. off: the value that changes nothing; with any other, the row has `feature`.
+    dtype: on the host; on the device whole numbers are int32 and others float32.
+    """
+
+    feature: int
+    dtype: type[np.generic]
+    off: float
+    read: Callable[[SamplingParams], float]
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether its values are whole numbers."""
+        return issubclass(self.dtype, np.integer)
+
+
+COLUMNS: Mapping[str, Column] = MappingProxyType(
+    {
+        "temperature": Column(RANDOM, np.float32, 0.0, lambda s: 0.0 if s.greedy else s.temperature),
+        "top_k": Column(TRUNCATED, np.int64, UNLIMITED, lambda s: s.top_k if s.top_k > 0 else UNLIMITED),
+        "top_p": Column(TRUNCATED, np.float64, 2.0, lambda s: s.top_p if s.top_p < 1.0 else 2.0),
+        "min_p": Column(TRUNCATED, np.float32, 0.0, attrgetter("min_p")),
+        "repetition_penalty": Column(PENALISED, np.float32, 1.0, attrgetter("repetition_penalty")),
+        "frequency_penalty": Column(PENALISED, np.float32, 0.0, attrgetter("frequency_penalty")),
+        "presence_penalty": Column(PENALISED, np.float32, 0.0, attrgetter("presence_penalty")),
+    }
+)
+"""By name, which is that of the field of SamplingParams and of `ops.triton.sampler.SamplingTensors`."""
+
+
 class SamplingExtras(NamedTuple):
-    """The settings of one row that are lists. Empty for almost everybody."""
+    """The parameters of one row that are lists. Most rows have none."""
 
     allowed: bytes | None = None
     bias: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] = (np.zeros(0, np.int64), np.zeros(0, np.float32))
@@ -35,17 +71,13 @@ NO_EXTRAS = SamplingExtras()
 
 
 class SamplingFeatures:
-    """Columns over `count` rows."""
+    """How each of `count` rows is sampled: `bits` of its features, and `columns` [count] by name."""
 
     def __init__(self, count: int) -> None:
         self.bits = np.zeros(count, dtype=np.int32)
-        self.temperature = np.ones(count, dtype=np.float32)
-        self.top_k = np.zeros(count, dtype=np.int64)
-        self.top_p = np.ones(count, dtype=np.float64)
-        self.min_p = np.zeros(count, dtype=np.float32)
-        self.presence = np.zeros(count, dtype=np.float32)
-        self.frequency = np.zeros(count, dtype=np.float32)
-        self.repetition = np.ones(count, dtype=np.float32)
+        self.columns: dict[str, npt.NDArray[Any]] = {
+            name: np.full(count, each.off, dtype=each.dtype) for name, each in COLUMNS.items()
+        }
         self.min_tokens = np.zeros(count, dtype=np.intp)
         self.logprobs = np.zeros(count, dtype=np.intp)
         self.stream = np.zeros(count, dtype=np.uint32)
@@ -53,23 +85,22 @@ class SamplingFeatures:
         self.extras: list[SamplingExtras] = [NO_EXTRAS] * count
 
     def open(self, one: NewSequence) -> None:
-        row, s = one.row, one.sampling
-        penalised = bool(s.presence_penalty or s.frequency_penalty) or s.repetition_penalty != 1.0
+        """Set the row of a new sequence."""
+        row = one.row
+        s = one.sampling
         banned = bool(s.bad_words_token_ids) or (s.min_tokens > 0 and bool(one.stop_token_ids))
-        truncated = s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0
-        self.bits[row] = (
-            (0 if s.greedy else RANDOM | truncated * TRUNCATED)
-            | (s.allowed_token_ids is not None) * ALLOWED
+        bits = (
+            (s.allowed_token_ids is not None) * ALLOWED
             | banned * BANNED
             | bool(s.logit_bias) * BIASED
-            | penalised * PENALISED
             | (s.logprobs is not None) * SCORED
         )
-        self.temperature[row] = s.temperature
-        self.top_k[row] = max(s.top_k, 0)
-        self.top_p[row], self.min_p[row] = s.top_p, s.min_p
-        self.presence[row], self.frequency[row] = s.presence_penalty, s.frequency_penalty
-        self.repetition[row] = s.repetition_penalty
+        for name, each in COLUMNS.items():
+            value = each.read(s)
+            self.columns[name][row] = value
+            bits |= (value != each.off) * each.feature
+        # Truncation never removes the likeliest token.
+        self.bits[row] = bits & ~TRUNCATED if s.greedy else bits
         self.min_tokens[row] = s.min_tokens
         self.logprobs[row] = 0 if s.logprobs is None else s.logprobs
         self.stream[row] = 0 if s.greedy else stream(one.seed, one.choice)
@@ -78,11 +109,13 @@ class SamplingFeatures:
         self.extras[row] = NO_EXTRAS if plain else extras(one)
 
     def reset(self) -> None:
+        """No row has a feature."""
         self.bits[:] = 0
         self.extras = [NO_EXTRAS] * len(self.extras)
 
 
 def extras(one: NewSequence) -> SamplingExtras:
+    """The lists of a new sequence's parameters."""
     s = one.sampling
     return SamplingExtras(
         allowed=None if s.allowed_token_ids is None else bitmask(s.allowed_token_ids),

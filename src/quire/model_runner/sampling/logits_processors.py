@@ -62,15 +62,15 @@ def bias(logits: Floats, rows: RowState, shape: StepShape, which: Ids) -> None:
 
 def penalise(logits: Floats, rows: RowState, shape: StepShape, which: Ids) -> None:
     """Repetition (prompt and output: positive logits divided, negative multiplied), frequency, presence (output)."""
-    traits = rows.features
+    columns = rows.features.columns
     for r, row, output in _outputs(rows, shape, which):
         line = logits[r]
         seen = rows.tokens[row, : rows.prompt_length[row] + len(output)]
         repeated = line[seen]
-        by = traits.repetition[row]
+        by = columns["repetition_penalty"][row]
         line[seen] = np.where(repeated > 0, repeated / by, repeated * by)
         said, times = np.unique(output, return_counts=True)
-        line[said] -= traits.frequency[row] * times.astype(np.float32) + traits.presence[row]
+        line[said] -= columns["frequency_penalty"][row] * times.astype(np.float32) + columns["presence_penalty"][row]
 
 
 def _outputs(rows: RowState, shape: StepShape, which: Ids) -> Iterator[tuple[int, int, npt.NDArray[np.int32]]]:

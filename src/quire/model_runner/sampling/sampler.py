@@ -1,8 +1,8 @@
 """The host's sampler: logits rows in, tokens out. A pure function of (seed, choice, position) and the row's logits.
 
-Order, as vLLM's: grammar mask, allowed_token_ids, bad words and min_tokens, logit_bias, penalties; then temperature,
-min_p, top_k, top_p; then Gumbel-max with hashed noise (noise.py). What no row asks for is not in the list of things to
-run, so a greedy batch is one argmax. Logits on another device are brought here first.
+Order, as vLLM's: grammar mask, allowed_token_ids, bad words and min_tokens, logit_bias, penalties; then temperature
+and truncation (truncation.py); then Gumbel-max with hashed noise (noise.py). What no row asks for is not in the list of
+things to run, so a greedy batch is one argmax. Logits on another device are brought here first.
 """
 
 from __future__ import annotations
@@ -118,11 +118,9 @@ def sampling_plan(rows: RowState, shape: StepShape, vocab_size: int) -> Sampling
         scored=np.flatnonzero(bits & SCORED),
         random_rows=hot,
         truncated=cut,
-        temperature=traits.temperature[hot_row][:, None],
+        temperature=traits.columns["temperature"][hot_row][:, None],
         streams=traits.stream[hot_row],
-        settings=Truncation.of(
-            traits.temperature[cut_row], traits.top_k[cut_row], traits.top_p[cut_row], traits.min_p[cut_row], vocab_size
-        ),
+        settings=Truncation.of(traits.columns, cut_row, vocab_size),
     )
 
 

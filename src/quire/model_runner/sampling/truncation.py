@@ -6,7 +6,8 @@ depends neither on the order of equal logits nor on who else is in the batch. No
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,20 +27,20 @@ class Truncation(NamedTuple):
     top_k: Ids
     """The vocabulary's size for off."""
     top_p: npt.NDArray[np.float64]
-    """2 for off: more than all there is."""
+    """2 for off: no mass is as much."""
 
     @staticmethod
-    def of(
-        temperature: Floats, top_k: Ids, top_p: npt.NDArray[np.float64], min_p: Floats, vocab_size: int
-    ) -> Truncation:
-        """Columns [R], as SamplingParams has them: top_k below 1, top_p 1 and min_p 0 are off."""
+    def of(columns: Mapping[str, npt.NDArray[Any]], rows: Ids, vocab_size: int) -> Truncation:
+        """Settings of `rows` from the columns of `features.COLUMNS`."""
+        temperature = columns["temperature"][rows, None]
         with np.errstate(divide="ignore"):
-            margin = temperature * np.log(min_p)
-        top_k = np.where((top_k < 1) | (top_k > vocab_size), vocab_size, top_k)
-        top_p = np.where(top_p < 1, top_p, 2.0)
-        return Truncation(temperature[:, None], margin[:, None], top_k[:, None], top_p[:, None])
+            margin = temperature * np.log(columns["min_p"][rows, None])
+        return Truncation(
+            temperature, margin, np.minimum(columns["top_k"][rows, None], vocab_size), columns["top_p"][rows, None]
+        )
 
     def rows(self, which: Ids) -> Truncation:
+        """The settings of some of these rows."""
         return Truncation(self.temperature[which], self.margin[which], self.top_k[which], self.top_p[which])
 
 

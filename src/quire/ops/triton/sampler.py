@@ -1,9 +1,9 @@
-"""Sampling on the device without a sort: see `runner.sampler` for what it means, and `runner.noise` for the noise.
+"""Sampling on the device without a sort: see `model_runner.sampling.sampler` for what it computes.
 
-`survey` walks every chunk of every row: the greatest logit, and for each block of 32 tokens what it could score at
-most. `choose` takes a row's greatest, or opens its blocks, the most promising first, until none could score more: a
-handful of the vocabulary. A row that truncates is searched for its threshold first: the least logit that so few are
-above, or so little mass is. Before both come the edits. What no row asks for is not launched; what one row asks for
+`survey_kernel` reads every chunk of every row: the greatest logit, and for each block of 32 tokens an upper bound on
+their scores. `choose_kernel` takes a row's greatest logit, or opens its blocks, the highest bound first, until no other
+block can hold a higher score: a handful of the vocabulary. For a row that truncates, the threshold is found first, by
+bisection (`limited`). Logits processors run before both. What no row asks for is not launched; what one row asks for
 changes nothing for another.
 """
 
@@ -17,10 +17,238 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
-from quire.ops.triton.logits_processors import process_logits
 from quire.ops.triton.noise import fold, least, scores
-from quire.ops.triton.sampling_tensors import ALL_FEATURES, BLOCK, CHUNK, RequestedFeatures, SamplingTensors
-from quire.ops.triton.truncation import limited
+
+CHUNK = 4096
+"""Tokens that one program of `survey_kernel` reads."""
+
+BLOCK = 32
+"""Tokens that share a hash, as in `model_runner.sampling.noise`."""
+
+FINE, BROKEN, STUCK = 0, 1, 2
+"""What became of a row: it has a token; its logits are not finite; nothing is allowed."""
+
+
+class SamplingTensors(NamedTuple):
+    """How each row is sampled: a column on the device for each parameter, and lists.
+
+    temperature float32 [rows], 0: greedy. stream int64 [rows]: of `model_runner.sampling.noise.stream`, a uint32. top_k
+    int32 [rows], off: the vocabulary's size or more. top_p, min_p float32 [rows], off: above 1, and 0. The penalties
+    float32 [rows], off: 1, 0, 0. masked int32 [rows]: the row of `masks` that applies, -1 for none. masks int32
+    [., ceil(V / 32)]: bit t says whether token t is allowed. listed int32 [rows + 1]: where each row's entries of the
+    lists begin. token int32, amount float32, until int32 [entries]: `amount` is added to a token's logit while fewer
+    than `until` tokens of the answer are there (a ban is -inf).
+    """
+
+    temperature: Tensor
+    stream: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition_penalty: Tensor
+    frequency_penalty: Tensor
+    presence_penalty: Tensor
+    masked: Tensor
+    masks: Tensor
+    listed: Tensor
+    token: Tensor
+    amount: Tensor
+    until: Tensor
+
+
+class RequestedFeatures(NamedTuple):
+    """What any of the rows may ask for; kernels for the rest are not launched.
+
+    random: a temperature. truncated: top_k, top_p or min_p. processed: a mask, an entry of the lists, a penalty.
+    """
+
+    random: bool = True
+    truncated: bool = True
+    processed: bool = True
+
+
+ALL_FEATURES = RequestedFeatures()
+
+
+@kernel
+def mask_kernel(
+    logits, row_of, masked, masks, raw, words, vocab, chunks, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr
+):  # fmt: skip
+    """One chunk of a row: its greatest logit as the model made it to raw [R, chunks] (NaN counts as inf); the mask."""
+    r, chunk = tl.program_id(0), tl.program_id(1)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    row = tl.load(row_of + r)
+    if row < 0:
+        return
+    place = logits + r.to(tl.int64) * vocab + at
+    x = tl.load(place, mask=at < vocab, other=float("-inf"))
+    tl.store(raw + r * chunks + chunk, tl.max(tl.where(x != x, float("inf"), x), 0))
+    line = tl.load(masked + row)
+    if line >= 0:
+        word = tl.load(masks + line.to(tl.int64) * words + at // 32, mask=at // 32 < words, other=0)
+        tl.store(place, float("-inf"), mask=(at < vocab) & ((word >> (at % 32)) & 1 == 0))
+
+
+@kernel
+def penalty_bias_kernel(
+    logits, row_of, position_of, history, prompt, repetition, frequency, presence, listed, token, amount, until, tally,
+    width, vocab, PROMPT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One row: what its lists add, then penalties.
+
+    Each token of the row is counted at its place in the tally, PROMPT for one of the prompt's. Then whoever finds a
+    count there takes it, so that each token is penalised once and nothing stays behind.
+    """
+    r = tl.program_id(0)
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    row = tl.load(row_of + r)
+    if row < 0:
+        return
+    mine, counts = logits + r.to(tl.int64) * vocab, tally + r.to(tl.int64) * vocab
+    position, start = tl.load(position_of + r), tl.load(prompt + row)
+    stop = tl.load(listed + row + 1)
+    for first in range(tl.load(listed + row), stop, BLOCK):
+        entry = first + tl.arange(0, BLOCK)
+        which = tl.load(token + entry, mask=entry < stop, other=0)
+        applies = (entry < stop) & (position - start < tl.load(until + entry, mask=entry < stop, other=0))
+        tl.atomic_add(
+            mine + which, tl.load(amount + entry, mask=entry < stop, other=0.0), mask=applies & (which < vocab)
+        )
+    by, often, once = tl.load(repetition + row), tl.load(frequency + row), tl.load(presence + row)
+    if (by != 1.0) | (often != 0.0) | (once != 0.0):
+        tokens = history + row.to(tl.int64) * width
+        for first in range(0, position, BLOCK):
+            i = first + tl.arange(0, BLOCK)
+            known = tl.load(tokens + i, mask=i < position, other=0)
+            tl.atomic_add(counts + known, tl.where(i < start, PROMPT, 1), mask=i < position)
+        tl.debug_barrier()
+        for first in range(0, position, BLOCK):
+            i = first + tl.arange(0, BLOCK)
+            known = tl.load(tokens + i, mask=i < position, other=0)
+            times = tl.atomic_xchg(counts + known, 0, mask=i < position)
+            found = (i < position) & (times > 0)
+            x = tl.load(mine + known, mask=found, other=0.0, cache_modifier=".cg")
+            x = tl.where(x > 0.0, tl.div_rn(x, by), x * by)
+            said = (times % PROMPT).to(tl.float32)
+            x = tl.where(said > 0.0, x - (often * said + once), x)
+            tl.store(mine + known, x, mask=found)
+
+
+def process_logits(
+    logits: Tensor, rows: Tensor, positions: Tensor, history: Tensor, prompt: Tensor, settings: SamplingTensors,
+    card: DeviceInfo,
+    tally: Tensor, raw: Tensor,
+) -> None:  # fmt: skip
+    """Mask, lists, penalties, in place; the greatest logits as they were go to raw [R, chunks]. See `sample`."""
+    count, vocab = logits.shape
+    s = settings
+    mask_kernel[(count, raw.shape[1])](
+        *(logits, rows, s.masked, s.masks, raw, s.masks.shape[1], vocab, raw.shape[1]),
+        CHUNK=CHUNK, DEPENDENT=card.dependent, num_warps=4, **card.options,
+    )  # fmt: skip
+    penalty_bias_kernel[(count,)](
+        *(logits, rows, positions, history, prompt, s.repetition_penalty, s.frequency_penalty, s.presence_penalty),
+        *(s.listed, s.token, s.amount, s.until, tally, history.shape[1], vocab),
+        PROMPT=1 << 20, BLOCK=1024, DEPENDENT=card.dependent, num_warps=8, **card.options,
+    )  # fmt: skip
+
+
+@triton.jit
+def weighed(
+    logits, peak, one, two, three, top, heat, vocab, chunks, MASS: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Of a row's logits above each of three rising numbers, (the sum of exp((logit - top) / heat) or their number) x 3,
+    then their number x 3. Chunks whose greatest logit, at `peak`, is not above the first are not read."""
+    a, b, c = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+    i, j, k = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
+    for chunk in range(chunks):
+        if tl.load(peak + chunk) > one:
+            at = chunk * CHUNK + tl.arange(0, CHUNK)
+            x = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+            i += (x > one).to(tl.int32)
+            j += (x > two).to(tl.int32)
+            k += (x > three).to(tl.int32)
+            if MASS:
+                mass = tl.exp2((x - top) / heat * 1.4426950408889634)
+                a += tl.where(x > one, mass, 0.0)
+                b += tl.where(x > two, mass, 0.0)
+                c += tl.where(x > three, mass, 0.0)
+    first, second, third = tl.sum(i, 0), tl.sum(j, 0), tl.sum(k, 0)
+    if MASS:
+        return tl.sum(a, 0), tl.sum(b, 0), tl.sum(c, 0), first, second, third
+    else:
+        return first.to(tl.float32), second.to(tl.float32), third.to(tl.float32), first, second, third
+
+
+@triton.jit
+def rank(x):
+    """A float32 as an int32 of the same order."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def ranked(i):
+    """The float32 of a rank."""
+    return (i ^ ((i >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def between(floor, high, part, by_rank):
+    """The number that is `part` quarters of the way from floor to high, but neither."""
+    low, up = rank(floor).to(tl.int64), rank(high).to(tl.int64)
+    even = rank(floor + (high - floor) * (0.25 * part)).to(tl.int64)
+    even = tl.where(by_rank, low + (up - low) * part // 4, even)
+    return ranked(tl.minimum(tl.maximum(even, low + 1), up - 1).to(tl.int32))
+
+
+@triton.jit
+def narrowed(logits, peak, limit, above, start, top, heat, vocab, chunks, MASS: tl.constexpr, CHUNK: tl.constexpr):
+    """The greatest number, up to where no logit lies between, above which there is at least `limit`; or `above`.
+
+    Cut in four each time: by value first, for that is how logits lie, then by rank, so that it ends. start: at or
+    below `top`, where to begin if enough is above it.
+    """
+    floor = tl.maximum(start, above)
+    much, _, _, number, _, _ = weighed(logits, peak, floor, floor, floor, top, heat, vocab, chunks, MASS, CHUNK)
+    while (much < limit) & (floor > above):
+        floor = tl.maximum(floor - (top - floor) * 3.0 - 1.0, above)
+        much, _, _, number, _, _ = weighed(logits, peak, floor, floor, floor, top, heat, vocab, chunks, MASS, CHUNK)
+    high, beyond, step = top, number * 0, number * 0
+    number = tl.where(much < limit, 0, number)
+    while (number - beyond > 1) & (rank(high).to(tl.int64) - 1 > rank(floor).to(tl.int64)):
+        one, two = between(floor, high, 1, step >= 12), between(floor, high, 2, step >= 12)
+        three = between(floor, high, 3, step >= 12)
+        a, b, c, i, j, k = weighed(logits, peak, one, two, three, top, heat, vocab, chunks, MASS, CHUNK)
+        up, more = tl.where(c >= limit, high, three), tl.where(c >= limit, beyond, k)
+        up, more = tl.where(b >= limit, up, two), tl.where(b >= limit, more, j)
+        high, beyond = tl.where(a >= limit, up, one), tl.where(a >= limit, more, i)
+        floor, number = tl.where(a >= limit, one, floor), tl.where(a >= limit, i, number)
+        floor, number = tl.where(b >= limit, two, floor), tl.where(b >= limit, j, number)
+        floor, number = tl.where(c >= limit, three, floor), tl.where(c >= limit, k, number)
+        step += 1
+    return floor
+
+
+@triton.jit
+def limited(logits, peak, bottom, top, heat, top_k, top_p, min_p, vocab, chunks, CHUNK: tl.constexpr):
+    """The number that a logit must be above. bottom, top: the least and greatest of the chunks' peaks."""
+    above = tl.full([], -3e38, tl.float32)
+    if min_p > 0.0:
+        above = ranked(rank(top + heat * tl.log(min_p)) - 1)
+    if top_k < vocab:
+        start = bottom - (top - bottom) * 0.01 - 1e-3
+        above = narrowed(logits, peak, top_k.to(tl.float32), above, start, top, heat, vocab, chunks, False, CHUNK)
+    if top_p < 1.0:
+        whole, _, _, _, _, _ = weighed(logits, peak, above, above, above, top, heat, vocab, chunks, True, CHUNK)
+        limit = tl.maximum(top_p * whole, 1e-30)
+        # All that is below has too little mass to be missed, were it the whole vocabulary.
+        start = top - heat * tl.log(vocab / (1.0 - top_p)) - 1e-3
+        above = narrowed(logits, peak, limit, above, start, top, heat, vocab, chunks, True, CHUNK)
+    return above
 
 
 @kernel
@@ -88,11 +316,11 @@ def choose_kernel(
             score = tl.load(held + at, mask=inside, other=float("-inf"))
             best, token = tl.max(score, 0), tl.load(holder_of + r * chunks + tl.argmax(score, 0))
             if CUT:
-                many, share, far = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
-                if (many < vocab) | (share < 1.0) | (far > 0.0):
+                k, p, least_p = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+                if (k < vocab) | (p < 1.0) | (least_p > 0.0):
                     bottom = tl.min(tl.where(tops > float("-inf"), tops, top), 0)
                     above = limited(
-                        mine, peak + r * chunks, bottom, top, heat, many, share, far, vocab, chunks, CHUNK)  # fmt: skip
+                        mine, peak + r * chunks, bottom, top, heat, k, p, least_p, vocab, chunks, CHUNK)  # fmt: skip
                     best = tl.full([], float("-inf"), tl.float32)
             key = fold(tl.load(stream + row).to(tl.uint32), tl.load(position_of + r).to(tl.uint32))
             block = tl.arange(0, BLOCKS)

@@ -1,0 +1,40 @@
+"""How many files a change touches: the worked examples of CONTRIBUTING.md, compared with the source."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CALL = re.compile(r"SamplingParams\([^()]*\)")
+"""A call with the parameter uses it; it need not change when another one is added."""
+
+
+def mentions(name: str) -> set[str]:
+    """Files of the package and of the contract, generated ones apart, in which the parameter is named."""
+    word = re.compile(rf"\b{name}\b|--{name.replace('_', '-')}\b")
+    paths = [*(ROOT / "src" / "quire").rglob("*.py"), *(ROOT / "proto").rglob("*.proto")]
+    return {
+        path.relative_to(ROOT).as_posix()
+        for path in paths
+        if "_pb2" not in path.name and word.search(CALL.sub("", path.read_text(encoding="utf-8")))
+    }
+
+
+def listed(heading: str) -> set[str]:
+    """The files in the table below a heading of CONTRIBUTING.md."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.split(f"## {heading}\n")[1].split("\n## ")[0]
+    return set(re.findall(r"^\| `([\w/.]+)` \|", section, re.MULTILINE))
+
+
+def test_a_sampling_parameter_is_in_the_files_that_contributing_lists() -> None:
+    files = listed("A new sampling parameter")
+    tests = {file for file in files if file.startswith("tests/")}
+    assert mentions("min_p") == files - tests
+    assert len(tests) == 1
+    assert all(re.search(r"\bmin_p\b", (ROOT / file).read_text(encoding="utf-8")) for file in tests)
+
+
+def test_a_sampling_parameter_takes_six_files() -> None:
+    assert len(listed("A new sampling parameter")) <= 6
