@@ -1,6 +1,6 @@
 # Everything a contributor runs. Tools come from the `dev` extra: pip install -e ".[dev]"
 PYTHON ?= python
-CODE = src tests training
+CODE = src tests training benchmarks
 
 SEED ?= 1
 REFERENCE = docs/reference

@@ -99,7 +99,7 @@ def test_an_unknown_command_hints_at_the_nearest() -> None:
     assert "'serve'" in result.stderr
 
 
-@pytest.mark.parametrize("args", [["run-batch", "-i", "x"], ["complete"], ["collect-env"], ["bench", "throughput"]])
+@pytest.mark.parametrize("args", [["run-batch", "-i", "x"], ["complete"], ["collect-env"]])
 def test_vllms_commands_are_answered_with_ours(args: list[str]) -> None:
     result = CliRunner().invoke(main, args)
     assert result.exit_code == 2

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.bench.started import fetched
+from quire.bench.monitor import fetch
 from quire.frontend.supervisor import free_port
 from tests.live import environment
 
@@ -19,9 +19,9 @@ def upstream() -> Iterator[str]:
     """Its address: first token after 2 ms, another every millisecond."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen([sys.executable, "-m", "quire.bench.stub", str(port), "2", "1"], env=environment())
+    process = subprocess.Popen([sys.executable, "-m", "benchmarks.stub", str(port), "2", "1"], env=environment())
     try:
-        while fetched(url + "/v1/models") is None:
+        while fetch(url + "/v1/models") is None:
             time.sleep(0.02)
         yield url
     finally:

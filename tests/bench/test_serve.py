@@ -16,11 +16,11 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner, Result
 
-from quire.bench.asking import asked, recorded
-from quire.bench.draw import COLOURS
-from quire.bench.gauges import seen
-from quire.bench.load import Asked, Job, Tally, run
-from quire.bench.serve import judged
+from quire.bench.charts import COLOURS
+from quire.bench.load_client import ClientTally, LoadJob, RequestTiming, run_job
+from quire.bench.load_levels import load_levels, trace_level
+from quire.bench.monitor import parse_metrics
+from quire.bench.serve import measured
 from quire.cli import main
 from quire.errors import InvalidRequest
 from quire.frontend.supervisor import free_port
@@ -56,7 +56,7 @@ def test_users_are_answered_and_a_report_shows_it_and_no_key(upstream: str, tmp_
         (5, 20, 20, 20),
     ]
     for level in found["levels"]:
-        every = [Asked(*one) for one in level["asked"]]
+        every = [RequestTiming(*one) for one in level["asked"]]
         assert all(one.since < one.first <= one.ended and 3 <= one.new <= 5 and 4 <= one.prompt <= 8 for one in every)
         assert level["ms"]["ttft"][0] >= 2.0 and level["tokens_s"] > 0
     drawn = quire("bench", "report", saved, saved, "--output", shown)
@@ -76,14 +76,14 @@ def test_requests_at_a_rate_come_when_they_are_due_and_wait_from_then_on(upstrea
     assert done.exit_code == 0, done.output
     [level] = json.loads(saved.read_text())["levels"]
     assert (level["requests"], level["ok"]) == (40, 40)
-    [due] = [each.due for each in asked(**{**GIVEN, "rates": (200.0,), "num_prompts": 40})]
+    [due] = [each.due for each in load_levels(**{**GIVEN, "rates": (200.0,), "num_prompts": 40})]
     assert [one[0] for one in level["asked"]] == pytest.approx(due, abs=1e-3)
     assert all(one[0] < one[1] <= one[2] for one in level["asked"])
 
 
 def test_a_rate_is_kept_on_average_and_comes_in_bursts_if_so_wished() -> None:
     def gaps(burstiness: float) -> list[float]:
-        [level] = asked(**{**GIVEN, "rates": (50.0,), "num_prompts": 4000, "burstiness": burstiness})
+        [level] = load_levels(**{**GIVEN, "rates": (50.0,), "num_prompts": 4000, "burstiness": burstiness})
         return [b - a for a, b in zip([0.0, *level.due], level.due, strict=False)]
 
     for burstiness, spread in ((1.0, 1.0), (0.25, 2.0), (100.0, 0.1)):
@@ -98,17 +98,17 @@ def test_a_trace_is_played_as_recorded_and_a_broken_line_is_named(tmp_path: Path
     lines = ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:17:03.9799600,4808,10"]
     lines += ["2023-11-16 18:17:04.0319600,320,8", "2023-11-16 18:17:06.9799600,5,0"]
     trace.write_text("\n".join(lines))
-    [level] = asked(**{**GIVEN, "trace": trace, "speed": 2.0, "shrink": 16.0})
+    [level] = load_levels(**{**GIVEN, "trace": trace, "speed": 2.0, "shrink": 16.0})
     assert level.due == pytest.approx([0.0, 0.026, 1.5], abs=1e-6)
-    assert ([len(prompt) for prompt in level.prompts], level.new) == ([300, 20, 1], [10, 8, 1])
-    assert len(asked(**{**GIVEN, "trace": trace, "num_prompts": 2})[0].due) == 2
+    assert ([len(prompt) for prompt in level.prompts], level.output_lens) == ([300, 20, 1], [10, 8, 1])
+    assert len(load_levels(**{**GIVEN, "trace": trace, "num_prompts": 2})[0].due) == 2
     trace.write_text("\n".join([*lines, "yesterday,1,1"]))
     assert (
         "line 5" in quire("bench", "serve", "--model", "m", "--base-url", "http://127.0.0.1:9", "--trace", trace).output
     )
     trace.write_text(lines[0])
     with pytest.raises(InvalidRequest, match="no requests"):
-        recorded(trace, 1.0, 1.0, None, None)  # type: ignore[arg-type]
+        trace_level(trace, 1.0, 1.0, None, None)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -161,17 +161,17 @@ def test_what_is_refused_or_breaks_is_counted_and_the_rest_goes_on() -> None:
             await reader.readexactly(10)
         writer.close()
 
-    async def measured() -> Tally:
+    async def played() -> ClientTally:
         server = await asyncio.start_server(reply, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        job = Job(host="127.0.0.1", port=port, model="m", streams=1, prompts=[[1, 2]] * 4, new=[1] * 4)
-        tally = await run(job)
+        job = LoadJob(host="127.0.0.1", port=port, model="m", streams=1, prompts=[[1, 2]] * 4, output_lens=[1] * 4)
+        tally = await run_job(job)
         server.close()
         return tally
 
-    tally = asyncio.run(measured())
+    tally = asyncio.run(played())
     assert [one.status for one in tally.asked] == [429, 0, 500, 200] and tally.failed == 3
-    row = judged([{**tally.__dict__}], {"ttft": 1e4})
+    row = measured([{**tally.__dict__}], {"ttft": 1e4})
     assert (row["ok"], row["good"], row["statuses"]) == (1, 1, {"429": 1, "0": 1, "500": 1, "200": 1})
 
 
@@ -274,5 +274,5 @@ def test_gauges_are_read_by_the_names_that_vllm_and_quire_share() -> None:
         '# TYPE vllm:generation_tokens_total counter\nvllm:generation_tokens_total{engine="0"} 40.0\n'
         '# TYPE vllm:generation_tokens_created gauge\nvllm:generation_tokens_created{engine="0"} 1.7e9\n'
     )
-    assert seen(text) == {"running": 5.0, "tokens": 40.0}
-    assert seen("<html>") == {} and seen("") == {}
+    assert parse_metrics(text) == {"running": 5.0, "tokens": 40.0}
+    assert parse_metrics("<html>") == {} and parse_metrics("") == {}

@@ -312,6 +312,11 @@ NAMED = (
         "tests/training/test_train.py",
     ),
     Named(
+        "docs/performance/measuring.md: quire bench latency --input-len 32 --output-len 128 --batch-",
+        "takes minutes",
+        "tests/bench/test_offline.py",
+    ),
+    Named(
         "docs/guides/recording.md: worked",
         "no engine of a setting",
         "tests/sim/test_replay.py::test_the_worked_example_of_the_docs_works",
@@ -332,8 +337,8 @@ NAMED = (
         "tests/frontend/test_supervisor.py",
     ),
     Named(
-        "docs/guides/upstream.md: quire bench pair --direct http://127.0.0.1:8000 --concurrenc",
-        "`quire bench pair` is tried",
+        "docs/guides/upstream.md: python -m benchmarks.pair --direct http://127.0.0.1:8000 --c",
+        "`python -m benchmarks.pair` is tried",
         PARSED,
     ),
 )

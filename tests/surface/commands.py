@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -100,6 +102,21 @@ def demo(house: House) -> Any:
     return sorted(re.findall(r"finished: (\w+)", told))
 
 
+def latency(house: House) -> Any:
+    few = ("--input-len", 5, "--output-len", 4, "--batch-size", 2, "--num-iters-warmup", 1, "--num-iters", 2)
+    return len(json.loads(house.quire("bench", "latency", *few, "--json"))["latencies"])
+
+
+def throughput(house: House) -> Any:
+    few = ("--input-len", 6, "--output-len", 4, "--num-prompts", 5, "--num-warmups", 2)
+    return json.loads(house.quire("bench", "throughput", *few, "--json"))["total_num_tokens"]
+
+
+def startup(house: House) -> Any:
+    few = ("--num-iters-cold", 1, "--num-iters-warmup", 0, "--num-iters-warm", 0)
+    return sorted(json.loads(house.quire("bench", "startup", *few, "--json")))
+
+
 def recorded(house: House) -> Any:
     """What a load test of the server keeps, drawn."""
     saved, page = house.folder / "load.json", house.folder / "report.html"
@@ -115,31 +132,41 @@ def recorded(house: House) -> Any:
 
 def pair(house: House) -> Any:
     few = ("--concurrency", 2, "--requests", 4, "--new", 3, 5, "--prompt", 4, 8, "--processes", 1, "--repeat", 1)
-    alone("bench", "pair", "--direct", house.server.url, *few, "--gate", 0.01, "--out", house.folder / "pair")
+    benchmark("pair", "--direct", house.server.url, *few, "--gate", 0.01, "--out", house.folder / "pair")
 
 
-def alone(*arguments: object, input: str | None = None, codes: tuple[int, ...] = (0,)) -> str:
-    """A command that has settings of its own, and leaves what runs alone."""
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(main, [str(one) for one in arguments], input=input)
+def alone(
+    *arguments: object, input: str | None = None, codes: tuple[int, ...] = (0,), command: click.Command = main
+) -> str:
+    """Run a command with settings of its own, outside the engine of the setting."""
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(command, [str(one) for one in arguments], input=input)
     assert done.exit_code in codes, (arguments, done.output, done.exception)
     return done.stdout
 
 
-def bench(*arguments: object, **more: Any) -> Item:
-    """A benchmark with settings of its own: that it ends well."""
+def benchmark(name: str, *arguments: object) -> None:
+    """Run `python -m benchmarks.NAME`, in this process."""
+    alone(*arguments, command=importlib.import_module(f"benchmarks.{name}").command)
+
+
+def bench(name: str, *arguments: object, **more: Any) -> Item:
+    """A developers' benchmark with settings of its own: that it ends well."""
 
     def run(house: House) -> None:
         house.rest()
-        port = ("--port", free_port()) if arguments[0] in ("front", "batches", "viewers", "http") else ()
-        alone("bench", *arguments, *port)
+        port = ("--port", free_port()) if name in ("front", "batches", "viewers", "http") else ()
+        benchmark(name, *arguments, *port)
 
-    return Item(f"quire bench {arguments[0]}", run, executors=(), **more)
+    return Item(f"python -m benchmarks.{name}", run, executors=(), **more)
 
 
 def on_card(name: str, *arguments: object) -> Item:
-    """A benchmark of a card; without one it says so: tests/bench/test_card.py."""
+    """A benchmark of a card; without one it says so: tests/benchmarks/test_card.py."""
     return bench(
-        name, *arguments, card=True, elsewhere="tests/bench/test_card.py::test_without_a_card_it_is_one_line_at_once"
+        name,
+        *arguments,
+        card=True,
+        elsewhere="tests/benchmarks/test_card.py::test_without_a_card_it_is_one_line_at_once",
     )
 
 
@@ -154,12 +181,12 @@ def diff(house: House) -> Any:
 
 
 def logits(house: House) -> None:
-    from quire.bench import shapes
+    from benchmarks import shapes
 
     tiny = shapes.qwen(3, 32, 2, (4, 2, 8), 48, 60000, tied=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shapes, "SHAPES", {"qwen3-0.6b": tiny})
-        alone("bench", "logits", "qwen3-0.6b", "--dtype", "float32", "--tokens", 24)
+        benchmark("logits", "qwen3-0.6b", "--dtype", "float32", "--tokens", 24)
 
 
 def cpu(house: House) -> None:
@@ -171,7 +198,7 @@ def cpu(house: House) -> None:
         alone("bench", "cpu", "--dtype", "float32", "--batch", 1, "--prompt", 4, "--new", 2, "--repeat", 1)
 
 
-LADDER = "tests/bench/test_ladder.py"
+LADDER = "tests/benchmarks/test_ladder.py"
 
 COMMANDS = (
     Item("quire generate", generate),
@@ -188,7 +215,10 @@ COMMANDS = (
     Item("quire serve", serve, part="server"),
     Item("quire chat --url", chat_elsewhere, part="server", ci=("grpc",)),
     Item("quire bench serve, quire bench report", recorded, part="server", ci=("grpc",)),
-    Item("quire bench pair", pair, part="server", ci=()),
+    Item("quire bench latency", latency),
+    Item("quire bench throughput", throughput),
+    Item("quire bench startup", startup, executors=("local",)),
+    Item("python -m benchmarks.pair", pair, part="server", ci=()),
     Item(
         "quire export-onnx",
         export,
@@ -222,10 +252,10 @@ COMMANDS = (
         elsewhere=f"{LADDER}::test_every_rung_is_measured_without_and_with_it",
     ),
     Item(
-        "quire bench logits",
+        "python -m benchmarks.logits",
         logits,
         executors=(),
-        elsewhere="tests/bench/test_logits.py::test_a_row_for_each_dtype_and_way",
+        elsewhere="tests/benchmarks/test_logits.py::test_a_row_for_each_dtype_and_way",
     ),
     bench(
         "profile",
@@ -237,7 +267,7 @@ COMMANDS = (
         3,
         "--peak",
         1,
-        elsewhere="tests/bench/test_profile.py::test_the_embedded_model_is_profiled_and_traced",
+        elsewhere="tests/benchmarks/test_profile.py::test_the_embedded_model_is_profiled_and_traced",
     ),
     bench(
         "paging",

@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from quire.assembly.extras import extra
-from quire.bench.serve import FILE, QUANTILES
+from quire.bench.offline import FILE
+from quire.bench.serve import QUANTILES
 from quire.errors import InvalidRequest
 
 _STYLE = """
@@ -49,9 +50,9 @@ _TIMES: Mapping[str, str] = {
 @click.argument("paths", nargs=-1, required=True, type=FILE)
 @click.option("--output", type=FILE, default=Path("report.html"), show_default=True, help="The page.")
 def command(paths: tuple[Path, ...], output: Path) -> None:
-    """Draw what `quire bench serve` saved, each file a line of its own, and what `quire bench gpu` and `http` did."""
+    """Draw results of `quire bench serve`, a line per file, and of `python -m benchmarks.gpu` and `http`."""
     found = [read(path) for path in paths]
-    draw = extra("quire.bench.draw", "report")
+    draw = extra("quire.bench.charts", "report")
     runs = [each for each in found if "levels" in each]
     rows = [row for each in found if "rows" in each for row in each["rows"]]
     charts = [*(draw.charts(runs) if runs else ()), *(draw.bars(rows) if rows else ())]

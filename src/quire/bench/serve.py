@@ -1,7 +1,7 @@
-"""`quire bench serve`: a load test of any server that speaks OpenAI's completions, at a list of loads.
+"""`quire bench serve`: a load test of a server with OpenAI's completions API, at several levels of load.
 
-A load is a number of users, each of whom asks again when answered, or a rate at which requests come whether or not
-others are answered, or a recorded trace. Everything seen is kept; `quire bench report` draws it.
+A level is a number of users, each of whom sends the next request when the last is answered; or a rate at which requests
+arrive whether or not others are answered; or a recorded trace. All timings are saved; `quire bench report` draws them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from quire import __version__
-from quire.bench import params
-from quire.bench.asking import asked, rate
-from quire.bench.clients import figures, run
-from quire.bench.gauges import Gauges
-from quire.bench.load import Asked, Job, spoken
-from quire.bench.started import fetched, model_of
-from quire.bench.watch import Watch, environment
+from quire.bench.load_client import ClientResult, LoadJob, RequestTiming, encode_request, run_clients, summarize
+from quire.bench.load_levels import load_levels, parse_counts, parse_goodput, parse_range, parse_rates
+from quire.bench.monitor import GPUMonitor, MetricsMonitor, environment, fetch, served_model
+from quire.bench.offline import FILE, check_writable
 from quire.errors import InvalidConfig
 from quire.frontend.http_client import Origin
 from quire.observability.histogram import percentile
@@ -38,7 +35,6 @@ from quire.observability.histogram import percentile
 USERS = "1,2,4,8,16,32,64,128"
 QUANTILES = (50, 90, 95, 99)
 SHOWN: Any = MappingProxyType({"metavar": "TEXT", "show_default": True})
-FILE = click.Path(dir_okay=False, path_type=Path)
 HELP: Mapping[str, str] = MappingProxyType(
     {
         "users": "Users, each asking again when answered: one measurement for each number.",
@@ -57,19 +53,19 @@ HELP: Mapping[str, str] = MappingProxyType(
 @click.option("--base-url", default="http://127.0.0.1:8000", show_default=True, help="The server.")
 @click.option("--model", help="Unset: the first that the server names.")
 @click.option("--api-key", envvar="OPENAI_API_KEY", default="", help="Of the server, if it wants one.")
-@click.option("--max-concurrency", "users", type=params.counts, default=USERS, **SHOWN, help=HELP["users"])
-@click.option("--request-rate", "rates", type=params.rates, metavar="R[,R...]", help=HELP["rates"])
+@click.option("--max-concurrency", "users", type=parse_counts, default=USERS, **SHOWN, help=HELP["users"])
+@click.option("--request-rate", "rates", type=parse_rates, metavar="R[,R...]", help=HELP["rates"])
 @click.option("--burstiness", type=click.FloatRange(0.01), default=1.0, show_default=True, help=HELP["burstiness"])
 @click.option("--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help=HELP["trace"])
 @click.option("--speed", type=click.FloatRange(1e-3), default=1.0, show_default=True, help="Of the trace.")
 @click.option("--shrink", type=click.FloatRange(1), default=1.0, show_default=True, help="Divides the trace's prompts.")
 @click.option("--num-prompts", type=click.IntRange(1), help=HELP["count"])
-@click.option("--random-input-len", "length", type=params.span, default="128:256", **SHOWN, help="Tokens a prompt has.")
-@click.option("--random-output-len", "new", type=params.span, default="32:64", **SHOWN, help="Tokens an answer has.")
+@click.option("--random-input-len", "length", type=parse_range, default="128:256", **SHOWN, help="Tokens a prompt has.")
+@click.option("--random-output-len", "new", type=parse_range, default="32:64", **SHOWN, help="Tokens an answer has.")
 @click.option(
     "--random-prefix-len", "shared", type=click.IntRange(0), default=0, show_default=True, help=HELP["shared"]
 )
-@click.option("--goodput", "goals", type=params.goals, default="", metavar="WHAT:MS[,...]", help=HELP["goals"])
+@click.option("--goodput", "goals", type=parse_goodput, default="", metavar="WHAT:MS[,...]", help=HELP["goals"])
 @click.option(
     "--num-warmups", type=click.IntRange(0), default=8, show_default=True, help="Requests before, not counted."
 )
@@ -80,70 +76,64 @@ HELP: Mapping[str, str] = MappingProxyType(
 def command(base_url: str, model: str | None, api_key: str, path: Path, processes: int, **given: Any) -> None:
     """Load-test a server that runs: tokens/s and times by number of users, by rate, or along a recorded trace."""
     try:
-        where = Origin.parse(base_url)
+        origin = Origin.parse(base_url)
     except InvalidConfig as error:
         raise click.BadParameter(str(error).removeprefix("upstream: "), param_hint="--base-url") from error
-    base_url = str(where)
-    keepable(path)  # better now than after the test
-    model = model or model_of(base_url, api_key)
-    job = Job(host=where.host, port=where.port, model=model, streams=1, prompts=[], new=[], key=api_key)
-    job = replace(job, path=where.prefix, tls=where.tls)
+    base_url = str(origin)
+    check_writable(path, "--save-result")
+    model = model or served_model(base_url, api_key)
+    job = LoadJob(host=origin.host, port=origin.port, model=model, streams=1, prompts=[], output_lens=[], key=api_key)
+    job = replace(job, path=origin.prefix, tls=origin.tls)
     about: dict[str, Any] = {"label": given.pop("label") or model, "model": model, "server": base_url}
     about |= {"quire": __version__, "environment": environment(api_key)}
-    about |= {"version": version(fetched(f"{base_url}/version", api_key) or b"")}
-    warmups, goals = given.pop("num_warmups"), given.pop("goals")
-    levels = asked(**given)
-    if warmups:
-        others = [prompt[::-1] for prompt in levels[0].prompts[:warmups]]  # or the first of the level were cached
-        run(replace(job, streams=warmups, prompts=others, new=levels[0].new[:warmups]), processes)
+    about |= {"version": parse_version(fetch(f"{base_url}/version", api_key) or b"")}
+    num_warmups = given.pop("num_warmups")
+    goals = given.pop("goals")
+    levels = load_levels(**given)
+    if num_warmups:
+        # Reversed, so that the first level's prompts are not in the prefix cache.
+        prompts = [prompt[::-1] for prompt in levels[0].prompts[:num_warmups]]
+        lens = levels[0].output_lens[:num_warmups]
+        run_clients(replace(job, streams=num_warmups, prompts=prompts, output_lens=lens), processes)
     found: list[dict[str, Any]] = []
     with Progress(console=Console(stderr=True), transient=True) as bars:
         for level in levels:
             bar = bars.add_task(level.name, total=len(level.prompts))
             began = time.time()
-            with Watch() as gpu, Gauges(base_url, api_key) as gauges:
-                whole = replace(job, streams=level.users, prompts=level.prompts, new=level.new, due=level.due)
-                parts = run(whole, processes, lambda n, bar=bar: bars.advance(bar, n))  # type: ignore[misc]
+            with GPUMonitor() as gpu, MetricsMonitor(base_url, api_key) as metrics:
+                whole = replace(job, streams=level.users, prompts=level.prompts, output_lens=level.output_lens)
+                whole = replace(whole, due=level.due)
+                results = run_clients(whole, processes, lambda n, bar=bar: bars.advance(bar, n))  # type: ignore[misc]
             bars.remove_task(bar)
-            row = {"level": level.name, "users": level.users, "rate": rate(level), **judged(parts, goals)}
-            late = min(part["began"] for part in parts) - began
-            seen = {"gauges": [{**each, "s": each["s"] - late} for each in gauges.samples]}
-            found.append({**row, **seen, "gpu": [(s - late, *rest) for s, *rest in gpu.samples]})
+            row = {"level": level.name, "users": level.users, "rate": level.rate, **measured(results, goals)}
+            late = min(result["began"] for result in results) - began
+            samples = {"gauges": [{**each, "s": each["s"] - late} for each in metrics.samples]}
+            found.append({**row, **samples, "gpu": [(s - late, *rest) for s, *rest in gpu.samples]})
             path.write_text(json.dumps({"about": about, "goals": goals, "levels": found}))
-            Console().print(line(row))
+            Console().print(summary_line(row))
             if not any(each["ok"] for each in found):
-                break  # nobody else would be answered either
+                # A server that answered nothing at the first level answers nothing at the next.
+                break
     show(found)
     click.echo(f"{path} has all of it; quire bench report {path} draws it")
     if not any(row["ok"] for row in found):
-        said = asyncio.run(refusal(replace(job, prompts=levels[0].prompts, new=levels[0].new)))
+        said = asyncio.run(refusal(replace(job, prompts=levels[0].prompts, output_lens=levels[0].output_lens)))
         raise click.ClickException(f"{base_url} answered nothing: {found[0]['statuses']}; it says: {said}")
 
 
-def keepable(path: Path) -> None:
-    """Raises BadParameter where nothing can be written. A file that was not there is not there afterwards."""
-    there = path.exists()
+def parse_version(body: bytes) -> Any:
+    """A server's answer to /version; None where that is not JSON."""
     try:
-        path.open("ab").close()
-    except OSError as error:
-        raise click.BadParameter(f"{path}: {error.strerror}", param_hint="--save-result") from error
-    if not there:
-        path.unlink()
-
-
-def version(said: bytes) -> Any:
-    """What a server says of its version; None where that is no JSON."""
-    try:
-        return json.loads(said)
+        return json.loads(body)
     except ValueError:
         return None
 
 
-async def refusal(job: Job) -> str:
-    """What the server says to the first request."""
+async def refusal(job: LoadJob) -> str:
+    """The server's error message to a job's first request."""
     try:
         reader, writer = await asyncio.open_connection(job.host, job.port, ssl=job.tls or None)
-        writer.write(spoken(job, 0))
+        writer.write(encode_request(job, 0))
         async with asyncio.timeout(10):
             head = await reader.readuntil(b"\r\n\r\n")
             length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
@@ -156,28 +146,31 @@ async def refusal(job: Job) -> str:
     return str(json.loads(found[1])) if found else " ".join(text.split())[:300]
 
 
-def judged(parts: Sequence[Mapping[str, Any]], goals: Mapping[str, float]) -> dict[str, Any]:
-    """A level's figures, in milliseconds and by QUANTILES, and every request."""
-    whole = figures([dict(part) for part in parts])
-    every = sorted((Asked(*one) for part in parts for one in part["asked"]), key=lambda one: one.since)
-    fine = [one for one in every if one.status == 200 and one.first]
-    times = {"ttft": [], "tpot": [], "e2el": []}  # type: dict[str, list[float]]
+def measured(results: Sequence[ClientResult], goals: Mapping[str, float]) -> dict[str, Any]:
+    """One level's row: counts, rates, times in milliseconds by QUANTILES, and the timing of every request.
+
+    goals: milliseconds that a request may take, by ttft, tpot and e2el; those within all goals count as `good`.
+    """
+    whole = summarize(results)
+    every = sorted((RequestTiming(*one) for result in results for one in result["asked"]), key=lambda one: one.since)
+    answered = [one for one in every if one.status == 200 and one.first]
+    times: dict[str, list[float]] = {"ttft": [], "tpot": [], "e2el": []}
     good = 0
-    for one in fine:
+    for one in answered:
         took = {"ttft": one.first - one.since, "e2el": one.ended - one.since}
         took["tpot"] = (one.ended - one.first) / max(1, one.new - 1)
         for what, seconds in took.items():
             times[what].append(1e3 * seconds)
         good += all(1e3 * took[what] <= limit for what, limit in goals.items())
-    gaps = [1e3 * x for part in parts for x in part["gaps"]]
-    quantiles = {what: [percentile(values, q) for q in QUANTILES] for what, values in {**times, "itl": gaps}.items()}
+    times["itl"] = [1e3 * x for result in results for x in result["gaps"]]
+    quantiles = {what: [percentile(values, q) for q in QUANTILES] for what, values in times.items()}
     seconds = whole["seconds"]
     return {
         "requests": len(every),
-        "ok": len(fine),
+        "ok": len(answered),
         "statuses": dict(Counter(str(one.status) for one in every)),
         "seconds": seconds,
-        "requests_s": len(fine) / seconds,
+        "requests_s": len(answered) / seconds,
         "prompt_tokens_s": whole["prompted"] / seconds,
         "tokens_s": whole["tokens_s"],
         "tokens_an_event": whole["tokens_an_event"],
@@ -188,13 +181,15 @@ def judged(parts: Sequence[Mapping[str, Any]], goals: Mapping[str, float]) -> di
     }
 
 
-def line(row: Mapping[str, Any]) -> str:
+def summary_line(row: Mapping[str, Any]) -> str:
+    """One line about one level."""
     other = {status: count for status, count in row["statuses"].items() if status != "200"}
     refused = "".join(f", {count} x {status if status != '0' else 'broken'}" for status, count in other.items())
     return f"{row['level']}: {row['ok']} of {row['requests']} answered, {row['tokens_s']:,.0f} tokens/s{refused}"
 
 
 def show(found: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table with a row for each level."""
     table = Table(title="times in milliseconds, p50 / p99", title_justify="left")
     for column in ("load", "answered", "requests/s", "tokens/s", "first token", "a token", "whole answer", "good"):
         table.add_column(column, justify="right", no_wrap=True)

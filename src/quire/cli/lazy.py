@@ -17,17 +17,24 @@ Member = tuple[str, str] | click.Command
 """A command, or (module that exports it as `command`, one line of help)."""
 
 
+DEVELOPER_BENCHMARKS = (
+    *("batches", "checkpoint", "doors", "drafts", "front", "gpu", "http", "kernels", "ladder", "logits", "paging"),
+    *("pair", "profile", "speculate", "structured", "viewers"),
+)
+"""Commands that `quire bench` had and that are now in the folder `benchmarks` of a checkout."""
+
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
         "complete": "`quire generate`",
         "run-batch": "`quire serve --batch-dir FOLDER`, which has OpenAI's Batches",
         "collect-env": "`quire version`",
-        "latency": "`quire bench gpu`, or `quire bench cpu`",
-        "throughput": "`quire bench gpu`, or `quire bench cpu`",
-        "startup": "`quire bench gpu`",
+        **{
+            name: f"`python -m benchmarks.{name}` in a checkout of Quire (see benchmarks/README.md)"
+            for name in DEVELOPER_BENCHMARKS
+        },
     }
 )
-"""What vLLM's commands are called here."""
+"""Where commands of vLLM, and commands that moved, are found."""
 
 
 class Failure(click.ClickException):

@@ -12,9 +12,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from quire.bench.price import Price, prices
-from quire.bench.verified import Difference, Row, verified
 from quire.cli.options import OFFLINE, SettingsCommand
+from quire.cli.verification import Difference, Price, Row, prices, verified
 from quire.config import Settings
 from quire.errors import InvalidConfig
 

@@ -1,0 +1,292 @@
+"""The shapes that `python -m benchmarks.kernels` times: those of the models on which Quire is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quire.model_runner.sampling.features import COLUMNS
+from quire.ops.base import Gate
+from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.reference import ReferenceOps
+from quire.ops.triton.ops import TritonOps
+from quire.ops.triton.sampler import RequestedFeatures, SamplingTensors, sample
+from quire.types import UNLIMITED
+
+CACHE = 200 << 20
+"""Bytes that calls are rotated through: several times an H200's L2."""
+
+PAGE = 64
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """check: the relative error on the first call's inputs. calls: to be captured. bytes and flops: of one call."""
+
+    name: str
+    check: Callable[[], float]
+    calls: Sequence[Callable[[], object]]
+    bytes: float
+    flops: float = 0.0
+
+
+def noise(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(shape, dtype=dtype, device="cuda")
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """||got - want|| / ||want|| in float32."""
+    return float((got.float() - want.float()).norm() / want.float().norm().clamp_min(1e-30))
+
+
+def copies(bytes_a_call: float, most: int = 64) -> int:
+    return min(most, int(CACHE / bytes_a_call) + 1)
+
+
+def batch_of(spans: Sequence[tuple[int, int]], pages: int, shared: int = 0) -> RaggedBatch:
+    """spans: (tokens before, tokens fed) of each, over shuffled pages of a pool of `pages`. shared: pages that all
+    begin with."""
+    device = torch.device("cuda")
+    lengths = [past + n for past, n in spans]
+    needed = [-(-length // PAGE) for length in lengths]
+    order = (torch.randperm(pages - 1)[: sum(needed)] + 1).to(torch.int32)
+    table = torch.zeros(len(spans), max(needed), dtype=torch.int32)
+    for s, own in enumerate(torch.split(order, needed)):
+        table[s, : len(own)] = own
+    table[:, :shared] = table[0, :shared]
+    positions = torch.cat([torch.arange(past, past + n) for past, n in spans])
+    span_of = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor([n for _, n in spans]))
+    slots = table[span_of, positions // PAGE].long() * PAGE + positions % PAGE
+    starts = torch.tensor([0, *(n for _, n in spans)]).cumsum(0).to(torch.int32)
+    return RaggedBatch(
+        tokens=positions.to(device),
+        positions=positions.to(device),
+        slots=slots.to(device),
+        query_start=starts.to(device),
+        kv_len=torch.tensor(lengths, dtype=torch.int32, device=device),
+        page_table=table.to(device),
+        page_size=PAGE,
+        max_query=max(n for _, n in spans),
+        max_kv=max(lengths),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """One layer's."""
+
+    count: int
+    groups: int
+    dim: int
+    dtype: torch.dtype = BF16
+    window: int = UNLIMITED
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{self.count}/{self.groups}x{self.dim} {kind}" + (f" window {self.window}" * (self.window < UNLIMITED))
+
+
+def attention(ops: TritonOps, name: str, heads: Heads, spans: Sequence[tuple[int, int]], shared: int = 0) -> Case:
+    """shared: tokens, of whole pages, that all spans begin with."""
+    width = heads.groups * heads.dim * heads.dtype.itemsize
+    held = sum(min(past + n, heads.window + n) for past, n in spans) - shared * (len(spans) - 1)
+    needed = sum(-(-(past + n) // PAGE) for past, n in spans) + 1
+    pages = max(needed, CACHE // (2 * PAGE * width))
+    k, v = (noise(pages, heads.groups, PAGE, heads.dim, dtype=heads.dtype) for _ in "kv")
+    kv = LayerKV(k, v)
+    tokens = sum(n for _, n in spans)
+    q = noise(tokens, heads.count, heads.dim, dtype=heads.dtype)
+    batches = [ops.prepare(batch_of(spans, pages, shared // PAGE)) for _ in range(min(8, max(1, pages // needed)))]
+    attend = partial(ops.attention, scale=heads.dim**-0.5, window=heads.window)
+
+    def check() -> float:
+        exact = ReferenceOps()
+        few = spans[: 64 if shared else 4]
+        part = batch_of(few, pages, shared // PAGE)
+        rows = sum(n for _, n in few)
+        whole = LayerKV(kv.k.float(), kv.v.float()) if pages * width < 1 << 30 else kv
+        want = exact.attention(q[:rows].to(whole.k.dtype), whole, part, heads.dim**-0.5, heads.window)
+        return relative(attend(q[:rows], kv, part), want)
+
+    flops = 4 * heads.count * heads.dim * sum(n * (past + (n + 1) / 2) for past, n in spans)
+    calls = [partial(attend, q, kv, batch) for batch in batches for _ in range(max(1, 8 // len(batches)))]
+    return Case(f"attention {name} {heads}", check, calls, 2.0 * held * width, flops)
+
+
+def decode_cases(ops: TritonOps) -> Iterator[tuple[str, Callable[[], Case]]]:
+    wide, narrow = Heads(32, 8, 128), Heads(16, 8, 128)
+    ragged = [(int(x), 1) for x in torch.randint(100, 2000, (256,), generator=torch.Generator().manual_seed(0))]
+    layouts = {
+        "decode 256 x 1024": [(1023, 1)] * 256,
+        "decode 64 x 1024": [(1023, 1)] * 64,
+        "decode 16 x 8192": [(8191, 1)] * 16,
+        "decode 1 x 1024": [(1023, 1)],
+        "decode 8 x 1024": [(1023, 1)] * 8,
+        "decode 256 ragged": ragged,
+        "decode 1 x 32768": [(32767, 1)],
+        "verify 16 x 4096, 5 each": [(4091, 5)] * 16,
+        "mixed 63 x 1024 and 1 x 512": [(1023, 1)] * 63 + [(0, 512)],
+        "prompt 1 x 2048": [(0, 2048)],
+        "prompt 8 x 1024": [(0, 1024)] * 8,
+        "prompt 1 x 8192": [(0, 8192)],
+        "chunk 512 after 8192": [(8192, 512)],
+    }
+    for name, spans in layouts.items():
+        for heads in (wide, narrow) if name.startswith("decode") else (wide,):
+            yield f"attention {name} {heads}", partial(attention, ops, name, heads, spans)
+    for heads in (Heads(12, 12, 64, torch.float32), Heads(4, 1, 256), Heads(4, 1, 256, BF16, 512), Heads(32, 8, 64)):
+        for count in (1, 64, 256):
+            name = f"decode {count} x 1024"
+            yield f"attention {name} {heads}", partial(attention, ops, name, heads, [(1023, 1)] * count)
+    for what, spans, shared in (
+        ("256 x 1100, 1024 shared", [(1099, 1)] * 256, 1024),
+        ("256 x 1100, none shared", [(1099, 1)] * 256, 0),
+        ("64 x 4200, 4096 shared", [(4199, 1)] * 64, 4096),
+        ("64 x 4200, none shared", [(4199, 1)] * 64, 0),
+        ("256 x 76, none shared", [(75, 1)] * 256, 0),
+    ):
+        heads = Heads(24, 8, 128)
+        yield f"attention prefix {what} {heads}", partial(attention, ops, f"prefix {what}", heads, spans, shared)
+    for heads in (Heads(12, 12, 64, torch.float32), Heads(4, 1, 256), Heads(32, 8, 64)):
+        yield f"attention prompt 4 x 1024 {heads}", partial(attention, ops, "prompt 4 x 1024", heads, [(0, 1024)] * 4)
+
+
+MATRICES: Mapping[str, tuple[int, int]] = {
+    "0.6b qkv": (4096, 1024), "0.6b o": (1024, 2048), "0.6b gate_up": (6144, 1024), "0.6b down": (1024, 3072),
+    "1b qkv": (3072, 2048), "1b o": (2048, 2048), "1b gate_up": (16384, 2048), "1b down": (2048, 8192),
+    "8b qkv": (6144, 4096), "8b o": (4096, 4096), "8b gate_up": (28672, 4096), "8b down": (4096, 14336),
+    "8b head": (128256, 4096),
+}  # fmt: skip
+"""(outputs, inputs)."""
+
+
+def linear(ops: TritonOps, name: str, rows: int, how: str) -> Case:
+    """how: "library", "own", "own gated"."""
+    outputs, inputs = MATRICES[name]
+    size = outputs * inputs * 2
+    weights = [noise(outputs, inputs) for _ in range(copies(size))]
+    x = noise(rows, inputs)
+    gate: Gate = "silu" if "gated" in how else ""
+
+    def call(weight: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, weight) if how == "library" else ops.linear(x, weight, None, gate)
+
+    def check() -> float:
+        return relative(call(weights[0]), ReferenceOps().linear(x.float(), weights[0].float(), None, gate))
+
+    calls = [partial(call, weight) for weight in weights]
+    return Case(f"linear {name} rows {rows} {how}", check, calls, size, 2.0 * rows * outputs * inputs)
+
+
+def linear_cases(ops: TritonOps) -> Iterator[tuple[str, Callable[[], Case]]]:
+    for name in MATRICES:
+        for rows in (1, 2, 4, 8, 16):
+            for how in ("library", "own", "own gated") if "gate_up" in name else ("library", "own"):
+                yield f"linear {name} rows {rows} {how}", partial(linear, ops, name, rows, how)
+
+
+def row_case(ops: TritonOps, what: str, tokens: int) -> Case:
+    hidden, width, heads, groups, dim = 4096, 14336, 32, 8, 128
+    plain = ReferenceOps()
+    x, residual, gamma = noise(tokens, hidden), noise(tokens, hidden), noise(hidden)
+    if what == "add_rms_norm":
+        want = plain.rms_norm((x + residual).float(), gamma.float(), 1e-5)
+        return Case(
+            f"rows {what} {tokens} x {hidden}",
+            lambda: relative(ops.add_rms_norm(x, residual.clone(), gamma, 1e-5)[0], want),
+            [partial(ops.add_rms_norm, x, noise(tokens, hidden), gamma, 1e-5) for _ in range(16)],
+            8.0 * x.numel(),
+        )
+    if what == "silu_mul":
+        both = noise(tokens, 2 * width)
+        calls = [partial(ops.silu_mul, noise(tokens, 2 * width)) for _ in range(8)]
+        check = lambda: relative(ops.silu_mul(both), plain.silu_mul(both.float()))  # noqa: E731
+        return Case(f"rows {what} {tokens} x {width}", check, calls, 3.0 * both.numel())
+    pages = tokens // PAGE + 2
+    kv, other = (LayerKV(noise(pages, groups, PAGE, dim), noise(pages, groups, PAGE, dim)) for _ in range(2))
+    batch = ops.prepare(batch_of([(0, tokens)], pages))
+    qkv = noise(tokens, (heads + 2 * groups) * dim)
+    angle = noise(tokens, dim // 2, dtype=torch.float32)
+    turn, norms = (angle.cos(), angle.sin()), ((noise(dim), 1e-6), (noise(dim), 1e-6))
+
+    def check_turn() -> float:
+        exact = LayerKV(other.k.float(), other.v.float())
+        wanted = tuple((weight.float(), eps) for weight, eps in norms)
+        want = plain.qk_norm_rope_store_kv(qkv.float(), heads, exact, batch, turn, wanted)  # type: ignore[arg-type]
+        got = ops.qk_norm_rope_store_kv(qkv, heads, other, batch, turn, norms)
+        page, at = batch.slots // PAGE, batch.slots % PAGE
+        written = ((relative(a[page, :, at], b[page, :, at])) for a, b in ((other.k, exact.k), (other.v, exact.v)))
+        return max(relative(got, want), *written)
+
+    calls = [partial(ops.qk_norm_rope_store_kv, qkv.clone(), heads, kv, batch, turn, norms) for _ in range(8)]
+    return Case(f"rows {what} {tokens} x 48 heads", check_turn, calls, 4.0 * qkv.numel())
+
+
+def row_cases(ops: TritonOps) -> Iterator[tuple[str, Callable[[], Case]]]:
+    for what in ("add_rms_norm", "silu_mul", "turn_and_write"):
+        for tokens in (1, 16, 256, 2048):
+            yield f"rows {what} {tokens}", partial(row_case, ops, what, tokens)
+
+
+SAMPLER_CASES: Mapping[str, dict[str, float]] = {
+    "greedy": {},
+    "hot": {"temperature": 1.0},
+    "top_p": {"temperature": 1.0, "top_p": 0.95},
+    "top_k, top_p": {"temperature": 1.0, "top_k": 50, "top_p": 0.95},
+    "penalties": {"temperature": 1.0, "repetition_penalty": 1.2},
+}
+"""Sampling parameters that are not off, by the case's name."""
+
+
+def sampler_case(ops: TritonOps, rows: int, what: str) -> Case:
+    vocab = 151936
+    logits = [2 * noise(rows, vocab, dtype=torch.float32) for _ in range(copies(4.0 * rows * vocab, 8))]
+
+    def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full((rows,), value, dtype=dtype, device="cuda")
+
+    values = {name: column.off for name, column in COLUMNS.items()} | SAMPLER_CASES[what]
+    settings = SamplingTensors(
+        **{
+            name: full(value, torch.int32 if COLUMNS[name].is_integer else torch.float32)
+            for name, value in values.items()
+        },
+        stream=torch.arange(rows, device="cuda"),
+        masked=full(-1, torch.int32),
+        masks=torch.zeros(1, 1, dtype=torch.int32, device="cuda"),
+        listed=torch.zeros(rows + 1, dtype=torch.int32, device="cuda"),
+        token=full(0, torch.int32),
+        amount=full(0.0),
+        until=full(0, torch.int32),
+    )
+    history = torch.randint(vocab, (rows, 1024), dtype=torch.int32, device="cuda")
+    which = torch.arange(rows, dtype=torch.int32, device="cuda")
+    asked = RequestedFeatures(random=what != "greedy", truncated="top" in what, processed=what == "penalties")
+    tally = torch.zeros(rows, vocab if asked.processed else 1, dtype=torch.int32, device="cuda")
+    context = (which, full(1000, torch.int32), history, full(500, torch.int32), settings, ops.card, asked)
+
+    def check() -> float:
+        got = sample(logits[0].clone(), *context, tally=tally).tokens.long()
+        if what == "greedy":
+            return float((got != logits[0].argmax(1)).float().mean())
+        return float(((got < 0) | (got >= vocab)).float().mean())
+
+    calls = [partial(sample, each, *context, tally=tally) for each in logits]
+    return Case(f"sampler {what} {rows} x {vocab}", check, calls, 4.0 * rows * vocab)
+
+
+def sampler_cases(ops: TritonOps) -> Iterator[tuple[str, Callable[[], Case]]]:
+    for what in SAMPLER_CASES:
+        for rows in (1, 16, 256):
+            yield f"sampler {what} {rows}", partial(sampler_case, ops, rows, what)
+
+
+def cases(ops: TritonOps, only: str = "") -> Iterator[Callable[[], Case]]:
+    """All of them, made when called for: what they hold is large."""
+    for group in (row_cases, decode_cases, linear_cases, sampler_cases):
+        yield from (make for name, make in group(ops) if only in name)

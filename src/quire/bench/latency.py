@@ -1,0 +1,74 @@
+"""`quire bench latency`: the time of one batch of requests, as `vllm bench latency`."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quire.bench.offline import check_lengths, check_writable, offline_command, percentiles, report, time_generate
+from quire.config import Settings
+from quire.llm import LLM
+
+
+@offline_command(
+    "latency",
+    [
+        click.Option(["--input-len"], type=click.IntRange(1), default=32, show_default=True, help="Prompt tokens."),
+        click.Option(["--output-len"], type=click.IntRange(1), default=128, show_default=True, help="New tokens."),
+        click.Option(["--batch-size"], type=click.IntRange(1), default=8, show_default=True, help="Prompts at once."),
+        click.Option(["--n"], type=click.IntRange(1), default=1, show_default=True, help="Answers to each prompt."),
+        click.Option(
+            ["--num-iters-warmup"],
+            type=click.IntRange(0),
+            default=10,
+            show_default=True,
+            help="Batches before, not counted.",
+        ),
+        click.Option(["--num-iters"], type=click.IntRange(1), default=30, show_default=True, help="Batches measured."),
+        click.Option(["--disable-detokenize"], is_flag=True, help="Leave out the time of turning tokens into text."),
+    ],
+)
+def command(settings: Settings, output_json: Path | None, as_json: bool, **given: Any) -> None:
+    """Measure the time of one batch: all prompts are submitted at once, and answers have exactly --output-len tokens.
+
+    Prompts are random, and new in each iteration, so that none is found in the prefix cache.
+    """
+    if output_json is not None:
+        check_writable(output_json, "--output-json")
+    with LLM(settings=settings) as llm:
+        result = {"model": settings.model.model, **given, **measure(llm, settings.model.seed, **given)}
+    lines = [f"Avg latency: {result['avg_latency']:.4f} seconds"]
+    lines += [f"{q}% percentile latency: {seconds:.4f} seconds" for q, seconds in result["percentiles"].items()]
+    report(result, "\n".join(lines), output_json, as_json)
+
+
+def measure(
+    llm: LLM,
+    seed: int,
+    *,
+    input_len: int,
+    output_len: int,
+    batch_size: int,
+    n: int,
+    num_iters_warmup: int,
+    num_iters: int,
+    disable_detokenize: bool,
+) -> dict[str, Any]:
+    """avg_latency, latencies (seconds of each iteration) and their percentiles. Raises InvalidRequest."""
+    about = llm._engine.description
+    check_lengths(input_len, output_len, about.max_model_len)
+    rng = random.Random(seed)
+    latencies = []
+    for _ in range(num_iters_warmup + num_iters):
+        prompts = [[rng.randrange(about.vocab_size) for _ in range(input_len)] for _ in range(batch_size)]
+        latencies.append(time_generate(llm, prompts, [output_len] * batch_size, n, not disable_detokenize))
+    del latencies[:num_iters_warmup]
+    return {
+        "avg_latency": statistics.fmean(latencies),
+        "latencies": latencies,
+        "percentiles": percentiles(latencies),
+    }
