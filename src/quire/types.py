@@ -254,9 +254,7 @@ class SamplingParams:
 
 
 NUMERIC_PARAMETERS = tuple(
-    NumericParameter(each.name, str(each.type), **each.metadata)
-    for each in fields(SamplingParams)
-    if each.metadata
+    NumericParameter(each.name, str(each.type), **each.metadata) for each in fields(SamplingParams) if each.metadata
 )
 """In the order of the fields."""
 

@@ -10,12 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.parsers.answer import AnswerSplitter, ReasoningCounter
 from quire.parsers.parts import Splitter, TextPart, joined
-from quire.parsers.reasoning import Thinking, parser_of, thinks_first
-from quire.parsers.tools.describe import described, spelled
+from quire.parsers.reasoning import AnswerSplitter, ReasoningCounter, Thinking, parser_of, thinks_first
 from quire.parsers.tools.reader import Reader
-from quire.parsers.tools.styles import STYLES, ToolStyle, style_of
+from quire.parsers.tools.styles import STYLES, ToolStyle, calls_text, describe_tools, style_of
 
 TOOLS = {"get_weather": ("city", "days"), "now": ()}
 
@@ -103,7 +101,7 @@ def test_calls_that_are_well_written_are_read_as_they_were_meant(
     name: str, made: list[tuple[str, dict[str, Any]]], sizes: list[int]
 ) -> None:
     style = STYLES[name]
-    text = spelled([{"function": {"name": tool, "arguments": arguments}} for tool, arguments in made], style)
+    text = calls_text([{"function": {"name": tool, "arguments": arguments}} for tool, arguments in made], style)
     parts = tell(Reader(style, TOOLS), text, sizes)
     assert [(part.kind, part.call) for part in parts] == [
         (kind, i) for i in range(len(made)) for kind in ("call", "arguments")
@@ -271,7 +269,7 @@ def test_a_template_without_tools_is_told_of_them_in_words(style: ToolStyle) -> 
         {"role": "tool", "content": "3 pm"},
         {"role": "tool", "content": "4 pm"},
     ]
-    shown = described(history, [tool], style)
+    shown = describe_tools(history, [tool], style)
     assert [message["role"] for message in shown] == ["system", "user", "assistant", "user"]
     assert (
         shown[0]["content"].startswith("Be kind.\n\nYou can call functions.") and '"name": "now"' in shown[0]["content"]

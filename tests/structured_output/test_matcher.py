@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.scheduler.plan import Mask
-from quire.structured_output.matcher import EMPTY_MASK, Matcher, TimeBudget
+from quire.structured_output.llguidance import EMPTY_MASK, Matcher, TimeBudget
 from quire.types import StructuredOutputsParams
 from tests.model_runner.tiny import VOCAB
 from tests.structured_output.little import END, allowed, compiler, spell

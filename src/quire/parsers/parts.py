@@ -1,4 +1,4 @@
-"""Pieces of an answer told apart: what is said, what is thought, and which tools are called."""
+"""Parts of an answer: content, reasoning, and tool calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Kind = Literal["content", "reasoning", "call", "arguments"]
 
 
 class TextPart(NamedTuple):
-    """Some text of one kind. `call`: the text is the name of the tool that call number `call` begins to call.
+    """Some text of one kind. `call`: the text is the name of the tool, and `call` the number of the call it begins.
 
     `arguments`: a fragment of that call's arguments; all of them together are a JSON object, as the model wrote it.
     """
@@ -20,27 +20,29 @@ class TextPart(NamedTuple):
 
 
 class Splitter(Protocol):
-    """Tells the parts of one answer, whatever pieces its text comes in.
+    """Splits one answer into parts, incrementally.
 
-    However a text is cut, the parts told are the same once those that follow one another are joined.
+    However the text is cut into pieces, the parts are the same once adjacent ones are joined.
     """
 
     def feed(self, text: str) -> Sequence[TextPart]:
-        """What is certain after `text`."""
+        """The parts that are certain after `text`."""
 
     def flush(self) -> Sequence[TextPart]:
-        """What was held back, at the end."""
+        """The text held back, at the end of the answer."""
 
 
 class PlainSplitter:
-    """Everything is content."""
+    """All text is content."""
 
     __slots__ = ()
 
     def feed(self, text: str) -> Sequence[TextPart]:
+        """The text as it is."""
         return (TextPart("content", text),) if text else ()
 
     def flush(self) -> Sequence[TextPart]:
+        """Nothing: no text is held back."""
         return ()
 
 
@@ -48,7 +50,7 @@ PLAIN = PlainSplitter()
 
 
 def joined(parts: Iterable[TextPart]) -> list[TextPart]:
-    """Neighbours of one kind and call as one. A call's beginning stands alone."""
+    """Adjacent parts of one kind and call as one part. The beginning of a call is never joined."""
     pieces: list[tuple[TextPart, list[str]]] = []
     for part in parts:
         if pieces and part.kind != "call" and part[::2] == pieces[-1][0][::2]:
@@ -59,11 +61,6 @@ def joined(parts: Iterable[TextPart]) -> list[TextPart]:
 
 
 def possible(text: str, markers: Iterable[str]) -> int:
-    """How many characters at the end of `text` may be the beginning of a marker."""
-    longest = 0
-    for marker in markers:
-        for size in range(min(len(marker) - 1, len(text)), longest, -1):
-            if text.endswith(marker[:size]):
-                longest = size
-                break
-    return longest
+    """The number of characters at the end of `text` that may be the beginning of a marker."""
+    sizes = (size for marker in markers for size in range(1, len(marker)) if text.endswith(marker[:size]))
+    return max(sizes, default=0)

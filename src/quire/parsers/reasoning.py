@@ -1,11 +1,11 @@
-"""What a model thinks before it answers, told apart from the answer: `<think>...</think>`."""
+"""Splits an answer into reasoning, `<think>...</think>`, and content."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from quire.parsers.parts import TextPart, possible
+from quire.parsers.parts import PLAIN, Splitter, TextPart, possible
 from quire.types import Ahead
 
 ReasoningParser = Literal["none", "deepseek_r1", "qwen3"]
@@ -14,22 +14,23 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 def parser_of(template: str | None) -> ReasoningParser:
-    """Which parser a model needs, by its chat template."""
+    """The parser that a model with this chat template needs."""
     if template is None or CLOSE not in template:
         return "none"
     return "qwen3" if "enable_thinking" in template else "deepseek_r1"
 
 
 def thinks_first(parser: ReasoningParser, prompt: str, begun: str = "") -> bool:
-    """Whether an answer to `prompt` begins with thoughts although no mark in it says so (see `thoughts_ahead`)."""
+    """Whether an answer to `prompt` begins inside reasoning, without an opening mark (see `thoughts_ahead`)."""
     return thoughts_ahead(parser, prompt, begun) == "open"
 
 
 def thoughts_ahead(parser: ReasoningParser, prompt: str, begun: str = "", *, off: bool = False) -> Ahead:
-    """Which thoughts an answer to `prompt` may have before it.
+    """Which reasoning may precede an answer to `prompt`.
 
-    begun: the part of an answer that it goes on with. off: the client wants none. A mark at the prompt's end, or the
-    last one in `begun`, decides; without one, DeepSeek's models think first, and Qwen's may write a mark.
+    begun: the part of the answer that is already there, when an answer is continued. off: the client disabled
+    reasoning. The last mark in `begun`, or a mark at the end of the prompt, decides; without one, DeepSeek's models
+    always reason first, and Qwen's may write an opening mark.
     """
     if parser == "none":
         return "none"
@@ -44,20 +45,22 @@ def thoughts_ahead(parser: ReasoningParser, prompt: str, begun: str = "", *, off
 
 
 class Thinking:
-    """Splits thoughts from the answer; white space around the marks belongs to neither.
+    """A Splitter of reasoning and content; white space around the marks belongs to neither.
 
-    inside: the text begins with thoughts, whether or not a mark says so. `state`: 'begin' while that is not known,
-    then 'inside', 'after' the mark, and 'answer' once the answer has begun.
+    inside: the text begins with reasoning, even without an opening mark. `state`: 'begin' while that is not known, then
+    'inside', 'after' the closing mark, and 'answer' once the content has begun.
     """
 
     __slots__ = ("_inside", "_said", "_space", "_text", "state")
 
     def __init__(self, *, inside: bool) -> None:
-        self._inside, self._said = inside, False
+        self._inside = inside
+        self._said = False
         self.state: Literal["begin", "inside", "after", "answer"] = "begin"
         self._text = self._space = ""
 
     def feed(self, text: str) -> Sequence[TextPart]:
+        """See Splitter."""
         if self.state == "answer":
             return (TextPart("content", text),) if text else ()
         self._text += text
@@ -93,7 +96,7 @@ class Thinking:
         self._say(said, parts)
 
     def _say(self, text: str, parts: list[TextPart]) -> None:
-        """All but white space that may turn out to stand before the mark."""
+        """Emit all but trailing white space, which may turn out to precede the closing mark."""
         text = self._space + text if self._said else text.lstrip()
         said = text.rstrip()
         self._space = text[len(said) :]
@@ -109,6 +112,7 @@ class Thinking:
             parts.append(TextPart("content", bare))
 
     def flush(self) -> Sequence[TextPart]:
+        """See Splitter."""
         parts: list[TextPart] = []
         if self.state == "begin" and not self._inside:
             parts.append(TextPart("content", self._text))
@@ -116,3 +120,57 @@ class Thinking:
             self._say(self._text, parts)
         self.state, self._text = "answer", ""
         return [part for part in parts if part.text]
+
+
+class AnswerSplitter:
+    """Two Splitters in sequence: the content that `thinking` finds is fed to `calls`."""
+
+    __slots__ = ("_calls", "_thinking")
+
+    def __init__(self, thinking: Splitter, calls: Splitter = PLAIN) -> None:
+        self._thinking = thinking
+        self._calls = calls
+
+    def feed(self, text: str) -> Sequence[TextPart]:
+        """See Splitter."""
+        return list(self._read(self._thinking.feed(text)))
+
+    def flush(self) -> Sequence[TextPart]:
+        """See Splitter."""
+        return [*self._read(self._thinking.flush()), *self._calls.flush()]
+
+    def _read(self, parts: Sequence[TextPart]) -> Iterator[TextPart]:
+        for part in parts:
+            if part.kind == "content":
+                yield from self._calls.feed(part.text)
+            else:
+                yield part
+
+
+class ReasoningCounter:
+    """Counts the reasoning tokens of an answer, marks included."""
+
+    __slots__ = ("_thinking", "_undecided", "count")
+
+    def __init__(self, *, inside: bool) -> None:
+        self._thinking = Thinking(inside=inside)
+        self._undecided = 0
+        self.count = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether the reasoning has ended."""
+        return self._thinking.state in ("after", "answer")
+
+    def feed(self, texts: Sequence[str]) -> None:
+        """Count new tokens, given the text of each."""
+        for text in texts:
+            if self.over:
+                return
+            was = self._thinking.state
+            self._thinking.feed(text)
+            self._undecided += 1
+            if was == "inside" or self._thinking.state in ("inside", "after"):
+                self.count += self._undecided
+            if self._thinking.state != "begin":
+                self._undecided = 0

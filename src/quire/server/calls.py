@@ -13,9 +13,8 @@ from typing import Any
 from quire.errors import InvalidRequest
 from quire.frontend.interface import Backend, Call, ModelCard
 from quire.frontend.request_builder import hashed_salt
-from quire.parsers.answer import AnswerSplitter
 from quire.parsers.parts import Splitter
-from quire.parsers.reasoning import Thinking, thoughts_ahead
+from quire.parsers.reasoning import AnswerSplitter, Thinking, thoughts_ahead
 from quire.parsers.tools.styles import STYLES
 from quire.server.limits import Limits, check_answers
 from quire.server.params import alike, check_logprobs, effective_params, longest, sampling, truncated

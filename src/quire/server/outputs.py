@@ -7,8 +7,8 @@ from typing import Any
 
 from quire.frontend.interface import Delta
 from quire.frontend.offload import PER_SCORE, PER_TOKEN
-from quire.parsers.answer import ReasoningCounter
 from quire.parsers.parts import PLAIN, Splitter, TextPart, joined
+from quire.parsers.reasoning import ReasoningCounter
 from quire.server.calls import Job
 from quire.server.logprobs import Score, TextLogprobs, TokenText, chat_logprobs, prompt_logprobs
 from quire.types import TokenLogprobs

@@ -1,4 +1,4 @@
-"""Where grammars are compiled: threads beside the engine's loop, bounded in number and time, and a cache."""
+"""Compiles grammars in threads beside the engine's loop, bounded in number and time, and caches them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from quire.types import Request, StructuredOutputsParams
 class CompiledGrammar(Protocol):
     """A grammar ready to be matched."""
 
-    def constraint(self) -> Constraint: ...
+    def constraint(self) -> Constraint:
+        """A constraint for a new sequence."""
 
 
 CompileFunction = Callable[[StructuredOutputsParams], CompiledGrammar]
@@ -29,7 +30,7 @@ CompileFunction = Callable[[StructuredOutputsParams], CompiledGrammar]
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """One grammar in the making, and who waits for it: (request id, the field its client used)."""
+    """A grammar being compiled, and the (request id, field of the request) of those that wait for it."""
 
     structure: StructuredOutputsParams
     deadline: float
@@ -39,12 +40,12 @@ class _Job:
 
 
 class GrammarCompiler:
-    """Makes constraints (see core.constraint.Constraints). Used from one thread, the loop's.
+    """Makes constraints (see `scheduler.constraint.Constraints`). Used from one thread, that of the engine's loop.
 
-    compile: called in a worker; the library lets other threads run meanwhile. workers: threads that compile at once.
-    seconds: from asking to answer. A worker that is still busy then is left behind and replaced, `spares` times at
-    most: the library bounds its own work, so it ends, but its request does not wait for it. keep: grammars kept, those
-    last used; so are the refusals. characters: of their sources together.
+    compile: called in a worker thread. workers: threads that compile at once. timeout: seconds from request to result;
+    a worker that is still busy then is abandoned and replaced, at most `spare_workers` times: the library bounds its
+    work, so the worker ends, but its request does not wait for it. max_entries: grammars and errors that are cached,
+    least recently used first out. max_chars: of their sources together.
     """
 
     def __init__(
@@ -58,19 +59,25 @@ class GrammarCompiler:
         max_chars: int = 1 << 23,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._compile, self._spare_workers, self._timeout, self._clock = compile, spare_workers, timeout, clock
-        self._max_entries, self._max_chars, self._cached_chars = max_entries, max_chars, 0
+        self._compile = compile
+        self._spare_workers = spare_workers
+        self._timeout = timeout
+        self._clock = clock
+        self._max_entries = max_entries
+        self._max_chars = max_chars
+        self._cached_chars = 0
         self._idle = workers
         self._cache: OrderedDict[StructuredOutputsParams, CompiledGrammar | InvalidRequest] = OrderedDict()
         self._jobs: dict[StructuredOutputsParams, _Job] = {}
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._done: deque[tuple[_Job, CompiledGrammar | InvalidRequest]] = deque()
         self._wakeup: tuple[socket.socket, ...] = ()
-        """Rung by workers, heard by the loop; there is none until somebody works."""
+        """A socket pair that workers write to and the loop waits for; empty until the first grammar is compiled."""
 
-    # ---------------------------------------------------------------- asked by the loop
+    # ---------------------------------------------------------------- called by the loop
 
     def constraint_for(self, request: Request) -> Constraint:
+        """See Constraints."""
         structure = request.sampling.structured_outputs
         if structure is None:
             return FREE
@@ -88,6 +95,7 @@ class GrammarCompiler:
         return PENDING
 
     def poll(self) -> list[tuple[str, Constraint | InvalidRequest]]:
+        """See Constraints."""
         out: list[tuple[str, Constraint | InvalidRequest]] = []
         for end in self._wakeup[:1]:
             with contextlib.suppress(BlockingIOError):
@@ -111,14 +119,16 @@ class GrammarCompiler:
         return out
 
     def wait_fds(self) -> Sequence[int]:
+        """See Constraints."""
         return [end.fileno() for end in self._wakeup[:1]]
 
     def timeout(self) -> float | None:
+        """See Constraints."""
         due = min((job.deadline for job in self._jobs.values()), default=None)
         return None if due is None else max(0.0, due - self._clock())
 
     def get_or_compile(self, request: Request) -> Constraint:
-        """A constraint for a caller who has nothing else to do. Raises InvalidRequest."""
+        """A constraint, compiled here if it is not cached. Raises InvalidRequest."""
         structure = request.sampling.structured_outputs
         if structure is None:
             return FREE
@@ -126,7 +136,7 @@ class GrammarCompiler:
             self._store(structure, _attempt(self._compile, structure))
         return self._from_cache(structure)
 
-    # ---------------------------------------------------------------- behind
+    # ---------------------------------------------------------------- cache and workers
 
     def _from_cache(self, structure: StructuredOutputsParams) -> Constraint:
         made = self._cache[structure]
@@ -149,19 +159,22 @@ class GrammarCompiler:
 
     def _work(self) -> None:
         job = None
-        while job is None or not job.timed_out:  # who took too long has been replaced
+        # A worker whose job timed out has been replaced.
+        while job is None or not job.timed_out:
             job = self._queue.get()
             if job is None:
-                self._queue.put(None)  # for the next
+                # For the next worker.
+                self._queue.put(None)
                 return
             if not job.timed_out:
                 job.started = True
                 self._done.append((job, _attempt(self._compile, job.structure)))
-                with contextlib.suppress(OSError):  # full, and so readable anyway; or closed
+                # Full, and so readable anyway; or closed.
+                with contextlib.suppress(OSError):
                     self._wakeup[1].send(b"\0")
 
     def close(self) -> None:
-        """Send the workers home."""
+        """End the workers."""
         self._queue.put(None)
         for end in self._wakeup:
             end.close()
@@ -179,7 +192,8 @@ def _attempt(compile: CompileFunction, structure: StructuredOutputsParams) -> Co
         return compile(structure)
     except InvalidRequest as error:
         return error
-    except Exception as error:  # a library's surprise costs its request only
+    except Exception as error:
+        # An unexpected error of the library fails this request only.
         why = str(error) if isinstance(error, QuireError) else type(error).__name__
         return InvalidRequest(f"{structure.param}: it cannot be compiled: {why}", param=structure.param)
 
@@ -193,11 +207,11 @@ def _constraints_for(
 
 
 def _for_param(error: InvalidRequest, param: str) -> InvalidRequest:
-    """`error` in the words of a client that used the field `param`."""
-    said = str(error)
+    """`error` for a client that used the field `param`."""
+    why = str(error)
     if error.param is not None:
-        said = said.removeprefix(f"{error.param}: ")
-    return InvalidRequest(f"{param}: {said}", param=param, code=error.code)
+        why = why.removeprefix(f"{error.param}: ")
+    return InvalidRequest(f"{param}: {why}", param=param, code=error.code)
 
 
 def _size(structure: StructuredOutputsParams) -> int:

@@ -1,50 +1,53 @@
-"""Schemas, expressions and grammars compiled by llguidance, within bounds on size, depth and work."""
+"""Structured output by llguidance: tokenizer, grammar compilation and token masks, within bounds on size and work."""
 
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 from quire.errors import InvalidModel, InvalidRequest
 from quire.parsers.reasoning import CLOSE, OPEN
-from quire.structured_output.matcher import Matcher, reason
+from quire.scheduler.plan import Mask
 from quire.structured_output.schema import check_schema
-from quire.structured_output.vocabulary import vocabulary
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import StructuredOutputsParams
 
 SPACE = " "
-"""White space allowed by default where JSON may have some: models write it, and no model can go on with it for ever."""
+"""The white space allowed by default where JSON allows any: at most one space, or a model could repeat it for ever."""
 
 _FIRST = 0.1
-"""Processor seconds the first mask may take."""
+"""CPU seconds that the first mask may take."""
 
 _AHEAD = 8
-"""Tokens of one possible answer that are tried: most grammars that are too wide are so near their beginning."""
+"""Tokens of one possible answer that are tried: most grammars that are too wide are too wide near the beginning."""
 
 _COERCE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 
 
 class LlguidanceGrammar:
-    """A grammar ready to be matched, any number of times. What is learnt while matching is shared."""
+    """A compiled grammar, for any number of sequences, which share the library's caches."""
 
     def __init__(self, first: LLMatcher, eos: frozenset[int]) -> None:
-        self._first, self._eos = first, eos
+        self._first = first
+        self._eos = eos
 
     def constraint(self) -> Matcher:
-        """A constraint for one sequence, at its beginning. Microseconds."""
+        """A constraint for a new sequence. Takes microseconds."""
         return Matcher(self._first.deep_copy(), self._eos)
 
 
 class LlguidanceCompiler:
-    """Compiles for one tokenizer, which is read when the first grammar is wanted."""
+    """Compiles grammars for one tokenizer, which is read when the first grammar is compiled."""
 
     def __init__(self, tokenizer: Callable[[], Tokenizer], *, clock: Callable[[], float] = time.thread_time) -> None:
-        self._read, self._clock = tokenizer, clock
+        self._read = tokenizer
+        self._clock = clock
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -55,7 +58,7 @@ class LlguidanceCompiler:
         return vocabulary(self._tokenizer)
 
     def __call__(self, structure: StructuredOutputsParams) -> LlguidanceGrammar:
-        """Raises InvalidRequest naming the field it came in, with the compiler's own words."""
+        """Compile. Raises InvalidRequest naming the request's field, with the library's message."""
         try:
             source = _after_thoughts(structure)
             first = LLMatcher(self._vocabulary, source, log_level=0, limits=_limits())
@@ -77,7 +80,7 @@ class LlguidanceCompiler:
 
 
 def _ahead(matcher: LLMatcher, mask: bytes, eos: frozenset[int]) -> str:
-    """Why the grammar cannot be followed through one of the answers it allows; empty if nothing is found."""
+    """Why the grammar fails within the first tokens of one answer that it allows; empty if it does not."""
     for _ in range(_AHEAD):
         bits = int.from_bytes(mask, "little") & ~sum(1 << token for token in eos)
         if not bits or matcher.is_stopped():
@@ -90,7 +93,7 @@ def _ahead(matcher: LLMatcher, mask: bytes, eos: frozenset[int]) -> str:
 
 
 def _limits() -> LLParserLimits:
-    """Below the library's own: a step's work is every row's delay."""
+    """Below the library's defaults, since the work for one row delays the whole batch."""
     return LLParserLimits(
         max_items_in_row=1000,
         initial_lexer_fuel=1_000_000,
@@ -103,7 +106,7 @@ def _limits() -> LLParserLimits:
 
 
 def _source(structure: StructuredOutputsParams) -> str:
-    """The library's own notation of a grammar."""
+    """The grammar in the library's notation."""
     kind, text = structure.kind
     if kind == "json":
         schema = json.loads(text)
@@ -112,7 +115,8 @@ def _source(structure: StructuredOutputsParams) -> str:
         white = None if compact else structure.whitespace_pattern or SPACE
         options = {"whitespace_flexible": white is not None, "whitespace_pattern": white, "lenient": False}
         return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
-    if kind == "choice":  # as one terminal: of alternatives in a rule, each is followed by itself
+    if kind == "choice":
+        # One terminal: as alternatives of a rule, each would be an item of the parser.
         texts = " | ".join(map(json.dumps, json.loads(text)))
         return str(LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + texts))
     return str(grammar_from(kind, text))
@@ -125,8 +129,12 @@ SPACE: /\\n{{0,2}}/
 
 
 def _after_thoughts(structure: StructuredOutputsParams) -> str:
-    """The structure's grammar, after thoughts if there may be some: any text up to their end. Names do not mix."""
-    source, ahead = _source(structure), structure.thoughts
+    """The grammar, preceded by reasoning (any text up to its closing mark) where the structure allows it.
+
+    Two grammars in one document, so that their rule names do not collide.
+    """
+    source = _source(structure)
+    ahead = structure.thoughts
     if ahead == "none":
         return source
     as_json = structure.kind[0] in ("json", "regex")
@@ -140,6 +148,181 @@ def _refusal(structure: StructuredOutputsParams, why: str) -> InvalidRequest:
     what = {"json": "the JSON schema", "regex": "the regular expression", "choice": "the choice"}
     if why.startswith("NoExtension"):
         why = "nothing can satisfy it"
-    said = reason(why.replace(_COERCE, "Use anyOf"))
     name = what.get(structure.kind[0], "the grammar")
-    return InvalidRequest(f"{structure.param}: {name} cannot be used: {said}", param=structure.param)
+    text = message(why.replace(_COERCE, "Use anyOf"))
+    return InvalidRequest(f"{structure.param}: {name} cannot be used: {text}", param=structure.param)
+
+
+EMPTY_MASK = b""
+"""Allows no token: the row ends with an error."""
+
+
+_MAX_MESSAGE = 400
+"""The most characters of the library's message that are shown."""
+
+_NOISE = re.compile(r"\s*<non-verbose/>|json-schema:///|Parser Error: ")
+_ROW = re.compile(r".*Current row has (\d+) items; max is (\d+).*", re.DOTALL)
+
+
+def message(why: str) -> str:
+    """The library's message on one line, with its internal terms explained."""
+    if wide := _ROW.fullmatch(why):
+        return (
+            f"it has {wide[1]} ways to go on in one place, and at most {wide[2]} are taken: have fewer alternatives "
+            "(of fixed texts, an enum or a choice may have many more)"
+        )
+    text = " ".join(_NOISE.sub("", why).split())
+    return text[:_MAX_MESSAGE] + "..." if len(text) > _MAX_MESSAGE else text
+
+
+class TimeBudget(NamedTuple):
+    """CPU seconds that the masks of one answer may take: `once`, and `each` for every token.
+
+    The library bounds the work of a step, but within its bounds a step may still take hundreds of times the usual time,
+    and the whole batch would wait for it.
+    """
+
+    once: float = 0.5
+    each: float = 1e-3
+    clock: Callable[[], float] = time.thread_time
+
+
+DEFAULT_BUDGET = TimeBudget()
+
+
+class Matcher:
+    """The Constraint of one sequence.
+
+    The state is a function of the committed tokens: those new since the last call are consumed, and where the output
+    does not continue the previous one, matching starts again. Drafts are consumed and rolled back. Tokens in `eos` are
+    never passed to the library: after one, only they are allowed.
+    """
+
+    def __init__(self, matcher: LLMatcher, eos: frozenset[int], budget: TimeBudget = DEFAULT_BUDGET) -> None:
+        self._matcher = matcher
+        self._eos = eos
+        self._budget = budget
+        self._seen: list[int] = []
+        self._over = False
+        self._why = ""
+        self._time_spent = 0.0
+        self._end = _bits(eos)
+
+    def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[Mask]:
+        """See Constraint."""
+        began = self._budget.clock()
+        self._follow(output if isinstance(output, list) else list(output))
+        made = self._walk(drafts)
+        self._time_spent += self._budget.clock() - began
+        if self._time_spent > self._budget.once + self._budget.each * len(output):
+            self._why = self._why or "following it takes too much time: make it simpler"
+        return made
+
+    def why(self) -> str:
+        """See Constraint."""
+        return self._why
+
+    def _follow(self, output: list[int]) -> None:
+        known = len(self._seen)
+        if output[:known] != self._seen:
+            self._matcher.reset()
+            self._over = False
+            self._seen = []
+            known = 0
+        fresh = output[known:]
+        for token in fresh:
+            self._over = self._over or token in self._eos
+            if not self._over and not self._matcher.consume_token(token):
+                self._why = message(self._matcher.get_error()) or "the answer left it"
+        self._seen += fresh
+
+    def _walk(self, drafts: Sequence[int]) -> list[Mask]:
+        """Masks up to the first draft that is not allowed. Drafts may follow an end token where it is ignored."""
+        matcher = self._matcher
+        mask = self._mask()
+        over = self._over
+        walked = 0
+        made: list[Mask] = [mask]
+        for draft in drafts:
+            if not _allows(mask, draft):
+                break
+            over = over or draft in self._eos
+            if not over:
+                matcher.consume_token(draft)
+                walked += 1
+            mask = self._end if over else self._mask()
+            made.append(mask)
+        if walked:
+            matcher.rollback(walked)
+        return made
+
+    def _mask(self) -> bytes:
+        if self._over:
+            return self._end
+        if self._why:
+            return EMPTY_MASK
+        mask: bytes = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            # The mask would allow the text to end.
+            self._why = message(self._matcher.get_error()) or "it cannot be followed any further"
+            return EMPTY_MASK
+        return mask
+
+
+def _allows(mask: bytes, token: int) -> bool:
+    at = token >> 3
+    return at < len(mask) and bool(mask[at] >> (token & 7) & 1)
+
+
+def _bits(tokens: frozenset[int]) -> bytes:
+    return sum(1 << token for token in tokens).to_bytes(max(tokens, default=0) // 8 + 1, "little")
+
+
+def vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
+    """The library's tokenizer, with the bytes that the detokenizer uses, so that masks apply to what a client reads.
+
+    Raises InvalidModel where tokens have no bytes of their own, or where there is no end-of-text token.
+    """
+    if not tokenizer.exact:
+        raise InvalidModel("structured output needs a tokenizer whose tokens are bytes (byte-level or sentencepiece)")
+    if not tokenizer.eos:
+        raise InvalidModel("structured output needs a token that ends a text, and this model's tokenizer names none")
+    pieces = [tokenizer.token_text(token)[1] for token in range(tokenizer.vocab_size)]
+    eos = sorted(tokenizer.eos)
+    try:
+        own = LLTokenizer(tokenizer.to_json(), eos_token=eos)
+        if all(own.decode_bytes([token]) == piece or b"\xff" in piece for token, piece in enumerate(pieces)):
+            # The library marks special tokens with 0xff, which no UTF-8 text contains.
+            return own
+    except ValueError:
+        # The library does not know this decoder.
+        pass
+    return LLTokenizer(TokenizerWrapper(_TokenizerAdapter(tokenizer, pieces)), eos_token=eos)
+
+
+class _TokenizerAdapter:
+    """The interface that the library expects of a tokenizer that it cannot read by itself."""
+
+    def __init__(self, tokenizer: Tokenizer, pieces: list[bytes]) -> None:
+        self.bos_token_id = tokenizer.bos
+        self.eos_token_id = min(tokenizer.eos)
+        self.special_token_ids = sorted(tokenizer.special)
+        self.tokens = pieces
+        self._ids = {piece: token for token, piece in enumerate(pieces) if piece and token not in tokenizer.special}
+        self._longest = max(map(len, self._ids))
+
+    def __call__(self, text: bytes) -> list[int]:
+        """The tokens of text that the grammar determines: the longest match at each position.
+
+        Not `Tokenizer.encode`, which may prepend a space.
+        """
+        tokens: list[int] = []
+        at = 0
+        while at < len(text):
+            ends = range(min(at + self._longest, len(text)), at, -1)
+            end = next((end for end in ends if text[at:end] in self._ids), None)
+            if end is None:
+                return tokens
+            tokens.append(self._ids[text[at:end]])
+            at = end
+        return tokens

@@ -1,7 +1,7 @@
-"""JSON schemas before they are compiled: bounds, and keywords that would not be obeyed, refused by name.
+"""Checks JSON schemas before they are compiled: depth, and keywords that are not supported, refused by name.
 
-What the compiler does not know it either refuses without saying where, or ignores. A schema that is obeyed in part is
-worse than none: its client trusts the answer.
+The compiler ignores some keywords that it does not support and refuses others without naming the place. A schema that
+is enforced in part is worse than none, since the client trusts the answer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from quire.errors import InvalidRequest
 
 DEPTH = 64
-"""Schemas within schemas."""
+"""The deepest nesting of schemas."""
 
 _IN_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _IN_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -27,7 +27,7 @@ OBEYED: frozenset[str] = frozenset(
         *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     }
 )
-"""Keywords that bind the answer."""
+"""Keywords that are enforced."""
 
 _WITHOUT = "leave it out, and check the answer"
 
@@ -56,14 +56,14 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "x-guidance": "use whitespace_pattern of structured_outputs",
     }
 )
-"""Keywords that would bind the answer and cannot, and what to do instead."""
+"""Keywords that would restrict the answer and are not supported, and what to use instead."""
 
 
 def check_schema(schema: Any, param: str) -> None:
-    """Raises InvalidRequest naming the first keyword that cannot be obeyed and where it stands.
+    """Raise InvalidRequest naming the first keyword that is not supported, and its place.
 
-    Keywords that JSON Schema does not know are annotations and mean nothing, unless they differ from one it knows only
-    in case.
+    Keywords that JSON Schema does not define are annotations and are ignored, unless they differ from a defined one
+    only in case.
     """
     known = {name.lower(): name for name in (*OBEYED, *REFUSED)}
     level: list[tuple[str, Any]] = [("", schema)]
@@ -86,7 +86,8 @@ def _check_keywords(schema: Mapping[str, Any], where: str, known: Mapping[str, s
         if name in OBEYED:
             continue
         if name in REFUSED:
-            if (name, value) != ("uniqueItems", False):  # which many generators write, and which asks for nothing
+            # Many generators write uniqueItems: false, which restricts nothing.
+            if (name, value) != ("uniqueItems", False):
                 raise _refusal(f"the keyword {name!r} in {where} is not supported: {REFUSED[name]}", param)
         elif name.lower() in known:
             raise _refusal(f"unknown keyword {name[:64]!r} in {where}. Did you mean {known[name.lower()]!r}?", param)

@@ -10,8 +10,7 @@ from jinja2 import meta
 from jinja2.exceptions import TemplateSyntaxError
 
 from quire.errors import InvalidModel, InvalidRequest
-from quire.parsers.tools.describe import described
-from quire.parsers.tools.styles import ToolStyle, style_of
+from quire.parsers.tools.styles import ToolStyle, describe_tools, style_of
 from quire.tokenization.template_sandbox import METER, Budget, Metered, Refused, Sandbox, extent
 from quire.tokenization.tokenizer import read_json
 
@@ -75,7 +74,7 @@ class ChatTemplate:
         """
         shown = [self._shown(message) for message in messages]
         if not self._knows_tools:
-            shown = described(shown, tools, self._style)
+            shown = describe_tools(shown, tools, self._style)
         if continue_final_message:
             shown[-1]["content"] = str(shown[-1].get("content") or "") + _HERE
         names = {

@@ -1,4 +1,4 @@
-"""A tool's call written as a JSON object, read a character at a time: what is certain is told at once."""
+"""Tool calls in JSON, read character by character, so that each part is known as soon as possible."""
 
 from __future__ import annotations
 
@@ -7,7 +7,125 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from quire.parsers.tools.value import SPACE, Value, escaped
+SPACE = " \t\r\n"
+_SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null", re.ASCII)
+_SCALAR_CHARS = frozenset("0123456789+-.eEtrufalsn")
+_HEX = frozenset("0123456789abcdefABCDEF")
+_LONGEST_SCALAR = 400
+_DEEPEST = 200
+
+
+_ValueState = Literal[
+    "value", "first value", "key", "first key", "colon", "next", "text", "escape", "hex", "scalar", "done"
+]
+"""What comes next, or what is being read. The first value or key may be the end of its list or object instead."""
+
+
+class Value:
+    """A JSON value, read character by character from its first one.
+
+    Strings may contain line breaks and tabs unescaped, as models write them.
+    """
+
+    __slots__ = ("_at", "_hex", "_key", "_scalar", "_stack")
+
+    def __init__(self) -> None:
+        self._at: _ValueState = "value"
+        self._stack = ""
+        self._hex = 0
+        self._scalar = ""
+        self._key = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether the value has ended."""
+        return self._at == "done"
+
+    @property
+    def complete(self) -> bool:
+        """Whether the value may end here; a number has no end mark of its own."""
+        return self.closed or (self._at == "scalar" and not self._stack and bool(_SCALAR.fullmatch(self._scalar)))
+
+    @property
+    def in_text(self) -> bool:
+        """Whether the next character is part of a string."""
+        return self._at == "text"
+
+    def take(self, c: str) -> bool:
+        """Read `c`. Returns whether it may come here."""
+        at = self._at
+        if at == "text":
+            return self._text(c)
+        if at == "escape":
+            self._at = "hex" if c == "u" else "text"
+            self._hex = 4
+            return c in 'u"\\/bfnrt'
+        if at == "hex":
+            self._hex -= 1
+            self._at = "hex" if self._hex else "text"
+            return c in _HEX
+        if at == "scalar":
+            if c in _SCALAR_CHARS:
+                self._scalar += c
+                return len(self._scalar) <= _LONGEST_SCALAR
+            if not self._stack or not _SCALAR.fullmatch(self._scalar):
+                return False
+            self._at = "next"
+        return (c in SPACE and bool(self._stack)) or self._structure(c)
+
+    def _text(self, c: str) -> bool:
+        if c == "\\":
+            self._at = "escape"
+        elif c == '"':
+            self._at = "colon" if self._key else self._after()
+        return c >= " " or c in SPACE
+
+    def _after(self) -> _ValueState:
+        return "next" if self._stack else "done"
+
+    def _structure(self, c: str) -> bool:
+        at = self._at
+        if c in "]}":
+            return self._close(c)
+        if at == "next":
+            self._at = "key" if self._stack[-1] == "{" else "value"
+            return c == ","
+        if at == "colon":
+            self._at = "value"
+            return c == ":"
+        if at == "done":
+            return False
+        self._key = at in ("key", "first key")
+        if c == '"':
+            self._at = "text"
+            return True
+        if self._key:
+            return False
+        if c in "{[":
+            self._stack += c
+            self._at = "first key" if c == "{" else "first value"
+            return len(self._stack) <= _DEEPEST
+        self._scalar = c
+        self._at = "scalar"
+        return c in _SCALAR_CHARS
+
+    def _close(self, c: str) -> bool:
+        opening = "{" if c == "}" else "["
+        first = "first key" if c == "}" else "first value"
+        if self._at not in ("next", first) or not self._stack.endswith(opening):
+            return False
+        self._stack = self._stack[:-1]
+        self._at = self._after()
+        return True
+
+
+def escaped(c: str, value: Value) -> str:
+    """`c`, which `value` has just read, as valid JSON: within a string, a line break or tab is escaped."""
+    return _ESCAPES.get(c, c) if value.in_text else c
+
+
+_ESCAPES: Mapping[str, str] = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
 
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 
@@ -15,11 +133,11 @@ _ROLES: Mapping[str, str] = {"name": "name", "arguments": "arguments", "paramete
 
 
 class Call:
-    """An object with a `name` and `arguments` (or `parameters`), in any order and among others.
+    """A call as a JSON object with a `name` and `arguments` (or `parameters`), in any order, among other keys.
 
-    accept: whether a tool of this name may be called. bare: an object without arguments is no call.
-    Once `begun`, the name is certain, and `told` has the fragments of the arguments since it was last emptied.
-    Arguments that come as a text are those that the text spells.
+    accept: whether a tool of this name may be called. bare: an object without arguments is not a call.
+    Once `begun`, the name is known, and `fragments` holds the text of the arguments that the caller has not taken yet.
+    Arguments in a string are the JSON that the string holds.
     """
 
     __slots__ = (
@@ -32,26 +150,28 @@ class Call:
         "_streams",
         "_value",
         "done",
+        "fragments",
         "name",
-        "name_sent",
     )
 
     def __init__(self, accept: Callable[[str], bool], *, bare: bool) -> None:
-        self._accept, self._bare = accept, bare
+        self._accept = accept
+        self._bare = bare
         self._at: Literal["open", "first", "key", "colon", "value", "next", "done"] = "open"
         self._role = "other"
         self._value: Value | None = None
         self._pieces: list[str] = []
         self._given = self._streams = self.done = False
         self.name = ""
-        self.name_sent: list[str] = []
+        self.fragments: list[str] = []
 
     @property
     def begun(self) -> bool:
+        """Whether the name is known and the arguments have begun."""
         return self._given and bool(self.name)
 
     def take(self, c: str) -> bool:
-        """Whether `c` may come here."""
+        """Read `c`. Returns whether it may come here."""
         value = self._value
         if value is not None:
             if value.take(c):
@@ -62,7 +182,7 @@ class Call:
         return c in SPACE or self._structure(c)
 
     def _structure(self, c: str) -> bool:
-        """Between the keys and values of the object itself."""
+        """Read a character between the keys and values of the object itself."""
         at = self._at
         if at == "open":
             self._at = "first"
@@ -91,19 +211,20 @@ class Call:
 
     def _collect(self, c: str, value: Value) -> None:
         if self._role != "other":
-            (self.name_sent if self._streams else self._pieces).append(escaped(c, value))
+            (self.fragments if self._streams else self._pieces).append(escaped(c, value))
 
     def _ended(self) -> bool:
-        """A key or a value is complete. Whether it may be what it is."""
+        """A key or a value is complete. Returns whether it is valid."""
         self._value = None
         if self._role == "key":
-            self._at, self._role = "colon", _ROLES.get(json.loads("".join(self._pieces)), "other")
+            self._at = "colon"
+            self._role = _ROLES.get(json.loads("".join(self._pieces)), "other")
             return not (self._role == "name" and self.name) and not (self._role == "arguments" and self._given)
         self._at = "next"
         if self._role == "name":
             return self._named(json.loads("".join(self._pieces)))
         if self._role == "arguments" and not self._streams:
-            return self._spelled("".join(self._pieces))
+            return self._parse_arguments("".join(self._pieces))
         return True
 
     def _named(self, name: object) -> bool:
@@ -112,29 +233,31 @@ class Call:
         self.name = name
         return True
 
-    def _spelled(self, value: str) -> bool:
-        """Arguments that are no object: only a text that spells one, or null, can be meant as one."""
+    def _parse_arguments(self, value: str) -> bool:
+        """Arguments that are not an object must be a string that holds one, or null."""
         try:
             given = json.loads(value)
             text = given if isinstance(given, str) else value
-            spelled = json.loads(text, parse_constant=_refuse)
-            text.encode()  # no half of a pair, which no answer could carry
+            parsed = json.loads(text, parse_constant=_refuse)
+            # Raises for a lone surrogate, which no response could carry.
+            text.encode()
         except (ValueError, RecursionError):
             return False
-        if not isinstance(spelled, dict | None):
+        if not isinstance(parsed, dict | None):
             return False
         self._given = True
-        self.name_sent.append("{}" if spelled is None else text)
+        self.fragments.append("{}" if parsed is None else text)
         return True
 
     def _finish(self) -> bool:
-        self._at, self.done = "done", True
+        self._at = "done"
+        self.done = True
         if not self._given and not self._bare:
             self._given = True
-            self.name_sent.append("{}")
+            self.fragments.append("{}")
         return self.begun
 
 
 def _refuse(constant: str) -> None:
-    """Python's NaN and Infinity, which no JSON has."""
+    """Refuse NaN and Infinity, which Python reads and JSON does not have."""
     raise ValueError(f"{constant} is not JSON")

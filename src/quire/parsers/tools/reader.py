@@ -1,15 +1,16 @@
-"""Calls of tools found in an answer's text as it comes. What is no call after all stays content, to the letter."""
+"""Finds tool calls in the text of an answer, incrementally. Text that turns out not to be a call is content."""
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from quire.parsers.parts import TextPart, joined, possible
-from quire.parsers.tools.call import Call
-from quire.parsers.tools.python import LONGEST, python_calls
+from quire.parsers.tools.call import SPACE, Call, Value, escaped
 from quire.parsers.tools.styles import Form, ToolStyle
-from quire.parsers.tools.value import SPACE, Value, escaped
 from quire.types import UNLIMITED
 
 _HEAD = re.compile(r"[\w.\-\[\]\s]")
@@ -17,22 +18,30 @@ _NAMED = re.compile(r"(?P<name>[\w.-]{1,256})(?:\[CALL_ID\][\w-]{1,64})?(?:\[ARG
 _LONGEST_HEAD = 400
 _LISTED = re.compile(r"\s*\[\s*([\w.]{0,256})\s*(.)?", re.DOTALL)
 
+LONGEST = 1 << 14
+"""The most characters of Python that are parsed."""
+
 
 class Reader:
-    """Reads one answer in one style (a Splitter).
+    """A Splitter that finds the tool calls of one answer in one style.
 
-    tools: by name, the names of their parameters. most: calls told; those after them are left out.
-    A call is told from the moment its name is certain. What breaks off later is content from there on. White space next
-    to a call belongs to nobody.
+    tools: the names of the parameters of each tool, by the tool's name. most: the number of calls that are returned;
+    later ones are dropped. A call is returned as soon as its name is known; where it turns out to be invalid later, the
+    rest is content. White space next to a call is dropped.
     """
 
     def __init__(self, style: ToolStyle, tools: Mapping[str, Sequence[str]], *, most: int = UNLIMITED) -> None:
-        self._style, self._tools, self._most = style, tools, most
+        self._style = style
+        self._tools = tools
+        self._most = most
         self._state: Callable[[], bool] = self._start if style.bare else self._outside
         self._step: Callable[[str], bool] = self._open
-        self._text = ""  # not looked at
-        self._raw = ""  # looked at, and perhaps part of a call
-        self._head = ""  # a name and what stands between it and its arguments
+        # Not read yet.
+        self._text = ""
+        # Read, and perhaps part of a call.
+        self._raw = ""
+        # A name, and the text between it and its arguments.
+        self._head = ""
         self._form: Form = "known"
         self._call: Call | None = None
         self._value: Value | None = None
@@ -42,38 +51,41 @@ class Reader:
         self._parts: list[TextPart] = []
 
     def feed(self, text: str) -> Sequence[TextPart]:
+        """See Splitter."""
         self._text += text
         while self._text and self._state():
             pass
-        return self._told()
+        return self._take_parts()
 
     def flush(self) -> Sequence[TextPart]:
+        """See Splitter."""
         python = self._state in (self._python, self._python_list)
         if (python and self._run(self._text)) or (self._unclosed and self._text == self._style.end):
             self._text = ""
-        self._say(self._raw + self._text)
+        self._emit_content(self._raw + self._text)
         if not self._after_call and self._space:
             self._parts.append(TextPart("content", self._space))
         self._text = self._raw = self._space = ""
         self._state = self._outside
-        return self._told()
+        return self._take_parts()
 
-    def _told(self) -> Sequence[TextPart]:
-        told, self._parts = joined(self._parts), []
-        return told
+    def _take_parts(self) -> Sequence[TextPart]:
+        parts = joined(self._parts)
+        self._parts = []
+        return parts
 
-    # ---------------------------------------------------------------- what is told
+    # ---------------------------------------------------------------- parts
 
-    def _say(self, text: str) -> None:
+    def _emit_content(self, text: str) -> None:
         text = text.lstrip() if self._after_call else self._space + text
-        said = text.rstrip()
-        self._space = text[len(said) :]
-        if said:
+        content = text.rstrip()
+        self._space = text[len(content) :]
+        if content:
             self._after_call = self._unclosed = False
-            self._parts.append(TextPart("content", said))
+            self._parts.append(TextPart("content", content))
 
     def _begin(self, name: str) -> None:
-        """A call it is: what led to it is not content."""
+        """Emit the beginning of a call; the text that led to it is not content."""
         self._raw = self._space = ""
         self._sure = self._after_call = True
         self._unclosed = bool(self._style.end)
@@ -81,14 +93,14 @@ class Reader:
         if self._calls <= self._most:
             self._parts.append(TextPart("call", name, self._calls - 1))
 
-    def _tell(self, arguments: str) -> None:
+    def _emit_arguments(self, arguments: str) -> None:
         if self._calls <= self._most:
             self._parts.append(TextPart("arguments", arguments, self._calls - 1))
 
-    # ---------------------------------------------------------------- states: whether to look again
+    # ---------------------------------------------------------------- states: each returns whether to go on
 
     def _start(self) -> bool:
-        """Nothing yet but white space: a call may stand here without a mark."""
+        """At the beginning of the answer, where a call may stand without a mark."""
         bare = self._text.lstrip()
         if not bare or any(mark.startswith(bare) and mark != bare for mark in self._style.marks):
             return False
@@ -105,29 +117,33 @@ class Reader:
         found = [(at, -len(mark), mark) for mark in marks if (at := self._text.find(mark)) >= 0]
         if not found:
             kept = possible(self._text, marks)
-            self._say(self._text[: len(self._text) - kept])
+            self._emit_content(self._text[: len(self._text) - kept])
             self._text = self._text[len(self._text) - kept :]
             return False
         at, _, mark = min(found)
         if any(other.startswith(self._text[at:]) and other != mark for other in marks):
-            return False  # a longer mark may begin with it
-        self._say(self._text[:at])
+            # A longer mark may begin with this one.
+            return False
+        self._emit_content(self._text[:at])
         self._text = self._text[at + len(mark) :]
         self._enter(mark)
         return True
 
     def _enter(self, mark: str) -> None:
         if mark not in self._style.marks:
-            if not self._unclosed:  # words stand between: it ends no call
-                self._say(mark)
+            # An end mark after other content ends no call.
+            if not self._unclosed:
+                self._emit_content(mark)
             self._unclosed = False
             return
         self._form = self._style.marks[mark]
-        self._state, self._raw = (self._python if self._form == "python" else self._walk), mark
-        self._list, self._sure, self._step = False, False, self._open
+        self._state = self._python if self._form == "python" else self._walk
+        self._raw = mark
+        self._list = self._sure = False
+        self._step = self._open
 
     def _walk(self) -> bool:
-        """A character at a time, until one cannot come where it stands."""
+        """Read characters until one is invalid where it stands."""
         for i, c in enumerate(self._text):
             if not self._step(c):
                 self._text = self._text[i:]
@@ -139,10 +155,11 @@ class Reader:
         return False
 
     def _python(self) -> bool:
-        """Up to the end mark."""
+        """Python up to the end mark."""
         source, found, rest = self._text.partition(self._style.end)
         if found and self._run(source):
-            self._text, self._unclosed = rest, False
+            self._text = rest
+            self._unclosed = False
         elif not found and len(source) <= LONGEST:
             return False
         else:
@@ -151,7 +168,7 @@ class Reader:
         return True
 
     def _python_list(self) -> bool:
-        """The whole answer, as long as it looks like calls of tools there are."""
+        """The whole answer as Python, while it looks like a list of calls of known tools."""
         name = _LISTED.match(self._text)
         if len(self._text) <= LONGEST and name and (name[2] is None or (name[2] == "(" and name[1] in self._tools)):
             return False
@@ -159,21 +176,21 @@ class Reader:
         return True
 
     def _leave(self) -> None:
-        raw, self._raw = self._raw, ""
-        self._say(raw)
+        self._emit_content(self._raw)
+        self._raw = ""
         self._state = self._outside
 
     def _run(self, source: str) -> bool:
         calls = python_calls(source, self._tools)
         for name, arguments in calls or ():
             self._begin(name)
-            self._tell(arguments)
+            self._emit_arguments(arguments)
         return calls is not None
 
-    # ---------------------------------------------------------------- steps: whether a character may come here
+    # ---------------------------------------------------------------- steps: each returns whether a character is valid
 
     def _open(self, c: str) -> bool:
-        """Where a call begins."""
+        """At the beginning of a call."""
         if c == "{":
             known = self._form == "known"
             self._call = Call(self._tools.__contains__ if known else bool, bare=known)
@@ -183,7 +200,8 @@ class Reader:
             self._list = True
             return True
         if self._style.named and self._form == "any" and not self._list and (c.isalnum() or c == "_"):
-            self._head, self._step = c, self._name
+            self._head = c
+            self._step = self._name
             return True
         return c in SPACE
 
@@ -195,9 +213,9 @@ class Reader:
         if call.begun:
             if not self._sure:
                 self._begin(call.name)
-            if call.name_sent:
-                self._tell("".join(call.name_sent))
-                call.name_sent.clear()
+            if call.fragments:
+                self._emit_arguments("".join(call.fragments))
+                call.fragments.clear()
         if call.done:
             self._step = self._next
         return True
@@ -210,7 +228,8 @@ class Reader:
         if head is None:
             return False
         self._begin(head["name"])
-        self._value, self._step = Value(), self._arguments
+        self._value = Value()
+        self._step = self._arguments
         return self._arguments(c)
 
     def _arguments(self, c: str) -> bool:
@@ -218,17 +237,64 @@ class Reader:
         assert value is not None
         if not value.take(c):
             return False
-        self._tell(escaped(c, value))
+        self._emit_arguments(escaped(c, value))
         if value.closed:
             self._step = self._next
         return True
 
     def _next(self, c: str) -> bool:
-        """After a call: another one, or the end of the list."""
+        """After a call: another call, or the end of the list."""
         if c == ("," if self._list else self._style.between[:1]) and c in ",;":
-            self._sure, self._step = False, self._open
+            self._sure = False
+            self._step = self._open
             return True
         if c == "]" and self._list:
             self._step = SPACE.__contains__
             return True
         return c in SPACE
+
+
+def python_calls(source: str, tools: Mapping[str, Sequence[str]]) -> list[tuple[str, str]] | None:
+    """(name, arguments as JSON) of each call, or None if `source` is not a sequence of calls of known tools.
+
+    source: as `f(city="Paris", days=3)`, alone, in a list, or printed. It is parsed, never executed. tools: the names
+    of the parameters of each tool, for positional arguments.
+    """
+    if len(source) > LONGEST:
+        return None
+    try:
+        body = ast.parse(source.strip()).body
+        return [_call(one, tools) for line in body for one in _calls(line)] or None
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def _calls(line: ast.stmt) -> Sequence[ast.expr]:
+    """The calls of one line. Raises ValueError if it has none."""
+    value = line.value if isinstance(line, ast.Expr | ast.Assign) else None
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "print":
+        return value.args
+    if isinstance(value, ast.List | ast.Tuple):
+        return value.elts
+    if value is None:
+        raise ValueError("not a call")
+    return [value]
+
+
+def _call(one: ast.expr, tools: Mapping[str, Sequence[str]]) -> tuple[str, str]:
+    if not isinstance(one, ast.Call):
+        raise ValueError("not a call")
+    name = ast.unparse(one.func)
+    if name not in tools:
+        raise ValueError("not a tool")
+    given: dict[str, Any] = {key: ast.literal_eval(value) for key, value in zip(tools[name], one.args, strict=False)}
+    if len(given) < len(one.args):
+        raise ValueError("more arguments than parameters")
+    for keyword in one.keywords:
+        if keyword.arg is None or keyword.arg in given:
+            raise ValueError("an argument without a name, or given twice")
+        given[keyword.arg] = ast.literal_eval(keyword.value)
+    text = json.dumps(given, ensure_ascii=False, allow_nan=False)
+    # Raises for a lone surrogate, which no response could carry.
+    text.encode()
+    return name, text

@@ -1,28 +1,29 @@
-"""How models write calls of tools, by family."""
+"""How each family of models writes tool calls, and prompts that ask a model without its own format to do so."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 ToolParser = Literal["hermes", "llama3_json", "mistral", "gemma"]
 
 Form = Literal["any", "known", "python"]
-"""What follows a mark: a call as JSON; one only if it names a tool there is; or calls as Python, up to the end mark."""
+"""What follows a mark: a call in JSON; one only if it names a known tool; or calls in Python, up to the end mark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolStyle:
-    """One family's way.
+    """The format of tool calls of one family.
 
-    marks: what a call begins with, and what follows it. end: what ends calls, or nothing. special: marks are special
-    tokens, which text leaves out unless they are asked for. named: after a mark, a name may stand before the arguments.
-    bare: at an answer's beginning, calls may stand without a mark.
+    marks: texts that a call begins with, and the form of what follows. end: text that ends calls, or empty. special:
+    the marks are special tokens, which decoding omits by default. named: a name may stand between mark and arguments.
+    bare: at the beginning of an answer, calls may stand without a mark.
 
-    id_prefix, id_length: what the id of a call looks like, where a template minds.
-    arguments: the key of the arguments. before, between, after: what a whole answer of calls is written with.
+    id_prefix, id_length: of the ids of calls, for templates that check them. arguments: the key of the arguments.
+    before, between, after: the text around and between the calls of an answer.
     """
 
     name: ToolParser
@@ -39,7 +40,7 @@ class ToolStyle:
     after: str = ""
 
     def head(self, name: str) -> str:
-        """A call up to its arguments; a brace follows them."""
+        """The text of a call up to its arguments; a closing brace follows them."""
         return f'{{"name": "{name}", "{self.arguments}": '
 
 
@@ -75,7 +76,7 @@ MISTRAL = ToolStyle(
     between=", ",
     after="]",
 )
-"""A list of objects after the mark, or (since 2025) a name and arguments after each."""
+"""A list of objects after the mark, or (since 2025) a name and arguments after each mark."""
 
 GEMMA = ToolStyle(
     name="gemma",
@@ -87,13 +88,13 @@ GEMMA = ToolStyle(
     between=", ",
     after="]",
 )
-"""Python in a fence, or JSON, as the prompt asks."""
+"""Python or JSON in a fence, as the prompt asks."""
 
 STYLES: Mapping[str, ToolStyle] = MappingProxyType({style.name: style for style in (HERMES, LLAMA3, MISTRAL, GEMMA)})
 
 
 def style_of(template: str | None) -> ToolStyle:
-    """The style that a chat template speaks; Hermes where it speaks none."""
+    """The style of a chat template; Hermes where the template does not show one."""
     for mark, style in _SIGNS:
         if template is not None and mark in template:
             return style
@@ -108,3 +109,58 @@ _SIGNS = (
     ("<|start_header_id|>", LLAMA3),
     ("<start_of_turn>", GEMMA),
 )
+
+
+_INTRODUCTION = """You can call functions. Here they are, one a line, as JSON:
+{tools}
+
+To call functions, answer with nothing but calls, written like this:
+{example}
+The results come with the next message."""
+
+
+def describe_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, style: ToolStyle
+) -> list[dict[str, Any]]:
+    """`messages`, whose contents are strings, with `tools`, calls and results written into the contents."""
+    shown: list[dict[str, Any]] = []
+    before = None
+    for message in messages:
+        role = message.get("role")
+        if role == "tool":
+            text = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
+            # Adjacent results make one message, for templates whose roles must alternate.
+            if before == "tool":
+                shown[-1]["content"] += "\n" + text
+            else:
+                shown.append({"role": "user", "content": text})
+        elif message.get("tool_calls"):
+            content = "\n".join(filter(None, (message.get("content"), calls_text(message["tool_calls"], style))))
+            shown.append({"role": role, "content": content})
+        else:
+            shown.append(dict(message))
+        before = role
+    return _with_tools(shown, tools, style) if tools else shown
+
+
+def calls_text(calls: Sequence[Mapping[str, Any]], style: ToolStyle) -> str:
+    """Calls as a model of this style writes them."""
+    texts = []
+    for call in calls:
+        function = call["function"]
+        arguments = function.get("arguments") or {}
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        texts.append(style.head(function["name"]) + arguments + "}")
+    return style.before + style.between.join(texts) + style.after
+
+
+def _with_tools(
+    shown: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], style: ToolStyle
+) -> list[dict[str, Any]]:
+    functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    example = style.before + style.head("NAME") + "{ARGUMENTS}}" + style.after
+    text = _INTRODUCTION.format(tools=functions, example=example)
+    if shown and shown[0].get("role") in ("system", "developer"):
+        return [{**shown[0], "content": f"{shown[0].get('content') or ''}\n\n{text}".lstrip()}, *shown[1:]]
+    return [{"role": "system", "content": text}, *shown]
