@@ -21,7 +21,7 @@ from typing import Any
 import click
 import httpx
 
-from quire.observability.histogram import percentile
+from quire.observability.prometheus import percentile
 
 _CHAT = "/v1/chat/completions"
 _LINES = 3000

@@ -21,8 +21,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from quire.assembly import extra
 from quire.assembly.engine import build_engine
-from quire.assembly.extras import extra
 from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.errors import Unavailable

@@ -68,7 +68,7 @@ def command(
         target, small = write(Path(folder), model), write(Path(folder), draft)
         config: dict[str, Any] = {"model": str(small), "num_speculative_tokens": drafts, "quantization": quantization}
         config["synthetic_acceptance_rate"] = rate
-        chance = SpeculativeConfig("draft_model", **config).chance() or 0.0
+        chance = SpeculativeConfig("draft_model", **config).draft_acceptance() or 0.0
         asked: dict[str, str | None] = {"off": None, "measured": json.dumps(config)}
         if fixed:
             asked["fixed"] = json.dumps(config | {"adaptive": False})

@@ -15,8 +15,7 @@ from click.testing import CliRunner, Result
 
 from quire import __version__
 from quire.cli import main
-from quire.cli.lazy import Root
-from quire.cli.options import SettingsCommand
+from quire.cli.base import Root, SettingsCommand
 from quire.config import OPTIONS, Settings
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest, QuireError, Unavailable
 

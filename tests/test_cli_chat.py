@@ -16,8 +16,7 @@ from rich.console import Console
 
 import quire
 from quire.cli import main
-from quire.cli.chat import Message, converse
-from quire.cli.remote import Remote
+from quire.cli.chat import ChatClient, Message, converse
 from quire.config import Settings
 from quire.errors import InvalidConfig, InvalidRequest, QuireError, Unauthorized, Unavailable
 from quire.types import SamplingParams
@@ -81,12 +80,12 @@ HELLO: list[Message] = [{"role": "user", "content": "hello"}]
 
 
 def test_a_remote_answer_comes_in_pieces_from_the_model_that_is_served(server: Server) -> None:
-    assert list(Remote(server.url + "/v1/").answer(HELLO, temperature=0)) == ["Good", " day"]
+    assert list(ChatClient(server.url + "/v1/").answer(HELLO, temperature=0)) == ["Good", " day"]
     assert server.asked == [{"model": "served", "messages": HELLO, "stream": True, "temperature": 0}]
 
 
 def test_a_named_model_and_a_key_are_sent(server: Server) -> None:
-    list(Remote(server.url, key="sesame", model="mine").answer(HELLO))
+    list(ChatClient(server.url, key="sesame", model="mine").answer(HELLO))
     assert server.asked[0]["model"] == "mine"
     assert server.keys == ["Bearer sesame"]
 
@@ -97,18 +96,18 @@ def test_a_named_model_and_a_key_are_sent(server: Server) -> None:
 def test_a_servers_refusal_keeps_its_words(server: Server, status: int, error: type[QuireError]) -> None:
     server.status, server.lines = status, [json.dumps({"error": {"message": "because"}}).encode()]
     with pytest.raises(error, match="because"):
-        list(Remote(server.url, model="m").answer(HELLO))
+        list(ChatClient(server.url, model="m").answer(HELLO))
 
 
 def test_a_refusal_without_words_tells_the_status(server: Server) -> None:
     server.status, server.lines = 502, [b"<html>"]
     with pytest.raises(Unavailable, match="502"):
-        list(Remote(server.url, model="m").answer(HELLO))
+        list(ChatClient(server.url, model="m").answer(HELLO))
 
 
 def test_an_error_in_mid_stream_is_told(server: Server) -> None:
     server.lines = [*chunks("Go")[:2], b'data: {"error": {"message": "engine died"}}\n\n']
-    answer = Remote(server.url, model="m").answer(HELLO)
+    answer = ChatClient(server.url, model="m").answer(HELLO)
     assert next(answer) == "Go"
     with pytest.raises(Unavailable, match="engine died"):
         next(answer)
@@ -116,7 +115,7 @@ def test_an_error_in_mid_stream_is_told(server: Server) -> None:
 
 def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(server: Server) -> None:
     server.lines = chunks("Go")[:2]
-    answer = Remote(server.url, model="m").answer(HELLO)
+    answer = ChatClient(server.url, model="m").answer(HELLO)
     assert next(answer) == "Go"
     with pytest.raises(Unavailable, match="broke off"):
         next(answer)
@@ -128,7 +127,7 @@ def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(server: Server) 
 def test_a_server_that_speaks_otherwise_is_told_apart_in_a_line(server: Server, line: bytes) -> None:
     server.lines = [line]
     with pytest.raises(Unavailable, match="does not speak OpenAI's API"):
-        list(Remote(server.url, model="m").answer(HELLO))
+        list(ChatClient(server.url, model="m").answer(HELLO))
 
 
 def test_a_server_of_another_protocol_is_told_in_a_line() -> None:
@@ -142,19 +141,19 @@ def test_a_server_of_another_protocol_is_told_in_a_line() -> None:
         thread = threading.Thread(target=speak)
         thread.start()
         with pytest.raises(Unavailable, match="the connection broke"):
-            list(Remote(f"127.0.0.1:{other.getsockname()[1]}").answer(HELLO))
+            list(ChatClient(f"127.0.0.1:{other.getsockname()[1]}").answer(HELLO))
         thread.join()
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
     with pytest.raises(Unavailable, match=r"no server answers at 127\.0\.0\.1:9"):
-        list(Remote("127.0.0.1:9", model="m").answer(HELLO))
+        list(ChatClient("127.0.0.1:9", model="m").answer(HELLO))
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:abc", "http://x:99999", "http://[::1", "http://a b"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(InvalidConfig, match="--url"):
-        Remote(url)
+        ChatClient(url)
 
 
 def talk(lines: str, answer: Any, messages: list[Message], monkeypatch: pytest.MonkeyPatch) -> str:

@@ -21,7 +21,7 @@ from quire.cli import main
         (["executor", "--executor", "onnx"], "embedded has no graph"),
         (
             ["generate", "--executor", "grpc", "--executor-address", "127.0.0.1:1", "--deterministic"],
-            "--deterministic is for whoever runs the steps: give it to `quire executor`",
+            "--deterministic is an option of the process that runs the steps: give it to `quire executor`",
         ),
         (["generate", "--executor", "rpc"], "must be one of local, grpc, onnx, hf"),
     ],

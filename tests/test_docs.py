@@ -20,7 +20,7 @@ import quire.config.document as configuration
 import quire.observability.document as metrics
 import quire.server.document as requests
 from quire.cli import main
-from quire.cli.lazy import DEVELOPER_BENCHMARKS
+from quire.cli.base import DEVELOPER_BENCHMARKS
 from quire.config import OPTIONS, Settings
 from quire.config.unknown import UNSUPPORTED
 

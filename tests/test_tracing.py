@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from quire.assembly.tracing import build_tracing
 from quire.errors import InvalidConfig
+from quire.observability.tracing import build_tracing
 from tests.live import serving, standing
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

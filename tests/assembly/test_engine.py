@@ -30,7 +30,7 @@ def test_a_card_that_fills_up_while_getting_ready_is_told_in_a_line(
     def full(settings: Settings) -> None:
         raise failure
 
-    monkeypatch.setattr(engine, "_torch", full)
+    monkeypatch.setattr(engine, "_local", full)
     with pytest.raises(InvalidConfig, match=r"not enough memory for this: .*out of memory.*gpu_memory_utilization"):
         engine.make_executor(Settings.of())
 
@@ -39,6 +39,6 @@ def test_other_failures_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.M
     def broken(settings: Settings) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(engine, "_torch", broken)
+    monkeypatch.setattr(engine, "_local", broken)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         engine.make_executor(Settings.of())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.assembly.working_memory import host_bytes
+from quire.assembly.limits import host_bytes
 
 MEMINFO = "MemTotal: 64000 kB\nMemFree: 100 kB\nMemAvailable:   48000 kB\n"
 

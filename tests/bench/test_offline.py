@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from quire.bench.offline import PERCENTAGES
 from quire.cli import main
-from quire.cli.lazy import DEVELOPER_BENCHMARKS
+from quire.cli.base import DEVELOPER_BENCHMARKS
 
 CPU = ("--device", "cpu", "--dtype", "float32", "--max-model-len", "256")
 

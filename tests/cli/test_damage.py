@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.assembly.text import build_text
-from quire.cli.model_facts import files, read_facts, shapes
+from quire.cli.inspect import files, read_facts, shapes
 from quire.config import Settings
 from quire.errors import InvalidModel
 from quire.weights.load import load_model

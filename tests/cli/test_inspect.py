@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from quire.assembly.engine import build_engine
 from quire.cli import main
 from quire.cli.diff import compare, departs
-from quire.cli.model_facts import read_facts
+from quire.cli.inspect import read_facts
 from quire.cli.plan import need, told
 from quire.config import Settings
 from quire.weights.files import SINGLE

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.assembly.timeouts import patience
-from quire.config.server import ServerConfig
+from quire.assembly.server import connection_timeouts
+from quire.config import ServerConfig
 from quire.server import connection_limits
 from tests.contract.limited import LIMIT
 from tests.contract.wire import HOST, answers, ask
@@ -85,6 +85,6 @@ def test_connections_and_those_waiting_to_be_accepted_fit_the_limit(limit: int, 
 
 
 def test_a_connection_with_a_file_or_an_upstream_counts_twice() -> None:
-    assert patience(ServerConfig()).descriptors == 1
-    assert patience(ServerConfig(batch_dir="batches")).descriptors == 2
-    assert patience(ServerConfig(), relays=True).descriptors == 2
+    assert connection_timeouts(ServerConfig()).descriptors == 1
+    assert connection_timeouts(ServerConfig(batch_dir="batches")).descriptors == 2
+    assert connection_timeouts(ServerConfig(), relays=True).descriptors == 2

@@ -448,7 +448,7 @@ def test_every_kind_of_step_is_known_at_the_start_however_deep_drafts_are_and_wh
         engine.step()
     drafted = scheduler.draft_stats
     assert drafted.accepted_by_position[most - 1] > 0, "as deep as it goes"
-    made = [*cuda.kinds(rows, 64, 64), *cuda.speculative(rows, 64, most, True)]
+    made = [*cuda.graph_keys(rows, 64, 64), *cuda.speculative_graph_keys(rows, 64, most, True)]
     known = set(made)
     assert len(made) == len(known), "none is made ready twice"
     assert queue.seen <= known, sorted(queue.seen - known)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from quire.assembly.quality import build_canary
+from quire.assembly.engine import build_canary
 from quire.assembly.text import build_tokenizer
 from quire.config import Settings
 from quire.weights.canary import PROBE, answers, compare, probe

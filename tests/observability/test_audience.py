@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from quire.errors import Overloaded
-from quire.observability.audience import DEPTH, MOST, Audience
+from quire.observability.live_view import MAX_VIEWER_FRAMES, MAX_VIEWERS, Broadcaster
 
 
 class Engine:
@@ -35,7 +35,7 @@ async def settle() -> None:
 def test_a_viewer_begins_with_a_whole_frame_and_gets_all_after_it() -> None:
     async def story() -> None:
         engine = Engine()
-        frames = Audience(engine).watch()
+        frames = Broadcaster(engine).watch()
         first = asyncio.ensure_future(anext(frames))
         await settle()
         assert engine.looks == [True]
@@ -53,13 +53,13 @@ def test_a_viewer_begins_with_a_whole_frame_and_gets_all_after_it() -> None:
 def test_who_stops_reading_holds_little_and_begins_again() -> None:
     async def story() -> None:
         engine = Engine()
-        audience = Audience(engine)
+        audience = Broadcaster(engine)
         slow = audience.watch()
         first = asyncio.ensure_future(anext(slow))
         await settle()
         engine.send(b"whole", True)
         assert await first == b"whole"
-        for i in range(DEPTH + 1):
+        for i in range(MAX_VIEWER_FRAMES + 1):
             engine.send(b"%d" % i, False)
         assert engine.looks == [True, False], "no frames are made for one that is behind"
         again = asyncio.ensure_future(anext(slow))
@@ -77,13 +77,13 @@ def test_who_stops_reading_holds_little_and_begins_again() -> None:
 def test_one_that_is_behind_costs_the_others_nothing() -> None:
     async def story() -> None:
         engine = Engine()
-        audience = Audience(engine)
+        audience = Broadcaster(engine)
         slow, quick = audience.watch(), audience.watch()
         waiting = [asyncio.ensure_future(anext(viewer)) for viewer in (slow, quick)]
         await settle()
         engine.send(b"whole", True)
         assert await asyncio.gather(*waiting) == [b"whole", b"whole"]
-        for i in range(3 * DEPTH):
+        for i in range(3 * MAX_VIEWER_FRAMES):
             engine.send(b"%d" % i, False)
             assert await anext(quick) == b"%d" % i
         assert engine.looks[-1] is True
@@ -95,11 +95,11 @@ def test_one_that_is_behind_costs_the_others_nothing() -> None:
 
 
 def test_a_silence_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.observability.audience.SILENCE", 0.01)
+    monkeypatch.setattr("quire.observability.live_view.KEEPALIVE_INTERVAL", 0.01)
 
     async def story() -> None:
         engine = Engine()
-        frames = Audience(engine).watch()
+        frames = Broadcaster(engine).watch()
         assert await anext(frames) == b""
         engine.send(b"whole", True)
         assert await anext(frames) == b"whole"
@@ -110,8 +110,8 @@ def test_a_silence_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_there_is_a_most() -> None:
     async def story() -> None:
-        audience = Audience(Engine())
-        viewers = [audience.watch() for _ in range(MOST)]
+        audience = Broadcaster(Engine())
+        viewers = [audience.watch() for _ in range(MAX_VIEWERS)]
         tasks = [asyncio.ensure_future(anext(viewer)) for viewer in viewers]
         await settle()
         with pytest.raises(Overloaded):

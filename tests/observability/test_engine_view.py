@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from quire.observability import engine_view
+from quire.observability import live_view
 from tests.observability.watched import Watched, pages
 
 
@@ -130,16 +130,16 @@ def test_nothing_is_kept_while_nobody_watches() -> None:
 def test_frames_are_bounded_and_say_what_they_left_out() -> None:
     watched = Watched(max_num_seqs=2)
     watched.window.watch(True)
-    for i in range(engine_view.MOST_TOLD + 300):
+    for i in range(live_view.MOST_TOLD + 300):
         watched.engine.submit([1, 2], 1, id=f"r{i}")
-    for _ in range(engine_view.MOST_STEPS + 20):
+    for _ in range(live_view.MOST_STEPS + 20):
         watched.engine.step()
     seen = watched.window.frame(watched.engine, watched.clock.now(), last=False)
     assert seen is not None
     frame = json.loads(seen[0])
-    assert len(frame["steps"]) == engine_view.MOST_STEPS and frame["skipped"] == 20
-    assert len(frame["told"]) == engine_view.MOST_TOLD and frame["untold"] >= 300
-    assert len(frame["whole"]["requests"]) == engine_view.MOST_TOLD and frame["whole"]["complete"] is False
+    assert len(frame["steps"]) == live_view.MOST_STEPS and frame["skipped"] == 20
+    assert len(frame["told"]) == live_view.MOST_TOLD and frame["untold"] >= 300
+    assert len(frame["whole"]["requests"]) == live_view.MOST_TOLD and frame["whole"]["complete"] is False
 
 
 def test_a_request_forgotten_as_it_ends_harms_nobody() -> None:

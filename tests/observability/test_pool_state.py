@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from quire.observability.pool_state import PoolState, pool_state
+from quire.observability.engine_metrics import PoolState, pool_state
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache import make_prefix_cache
 

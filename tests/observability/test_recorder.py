@@ -22,9 +22,9 @@ from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
 from quire.errors import InvalidConfig
 from quire.executors.synthetic import StepCost
-from quire.observability import recording_format, ring
-from quire.observability.anonymizer import Anonymizer
-from quire.observability.recording_engine import recorded
+from quire.observability import recording_format
+from quire.observability.checkpoint import Anonymizer
+from quire.observability.recorder import recorded
 from quire.sim.replay import replay
 from quire.sim.run import SimConfig, simulate
 from quire.sim.workload import uniform
@@ -132,7 +132,9 @@ def _flip(data: bytes) -> bytes:
 
 
 def _framed(*frames: bytes) -> bytes:
-    return recording_format.MAGIC + b"".join(recording_format.HEAD.pack(len(f), ring.zlib.crc32(f)) + f for f in frames)
+    return recording_format.MAGIC + b"".join(
+        recording_format.HEAD.pack(len(f), recording_format.zlib.crc32(f)) + f for f in frames
+    )
 
 
 @pytest.mark.parametrize(
@@ -229,7 +231,7 @@ def test_prompts_without_end_are_not_made_room_for(tmp_path: Path, monkeypatch: 
         engine.submit([0] * (1 << 17), 4)
     engine.close()
     assert read(only(tmp_path)).exit_code == 0
-    monkeypatch.setattr("quire.sim.replay.MOST", 1 << 18)
+    monkeypatch.setattr("quire.sim.replay.MAX_STATE_TOKENS", 1 << 18)
     done = read(only(tmp_path))
     assert done.exit_code == 2 and "the recording's sequences have more than 262144 tokens" in done.output
 

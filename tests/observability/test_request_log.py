@@ -10,8 +10,7 @@ import pytest
 
 from quire.frontend.observer import ObserverGroup
 from quire.observability.frontend_metrics import FrontendMetrics
-from quire.observability.log_format import FORMATS
-from quire.observability.request_log import RequestLogger, log_stats
+from quire.observability.logs import FORMATS, RequestLogger, log_stats
 from quire.types import FinishedRequest, SamplingParams, TraceContext
 
 LOG = logging.getLogger("quire.tests")

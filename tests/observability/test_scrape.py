@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.observability.scrape import merged
+from quire.observability.prometheus import merge_metrics
 
 OWN = b"# HELP a_total Ours.\n# TYPE a_total counter\na_total 1.0\n"
 THEIRS = b"""# HELP a_total Theirs.
@@ -23,7 +23,7 @@ lonely{} 6.0
 
 
 def test_ours_stays_and_theirs_is_labelled_and_grouped() -> None:
-    text = merged(OWN, [("one:1", THEIRS), ("two:2", THEIRS)]).decode()
+    text = merge_metrics(OWN, [("one:1", THEIRS), ("two:2", THEIRS)]).decode()
     assert text.startswith(OWN.decode())
     found = {family.name: family.samples for family in text_string_to_metric_families(text)}
     assert [sample.value for sample in found["a"]] == [1.0]
@@ -33,4 +33,4 @@ def test_ours_stays_and_theirs_is_labelled_and_grouped() -> None:
 
 
 def test_a_server_without_metrics_adds_nothing() -> None:
-    assert merged(OWN, [("one", b"")]) == OWN
+    assert merge_metrics(OWN, [("one", b"")]) == OWN

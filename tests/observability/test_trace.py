@@ -12,8 +12,8 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from quire.assembly.tracing import Tracing
 from quire.errors import Unavailable
+from quire.observability.tracing import Tracing
 from quire.types import NO_TRACE_CONTEXT, FinishedRequest, SamplingParams, TraceContext
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

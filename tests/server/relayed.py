@@ -13,9 +13,8 @@ import httpx
 from quire.frontend.http_client import Origin
 from quire.frontend.supervisor import NoSupervisor
 from quire.frontend.upstream import UpstreamBackend
-from quire.observability.audience import Audience
 from quire.observability.frontend_metrics import FrontendMetrics
-from quire.observability.request_timeline import RequestTimeline
+from quire.observability.live_view import Broadcaster, RequestTimeline
 from quire.server.limits import Keys, Limits
 from quire.server.proxy import create_relay_app
 from quire.server.rates import Rates
@@ -81,7 +80,7 @@ async def relaying(
         keys=Keys(api_keys, admin_keys),
         rates=rates or Rates(),
         version="test",
-        view=Audience(lanes),
+        view=Broadcaster(lanes),
     )
     sock, up = listen("127.0.0.1", 0), asyncio.Event()
     where = url(sock)

@@ -9,7 +9,7 @@ import pytest
 from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
 from quire.executors.synthetic import StepCost, SyntheticExecutor
-from quire.observability.histogram import percentile
+from quire.observability.prometheus import percentile
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.scheduler import Scheduler
 from quire.sim.workload import Load, uniform

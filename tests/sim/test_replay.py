@@ -20,9 +20,8 @@ from quire.engine.timing import LatencyController, MeasuredPlanDelay
 from quire.executors.synthetic import StepCost, SyntheticHandle
 from quire.observability import recording_format
 from quire.observability.checkpoint import CLASSES
-from quire.observability.recorder import Recorder
-from quire.observability.recording_engine import RecordedEngine, recorded
-from quire.observability.ring import Ring
+from quire.observability.recorder import RecordedEngine, Recorder, recorded
+from quire.observability.recording_format import Ring
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import AdaptiveDrafts
 from quire.sim.replay import replay

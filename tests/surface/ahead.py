@@ -39,11 +39,10 @@ class Plain(EagerQueue):
 
 
 def make(settings: Settings, model: Model, limits: Limits, layers: Sequence[LayerShape]) -> Executor:
-    """As `quire.assembly.host.on_host`, which this stands in for."""
+    """As `quire.assembly.engine.on_host`, which this stands in for."""
     from quire.assembly import cuda
 
-    sizes = {name: getattr(limits, name) for name in ("page_size", "cap", "rows", "max_model_len", "depth")}
-    return cuda.make_executor(settings, model, torch.device("cpu"), tokens=limits.budget, **sizes)
+    return cuda.make_executor(settings, model, torch.device("cpu"), limits)
 
 
 @contextmanager
@@ -54,7 +53,7 @@ def installed() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "CudaQueue", Plain)
-        patch.setattr(cuda, "WIDTHS", (1,))  # what steps cost is measured, and interpreted steps are slow
+        patch.setattr(cuda, "STEP_TIME_WIDTHS", (1,))  # what steps cost is measured, and interpreted steps are slow
         patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (GIB, GIB))
         patch.setattr(engine, "on_host", make)
         yield

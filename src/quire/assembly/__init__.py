@@ -1,5 +1,22 @@
-"""The composition root: every choice is made here, by which object is passed.
+"""The composition root: chooses implementations by settings, and passes them to each other.
 
-`engine` builds an engine in this process (imports torch), `text` what the rim needs, `server` the server,
-`engine_child` is the engine's own process. They are apart so that a server never imports torch.
+`engine` builds an engine in this process (imports torch), `text` the tokenizer and templates, `server` and `proxy` HTTP
+servers, `engine_child` is the engine's own process. They are separate so that a server never imports torch.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from quire.errors import InvalidConfig
+
+
+def extra(module: str, name: str) -> Any:
+    """Import `module`, which needs the extra called `name`. Raises InvalidConfig where a package is missing."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise InvalidConfig(
+            f"this needs a package that is not installed ({error.name}): pip install 'quire-llm[{name}]'"
+        ) from error

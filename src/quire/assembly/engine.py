@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -10,14 +11,11 @@ from typing import Any, cast
 
 import torch
 
-from quire.assembly.extras import extra
-from quire.assembly.host import on_host
-from quire.assembly.limits import Limits, Made, choose_device, choose_threads, resolve
+from quire.assembly import extra
+from quire.assembly.limits import BuiltExecutor, Limits, choose_device, choose_threads, host_bytes, resolve
 from quire.assembly.progress import loading
-from quire.assembly.quality import build_canary, build_kv, found
-from quire.assembly.recording import build_recording
-from quire.assembly.speculate import build_speculation
-from quire.assembly.working_memory import host_bytes
+from quire.assembly.speculate import build_drafter, build_speculation, draft_layers, load_draft
+from quire.assembly.text import build_tokenizer
 from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.engine.events import Observer
@@ -30,10 +28,13 @@ from quire.engine.timing import (
     StepBudget,
     UnlimitedStepBudget,
 )
-from quire.errors import InvalidConfig
-from quire.model_runner.memory import LayerShape
+from quire.errors import InvalidConfig, InvalidModel
+from quire.executors.local import LocalExecutor
+from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks
 from quire.models.base import Model
 from quire.models.registry import parameters
+from quire.observability.recorder import recorded
+from quire.observability.recording_format import recording_folder
 from quire.ops.base import Ops
 from quire.ops.batch_invariant import BatchInvariantOps, SteadyOps, has_stable_kernels
 from quire.ops.reference import ReferenceOps
@@ -41,9 +42,12 @@ from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.policy import ADMISSION_POLICIES, EVICTION_POLICIES, PRIORITY_POLICIES, RESERVE_POLICIES
 from quire.scheduler.scheduler import Scheduler
 from quire.types import UNLIMITED
-from quire.weights.canary import Canary
+from quire.weights.canary import PROBE, Canary, Threshold
+from quire.weights.kv import float8_layers
 from quire.weights.load import load_model
 from quire.weights.locate import EMBEDDED, locate
+
+log = logging.getLogger(__name__)
 
 
 def build_engine(
@@ -53,31 +57,34 @@ def build_engine(
     keep: int = 0,
     wrap: Callable[[Executor], Executor] = lambda executor: executor,
 ) -> Engine:
-    """Load the model and put an engine around it. wrap: what goes around its executor.
+    """Load the model and build an engine for it. keep: completed requests to remember. wrap: applied to the executor.
 
     Raises InvalidModel or InvalidConfig.
     """
-    make = build_recording(settings.execution)
-    executor, limits, facts = make_executor(settings)
+    folder = recording_folder(settings.execution.recording_dir)
+    make = Engine if folder is None else recorded(folder, settings.execution.recording_max_bytes)
+    executor, limits, static_gauges = make_executor(settings)
     executor = wrap(executor)
     engine = make(
         build_scheduler(settings, executor.describe(), limits),
         executor,
-        lookahead=limits.depth,
+        lookahead=limits.lookahead,
         observers=observers,
-        step_budget=build_pacer(settings.scheduler.latency_target_ms),
-        plan_delay=build_slack(settings.executor.executor),
+        step_budget=build_step_budget(settings.scheduler.latency_target_ms),
+        plan_delay=build_plan_delay(settings.executor.executor),
         keep=keep,
     )
-    engine.description = replace(engine.description, static_gauges=engine.description.static_gauges | facts)
+    engine.description = replace(engine.description, static_gauges=engine.description.static_gauges | static_gauges)
     return engine
 
 
-def make_executor(settings: Settings) -> Made:
-    """What runs the steps, as `executor` says. Raises InvalidModel or InvalidConfig."""
+def make_executor(settings: Settings) -> BuiltExecutor:
+    """The executor that `executor` names. Raises InvalidModel or InvalidConfig."""
     kind = settings.executor.executor
     try:
-        return _torch(settings) if kind == "local" else cast(Made, extra(f"quire.assembly.{kind}", kind).make(settings))
+        if kind == "local":
+            return _local(settings)
+        return cast(BuiltExecutor, extra(f"quire.assembly.{kind}", kind).make(settings))
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "out of memory" not in str(error):
             raise
@@ -88,59 +95,85 @@ def make_executor(settings: Settings) -> Made:
         ) from error
 
 
-def _torch(settings: Settings) -> Made:
-    """Our own layers, in this process."""
+def _local(settings: Settings) -> BuiltExecutor:
+    """Quire's own layers, in this process."""
     device = choose_device(settings.execution.device)
     canary = build_canary(settings)
     model = _load(settings, device, canary)
     torch.set_num_threads(settings.execution.threads or choose_threads(parameters(model.spec)))
     limits = resolve(settings, model.spec, device)
-    layers, kept = build_kv(settings, model, device)
-    return Made(_executor(settings, model, limits, device, layers), limits, found(canary) | kept)
+    layers, kv_gauges = _kv_layers(settings, model, device)
+    if device.type == "cpu":
+        executor: Executor = on_host(settings, model, limits, layers)
+    else:
+        executor = _cuda().make_executor(settings, model, device, limits)
+    return BuiltExecutor(executor, limits, _canary_gauges(canary) | kv_gauges)
 
 
-def build_scheduler(settings: Settings, about: Description, limits: Limits) -> Scheduler:
-    """The scheduler for an executor that says this about itself."""
-    cache = settings.cache
-    index, shelf = (
-        make_prefix_cache(about.block_size, cache.enable_prefix_caching),
-        EVICTION_POLICIES[cache.eviction_policy](),
+def on_host(settings: Settings, model: Model, limits: Limits, layers: Sequence[LayerShape]) -> LocalExecutor:
+    """An executor for a model on the CPU. Raises InvalidConfig when K/V does not fit."""
+    cache, draft = settings.cache, load_draft(settings, model, torch.device("cpu"), ReferenceOps())
+    blocks = cache.num_gpu_blocks_override or plan_blocks(
+        (*layers, *draft_layers(draft)),
+        page_size=limits.block_size,
+        rows=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        budget=cache.kv_cache_memory_bytes or cpu_budget(host_bytes()),
     )
+    sizes: dict[str, Any] = {"pages": blocks, "page_size": limits.block_size, "rows": limits.num_rows}
+    return LocalExecutor(
+        model,
+        **sizes,
+        max_model_len=limits.max_model_len,
+        dtype=model.dtype,
+        drafter=build_drafter(settings, draft, **sizes),
+        depth=limits.lookahead,
+        layers=layers,
+    )
+
+
+def build_scheduler(settings: Settings, description: Description, limits: Limits) -> Scheduler:
+    """The scheduler for an executor of this description."""
+    cache = settings.cache
+    chunk, tokens = limits.max_chunk_tokens, limits.max_num_batched_tokens
     return Scheduler(
         KVCacheManager(
-            about.num_blocks, about.block_size, index, shelf, reserve_policy=RESERVE_POLICIES[cache.pressure_policy]
+            description.num_blocks,
+            description.block_size,
+            make_prefix_cache(description.block_size, cache.enable_prefix_caching),
+            EVICTION_POLICIES[cache.eviction_policy](),
+            reserve_policy=RESERVE_POLICIES[cache.pressure_policy],
         ),
-        rows=about.num_rows,
-        max_num_seqs=limits.cap,
-        max_num_batched_tokens=limits.budget,
-        max_background_tokens=UNLIMITED if limits.chunk == UNLIMITED else max(limits.cap, limits.budget // 8),
-        max_chunk_tokens=limits.chunk,
+        rows=description.num_rows,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=tokens,
+        max_background_tokens=UNLIMITED if chunk == UNLIMITED else max(limits.max_num_seqs, tokens // 8),
+        max_chunk_tokens=chunk,
         admission_policy=ADMISSION_POLICIES[settings.scheduler.batching],
         priority_policy=PRIORITY_POLICIES[settings.scheduler.scheduling_policy],
-        speculation=build_speculation(settings, about),
+        speculation=build_speculation(settings, description),
     )
 
 
-def build_pacer(milliseconds: float) -> StepBudget:
-    """The pacer for a latency target; 0 for none."""
+def build_step_budget(milliseconds: float) -> StepBudget:
+    """How many tokens a step may have for a latency target; 0: no target."""
     return LatencyController(milliseconds / 1e3) if milliseconds else UnlimitedStepBudget()
 
 
-def build_slack(executor: str) -> PlanDelay:
-    """How late steps are planned; at once where the device is elsewhere, for then the way there is what is hidden."""
+def build_plan_delay(executor: str) -> PlanDelay:
+    """How late steps are planned: at once for an executor elsewhere, where planning hides the way there."""
     return MeasuredPlanDelay() if executor == "local" else NoPlanDelay()
 
 
 def _load(settings: Settings, device: torch.device, canary: Canary | None) -> Model:
     model = settings.model
+    by_default = model.model == EMBEDDED and model.dtype == "auto"
     with loading(model.model) as progress:
         return load_model(
             locate(model.model, revision=model.revision, cache=model.download_dir),
             dtype=model.dtype,
             device=device,
-            ops=choose_ops(
-                device, settings.execution.deterministic, embedded=model.model == EMBEDDED and model.dtype == "auto"
-            ),
+            ops=choose_ops(device, settings.execution.deterministic, embedded=by_default),
             load_format=model.load_format,
             quantization=model.quantization,
             canary=canary,
@@ -150,30 +183,77 @@ def _load(settings: Settings, device: torch.device, canary: Canary | None) -> Mo
         )
 
 
-def _gpu() -> Any:
-    """The module that knows GPUs, asked for by name: it needs Triton, which is there where they are."""
+def _cuda() -> Any:
+    """`quire.assembly.cuda`, imported by name: it needs Triton, which is installed only with CUDA."""
     return import_module("quire.assembly.cuda")
 
 
 def count_compiles(device: str) -> Callable[[], int]:
-    """How many kernels have been compiled since this was called; on a CPU none is."""
-    return int if device == "cpu" else cast(Callable[[], int], _gpu().count_compiles())
+    """A counter of the kernels compiled from now on; none are on a CPU."""
+    return int if device == "cpu" else cast(Callable[[], int], _cuda().count_compiles())
 
 
 def choose_ops(device: torch.device, deterministic: bool | None = None, *, embedded: bool = False) -> Ops:
-    """The kernels for a device. deterministic: each row's bits are its own; None: for the embedded model as it is
-    shipped, on a CPU, where that costs little."""
+    """The kernels for a device.
+
+    deterministic: batch-invariant ones; None: only for the embedded model as shipped, on a CPU, where they cost little.
+    """
     if device.type != "cpu":
-        return cast(Ops, _gpu().make_ops(device, bool(deterministic)))
+        return cast(Ops, _cuda().make_ops(device, bool(deterministic)))
     if deterministic is None and embedded:
         return SteadyOps() if has_stable_kernels() else BatchInvariantOps()
     return BatchInvariantOps() if deterministic else ReferenceOps()
 
 
-def _executor(
-    settings: Settings, model: Model, limits: Limits, device: torch.device, layers: Sequence[LayerShape]
-) -> Executor:
-    if device.type == "cpu":
-        return on_host(settings, model, limits, layers)
-    sizes = {name: getattr(limits, name) for name in ("page_size", "cap", "rows", "max_model_len", "depth")}
-    return cast(Executor, _gpu().make_executor(settings, model, device, tokens=limits.budget, **sizes))
+# -------------------------------------------------------------------- quality of quantised weights and K/V
+
+
+def build_canary(settings: Settings) -> Canary | None:
+    """The check of quantised weights, None if it is off."""
+    return None if settings.model.canary == "off" else Canary(_probe(settings), _threshold(settings))
+
+
+def _threshold(settings: Settings) -> Threshold | None:
+    model = settings.model
+    return Threshold(model.canary_min_agreement, model.canary_max_kl) if model.canary == "refuse" else None
+
+
+def _probe(settings: Settings) -> tuple[int, ...]:
+    """Token ids of the probe; empty without a tokenizer, for ids from all over the vocabulary."""
+    try:
+        return build_tokenizer(settings).encode(PROBE)
+    except InvalidModel:
+        return ()
+
+
+def _canary_gauges(canary: Canary | None) -> dict[str, float]:
+    """Log what the canary found, and return it as gauges; nothing unless weights are quantised."""
+    if canary is None or canary.quality is None:
+        return {}
+    log.warning("quantised weights: %s", canary.quality)
+    for suspect in canary.suspects:
+        log.warning("quantised weights: %s", suspect)
+    return canary.quality.facts
+
+
+def _kv_layers(
+    settings: Settings, model: Model, device: torch.device
+) -> tuple[tuple[LayerShape, ...], dict[str, float]]:
+    """The K/V of each layer, and gauges about its quality.
+
+    Raises InvalidConfig where float8 is not supported, InvalidModel where it is below the canary's threshold.
+    """
+    if settings.cache.kv_cache_dtype == "auto":
+        return layer_shapes(model.spec.kv_shapes, model.dtype), {}
+    if device.type != "cpu":
+        raise InvalidConfig(
+            "--kv-cache-dtype fp8 works on a CPU only for now: leave it at auto", param="kv_cache_dtype"
+        )
+    layers, quality = float8_layers(model, _probe(settings), device)
+    num_float8 = sum(layer.dtype is not model.dtype for layer in layers)
+    log.warning("K/V in float8 in %d of %d layers: %s", num_float8, len(layers), quality)
+    threshold = _threshold(settings)
+    if threshold is not None:
+        threshold.check(quality, "--kv-cache-dtype fp8")
+    gauges = {f"quire:canary_kv_{name.removeprefix('quire:canary_')}": value for name, value in quality.facts.items()}
+    return layers, gauges | {"quire:kv_cache_float8_layers": float(num_float8)}

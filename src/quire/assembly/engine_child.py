@@ -20,8 +20,8 @@ from quire.engine.protocol import BuildFailed, Configure, FrameReader, Ready, en
 from quire.engine.step_watch import StepWatch
 from quire.errors import QuireError
 from quire.observability.engine_metrics import EngineMetrics
-from quire.observability.engine_view import EngineLiveView
 from quire.observability.history import History
+from quire.observability.live_view import EngineLiveView
 from quire.structured_output.compiler import GrammarCompiler
 from quire.structured_output.llguidance import LlguidanceCompiler
 

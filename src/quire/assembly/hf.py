@@ -1,4 +1,4 @@
-"""An executor on transformers from settings. Needs transformers."""
+"""An executor on Hugging Face transformers, from settings. Needs transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import torch
 
-from quire.assembly.limits import Made, choose_device, refuse, resolve
+from quire.assembly.limits import BuiltExecutor, choose_device, reject_options, resolve
 from quire.config import Settings
 from quire.executors.hf import HfModel
 from quire.executors.local import LocalExecutor
@@ -28,28 +28,33 @@ FIXED: Mapping[str, str] = MappingProxyType(
         "deterministic": "how transformers sums depends on what else is in the batch",
     }
 )
+"""Options that have no effect with this executor, and why."""
 
 
-def make(settings: Settings) -> Made:
-    """Raises InvalidModel for what transformers cannot load, InvalidConfig for what it cannot do."""
-    refuse(settings, "hf", FIXED)
-    asked, device = settings.model, choose_device(settings.execution.device)
-    folder = locate(asked.model, revision=asked.revision, cache=asked.download_dir)
-    model = HfModel(folder, asked.dtype, device)
+def make(settings: Settings) -> BuiltExecutor:
+    """Load the model and build its executor.
+
+    Raises InvalidModel for a model that transformers cannot load, InvalidConfig for an option of `FIXED`.
+    """
+    reject_options(settings, "hf", FIXED)
+    config, device = settings.model, choose_device(settings.execution.device)
+    folder = locate(config.model, revision=config.revision, cache=config.download_dir)
+    model = HfModel(folder, config.dtype, device)
     if settings.execution.threads:
         torch.set_num_threads(settings.execution.threads)
-    at_once = replace(settings, scheduler=replace(settings.scheduler, lookahead=0))
-    limits = resolve(at_once, model.spec, device)
-    limits = limits._replace(page_size=limits.max_model_len)
+    limits = resolve(replace(settings, scheduler=replace(settings.scheduler, lookahead=0)), model.spec, device)
+    # A block holds a whole sequence.
+    limits = limits._replace(block_size=limits.max_model_len)
     executor = LocalExecutor(
         model,
-        pages=limits.rows,
-        page_size=limits.page_size,
-        rows=limits.rows,
+        pages=limits.num_rows,
+        page_size=limits.block_size,
+        rows=limits.num_rows,
         max_model_len=limits.max_model_len,
         dtype=model.dtype,
         device=device,
         layers=(),
-        pools=False,  # what the model gives for hidden states are logits
+        # The model returns logits in place of hidden states.
+        pools=False,
     )
-    return Made(executor, limits, {})
+    return BuiltExecutor(executor, limits, {})

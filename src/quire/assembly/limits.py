@@ -1,8 +1,11 @@
-"""Sizes and devices from settings: every 'auto' that depends on the device or the model."""
+"""Sizes and devices from settings: resolves every 'auto' that depends on the device, the model or the memory."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -10,34 +13,42 @@ import torch
 from quire.config import OPTIONS, Settings
 from quire.engine.executor import Executor
 from quire.errors import InvalidConfig
+from quire.model_runner.memory import GIB, activation_bytes
 from quire.models.spec import ModelSpec
 from quire.types import UNLIMITED
 
-_SMALL = 20_000_000
+_SMALL_MODEL = 20_000_000
+LARGEST_GEMM_WORKSPACE = 2048
+"""Most tokens of a step that is captured on a GPU. A larger step takes longer than its launches."""
+GRAPH_BYTES = GIB // 2
+"""Set aside for what graphs hold beside tensors, and for the workspaces of libraries."""
 
 
 class Limits(NamedTuple):
-    """Resolved sizes. cap: sequences at once. rows: places on the device. budget, chunk: tokens a step, a span."""
+    """Resolved sizes. num_rows: rows of device state, `max_num_seqs` for each step in flight.
+
+    max_num_batched_tokens, max_chunk_tokens: most tokens of a step, and of one sequence's span in it.
+    """
 
     max_model_len: int
-    page_size: int
-    cap: int
-    rows: int
-    depth: int
-    budget: int
-    chunk: int
+    block_size: int
+    max_num_seqs: int
+    num_rows: int
+    lookahead: int
+    max_num_batched_tokens: int
+    max_chunk_tokens: int
 
 
-class Made(NamedTuple):
-    """What runs the steps, its sizes, and what making it showed, as gauges."""
+class BuiltExecutor(NamedTuple):
+    """An executor, its sizes, and gauges measured while it was built."""
 
     executor: Executor
     limits: Limits
-    facts: dict[str, float]
+    static_gauges: dict[str, float]
 
 
-def refuse(settings: Settings, executor: str, fixed: Mapping[str, str]) -> None:
-    """Raises InvalidConfig for an option that was set where it would do nothing. fixed: by name, why."""
+def reject_options(settings: Settings, executor: str, fixed: Mapping[str, str]) -> None:
+    """Raise InvalidConfig for a set option that has no effect with this executor. fixed: reasons by option name."""
     for name, why in fixed.items():
         off = OPTIONS[name].default is None and settings.get(name) is False
         if settings.get(name) != OPTIONS[name].default and not off:
@@ -54,33 +65,79 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_threads(parameters: int) -> int:
-    """CPU threads for a model of this many parameters: torch's own choice, but one for a small one.
+    """Number of CPU threads for a model of this many parameters: torch's default, but one for a small model.
 
-    Below about 20 M parameters a second thread gains nothing alone, and costs up to five times wherever another process
+    Below about 20 M parameters a second thread gains nothing, and costs up to five times wherever another process
     keeps its core busy: every operation ends in a barrier (docs/benchmarks/cpu-threads).
     """
-    return 1 if parameters < _SMALL else torch.get_num_threads()
+    return 1 if parameters < _SMALL_MODEL else torch.get_num_threads()
 
 
 def resolve(settings: Settings, spec: ModelSpec, device: torch.device) -> Limits:
-    """Every 'auto' that depends on device or model. Raises InvalidConfig for a context the model does not have."""
+    """Resolve sizes for a model on a device. Raises InvalidConfig for a context longer than the model's."""
     cpu = device.type == "cpu"
-    scheduler, asked = settings.scheduler, settings.model.max_model_len
-    if asked is not None and asked > spec.context:
+    scheduler, max_model_len = settings.scheduler, settings.model.max_model_len
+    if max_model_len is not None and max_model_len > spec.context:
         raise InvalidConfig(
-            f"max_model_len {asked} is above the {spec.context} tokens this model was made for: lower it"
+            f"max_model_len {max_model_len} is above the {spec.context} tokens this model was made for: lower it"
         )
-    length = asked or spec.context
-    cap = scheduler.max_num_seqs or (64 if cpu else 256)
-    depth = scheduler.lookahead if scheduler.lookahead is not None else (0 if cpu else 1)
-    budget = max(cap, scheduler.max_num_batched_tokens or (512 if cpu else 8192))
-    chunk = scheduler.long_prefill_token_threshold or budget
+    max_model_len = max_model_len or spec.context
+    max_num_seqs = scheduler.max_num_seqs or (64 if cpu else 256)
+    lookahead = scheduler.lookahead if scheduler.lookahead is not None else (0 if cpu else 1)
+    tokens = max(max_num_seqs, scheduler.max_num_batched_tokens or (512 if cpu else 8192))
+    chunk = scheduler.long_prefill_token_threshold or tokens
+    chunked = scheduler.enable_chunked_prefill
     return Limits(
-        max_model_len=length,
-        page_size=settings.cache.block_size or (16 if cpu else 64),
-        cap=cap,
-        rows=cap * (1 + depth),
-        depth=depth,
-        budget=budget if scheduler.enable_chunked_prefill else max(budget, length),
-        chunk=chunk if scheduler.enable_chunked_prefill else UNLIMITED,
+        max_model_len=max_model_len,
+        block_size=settings.cache.block_size or (16 if cpu else 64),
+        max_num_seqs=max_num_seqs,
+        num_rows=max_num_seqs * (1 + lookahead),
+        lookahead=lookahead,
+        max_num_batched_tokens=tokens if chunked else max(tokens, max_model_len),
+        max_chunk_tokens=chunk if chunked else UNLIMITED,
     )
+
+
+def working_bytes(spec: ModelSpec, dtype: torch.dtype, *, tokens: int, captured: int, rows: int) -> int:
+    """Bytes for activations of the largest step, for those of the largest captured step, and for graphs.
+
+    captured: most tokens of a captured step, 0 without graphs; graphs keep memory of their own. rows: rows of logits.
+    """
+    projections = (2 * spec.mlp, (spec.heads + 2 * spec.kv_heads) * spec.head_dim)
+
+    def step_bytes(num_tokens: int) -> int:
+        return activation_bytes(
+            tokens=num_tokens,
+            logits=rows,
+            hidden=spec.hidden,
+            widest=max(projections),
+            vocab_size=spec.vocab,
+            dtype=dtype,
+        )
+
+    return step_bytes(tokens) + (step_bytes(min(tokens, captured)) + GRAPH_BYTES if captured else 0)
+
+
+def host_bytes(root: Path = Path("/")) -> int:
+    """Bytes of memory available on this host: free or reclaimable, and within the container's limit.
+
+    Without /proc (macOS) it is all physical memory. root: of the file system.
+    """
+    try:
+        meminfo = (root / "proc/meminfo").read_text()
+    except OSError:
+        name = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+        return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
+    available = 1024 * _number(r"^MemAvailable: +(\d+)", meminfo)
+    group = root / "sys/fs/cgroup"
+    try:
+        limit, used = (group / "memory.max").read_text(), int((group / "memory.current").read_text())
+        cached = _number(r"^inactive_file (\d+)", (group / "memory.stat").read_text())
+    except OSError:
+        return available
+    return available if limit.strip() == "max" else max(0, min(available, int(limit) - used + cached))
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text, re.MULTILINE)
+    return int(found[1]) if found else 0

@@ -1,4 +1,4 @@
-"""An executor on ONNX Runtime from settings. Needs onnxruntime."""
+"""An executor on ONNX Runtime, from settings. Needs onnxruntime."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 import torch
 
-from quire.assembly.host import on_host
-from quire.assembly.limits import Made, choose_threads, refuse, resolve
+from quire.assembly.engine import on_host
+from quire.assembly.limits import BuiltExecutor, choose_threads, reject_options, resolve
 from quire.config import Settings
 from quire.errors import InvalidConfig
 from quire.executors.onnx import OnnxModel
@@ -25,20 +25,24 @@ FIXED: Mapping[str, str] = MappingProxyType(
         "deterministic": "how ONNX Runtime sums depends on what else is in the batch",
     }
 )
+"""Options that have no effect with this executor, and why."""
 
 
-def make(settings: Settings) -> Made:
-    """Raises InvalidModel for a folder that `quire export-onnx` did not write, InvalidConfig for what cannot be."""
-    refuse(settings, "onnx", FIXED)
+def make(settings: Settings) -> BuiltExecutor:
+    """Load the model and build its executor.
+
+    Raises InvalidConfig for a folder that `quire export-onnx` did not write, and for options of `FIXED`.
+    """
+    reject_options(settings, "onnx", FIXED)
     if settings.model.dtype not in ("auto", "float32"):
         raise InvalidConfig("--executor onnx computes in float32: leave --dtype at auto", param="dtype")
     if settings.execution.device == "cuda":
         raise InvalidConfig("--executor onnx runs on a CPU: leave --device at auto", param="device")
-    asked = settings.model
-    folder = locate(asked.model, revision=asked.revision, cache=asked.download_dir)
+    config = settings.model
+    folder = locate(config.model, revision=config.revision, cache=config.download_dir)
     if not (folder / "body.onnx").is_file():
         raise InvalidConfig(
-            f"{asked.model} has no graph: `quire export-onnx {asked.model} FOLDER` writes one, to serve instead",
+            f"{config.model} has no graph: `quire export-onnx {config.model} FOLDER` writes one, to serve instead",
             param="model",
         )
     spec = read_spec(read_config(folder))
@@ -46,4 +50,4 @@ def make(settings: Settings) -> Made:
     torch.set_num_threads(threads)
     limits = resolve(settings, spec, torch.device("cpu"))
     model = OnnxModel(folder, spec, threads)
-    return Made(on_host(settings, model, limits, layer_shapes(spec.kv_shapes, model.dtype)), limits, {})
+    return BuiltExecutor(on_host(settings, model, limits, layer_shapes(spec.kv_shapes, model.dtype)), limits, {})

@@ -1,9 +1,9 @@
-"""Progress of a start: a bar where somebody watches, a line now and then where nobody does."""
+"""Progress of loading and compiling: a bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -20,57 +20,54 @@ from rich.progress import (
 ReportProgress = Callable[[int, int], None]
 """Called with how much is done, and how much there is in all."""
 
-_WORTH_SHOWING = 1 << 28
-_EVERY = 5.0
+_MIN_BYTES = 1 << 28
+_LINE_INTERVAL = 5.0
 """Seconds between two lines."""
 
-_SOON = 1.0
-"""Seconds that kernels are compiled before anything is shown: reading them from the cache takes less."""
+_MIN_COMPILE_SECONDS = 1.0
+"""Compiling is shown after so many seconds: reading kernels from the cache takes less."""
 
 
 @contextmanager
 def loading(name: str, clock: Callable[[], float] = time.monotonic) -> Iterator[ReportProgress]:
-    """For bytes; shown on standard error for models above 256 MiB."""
+    """Report bytes, on standard error, for models of 256 MiB and more."""
 
     def line(done: int, total: int, seconds: float) -> str:
         return f"loading {name}: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {done / seconds / 1e9:.2f} GB/s"
 
-    with _shown(f"loading {name}", (DownloadColumn(), TransferSpeedColumn()), line, clock) as tell:
-        yield lambda done, total: tell(done, total, total >= _WORTH_SHOWING)
+    with _progress(f"loading {name}", [DownloadColumn(), TransferSpeedColumn()], line, clock) as report:
+        yield lambda done, total: report(done, total, total >= _MIN_BYTES)
 
 
 @contextmanager
 def compiling(clock: Callable[[], float] = time.monotonic) -> Iterator[ReportProgress]:
-    """For kernels; shown once it takes a while."""
+    """Report compiled kernels, on standard error, once it takes longer than a second."""
 
     def line(done: int, total: int, seconds: float) -> str:
         return f"compiling kernels: {done} of {total}"
 
-    began = clock()
-    with _shown("compiling kernels", (MofNCompleteColumn(),), line, clock) as tell:
-        yield lambda done, total: tell(done, total, clock() >= began + _SOON)
+    started = clock()
+    with _progress("compiling kernels", [MofNCompleteColumn()], line, clock) as report:
+        yield lambda done, total: report(done, total, clock() >= started + _MIN_COMPILE_SECONDS)
 
 
 @contextmanager
-def _shown(
-    what: str,
-    columns: Sequence[ProgressColumn],
-    line: Callable[[int, int, float], str],
-    clock: Callable[[], float],
+def _progress(
+    title: str, columns: list[ProgressColumn], line: Callable[[int, int, float], str], clock: Callable[[], float]
 ) -> Iterator[Callable[[int, int, bool], None]]:
-    """A callback for (done, in all, whether it is worth showing). line: of (done, in all, seconds)."""
+    """A callback for (done, total, whether to show it). line: formats (done, total, seconds)."""
     console = Console(stderr=True)
     bars = (TextColumn("{task.description}"), BarColumn(), *columns)
     with Progress(*bars, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, visible=False)
-        began = told = clock()
+        task = bar.add_task(title, visible=False)
+        started = last_line = clock()
 
-        def tell(done: int, total: int, worth: bool) -> None:
-            nonlocal told
-            bar.update(task, completed=done, total=total, visible=worth)
+        def report(done: int, total: int, show: bool) -> None:
+            nonlocal last_line
+            bar.update(task, completed=done, total=total, visible=show)
             now = clock()
-            if not console.is_terminal and worth and now >= told + _EVERY:
-                told = now
-                console.print(line(done, total, now - began), highlight=False, markup=False, soft_wrap=True)
+            if not console.is_terminal and show and now >= last_line + _LINE_INTERVAL:
+                last_line = now
+                console.print(line(done, total, now - started), highlight=False, markup=False, soft_wrap=True)
 
-        yield tell
+        yield report

@@ -14,20 +14,17 @@ from types import MappingProxyType
 import uvloop
 
 from quire import __version__, heap
-from quire.assembly.server import build_hosts, build_keys, build_rates, build_tls
-from quire.assembly.timeouts import patience
-from quire.assembly.tracing import build_tracing
+from quire.assembly.server import build_hosts, build_keys, build_rates, build_tls, connection_timeouts
 from quire.config import OPTIONS, Settings
 from quire.errors import InvalidConfig
 from quire.frontend.http_client import Origin
 from quire.frontend.observer import FrontendObserver, ObserverGroup
 from quire.frontend.supervisor import NoSupervisor, PrivateServer, Supervisor, free_port
 from quire.frontend.upstream import UpstreamBackend
-from quire.observability.audience import Audience
 from quire.observability.frontend_metrics import FrontendMetrics
-from quire.observability.log_format import log_config
-from quire.observability.request_log import RequestLogger, telling
-from quire.observability.request_timeline import RequestTimeline
+from quire.observability.live_view import Broadcaster, RequestTimeline
+from quire.observability.logs import RequestLogger, log_config, telling
+from quire.observability.tracing import build_tracing
 from quire.server.limits import Limits
 from quire.server.proxy import create_relay_app
 from quire.server.serve import listen
@@ -83,7 +80,7 @@ def relay(settings: Settings) -> None:
         keys=build_keys(settings),
         rates=build_rates(settings.access),
         version=__version__,
-        view=Audience(lanes),
+        view=Broadcaster(lanes),
         hosts=build_hosts(settings),
         origins=settings.access.allowed_origins,
     )
@@ -91,7 +88,7 @@ def relay(settings: Settings) -> None:
         app,
         backend,
         sock,
-        timeouts=patience(server, relays=True),
+        timeouts=connection_timeouts(server, relays=True),
         shutdown_timeout=server.shutdown_timeout,
         log_level=server.uvicorn_log_level,
         log_config=log_config(server.log_format),

@@ -13,25 +13,23 @@ from types import MappingProxyType
 import uvloop
 
 from quire import __version__, heap
-from quire.assembly.recording import recording_folder
 from quire.assembly.text import Text, build_text
-from quire.assembly.timeouts import patience
-from quire.assembly.tracing import build_tracing
 from quire.config import OPTIONS, Settings
-from quire.config.access import AccessConfig, check_files
-from quire.config.server import ServerConfig
+from quire.config.settings import AccessConfig, ServerConfig, check_files
 from quire.engine.client import EngineProcess
 from quire.frontend.interface import ModelCard
 from quire.frontend.native import NativeBackend
 from quire.frontend.observer import ObserverGroup
-from quire.observability.audience import Audience
 from quire.observability.engine_metrics import render
 from quire.observability.frontend_metrics import FrontendMetrics
-from quire.observability.log_format import log_config
-from quire.observability.request_log import RequestLogger, telling
+from quire.observability.live_view import Broadcaster
+from quire.observability.logs import RequestLogger, log_config, telling
+from quire.observability.recording_format import recording_folder
+from quire.observability.tracing import build_tracing
 from quire.server.app import create_app
 from quire.server.batch_api.runner import Answer
 from quire.server.batch_api.service import BatchService, FolderBatchService, NoBatchService
+from quire.server.connection import Timeouts
 from quire.server.endpoints import answerer
 from quire.server.hosts import Hosts, loopback
 from quire.server.limits import BATCHES, Keys, Limits
@@ -86,9 +84,9 @@ def serve(settings: Settings, *, child: str = "quire.assembly.engine_child") -> 
         keys=keys,
         rates=build_rates(settings.access),
         version=__version__,
-        view=Audience(port),
+        view=Broadcaster(port),
         batch_service=desk,
-        recording=recording_folder(settings.execution),
+        recording=recording_folder(settings.execution.recording_dir),
         hosts=build_hosts(settings),
         origins=settings.access.allowed_origins,
     )
@@ -96,7 +94,7 @@ def serve(settings: Settings, *, child: str = "quire.assembly.engine_child") -> 
         app,
         backend,
         listen(server.host, server.port),
-        timeouts=patience(server),
+        timeouts=connection_timeouts(server),
         shutdown_timeout=server.shutdown_timeout,
         log_level=server.uvicorn_log_level,
         log_config=log_config(server.log_format),
@@ -175,4 +173,19 @@ def engine_process(settings: Settings, name: str, child: str = "quire.assembly.e
         partial(render, model=name),
         environment=_ENGINE,
         standby_after=_STANDBY_AFTER if settings.server.standby_engine else None,
+    )
+
+
+def connection_timeouts(server: ServerConfig, *, relays: bool = False) -> Timeouts:
+    """What these settings say of connections. relays: each may need another, to a server behind this one.
+
+    Where there are files, one may be read or written for each connection.
+    """
+    return Timeouts(
+        connections=server.max_connections,
+        descriptors=2 if relays or server.batch_dir is not None else 1,
+        header_bytes=server.max_header_bytes,
+        keep_alive=server.timeout_keep_alive,
+        read=server.read_timeout,
+        write=server.write_timeout,
     )

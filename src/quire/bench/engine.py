@@ -18,8 +18,8 @@ from quire.engine.clock import VirtualClock, WallClock
 from quire.engine.engine import Engine
 from quire.executors.synthetic import StepCost
 from quire.observability.engine_metrics import EngineMetrics
-from quire.observability.histogram import percentile
-from quire.observability.recording_engine import recorded
+from quire.observability.prometheus import percentile
+from quire.observability.recorder import recorded
 from quire.scheduler.policy import RESERVE_POLICIES
 from quire.sim.run import Outcome, SimConfig, peak_memory, simulate
 from quire.sim.workload import Load, uniform

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from quire.observability.histogram import percentile
+from quire.observability.prometheus import percentile
 
 FAILURES = (OSError, EOFError, ValueError, asyncio.LimitOverrunError)
 """Raised by connections that break and by peers that do not speak HTTP."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from quire.cli.options import OFFLINE, SettingsCommand
+from quire.cli.base import OFFLINE, SettingsCommand
 from quire.errors import InvalidRequest
 from quire.types import SamplingParams
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from quire.assembly.extras import extra
+from quire.assembly import extra
 from quire.bench.offline import FILE
 from quire.bench.serve import QUANTILES
 from quire.errors import InvalidRequest

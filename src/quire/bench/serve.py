@@ -30,7 +30,7 @@ from quire.bench.monitor import GPUMonitor, MetricsMonitor, environment, fetch, 
 from quire.bench.offline import FILE, check_writable
 from quire.errors import InvalidConfig
 from quire.frontend.http_client import Origin
-from quire.observability.histogram import percentile
+from quire.observability.prometheus import percentile
 
 USERS = "1,2,4,8,16,32,64,128"
 QUANTILES = (50, 90, 95, 99)

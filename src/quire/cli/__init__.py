@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from quire.cli.lazy import LazyGroup, Root
+from quire.cli.base import LazyGroup, Root
 
 main = Root(
     name="quire",
     help="Quire: an LLM inference engine and OpenAI-compatible server that is small enough to be read.",
     members={
         "serve": ("quire.cli.serve", "Serve a model over HTTP, in OpenAI's API."),
-        "generate": ("quire.cli.generate", "Print one completion."),
+        "generate": ("quire.cli.chat:generate", "Print one completion."),
         "chat": ("quire.cli.chat", "Talk to a model, here or behind a server's address."),
         "bench": LazyGroup(
             name="bench",
@@ -25,7 +25,7 @@ main = Root(
                 "cpu": ("quire.bench.cpu", "Measure decode on this CPU, beside transformers."),
             },
         ),
-        "export-onnx": ("quire.cli.export_onnx", "Write a model as graphs for ONNX Runtime."),
+        "export-onnx": ("quire.cli.executor:export_onnx", "Write a model as graphs for ONNX Runtime."),
         "executor": ("quire.cli.executor", "Run a model's steps for an engine elsewhere, over gRPC."),
         "inspect": ("quire.cli.inspect", "Print what a model is, from headers alone."),
         "plan": ("quire.cli.plan", "Print what serving a model takes, and the smallest change that fits."),
@@ -34,6 +34,6 @@ main = Root(
         "replay": ("quire.cli.replay", "Make a recording's decisions again, and say why each was made."),
         "demo": ("quire.sim.demo", "Show the engine's loop, step by step."),
         "config": ("quire.cli.show", "Print the effective settings and where each came from."),
-        "version": ("quire.cli.version", "Print versions."),
+        "version": ("quire.cli.show:show_version", "Print versions."),
     },
 )

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from quire.assembly.text import build_tokenizer
+from quire.cli.base import SettingsCommand
 from quire.cli.inspect import tell
-from quire.cli.options import SettingsCommand
 from quire.config import Settings
 from quire.errors import InvalidConfig, InvalidModel
 from quire.models import gemma

@@ -2,14 +2,176 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
 import click
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from quire.cli.model_facts import Fact, files, read_facts, shapes, text
-from quire.cli.options import SettingsCommand
+from quire.assembly.text import Text, build_text
+from quire.cli.base import SettingsCommand
 from quire.config import Settings
 from quire.errors import InvalidModel
+from quire.layers.basic import RopeConfig
+from quire.layers.builder import ModelBuilder
+from quire.layers.linear import SingleRank
+from quire.layers.quantization.base import Plain
+from quire.model_runner.memory import block_bytes, layer_shapes
+from quire.models.registry import active_parameters, build_model, parameters, read_spec
+from quire.models.spec import ModelSpec
+from quire.ops.reference import ReferenceOps
+from quire.tokenization.tokenizer import Tokenizer
+from quire.types import UNLIMITED
+from quire.weights.files import Checkpoint, read_config
+from quire.weights.load import choose_dtype, match, named
+from quire.weights.locate import locate
+from quire.weights.schemes import IGNORED_TENSORS, CheckpointFormat, choose_format, read_scheme
+
+Fact = tuple[str, str]
+
+
+class ModelFacts(NamedTuple):
+    """A model's headers. trouble: why it could not be loaded, empty where it could. dtype: of activations."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    spec: ModelSpec
+    checkpoint: Checkpoint | None
+    trouble: str
+    dtype: torch.dtype
+
+
+def read_facts(settings: Settings) -> ModelFacts:
+    """Raises InvalidModel where not even config.json can be read."""
+    model = settings.model
+    folder = locate(model.model, revision=model.revision, cache=model.download_dir)
+    config = read_config(folder)
+    spec = read_spec(config)
+    checkpoint, trouble = None, ""
+    try:
+        checkpoint = Checkpoint(folder)
+        check(config, spec, checkpoint, model.quantization)
+    except InvalidModel as error:
+        trouble = str(error)
+    return ModelFacts(
+        folder, config, spec, checkpoint, trouble, choose_dtype(model.dtype, spec, checkpoint, torch.device("cpu"))
+    )
+
+
+def check(config: Mapping[str, Any], spec: ModelSpec, checkpoint: Checkpoint, quantization: str) -> None:
+    """Every tensor has a place of its shape. Raises InvalidModel naming those that have not."""
+    format = choose_format(config, quantization, Plain, checkpoint.entries)
+    build = ModelBuilder(
+        ops=ReferenceOps(), parallel=SingleRank(), dtype=torch.bfloat16, device=torch.device("meta"), format=format
+    )
+    build.ignore(*(IGNORED_TENSORS if isinstance(format, CheckpointFormat) else ()))
+    build_model(spec, build)
+    match(build, checkpoint.folder.name, named(build, checkpoint))
+
+
+def shapes(looked: ModelFacts) -> Iterator[Fact]:
+    """Architecture and sizes."""
+    spec = looked.spec
+    yield "architecture", spec.architecture
+    yield (
+        "parameters",
+        count(parameters(spec)) + (f", {count(active_parameters(spec))} used a token" if spec.experts else ""),
+    )
+    yield "layers", f"{spec.layers} of width {spec.hidden}, MLP {spec.mlp} ({spec.activation})"
+    if moe := spec.experts:
+        dense = f", layers {', '.join(map(str, sorted(moe.dense_layers)))} dense" if moe.dense_layers else ""
+        yield "experts", f"{moe.num_experts_per_token} of {moe.num_experts} a token, of width {moe.width}{dense}"
+    yield "heads", f"{spec.heads} of queries, {spec.kv_heads} of keys and values, {spec.head_dim} numbers each"
+    local = Counter(window for window in spec.windows if window < UNLIMITED)
+    seen = ", ".join(f"{n} of {spec.layers} layers see {window:,} positions" for window, n in local.items())
+    yield "attention", seen or "every layer sees everything"
+    yield "rope", "; ".join(dict.fromkeys(map(turn, spec.ropes or (spec.rope,))))
+    yield "vocabulary", f"{spec.vocab:,}, head {'tied to the embedding' if spec.tie else 'of its own'}"
+    yield "context", f"{spec.context:,} tokens"
+    for name, dtype in (("as activations", looked.dtype), ("fp8", torch.float8_e4m3fn)):
+        size = block_bytes(layer_shapes(spec.kv_shapes, dtype), 1)
+        yield (
+            f"KV a token, {name}",
+            f"{size:,} bytes ({short(dtype)}), {amount(size * spec.context)} for a whole context",
+        )
+
+
+def files(looked: ModelFacts) -> Iterator[Fact]:
+    """What the weights are stored in."""
+    if looked.checkpoint is not None:
+        entries = looked.checkpoint.entries.values()
+        places = {entry.order[0] for entry in entries}
+        total = sum(entry.size for entry in entries)
+        yield "files", f"{len(places)} ({', '.join(sorted(places)[:2])}{', ...' * (len(places) > 2)}), {amount(total)}"
+        kinds: Counter[str] = Counter()
+        for entry in entries:
+            kinds[entry.kind] += entry.size
+        yield "stored as", ", ".join(f"{kind} {100 * size / total:.1f} %" for kind, size in kinds.most_common())
+    scheme = read_scheme(looked.config)
+    yield "quantised by", "nothing" if scheme is None else f"{scheme.name}: {scheme.layout}"
+    yield "computed in", short(looked.dtype)
+    yield "loads", looked.trouble or "every tensor has its place"
+
+
+def text(settings: Settings, vocab: int) -> tuple[list[Fact], str, str]:
+    """Tokenizer, template and sampling defaults; why they cannot be used, empty where they can; and why the tokenizer
+    may be another model's than one of `vocab` token ids."""
+    try:
+        found = build_text(settings)
+        return list(spoken(found)), "", found.tokenizer.doubts(vocab)
+    except InvalidModel as error:
+        return [("tokenizer", f"cannot be used: {error}")], str(error), ""
+
+
+def spoken(found: Text) -> Iterator[Fact]:
+    own = found.tokenizer
+    framed, bare = own.encode("a"), own.encode("a", add_special_tokens=False)
+    before = framed[: framed.index(bare[0])] if bare else framed
+    yield "tokenizer", f"{own.vocab_size:,} entries, {len(own.special)} of them special"
+    yield "begins with", show(own, before)
+    yield "ends at", show(own, sorted(own.eos))
+    source = "" if found.template is None else found.template.source
+    knows = [word for word in ("tools", "add_generation_prompt", "enable_thinking") if word in source]
+    told = f"{len(source):,} characters, knows {', '.join(knows) or 'messages only'}" if source else "none"
+    yield "chat template", told
+    yield "tool calls", f"parsed as {found.tool_parser}; reasoning: {found.reasoning_parser}"
+    defaults = ", ".join(f"{name} {value}" for name, value in found.defaults.items())
+    yield "sampled by default", f"{defaults} (generation_config.json)" if defaults else "as OpenAI's API does"
+
+
+def show(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    return ", ".join(f"{tokenizer.token_text(token)[0]!r} ({token})" for token in tokens) or "nothing"
+
+
+def turn(rope: RopeConfig) -> str:
+    if not rope.dim:
+        return "none: positions are learned"
+    scaled = "" if rope.kind == "default" else f", {rope.kind} scaling by {rope.factor:g}"
+    return f"base {rope.theta:,.0f} over {rope.dim} numbers of a head{scaled}"
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def count(numbers: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if numbers >= size:
+            return f"{numbers / size:.3g} {unit}"
+    return str(numbers)
+
+
+def amount(size: float) -> str:
+    """Bytes, in words."""
+    for unit, each in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= each:
+            return f"{size / each:.2f} {unit}"
+    return f"{size:.0f} bytes"
+
 
 ENDLESS = 1000
 """Columns where nobody looks: a program that reads the table must not meet folded lines."""

@@ -9,11 +9,9 @@ from typing import Any
 import click
 import torch
 
-from quire.assembly.limits import resolve
-from quire.assembly.working_memory import LARGEST_GEMM_WORKSPACE, host_bytes, working_bytes
-from quire.cli.inspect import tell
-from quire.cli.model_facts import Fact, ModelFacts, amount, read_facts
-from quire.cli.options import SettingsCommand
+from quire.assembly.limits import LARGEST_GEMM_WORKSPACE, host_bytes, resolve, working_bytes
+from quire.cli.base import SettingsCommand
+from quire.cli.inspect import Fact, ModelFacts, amount, read_facts, tell
 from quire.config import OPTIONS, Settings
 from quire.errors import InvalidConfig
 from quire.model_runner.memory import block_bytes, cpu_budget, layer_shapes, usable_blocks
@@ -102,9 +100,11 @@ def need(settings: Settings, looked: ModelFacts, room: int, device: torch.device
     limits, cpu = resolve(settings, spec, device), device.type == "cpu"
     captured = 0 if cpu or settings.execution.enforce_eager else LARGEST_GEMM_WORKSPACE
     held = weights(settings, looked)
-    work = working_bytes(spec, looked.dtype, tokens=limits.budget, captured=captured, rows=limits.cap)
+    work = working_bytes(
+        spec, looked.dtype, tokens=limits.max_num_batched_tokens, captured=captured, rows=limits.max_num_seqs
+    )
     kept = torch.float8_e4m3fn if cache.kv_cache_dtype == "fp8" else looked.dtype
-    page = block_bytes(layer_shapes(spec.kv_shapes, kept), limits.page_size)
+    page = block_bytes(layer_shapes(spec.kv_shapes, kept), limits.block_size)
     left = max(0, int(room * (1 if cpu else cache.gpu_memory_utilization)) - held - work)
     pool = min(left, cpu_budget(max(0, room - held))) if cpu else left
     if cache.num_gpu_blocks_override or cache.kv_cache_memory_bytes:
@@ -114,10 +114,10 @@ def need(settings: Settings, looked: ModelFacts, room: int, device: torch.device
         held,
         work,
         page,
-        limits.page_size,
+        limits.block_size,
         pool,
-        least=usable_blocks(1, limits.max_model_len, limits.page_size),
-        most=usable_blocks(limits.cap, limits.max_model_len, limits.page_size),
+        least=usable_blocks(1, limits.max_model_len, limits.block_size),
+        most=usable_blocks(limits.max_num_seqs, limits.max_model_len, limits.block_size),
         length=limits.max_model_len,
     )
 

@@ -6,7 +6,7 @@ import click
 
 from quire.assembly.proxy import relay
 from quire.assembly.server import serve
-from quire.cli.options import SettingsCommand
+from quire.cli.base import SettingsCommand
 from quire.config import Settings
 from quire.server.hosts import loopback
 

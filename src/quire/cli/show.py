@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
 import click
 from rich.console import Console
 from rich.table import Table
 
-from quire.cli.options import SettingsCommand
+import quire
+from quire.cli.base import SettingsCommand
 from quire.config import OPTIONS, Settings
 
 ENDLESS = 1000
@@ -27,3 +31,13 @@ def command(settings: Settings) -> None:
     if not console.is_terminal:
         console.width = ENDLESS
     console.print(table)
+
+
+@click.command("version")
+def show_version() -> None:
+    """Print the versions of Quire, torch and Python."""
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "not installed"
+    click.echo(f"quire {quire.__version__} (torch {torch}, Python {platform.python_version()})")

@@ -17,7 +17,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from quire.assembly.engine import build_scheduler, make_executor
-from quire.assembly.limits import Made
+from quire.assembly.limits import BuiltExecutor
 from quire.assembly.text import build_tokenizer
 from quire.config import Settings
 from quire.engine.engine import Engine
@@ -169,7 +169,7 @@ def drafts(settings: Settings) -> Mapping[str, str]:
     return found
 
 
-def requests(settings: Settings, made: Made, *, count: int, new: int) -> list[Request]:
+def requests(settings: Settings, made: BuiltExecutor, *, count: int, new: int) -> list[Request]:
     """Always the same: greedy and seeded, of all lengths that fit."""
     about = made.executor.describe()
     try:
@@ -199,7 +199,7 @@ def requests(settings: Settings, made: Made, *, count: int, new: int) -> list[Re
 
 
 def engine(
-    settings: Settings, made: Made, *, pages: int = 0, chunk: int = 0, watch: ScheduleObserver | None = None
+    settings: Settings, made: BuiltExecutor, *, pages: int = 0, chunk: int = 0, watch: ScheduleObserver | None = None
 ) -> Engine:
     """A new one around an executor that is there. pages, chunk: fewer than it has, smaller than usual; 0: not so.
 
@@ -212,10 +212,10 @@ def engine(
         about = replace(about, num_blocks=min(pages, about.num_blocks))
         settings = replace(settings, cache=replace(settings.cache, pressure_policy="preempt"))
     if chunk:
-        limits = limits._replace(chunk=chunk, budget=max(limits.cap, chunk))
+        limits = limits._replace(max_chunk_tokens=chunk, max_num_batched_tokens=max(limits.max_num_seqs, chunk))
     observers = () if watch is None else (watch,)
     return Engine(
-        build_scheduler(settings, about, limits), executor, lookahead=limits.depth, observers=observers, keep=0
+        build_scheduler(settings, about, limits), executor, lookahead=limits.lookahead, observers=observers, keep=0
     )
 
 
@@ -233,7 +233,7 @@ def ask(engine: Engine, asked: Sequence[Request]) -> dict[str, Answer]:
 
 
 def tried(
-    settings: Settings, made: Made, situation: Situation, asked: Sequence[Request], alone: Mapping[str, Answer]
+    settings: Settings, made: BuiltExecutor, situation: Situation, asked: Sequence[Request], alone: Mapping[str, Answer]
 ) -> Row:
     watch, pages = ScheduleObserver(), 0
     if situation.tight:
@@ -312,7 +312,7 @@ def prices(settings: Settings, repeat: int) -> list[Price]:
     spec = read_spec(read_config(folder))
     room = min(asked.max_model_len or spec.context, spec.context, PROMPT + NEW + LONG)
     with ExitStack() as stack:
-        modes = dict[bool, tuple[Settings, Made]]()
+        modes = dict[bool, tuple[Settings, BuiltExecutor]]()
         for on in (True, False):
             modes[on] = (chosen := variant(settings, on, room)), make_executor(chosen)
             stack.enter_context(closing(modes[on][1].executor))
@@ -335,7 +335,7 @@ def variant(settings: Settings, on: bool, longest: int) -> Settings:
     )
 
 
-def price(name: str, modes: dict[bool, tuple[Settings, Made]], repeat: int, timed: Timed) -> Price:
+def price(name: str, modes: dict[bool, tuple[Settings, BuiltExecutor]], repeat: int, timed: Timed) -> Price:
     speeds: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(repeat + 1):
         for mode in (False, True) if turn % 2 else (True, False):

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from quire.cli.options import OFFLINE, SettingsCommand
+from quire.cli.base import OFFLINE, SettingsCommand
 from quire.cli.verification import Difference, Price, Row, prices, verified
 from quire.config import Settings
 from quire.errors import InvalidConfig

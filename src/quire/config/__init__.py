@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from quire.config.access import AccessConfig
 from quire.config.option import Option
-from quire.config.server import ServerConfig
 from quire.config.settings import (
     OPTIONS,
+    AccessConfig,
     CacheConfig,
     ExecutionConfig,
     ModelConfig,
     SchedulerConfig,
+    ServerConfig,
     Settings,
+    UpstreamConfig,
 )
 from quire.config.sources import load
 from quire.config.unknown import refuse
-from quire.config.upstream import UpstreamConfig
 
 __all__ = [
     "OPTIONS",

@@ -6,23 +6,277 @@ root resolves it when it knows the device and the checkpoint, and nobody else do
 
 from __future__ import annotations
 
+import re
+import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal
 
-from quire.config.access import AccessConfig
-from quire.config.access import check as check_access
-from quire.config.executor import ExecutorConfig
-from quire.config.executor import check as check_executor
 from quire.config.option import Option, option, options
-from quire.config.server import ServerConfig
 from quire.config.speculative import parse
 from quire.config.unknown import refuse
-from quire.config.upstream import UpstreamConfig
-from quire.config.upstream import check as check_upstream
 from quire.errors import InvalidConfig
 from quire.types import UNLIMITED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessConfig:
+    """Keys beyond the clients' own, what each key may ask for, and TLS."""
+
+    admin_key: tuple[str, ...] = option(
+        (),
+        "A key that opens everything. Where there is one, only it opens what tells of other people's requests: "
+        "/stats, /metrics, /v1/requests and the live page. Where there is none, /v1/requests, /v1/recording, the live "
+        "page's events and /reset_prefix_cache are for the machine that the server runs on.",
+        secret=True,
+        unset="none",
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "Names by which clients may ask, beside localhost and IP addresses: quire.example.com, *.example.com, or * for "
+        "any. Unset: no others where the server listens on loopback and wants no --api-key, which keeps web pages out "
+        "that rebind their name; any elsewhere.",
+        unset="none",
+        metavar="NAME",
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "Origins of web pages that may use the server from a browser (CORS): https://chat.example.com, or * for any.",
+        unset="none",
+        metavar="ORIGIN",
+    )
+    max_requests_per_minute: int | None = option(
+        None,
+        "Requests that each key may make in a minute; none: as many as it likes.",
+        low=1,
+        high=UNLIMITED,
+        unset="none",
+    )
+    max_tokens_per_minute: int | None = option(
+        None,
+        "Tokens, of prompts and answers together, that each key may use in a minute; none: as many as it likes.",
+        low=1,
+        high=UNLIMITED,
+        unset="none",
+    )
+    ssl_keyfile: str | None = option(None, "Private key for TLS, a PEM file; none: plain HTTP.", unset="none")
+    ssl_certfile: str | None = option(None, "Certificate for TLS, a PEM file with its chain.", unset="none")
+
+
+_HOST_NAME = re.compile(
+    r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*\.?|\[?[0-9a-f:.]*:[0-9a-f:.]*:[0-9a-f:.]*\]?", re.IGNORECASE
+)
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d+)?", re.IGNORECASE)
+
+
+def check_access(config: AccessConfig, backend: str) -> None:
+    """Raises InvalidConfig for what is no host or origin, and for options that cannot go together."""
+    for name in config.allowed_hosts:
+        if not _HOST_NAME.fullmatch(name):
+            raise InvalidConfig(
+                f"allowed_hosts: {name!r} is not the name of a host: write quire.example.com or *.example.com, without "
+                "a scheme and without a port, names that are not ASCII in Punycode",
+                param="allowed_hosts",
+            )
+    for origin in config.allowed_origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise InvalidConfig(
+                f"allowed_origins: {origin!r} is not an origin: write https://chat.example.com, with a scheme, with "
+                "the port unless it is the scheme's own, and with no path; several with commas; or * for any",
+                param="allowed_origins",
+            )
+    if (config.ssl_keyfile is None) != (config.ssl_certfile is None):
+        missing = "ssl_keyfile" if config.ssl_keyfile is None else "ssl_certfile"
+        raise InvalidConfig(f"TLS needs both ssl_keyfile and ssl_certfile: set {missing} too", param=missing)
+    if config.max_tokens_per_minute is not None and backend != "native":
+        raise InvalidConfig(
+            f"max_tokens_per_minute counts our own engine's tokens, and backend is {backend}: "
+            "use max_requests_per_minute",
+            param="max_tokens_per_minute",
+        )
+
+
+def check_files(config: AccessConfig) -> None:
+    """Raises InvalidConfig unless TLS can be spoken with these files."""
+    if config.ssl_certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile, lambda: "")
+    except (OSError, ssl.SSLError) as error:
+        why = error.strerror or str(error)
+        raise InvalidConfig(f"ssl_certfile and ssl_keyfile cannot be used: {why}", param="ssl_certfile") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorConfig:
+    """What runs the steps."""
+
+    executor: Literal["local", "grpc", "onnx", "hf"] = option(
+        "local",
+        "What runs the steps: local, our own layers; onnx, ONNX Runtime on a folder that `quire export-onnx` wrote; "
+        "hf, Hugging Face transformers, slowly, for models we have no layers for; grpc, a `quire executor` elsewhere.",
+    )
+    executor_address: str | None = option(
+        None, "HOST:PORT of the `quire executor` that runs the steps, for --executor grpc.", unset="none"
+    )
+    executor_start_timeout: float = option(
+        60.0, "Seconds until the executor at --executor-address must answer after the start.", low=0.1, high=86400
+    )
+    executor_step_timeout: float = option(
+        60.0, "Seconds that a step may take there before the executor counts as lost.", low=0.1, high=86400
+    )
+    executor_tls_ca: str | None = option(
+        None,
+        "File with the certificate (PEM) of who signed the executor's. Unset: the connection is in the clear.",
+        unset="none",
+    )
+    executor_tls_cert: str | None = option(
+        None, "File with this engine's own certificate (PEM), if the executor asks for one.", unset="none"
+    )
+    executor_tls_key: str | None = option(None, "File with the key (PEM) of that certificate.", unset="none")
+
+
+def check_executor(config: ExecutorConfig) -> None:
+    """Raises InvalidConfig for options that do not go with the executor, or with each other."""
+    if config.executor == "grpc" and config.executor_address is None:
+        raise InvalidConfig(
+            "executor grpc runs steps elsewhere: say where, with executor_address HOST:PORT", param="executor_address"
+        )
+    for entry in fields(config):
+        if config.executor != "grpc" and entry.name != "executor" and getattr(config, entry.name) != entry.default:
+            raise InvalidConfig(
+                f"{entry.name} is for executor grpc, but executor is {config.executor}", param=entry.name
+            )
+    if (config.executor_tls_cert is None) != (config.executor_tls_key is None):
+        raise InvalidConfig("executor_tls_cert and executor_tls_key go together", param="executor_tls_cert")
+    if config.executor_tls_cert is not None and config.executor_tls_ca is None:
+        raise InvalidConfig(
+            "executor_tls_cert needs executor_tls_ca: without it the connection is in the clear",
+            param="executor_tls_ca",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP side."""
+
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 opens the server to the network.")
+    port: int = option(8000, "Port to listen on; 0 lets the system choose.", low=0, high=65535)
+    api_key: tuple[str, ...] = option(
+        (),
+        "A key that clients must send; several are allowed (repeat the flag, or use commas).",
+        secret=True,
+        unset="none",
+    )
+    address_file: str | None = option(
+        None,
+        "File that holds the server's address (https://127.0.0.1:8000, say) while it answers, for health checks.",
+        unset="none",
+    )
+    root_path: str = option("", "Path prefix that a proxy in front removes.")
+    max_body_bytes: int = option(4 << 20, "Largest request body accepted (4MiB works).", low=1024, high=1 << 40)
+    batch_dir: str | None = option(
+        None, "Folder for files and batches, this server's alone; none: there are no batches.", unset="none"
+    )
+    batch_concurrency: int = option(16, "Lines of a batch that are answered at once, in the gaps.", low=1, high=4096)
+    max_header_bytes: int = option(
+        32 << 10, "Largest head of a request accepted, first line and header fields together.", low=1024, high=1 << 30
+    )
+    max_n: int = option(128, "Most answers to one prompt: the largest n.", low=1, high=1024)
+    max_connections: int = option(
+        4096,
+        "Clients connected at once, as far as the process may open descriptors (ulimit -n, raised to its hard limit at "
+        "the start); one more is refused with 503 and a Retry-After.",
+        low=1,
+        high=1 << 20,
+    )
+    timeout_keep_alive: float = option(5.0, "Seconds a connection may wait between two requests.", low=0.1, high=86400)
+    read_timeout: float = option(
+        20.0, "Seconds a client may take to send a request's head, and each KiB of its body.", low=0.1, high=86400
+    )
+    write_timeout: float = option(
+        60.0, "Seconds a client may take to read each KiB of an answer that waits for it.", low=0.1, high=86400
+    )
+    shutdown_timeout: float = option(
+        30.0, "Seconds that running requests may still take after SIGTERM.", low=0, high=86400
+    )
+    standby_engine: bool = option(
+        True,
+        "Keep a second process that has imported what an engine needs, so that requests are answered again within "
+        "seconds when the engine's process dies; it takes some 200 MiB of memory.",
+    )
+    uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(
+        "info", "How much the HTTP server logs."
+    )
+    disable_log_stats: bool = option(False, "Do not log throughput and load every ten seconds while there is work.")
+    enable_log_requests: bool = option(False, "Log how each answer ended, with counts and times; never its text.")
+    log_format: Literal["text", "json"] = option("text", "How log lines look; json: an object a line, for programs.")
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "Where a trace of each request is sent, OTLP over HTTP (http://127.0.0.1:4318/v1/traces); "
+        "needs quire-llm[otel].",
+        unset="none",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpstreamConfig:
+    """Answers from other servers, which Quire stands in front of: see docs/guides/upstream.md."""
+
+    backend: Literal["native", "openai", "vllm"] = option(
+        "native",
+        "Who answers: native, our own engine; openai, servers that run already (--upstream); vllm, a private "
+        "`vllm serve` that is started, watched and started again.",
+    )
+    upstream: tuple[str, ...] = option(
+        (),
+        "Address of a running server, http://HOST:PORT; several are allowed (repeat the flag, or use commas).",
+        unset="none",
+        metavar="URL",
+    )
+    upstream_api_key: str | None = option(
+        None,
+        "Key that is sent to the servers. Unset: the client's own, where this server wants none.",
+        secret=True,
+        unset="none",
+    )
+    upstream_affinity: bool = option(
+        False, "Send requests that begin alike to the same server, while it is not much busier than the others."
+    )
+    upstream_start_timeout: float = option(
+        600.0, "Seconds until a server must answer after the start.", low=0, high=86400
+    )
+    upstream_most: int = option(
+        2048, "Requests that may be with the servers; one more is refused with 429.", low=1, high=UNLIMITED
+    )
+    vllm_command: str = option("vllm", "The command that is vLLM, with leading arguments if it needs some.")
+    vllm_args: tuple[str, ...] = option(
+        (),
+        "Arguments of `vllm serve`, as they are; on the command line also whatever follows --.",
+        unset="none",
+        verbatim=True,
+    )
+    vllm_log: str | None = option(
+        None, "File that what vLLM says is added to. Unset: a new one among the temporary files.", unset="none"
+    )
+
+
+def check_upstream(config: UpstreamConfig) -> None:
+    """Raises InvalidConfig for options that do not go with the backend."""
+    if config.backend == "openai" and not config.upstream:
+        raise InvalidConfig("backend openai passes requests on: say where to, with upstream", param="upstream")
+    for entry in fields(config):
+        name = entry.name
+        of_vllm, of_others = name.startswith("vllm_"), name == "upstream"
+        wrong = {
+            "native": name != "backend",
+            "openai": of_vllm,
+            "vllm": of_others,
+        }[config.backend]
+        if wrong and getattr(config, name) != entry.default:
+            wants = "vllm" if of_vllm else "openai" if of_others else "openai or vllm"
+            raise InvalidConfig(f"{name} is for backend {wants}, but backend is {config.backend}", param=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ class SpeculativeConfig:
     quantization: str = "auto"
     synthetic_acceptance_rate: float | None = None
 
-    def chance(self) -> float | None:
+    def draft_acceptance(self) -> float | None:
         """With which each draft, those before it being right, is right for that share to come out."""
         if self.synthetic_acceptance_rate is None:
             return None

@@ -7,15 +7,17 @@ Token ids do not get in: sequences and the prefix index are written under the na
 
 from __future__ import annotations
 
+import secrets
+from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any
 
 from quire.engine import recovery, stats, timing
 from quire.errors import InvalidConfig
-from quire.observability.anonymizer import STOP, Anonymizer, HashChain, anonymized_tokens
 from quire.scheduler import block_pool, kv_cache, prefix_cache, queue, scheduler, sequence, speculation
 from quire.scheduler.constraint import FREE, PENDING, Constraint
 from quire.scheduler.plan import NewSequence, Plan, Span
@@ -23,9 +25,65 @@ from quire.scheduler.policy import ADMISSION_POLICIES, PRIORITY_POLICIES, RESERV
 from quire.scheduler.sequence import Decision, InflightStep
 from quire.types import Request, SamplingParams
 
+STOP = 1
+"""The disguise of a token that ends its request; 0 is that of any other but a page's last, which is the page's name."""
+
+
+class HashChain:
+    """The pages of one sequence, named one after another."""
+
+    __slots__ = ("_hash",)
+
+    def __init__(self, hash: blake2b) -> None:
+        self._hash = hash
+
+    def name(self, tokens: Sequence[int]) -> int:
+        """Of the next page, which has these tokens; 2 or more."""
+        hash = self._hash
+        hash.update(array("q", tokens))
+        return int.from_bytes(hash.copy().digest(), "little") >> 1 | 2
+
+    def copy(self) -> HashChain:
+        return HashChain(self._hash.copy())
+
+
+class Anonymizer:
+    """Of one recording. page_size in tokens; MANY: pages are never full, and need no names."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._key = secrets.token_bytes(32)
+        self._root = blake2b(digest_size=8, key=self._key)
+
+    def chain(self) -> HashChain:
+        """Of a sequence none of whose pages has a name."""
+        return HashChain(self._root.copy())
+
+    def begun(self, tokens: Sequence[int]) -> tuple[HashChain, list[int]]:
+        """Of a sequence that begins with these tokens, and the names of their full pages."""
+        size, chain = self.page_size, self.chain()
+        return chain, [chain.name(tokens[end - size : end]) for end in range(size, len(tokens) + 1, size)]
+
+    def pages(self, tokens: Sequence[int]) -> list[int]:
+        """Names of the full pages of these tokens, which are a sequence's from its beginning."""
+        return self.begun(tokens)[1]
+
+    def salt(self, salt: str) -> str:
+        """Of a salt; an empty one stays so."""
+        return blake2b(salt.encode(), digest_size=8, key=self._key, person=b"salt").hexdigest() if salt else ""
+
+
+def anonymized_tokens(tokens: int, names: Sequence[int], page_size: int) -> list[int]:
+    """So many tokens whose full pages have these names."""
+    out = [0] * tokens
+    for i, name in enumerate(names, 1):
+        out[i * page_size - 1] = name
+    return out
+
+
 Classes = Mapping[str, Any]
 
-STATE = ("scheduler", "step_budget", "recovery", "stats", "lookahead", "failures", "_deadlines", "_last_commit")
+ENGINE_STATE = ("scheduler", "step_budget", "recovery", "stats", "lookahead", "failures", "_deadlines", "_last_commit")
 """What an engine's decisions depend on, by its attributes; what flies is beside them."""
 
 _NOBODY = Request(id="", prompt=(0,), max_new_tokens=1)
@@ -84,11 +142,11 @@ _MADE_ANEW = MappingProxyType(
 """Of the rest; or no part of any decision."""
 _OF_SEQUENCE = frozenset({"request", "tokens", "constraint", "inflight_prefix", "draft_tokens"})
 
-MOST = 1 << 27
+MAX_STATE_TOKENS = 1 << 27
 """Tokens of all sequences of a state that is read."""
 
 
-class Given:
+class ReplayedConstraint:
     """A constraint that was there: what its masks allowed is told by the tokens that came."""
 
     def masks(self, output: Any, drafts: Any) -> list[Any]:
@@ -98,8 +156,8 @@ class Given:
         return ""
 
 
-GIVEN = Given()
-CONSTRAINTS: tuple[Constraint, ...] = (FREE, GIVEN, PENDING)
+REPLAYED = ReplayedConstraint()
+CONSTRAINTS: tuple[Constraint, ...] = (FREE, REPLAYED, PENDING)
 
 
 def constraint_of(seq: Any) -> int:
@@ -107,7 +165,7 @@ def constraint_of(seq: Any) -> int:
     return 0 if seq.constraint is FREE else 2 if seq.constraint is PENDING else 1
 
 
-def request(told: Any, page_size: int) -> Request:
+def recorded_request(told: Any, page_size: int) -> Request:
     """A request under its disguise: as `Arrived`, and as `told` in a state."""
     id, tokens, names, max_new, priority, deadline, salt, choice, stops, asks, pooling = told
     return Request(
@@ -123,7 +181,7 @@ def request(told: Any, page_size: int) -> Request:
     )
 
 
-def told_of(request: Request, names: list[int], salt: str) -> tuple[Any, ...]:
+def request_fields(request: Request, names: list[int], salt: str) -> tuple[Any, ...]:
     """What is recorded of a request: nothing that was said in it."""
     sampling = request.sampling
     return (
@@ -202,7 +260,7 @@ class _Packer:
     def _sequence(self, seq: Any) -> list[Any]:
         names = self.disguise.pages(seq.tokens)
         of_prompt = names[: len(seq.request.prompt) // self.disguise.page_size]
-        request = told_of(seq.request, of_prompt, self.disguise.salt(seq.request.cache_salt))
+        request = request_fields(seq.request, of_prompt, self.disguise.salt(seq.request.cache_salt))
         return [
             ["request", request],
             ["tokens", [len(seq.tokens), names]],
@@ -329,9 +387,9 @@ class _Restorer:
     def _sequence(self, seq: Any, told: dict[str, Any]) -> None:
         count, names = told["tokens"]
         self.tokens += count + told["request"][1]
-        if self.tokens > MOST:
-            raise InvalidConfig(f"the recording's sequences have more than {MOST} tokens")
-        seq.request = request(told["request"], self.block_size)
+        if self.tokens > MAX_STATE_TOKENS:
+            raise InvalidConfig(f"the recording's sequences have more than {MAX_STATE_TOKENS} tokens")
+        seq.request = recorded_request(told["request"], self.block_size)
         seq.tokens = anonymized_tokens(count, names, self.block_size)
         seq.constraint = CONSTRAINTS[told["constraint"]]
         seq.inflight_prefix = told["inflight_prefix"] or None

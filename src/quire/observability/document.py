@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from quire.observability.engine_names import BUCKETS, COUNTERS, GAUGES, HISTOGRAMS, LABEL, SECONDS
+from quire.observability.engine_metrics import BUCKETS, COUNTERS, GAUGES, HISTOGRAMS, LABEL, SECONDS
 from quire.observability.frontend_metrics import FrontendMetrics
 
 HEAD = """# Metrics

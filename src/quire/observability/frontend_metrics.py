@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire.observability.histogram import Histogram
+from quire.observability.prometheus import Histogram
 from quire.types import FinishedRequest
 
 # vLLM's bounds, with finer ones below: its dashboards go on working, and small models can be told apart.

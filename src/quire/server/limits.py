@@ -16,7 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.config.server import ServerConfig
+from quire.config import ServerConfig
 from quire.errors import InvalidRequest, Overloaded, TooLarge, Unauthorized
 from quire.server import error_responses
 from quire.server.hosts import ForeignHost, Hosts

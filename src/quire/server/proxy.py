@@ -21,7 +21,7 @@ from quire.errors import DeadlineExceeded, InvalidRequest, QuireError, Unavailab
 from quire.frontend.offload import offload
 from quire.frontend.upstream import RequestInfo, UpstreamBackend, prompt_prefix
 from quire.frontend.upstream_response import UpstreamResponse
-from quire.observability.scrape import merged
+from quire.observability.prometheus import merge_metrics
 from quire.server import error_responses, schemas
 from quire.server.app import METRICS, build_app, gone_or_json, health_routes, written
 from quire.server.chunks import DONE, event
@@ -172,7 +172,7 @@ class Relay:
     async def metrics(self, request: Request) -> Response:
         theirs = await self._backend.scrape()
         size = sum(len(text) for _, text in theirs)
-        text = await offload(size, partial(merged, self._backend.metrics(), theirs))
+        text = await offload(size, partial(merge_metrics, self._backend.metrics(), theirs))
         return Response(text, media_type=METRICS)
 
     # ---------------------------------------------------------------- on the way

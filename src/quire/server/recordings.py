@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from quire.observability.recording_format import SUFFIX, written
+from quire.observability.recording_format import SUFFIX, written_bytes
 from quire.server.batch_api.store import UnknownFile
 
 
@@ -35,6 +35,6 @@ class Recordings:
 async def _pieces(paths: list[Path]) -> AsyncIterator[bytes]:
     for path in paths:
         try:
-            yield await asyncio.to_thread(written, path)
+            yield await asyncio.to_thread(written_bytes, path)
         except FileNotFoundError:  # the oldest make room for the newest while they are sent
             continue

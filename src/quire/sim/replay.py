@@ -14,7 +14,16 @@ from quire.engine.events import Observer
 from quire.engine.executor import Description
 from quire.errors import ExecutorLost, InvalidConfig, InvalidRequest, StepFailed
 from quire.observability import recording_format
-from quire.observability.checkpoint import CLASSES, CONSTRAINTS, GIVEN, MOST, STATE, Classes, request, restore
+from quire.observability.checkpoint import (
+    CLASSES,
+    CONSTRAINTS,
+    ENGINE_STATE,
+    MAX_STATE_TOKENS,
+    REPLAYED,
+    Classes,
+    recorded_request,
+    restore,
+)
 from quire.scheduler.plan import Mask, Plan, Result
 from quire.sim.step_words import StepWords, lines, step_words
 from quire.types import TokenLogprobs
@@ -168,7 +177,7 @@ class ScriptedExecutor:
         self.script.take()
         step = self.scheduler.inflight[0]
         try:
-            if sum(frame.counts) + sum(frame.told.values()) > recording_format.LONGEST:
+            if sum(frame.counts) + sum(frame.prompt_logprobs.values()) > recording_format.MAX_PROMPT_TOKENS:
                 raise ValueError
             tokens = [[0] * count for count in frame.counts]
             place = {seq.arrival: j for j, seq in enumerate(step.seqs)} if frame.pages else {}
@@ -183,7 +192,7 @@ class ScriptedExecutor:
         return Result(
             tokens,
             [[] for _ in step.masked_seqs],
-            prompt_logprobs={j: [_UNSEEN] * count for j, count in frame.told.items()},
+            prompt_logprobs={j: [_UNSEEN] * count for j, count in frame.prompt_logprobs.items()},
             errors=dict.fromkeys(frame.errors, "it had an error of its own"),
         )
 
@@ -274,26 +283,26 @@ def _turn(engine: Engine, script: Script) -> None:
     if isinstance(frame, recording_format.Arrived):
         script.take()
         live = engine.scheduler.sequences
-        if frame.tokens > _LARGE and frame.tokens + sum(len(seq.tokens) for seq in live.values()) > MOST:
-            raise _Damaged from InvalidConfig(f"the recording's sequences have more than {MOST} tokens")
+        if frame.tokens > _LARGE and frame.tokens + sum(len(seq.tokens) for seq in live.values()) > MAX_STATE_TOKENS:
+            raise _Damaged from InvalidConfig(f"the recording's sequences have more than {MAX_STATE_TOKENS} tokens")
         told = [getattr(frame, name) for name in frame.__struct_fields__[1:-1]]
-        asked = request(told, engine.scheduler.kv.prefix_cache.block_size)
+        asked = recorded_request(told, engine.scheduler.kv.prefix_cache.block_size)
         try:
             engine.add(asked, CONSTRAINTS[frame.constraint])
         except InvalidRequest as refusal:
             raise _Diverged(f"it refuses request {frame.id}: {refusal}", [], []) from None
-    elif isinstance(frame, recording_format.Provided):
+    elif isinstance(frame, recording_format.ConstraintSet):
         script.take()
-        engine.set_constraint(frame.id, GIVEN)
+        engine.set_constraint(frame.id, REPLAYED)
     elif isinstance(frame, recording_format.Left):
         script.take()
         engine.abort(frame.id, frame.why)
-    elif isinstance(frame, recording_format.Emptied):
+    elif isinstance(frame, recording_format.PrefixCacheReset):
         script.take()
         engine.reset_prefix_cache()
-    elif isinstance(frame, recording_format.Deepened):
+    elif isinstance(frame, recording_format.LookaheadChanged):
         script.take()
-        engine.lookahead = frame.depth
+        engine.lookahead = frame.lookahead
     else:
         _step(engine, script, frame)
 
@@ -323,7 +332,7 @@ def _engine(script: Script, observers: Iterable[Observer], known: Classes, make:
         executor = ScriptedExecutor(script, Description(*sizes, vocab_size=1 << 64))
         executor.scheduler = scheduler
         engine = make(scheduler, executor, clock=script, observers=observers, step_budget=roots["step_budget"], keep=0)
-        for name in STATE:
+        for name in ENGINE_STATE:
             setattr(engine, name, roots[name])
         engine.inflight.extend((*times, ScriptedHandle(executor)) for times in roots["inflight"])
     except (KeyError, TypeError, AttributeError) as error:

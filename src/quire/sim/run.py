@@ -13,7 +13,7 @@ from quire.engine.clock import Clock, WallClock
 from quire.engine.engine import Engine
 from quire.engine.events import Observer
 from quire.executors.synthetic import FREE, StepCost, SyntheticExecutor
-from quire.observability.pool_state import pool_state
+from quire.observability.engine_metrics import pool_state
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.policy import ADMISSION_POLICIES, EVICTION_POLICIES, PRIORITY_POLICIES, RESERVE_POLICIES
 from quire.scheduler.scheduler import Scheduler

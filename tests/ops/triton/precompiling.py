@@ -22,8 +22,8 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
-from quire.assembly.cuda import kinds
-from quire.assembly.speculate import speculative
+from quire.assembly.cuda import graph_keys
+from quire.assembly.speculate import speculative_graph_keys
 from quire.executors.local import CudaExecutor
 from quire.model_runner.graphs import EagerQueue, GraphKey, Works
 from quire.model_runner.memory import allocate, layer_shapes
@@ -112,10 +112,10 @@ def main() -> None:
     card = DeviceInfo(132, capability, dependent, "tf32x3", SHARED, options)
     target, steps, queue = model(card), TritonSteps(NOWHERE), Watched()
     steps.card = card
-    warm, proposer = kinds(CAP, TOKENS, TOKENS), NoProposer()
+    warm, proposer = graph_keys(CAP, TOKENS, TOKENS), NoProposer()
     sizes: dict[str, Any] = {"pages": PAGES, "page_size": 64}
     if "drafts" in sys.argv:
-        warm += speculative(CAP, TOKENS, 3, True)
+        warm += speculative_graph_keys(CAP, TOKENS, 3, True)
         draft = model(card)
         kv = allocate(layer_shapes(draft.spec.kv_shapes, draft.dtype), device=NOWHERE, **sizes)
         proposer = ModelProposer(draft, kv, num_drafts=3, rows=2 * CAP, device=NOWHERE)

@@ -1,14 +1,43 @@
-"""Several servers' /metrics as one text: each family once, and a label that says whose a sample is."""
+"""Prometheus: histograms, percentiles, and the metrics of several servers as one text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+
+class Histogram:
+    """Counts per bucket, as Prometheus has them. `bounds` are upper limits, ascending; one more is +Inf."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """The q-th percentile (0 to 100) by nearest rank; NaN of nothing."""
+    if not values:
+        return float("nan")
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q / 100 * len(ordered)))]
+
 
 Families = dict[str, tuple[list[str], list[str]]]
 """Name to (HELP and TYPE lines, samples)."""
 
 
-def merged(own: bytes, theirs: Iterable[tuple[str, bytes]]) -> bytes:
+def merge_metrics(own: bytes, theirs: Iterable[tuple[str, bytes]]) -> bytes:
     """`own` as it is, and of `theirs`, (server, text), the families that `own` lacks, labelled `upstream`."""
     known = families(own.decode("utf-8", "replace"))
     found: Families = {}

@@ -8,16 +8,19 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from quire import __version__
+from quire.errors import InvalidConfig
 from quire.types import FinishedRequest, SamplingParams
 
 Explain = Callable[[str], Coroutine[Any, Any, bytes]]
 """What happened to a call's answers, as JSON: `Panes.explain`."""
 
-_PATIENCE = 2.0
+_EXPLAIN_TIMEOUT = 2.0
 """Seconds that the engine may take to explain."""
 
 _CHAT = ("chatcmpl-", "resp_", "msg_")
@@ -72,7 +75,7 @@ class Traces:
 
     async def _tell(self, answers: list[tuple[int, FinishedRequest]]) -> None:
         try:
-            async with asyncio.timeout(_PATIENCE):
+            async with asyncio.timeout(_EXPLAIN_TIMEOUT):
                 known = json.loads(await self._explain(answers[0][1].id)) or {}
         except Exception:  # an engine that has just died knows nothing; the rest is told all the same
             known = {}
@@ -149,3 +152,63 @@ def _answered(answers: list[tuple[int, FinishedRequest]]) -> dict[str, Any]:
         "gen_ai.response.finish_reasons": [ended.reason for ended in every],
     }
     return told | ({"gen_ai.response.time_to_first_chunk": min(firsts)} if firsts else {})
+
+
+_EXPORT_TIMEOUT = 5
+"""Seconds that a collector may take for a batch; a server that ends waits no longer."""
+
+
+def build_tracing(endpoint: str | None, explain: Explain, *, model: str) -> Tracing | NoTracing:
+    """Traces to `endpoint`, or none. Raises InvalidConfig for no address, and where the packages are missing."""
+    if endpoint is None:
+        return NoTracing()
+    if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", endpoint):
+        raise InvalidConfig(
+            f"otlp_traces_endpoint must look like http://127.0.0.1:4318/v1/traces, not {endpoint!r}",
+            param="otlp_traces_endpoint",
+        )
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as missing:
+        raise InvalidConfig(
+            f"otlp_traces_endpoint: OpenTelemetry is not installed ({missing.name}): pip install 'quire-llm[otel]'"
+        ) from missing
+    resource = Resource.create({"service.name": "quire", "service.version": __version__})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT)))
+    return Tracing(provider, explain, model=model)
+
+
+class Tracing:
+    """A provider of tracers, and the observer that uses it."""
+
+    def __init__(self, provider: Any, explain: Explain, *, model: str) -> None:
+        from opentelemetry.trace import SpanKind, set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._provider = provider
+        start = provider.get_tracer("quire", __version__).start_span
+        api = Api(start, TraceContextTextMapPropagator().extract, set_span_in_context, SpanKind.SERVER)
+        self.observer = Traces(api, explain, model=model)
+        self.observers = (self.observer,)
+
+    async def around(self, running: Coroutine[Any, Any, None]) -> None:
+        """Run, and send the last traces at the end."""
+        try:
+            await running
+        finally:
+            await self.observer.told()
+            await asyncio.to_thread(self._provider.shutdown)
+
+
+class NoTracing:
+    """Nothing is traced."""
+
+    observers: tuple[Traces, ...] = ()
+
+    async def around(self, running: Coroutine[Any, Any, None]) -> None:
+        """Run."""
+        await running

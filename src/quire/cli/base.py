@@ -1,0 +1,214 @@
+"""The parts of the command line: groups, commands that take settings, errors as exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import click
+
+from quire.config import OPTIONS, Option, Settings, load, refuse
+from quire.errors import InvalidConfig, InvalidModel, InvalidRequest, QuireError, nearest
+from quire.types import NUMERIC_PARAMETERS
+
+Member = tuple[str, str] | click.Command
+"""A command, or ("module" or "module:name" of the command, by default `command`, one line of help)."""
+
+
+DEVELOPER_BENCHMARKS = (
+    *("batches", "checkpoint", "doors", "drafts", "front", "gpu", "http", "kernels", "ladder", "logits", "paging"),
+    *("pair", "profile", "speculate", "structured", "viewers"),
+)
+"""Commands that `quire bench` had and that are now in the folder `benchmarks` of a checkout."""
+
+ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    {
+        "complete": "`quire generate`",
+        "run-batch": "`quire serve --batch-dir FOLDER`, which has OpenAI's Batches",
+        "collect-env": "`quire version`",
+        **{
+            name: f"`python -m benchmarks.{name}` in a checkout of Quire (see benchmarks/README.md)"
+            for name in DEVELOPER_BENCHMARKS
+        },
+    }
+)
+"""Where commands of vLLM, and commands that moved, are found."""
+
+
+class Failure(click.ClickException):
+    """An error the user can do something about: one line on stderr, no traceback."""
+
+    def __init__(self, error: QuireError) -> None:
+        super().__init__(" ".join(str(error).split()))
+
+
+class Refusal(Failure):
+    """A failure that was asked for: the same words will fail again."""
+
+    exit_code = 2
+
+
+class LazyGroup(click.Group):
+    """A group that imports a member's module when the member is called, and not to list it."""
+
+    def __init__(self, *, members: Mapping[str, Member], **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.members = members
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.members)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        member = self.members.get(cmd_name)
+        if not isinstance(member, tuple):
+            return member
+        module, _, name = member[0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), name or "command")
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args[0] not in self.members and not args[0].startswith("-"):
+            hint = f" Here it is {ELSEWHERE[args[0]]}." if args[0] in ELSEWHERE else nearest(args[0], self.members)
+            known = ", ".join(self.members)
+            raise click.UsageError(f"There is no command {args[0]!r}.{hint} There are: {known}.", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = [
+            (name, member[1] if isinstance(member, tuple) else member.get_short_help_str())
+            for name, member in self.members.items()
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+class Root(LazyGroup):
+    """The top of the command line. `ctx.obj` holds the settings once a command has loaded them."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            if error.filename is None:  # a pipe that broke, say: click knows about those
+                raise
+            _shown(ctx)
+            raise Failure(QuireError(f"{error.filename}: {error.strerror}")) from error
+        except QuireError as error:
+            _shown(ctx)
+            asked_for = isinstance(error, InvalidConfig | InvalidModel | InvalidRequest)
+            raise (Refusal if asked_for else Failure)(error) from error
+
+
+def _shown(ctx: click.Context) -> None:
+    """Where the error that is being handled comes from, for who asked to see that."""
+    if isinstance(ctx.obj, Settings) and ctx.obj.execution.debug:
+        traceback.print_exc()
+
+
+SECTIONS = tuple(dict.fromkeys(known.section for known in OPTIONS.values()))
+OFFLINE = tuple(section for section in SECTIONS if section not in ("server", "access", "upstream"))
+
+_REST = "quire.rest"
+"""Where what follows -- is kept between parsing and running."""
+
+
+class SettingsCommand(click.Command):
+    """A command that takes the options of some sections (and `also` some more), and gets them as `settings`.
+
+    With `positional`, the model may also be named without a flag. `rest` names the option that takes what follows --.
+    """
+
+    def __init__(
+        self,
+        *,
+        sections: Sequence[str] = SECTIONS,
+        also: Sequence[str] = (),
+        positional: bool = False,
+        rest: str | None = None,
+        params: Iterable[click.Parameter] = (),
+        **attributes: Any,
+    ) -> None:
+        self.rest = rest
+        self.taken = [known for known in OPTIONS.values() if known.section in sections or known.name in also]
+        own: list[click.Parameter] = [click.Argument(["model_given"], metavar="[MODEL]", required=False)]
+        file = click.Option(["--config", "config_file"], metavar="FILE.yaml", help="Settings: 'option: value' lines.")
+        made = [_click_option(known) for known in self.taken]
+        super().__init__(params=[*(own if positional else []), *params, file, *made], **attributes)
+        self.context_settings.setdefault("token_normalize_func", _dashes)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = list(args)
+        if self.rest is not None and "--" in args:
+            at = args.index("--")
+            args, ctx.meta[_REST] = args[:at], tuple(args[at + 1 :])
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            written = next((arg for arg in given if arg.startswith(error.option_name)), error.option_name)
+            options = [param for param in self.params if isinstance(param, click.Option)]
+            flags = [flag for option in options for flag in (*option.opts, *option.secondary_opts)]
+            raise refuse(written.partition("=")[0], "command line", flags) from error
+
+    def invoke(self, ctx: click.Context) -> Any:
+        flags = {}
+        for known in self.taken:
+            value = ctx.params.pop(known.name)
+            if value is not None and value != ():
+                flags[known.name] = value
+        if self.rest is not None and _REST in ctx.meta:
+            flags[self.rest] = (*flags.get(self.rest, ()), *ctx.meta[_REST])
+        model = ctx.params.pop("model_given", None)
+        if model is not None and flags.setdefault("model", model) != model:
+            raise InvalidConfig(f"the model is named twice: {model} and --model {flags['model']}", param="model")
+        settings = load(flags, file=ctx.params.pop("config_file"), environ=os.environ)
+        ctx.find_root().obj = ctx.params["settings"] = settings
+        return super().invoke(ctx)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        by_name = {known.name: known.section for known in self.taken}
+        groups: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                groups.setdefault(by_name.get(param.name or "", "Options"), []).append(record)
+        for title, records in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def _dashes(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _click_option(known: Option) -> click.Option:
+    """Values stay text here: `Option.read` parses them, with the same words whatever their source."""
+    help = f"{known.help} [{known.show(known.default)}]"
+    if known.kind == "switch":
+        spelling = f"{known.flag}/--no-{known.flag.removeprefix('--')}"
+        return click.Option([spelling, known.name], default=None, help=help)
+    metavar = known.metavar or ("|".join(known.choices) if known.choices else known.kind.upper().rstrip("S"))
+    return click.Option(
+        [known.flag, known.name], default=None, multiple=known.kind == "texts", metavar=metavar, help=help
+    )
+
+
+def sampling_options() -> list[click.Option]:
+    """New options, named as the fields of SamplingParams; `--seed` is an option of the engine's configuration."""
+    return [
+        click.Option(["--max-tokens"], type=int, help="Longest answer, in tokens."),
+        *(
+            click.Option([f"--{each.name.replace('_', '-')}"], type=type(each.low), help=each.help)
+            for each in NUMERIC_PARAMETERS
+            if each.help
+        ),
+        click.Option(["--stop"], multiple=True, help="End where this text appears; may be repeated."),
+    ]
+
+
+def given(sampling: dict[str, Any]) -> dict[str, Any]:
+    """Only what was set."""
+    return {name: value for name, value in sampling.items() if value is not None and value != ()}
