@@ -2,7 +2,7 @@
 
 Two versions are compared by running it in both and comparing the output:
 
-`PYTHONPATH=old/src python tools/redesign/surface.py > old.json; PYTHONPATH=src python tools/redesign/surface.py > new.json`
+`PYTHONPATH=old/src python tools/redesign/surface.py > old.json`, and the same with `PYTHONPATH=src`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import quire
 
 
 def document(*modules: str) -> set[str]:
-    """Names in code quotes of the first cells of tables that `python -m MODULE` prints, of the first module there is."""
+    """Names in code quotes in the first cells of the tables that `python -m` prints for the first module there is."""
     for module in modules:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
