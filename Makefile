@@ -6,7 +6,7 @@ SEED ?= 1
 REFERENCE = docs/reference
 SITE ?= $(CURDIR)/out/site
 
-.PHONY: check format lint types test bench nightly mutation docs site errors wheel proto
+.PHONY: lowest check format lint types test bench nightly mutation docs site errors wheel proto
 
 check: lint types test
 
@@ -47,6 +47,13 @@ site:
 # Of logits, by architecture and dtype, in docs/guides/models.md: not part of `docs`, for their last digits are the machine's.
 errors:
 	$(PYTHON) -m tests.models.errors
+
+# The oldest versions of dependencies that pyproject.toml allows, before those installed.
+LOWEST := $(or $(TMPDIR),/tmp)/quire-lowest
+lowest:
+	rm -rf $(LOWEST) && $(PYTHON) -m tests.lowest > $(LOWEST).txt
+	$(PYTHON) -m pip install -q --no-deps --target $(LOWEST) -r $(LOWEST).txt
+	PYTHONPATH=$(LOWEST):$(CURDIR)/src OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n 2 tests/server tests/frontend tests/structured_output tests/tokenization tests/config tests/cli tests/test_serving.py
 
 wheel:
 	$(PYTHON) -m pip wheel --no-deps --wheel-dir dist .
