@@ -34,7 +34,7 @@ from quire.parsers.reasoning import thoughts_ahead
 from quire.scheduler.constraint import FREE, Constraint
 from quire.structured_output.compiler import GrammarCompiler
 from quire.structured_output.llguidance import LlguidanceCompiler
-from quire.tokenization.stop_strings import StopStrings
+from quire.tokenization.detokenizer import StopStrings
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import (
     CompletionOutput,

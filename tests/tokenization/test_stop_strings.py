@@ -5,7 +5,7 @@ import re
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.tokenization.stop_strings import StopFinder, StopStrings
+from quire.tokenization.detokenizer import StopFinder, StopStrings
 
 stops = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), min_size=1, max_size=4)
 chunks = st.lists(st.text(alphabet="ab\nc", max_size=5), max_size=12)

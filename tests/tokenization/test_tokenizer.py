@@ -7,8 +7,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from quire.errors import InvalidModel
-from quire.tokenization.generation_config import sampling_defaults
-from quire.tokenization.tokenizer import Tokenizer
+from quire.tokenization.tokenizer import Tokenizer, sampling_defaults
 from tests.tokenization.vocabulary import byte_level, save, sentencepiece, wordpiece
 
 NAMES = {"bos_token": "<|begin|>", "eos_token": {"content": "<|end|>"}}

@@ -12,8 +12,7 @@ from quire.errors import InvalidModel
 from quire.parsers.reasoning import ReasoningParser, parser_of
 from quire.parsers.tools.styles import STYLES, ToolParser, style_of
 from quire.tokenization.chat_template import ChatTemplate
-from quire.tokenization.generation_config import sampling_defaults
-from quire.tokenization.tokenizer import Tokenizer
+from quire.tokenization.tokenizer import Tokenizer, sampling_defaults
 from quire.tokenization.vocabularies import ends_of, from_gguf
 from quire.weights.gguf import find_gguf, read_gguf
 from quire.weights.locate import check, locate

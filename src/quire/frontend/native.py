@@ -21,7 +21,7 @@ from quire.frontend.observer import FrontendObserver, NoObserver
 from quire.frontend.output_processor import ActiveRequest, OutputProcessor, delta_of_error
 from quire.frontend.request_builder import output_processor, requests
 from quire.tokenization.chat_template import ChatTemplate
-from quire.tokenization.stop_strings import StopStrings
+from quire.tokenization.detokenizer import StopStrings
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import BACKGROUND, FinishedRequest, FinishReason, RequestStepOutput
 

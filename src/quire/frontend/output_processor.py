@@ -13,9 +13,8 @@ from dataclasses import replace
 
 from quire.errors import QuireError
 from quire.frontend.interface import Call, Delta
-from quire.tokenization.detokenizer import Detokenizer
+from quire.tokenization.detokenizer import Detokenizer, StopFinder
 from quire.tokenization.escape import escape_control_lines
-from quire.tokenization.stop_strings import StopFinder
 from quire.types import RequestStepOutput, SamplingParams, TokenLogprobs
 
 log = logging.getLogger("uvicorn.error")

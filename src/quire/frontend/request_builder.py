@@ -11,8 +11,7 @@ from typing import Protocol
 from quire.errors import InvalidRequest
 from quire.frontend.interface import Call
 from quire.frontend.output_processor import OutputProcessor, sampling_for_choice
-from quire.tokenization.detokenizer import NoText
-from quire.tokenization.stop_strings import StopFinder, StopStrings
+from quire.tokenization.detokenizer import NoText, StopFinder, StopStrings
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import Request, SamplingParams
 

@@ -1,4 +1,4 @@
-"""Chat messages to prompt text, by the model's own template in a sandbox."""
+"""Chat messages to prompt text, by the model's chat template in a sandbox."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from quire.parsers.tools.styles import ToolStyle, describe_tools, style_of
 from quire.tokenization.template_sandbox import METER, Budget, Metered, Refused, Sandbox, extent
 from quire.tokenization.tokenizer import read_json
 
-_HERE = "\N{OBJECT REPLACEMENT CHARACTER}quire-continues-here\N{OBJECT REPLACEMENT CHARACTER}"
+_CONTINUE_MARK = "\N{OBJECT REPLACEMENT CHARACTER}quire-continues-here\N{OBJECT REPLACEMENT CHARACTER}"
 
 
 class _Failed(Exception):
-    """The template broke, or was stopped."""
+    """The template raised an error or exceeded its budget."""
 
 
 class ChatTemplate:
-    """One template, compiled. `tokens` are the special tokens it may name (`bos_token` and so on)."""
+    """A compiled template. tokens: the special tokens that it may name (`bos_token` and so on)."""
 
     def __init__(self, source: str, tokens: Mapping[str, str] | None = None, style: ToolStyle | None = None) -> None:
-        """style: how calls of tools are told where the template has no way; by default the one it looks like.
+        """style: the format of tool calls for a template that does not know tools; by default that of its family.
 
-        Raises InvalidModel if `source` is not a template.
+        Raises InvalidModel if `source` does not compile.
         """
         sandbox = Sandbox()
         try:
@@ -53,9 +53,9 @@ class ChatTemplate:
     ) -> Self | None:
         """`override` (a path, or a template), else chat_template.jinja, else tokenizer_config's, else `default`.
 
-        None where there is none at all. Raises InvalidModel for what is no template.
+        None where there is none. Raises InvalidModel.
         """
-        source = _own(Path(folder), default) if override is None else _given(override)
+        source = _of_folder(Path(folder), default) if override is None else _of_option(override)
         return None if source is None else cls(source, tokens, style)
 
     def render(
@@ -67,16 +67,16 @@ class ChatTemplate:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt. `continue_final_message` leaves the last message open, for the model to go on with.
+        """The prompt. continue_final_message: end with the last message's text, for the model to continue it.
 
-        Tools, calls of them and their results are told in words where the template knows nothing of tools.
-        Raises InvalidRequest when the template refuses the messages or breaks on them.
+        Tools, calls and results are written as text where the template does not know tools.
+        Raises InvalidRequest when the template refuses the messages or fails.
         """
         shown = [self._shown(message) for message in messages]
         if not self._knows_tools:
             shown = describe_tools(shown, tools, self._style)
         if continue_final_message:
-            shown[-1]["content"] = str(shown[-1].get("content") or "") + _HERE
+            shown[-1]["content"] = str(shown[-1].get("content") or "") + _CONTINUE_MARK
         names = {
             **(chat_template_kwargs or {}),
             "messages": shown,
@@ -91,7 +91,7 @@ class ChatTemplate:
             raise InvalidRequest(f"the chat template fails: {_line(error)}", param="messages") from error
         if not continue_final_message:
             return text
-        before, found, _ = text.rpartition(_HERE)
+        before, found, _ = text.rpartition(_CONTINUE_MARK)
         if not found:
             raise InvalidRequest(
                 "the chat template does not show the final message, so it cannot be continued",
@@ -100,7 +100,7 @@ class ChatTemplate:
         return before
 
     def try_out(self) -> None:
-        """Show it one plain message. Raises InvalidModel where it fails; to refuse what it is shown is its right."""
+        """Render one plain message. Raises InvalidModel where the template fails; refusing the message is allowed."""
         try:
             self._run(
                 {"messages": [{"role": "user", "content": "Hello"}], "tools": None, "add_generation_prompt": True}
@@ -113,23 +113,24 @@ class ChatTemplate:
     def _run(self, names: Mapping[str, Any]) -> str:
         """Raises Refused or _Failed."""
         budget = Budget(extent(list(names.values())))
-        told: list[str] = []
+        pieces: list[str] = []
         try:
             for piece in self._template.generate({**self._tokens, **names, "range": budget.range, METER: budget}):
                 budget.spend(len(piece))
-                told.append(piece)
+                pieces.append(piece)
         except Refused:
             raise
         except RecursionError as error:
             raise _Failed("it calls itself without end") from error
         except MemoryError as error:
             raise _Failed("it takes more memory than there is") from error
-        except Exception as error:  # whatever Python the template ran into; it is not ours
+        # Any error of Python that the template caused.
+        except Exception as error:
             raise _Failed(_line(error)) from error
-        return "".join(told)
+        return "".join(pieces)
 
     def _shown(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message as templates of text models expect it: content is one string; `developer` is the new `system`."""
+        """A message as templates of text models expect it: `content` is one string, and `developer` is `system`."""
         shown = {**message, "content": text_of(message.get("content"))}
         if shown.get("role") == "developer" and not self._knows_developer:
             shown["role"] = "system"
@@ -137,7 +138,7 @@ class ChatTemplate:
 
 
 def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    """Message content as one string: the text parts, a line each. Raises InvalidRequest for anything but text."""
+    """Message content as one string: the text parts, joined by line breaks. Raises InvalidRequest for other parts."""
     if content is None or isinstance(content, str):
         return content or ""
     _check_parts(content)
@@ -157,13 +158,14 @@ def _check_parts(content: object) -> None:
         raise InvalidRequest("message content must be text or a list of text parts", param="messages")
 
 
-def _own(folder: Path, default: str | None) -> str | None:
-    """The template of a folder. Raises InvalidModel where it is none."""
+def _of_folder(folder: Path, default: str | None) -> str | None:
+    """The template of a folder. Raises InvalidModel where it is not text."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return _template(path)
     source = read_json(folder / "tokenizer_config.json").get("chat_template", default)
-    if isinstance(source, list):  # several, by name
+    # Several templates, by name.
+    if isinstance(source, list):
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = named.get("default")
     if source is not None and not isinstance(source, str):
@@ -171,8 +173,8 @@ def _own(folder: Path, default: str | None) -> str | None:
     return source
 
 
-def _given(override: str | Path) -> str:
-    """A template given as such (it has a tag in it), or as the path of one."""
+def _of_option(override: str | Path) -> str:
+    """A template (which contains a brace), or the path of one."""
     return str(override) if "{" in str(override) else _template(Path(override))
 
 

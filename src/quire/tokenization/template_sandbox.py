@@ -1,9 +1,9 @@
-"""Where chat templates are rendered: what they may use, and what one rendering may cost.
+"""The sandbox that chat templates are rendered in, with a bound on the time and memory of one rendering.
 
 Templates come with checkpoints, so they are not trusted. An operation is charged for its operands before it runs and
-for its result afterwards, in units of about a byte or a hundredth of a microsecond. What makes much of little (a width,
-a count, a power) is charged by what it would make. So no template takes more than a bounded time and memory, and no
-clock decides which one does.
+for its result afterwards, in units of about a byte or ten nanoseconds. Operations whose result may be much larger than
+their operands (a width, a count, a power) are charged for the result in advance. The bound is deterministic: it does
+not depend on a clock.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-_ROOM = 1 << 20
-"""Characters a template may add of its own, and turns it may take in loops and macros, in one rendering."""
-_WORK = 1 << 24
-"""Units that one rendering may be charged, and `_PER_READ` more for each character of what it renders."""
+_MAX_OUTPUT = 1 << 20
+"""Characters that a template may write beyond its input, and iterations and calls, in one rendering."""
+_MAX_WORK = 1 << 24
+"""Units that one rendering may be charged, and `_PER_READ` more for each character of its input."""
 _PER_READ = 128
 _OPERATION = 16
-"""Units of any operation."""
+"""Units for any operation."""
 _CALL = 128
-"""Units of a call of a macro, or of a function."""
+"""Units for a call of a macro or a function."""
 _BLOCK = 1 << 12
-"""Units of going into a block, for which jinja makes a context."""
+"""Units for entering a block, for which jinja creates a context."""
 _NODE = 2
-"""Units of whatever else stands in a template, each time that it is passed."""
+"""Units for any other node of the template, each time that it is executed."""
 _BITS = 1 << 14
-"""Of a whole number: a few more than Python writes out in decimals."""
+"""Bits of the largest integer: slightly more than Python converts to decimal."""
 _WIDTH = 1 << 16
 """The largest width, count or precision."""
 _INDENT = 16
@@ -52,17 +52,17 @@ _NESTED = re.compile(r"\{[^{}]*\{")
 _PADDED = re.compile(r"%[^A-Za-z%]*\d{3}")
 
 _SECRET: Final = secrets.token_hex(8)
-"""In the names of filters that are not for templates, which can name filters in texts (`map`)."""
+"""Part of the names of internal filters, since templates can name filters in strings (`map`)."""
 METER: Final = f"meter-{_SECRET}"
-"""Where a rendering's context has its budget, and the filter that counts a turn."""
+"""The key of the budget in a rendering's context, and the name of the filter that counts an iteration."""
 _READ: Final = f"read-{_SECRET}"
 _SEARCHED: Final = f"searched-{_SECRET}"
 _JOINED: Final = f"joined-{_SECRET}"
-_CUT: Final = f"cut-{_SECRET}"
+_SLICED: Final = f"sliced-{_SECRET}"
 
-_SPELLED = (str, bytes)
+_STRINGS = (str, bytes)
 _LISTS: tuple[Any, ...] = (list, tuple, range, set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
-_BUILTIN = (*_SPELLED, int, float, complex, dict, *_LISTS, type)
+_BUILTIN = (*_STRINGS, int, float, complex, dict, *_LISTS, type)
 
 _TEXT_METHODS = """
     capitalize casefold count endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier islower
@@ -70,7 +70,7 @@ _TEXT_METHODS = """
     rpartition rsplit rstrip split splitlines startswith strip swapcase title upper
 """
 _TEXT = frozenset(_TEXT_METHODS.split())
-"""Methods of texts whose results are no longer than what they are given."""
+"""Methods of strings whose results are no longer than their operands."""
 _METHODS: Mapping[type, frozenset[str]] = MappingProxyType(
     {
         dict: frozenset({"get", "items", "keys", "values", "copy"}),
@@ -86,16 +86,19 @@ Cost: TypeAlias = "Callable[[Budget, Any, Sequence[Any], Mapping[str, Any]], Non
 
 
 class Refused(TemplateError):
-    """The template itself said no (`raise_exception`)."""
+    """The template called `raise_exception`."""
 
 
 def extent(value: Any, most: int = 1 << 62) -> int:
-    """What it takes to write, compare or hash a value with all that is in it. Counting ends soon after `most`: a list
-    that holds one list several times is as long as what it would write."""
-    total, rest = 0, [value]
+    """The cost of writing, comparing or hashing a value with everything in it.
+
+    Counting ends soon after `most`. A list that contains another one several times counts it each time.
+    """
+    total = 0
+    rest = [value]
     while rest and total <= most:
         one = rest.pop()
-        if isinstance(one, _SPELLED):
+        if isinstance(one, _STRINGS):
             total += 8 + len(one)
         elif isinstance(one, int):
             total += 8 + one.bit_length()
@@ -117,30 +120,31 @@ def extent(value: Any, most: int = 1 << 62) -> int:
 
 
 class Budget:
-    """What one rendering may still write, count and cost. read: `extent` of what it renders."""
+    """What one rendering may still write and do. read: `extent` of its input."""
 
     def __init__(self, read: int) -> None:
-        self._left, self._work = _ROOM + 8 * read, _WORK + _PER_READ * read
+        self._left = _MAX_OUTPUT + 8 * read
+        self._work = _MAX_WORK + _PER_READ * read
 
     def spend(self, amount: int) -> None:
-        """Characters, or turns."""
+        """Count characters written, iterations or calls. Raises SecurityError when none are left."""
         self._left -= amount
         if self._left < 0:
             raise SecurityError("it goes on without end")
 
     def charge(self, units: int) -> None:
-        """Raises SecurityError when all is used up."""
+        """Charge units of work. Raises SecurityError when none are left."""
         self._work -= units
         if self._work < 0:
             raise SecurityError("it takes too much time or memory")
 
     def read(self, *values: Any) -> None:
-        """All of the values are gone through."""
+        """Charge for reading all of the values."""
         for value in values:
             self.charge(8 + len(value) if isinstance(value, str) else extent(value, self._work))
 
     def made(self, value: Any) -> Any:
-        """The result of an operation."""
+        """Charge for the result of an operation, and return it."""
         if isinstance(value, str):
             self.charge(_OPERATION + (len(value) if value.isascii() else 4 * len(value)))
         elif isinstance(value, int):
@@ -153,30 +157,33 @@ class Budget:
         return value
 
     def range(self, *bounds: int) -> range:
+        """Python's range, whose iterations are counted in advance."""
         numbers = range(*bounds)
         self.spend(len(numbers))
         return numbers
 
-    # ---------------------------------------------------------------- operations that make much of little
+    # ---------------------------------------------------------------- operations with large results
 
     def binary(self, operator: str, left: Any, right: Any) -> None:
+        """Charge for a binary operation. Raises SecurityError where its result would be too large."""
         self.charge(_OPERATION)
         if isinstance(left, int) and isinstance(right, int):
-            bits, more = left.bit_length(), right.bit_length()
+            bits = left.bit_length()
+            more = right.bit_length()
             made = bits * abs(right) if operator == "**" and more < 32 else bits + more
             if max(bits, made) > _BITS or (operator == "**" and more >= 32):
                 raise SecurityError(f"{operator!r} would make too large a value")
         elif operator == "*":
             length = max((len(x) for x in (left, right) if isinstance(x, str | bytes | list | tuple)), default=0)
             times = max((abs(x) for x in (left, right) if isinstance(x, int)), default=1)
-            if length * times > _ROOM:
+            if length * times > _MAX_OUTPUT:
                 raise SecurityError(f"{operator!r} would make too large a value")
             self.charge(8 * length * times)
         elif operator == "%" and isinstance(left, str):
             self.formatted(left, right, braces=False)
 
     def formatted(self, text: str, values: Any, *, braces: bool) -> None:
-        """Every field may be as wide as the largest number in the text, and show all of the values."""
+        """Charge for formatting: each field may be as wide as the largest number in the text, and show all values."""
         widest = max(map(_number, _FIELD_DIGITS.findall(text)), default=0)
         taken = _NESTED.search(text.replace("{{", "")) if braces else _STAR.search(text)
         if widest > 9999 or taken:
@@ -185,15 +192,17 @@ class Budget:
         self.charge(len(text) + fields * (widest + extent(values, self._work)))
 
     def replaced(self, text: str, old: Any, new: Any) -> None:
+        """Charge for replacing all occurrences of `old`."""
         self.read(text, old, new)
         self.charge(text.count(str(old)) * len(str(new)))
 
     def joined(self, between: str, parts: Any) -> None:
+        """Charge for joining parts."""
         self.read(parts)
         self.charge(len(between) * (len(parts) if hasattr(parts, "__len__") else 0))
 
     def width(self, *numbers: Any) -> None:
-        """Raises SecurityError for a number above what a width, a count or a precision may be."""
+        """Charge for widths, counts or precisions. Raises SecurityError above `_WIDTH`."""
         for number in numbers:
             if isinstance(number, int):
                 if abs(number) > _WIDTH:
@@ -201,7 +210,7 @@ class Budget:
                 self.charge(abs(number))
 
     def method(self, owner: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A method of one of Python's own types. Raises SecurityError for one that templates have no need of."""
+        """Charge for a method of a built-in type. Raises SecurityError for methods that templates do not need."""
         self.charge(_OPERATION)
         if not isinstance(owner, str):
             known = next((names for kind, names in _METHODS.items() if isinstance(owner, kind)), frozenset[str]())
@@ -241,7 +250,7 @@ def _number(digits: str) -> int:
 
 
 def budget_of(context: Context) -> Budget:
-    """What was given to the rendering is read, which the template's own `set` does not reach."""
+    """The budget of a rendering, from its input, which the template's `set` cannot change."""
     budget: Budget = context.parent[METER]
     return budget
 
@@ -254,7 +263,7 @@ def _all(budget: Budget, value: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _items(budget: Budget, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Each item is looked at, not what is in it."""
+    """Each item is visited, but not its contents."""
     budget.charge(8 * len(value) if hasattr(value, "__len__") else 8)
 
 
@@ -335,7 +344,7 @@ _COSTS: Mapping[str, Cost] = MappingProxyType(
         "format": _format,
     }
 )
-"""The filters that templates have, but for `tojson`: all with results as long as what they are charged for."""
+"""The filters that templates have, besides `tojson`. The charge covers the size of the result."""
 
 _TESTS: Mapping[str, Cost] = MappingProxyType(
     {
@@ -343,15 +352,15 @@ _TESTS: Mapping[str, Cost] = MappingProxyType(
         **_each(_numbers, "odd even divisibleby"),
     }
 )
-"""The tests that go through values; others look at their type alone."""
+"""The tests that read values; others only look at the type."""
 
 
-class _Own:
-    """The name of one of jinja's own filters, where no text is equal to it."""
+class _FilterKey:
+    """The key of one of jinja's filters, which is equal to no string that a template could name."""
 
 
 def _metered(cost: Cost, own: Any, *, filters: bool) -> Callable[..., Any]:
-    """What templates get in the place of jinja's filter, or test, of the name `own`."""
+    """A filter or test that charges for jinja's own one, stored under the key `own`, and calls it."""
 
     @pass_context
     def metered(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -375,8 +384,8 @@ def _counted(budget: Budget, items: Iterator[Any]) -> Iterator[Any]:
 
 
 @pass_context
-def _turn(context: Context, weight: int) -> bool:
-    """A turn of a loop, or a call, with so much in its body."""
+def _iteration(context: Context, weight: int) -> bool:
+    """Count an iteration or a call, whose body has `weight` units of nodes."""
     budget = budget_of(context)
     budget.spend(1)
     budget.charge(_OPERATION + weight)
@@ -392,7 +401,7 @@ def _read(context: Context, value: Any) -> Any:
 
 @pass_context
 def _searched(context: Context, value: Any) -> Any:
-    """Where something is looked for: what is in a mapping is found by its hash."""
+    """Charge for a search with `in`; a mapping is searched by hash."""
     if not isinstance(value, Mapping):
         budget_of(context).read(value)
     return value
@@ -400,15 +409,15 @@ def _searched(context: Context, value: Any) -> Any:
 
 @pass_context
 def _joined(context: Context, *values: Any) -> str:
-    """`~`."""
+    """The operator `~`."""
     budget = budget_of(context)
     budget.read(*values)
     return str(budget.made("".join(map(str, values))))
 
 
 @pass_context
-def _cut(context: Context, value: Any, start: Any, stop: Any, step: Any) -> Any:
-    """`value[start:stop:step]`."""
+def _slice(context: Context, value: Any, start: Any, stop: Any, step: Any) -> Any:
+    """The slice `value[start:stop:step]`."""
     budget = budget_of(context)
     budget.charge(_OPERATION)
     return budget.made(value[start:stop:step])
@@ -423,7 +432,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: jinja's own filter escapes for HTML, which would reach the model."""
+    """Plain JSON: jinja's own filter escapes for HTML, and the model would see the escapes."""
     budget = budget_of(context)
     if indent is not None and (len(indent) if isinstance(indent, str) else abs(indent)) > _INDENT:
         raise SecurityError(f"it asks for an indent above {_INDENT}")
@@ -438,8 +447,8 @@ def _tojson(
 
 @pass_context
 def _written(context: Context, value: Any) -> Any:
-    """What `{{ }}` writes."""
-    budget: Budget = context.parent[METER]
+    """Charge for a value that `{{ }}` writes."""
+    budget = budget_of(context)
     if isinstance(value, str):
         budget.charge(len(value))
     else:
@@ -447,7 +456,7 @@ def _written(context: Context, value: Any) -> Any:
     return value
 
 
-# -------------------------------------------------------------------- what templates can name
+# -------------------------------------------------------------------- global functions
 
 
 @pass_context
@@ -466,112 +475,135 @@ def _strftime_now(format: str) -> str:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training; in serving it is only its contents."""
+    """`{% generation %}` marks the assistant's turns for training; in serving its contents are rendered as they are."""
 
-    tags = {"generation"}  # noqa: RUF012 - jinja's own spelling of the interface
+    tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
+        """The statements up to `{% endgeneration %}`."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _Alone(BaseLoader):
-    """A checkpoint has one template: what others it asks for are not there."""
+class _NoTemplates(BaseLoader):
+    """There are no other templates to include or import."""
 
     def get_source(self, environment: Environment, template: str) -> NoReturn:
+        """Raises SecurityError."""
         raise SecurityError(f"it asks for another template, {template!r}, and there is none")
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja without attribute tricks, other templates, large values, and filters that models' templates do not use."""
+    """Jinja without access to attributes of objects, other templates, unbounded values and unmetered filters."""
 
     intercepted_binops = frozenset({"+", "*", "//", "%", "**"})
 
     def __init__(self) -> None:
         super().__init__(
-            loader=_Alone(),
+            loader=_NoTemplates(),
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[loopcontrols, _Generation],
             finalize=_written,
             optimized=False,
         )
-        filters: dict[Any, Any] = {METER: _turn, _READ: _read, _SEARCHED: _searched, _JOINED: _joined, _CUT: _cut}
+        filters: dict[Any, Any] = {
+            METER: _iteration,
+            _READ: _read,
+            _SEARCHED: _searched,
+            _JOINED: _joined,
+            _SLICED: _slice,
+        }
         filters["tojson"] = _tojson
         for name, cost in _COSTS.items():
-            own = _Own()
+            own = _FilterKey()
             filters[own] = self.filters[name]
             filters[name] = _metered(cost, own, filters=True)
         tests: dict[Any, Any] = dict(self.tests)
         for name, cost in _TESTS.items():
-            own = _Own()
+            own = _FilterKey()
             tests[own] = self.tests[name]
             tests[name] = _metered(cost, own, filters=False)
         self.filters, self.tests = filters, tests
-        del self.globals["lipsum"]  # text without end is all it makes
+        # It makes text of any length.
+        del self.globals["lipsum"]
         self.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """A binary operation, charged."""
         budget = budget_of(context)
-        if operator == "+" and isinstance(left, str) and isinstance(right, str):  # by far the most of them
+        # By far the most frequent operation.
+        if operator == "+" and isinstance(left, str) and isinstance(right, str):
             return budget.made(left + right)
         budget.binary(operator, left, right)
         return budget.made(super().call_binop(context, operator, left, right))
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as jinja has it
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as in jinja
+        """A call, charged."""
         budget = budget_of(__context)
-        method = getattr(__obj, "__wrapped__", __obj)  # jinja wraps str.format
+        # jinja wraps str.format.
+        method = getattr(__obj, "__wrapped__", __obj)
         owner = getattr(method, "__self__", None)
         if isinstance(owner, _BUILTIN):
             given = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
             budget.method(owner, method.__name__, args, given)
         else:
-            hashed = isinstance(__obj, type) or isinstance(owner, LoopContext)  # `dict`, `loop.changed`
+            # `dict` and `loop.changed` hash their arguments.
+            hashed = isinstance(__obj, type) or isinstance(owner, LoopContext)
             budget.charge(_BLOCK if isinstance(__obj, BlockReference) else _CALL)
             budget.read(*(arg for arg in args if hashed or isinstance(arg, tuple)))
         return budget.made(super().call(__context, __obj, *args, **kwargs))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
+        """`obj[argument]`. Raises SecurityError for keys that are expensive to hash."""
         parts = argument if isinstance(argument, tuple) else (argument,)
         if len(parts) > _KEYS or any(isinstance(one, list | tuple | Mapping) for one in parts):
             raise SecurityError("it looks for an item by a list of things")
         return super().getitem(obj, argument)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        """Raises SecurityError."""
         raise SecurityError(
             f"it reaches for {attribute!r} of {type(obj).__name__!r}, which is not a template's to touch"
         )
 
 
 class Metered(NodeTransformer):
-    """Puts the meter into a template: every turn of a loop and every call of a macro or a block is counted, with what
-    is in its body, for they need write nothing to go on for ever; and what jinja compiles to Python's own operators is
-    charged for."""
+    """Inserts the charges into a template.
+
+    Every iteration of a loop and every call of a macro or block is counted with the size of its body, since it need not
+    write anything; and operations that jinja compiles to Python's own operators become filters that charge.
+    """
 
     def __init__(self) -> None:
         self._seen = 0
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
+        """Transform a node, and add up the sizes of the nodes seen."""
         data = getattr(node, "data", getattr(node, "value", None))
         self._seen += _NODE + (len(data) if isinstance(data, str) else 0)
         return super().visit(node, *args, **kwargs)
 
-    def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802 - jinja's own spelling
-        self._turning(node)
-        if node.test is not None:  # items that it turns away are turns too
+    def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802 - jinja's name
+        """Count iterations, including those that the loop's condition filters out."""
+        self._count_body(node)
+        if node.test is not None:
             node.test = nodes.And(_filter(nodes.Const(8), METER, node), node.test, lineno=node.lineno)
         return node
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:  # noqa: N802
-        return self._turning(node)
+        """Count calls."""
+        return self._count_body(node)
 
     def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.CallBlock:  # noqa: N802
-        return self._turning(node)
+        """Count calls."""
+        return self._count_body(node)
 
     def visit_Block(self, node: nodes.Block) -> nodes.Block:  # noqa: N802
-        return self._turning(node)
+        """Count calls."""
+        return self._count_body(node)
 
-    def _turning(self, node: Looping) -> Looping:
+    def _count_body(self, node: Looping) -> Looping:
         before = self._seen
         self.generic_visit(node)
         turn = _filter(nodes.Const(self._seen - before), METER, node)
@@ -579,33 +611,38 @@ class Metered(NodeTransformer):
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:  # noqa: N802
+        """The operator `~`."""
         self.generic_visit(node)
         return _filter(node.nodes[0], _JOINED, node, *node.nodes[1:])
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:  # noqa: N802
+        """Charge for the operands, unless one is a constant: a comparison ends with the shorter one."""
         self.generic_visit(node)
-        if len(node.ops) == 1:  # a comparison is over where the shorter side ends
+        if len(node.ops) == 1:
             [last] = node.ops
-            if _short(last.expr) or (last.op not in ("in", "notin") and _short(node.expr)):
+            if _is_constant(last.expr) or (last.op not in ("in", "notin") and _is_constant(node.expr)):
                 return node
-        if not _short(node.expr):
+        if not _is_constant(node.expr):
             node.expr = _filter(node.expr, _READ, node)
         for operand in node.ops:
             operand.expr = _filter(operand.expr, _SEARCHED if operand.op in ("in", "notin") else _READ, node)
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:  # noqa: N802
+        """Charge for slices."""
         self.generic_visit(node)
         if not isinstance(node.arg, nodes.Slice):
             return node
         ends = (node.arg.start, node.arg.stop, node.arg.step)
-        return _filter(node.node, _CUT, node, *(nodes.Const(None) if end is None else end for end in ends))
+        return _filter(node.node, _SLICED, node, *(nodes.Const(None) if end is None else end for end in ends))
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Expr:  # noqa: N802
+        """Charge for tuples, which may be hashed."""
         self.generic_visit(node)
-        return node if node.ctx != "load" or _short(node) else _filter(node, _READ, node)
+        return node if node.ctx != "load" or _is_constant(node) else _filter(node, _READ, node)
 
     def visit_Pair(self, node: nodes.Pair) -> nodes.Pair:  # noqa: N802
+        """Charge for the key of a dict, which is hashed."""
         self.generic_visit(node)
         if not isinstance(node.key, nodes.Const):
             node.key = _filter(node.key, _READ, node)
@@ -616,8 +653,8 @@ def _filter(value: nodes.Expr, name: str, at: nodes.Node, *args: nodes.Expr) -> 
     return nodes.Filter(value, name, list(args), [], None, None, lineno=at.lineno)
 
 
-def _short(node: nodes.Expr) -> bool:
-    """Whether what it stands for is written out in the template."""
+def _is_constant(node: nodes.Expr) -> bool:
+    """Whether the expression is a constant."""
     if isinstance(node, nodes.List | nodes.Tuple):
         return all(isinstance(item, nodes.Const) for item in node.items)
     return isinstance(node, nodes.Const)

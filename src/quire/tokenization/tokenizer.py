@@ -1,30 +1,130 @@
-"""Text to token ids and back: a thin layer over the `tokenizers` library, read from a model folder."""
+"""Text to token ids and back: the `tokenizers` library, read from a model folder.
+
+Byte-level BPE (GPT-2, Llama 3, Qwen) writes every byte as one printable character; sentencepiece vocabularies (Llama 2,
+Mistral, Gemma) write a space as U+2581 and a lone byte as `<0xE2>`. In both, a text is the concatenation of its tokens'
+bytes, so incremental decoding costs the same for every token. Other decoders (WordPiece and the like) have no bytes a
+token, and are decoded in a sliding window.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import tokenizers
 
-from quire.errors import InvalidModel
+from quire.errors import InvalidModel, InvalidRequest
 from quire.tokenization.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
-from quire.tokenization.token_pieces import Pieces, rule_of
-from quire.tokenization.vocabularies import Read, load_core
+from quire.tokenization.vocabularies import Read, byte_alphabet, load_core
+from quire.types import NUMERIC_PARAMETERS, SamplingParams
 
 _LONG = 1 << 14
-"""Characters from which on encoding goes through the batch call, which lets other threads run meanwhile."""
+"""Characters from which on encoding uses the batch call, which releases the GIL."""
 
 _PADDED = 0.75
-"""Share of a model's token ids that its own tokenizer has at least."""
+"""The least share of a model's token ids that its own tokenizer has."""
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Rule(NamedTuple):
+    """How vocabulary entries become bytes. strip: the number of spaces that are removed from the start of a text."""
+
+    to_bytes: Callable[[str], bytes]
+    strip: int = 0
+
+
+class Pieces(dict[int, bytes]):
+    """The bytes of each token id, computed on first use. Unknown ids and those in `hidden` have none."""
+
+    def __init__(
+        self, core: tokenizers.Tokenizer, rule: Rule, added: Mapping[int, str], hidden: frozenset[int]
+    ) -> None:
+        super().__init__()
+        self._name = core.id_to_token
+        self._rule = rule
+        self._added = added
+        self._hidden = hidden
+
+    def __missing__(self, token: int) -> bytes:
+        if token in self._hidden:
+            piece = b""
+        elif token in self._added:
+            piece = self._added[token].encode()
+        else:
+            name = self._name(token)
+            if name is None:
+                # Not stored: ids that callers invent must not grow the table.
+                return b""
+            piece = self._rule.to_bytes(name)
+        self[token] = piece
+        return piece
+
+
+def rule_of(core: tokenizers.Tokenizer) -> Rule | None:
+    """The rule of a tokenizer's decoder; None where decoding is not the concatenation of the tokens' bytes."""
+    if core.decoder is None:
+        return None
+    parts = _flat(json.loads(core.decoder.__getstate__()))
+    kinds = [part["type"] for part in parts]
+    if set(kinds) <= {"ByteLevel", "Fuse"} and "ByteLevel" in kinds:
+        return Rule(_byte_level())
+    if kinds == ["Metaspace"]:
+        mark = parts[0]["replacement"]
+        return Rule(_marked([(mark, " ")], fallback=False), int(parts[0].get("prepend_scheme") != "never"))
+    if set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
+        return _sentencepiece(parts, kinds)
+    return None
+
+
+def _flat(part: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    if part["type"] != "Sequence":
+        return [part]
+    return [leaf for child in part["decoders"] for leaf in _flat(child)]
+
+
+def _byte_level() -> Callable[[str], bytes]:
+    alphabet = {char: byte for byte, char in enumerate(byte_alphabet())}
+
+    def to_bytes(name: str) -> bytes:
+        try:
+            return bytes(map(alphabet.__getitem__, name))
+        # An entry that is not in the alphabet is literal text.
+        except KeyError:
+            return name.encode()
+
+    return to_bytes
+
+
+def _marked(swaps: Sequence[tuple[str, str]], *, fallback: bool) -> Callable[[str], bytes]:
+    def to_bytes(name: str) -> bytes:
+        if fallback and (byte := _BYTE.fullmatch(name)):
+            return bytes([int(byte[1], 16)])
+        for old, new in swaps:
+            name = name.replace(old, new)
+        return name.encode()
+
+    return to_bytes
+
+
+def _sentencepiece(parts: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> Rule | None:
+    swaps = [(part["pattern"].get("String"), part["content"]) for part in parts if part["type"] == "Replace"]
+    strips = [part for part in parts if part["type"] == "Strip"]
+    if any(old is None for old, _ in swaps):
+        return None
+    if any(part["content"] != " " or part["stop"] or "Fuse" not in kinds for part in strips):
+        # Without Fuse, every token is stripped.
+        return None
+    return Rule(_marked(swaps, fallback="ByteFallback" in kinds), sum(part["start"] for part in strips))
 
 
 class Tokenizer:
     """A vocabulary and its special tokens. Immutable; `encode` and `decode` may be called from any thread.
 
-    config: tokenizer_config.json. eos: further token ids that end a text (generation_config.json lists several).
+    config: tokenizer_config.json. eos: further end-of-text token ids (generation_config.json lists several).
     """
 
     def __init__(
@@ -36,7 +136,7 @@ class Tokenizer:
         added = core.get_added_tokens_decoder()
         self.special: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
         self.tokens: dict[str, str] = _named(config)
-        """The named special tokens, as chat templates know them: `bos_token`, `eos_token` and so on."""
+        """The special tokens by the names that chat templates use: `bos_token`, `eos_token` and so on."""
         self.bos: int | None = self._id("bos_token")
         self.eos: frozenset[int] = frozenset(eos) | {i for i in [self._id("eos_token")] if i is not None}
         self.vocab_size: int = core.get_vocab_size(with_added_tokens=True)
@@ -50,19 +150,19 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, folder: str | Path) -> Self:
         """Read tokenizer.json, or else another vocabulary (`vocabularies.load_core`), and, where they exist,
-        tokenizer_config.json, generation_config.json, config.json.
+        tokenizer_config.json, generation_config.json and config.json.
 
         Raises InvalidModel naming the file that is missing or broken.
         """
         folder = Path(folder)
-        core, said = _read(folder)
-        config = said | {k: v for k, v in read_json(folder / "tokenizer_config.json").items() if v is not None}
-        generation, model = read_json(folder / "generation_config.json"), read_json(folder / "config.json")
-        eos = generation.get("eos_token_id", model.get("eos_token_id"))
+        core, config = _read(folder)
+        config |= {k: v for k, v in read_json(folder / "tokenizer_config.json").items() if v is not None}
+        generation = read_json(folder / "generation_config.json")
+        eos = generation.get("eos_token_id", read_json(folder / "config.json").get("eos_token_id"))
         return cls(core, config, eos=_ids(eos))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of `text`, between the model's begin and end tokens if it has any and they are wanted."""
+        """Token ids of `text`, between the model's begin and end tokens if it has any, unless they are disabled."""
         if len(text) < _LONG:
             ids = self._core.encode(text, add_special_tokens=False).ids
         else:
@@ -70,7 +170,7 @@ class Tokenizer:
         return (*self._begin, *ids, *self._end) if add_special_tokens else tuple(ids)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of `tokens`; ids outside the vocabulary are nothing, invalid UTF-8 becomes U+FFFD."""
+        """The text of `tokens`; ids outside the vocabulary are ignored, and invalid UTF-8 becomes U+FFFD."""
         if self._rule is None:
             return str(self._core.decode(list(tokens), skip_special_tokens=skip_special_tokens))
         pieces = self._hidden if skip_special_tokens else self._shown
@@ -79,7 +179,7 @@ class Tokenizer:
         return data.removeprefix(b" " * min(strip, len(data) - len(data.lstrip(b" ")))).decode("utf-8", "replace")
 
     def detokenizer(self, *, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> Detokenizer:
-        """For a text that follows `context`, so that a space at its beginning is kept."""
+        """An incremental decoder of a text that follows `context`, whose leading space is kept."""
         if self._rule:
             return ByteDetokenizer(self._hidden if skip_special_tokens else self._shown)
 
@@ -97,24 +197,24 @@ class Tokenizer:
         return text, text.encode()
 
     def doubts(self, size: int) -> str:
-        """Why it may be the tokenizer of another model than one of `size` token ids; empty where it fits.
+        """Why this may not be the tokenizer of a model with `size` token ids; empty where it fits.
 
-        Models pad their vocabulary by some percent, and tokenizers none.
+        Models pad their vocabulary by some percent; tokenizers do not.
         """
-        says = f"the tokenizer has {self.vocab_size:,} tokens and the model {size:,}"
+        sizes = f"the tokenizer has {self.vocab_size:,} tokens and the model {size:,}"
         if self.vocab_size > size:
-            return f"{says}: prompts with one of the others are refused; is it this model's tokenizer?"
+            return f"{sizes}: prompts with one of the others are refused; is it this model's tokenizer?"
         if self.vocab_size < _PADDED * size:
-            return f"{says}: what the model says with the others is lost; is it this model's tokenizer?"
+            return f"{sizes}: what the model says with the others is lost; is it this model's tokenizer?"
         return ""
 
     @property
     def exact(self) -> bool:
-        """Whether a text is nothing but its tokens' bytes end to end."""
+        """Whether a text is the concatenation of its tokens' bytes."""
         return self._rule is not None
 
     def to_json(self) -> str:
-        """tokenizer.json with what tokenizer_config.json adds, for libraries that read it."""
+        """tokenizer.json with the tokens that tokenizer_config.json adds, for other libraries."""
         core = tokenizers.Tokenizer.from_str(self._core.to_str())
         core.no_padding()
         core.no_truncation()
@@ -128,13 +228,13 @@ class Tokenizer:
         return self._core.token_to_id(self.tokens[role]) if role in self.tokens else None
 
     def _frame(self, config: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What stands before and after every text: the post-processor's word, unless tokenizer_config overrides."""
-        framed, bare = self._core.encode("a").ids, self._core.encode("a", add_special_tokens=False).ids
+        """The tokens before and after every text: the post-processor's, unless tokenizer_config overrides them."""
+        framed = self._core.encode("a").ids
+        bare = self._core.encode("a", add_special_tokens=False).ids
         at = next((i for i in range(len(framed)) if framed[i : i + len(bare)] == bare), 0) if bare else 0
-        begin, end = tuple(framed[:at]), tuple(framed[at + len(bare) :])
-        eos = self._id("eos_token")
-        begin = _asked(begin, self.bos, config.get("add_bos_token"))
-        return begin, _asked(end, eos, config.get("add_eos_token"))
+        begin = _with_token(tuple(framed[:at]), self.bos, config.get("add_bos_token"))
+        end = tuple(framed[at + len(bare) :])
+        return begin, _with_token(end, self._id("eos_token"), config.get("add_eos_token"))
 
 
 def _read(folder: Path) -> Read:
@@ -166,7 +266,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _asked(frame: tuple[int, ...], token: int | None, wanted: bool | None) -> tuple[int, ...]:
+def _with_token(frame: tuple[int, ...], token: int | None, wanted: bool | None) -> tuple[int, ...]:
     if token is None or wanted is None or wanted == (token in frame):
         return frame
     return (token,) if wanted else tuple(t for t in frame if t != token)
@@ -180,7 +280,7 @@ def _ids(eos: Any) -> list[int]:
 
 
 def _named(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and the like; older files give each as an object with a `content`."""
+    """`bos_token` and the like; older files have an object with a `content` for each."""
     named = {}
     for role, value in config.items():
         if role.endswith("_token") and not role.startswith("add_"):
@@ -191,7 +291,7 @@ def _named(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _declare(core: tokenizers.Tokenizer, declared: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add the tokens that only tokenizer_config.json knows. Raises InvalidModel if their ids cannot be kept."""
+    """Add the tokens that only tokenizer_config.json has. Raises InvalidModel if they would get other ids."""
     try:
         wanted = [(int(id), _added(about)) for id, about in declared.items()]
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -212,3 +312,24 @@ def _declare(core: tokenizers.Tokenizer, declared: Mapping[str, Mapping[str, Any
 def _added(about: Mapping[str, Any]) -> tokenizers.AddedToken:
     flags = {k: about[k] for k in ("single_word", "lstrip", "rstrip", "normalized") if k in about}
     return tokenizers.AddedToken(about["content"], special=bool(about.get("special")), **flags)
+
+
+_SAMPLING_FIELDS: Mapping[str, str] = {
+    **{each.name: each.name for each in NUMERIC_PARAMETERS if each.in_checkpoints},
+    "max_new_tokens": "max_tokens",
+}
+"""The field of SamplingParams for each field of generation_config.json."""
+
+
+def sampling_defaults(folder: str | Path) -> dict[str, Any]:
+    """The fields of SamplingParams that generation_config.json sets.
+
+    Raises InvalidModel for values that no request may have.
+    """
+    config = read_json(Path(folder) / "generation_config.json")
+    found = {ours: config[theirs] for theirs, ours in _SAMPLING_FIELDS.items() if config.get(theirs) is not None}
+    try:
+        SamplingParams(**found)
+    except (InvalidRequest, TypeError) as error:
+        raise InvalidModel(f"generation_config.json: {error}") from error
+    return found

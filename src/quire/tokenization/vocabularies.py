@@ -1,5 +1,8 @@
-"""Tokenizers out of vocabularies that come without a tokenizer.json: GPT-2's pair of files, sentencepiece's model,
-tiktoken's ranks, and what a GGUF file holds."""
+"""Tokenizers of models without a tokenizer.json: GPT-2's pair of files, sentencepiece's tokenizer.model, tiktoken's
+ranks, and GGUF files.
+
+sentencepiece's format: sentencepiece_model.proto of github.com/google/sentencepiece.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,17 +21,86 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from quire.errors import InvalidModel
-from quire.tokenization.sentencepiece import (
-    BPE,
-    BYTE,
-    CONTROL,
-    NORMAL,
-    UNIGRAM,
-    UNKNOWN,
-    USER,
-    Sentences,
-    read_sentences,
-)
+
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+"""Kinds of pieces; GGUF has the same numbers."""
+
+UNIGRAM, BPE = 1, 2
+
+
+@dataclass(slots=True)
+class SentencePieceModel:
+    """A sentencepiece model: pieces in the order of their ids, with their scores and kinds.
+
+    model: UNIGRAM or BPE. prefix: a space is prepended to every text. squeeze: runs of spaces become one.
+    """
+
+    pieces: list[str] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)
+    model: int = UNIGRAM
+    prefix: bool = True
+    squeeze: bool = True
+
+
+def read_sentencepiece(data: bytes) -> SentencePieceModel:
+    """Parse tokenizer.model. Raises InvalidModel."""
+    found = SentencePieceModel()
+    try:
+        for number, value in fields(data):
+            if number == 1 and isinstance(value, bytes):
+                piece = dict(fields(value))
+                found.pieces.append(bytes(piece[1]).decode("utf-8"))
+                found.scores.append(struct.unpack("<f", piece.get(2, bytes(4)))[0])  # type: ignore[arg-type]
+                found.kinds.append(int(piece.get(3, NORMAL)))
+            elif number == 2 and isinstance(value, bytes):
+                found.model = int(dict(fields(value)).get(3, UNIGRAM))
+            elif number == 3 and isinstance(value, bytes):
+                about = dict(fields(value))
+                found.prefix = bool(about.get(3, 1))
+                found.squeeze = bool(about.get(4, 1))
+    except (IndexError, KeyError, ValueError, TypeError, struct.error):
+        raise InvalidModel("tokenizer.model is not a sentencepiece model") from None
+    if not found.pieces:
+        raise InvalidModel("tokenizer.model is not a sentencepiece model")
+    return found
+
+
+def fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The (number, value) pairs of a protobuf message. Raises ValueError for groups and truncated messages."""
+    at = 0
+    while at < len(data):
+        key, at = varint(data, at)
+        number, kind = key >> 3, key & 7
+        if kind == 0:
+            value, at = varint(data, at)
+            yield number, value
+            continue
+        if kind == 2:
+            size, at = varint(data, at)
+        elif kind in (1, 5):
+            size = 8 if kind == 1 else 4
+        else:
+            raise ValueError(f"wire type {kind}")
+        if at + size > len(data):
+            raise ValueError("cut short")
+        yield number, data[at : at + size]
+        at += size
+
+
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number at `at`, and the position after it."""
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 127) << shift
+        at += 1
+        shift += 7
+        if byte < 128:
+            return value, at
+        if shift > 63:
+            raise ValueError("endless number")
+
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -37,35 +111,36 @@ QWEN2 = CONTRACTED + r"\p{N}" + REST
 SPLITS: Mapping[str, str] = MappingProxyType(
     {"gpt-2": GPT2, "default": GPT2, "llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3, "qwen2": QWEN2}
 )
-"""How a text is cut before its bytes are merged, by the names GGUF files have for it."""
+"""Expressions that split a text before its bytes are merged, by their names in GGUF files."""
 
 RANKED = re.compile(rb"[A-Za-z0-9+/=]+ \d+")
 
 
 Read = tuple[tokenizers.Tokenizer, dict[str, Any]]
-"""A tokenizer, and what a tokenizer_config.json that says nothing else would say."""
+"""A tokenizer, and the fields that a tokenizer_config.json would add."""
 
 
 def load_core(folder: Path) -> Read | None:
-    """The tokenizer of a folder without tokenizer.json; None where nothing here is one. Raises InvalidModel."""
+    """The tokenizer of a folder without tokenizer.json; None where there is none. Raises InvalidModel."""
     for words, merges in (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")):
         if (folder / words).is_file() and (folder / merges).is_file():
             return from_merges(folder / words, folder / merges), {}
     path = folder / "tokenizer.model"
     if path.is_file():
         data = path.read_bytes()
-        if RANKED.match(data):  # Llama 3's is tiktoken's under sentencepiece's name
+        # Llama 3 ships tiktoken's format under sentencepiece's file name.
+        if RANKED.match(data):
             return from_ranks(read_ranks(data, path.name), LLAMA3), {}
-        found = read_sentences(data)
-        return from_sentences(found), beginning(found)
+        found = read_sentencepiece(data)
+        return from_sentencepiece(found), special_tokens(found)
     ranked = sorted(folder.glob("*.tiktoken"))
     if ranked:
         return from_ranks(read_ranks(ranked[0].read_bytes(), ranked[0].name), QWEN2), {}
     return None
 
 
-def beginning(found: Sentences) -> dict[str, Any]:
-    """Llama's and Gemma's way: a text begins with the piece that says so."""
+def special_tokens(found: SentencePieceModel) -> dict[str, Any]:
+    """The begin and end tokens, by the names that Llama and Gemma give them."""
     control = {piece for piece, kind in zip(found.pieces, found.kinds, strict=True) if kind == CONTROL}
     names = {"bos_token": ("<s>", "<bos>"), "eos_token": ("</s>", "<eos>")}
     roles = {role: piece for role, pieces in names.items() for piece in pieces if piece in control}
@@ -73,20 +148,21 @@ def beginning(found: Sentences) -> dict[str, Any]:
 
 
 def from_merges(words: Path, merges: Path) -> tokenizers.Tokenizer:
-    """GPT-2's: words by id, and the pairs that are merged, first ones first."""
+    """GPT-2's format: the vocabulary, and the merges in order. Raises InvalidModel."""
     try:
         vocab = json.loads(words.read_text("utf-8"))
         lines = merges.read_text("utf-8").splitlines()
         pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
         return byte_level(vocab, pairs, GPT2)
-    except Exception as error:  # the library raises bare Exception
+    # The library raises bare Exception.
+    except Exception as error:
         raise InvalidModel(f"{words.name} and {merges.name} are no vocabulary: {error}") from error
 
 
 def byte_level(
     vocab: Mapping[str, int], merges: Sequence[tuple[str, ...]], split: str, *, whole: bool = False
 ) -> tokenizers.Tokenizer:
-    """Bytes, spelled as GPT-2 does, merged by rank. whole: a word that is an entry is never cut (Llama 3)."""
+    """Byte-level BPE. whole: a word that is in the vocabulary is not split further (Llama 3)."""
     core = tokenizers.Tokenizer(models.BPE(dict(vocab), list(merges), ignore_merges=whole))  # type: ignore[arg-type]
     cut = pre_tokenizers.Split(Regex(split), "isolated")
     core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -98,8 +174,8 @@ def byte_level(
     return core
 
 
-def spelled() -> list[str]:
-    """GPT-2's character for each byte."""
+def byte_alphabet() -> list[str]:
+    """GPT-2's character for each byte: printable Latin-1 stands for itself, the others follow from U+0100 on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(0x100, 0x200))
     known = set(plain)
@@ -107,7 +183,7 @@ def spelled() -> list[str]:
 
 
 def read_ranks(data: bytes, name: str) -> dict[bytes, int]:
-    """tiktoken's lines: a token in base64, its rank."""
+    """tiktoken's format: lines of a token in base64 and its rank. Raises InvalidModel."""
     ranks = {}
     try:
         for line in data.splitlines():
@@ -120,14 +196,14 @@ def read_ranks(data: bytes, name: str) -> dict[bytes, int]:
 
 
 def from_ranks(ranks: Mapping[bytes, int], split: str) -> tokenizers.Tokenizer:
-    """tiktoken merges whichever neighbours make the token of lowest rank: pairs, ordered by what they make."""
-    letters = spelled()
+    """A tiktoken vocabulary as merges: of adjacent tokens, those that make the token of the lowest rank merge first."""
+    letters = byte_alphabet()
     vocab = {"".join(letters[byte] for byte in token): rank for token, rank in ranks.items()}
     return byte_level(vocab, pairs_of(vocab, {word: -rank for word, rank in vocab.items()}), split, whole=True)
 
 
 def pairs_of(vocab: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """All pairs of entries that make an entry, best score of what they make first."""
+    """All pairs of entries that together are an entry, in descending order of its score."""
     found = []
     for word, score in scores.items():
         halves = [(word[:i], word[i:]) for i in range(1, len(word))]
@@ -136,8 +212,8 @@ def pairs_of(vocab: Mapping[str, int], scores: Mapping[str, float]) -> list[tupl
     return [(a, b) for *_, a, b in sorted(found)]
 
 
-def from_sentences(found: Sentences) -> tokenizers.Tokenizer:
-    """Llama 2's and Gemma's kind: low lines for spaces, lone bytes for what has no piece."""
+def from_sentencepiece(found: SentencePieceModel) -> tokenizers.Tokenizer:
+    """A sentencepiece model (Llama 2, Gemma): underscores (U+2581) for spaces, and byte tokens for other text."""
     vocab = {piece: i for i, piece in enumerate(found.pieces)}
     unknown = next((i for i, kind in enumerate(found.kinds) if kind == UNKNOWN), None)
     fallback = BYTE in found.kinds
@@ -160,12 +236,12 @@ def from_sentences(found: Sentences) -> tokenizers.Tokenizer:
     core.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     parts: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     core.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if found.prefix else parts)
-    declare(core, found.pieces, found.kinds)
+    add_pieces(core, found.pieces, found.kinds)
     return core
 
 
-def declare(core: tokenizers.Tokenizer, pieces: Sequence[str], kinds: Sequence[int]) -> None:
-    """Tell the special pieces, and those users added, from text that looks like them."""
+def add_pieces(core: tokenizers.Tokenizer, pieces: Sequence[str], kinds: Sequence[int]) -> None:
+    """Add the special and user-defined pieces, which are matched before the text is split."""
     by_kind = {kind: [p for p, k in zip(pieces, kinds, strict=True) if k == kind] for kind in (UNKNOWN, CONTROL, USER)}
     special = [*by_kind[UNKNOWN], *by_kind[CONTROL]]
     core.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in special])
@@ -173,13 +249,13 @@ def declare(core: tokenizers.Tokenizer, pieces: Sequence[str], kinds: Sequence[i
 
 
 def ends_of(facts: Mapping[str, Any]) -> list[int]:
-    """The tokens that end a text in a GGUF file: of the whole, of a turn, of a message."""
+    """The end tokens of a GGUF file: of the text, of a turn, of a message."""
     named = (facts.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     return [token for token in named if token is not None]
 
 
 def from_gguf(facts: Mapping[str, Any]) -> Read:
-    """A GGUF file's tokenizer, and what a tokenizer_config.json would say beside it. Raises InvalidModel."""
+    """The tokenizer of a GGUF file, and the fields that a tokenizer_config.json would add. Raises InvalidModel."""
 
     def fact(name: str, default: Any = None) -> Any:
         return facts.get(f"tokenizer.ggml.{name}", default)
@@ -193,9 +269,9 @@ def from_gguf(facts: Mapping[str, Any]) -> Read:
         )
     kinds = fact("token_type", [1] * len(pieces))
     if kind == "llama":
-        found = Sentences(pieces, fact("scores", [0.0] * len(pieces)), kinds, BPE, squeeze=False)
+        found = SentencePieceModel(pieces, fact("scores", [0.0] * len(pieces)), kinds, BPE, squeeze=False)
         found.prefix = bool(fact("add_space_prefix", True))
-        core = from_sentences(found)
+        core = from_sentencepiece(found)
     else:
         split = fact("pre", "default")
         if split not in SPLITS:
@@ -205,7 +281,7 @@ def from_gguf(facts: Mapping[str, Any]) -> Read:
         merges = [tuple(merge.split(" ")) for merge in fact("merges", ())]
         vocab = {piece: i for i, piece in enumerate(pieces)}
         core = byte_level(vocab, merges, SPLITS[split], whole=SPLITS[split] == LLAMA3)
-        declare(core, pieces, kinds)
+        add_pieces(core, pieces, kinds)
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     config = {
         role: pieces[i]
