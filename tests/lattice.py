@@ -10,8 +10,10 @@ from typing import Any
 
 from quire.engine import engine
 from quire.scheduler import kv_cache as kv_room
-from quire.scheduler import policy, prefix_cache, scheduler
+from quire.scheduler import prefix_cache, scheduler
+from quire.scheduler.block_pool import EVICTION_POLICIES
 from quire.scheduler.constraint import FREE
+from quire.scheduler.policy import make_policy
 from quire.scheduler.speculation import FixedDrafts
 from quire.types import BACKGROUND, UNLIMITED, Request, SamplingParams
 from tests.executors.wired import Wired
@@ -180,8 +182,8 @@ class Run:
         c = combo
         self.pages = -(-LONGEST // c["size"]) * c["tight"]
         index = house.RadixPrefixCache(c["size"]) if c["reuse"] else house.NoPrefixCache()
-        shelf, pressure = policy.EVICTION_POLICIES[c["shelf"]](), policy.RESERVE_POLICIES[c["pressure"]]
-        kv = house.KVCacheManager(self.pages, c["size"], index, shelf, min_shared_tokens=4, reserve_policy=pressure)
+        shelf = EVICTION_POLICIES[c["shelf"]]()
+        kv = house.KVCacheManager(self.pages, c["size"], index, shelf, min_shared_tokens=4)
         budget, chunk = c["feed"]
         self.sch: scheduler.Scheduler = house.Scheduler(
             kv,
@@ -190,8 +192,7 @@ class Run:
             max_num_batched_tokens=budget,
             max_background_tokens=UNLIMITED if chunk == UNLIMITED else 5,
             max_chunk_tokens=chunk,
-            admission_policy=policy.ADMISSION_POLICIES[c["admit"]],
-            priority_policy=policy.PRIORITY_POLICIES[c["order"]],
+            policy=make_policy(c["order"], batching=c["admit"], pressure=c["pressure"]),
             speculation=Drawn(c["drafts"], random.Random(7)) if c["drafts"] < 0 else FixedDrafts(c["drafts"]),
         )
         work = sorted((axis, value) for axis, value in combo.items() if axis != "pressure")  # the same under each

@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from quire.engine.engine import Engine
 from quire.executors.local import LocalExecutor
 from quire.models.base import Model
+from quire.scheduler.block_pool import EVICTION_POLICIES
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
-from quire.scheduler.policy import ADMISSION_POLICIES, EVICTION_POLICIES
+from quire.scheduler.policy import SchedulingPolicy
 from quire.scheduler.scheduler import Scheduler
 from quire.types import GREEDY, UNLIMITED, Request
 from quire.weights.load import load_model
@@ -153,10 +154,8 @@ def test_a_slice_of_the_lattice_on_real_tensors(share: int, tmp_path_factory: py
         budget, chunk = c.pop("feed")
         longest = max(map(len, subject.prompts)) + 6
         pages = -(-longest // c["page_size"]) * c.pop("tight")
-        policy = ADMISSION_POLICIES[c.pop("batching")]
-        engine = subject.engine(
-            pages=pages, max_num_batched_tokens=budget, max_chunk_tokens=chunk, admission_policy=policy, **c
-        )
+        policy = SchedulingPolicy(batching=c.pop("batching"))
+        engine = subject.engine(pages=pages, max_num_batched_tokens=budget, max_chunk_tokens=chunk, policy=policy, **c)
         which = rng.sample(range(16), 6)
         answers = subject.ask(engine, which, 6)
         assert answers == {i: subject.want[i][:6] for i in which}, c

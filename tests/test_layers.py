@@ -20,8 +20,8 @@ LAYERS = (
     ("checks",),
     ("types",),
     ("values", "build"),
-    ("ops", "parsers"),
-    ("scheduler", "layers", "config", "tokenization"),
+    ("ops", "parsers", "scheduler"),
+    ("layers", "config", "tokenization"),
     ("engine", "model_runner", "models", "structured_output"),
     ("frontend", "executors", "observability", "weights"),
     ("server",),
@@ -57,14 +57,16 @@ LOADERS = {
     "quire.deprecated",
     "quire.cli.base",
     "quire.assembly",
+    "quire.scheduler.policy",
     "quire.weights.locate",
     "quire.bench.cpu",
     "quire.assembly.engine",
     "quire.assembly.text",
     "quire.cli.diff",
 }
-"""Old names, commands, the hub's slow client, transformers, which is compared with only where it is installed, kernels,
-which need Triton, and what knows models, which needs torch: it is asked only where nothing can start anyway."""
+"""Old names, commands, a user's scheduling policy, the hub's slow client, transformers, which is compared with only
+where it is installed, kernels, which need Triton, and what knows models, which needs torch: it is asked only where
+nothing can start anyway."""
 
 READ_ONLY = ("Mapping[", "Sequence[", "Collection[")
 """Annotations under which mypy lets nobody write."""

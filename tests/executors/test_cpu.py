@@ -18,7 +18,7 @@ from quire.model_runner.speculative import Drafter, NoDrafts
 from quire.scheduler.constraint import FREE
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.plan import NewSequence, Plan, Span
-from quire.scheduler.policy import ADMISSION_POLICIES
+from quire.scheduler.policy import Batching, SchedulingPolicy
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import FixedDrafts
 from quire.types import GREEDY, UNLIMITED, Request, RequestStepOutput, SamplingParams
@@ -117,7 +117,7 @@ class House:
         chunk: int = UNLIMITED,
         depth: int = 0,
         reuse: bool = True,
-        admit: str = "continuous",
+        admit: Batching = "continuous",
         drafter: Drafter | None = None,
         model: Tiny = MODEL,
     ) -> None:
@@ -132,7 +132,7 @@ class House:
             max_num_seqs=cap,
             max_num_batched_tokens=budget,
             max_chunk_tokens=chunk,
-            admission_policy=ADMISSION_POLICIES[admit],
+            policy=SchedulingPolicy(batching=admit),
             speculation=FixedDrafts(drafter.num_drafts),
         )
         self.engine = Engine(self.scheduler, self.executor, lookahead=depth)

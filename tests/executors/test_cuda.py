@@ -22,7 +22,7 @@ from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.scheduler.constraint import FREE
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.plan import NewSequence, Plan, Span
-from quire.scheduler.policy import ADMISSION_POLICIES
+from quire.scheduler.policy import Batching, SchedulingPolicy
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import AdaptiveDrafts, FixedDrafts, draft_counts
 from quire.types import UNLIMITED, Request, RequestStepOutput, SamplingParams
@@ -105,7 +105,7 @@ class House:
         feed: tuple[int, int] = (UNLIMITED, UNLIMITED),
         depth: int = 1,
         reuse: bool = True,
-        admit: str = "continuous",
+        admit: Batching = "continuous",
         model: Tiny = MODEL,
         drafts: str = "none",
         policy: type[FixedDrafts] = FixedDrafts,
@@ -118,7 +118,7 @@ class House:
             max_num_seqs=cap,
             max_num_batched_tokens=feed[0],
             max_chunk_tokens=feed[1],
-            admission_policy=ADMISSION_POLICIES[admit],
+            policy=SchedulingPolicy(batching=admit),
             speculation=policy(self.executor.describe().num_drafts),
         )
         self.engine = Engine(self.scheduler, self.executor, lookahead=max(depth, 0))

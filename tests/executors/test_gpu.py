@@ -19,8 +19,9 @@ from quire.executors.local import CudaExecutor, LocalExecutor
 from quire.model_runner.graphs import CudaQueue
 from quire.model_runner.memory import allocate, layer_shapes
 from quire.model_runner.speculative import ModelProposer, NgramProposer, NoProposer, Proposer
+from quire.scheduler.block_pool import EVICTION_POLICIES
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
-from quire.scheduler.policy import ADMISSION_POLICIES, EVICTION_POLICIES
+from quire.scheduler.policy import SchedulingPolicy
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import AdaptiveDrafts, FixedDrafts, draft_counts
 from quire.types import UNLIMITED, Request, SamplingParams
@@ -241,7 +242,7 @@ def test_a_slice_of_the_lattice_on_the_gpu(share: int, tmp_path_factory: pytest.
             max_num_seqs=c["cap"],
             max_num_batched_tokens=budget,
             max_chunk_tokens=chunk,
-            admission_policy=ADMISSION_POLICIES[c["admit"]],
+            policy=SchedulingPolicy(batching=c["admit"]),
             speculation=FixedDrafts(executor.describe().num_drafts),
         )
         which = random.Random(str(c)).sample(range(16), 6)

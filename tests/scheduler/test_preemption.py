@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import get_args
 
 import pytest
 
 from quire.engine.clock import VirtualClock
 from quire.engine.events import Completed, StepRecord
-from quire.scheduler.policy import RESERVE_POLICIES
+from quire.scheduler.policy import Pressure
 from quire.scheduler.sequence import Decision
 from quire.sim.run import SimConfig
 from quire.types import Request
@@ -59,7 +60,7 @@ def test_urgency_counts_before_what_is_lost() -> None:
     assert first_victim({"long": 40, "short": 8, "middle": 20}, 17, {"middle": 1}) == ("middle", "long")
 
 
-def pressed(policy: str) -> tuple[int, float]:
+def pressed(policy: Pressure) -> tuple[int, float]:
     """(preemptions, tokens fed for each that had to be) where prompts take many chunks and pages hold few of them."""
     seen, rng = Watching(), random.Random(3)
     sizes = {"pages": 100, "page_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 16, "chunk": 16}
@@ -88,7 +89,7 @@ def test_nobody_is_sent_away_where_all_is_reserved() -> None:
 
 def test_one_piece_a_sequence_is_wanted_once() -> None:
     """Contiguous memory: as many run at once as there are pieces, whatever the policy."""
-    for policy in RESERVE_POLICIES:
+    for policy in get_args(Pressure):
         engine = SimConfig(pages=4, page_size=64, max_num_seqs=8, pressure_policy=policy).build(VirtualClock())
         for _ in range(8):
             engine.submit([1] * 8, 8)

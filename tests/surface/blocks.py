@@ -305,6 +305,11 @@ NAMED = (
         "commands of a developer",
         "tests/test_mutation.py",
     ),
+    Named(
+        "docs/guides/scheduling-policies.md: from collections.abc import Sequence as Seq",
+        "an engine of its own",
+        "tests/test_scheduling_policy.py::test_the_example_serves_and_explains",
+    ),
     Named("docs/guides/deployment.md: docker build -t quire .", "needs Docker", "tests/test_deploy.py"),
     Named(
         'docs/model-card.md: TEXT="--stories tinystories.txt.xz --fairytales fairytales_p',

@@ -38,8 +38,9 @@ from quire.observability.recording_format import recording_folder
 from quire.ops.base import Ops
 from quire.ops.batch_invariant import BatchInvariantOps, SteadyOps, has_stable_kernels
 from quire.ops.reference import ReferenceOps
+from quire.scheduler.block_pool import EVICTION_POLICIES
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
-from quire.scheduler.policy import ADMISSION_POLICIES, EVICTION_POLICIES, PRIORITY_POLICIES, RESERVE_POLICIES
+from quire.scheduler.policy import SchedulingPolicy, make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.types import UNLIMITED
 from quire.weights.canary import PROBE, Canary, Threshold
@@ -63,10 +64,11 @@ def build_engine(
     """
     folder = recording_folder(settings.execution.recording_dir)
     make = Engine if folder is None else recorded(folder, settings.execution.recording_max_bytes)
+    policy = build_policy(settings)
     executor, limits, static_gauges = make_executor(settings)
     executor = wrap(executor)
     engine = make(
-        build_scheduler(settings, executor.describe(), limits),
+        build_scheduler(settings, executor.describe(), limits, policy),
         executor,
         lookahead=limits.lookahead,
         observers=observers,
@@ -132,7 +134,17 @@ def on_host(settings: Settings, model: Model, limits: Limits, layers: Sequence[L
     )
 
 
-def build_scheduler(settings: Settings, description: Description, limits: Limits) -> Scheduler:
+def build_policy(settings: Settings) -> SchedulingPolicy:
+    """The scheduling policy that the options describe. Raises InvalidConfig."""
+    scheduler = settings.scheduler
+    return make_policy(
+        scheduler.scheduling_policy, batching=scheduler.batching, pressure=settings.cache.pressure_policy
+    )
+
+
+def build_scheduler(
+    settings: Settings, description: Description, limits: Limits, policy: SchedulingPolicy
+) -> Scheduler:
     """The scheduler for an executor of this description."""
     cache = settings.cache
     chunk, tokens = limits.max_chunk_tokens, limits.max_num_batched_tokens
@@ -142,15 +154,13 @@ def build_scheduler(settings: Settings, description: Description, limits: Limits
             description.block_size,
             make_prefix_cache(description.block_size, cache.enable_prefix_caching),
             EVICTION_POLICIES[cache.eviction_policy](),
-            reserve_policy=RESERVE_POLICIES[cache.pressure_policy],
         ),
         rows=description.num_rows,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=tokens,
         max_background_tokens=UNLIMITED if chunk == UNLIMITED else max(limits.max_num_seqs, tokens // 8),
         max_chunk_tokens=chunk,
-        admission_policy=ADMISSION_POLICIES[settings.scheduler.batching],
-        priority_policy=PRIORITY_POLICIES[settings.scheduler.scheduling_policy],
+        policy=policy,
         speculation=build_speculation(settings, description),
     )
 

@@ -74,7 +74,7 @@ def serve(settings: Settings, *, child: str = "quire.assembly.engine_child") -> 
         max_body_bytes=server.max_body_bytes,
         max_n=server.max_n,
         max_answers=min(1024, settings.scheduler.max_num_queued_reqs),
-        priorities=settings.scheduler.scheduling_policy == "priority",
+        priorities=settings.scheduler.scheduling_policy != "fcfs",
     )
     keys = build_keys(settings)
     desk = _desk(server, answerer(backend, limits, f"quire-{__version__}", keys.tenant(BATCHES)), limits)

@@ -7,7 +7,7 @@ import platform
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 from rich.console import Console
@@ -20,7 +20,7 @@ from quire.executors.synthetic import StepCost
 from quire.observability.engine_metrics import EngineMetrics
 from quire.observability.prometheus import percentile
 from quire.observability.recorder import recorded
-from quire.scheduler.policy import RESERVE_POLICIES
+from quire.scheduler.policy import Batching, Pressure
 from quire.sim.run import Outcome, SimConfig, peak_memory, simulate
 from quire.sim.workload import Load, uniform
 
@@ -36,8 +36,8 @@ _POINTS = (50, 95, 99)
 @click.option("--max-num-batched-tokens", default=512, show_default=True, help="Tokens a step.")
 @click.option("--blocks", default=4096, show_default=True, help="KV blocks.")
 @click.option("--block-size", default=16, show_default=True, help="Tokens a block.")
-@click.option("--batching", type=click.Choice(["continuous", "static"]), default="continuous", show_default=True)
-@click.option("--pressure-policy", type=click.Choice(list(RESERVE_POLICIES)), default="foresee", show_default=True)
+@click.option("--batching", type=click.Choice(get_args(Batching)), default="continuous", show_default=True)
+@click.option("--pressure-policy", type=click.Choice(get_args(Pressure)), default="foresee", show_default=True)
 @click.option("--lookahead", default=0, show_default=True, help="Steps launched ahead of results.")
 @click.option("--prefix-caching/--no-prefix-caching", default=True, show_default=True)
 @click.option("--step-ms", default=0.0, help="Simulated milliseconds a step takes; 0: only the engine's own time.")

@@ -16,8 +16,9 @@ from rich.text import Text
 
 from quire.errors import InvalidRequest, nearest
 from quire.observability import recording_format
+from quire.observability.checkpoint import CLASSES
 from quire.observability.explain import MISSING
-from quire.scheduler.policy import ADMISSION_POLICIES, PRIORITY_POLICIES, RESERVE_POLICIES
+from quire.scheduler.policy import class_path, load_policy, policy_name
 from quire.sim.replay import Divergence, Replay, replay
 from quire.sim.replay_stats import ReplayStats
 from quire.sim.step_words import lines, step_words
@@ -29,18 +30,31 @@ from quire.tokenization.escape import escape_control
 @click.option("--run", "run", type=click.IntRange(1), help="Of several recordings, only this one (1: the oldest).")
 @click.option("--request", "request", metavar="ID", help="Tell the life of one request.")
 @click.option("--step", "step", type=click.IntRange(1), help="Tell what was decided in one step, and why.")
+@click.option(
+    "--scheduling-policy", metavar="module:Class", help="The policy class of your own that the recording was made with."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(path: tuple[Path, ...], run: int | None, request: str | None, step: int | None, as_json: bool) -> None:
+def command(
+    path: tuple[Path, ...],
+    run: int | None,
+    request: str | None,
+    step: int | None,
+    scheduling_policy: str | None,
+    as_json: bool,
+) -> None:
     """Make the decisions of recordings (files, or a folder) again, with this code and no model, and compare each.
 
     Each start of an engine is a recording. Exit code 0 if all decisions are the same, 1 where one departs, 2 if PATH
     cannot be read.
     """
     reel, told = recording_format.RecordingReader(path), list[dict[str, Any]]()
-    show = _Shown()
+    show, known = _Shown(), dict(CLASSES)
+    if scheduling_policy is not None:
+        own = load_policy(scheduling_policy)
+        known[class_path(own)] = own
     while reel.next is not None:
         tally = ReplayStats(request, step)
-        again = replay(reel, [tally], prepare=tally.begin)
+        again = replay(reel, [tally], known=known, prepare=tally.begin)
         notes, reel.notes = reel.notes, []
         found = {"number": len(told) + 1, **report(again, tally, notes)}
         told.append(found)
@@ -85,9 +99,9 @@ def report(again: Replay, tally: ReplayStats, notes: list[str]) -> dict[str, Any
             "budget": scheduler.max_num_batched_tokens,
             "gap": scheduler.max_background_tokens,
             "chunk": scheduler.max_chunk_tokens,
-            "order": _option(PRIORITY_POLICIES, scheduler.priority_policy),
-            "admission": _option(ADMISSION_POLICIES, scheduler.admission_policy),
-            "pressure": _option(RESERVE_POLICIES, scheduler.kv.reserve_policy),
+            "order": policy_name(scheduler.policy),
+            "admission": scheduler.policy.batching,
+            "pressure": scheduler.policy.pressure,
             "speculation": _kind(scheduler.speculation),
             "pace": _kind(again.engine.step_budget),
             "prefix": _kind(scheduler.kv.prefix_cache),
@@ -101,11 +115,6 @@ def report(again: Replay, tally: ReplayStats, notes: list[str]) -> dict[str, Any
         **({"request": lives} if lives else {}),
         **({"step": tally.step} if tally.step else {}),
     }
-
-
-def _option(policies: Mapping[str, Any], policy: Any) -> str:
-    """The option's value that stands for a policy."""
-    return next((name for name, each in policies.items() if each is policy), policy.__name__)
 
 
 def _kind(part: Any) -> str:

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import NamedTuple
 
-from quire.assembly.engine import build_scheduler, make_executor
+from quire.assembly.engine import build_policy, build_scheduler, make_executor
 from quire.assembly.limits import BuiltExecutor
 from quire.assembly.text import build_tokenizer
 from quire.config import Settings
@@ -215,7 +215,11 @@ def engine(
         limits = limits._replace(max_chunk_tokens=chunk, max_num_batched_tokens=max(limits.max_num_seqs, chunk))
     observers = () if watch is None else (watch,)
     return Engine(
-        build_scheduler(settings, about, limits), executor, lookahead=limits.lookahead, observers=observers, keep=0
+        build_scheduler(settings, about, limits, build_policy(settings)),
+        executor,
+        lookahead=limits.lookahead,
+        observers=observers,
+        keep=0,
     )
 
 

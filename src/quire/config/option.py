@@ -44,15 +44,17 @@ def option(
     metavar: str = "",
     verbatim: bool = False,
     mapping: bool = False,
+    registry: tuple[str, ...] = (),
 ) -> Any:
     """A dataclass field that is an option. `unset` is the word for None; `low` and `high` are included.
 
     A `secret` is never printed, not even in a repr. verbatim: a list's texts are taken as they are; in others commas
     part, space around is dropped, and none may be empty. mapping: the text is a JSON object, which Python and files may
-    also give as what it stands for.
+    also give as what it stands for. registry: names of registered classes, the choices; any
+    other class is given as module:Class.
     """
     notes = {"help": help, "low": low, "high": high, "secret": secret, "unset": unset, "metavar": metavar}
-    notes |= {"verbatim": verbatim, "mapping": mapping}
+    notes |= {"verbatim": verbatim, "mapping": mapping, "registry": registry}
     return field(default=default, repr=not secret, metadata=notes)
 
 
@@ -74,6 +76,7 @@ class Option:
     metavar: str
     verbatim: bool
     mapping: bool
+    registry: tuple[str, ...]
 
     @property
     def flag(self) -> str:
@@ -117,7 +120,7 @@ class Option:
             raise InvalidConfig(f"{where}: {self.wants()}, not {self._quote(value)}", param=self.name)
         if self.kind == "texts" and not self.verbatim and not all(value):
             raise InvalidConfig(f"{where}: {self.wants()}: leave it out where there is none", param=self.name)
-        if self.choices and value not in self.choices:
+        if self.choices and value not in self.choices and not (self.registry and ":" in value):
             hint = nearest(value, self.choices)
             raise InvalidConfig(f"{where}: {self.wants()}, not {value!r}.{hint}", param=self.name)
         if self.kind in ("whole", "number") and not self.low <= value <= self.high:
@@ -126,7 +129,7 @@ class Option:
     def wants(self) -> str:
         """What a value must be, as the middle of a sentence."""
         if self.choices:
-            return "must be one of " + ", ".join(self.choices)
+            return "must be one of " + ", ".join(self.choices) + (", or module:Class" if self.registry else "")
         words = {
             "text": "must be a JSON object" if self.mapping else "must be text",
             "texts": "must be text, or a list of texts" + ("" if self.verbatim else ", none of them empty"),
@@ -155,7 +158,8 @@ def options(section: str, config: type) -> Iterator[Option]:
 def _describe(section: str, entry: Field[Any], annotation: Any) -> Option:
     optional = isinstance(annotation, UnionType) or typing.get_origin(annotation) is typing.Union
     inner = next((a for a in typing.get_args(annotation) if a is not type(None)), str) if optional else annotation
-    choices = typing.get_args(inner) if typing.get_origin(inner) is Literal else ()
+    literal = typing.get_args(inner) if typing.get_origin(inner) is Literal else ()
+    choices = literal or entry.metadata["registry"]
     kinds: dict[Any, Kind] = {
         str: "text",
         tuple[str, ...]: "texts",

@@ -17,6 +17,7 @@ from quire.config.option import Option, option, options
 from quire.config.speculative import parse
 from quire.config.unknown import refuse
 from quire.errors import InvalidConfig
+from quire.scheduler.policy import POLICIES, Batching, Pressure
 from quire.types import UNLIMITED
 
 
@@ -369,7 +370,7 @@ class CacheConfig:
     eviction_policy: Literal["lru", "fifo"] = option(
         "lru", "Which cached block goes first when blocks run out: lru, least recently used; fifo, the oldest."
     )
-    pressure_policy: Literal["foresee", "preempt", "reserve"] = option(
+    pressure_policy: Pressure = option(
         "foresee",
         "Who is let in while blocks are short: foresee, who fits beside what all will soon take; preempt, who fits for "
         "one step, and others lose their blocks; reserve, who fits to its end, and nobody loses any.",
@@ -400,10 +401,13 @@ class SchedulerConfig:
         low=0,
         high=1e6,
     )
-    scheduling_policy: Literal["fcfs", "priority"] = option(
-        "fcfs", "Who goes first: fcfs, by arrival; priority, by the request's own priority (lower is sooner)."
+    scheduling_policy: str = option(
+        "fcfs",
+        "Who goes first: fcfs, by arrival; priority, by the request's own priority (lower is sooner). module:Class: a "
+        "scheduling policy of your own.",
+        registry=tuple(POLICIES),
     )
-    batching: Literal["continuous", "static"] = option(
+    batching: Batching = option(
         "continuous", "continuous: sequences join and leave between steps; static: a batch runs to its end."
     )
     lookahead: int | None = option(

@@ -21,7 +21,7 @@ from quire.errors import InvalidConfig
 from quire.scheduler import block_pool, kv_cache, prefix_cache, queue, scheduler, sequence, speculation
 from quire.scheduler.constraint import FREE, PENDING, Constraint
 from quire.scheduler.plan import NewSequence, Plan, Span
-from quire.scheduler.policy import ADMISSION_POLICIES, PRIORITY_POLICIES, RESERVE_POLICIES
+from quire.scheduler.policy import POLICIES, SchedulingPolicy, policy_name
 from quire.scheduler.sequence import Decision, InflightStep
 from quire.types import Request, SamplingParams
 
@@ -131,9 +131,6 @@ CLASSES: Classes = MappingProxyType(
 )
 """What a state is made of."""
 
-_NAMED = MappingProxyType(
-    {f.__name__: f for f in (*ADMISSION_POLICIES.values(), *PRIORITY_POLICIES.values(), *RESERVE_POLICIES.values())}
-)
 _TUPLES = MappingProxyType({kind.__name__: kind for kind in (Plan, Span, NewSequence, InflightStep, Decision)})
 _PLAIN = (int, float, str, bool, type(None))
 _MADE_ANEW = MappingProxyType(
@@ -277,10 +274,8 @@ class _Packer:
             return ["NewSequence", [it.row, ["tuple", []], it.num_computed, it.prompt_length]]
         if isinstance(it, tuple):
             return [kind if kind in _TUPLES else "tuple", [self._value(v) for v in it]]
-        if callable(it):
-            if it not in _NAMED.values():
-                raise TypeError(f"{it} is not among the policies that can be recorded")
-            return ["function", it.__name__]
+        if isinstance(it, SchedulingPolicy):
+            return ["policy", [policy_name(it), it.batching, it.pressure]]
         number = self.numbers.get(id(it))
         if number is None:
             number = self.numbers[id(it)] = len(self.numbers)
@@ -365,10 +360,20 @@ class _Restorer:
         if isinstance(told[0], int):
             return self.made[told[0]]
         kind, parts = told
-        if kind == "function":
-            return _NAMED[parts]
+        if kind == "policy":
+            return self._policy(*parts)
         values = map(self._value, parts)
         return tuple(values) if kind == "tuple" else _TUPLES[kind](*values)
+
+    def _policy(self, name: str, batching: Any, pressure: Any) -> SchedulingPolicy:
+        """Of a class of the user's: only if it was handed in, for a file must not choose what is imported."""
+        kind = POLICIES.get(name) or self.known.get(name)
+        if kind is None:
+            raise InvalidConfig(
+                f"the recording was made with a scheduling policy of its own: give --scheduling-policy {name}"
+            )
+        policy: SchedulingPolicy = kind(batching=batching, pressure=pressure)
+        return policy
 
     def _place(self, place: Any, edges: Any) -> None:
         for page, name, salt, below in edges:

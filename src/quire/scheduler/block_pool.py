@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from quire.scheduler.prefix_cache import PrefixCache
@@ -63,6 +64,9 @@ class Fifo:
 
     def __len__(self) -> int:
         return len(self._allocated_at)
+
+
+EVICTION_POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {"lru": Lru, "fifo": Fifo}
 
 
 class BlockPool:

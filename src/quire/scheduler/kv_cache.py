@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from quire.errors import InvalidRequest
 from quire.scheduler.block_pool import BlockPool, EvictionPolicy
-from quire.scheduler.policy import ReservePolicy, preempt
 from quire.scheduler.prefix_cache import NoPrefixCache, PrefixCache, RadixPrefixCache
 from quire.scheduler.sequence import PrefixKey, Sequence
 from quire.types import UNLIMITED, Request
@@ -15,8 +14,7 @@ from quire.types import UNLIMITED, Request
 class KVCacheManager:
     """Page accounting for all sequences. `page_size` is in tokens; contiguous KV is one page as long as the context.
 
-    worth: prompt tokens that another sequence is computing just now, from which on it pays to wait for them. pressure:
-    how many pages each is to have before anybody else is let in.
+    worth: prompt tokens that another sequence is computing just now, from which on it pays to wait for them.
     """
 
     def __init__(
@@ -26,9 +24,9 @@ class KVCacheManager:
         prefix_cache: PrefixCache | None = None,
         eviction_policy: EvictionPolicy | None = None,
         min_shared_tokens: int = 64,
-        reserve_policy: ReservePolicy = preempt,
     ) -> None:
-        self.block_size, self.min_shared_tokens, self.reserve_policy = block_size, min_shared_tokens, reserve_policy
+        self.block_size = block_size
+        self.min_shared_tokens = min_shared_tokens
         self.prefix_cache: PrefixCache = NoPrefixCache() if prefix_cache is None else prefix_cache
         self.block_pool = BlockPool(num_blocks, self.prefix_cache, eviction_policy)
         self.inflight_prefixes: dict[PrefixKey, Sequence] = {}
@@ -105,10 +103,6 @@ class KVCacheManager:
     def num_blocks_needed(self, seq: Sequence, length: int) -> int:
         """Pages missing to write positions below `upto`."""
         return max(0, -(-min(length, seq.max_length - 1) // self.block_size) - len(seq.blocks))
-
-    def num_blocks_reserved(self, seq: Sequence) -> int:
-        """Pages missing to what it is to have before anybody else is let in."""
-        return self.num_blocks_needed(seq, self.reserve_policy(seq, self.block_size))
 
     def allocate(self, seq: Sequence, num_blocks: int) -> tuple[int, ...]:
         """Take `need` pages; the pages to send: the first time all of them, prefix hits included."""

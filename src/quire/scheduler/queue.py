@@ -16,7 +16,7 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Sequence]] = []
+        self._heap: list[tuple[float, int, Sequence]] = []
         self._members: set[int] = set()
         self._awaiting_grammar: dict[int, Sequence] = {}
         self.num_parked = 0

@@ -12,7 +12,7 @@ from quire.errors import InvalidRequest
 from quire.scheduler.constraint import FREE, Constraint
 from quire.scheduler.kv_cache import KVCacheManager
 from quire.scheduler.plan import Mask, NewSequence, Plan, Result, Span
-from quire.scheduler.policy import AdmissionPolicy, PriorityPolicy, continuous, fcfs
+from quire.scheduler.policy import SchedulingPolicy, policy_name
 from quire.scheduler.queue import WaitingQueue
 from quire.scheduler.sequence import Decision, InflightStep, Sequence
 from quire.scheduler.speculation import DraftStats, FixedDrafts, SpeculationPolicy
@@ -35,8 +35,7 @@ class Scheduler:
         max_num_batched_tokens: int = UNLIMITED,
         max_background_tokens: int = UNLIMITED,
         max_chunk_tokens: int = UNLIMITED,
-        admission_policy: AdmissionPolicy = continuous,
-        priority_policy: PriorityPolicy = fcfs,
+        policy: SchedulingPolicy | None = None,
         speculation: SpeculationPolicy | None = None,
     ) -> None:
         self.kv, self.max_num_seqs, self.max_num_batched_tokens, self.max_background_tokens, self.max_chunk_tokens = (
@@ -46,7 +45,7 @@ class Scheduler:
             min(max_background_tokens, max_num_batched_tokens),
             max_chunk_tokens,
         )
-        self.admission_policy, self.priority_policy = admission_policy, priority_policy
+        self.policy = SchedulingPolicy() if policy is None else policy
         self.speculation: SpeculationPolicy = FixedDrafts(0) if speculation is None else speculation
         self.free_rows = list(range(rows - 1, -1, -1))
         self.waiting = WaitingQueue()
@@ -74,13 +73,19 @@ class Scheduler:
         self.kv.check_fits(request)
         if request.id in self.sequences:
             raise InvalidRequest(f"a request with id {request.id!r} is already running", param="id")
-        seq = Sequence(
-            request, self.num_arrived, list(request.prompt), max_length, constraint, self.priority_policy(request)
-        )
+        seq = Sequence(request, self.num_arrived, list(request.prompt), max_length, constraint, self._priority(request))
         self.num_arrived += 1
         self.sequences[request.id] = seq
         self.waiting.push(seq)
         return seq
+
+    def _priority(self, request: Request) -> float:
+        if request.priority >= BACKGROUND:
+            return BACKGROUND
+        key = self.policy.key(request)
+        if not key < BACKGROUND:
+            raise ValueError(f"the key of {policy_name(self.policy)} must be a number below {BACKGROUND}, not {key!r}")
+        return key
 
     def abort(self, id: str, reason: FinishReason = "abort") -> Sequence | None:
         """End a request wherever it is: waiting, running, or on its way out. Returns it unless it had ended."""
@@ -135,7 +140,7 @@ class Scheduler:
         while tokens_left > 0:
             if i >= len(running):
                 if slots == UNLIMITED:
-                    slots = self.admission_policy(len(running), self.max_num_seqs)
+                    slots = self.policy.admit(running, self.max_num_seqs)
                 if not self._admit_next(slots, tokens_left, bool(spans), new_sequences):
                     break
                 slots -= 1
@@ -154,7 +159,8 @@ class Scheduler:
             target = length + seq.max_inflight - seq.num_unscheduled + num_tokens + num_drafts
             i += 1
             if target > seq.capacity and not self._allocate(seq, target, i, new_blocks):
-                i = min(i, len(running))
+                if i > len(running) or running[i - 1] is not seq:  # it was preempted itself
+                    i -= 1
                 continue
             if num_samples:
                 seq.num_inflight += 1
@@ -242,10 +248,10 @@ class Scheduler:
             others and num_tokens < seq.num_unscheduled and self.max_chunk_tokens == UNLIMITED
         )  # whole prompts wait for a step of their own
         if self._reserved_blocks < 0:
-            self._reserved_blocks = sum(map(kv.num_blocks_reserved, self.running))
+            self._reserved_blocks = sum(map(self._num_blocks_reserved, self.running))
         needed = max(
             kv.num_blocks_needed(seq, seq.num_computed + num_tokens + self.speculation.max_drafts),
-            reserved := kv.num_blocks_reserved(seq),
+            reserved := self._num_blocks_reserved(seq),
         )
         if whole or needed > kv.block_pool.num_free - self._reserved_blocks:
             kv.free(seq)
@@ -281,10 +287,19 @@ class Scheduler:
         new_blocks.append((seq.row, self.kv.allocate(seq, needed)))
         return True
 
+    def _num_blocks_reserved(self, seq: Sequence) -> int:
+        """Blocks that `seq` lacks of those it has before others are admitted."""
+        return self.kv.num_blocks_needed(seq, self.policy.reserve(seq, self.kv.block_size))
+
     def _choose_victim(self, seq: Sequence, i: int) -> Sequence:
-        """The least urgent, then the one that loses least work, among rows without a span; `seq` itself if none."""
-        rest = self.running[i:]
-        return max(rest, key=lambda s: (s.priority, -s.num_computed, s.arrival)) if rest else seq
+        """The policy's choice among the rows without a span; `seq` itself if there is none."""
+        candidates = self.running[i:]
+        if not candidates:
+            return seq
+        victim = self.policy.victim(candidates, seq)
+        if victim is not seq and victim not in candidates:
+            raise ValueError(f"the victim of {policy_name(self.policy)} must be one of the candidates, not {victim!r}")
+        return victim
 
     # ---------------------------------------------------------------- masks and results
 

@@ -36,8 +36,8 @@ class Sequence:
     max_length: int
     """Length at which it ends: prompt + max_new."""
     constraint: Constraint = FREE
-    priority: int = 0
-    """As the policy sees it: the request's under 'priority', 0 under 'fcfs', but for those that run in the gaps."""
+    priority: float = 0
+    """The scheduling policy's key; lower is sooner, and from BACKGROUND on it runs only while nothing else does."""
 
     row: int | None = None
     """Its place on the device; None: it has none."""

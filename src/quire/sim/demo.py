@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import get_args
 
 import click
 from rich.console import Console, Group
@@ -13,7 +14,7 @@ from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
 from quire.engine.events import StepRecord
 from quire.executors.synthetic import StepCost
-from quire.scheduler.policy import RESERVE_POLICIES
+from quire.scheduler.policy import Pressure
 from quire.scheduler.scheduler import Scheduler
 from quire.sim.run import SimConfig
 from quire.sim.workload import uniform
@@ -50,7 +51,8 @@ class DemoObserver:
 @click.option("--new", type=(int, int), default=(3, 9), show_default=True, help="New tokens, from to.")
 @click.option("--shared", default=4, show_default=True, help="Prompt tokens that all requests begin with.")
 @click.option("--lookahead", default=0, show_default=True, help="Steps launched ahead of results.")
-@click.option("--pressure-policy", type=click.Choice(list(RESERVE_POLICIES)), default="preempt", show_default=True)
+@click.option("--scheduling-policy", default="fcfs", show_default=True, metavar="fcfs|priority|module:Class")
+@click.option("--pressure-policy", type=click.Choice(get_args(Pressure)), default="preempt", show_default=True)
 @click.option("--delay", default=0.0, show_default=True, help="Seconds to wait after each step.")
 @click.option("--seed", default=7, show_default=True)
 def command(
@@ -63,7 +65,8 @@ def command(
     new: tuple[int, int],
     shared: int,
     lookahead: int,
-    pressure_policy: str,
+    scheduling_policy: str,
+    pressure_policy: Pressure,
     delay: float,
     seed: int,
 ) -> None:
@@ -75,6 +78,7 @@ def command(
         max_num_batched_tokens=max_num_batched_tokens,
         chunk=max_num_batched_tokens,
         depth=lookahead,
+        scheduling_policy=scheduling_policy,
         pressure_policy=pressure_policy,
         cost=StepCost(base=0.01, per_token=0.001),
     )

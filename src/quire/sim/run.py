@@ -14,8 +14,9 @@ from quire.engine.engine import Engine
 from quire.engine.events import Observer
 from quire.executors.synthetic import FREE, StepCost, SyntheticExecutor
 from quire.observability.engine_metrics import pool_state
+from quire.scheduler.block_pool import EVICTION_POLICIES
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
-from quire.scheduler.policy import ADMISSION_POLICIES, EVICTION_POLICIES, PRIORITY_POLICIES, RESERVE_POLICIES
+from quire.scheduler.policy import Batching, Pressure, make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.sim.workload import Load
 
@@ -36,10 +37,10 @@ class SimConfig:
     chunk: int = 512
     depth: int = 0
     prefix_caching: bool = True
-    batching: str = "continuous"
+    batching: Batching = "continuous"
     scheduling_policy: str = "fcfs"
     eviction_policy: str = "lru"
-    pressure_policy: str = "foresee"
+    pressure_policy: Pressure = "foresee"
     cost: StepCost = FREE
 
     def build(
@@ -53,19 +54,12 @@ class SimConfig:
         rows = self.max_num_seqs * (1 + self.depth)
         index = make_prefix_cache(self.page_size, self.prefix_caching)
         scheduler = Scheduler(
-            KVCacheManager(
-                self.pages,
-                self.page_size,
-                index,
-                EVICTION_POLICIES[self.eviction_policy](),
-                reserve_policy=RESERVE_POLICIES[self.pressure_policy],
-            ),
+            KVCacheManager(self.pages, self.page_size, index, EVICTION_POLICIES[self.eviction_policy]()),
             rows=rows,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_chunk_tokens=self.chunk,
-            admission_policy=ADMISSION_POLICIES[self.batching],
-            priority_policy=PRIORITY_POLICIES[self.scheduling_policy],
+            policy=make_policy(self.scheduling_policy, batching=self.batching, pressure=self.pressure_policy),
         )
         executor = SyntheticExecutor(
             pages=self.pages, page_size=self.page_size, rows=rows, depth=self.depth, cost=self.cost, clock=clock
