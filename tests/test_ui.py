@@ -109,6 +109,9 @@ def test_what_is_shown_can_be_held_saved_and_opened_again(live: Live, browser: B
     path.write_text('{"format": "something else"}')
     alone.page.set_input_files("#file", path)
     alone.wait("document.querySelector('#notice').textContent.includes('was not saved by this page')")
+    path.write_text(json.dumps(saved | {"version": 2}))
+    alone.page.set_input_files("#file", path)
+    alone.wait("document.querySelector('#notice').textContent.includes('saved by a newer version of this page')")
     assert alone.complaints == []
     alone.close()
 

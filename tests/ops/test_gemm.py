@@ -68,7 +68,7 @@ def test_the_fastest_way_is_taken_from_then_on(tmp_path: Path) -> None:
     assert torch.equal(library.linear(X[:, None], WEIGHT), torch.full((3, 1, 2), 8.0))
     assert watch.asked == 1
     said = json.loads((tmp_path / "new" / "book.json").read_text())
-    assert said == {Two.version: {SHAPE: "8"}}
+    assert said == {"format": 1, Two.version: {SHAPE: "8"}}
 
 
 @pytest.mark.parametrize("bias", [None, BIAS])
@@ -107,7 +107,7 @@ def test_what_others_keep_meanwhile_stays(tmp_path: Path) -> None:
         GemmAutotuner(Two(), Watch(3.0, 1.0, 2.0)).linear(X, WEIGHT)
         with autotuning(book):
             GemmAutotuner(Two(), Watch(3.0, 2.0, 1.0)).linear(X[:2], WEIGHT)
-    assert json.loads(book.read_text()) == {Two.version: {SHAPE: "7", "2,2,4,0,float32": "8"}}
+    assert json.loads(book.read_text()) == {"format": 1, Two.version: {SHAPE: "7", "2,2,4,0,float32": "8"}}
 
 
 @pytest.mark.parametrize(
@@ -130,6 +130,18 @@ def test_a_book_that_says_nothing_of_use_is_written_anew(said: str, tmp_path: Pa
         assert torch.equal(library.linear(X, WEIGHT), torch.full((3, 2), 7.0))
     assert watch.asked == 1
     assert json.loads(book.read_text())[Two.version] == {SHAPE: "7"}
+
+
+def test_a_book_of_another_format_is_named_and_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    book, watch = tmp_path / "book.json", Watch(3.0, 1.0, 2.0)
+    said = json.dumps({"format": 2, Two.version: {SHAPE: "8"}})
+    book.write_text(said)
+    library = GemmAutotuner(Two(), watch)
+    with caplog.at_level(logging.WARNING), autotuning(book):
+        assert torch.equal(library.linear(X, WEIGHT), torch.full((3, 2), 7.0))
+    assert watch.asked == 1
+    assert "is of format 2, and this version of Quire reads format 1" in caplog.text
+    assert book.read_text() == said
 
 
 def test_a_book_that_cannot_be_kept_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -172,3 +172,18 @@ async def test_files_and_batches_are_for_the_servers_own_user_alone(tmp_path: Pa
                 path.chmod(0o755 if path.is_dir() else 0o644)
     finally:
         os.umask(before)
+
+
+async def test_a_folder_of_another_format_is_refused_by_name(tmp_path: Path) -> None:
+    await FolderBatchService(tmp_path, answer, Limits(), width=1).stop()
+    assert (tmp_path / "lock").read_text() == "quire batches, format 1\n"
+    await FolderBatchService(tmp_path, answer, Limits(), width=1).stop()
+    (tmp_path / "lock").write_text("quire batches, format 2\n")
+    with pytest.raises(InvalidConfig, match="holds batches of format 2, and this version of Quire reads format 1"):
+        FolderBatchService(tmp_path, answer, Limits(), width=1)
+
+
+async def test_a_folder_of_a_version_that_noted_no_format_is_of_the_first(tmp_path: Path) -> None:
+    (tmp_path / "lock").touch()
+    await FolderBatchService(tmp_path, answer, Limits(), width=1).stop()
+    assert (tmp_path / "lock").read_text() == "quire batches, format 1\n"

@@ -12,12 +12,12 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -103,7 +103,9 @@ class AlgorithmCache:
         self.new += 1
 
     def keep(self) -> None:
-        """What is new, with what others have kept meanwhile."""
+        """What is new, with what others have kept meanwhile. A file of another format is left alone."""
+        if other_format(load(self.path)) is not None:
+            return
         others = read(self.path)
         write(self.path, {**others, **{version: {**others.get(version, {}), **n} for version, n in self.names.items()}})
 
@@ -170,13 +172,36 @@ def capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def read(book: Path) -> dict[str, dict[str, str]]:
-    """What a book says; nothing, if it is not there or cannot be read."""
+FORMAT = 1
+"""Version of the file's format, its field `format`; a file without that field is of version 1."""
+
+
+def load(book: Path) -> dict[str, Any]:
+    """The file's JSON object; empty if there is none or it cannot be read."""
     try:
         said = json.loads(book.read_text())
     except (OSError, ValueError):
         return {}
-    if not isinstance(said, dict):
+    return said if isinstance(said, dict) else {}
+
+
+def other_format(said: Mapping[str, Any]) -> object | None:
+    """The version of the format that a file has, where it is not `FORMAT`."""
+    found = said.get("format", FORMAT)
+    return None if found == FORMAT else found
+
+
+def read(book: Path) -> dict[str, dict[str, str]]:
+    """The names in a file; none if it is not there, cannot be read, or is of another format, which is logged."""
+    said = load(book)
+    if (found := other_format(said)) is not None:
+        log.warning(
+            "%s is of format %s, and this version of Quire reads format %d: the fastest products are timed again and "
+            "not kept; delete the file to have them kept",
+            book,
+            found,
+            FORMAT,
+        )
         return {}
     return {
         version: {shape: name for shape, name in names.items() if isinstance(name, str)}
@@ -190,7 +215,7 @@ def write(book: Path, said: dict[str, dict[str, str]]) -> None:
     new = book.with_suffix(f".{os.getpid()}")
     try:
         book.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(json.dumps(said))
+        new.write_text(json.dumps({"format": FORMAT, **said}))
         new.replace(book)
     except OSError as error:
         log.warning("which products are fastest could not be kept in %s: %s", book, error)

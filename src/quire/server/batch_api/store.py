@@ -10,7 +10,7 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,10 @@ from quire.tokenization.escape import escape_control
 log = logging.getLogger("uvicorn.error")
 
 _ID = re.compile(r"[a-z]+[-_][0-9a-f]{24}")
+
+FORMAT = 1
+"""Version of the folder's layout and documents, in its file `lock`; a folder without one is of version 1."""
+_FORMAT = re.compile(rb"quire batches, format (\d+)\n")
 
 
 class UnknownFile(InvalidRequest):
@@ -221,7 +225,7 @@ class Lock:
     """One server a folder: two would answer every line twice. Held until the process ends."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises InvalidConfig if another process has it, or the folder cannot be had."""
+        """Raises InvalidConfig if another process has it, its format is another, or the folder cannot be had."""
         with usable(folder), ExitStack() as undo:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = undo.enter_context(created(folder / "lock", "ab"))
@@ -229,10 +233,24 @@ class Lock:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise InvalidConfig(f"another server uses {folder}: choose another --batch-dir") from None
+            _check_format(folder, self._file)
             undo.pop_all()
 
     def close(self) -> None:
         self._file.close()
+
+
+def _check_format(folder: Path, lock: FileIO) -> None:
+    """Note the format in an empty lock file. Raises InvalidConfig where another version of it is noted."""
+    noted = (folder / "lock").read_bytes()
+    if (found := _FORMAT.fullmatch(noted)) and int(found[1]) != FORMAT:
+        raise InvalidConfig(
+            f"{folder} holds batches of format {int(found[1])}, and this version of Quire reads format {FORMAT}: "
+            "choose another --batch-dir, or the version of Quire that wrote it"
+        )
+    if not noted:
+        with suppress(OSError):  # a full disk does not keep a server from starting
+            _write(lock, b"quire batches, format %d\n" % FORMAT)
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
