@@ -44,7 +44,7 @@ docs:
 site:
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet --site-dir $(SITE)
 
-# Of logits, by architecture and dtype, in docs/guides/models.md: not part of `docs`, for their last digits are the machine's.
+# Tables of errors in docs/guides/{models,quantization}.md: not part of `docs`, since their last digits depend on the machine.
 errors:
 	$(PYTHON) -m tests.models.errors
 

@@ -23,6 +23,7 @@ from quire.cli import main
 from quire.cli.base import DEVELOPER_BENCHMARKS
 from quire.config import OPTIONS, Settings
 from quire.config.unknown import UNSUPPORTED
+from tools.reference import PAGES as GENERATED
 
 ROOT = Path(__file__).parents[1]
 PAGES = (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md"))
@@ -39,7 +40,8 @@ def test_links_between_pages_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         if not re.match(r"[a-z]+:", target):
-            assert ((ROOT / page).parent / target).exists(), target
+            path = ((ROOT / page).parent / target).resolve()
+            assert path.exists() or str(path.relative_to(ROOT / "docs")) in GENERATED, target
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
@@ -152,22 +154,33 @@ def _flags(command: click.Command, context: click.Context) -> Iterator[str]:
         yield from (*param.opts, *param.secondary_opts)
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_each_example_of_the_library_runs(number: int, capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(
-        r"^```python\n(.*?)^```$", (ROOT / "docs/guides/offline-inference.md").read_text("utf-8"), re.S | re.M
-    )
-    assert len(blocks) == 3
-    exec(compile(blocks[number], "docs/guides/offline-inference.md", "exec"), {})
+GUIDES = ROOT / "docs/guides"
+
+
+@pytest.mark.parametrize(
+    ("page", "number", "lines"), [("offline-inference", 0, 4), ("engine", 0, 10), ("engine", 1, 1)]
+)
+def test_each_example_in_python_runs(page: str, number: int, lines: int, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", (GUIDES / f"{page}.md").read_text("utf-8"), re.S | re.M)
+    exec(compile(blocks[number], page, "exec"), {})
     said = capsys.readouterr().out.splitlines()
-    assert len(said) >= [4, 10, 1][number]
-    assert said[-1].split()[0] in ("0", "800") or number == 0
+    assert len(said) >= lines
+    assert said[-1].split()[0] in ("0", "800") or page != "engine"
+
+
+def test_the_quickstart_shows_the_examples_of_the_readme() -> None:
+    shown, readme = (
+        dict(re.findall(r"^<!-- (\w+) -->\n(```.*?^```$)", (ROOT / page).read_text("utf-8"), re.S | re.M))
+        for page in ("docs/quickstart.md", "README.md")
+    )
+    assert shown == readme
+    assert len(shown) == 5
 
 
 def test_each_switch_shown_can_be_set_alone() -> None:
     """The table of switches: every flag in it, by itself, with the value it is shown with."""
-    text = (ROOT / "docs/guides/offline-inference.md").read_text("utf-8")
-    shown = re.findall(r"`(--[^`]+)`", text[text.index("## Every optimisation") :])
+    text = (GUIDES / "scheduling.md").read_text("utf-8")
+    shown = re.findall(r"`(--[^`]+)`", text[text.index("## Turn each optimization") :])
     assert len(shown) > 20
     for one in shown:
         with click.Context(main) as context:
@@ -175,6 +188,15 @@ def test_each_switch_shown_can_be_set_alone() -> None:
             assert serve is not None
             serve.make_context("config", shlex.split(one), parent=context)
             main.main(["config", *shlex.split(one)], standalone_mode=False)
+
+
+def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
+    text = (ROOT / "docs/troubleshooting.md").read_text("utf-8")
+    quoted = re.findall(r"^### `(.*)`$", text, re.MULTILINE)
+    assert len(quoted) > 20
+    code = "\n".join(path.read_text("utf-8") for path in (ROOT / "src/quire").rglob("*.py"))
+    code = re.sub(r'"\s*\n\s*f?"', "", code).replace("{EMBEDDED!r}", "'embedded'")  # messages over several lines
+    assert [message for message in quoted if message not in code] == []
 
 
 def test_settings_shown_as_yaml_are_settings() -> None:

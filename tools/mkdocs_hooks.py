@@ -1,9 +1,11 @@
-"""MkDocs hooks: add files outside of docs/ to the site, and the pages of benchmarks to its navigation."""
+"""MkDocs hooks: add generated pages and files outside of docs/ to the site, and benchmarks to its navigation."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -12,7 +14,12 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "training/README.md": "training.md"}
+OUTSIDE = {
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "training/README.md": "training.md",
+    "benchmarks/README.md": "performance/benchmarks.md",
+}
 """A file's path from the root: the page of the site, in docs/, that it becomes."""
 
 
@@ -27,7 +34,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages of `OUTSIDE`."""
+    """Add the pages of `OUTSIDE` and those of `tools/reference.py`."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # here, since MkDocs undoes it after it has loaded this module
+    for target, made in importlib.import_module("tools.reference").PAGES.items():
+        files.append(File.generated(config, target, content=made()))
     for source, target in OUTSIDE.items():
         files.append(File.generated(config, target, content=(ROOT / source).read_text(encoding="utf-8")))
     return files

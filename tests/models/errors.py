@@ -1,5 +1,5 @@
 """How far logits are from transformers' in float32, by architecture and dtype, and what quantising does to a trained
-model: writes the tables of docs/guides/models.md.
+model: writes the tables of docs/guides/models.md and quantization.md.
 
 Each number is the largest over all tiny checkpoints of an architecture and all tokens of five prompts, fed raggedly in
 chunks. `python -m tests.models.errors` takes about a minute.
@@ -30,7 +30,9 @@ from tests.checkpoints import SHAPES, make
 from tests.gguf_files import TYPES, write
 from tests.models.feeding import Feeder, prompts
 
-PAGE = Path(__file__).parents[2] / "docs/guides/models.md"
+GUIDES = Path(__file__).parents[2] / "docs/guides"
+PAGES = {"errors": GUIDES / "models.md", "canaries": GUIDES / "quantization.md"}
+"""The page of each table."""
 CPU = torch.device("cpu")
 DTYPES: Mapping[DType, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -94,7 +96,7 @@ def canaries() -> str:
             after = answers(load_model(path, dtype="float32"), probe(model.spec.vocab, tokens), CPU)
             rows.append((f"GGUF {kind}", compare(before, after, probe(model.spec.vocab, tokens))))
     lines = [f"| {name} | {100 * q.agreement:.1f} % | {q.kl:.1e} | {q.nll - q.before:+.4f} |" for name, q in rows]
-    return "\n".join(["| | next tokens that stay | KL, nats | loss, nats |", "|---|---|---|---|", *lines]) + "\n"
+    return "\n".join(["| | top-1 agreement | KL, nats | loss, nats |", "|---|---|---|---|", *lines]) + "\n"
 
 
 def written(text: str, name: str, made: str) -> str:
@@ -104,8 +106,8 @@ def written(text: str, name: str, made: str) -> str:
 
 
 def main() -> None:
-    text = PAGE.read_text("utf-8")
-    PAGE.write_text(written(written(text, "errors", table(SHAPES)), "canaries", canaries()), "utf-8")
+    for name, made in (("errors", table(SHAPES)), ("canaries", canaries())):
+        PAGES[name].write_text(written(PAGES[name].read_text("utf-8"), name, made), "utf-8")
 
 
 if __name__ == "__main__":

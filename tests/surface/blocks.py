@@ -57,7 +57,7 @@ FOUND = {block.name: block for block in blocks()}
 
 
 def short(code: str) -> str:
-    return re.sub(r'(max_tokens"?[:=] ?)(\d+)', lambda m: f"{m[1]}{min(int(m[2]), MOST)}", code)
+    return re.sub(r'(max_(?:output_)?tokens"?[:=] ?)(\d+)', lambda m: f"{m[1]}{min(int(m[2]), MOST)}", code)
 
 
 def python(name: str, after: str = "", told: Callable[[str], Any] = str) -> Item:
@@ -224,7 +224,7 @@ def speculative(house: House) -> Any:
 
 
 def batch(house: House) -> Any:
-    """docs/guides/serving.md's, waited for, and what came out."""
+    """docs/guides/batches.md's, waited for, and what came out."""
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
     line["body"] = {"model": "embedded", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 5}  # type: ignore[assignment]
     (house.folder / "requests.jsonl").write_text(json.dumps(line) + "\n")
@@ -244,7 +244,21 @@ def batch(house: House) -> Any:
     return row["response"]["body"]["choices"]
 
 
-BATCH = "docs/guides/serving.md: from pathlib import Path"
+def connected(name: str) -> Item:
+    """Run in this process, with `client` an OpenAI client of the server."""
+
+    def run(house: House) -> Any:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            exec(compile(FOUND[name].text, name, "exec"), {"client": house.server.openai})
+        assert said.getvalue()
+        return said.getvalue()
+
+    return Item(name, run, part="server", ci=("grpc",), needs=("openai",))
+
+
+TOOLS = "docs/guides/tool-calling.md: weather = {"
+EMBEDDINGS = 'docs/guides/embeddings.md: answer = client.embeddings.create(model="embedded", input=["'
+BATCH = "docs/guides/batches.md: from pathlib import Path"
 SPECULATIVE = 'docs/guides/speculative-decoding.md: llm = LLM(speculative_config={"method": "ngram", "num_specul'
 DRAFT = 'docs/guides/speculative-decoding.md: quire serve --speculative-config \'{"method": "draft_model"}\''
 DETERMINISTIC = "docs/guides/deterministic.md: quire serve --deterministic"
@@ -264,24 +278,27 @@ BLOCKS = (
         told=lambda said: re.sub(r"\.\d{3,}", "", said),
     ),
     python(
-        "docs/guides/offline-inference.md: from quire.assembly.engine import build_engine",
+        "docs/guides/engine.md: from quire.assembly.engine import build_engine",
         told=lambda said: re.findall(r"^\((?:\d+, )+\d+\)", said, re.MULTILINE),
     ),
     python("docs/guides/structured-outputs.md: offline"),
     Item(SPECULATIVE, speculative),
     settings("docs/reference/configuration.md: model: embedded"),
     Item(
-        "docs/guides/offline-inference.md: from quire.sim.run import SimConfig, simulate",
-        lambda house: exec(
-            FOUND["docs/guides/offline-inference.md: from quire.sim.run import SimConfig, simulate"].text, {}
-        ),
+        "docs/guides/engine.md: from quire.sim.run import SimConfig, simulate",
+        lambda house: exec(FOUND["docs/guides/engine.md: from quire.sim.run import SimConfig, simulate"].text, {}),
         executors=(),
-        elsewhere="tests/test_docs.py::test_each_example_of_the_library_runs",
+        elsewhere="tests/test_docs.py::test_each_example_in_python_runs",
     ),
     Item(LOOK, looked_at, executors=("local",)),
     Item("README.md: serve", serve, part="server", ci=("grpc",)),
     client("README.md: curl", ci=("ahead", "grpc")),
     client("README.md: openai", needs=("openai",)),
+    client("docs/clients.md: extra", needs=("openai",), ci=()),
+    client("docs/clients.md: responses", needs=("openai",), ci=()),
+    client("docs/clients.md: messages", needs=("anthropic",)),
+    connected(TOOLS),
+    connected(EMBEDDINGS),
     *(client(f"docs/guides/structured-outputs.md: {name}") for name in ("schema", "choice", "regex", "grammar")),
     Item(BATCH, batch, part="server", ci=("grpc",), needs=("openai",)),
     Item(RECORDING, recording, ci=()),
@@ -294,6 +311,15 @@ BLOCKS = (
 )
 
 NAMED = (
+    *(
+        Named(
+            f"docs/quickstart.md: {name}",
+            "the README's",
+            "tests/test_docs.py::test_the_quickstart_shows_the_examples_of_the_readme",
+        )
+        for name in ("serve", "test", "curl", "openai", "offline")
+    ),
+    Named("docs/guides/observability.md: pip install -e '.[otel]'", "needs a collector", "tests/test_tracing.py"),
     Named("README.md: test", "CI is this", "tests/test_readme.py::test_the_test_command_is_the_one_ci_runs"),
     Named(
         'CONTRIBUTING.md: pip install -e ".[dev]" && pre-commit install',
