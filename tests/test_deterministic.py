@@ -17,8 +17,8 @@ from quire.engine.engine import Engine
 from quire.engine.executor import Executor
 from quire.executors.local import CudaExecutor, LocalExecutor
 from quire.model_runner.device_steps import DeviceSteps, TorchSteps
-from quire.model_runner.graphs import EagerQueue, Queue
-from quire.model_runner.speculative import NgramDrafter, NgramProposer, NoDrafts, NoProposer
+from quire.model_runner.graphs import WorkQueue
+from quire.model_runner.speculative import NgramDrafter, NgramProposer
 from quire.models.base import Model
 from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.reference import ReferenceOps
@@ -95,7 +95,7 @@ class Subject:
             rows=64,
             max_model_len=CONTEXT,
             dtype=self.model.dtype,
-            drafter=NgramDrafter(s.drafts, shortest=1) if s.drafts else NoDrafts(),
+            drafter=NgramDrafter(s.drafts, shortest=1) if s.drafts else None,
         )
 
     def engine(self, s: Situation) -> Engine:
@@ -140,7 +140,7 @@ class Ahead(Subject):
     """The same by the executor of a device that is run ahead of. On a CPU its steps are plain torch."""
 
     steps: DeviceSteps = TorchSteps()
-    queue: Queue = EagerQueue()
+    queue: WorkQueue = WorkQueue()
     device = torch.device("cpu")
 
     def executor(self, s: Situation, pages: int) -> Executor:
@@ -155,7 +155,7 @@ class Ahead(Subject):
             device=self.device,
             steps=self.steps,
             queue=self.queue,
-            proposer=NgramProposer(s.drafts, shortest=1) if s.drafts else NoProposer(),
+            proposer=NgramProposer(s.drafts, shortest=1) if s.drafts else None,
             depth=s.depth,
         )
 

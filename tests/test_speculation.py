@@ -17,7 +17,7 @@ from quire.executors.local import CudaExecutor, LocalExecutor
 from quire.llm import LLM
 from quire.model_runner.device_state import DeviceState
 from quire.model_runner.device_steps import DeviceSteps, TorchSteps
-from quire.model_runner.graphs import EagerQueue
+from quire.model_runner.graphs import WorkQueue
 from quire.model_runner.memory import allocate, layer_shapes
 from quire.model_runner.row_state import Ints, RowState
 from quire.model_runner.speculative import (
@@ -26,7 +26,6 @@ from quire.model_runner.speculative import (
     ModelProposer,
     NgramDrafter,
     NgramProposer,
-    NoDrafts,
     Proposer,
     lookup,
 )
@@ -65,9 +64,9 @@ class Drawn(FixedDrafts):
         return hash((seq.arrival, len(seq.tokens))) % (self.max_drafts + 1)
 
 
-def drafter(kind: str) -> Drafter:
+def drafter(kind: str) -> Drafter | None:
     if kind == "none":
-        return NoDrafts()
+        return None
     if kind == "ngram":
         return NgramDrafter(4)
     draft = models()[1]
@@ -88,7 +87,7 @@ def engine(
         dtype=torch.float32,
         drafter=drafts,
     )
-    speculation: SpeculationPolicy = policy(drafts.num_drafts)
+    speculation: SpeculationPolicy = policy(executor.describe().num_drafts)
     kv = KVCacheManager(pages, SIZE, make_prefix_cache(SIZE, True))
     return Engine(
         Scheduler(
@@ -181,7 +180,7 @@ def ahead(kind: str, steps: DeviceSteps | None = None) -> Engine:
         dtype=torch.float32,
         device=torch.device("cpu"),
         steps=steps or TorchSteps(),
-        queue=EagerQueue(),
+        queue=WorkQueue(),
         proposer=proposer,
     )
     kv_ = KVCacheManager(PAGES, SIZE, make_prefix_cache(SIZE, True))
@@ -294,7 +293,7 @@ class OffByOne(NgramDrafter):
         return drafts
 
 
-def histogram(drafts: Drafter, count: int, sampling: SamplingParams) -> Counter[int]:
+def histogram(drafts: Drafter | None, count: int, sampling: SamplingParams) -> Counter[int]:
     """The third token after one prompt, over many seeds."""
     executor = LocalExecutor(
         models()[0], pages=PAGES, page_size=SIZE, rows=ROWS, max_model_len=CONTEXT, dtype=torch.float32, drafter=drafts
@@ -331,7 +330,7 @@ def test_samples_follow_the_target_alone(sampling: SamplingParams) -> None:
         k = 2 / (9 * freedom)
         return ((statistic / freedom) ** (1 / 3) - (1 - k)) / k**0.5
 
-    alone = histogram(NoDrafts(), 35_000, sampling)
+    alone = histogram(None, 35_000, sampling)
     assert z(*chi_square(alone, histogram(drafter("model"), 35_000, sampling))) < 2.33
     assert z(*chi_square(alone, histogram(OffByOne(2, shortest=1), 6_000, sampling))) > 5
 

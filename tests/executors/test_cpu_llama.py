@@ -15,7 +15,6 @@ import torch
 from quire.engine.engine import Engine
 from quire.executors.local import LocalExecutor
 from quire.model_runner.row_state import Ints, RowState
-from quire.model_runner.speculative import NoDrafts
 from quire.models.base import Model
 from quire.ops.reference import ReferenceOps
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
@@ -90,14 +89,15 @@ class Guess:
 def answer(
     model: Model, asked: Sequence[Request], *, pages: int = 200, size: int = 8, depth: int = 0, **kw: Any
 ) -> Any:
-    drafter = kw.pop("drafter", NoDrafts())
+    drafter = kw.pop("drafter", None)
+    drafts = drafter.num_drafts if drafter else 0
     executor = LocalExecutor(
         model, pages=pages, page_size=size, rows=16, max_model_len=CONTEXT, dtype=torch.float32, drafter=drafter
     )
     scheduler = Scheduler(
         KVCacheManager(pages, size, make_prefix_cache(size, True)),
         rows=16,
-        speculation=FixedDrafts(drafter.num_drafts),
+        speculation=FixedDrafts(drafts),
         **kw,
     )
     engine = Engine(scheduler, executor, lookahead=depth)

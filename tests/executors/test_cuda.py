@@ -14,19 +14,17 @@ from quire.engine.engine import Engine
 from quire.errors import StepFailed
 from quire.executors.local import CudaExecutor
 from quire.model_runner.device_steps import TorchSteps
-from quire.model_runner.graphs import EagerQueue, GraphKey
+from quire.model_runner.graphs import GraphKey, WorkQueue
 from quire.model_runner.memory import allocate, layer_shapes
 from quire.model_runner.row_state import StepShape
-from quire.model_runner.speculative import ModelProposer, NgramProposer, NoProposer, Proposer
+from quire.model_runner.speculative import ModelProposer, NgramProposer, Proposer
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.scheduler.constraint import FREE
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.plan import NewSequence, Plan, Span
-from quire.scheduler.policy import Batching, SchedulingPolicy
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import AdaptiveDrafts, FixedDrafts, draft_counts
-from quire.types import UNLIMITED, Request, RequestStepOutput, SamplingParams
-from tests.executors.test_cpu import LONGEST, MODEL, OPENING, REQUESTS, RULED, WANT, Alternate, Fragile
+from quire.types import UNLIMITED, Request, SamplingParams
+from tests.executors.driver import LONGEST, MODEL, OPENING, REQUESTS, WANT, Driver, Fragile
 from tests.model_runner.tiny import POISON, VOCAB, Tiny
 
 
@@ -64,9 +62,9 @@ class Unforeseen(FixedDrafts):
         return hash((seq.arrival, len(seq.tokens))) % (self.max_drafts + 1)
 
 
-def proposer(kind: str, *, pages: int, size: int, rows: int) -> Proposer:
+def proposer(kind: str, *, pages: int, size: int, rows: int) -> Proposer | None:
     if kind == "none":
-        return NoProposer()
+        return None
     if kind == "ngram":
         return Repeated(3)
     draft = MODEL if kind == "twin" else Doubtful()
@@ -87,65 +85,27 @@ def executor(
         dtype=torch.float64,
         device=torch.device("cpu"),
         steps=TorchSteps(),
-        queue=EagerQueue(),
+        queue=WorkQueue(),
         proposer=proposer(drafts, pages=pages, size=size, rows=rows),
         depth=2,
     )
 
 
-class House:
-    """Scheduler, engine and executor around the tiny model. depth -1: drawn anew each step."""
-
-    def __init__(
-        self,
-        *,
-        size: int = 4,
-        pages: int = 400,
-        cap: int = UNLIMITED,
-        feed: tuple[int, int] = (UNLIMITED, UNLIMITED),
-        depth: int = 1,
-        reuse: bool = True,
-        admit: Batching = "continuous",
-        model: Tiny = MODEL,
-        drafts: str = "none",
-        policy: type[FixedDrafts] = FixedDrafts,
-    ) -> None:
-        self.executor = executor(model, pages=pages, size=size, rows=16, length=LONGEST + 1, drafts=drafts)
-        kv = KVCacheManager(pages, size, make_prefix_cache(size, reuse))
-        self.scheduler = Scheduler(
-            kv,
-            rows=16,
-            max_num_seqs=cap,
-            max_num_batched_tokens=feed[0],
-            max_chunk_tokens=feed[1],
-            policy=SchedulingPolicy(batching=admit),
-            speculation=policy(self.executor.describe().num_drafts),
-        )
-        self.engine = Engine(self.scheduler, self.executor, lookahead=max(depth, 0))
-        self.drawn = random.Random(7) if depth < 0 else None
-        self.events: dict[str, list[RequestStepOutput]] = {}
-
-    def answer(self, requests: Sequence[Request], late: Callable[[], int] = lambda: UNLIMITED) -> dict[str, list[int]]:
-        todo = list(requests)
-        while todo or self.engine.has_pending_work:
-            for request in todo[: late()]:
-                self.engine.add(request, Alternate() if request.id in RULED else FREE)
-                todo.remove(request)
-            if self.drawn is not None:
-                self.engine.lookahead = self.drawn.randrange(3)
-            for event in self.engine.step():
-                self.events.setdefault(event.id, []).append(event)
-        return {id: [t for e in events for t in e.tokens] for id, events in self.events.items()}
+def driver(
+    *, size: int = 4, pages: int = 400, model: Tiny = MODEL, drafts: str = "none", lookahead: int = 1, **settings: Any
+) -> Driver:
+    it = executor(model, pages=pages, size=size, rows=16, length=LONGEST + 1, drafts=drafts)
+    return Driver(it, lookahead=lookahead, **settings)
 
 
 AXES = {
-    "depth": (0, 1, 2, -1),
+    "lookahead": (0, 1, 2, -1),
     "size": (1, 4, 64),
     "tight": (1, 2, 14),
     "reuse": (False, True),
     "feed": ((UNLIMITED, UNLIMITED), (16, 5), (9, UNLIMITED)),
     "admit": ("continuous", "static"),
-    "cap": (3, 16),
+    "max_num_seqs": (3, 16),
     "drafts": ("none", "ngram", "model", "twin"),
     "policy": (FixedDrafts, Unforeseen),
 }
@@ -160,10 +120,10 @@ def test_every_combination_gives_the_dense_loops_tokens(share: int) -> None:
     for combo in random.Random(share).sample(COMBOS, 26):
         settings = dict(combo)
         tight = int(str(settings.pop("tight")))
-        house = House(pages=-(-LONGEST // int(str(settings["size"]))) * tight, **settings)  # type: ignore[arg-type]
+        it = driver(pages=-(-LONGEST // int(str(settings["size"]))) * tight, **settings)  # type: ignore[arg-type]
         rng = random.Random(str(combo))
-        assert house.answer(REQUESTS, late=lambda rng=rng: rng.randrange(3)) == WANT, combo  # type: ignore[misc]
-        assert house.scheduler.kv.block_pool.num_free == house.scheduler.kv.block_pool.num_blocks
+        assert it.answer(REQUESTS, late=lambda rng=rng: rng.randrange(3)) == WANT, combo  # type: ignore[misc]
+        assert it.scheduler.kv.block_pool.num_free == it.scheduler.kv.block_pool.num_blocks
 
 
 class Swinging(FixedDrafts):
@@ -177,8 +137,8 @@ class Swinging(FixedDrafts):
 @pytest.mark.parametrize("policy", [FixedDrafts, Unforeseen, Swinging])
 def test_the_device_hears_of_every_change_of_how_many_drafts_are_wanted(depth: int, policy: type[FixedDrafts]) -> None:
     """Answers do not tell: they are the same whatever was drafted."""
-    house = House(depth=depth, drafts="ngram", policy=policy)
-    runner, asked, heard = house.executor.runner, list[list[int]](), list[list[int]]()
+    it = driver(lookahead=depth, drafts="ngram", policy=policy)
+    runner, asked, heard = it.executor.runner, list[list[int]](), list[list[int]]()
     launch = runner._launch
 
     def launched(step: Any) -> None:
@@ -188,45 +148,45 @@ def test_the_device_hears_of_every_change_of_how_many_drafts_are_wanted(depth: i
             heard.append(runner.state.wanted_drafts[: len(asked[-1])].tolist())
 
     runner._launch = launched  # type: ignore[method-assign]
-    house.answer([Request(id=str(i), prompt=(3, 1, i), max_new_tokens=30) for i in range(4)])
+    it.answer([Request(id=str(i), prompt=(3, 1, i), max_new_tokens=30) for i in range(4)])
     assert heard == asked and len({*map(tuple, asked)}) > (0 if policy is FixedDrafts else 3)
 
 
 def test_a_row_with_nan_logits_fails_alone() -> None:
-    house = House(depth=1, feed=(UNLIMITED, 7))
+    it = driver(lookahead=1, feed=(UNLIMITED, 7))
     sick = [Request(id=f"sick-{i}", prompt=(*range(i), POISON), max_new_tokens=5) for i in (0, 5, 20)]
     mixed = [r for pair in itertools.zip_longest(REQUESTS, sick) for r in pair if r]
-    answers = house.answer(mixed, late=lambda: 2)
+    answers = it.answer(mixed, late=lambda: 2)
     assert {id: answers[id] for id in WANT} == WANT
     for each in sick:
         assert answers[each.id] == []
-        assert house.events[each.id][-1].error == "the model produced NaN or infinite logits"
+        assert it.events[each.id][-1].error == "the model produced NaN or infinite logits"
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_what_fails_where_drafts_reach_past_the_limit_fails_nobody(depth: int) -> None:
-    house = House(depth=depth, drafts="twin", model=Ending(9 + 11 - 1))
-    answers = house.answer([Request(id="it", prompt=tuple(range(9)), max_new_tokens=11)])
-    assert answers == House().answer([Request(id="it", prompt=tuple(range(9)), max_new_tokens=11)])
-    assert house.events["it"][-1].finish == "length"
+    it = driver(lookahead=depth, drafts="twin", model=Ending(9 + 11 - 1))
+    answers = it.answer([Request(id="it", prompt=tuple(range(9)), max_new_tokens=11)])
+    assert answers == driver().answer([Request(id="it", prompt=tuple(range(9)), max_new_tokens=11)])
+    assert it.events["it"][-1].finish == "length"
 
 
 @pytest.mark.parametrize("drafts", ["none", "twin"])
 @pytest.mark.parametrize("upto", [9, 13, 14, 15, 16, 17])
 def test_what_came_before_a_failure_is_told_with_drafts_as_without(upto: int, drafts: str) -> None:
-    house = House(drafts=drafts, model=Ending(upto))
-    answers = house.answer([Request(id="it", prompt=tuple(range(9)), max_new_tokens=11)])
-    whole = House().answer([Request(id="it", prompt=tuple(range(9)), max_new_tokens=11)])
+    it = driver(drafts=drafts, model=Ending(upto))
+    answers = it.answer([Request(id="it", prompt=tuple(range(9)), max_new_tokens=11)])
+    whole = driver().answer([Request(id="it", prompt=tuple(range(9)), max_new_tokens=11)])
     assert answers["it"] == whole["it"][: upto - 8]
-    assert house.events["it"][-1].error == "the model produced NaN or infinite logits"
+    assert it.events["it"][-1].error == "the model produced NaN or infinite logits"
 
 
 def test_a_step_that_fails_costs_only_the_request_at_fault() -> None:
     harmless = [r for r in REQUESTS if 13 not in (*r.prompt, *WANT[r.id])]
-    house = House(depth=1, model=Fragile())
-    answers = house.answer([*harmless[:3], Request(id="bad", prompt=(1, 13, 2), max_new_tokens=4), *harmless[3:]])
+    it = driver(lookahead=1, model=Fragile())
+    answers = it.answer([*harmless[:3], Request(id="bad", prompt=(1, 13, 2), max_new_tokens=4), *harmless[3:]])
     assert {r.id: answers[r.id] for r in harmless} == {r.id: WANT[r.id] for r in harmless}
-    assert "could not run this request" in str(house.events["bad"][-1].error)
+    assert "could not run this request" in str(it.events["bad"][-1].error)
 
 
 def test_a_failure_keeps_its_cause_and_lasts_until_reset() -> None:
@@ -393,7 +353,7 @@ def test_it_describes_itself_and_closing_lets_go_of_the_pool() -> None:
     assert not it.runner.kv
 
 
-class Noted(EagerQueue):
+class Noted(WorkQueue):
     """Remembers which kinds of step there were."""
 
     def __init__(self) -> None:
@@ -419,7 +379,7 @@ def test_every_kind_of_step_is_known_at_the_start_however_deep_drafts_are_and_wh
     cuda = pytest.importorskip("quire.assembly.cuda")
     rows, length, queue = 4, 40, Noted()
     kv = allocate(layer_shapes(MODEL.spec.kv_shapes, torch.float64), pages=60, page_size=4)
-    house = CudaExecutor(
+    it = CudaExecutor(
         MODEL,
         pages=60,
         page_size=4,
@@ -441,7 +401,7 @@ def test_every_kind_of_step_is_known_at_the_start_however_deep_drafts_are_and_wh
         max_chunk_tokens=16,
         speculation=Eager(most),
     )
-    engine = Engine(scheduler, house, lookahead=1)
+    engine = Engine(scheduler, it, lookahead=1)
     for i, (prompt, new) in enumerate(itertools.product((1, 5, 9), range(14, 30))):
         engine.submit([2 + i % 7] * prompt, new)
     while engine.has_pending_work:

@@ -18,7 +18,7 @@ from quire.engine.engine import Engine
 from quire.executors.local import CudaExecutor, LocalExecutor
 from quire.model_runner.graphs import CudaQueue
 from quire.model_runner.memory import allocate, layer_shapes
-from quire.model_runner.speculative import ModelProposer, NgramProposer, NoProposer, Proposer
+from quire.model_runner.speculative import ModelProposer, NgramProposer, Proposer
 from quire.scheduler.block_pool import EVICTION_POLICIES
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.policy import SchedulingPolicy
@@ -94,10 +94,10 @@ class Subject:
         found.reset()
         return found
 
-    def proposer(self, kind: str, page_size: int) -> Proposer:
+    def proposer(self, kind: str, page_size: int) -> Proposer | None:
         """The model drafts for itself: nearly always right, but that its sums have other shapes."""
         if kind == "none":
-            return NoProposer()
+            return None
         if kind == "ngram":
             return NgramProposer(3, shortest=1)
         device, shapes = torch.device("cuda"), layer_shapes(self.gpu.spec.kv_shapes, torch.float32)

@@ -18,8 +18,8 @@ from quire.scheduler.plan import NewSequence, Plan, Span
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import FixedDrafts
 from quire.types import UNLIMITED, Request, RequestStepOutput, SamplingParams
-from tests.executors.test_cpu import LONGEST, MODEL, REQUESTS, WANT
-from tests.executors.test_cuda import House, executor
+from tests.executors.driver import LONGEST, MODEL, REQUESTS, WANT
+from tests.executors.test_cuda import driver, executor
 from tests.executors.wired import served
 from tests.model_runner.tiny import POISON, VOCAB
 
@@ -107,11 +107,13 @@ def test_every_executor_that_pools_gives_the_dense_models_vectors(door) -> None:
 def test_running_ahead_changes_no_vector_and_vectors_change_no_answer(depth: int, drafts: str) -> None:
     rng = random.Random(depth)
     for tight, feed in ((2, (16, 5)), (3, (9, UNLIMITED)), (14, (UNLIMITED, UNLIMITED))):
-        house = House(size=4, pages=-(-LONGEST // 4) * tight, depth=depth, feed=feed, drafts=drafts, policy=FixedDrafts)
-        answers = house.answer(mixed(depth), late=lambda: rng.randrange(4))
+        it = driver(
+            size=4, pages=-(-LONGEST // 4) * tight, lookahead=depth, feed=feed, drafts=drafts, policy=FixedDrafts
+        )
+        answers = it.answer(mixed(depth), late=lambda: rng.randrange(4))
         assert {id: answers[id] for id in WANT} == WANT
-        check(house.events)
-        assert house.scheduler.kv.block_pool.num_free == house.scheduler.kv.block_pool.num_blocks
+        check(it.events)
+        assert it.scheduler.kv.block_pool.num_free == it.scheduler.kv.block_pool.num_blocks
 
 
 def test_a_row_left_in_the_middle_leaves_nothing_for_the_next_in_its_place() -> None:
@@ -127,13 +129,13 @@ def test_a_row_left_in_the_middle_leaves_nothing_for_the_next_in_its_place() -> 
 
 
 def test_a_vector_of_broken_numbers_is_an_error_of_its_own() -> None:
-    house = House(depth=1, feed=(UNLIMITED, 3))
+    it = driver(lookahead=1, feed=(UNLIMITED, 3))
     sick = Request(id="sick", prompt=(1, 2, 3, 4, POISON), max_new_tokens=1, sampling=POOLED["mean"])
     well = Request(id="well", prompt=(1, 2, 3, 4), max_new_tokens=1, sampling=POOLED["mean"])
-    house.answer([sick, well])
-    assert house.events["sick"][-1].error == "the model produced NaN or infinite logits"
-    assert not house.events["sick"][-1].pooled
-    np.testing.assert_allclose(np.frombuffer(house.events["well"][-1].pooled, "<f4"), expected(well), atol=2e-6)
+    it.answer([sick, well])
+    assert it.events["sick"][-1].error == "the model produced NaN or infinite logits"
+    assert not it.events["sick"][-1].pooled
+    np.testing.assert_allclose(np.frombuffer(it.events["well"][-1].pooled, "<f4"), expected(well), atol=2e-6)
 
 
 def test_steps_in_which_nobody_pools_give_no_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ class Tape(CudaQueue):
 
     def __init__(self, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.largest, self.pool = largest, None
-        self.graphs, self.begun = {}, set()
+        self.graphs, self.started = {}, set()
         self.seen: list[tuple[str, GraphKey]] = []
         self.known: set[GraphKey] = set()
         self.recording = False

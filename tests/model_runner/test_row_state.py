@@ -11,7 +11,6 @@ import torch
 
 from quire.errors import StepFailed
 from quire.model_runner.row_state import RowState
-from quire.model_runner.speculative import NoDrafts
 from quire.model_runner.step_io import build_batch
 from quire.scheduler.plan import NULL_BLOCK, NewSequence, Plan, Span
 
@@ -177,9 +176,3 @@ def test_spans_that_do_not_fit_their_rows_are_refused(spans: tuple[Span, ...], s
     rows, _ = decoding()
     with pytest.raises(StepFailed, match=says):
         rows.apply_plan(Plan((), (), spans))
-
-
-def test_no_drafts_is_depth_zero() -> None:
-    rows, _ = decoding()
-    assert NoDrafts().num_drafts == 0
-    assert NoDrafts().propose(rows, np.array([0, 1]), np.array([0, 0])).shape == (2, 0)

@@ -11,7 +11,6 @@ from quire.model_runner.memory import allocate, layer_shapes
 from quire.model_runner.row_state import RowState
 from quire.model_runner.runner import Runner
 from quire.model_runner.sampling.sampler import Sampler
-from quire.model_runner.speculative import NoDrafts
 from quire.scheduler.plan import NewSequence, Plan, Span
 from quire.types import GREEDY, SamplingParams
 from tests.model_runner.tiny import VOCAB, Tiny
@@ -19,7 +18,7 @@ from tests.model_runner.tiny import VOCAB, Tiny
 
 def runner(model: Tiny) -> Runner:
     kv = allocate(layer_shapes(model.spec.kv_shapes, torch.float64), pages=40, page_size=4)
-    return Runner(model, kv, RowState(4, 100, 4), Sampler(VOCAB), NoDrafts(), torch.device("cpu"))
+    return Runner(model, kv, RowState(4, 100, 4), Sampler(VOCAB), None, torch.device("cpu"))
 
 
 def opening(row: int, prompt: tuple[int, ...], sampling: SamplingParams = GREEDY) -> Plan:

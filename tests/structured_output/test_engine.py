@@ -16,7 +16,6 @@ from quire.errors import InvalidRequest, StepFailed
 from quire.executors.local import LocalExecutor
 from quire.executors.synthetic import SyntheticExecutor
 from quire.model_runner.row_state import Ints, RowState
-from quire.model_runner.speculative import NoDrafts
 from quire.scheduler.constraint import FREE, PENDING
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.plan import Mask, Plan
@@ -123,7 +122,7 @@ class House:
         cap: int,
     ) -> None:
         pages = -(-LONGEST // size) * tight
-        drafter = Scripted(drafts) if drafts else NoDrafts()
+        drafter = Scripted(drafts) if drafts else None
         self.executor = LocalExecutor(
             MODEL, pages=pages, page_size=size, rows=16, max_model_len=LONGEST + 1, dtype=torch.float64, drafter=drafter
         )
@@ -144,7 +143,7 @@ class House:
             max_num_seqs=cap,
             max_num_batched_tokens=feed[0],
             max_chunk_tokens=feed[1],
-            speculation=FixedDrafts(drafter.num_drafts),
+            speculation=FixedDrafts(self.executor.describe().num_drafts),
         )
         self.engine = Engine(self.scheduler, self.executor, lookahead=depth)
         self.finish: dict[str, str] = {}

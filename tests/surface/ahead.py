@@ -23,12 +23,12 @@ import pytest
 from quire.assembly.limits import Limits
 from quire.config import Settings
 from quire.engine.executor import Executor
-from quire.model_runner.graphs import EagerQueue, GraphKey
+from quire.model_runner.graphs import GraphKey, WorkQueue
 from quire.model_runner.memory import GIB, LayerShape
 from quire.models.base import Model
 
 
-class Plain(EagerQueue):
+class Plain(WorkQueue):
     """`CudaQueue`'s arguments; nothing is captured, so nothing has to be got ready."""
 
     def __init__(self, device: torch.device, largest: int, rehearse: object = None) -> None:

@@ -19,8 +19,6 @@ from quire.model_runner.speculative import (
     ModelProposer,
     NgramDrafter,
     NgramProposer,
-    NoDrafts,
-    NoProposer,
     Proposer,
 )
 from quire.models.base import Model
@@ -98,11 +96,11 @@ def draft_layers(draft: Model | None) -> tuple[LayerShape, ...]:
     return () if draft is None else layer_shapes(draft.spec.kv_shapes, draft.dtype)
 
 
-def build_drafter(settings: Settings, draft: Model | None, *, pages: int, page_size: int, rows: int) -> Drafter:
+def build_drafter(settings: Settings, draft: Model | None, *, pages: int, page_size: int, rows: int) -> Drafter | None:
     """The drafter on a CPU. draft: from `load_draft`."""
     config = parse(settings.scheduler.speculative_config)
     if config is None:
-        return NoDrafts()
+        return None
     num_drafts = config.num_speculative_tokens
     if draft is None:
         return NgramDrafter(num_drafts, longest=config.prompt_lookup_max, shortest=config.prompt_lookup_min)
@@ -114,11 +112,11 @@ def build_drafter(settings: Settings, draft: Model | None, *, pages: int, page_s
 
 def build_proposer(
     settings: Settings, draft: Model | None, *, pages: int, page_size: int, rows: int, device: torch.device
-) -> Proposer:
+) -> Proposer | None:
     """The drafter on a device that drafts without the host. draft: from `load_draft`."""
     config = parse(settings.scheduler.speculative_config)
     if config is None:
-        return NoProposer()
+        return None
     num_drafts = config.num_speculative_tokens
     if draft is None:
         return NgramProposer(num_drafts, longest=config.prompt_lookup_max, shortest=config.prompt_lookup_min)

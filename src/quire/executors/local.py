@@ -1,7 +1,4 @@
-"""The local executor: plans run in this process, by the one runner, on one device.
-
-The executor of a device that is run ahead of: whole steps as graphs, tokens stay there, results come home later.
-"""
+"""Executors that run a model in this process: on a CPU, and with look-ahead on a GPU."""
 
 from __future__ import annotations
 
@@ -11,24 +8,26 @@ import torch
 
 from quire.engine.executor import Description
 from quire.model_runner.device_steps import DeviceSteps
-from quire.model_runner.graphs import GraphKey, Queue
-from quire.model_runner.lookahead_runner import LookaheadRunner, LookaheadStep
+from quire.model_runner.graphs import GraphKey, WorkQueue
+from quire.model_runner.lookahead_runner import LookaheadRunner
 from quire.model_runner.memory import LayerShape, allocate, block_bytes, layer_shapes
 from quire.model_runner.row_state import RowState
-from quire.model_runner.runner import Runner, RunnerStep
+from quire.model_runner.runner import LaunchedStep, Runner
 from quire.model_runner.sampling.sampler import Sampler
-from quire.model_runner.speculative import Drafter, NoDrafts, NoProposer, Proposer
+from quire.model_runner.speculative import Drafter, Proposer
 from quire.models.base import Model
 from quire.scheduler.plan import Plan
 
 
 class LocalExecutor:
-    """The lower door around a model and the KV pool it allocates.
+    """A model on one device and the KV pool that is allocated for it.
 
-    pages: of the pool, the spare one not counted. page_size: tokens a page. rows: sequences at once. max_model_len:
-    longest sequence, in tokens. dtype: of K/V, unless `layers` says it for each. depth: steps worth launching ahead of
-    results; 0 where launch runs the forward at once, as on a CPU. pools: as `Description`.
+    pages: blocks of the pool, not counting the null block. page_size: tokens per block. rows: sequences at once.
+    max_model_len: the longest sequence, in tokens. dtype: of K/V, unless `layers` gives one per layer. depth: steps
+    worth launching ahead of results; 0 where launch runs the forward at once, as on a CPU. pools: as in `Description`.
     """
+
+    runner: Runner | LookaheadRunner
 
     def __init__(
         self,
@@ -45,14 +44,13 @@ class LocalExecutor:
         layers: Sequence[LayerShape] | None = None,
         pools: bool = True,
     ) -> None:
-        drafter = NoDrafts() if drafter is None else drafter
         layers = layer_shapes(model.spec.kv_shapes, dtype) if layers is None else layers
-        vocab_size = model.spec.vocab
+        num_drafts = 0 if drafter is None else drafter.num_drafts
         self.runner = Runner(
             model,
             allocate(layers, pages=pages, page_size=page_size, device=device),
-            RowState(rows, max_model_len, page_size, drafter.num_drafts),
-            Sampler(vocab_size),
+            RowState(rows, max_model_len, page_size, num_drafts),
+            Sampler(model.spec.vocab),
             drafter,
             torch.device(device),
         )
@@ -61,9 +59,9 @@ class LocalExecutor:
             block_size=page_size,
             num_rows=rows,
             max_model_len=max_model_len,
-            vocab_size=vocab_size,
+            vocab_size=model.spec.vocab,
             lookahead=depth,
-            num_drafts=drafter.num_drafts,
+            num_drafts=num_drafts,
             supports_pooling=pools,
             block_bytes=block_bytes(layers, page_size),
             device=str(device),
@@ -71,28 +69,32 @@ class LocalExecutor:
         )
 
     def describe(self) -> Description:
+        """What the engine needs to know of this executor."""
         return self._description
 
-    def launch(self, plan: Plan) -> RunnerStep:
+    def launch(self, plan: Plan) -> LaunchedStep:
+        """Start one step."""
         return self.runner.launch(plan)
 
     def reset(self) -> None:
+        """Forget every row and every step in flight."""
         self.runner.reset()
 
     def close(self) -> None:
-        """Let go of the K/V pool."""
+        """Release the KV pool and captured graphs; the model's memory is free once nothing else refers to it."""
         self.runner.close()
 
 
-class CudaExecutor:
-    """The lower door around a model on a GPU and the KV pool it allocates there.
+class CudaExecutor(LocalExecutor):
+    """A model on a GPU, whose steps are launched ahead of results; tokens stay there until they are read.
 
-    pages, page_size, rows, max_model_len, dtype: as `LocalExecutor`. tokens: the most a step feeds. depth: steps
-    launched ahead of results at most. steps: the kernels around the forward. queue: the order of device work, and
-    whether it is captured. proposer: where drafts come from. warm: the kinds of step to be ready for at once.
-    paces: (rows, drafts) of the decode steps whose time is taken at the start; catch_up: what a draft model
-    does to catch up, likewise.
+    pages to dtype: as `LocalExecutor`. tokens: the most that a step feeds. depth: steps launched ahead of results at
+    most. steps: the kernels around the forward. queue: the order of device work, and whether it is captured. proposer:
+    where drafts come from. warm: the kinds of step that are captured at the start. paces: (rows, drafts) of the decode
+    steps that are timed at the start; catch_up: a draft model's forward that is timed too.
     """
+
+    runner: LookaheadRunner
 
     def __init__(
         self,
@@ -106,21 +108,21 @@ class CudaExecutor:
         dtype: torch.dtype,
         device: torch.device,
         steps: DeviceSteps,
-        queue: Queue,
+        queue: WorkQueue,
         proposer: Proposer | None = None,
         depth: int = 1,
         warm: Iterable[GraphKey] = (),
         paces: Iterable[tuple[int, int]] = (),
         catch_up: GraphKey | None = None,
     ) -> None:
-        proposer = NoProposer() if proposer is None else proposer
         layers = layer_shapes(model.spec.kv_shapes, dtype)
-        vocab_size = model.spec.vocab
+        num_drafts = 0 if proposer is None else proposer.num_drafts
+        bytes_per_block = block_bytes(layers, page_size)
         self.runner = LookaheadRunner(
             model,
             allocate(layers, pages=pages, page_size=page_size, device=device),
-            RowState(rows, max_model_len, page_size, proposer.num_drafts),
-            Sampler(vocab_size),
+            RowState(rows, max_model_len, page_size, num_drafts),
+            Sampler(model.spec.vocab),
             steps,
             queue,
             proposer,
@@ -134,28 +136,15 @@ class CudaExecutor:
             block_size=page_size,
             num_rows=rows,
             max_model_len=max_model_len,
-            vocab_size=vocab_size,
+            vocab_size=model.spec.vocab,
             lookahead=depth,
             max_step_tokens=tokens,
-            num_drafts=proposer.num_drafts,
+            num_drafts=num_drafts,
             supports_pooling=True,
-            block_bytes=block_bytes(layers, page_size),
+            block_bytes=bytes_per_block,
             step_times={(rows, drafts): self.runner.step_seconds(rows, drafts) for rows, drafts in paces},
-            draft_kv_share=proposer.block_bytes() / max(1, block_bytes(layers, page_size)),
+            draft_kv_share=0.0 if proposer is None else proposer.block_bytes() / max(1, bytes_per_block),
             draft_catch_up_seconds=self.runner.time_keys([catch_up]) / catch_up.tokens if catch_up else 0.0,
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
         )
-
-    def describe(self) -> Description:
-        return self._description
-
-    def launch(self, plan: Plan) -> LookaheadStep:
-        return self.runner.launch(plan)
-
-    def reset(self) -> None:
-        self.runner.reset()
-
-    def close(self) -> None:
-        """Let go of the model and the pool: their memory is free once nobody else holds them."""
-        self.runner.close()

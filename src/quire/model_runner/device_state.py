@@ -1,6 +1,6 @@
-"""Row state on the device: one tensor of int32 that holds every row and the spans of the step, changed by scatters.
+"""Row state on the device: one int32 tensor that holds every row and the spans of the step, changed by scatters.
 
-A plan becomes (place, value) pairs in one pinned buffer, one copy and one scatter. In steady decode nothing is sent.
+A plan becomes (index, value) pairs in one pinned buffer, one copy and one scatter. In steady decode nothing is sent.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from quire.model_runner.sampling.features import COLUMNS, Column
 from quire.scheduler.plan import Plan
 
 COUNTERS = ("known", "length", "done", "prompt", "stream")
-"""Columns of one int32 a row: tokens of its history; those whose K/V is computed, by the model and by a draft model;
+"""Columns of one int32 per row: tokens of its history; those whose K/V is computed, by the model and by a draft model;
 those of its prompt; and the key of its noise. Those of `sampling.features.COLUMNS` follow."""
 
 Ints32 = npt.NDArray[np.int32]
 Update = tuple["int | Ints32", Ints32]
-"""Numbers, and where they go: from a place on, or each to its own."""
+"""(indices, values): the first index of a run, or an index for each value."""
 
 
 class StepInputs(NamedTuple):
-    """What a forward is fed and which of its hidden states are picked: a step's own, and that of drafting.
+    """What a forward is fed and which of its hidden states are sampled at: those of a step, or of drafting.
 
-    counts [4]: tokens, spans, picks, chains. span_row [S], query_start [S+1], token_span [T]. picked, pick_row,
-    pick_at, pick_depth [R]: the token whose hidden state is picked, its row, where in its row's history the token that
-    it brings will stand, and how many drafts are before it. num_computed: the column of tokens whose K/V is made.
+    counts [4]: tokens, spans, samples, chains. span_row [S], query_start [S+1], token_span [T]. For each sample [R]:
+    sample_indices, the token whose hidden state is used; sample_row, its row; sample_position, the index in the row's
+    history of the token that it gives; sample_offset, the number of drafts before it. num_computed: the column of
+    tokens whose K/V is computed.
     """
 
     counts: Tensor
@@ -47,31 +48,28 @@ class StepInputs(NamedTuple):
 
 
 class DeviceState:
-    """The tensor and its parts as views of it. One row more than there are takes what padding writes.
+    """The tensor, and its parts as views of it. There is one row more than rows: it takes what padding writes.
 
-    spans, tokens: the most a step has. Letters: S spans, T tokens fed, R logits rows, P pages, L tokens a history has.
-    A chain is a span that samples: its picks lie side by side, from `chain[c]` to `chain[c + 1]`, the token that each
-    brings being compared with the draft before the next. `wanted`: drafts to make for each chain.
+    spans, tokens: the most that a step has. Letters: S spans, T tokens fed, R samples, P blocks, L tokens of a history.
+    A chain is a span that samples: its samples are neighbours, from `chain[c]` to `chain[c + 1]`, and the token of each
+    is compared with the draft before the next. wanted_drafts: drafts to make for each chain.
     """
 
     def __init__(self, rows: RowState, *, spans: int, tokens: int, device: torch.device) -> None:
-        self.num_rows, self.device, self.spans = rows.num_rows, device, spans
-        self.max_history, self.max_drafts, self.max_samples = (
-            rows.max_history,
-            rows.max_drafts,
-            padding(spans * (1 + rows.max_drafts)),
-        )
-        self.num_table_columns, self.max_blocks = rows.block_table.shape[1], rows.tokens.shape[1]
+        self.num_rows, self.spans = rows.num_rows, spans
+        self.device = device
+        self.max_history, self.max_drafts = rows.max_history, rows.max_drafts
+        self.max_samples = padding(spans * (1 + rows.max_drafts))
+        self.num_table_columns = rows.block_table.shape[1]
+        self.history_width = rows.tokens.shape[1]
         sizes = {"chain": spans + 1, "wanted": spans}
-        for lane, picks in (("step", self.max_samples), ("draft", spans)):
-            sizes |= {f"{lane}.counts": 4, f"{lane}.span_row": spans, f"{lane}.query_start": spans + 1}
-            sizes |= {f"{lane}.token_span": tokens, f"{lane}.sample_indices": picks, f"{lane}.sample_row": picks}
-            sizes |= {f"{lane}.sample_position": picks, f"{lane}.sample_offset": picks}
+        for name, samples in (("step", self.max_samples), ("draft", spans)):
+            sizes |= {f"{name}.counts": 4, f"{name}.span_row": spans, f"{name}.query_start": spans + 1}
+            sizes |= {f"{name}.token_span": tokens, f"{name}.sample_indices": samples, f"{name}.sample_row": samples}
+            sizes |= {f"{name}.sample_position": samples, f"{name}.sample_offset": samples}
         sizes |= dict.fromkeys((*COUNTERS, *COLUMNS), rows.num_rows + 1)
-        sizes |= {
-            "table": (rows.num_rows + 1) * self.num_table_columns,
-            "history": (rows.num_rows + 1) * self.max_blocks,
-        }
+        sizes["table"] = (rows.num_rows + 1) * self.num_table_columns
+        sizes["history"] = (rows.num_rows + 1) * self.history_width
         self.offsets: dict[str, int] = {}
         end = 0
         for name, size in sizes.items():
@@ -80,62 +78,62 @@ class DeviceState:
         self.sizes = sizes
         self.data = torch.zeros(end, dtype=torch.int32, device=device)
         self.column_at = np.array([self.offsets[name] for name in (*COUNTERS, *COLUMNS)], dtype=np.int32)
-        self.block_table = self.part("table", sizes["table"]).view(-1, self.num_table_columns)
-        self.history = self.part("history", sizes["history"]).view(-1, self.max_blocks)
-        self.columns = {name: self.part(name, self.num_rows + 1) for name in COUNTERS} | {
-            name: self._column(name, column) for name, column in COLUMNS.items()
-        }
+        self.block_table = self.part("table").view(-1, self.num_table_columns)
+        self.history = self.part("history").view(-1, self.history_width)
+        self.columns = {name: self.part(name) for name in COUNTERS}
+        self.columns |= {name: self._column(name, column) for name, column in COLUMNS.items()}
         self.chain, self.wanted_drafts = self.part("chain"), self.part("wanted")
         self.step, self.draft = self._step_inputs("step", "length"), self._step_inputs("draft", "done")
         self.reset()
 
-    def part(self, name: str, size: int | None = None) -> Tensor:
-        """The first `size` numbers of one of the arrays, or of a column; all of them."""
+    def part(self, name: str) -> Tensor:
+        """One of the arrays or columns."""
         begin = self.offsets[name]
-        return self.data[begin : begin + (self.sizes[name] if size is None else size)]
+        return self.data[begin : begin + self.sizes[name]]
 
-    def _step_inputs(self, lane: str, length: str) -> StepInputs:
-        parts = {name: self.part(f"{lane}.{name}") for name in StepInputs._fields if name != "num_computed"}
+    def _step_inputs(self, kind: str, length: str) -> StepInputs:
+        parts = {name: self.part(f"{kind}.{name}") for name in StepInputs._fields if name != "num_computed"}
         return StepInputs(**parts, num_computed=self.columns[length])
 
     def _column(self, name: str, column: Column) -> Tensor:
-        values = self.part(name, self.num_rows + 1)
-        return values if column.is_integer else values.view(torch.float32)
+        return self.part(name) if column.is_integer else self.part(name).view(torch.float32)
 
     def reset(self) -> None:
         """No rows, and a step of no spans: all that is fed is padding."""
         self.data.zero_()
-        for lane in (self.step, self.draft):
-            lane.span_row.fill_(self.num_rows)
-            lane.sample_row.fill_(self.num_rows)
+        for inputs in (self.step, self.draft):
+            inputs.span_row.fill_(self.num_rows)
+            inputs.sample_row.fill_(self.num_rows)
         for name, column in COLUMNS.items():
             self.columns[name].fill_(column.off)
 
 
 class UploadRing:
-    """Carries a plan's changes to an arena: pinned buffers in turn, so that one may be filled while another travels.
+    """Uploads a plan's changes through pinned buffers in turn, so that one is filled while another is copied.
 
-    turns: how many; the oldest must have travelled before it is filled again, which steps in flight guarantee.
+    num_slots: buffers; the copy of the oldest must have ended when it is filled again, which the limit of steps in
+    flight guarantees.
     """
 
-    def __init__(self, arena: DeviceState, *, num_slots: int) -> None:
-        self.arena = arena
-        self.pinned = arena.device.type == "cuda"
+    def __init__(self, state: DeviceState, *, num_slots: int) -> None:
+        self.state = state
+        self.pinned = state.device.type == "cuda"
         self.slot = 0
         self.host: list[Tensor] = [self._buffer(1 << 15) for _ in range(num_slots)]
-        self.on_device = torch.empty(1 << 16, dtype=torch.int32, device=arena.device)
+        self.on_device = torch.empty(1 << 16, dtype=torch.int32, device=state.device)
         self.run = np.arange(1 << 16, dtype=np.int32)
 
     def _buffer(self, pairs: int) -> Tensor:
         return torch.empty(2 * pairs, dtype=torch.int32, pin_memory=self.pinned)
 
     def pack(self, pieces: Iterable[Update]) -> tuple[Tensor, Tensor] | None:
-        """(places, values) on the device. None: no pieces."""
+        """(indices, values) on the device; None if there is nothing to send."""
         runs = list(pieces)
         total = sum(len(values) for _, values in runs)
         if not total:
             return None
-        apart = -(-total // 32) * 32  # so that the values, too, begin at a round address
+        # Values, too, begin at a multiple of 32 numbers.
+        apart = -(-total // 32) * 32
         self._fit(apart)
         buffer = self.host[self.slot]
         host = buffer.numpy()
@@ -145,14 +143,14 @@ class UploadRing:
             np.add(self.run[:size] if isinstance(begin, int) else 0, begin, out=host[end : end + size], dtype=np.int32)
             host[apart + end : apart + end + size] = values
             end += size
-        there = self.on_device[: apart + total]
-        there.copy_(buffer[: apart + total], non_blocking=True)
+        sent = self.on_device[: apart + total]
+        sent.copy_(buffer[: apart + total], non_blocking=True)
         self.slot = (self.slot + 1) % len(self.host)
-        return there[:total], there[apart:]
+        return sent[:total], sent[apart:]
 
     def empty(self) -> tuple[Tensor, Tensor]:
-        """What `pack` makes of a number that changes nothing."""
-        sent = self.pack([(self.arena.offsets["step.counts"], np.zeros(1, dtype=np.int32))])
+        """What `pack` makes of one number that changes nothing."""
+        sent = self.pack([(self.state.offsets["step.counts"], np.zeros(1, dtype=np.int32))])
         assert sent is not None
         return sent
 
@@ -160,28 +158,30 @@ class UploadRing:
         if len(self.run) < pairs:
             self.run = np.arange(2 * pairs, dtype=np.int32)
         if len(self.on_device) < 2 * pairs:
-            self.on_device = torch.empty(4 * pairs, dtype=torch.int32, device=self.arena.device)
+            self.on_device = torch.empty(4 * pairs, dtype=torch.int32, device=self.state.device)
         if len(self.host[self.slot]) < 2 * pairs:
             self.host[self.slot] = self._buffer(2 * pairs)
 
 
-def step_updates(arena: DeviceState, rows: RowState, plan: Plan, shape: StepShape | None, spans: int) -> list[Update]:
-    """What a plan, taken up by host `rows` already, changes in the arena.
+def step_updates(state: DeviceState, rows: RowState, plan: Plan, shape: StepShape | None, spans: int) -> list[Update]:
+    """What a plan, which has been applied to the host's `rows`, changes on the device.
 
-    shape: of its spans if they are not those of the step before; spans: up to how many of them to pad.
+    shape: of its spans, None if they are those of the step before. spans: to how many of them to pad.
     """
     out: list[Update] = []
-    fresh = {one.row for one in plan.new_sequences}
-    for row in fresh:
-        out.append((arena.column_at + np.int32(row), columns(rows, row)))
-        out.append((arena.offsets["table"] + row * arena.num_table_columns, rows.block_table[row]))
-        out.append((arena.offsets["history"] + row * arena.max_blocks, rows.tokens[row, : int(rows.num_known[row])]))
-    for row, pages in plan.new_blocks:
-        if row not in fresh:
-            begin = arena.offsets["table"] + row * arena.num_table_columns + int(rows.num_blocks[row]) - len(pages)
-            out.append((begin, np.array(pages, dtype=np.int32)))
+    table, width = state.offsets["table"], state.num_table_columns
+    new = {one.row for one in plan.new_sequences}
+    for row in new:
+        history = rows.tokens[row, : int(rows.num_known[row])]
+        out.append((state.column_at + np.int32(row), columns(rows, row)))
+        out.append((table + row * width, rows.block_table[row]))
+        out.append((state.offsets["history"] + row * state.history_width, history))
+    for row, blocks in plan.new_blocks:
+        if row not in new:
+            begin = table + row * width + int(rows.num_blocks[row]) - len(blocks)
+            out.append((begin, np.array(blocks, dtype=np.int32)))
     if shape is not None:
-        out += layout(arena, shape, spans)
+        out += layout(state, shape, spans)
     return out
 
 
@@ -197,28 +197,24 @@ def columns(rows: RowState, row: int) -> Ints32:
     return out
 
 
-def layout(arena: DeviceState, shape: StepShape, spans: int) -> list[tuple[int, Ints32]]:
-    """A shape's arrays, padded to `spans` with spans of no tokens, and picks of the first token for nobody's row."""
-    count, picks, tokens = len(shape.spans), len(shape.sample_indices), int(shape.query_start[-1])
-    heads = padding(picks)
-    row, pick_row = np.full(spans, arena.num_rows, np.int32), np.full(heads, arena.num_rows, np.int32)
-    start = np.full(spans + 1, tokens, dtype=np.int32)
-    picked, depth = np.zeros(heads, np.int32), np.zeros(heads, np.int32)
-    start[: count + 1] = shape.query_start
-    row[:count], pick_row[:picks], picked[:picks], depth[:picks] = (
-        shape.row,
-        shape.sample_row,
-        shape.sample_indices,
-        shape.sample_offset,
-    )
+def layout(state: DeviceState, shape: StepShape, spans: int) -> list[Update]:
+    """A shape's arrays, padded to `spans` with spans of no tokens, and with samples of the first token for no row."""
+    tokens, samples = int(shape.query_start[-1]), len(shape.sample_indices)
+
+    def padded(values: npt.NDArray[np.generic], size: int, filler: int) -> Ints32:
+        out = np.full(size, filler, dtype=np.int32)
+        out[: len(values)] = values
+        return out
+
+    heads = padding(samples)
     parts = {
-        "step.counts": np.array((tokens, count, picks, len(shape.first_sample)), dtype=np.int32),
-        "step.span_row": row,
-        "step.query_start": start,
+        "step.counts": np.array((tokens, len(shape.spans), samples, len(shape.first_sample)), dtype=np.int32),
+        "step.span_row": padded(shape.row, spans, state.num_rows),
+        "step.query_start": padded(shape.query_start, spans + 1, tokens),
         "step.token_span": shape.token_span.astype(np.int32),
-        "step.sample_indices": picked,
-        "step.sample_row": pick_row,
-        "step.sample_offset": depth,
-        "chain": np.append(shape.first_sample, picks).astype(np.int32),
+        "step.sample_indices": padded(shape.sample_indices, heads, 0),
+        "step.sample_row": padded(shape.sample_row, heads, state.num_rows),
+        "step.sample_offset": padded(shape.sample_offset, heads, 0),
+        "chain": np.append(shape.first_sample, samples).astype(np.int32),
     }
-    return [(arena.offsets[name], values) for name, values in parts.items()]
+    return [(state.offsets[name], values) for name, values in parts.items()]

@@ -1,14 +1,14 @@
-"""How device work is put in order: one stream, each kind of step captured as a CUDA graph when it is first needed.
+"""The order of device work: one stream, on which each kind of step is captured as a CUDA graph when it is first needed.
 
-Graph and eager are the same call: `run(key, work)` does `work`, and the next time may replay what it did. So `work`
-must depend on its key alone and read whatever else it needs from device memory at fixed places.
+Graph and eager execution are the same call: `run(key, work)` does `work`, and may replay next time what it did. So
+`work` must depend on its key alone and read whatever else it needs from device memory at fixed addresses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -22,8 +22,8 @@ SMALL = (1, 4, 8)
 class GraphKey(NamedTuple):
     """Which graph: its kind, tokens T and spans S, both padded, and the most tokens that a span may have.
 
-    "feed": a forward. "sample": of its rows, `tokens` being how many, asked the traits that they may have. "follow":
-    a draft model's forward over what it has missed. "draft": up to `most` drafts for each of `spans` rows.
+    "feed": a forward. "sample": sampling `tokens` rows that may have the sampling `features`. "follow": a draft model's
+    forward over tokens that it has missed. "draft": up to `max_query` drafts for each of `spans` rows.
     """
 
     tokens: int
@@ -34,37 +34,38 @@ class GraphKey(NamedTuple):
 
     @staticmethod
     def of(shape: StepShape) -> GraphKey:
-        """Decode or verification alone, or any mix."""
-        fed, spans, most = int(shape.query_start[-1]), len(shape.spans), shape.max_query
-        if most == int(shape.num_samples.max(initial=0)) and 4 * fed >= 3 * spans * most:
+        """The forward of a step: decode or verification alone, or any mix."""
+        tokens, spans, most = int(shape.query_start[-1]), len(shape.spans), shape.max_query
+        if most == int(shape.num_samples.max(initial=0)) and 4 * tokens >= 3 * spans * most:
             return GraphKey(padding(padding(spans) * most), padding(spans), most)
-        return GraphKey(bucket_tokens(fed), bucket_seqs(spans), bucket_tokens(fed))
+        return GraphKey(bucket_tokens(tokens), bucket_seqs(spans), bucket_tokens(tokens))
 
     @staticmethod
-    def head(picks: int, asked: int) -> GraphKey:
-        return GraphKey(padding(picks), 0, 0, asked, "sample")
+    def head(samples: int, features: int) -> GraphKey:
+        """Sampling of so many rows."""
+        return GraphKey(padding(samples), 0, 0, features, "sample")
 
 
 def padding(count: int) -> int:
-    """`count` rounded up, by less the smaller it is: never more than an eighth above 16. For decode and for heads."""
+    """`count` rounded up for decode and sampling: by at most an eighth above 16, and by less the smaller it is."""
     if count <= SMALL[-1]:
         return next(size for size in SMALL if count <= size)
     return round_up(count, 8, 16)
 
 
 def bucket_tokens(count: int) -> int:
-    """The same for mixed steps, of which more kinds exist and which mind padding less: by up to a quarter."""
+    """Tokens of a mixed step, rounded up by at most a quarter: more kinds exist, and padding costs them less."""
     return round_up(max(count, 16), 16, 8)
 
 
 def round_up(count: int, step: int, parts: int) -> int:
-    """Up to a multiple of `step`, or of a larger one that cuts the next power of two into `parts`, 128 at most."""
+    """Up to a multiple of `step`, or of a larger one (at most 128) that divides the next power of two in `parts`."""
     step = max(step, min(128, (1 << (count - 1).bit_length()) // parts))
     return -(-count // step) * step
 
 
 def bucket_seqs(spans: int) -> int:
-    """Spans of a mixed step, rounded up: a few, many, or as decode."""
+    """Spans of a mixed step, rounded up: to 16, to 256, or as for decode."""
     return next((size for size in (16, 256) if spans <= size), padding(spans))
 
 
@@ -73,60 +74,16 @@ Works = Sequence[Callable[[], object]]
 
 
 def no_precompile(works: Works) -> None:
-    """Kernels are compiled when they are launched, or none is."""
+    """Compile nothing ahead: kernels are compiled when they are first launched, or there are none."""
 
 
-class Event(Protocol):
-    """A point in the order of device work."""
+class WorkQueue:
+    """The order of device work; here it is done as it is submitted, as on a CPU.
 
-    def synchronize(self) -> None:
-        """Wait until all before it is done."""
+    A context manager: work submitted inside the block belongs to the queue.
+    """
 
-    def query(self) -> bool:
-        """Whether it is."""
-
-
-class Queue(Protocol):
-    """The order of device work. A context manager: work begun inside belongs to it."""
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def precompile(self, works: Works) -> None:
-        """Get ready what all of these need, nothing being under way: what they compute meanwhile means nothing."""
-
-    def run(self, key: GraphKey, work: Callable[[], object]) -> None:
-        """Do `work`, the same for the same key."""
-
-    def prepare(self, key: GraphKey, work: Callable[[], object]) -> None:
-        """Have `run` find everything there. Before there are rows: whether `work` is done for it does not matter."""
-
-    def record(self) -> Event: ...
-
-    def synchronize(self) -> None:
-        """Until nothing is under way."""
-
-    def close(self) -> None:
-        """Forget what was captured: its memory goes back."""
-
-
-class Completed:
-    """The mark of what is done when it returns."""
-
-    def synchronize(self) -> None:
-        return
-
-    def query(self) -> bool:
-        return True
-
-
-class EagerQueue:
-    """Work is done as it comes: a CPU."""
-
-    def __enter__(self) -> EagerQueue:
+    def __enter__(self) -> WorkQueue:
         return self
 
     def __exit__(
@@ -135,37 +92,42 @@ class EagerQueue:
         return
 
     def precompile(self, works: Works) -> None:
-        no_precompile(works)
+        """Compile what all of these launch, while nothing is in flight. What they compute meanwhile is meaningless."""
 
     def run(self, key: GraphKey, work: Callable[[], object]) -> None:
+        """Do `work`, the same for the same key."""
         work()
 
     def prepare(self, key: GraphKey, work: Callable[[], object]) -> None:
+        """Have everything ready for `run`, before there are rows: `work` may be done or not."""
         self.run(key, work)
 
-    def record(self) -> Completed:
-        return Completed()
+    def record(self) -> torch.cuda.Event | None:
+        """An event that is reached when the work submitted so far is done; None if it is done already."""
+        return None
 
     def synchronize(self) -> None:
-        return
+        """Wait until nothing is in flight."""
 
     def close(self) -> None:
-        return
+        """Release captured graphs and their memory."""
 
 
-class CudaQueue:
-    """A stream of one GPU. largest: tokens (or rows) up to which work is captured, 0 for never (eager). rehearse:
-    compiles what work launches.
+class CudaQueue(WorkQueue):
+    """A stream of one GPU.
 
-    Graphs share one memory pool: they never run at the same time, and leave their results in tensors made outside.
+    largest: tokens (or rows) up to which work is captured, 0 for never (eager). precompile: compiles what work
+    launches. Graphs share one memory pool: they never run at the same time, and leave their results in tensors that
+    were made outside.
     """
 
-    def __init__(self, device: torch.device, largest: int, rehearse: Callable[[Works], None] = no_precompile) -> None:
+    def __init__(self, device: torch.device, largest: int, precompile: Callable[[Works], None] = no_precompile) -> None:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.entered = torch.cuda.stream(self.stream)
-        self.largest, self.precompile = largest, rehearse
+        self.largest = largest
+        self._precompile = precompile
         self.graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
-        self.begun: set[tuple[str, int]] = set()
+        self.started: set[tuple[str, int]] = set()
         self.pool = torch.cuda.graph_pool_handle() if largest else None
 
     def __enter__(self) -> CudaQueue:
@@ -177,34 +139,42 @@ class CudaQueue:
     ) -> None:
         self.entered.__exit__(kind, error, trace)
 
+    def precompile(self, works: Works) -> None:
+        """Compile what all of these launch."""
+        self._precompile(works)
+
     def run(self, key: GraphKey, work: Callable[[], object]) -> None:
-        """Replay what this key's work was, or do it and remember it: capturing records and does nothing else."""
+        """Replay the key's graph, or do the work and capture it: capturing itself computes nothing."""
         graph = self.graphs.get(key)
         if graph is not None:
             graph.replay()
             return
         work()
-        self.begun.add((key.kind, key.features))
+        self.started.add((key.kind, key.features))
         if key.tokens <= self.largest:
             self.graphs[key] = captured(work, self.pool)
 
     def prepare(self, key: GraphKey, work: Callable[[], object]) -> None:
-        """Of each kind the first is done, since it makes what the others use too; the others are only recorded."""
-        if key.tokens > self.largest or (key.kind, key.features) not in self.begun:
+        """Capture the work. The first of each kind is done too, since it allocates what the others use."""
+        if key.tokens > self.largest or (key.kind, key.features) not in self.started:
             return self.run(key, work)
         try:
             self.graphs[key] = captured(work, self.pool)
-        except NotCapturable:  # what was begun lives until this block ends: a pool without a graph is gone for torch
+        except NotCapturable:
+            # The failed capture lives until this block ends: torch drops a memory pool that no graph uses.
             self.run(key, work)
 
     def record(self) -> torch.cuda.Event:
+        """An event after the work submitted so far."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self.stream)
         return event
 
     def synchronize(self) -> None:
+        """Wait until the stream is idle."""
         self.stream.synchronize()
 
     def close(self) -> None:
+        """Release the graphs. The caching allocator is emptied too: the next engine asks the GPU what is free."""
         self.graphs.clear()
-        torch.cuda.empty_cache()  # the allocator keeps what was freed, and the next engine asks the card what is free
+        torch.cuda.empty_cache()

@@ -1,20 +1,23 @@
-"""The one runner: a plan becomes a forward, logits, samples and a Result; prefill, chunk, decode, verify alike.
+"""The runner of a CPU, and what it has in common with the look-ahead runner.
 
-Steps run in the order launched, each as far as it can: a step with masked spans is fed at once and sampled when its
-masks come. Once a step has failed, so has every one after it, until `reset`.
+A plan becomes one forward, logits, samples and a Result; prefill, chunks, decode and verification are the same call.
+Steps run in the order launched, each as far as it can: the forward of a step with masked spans runs at launch, and
+sampling when its masks are there. Once a step has failed, every later one fails too, until `reset`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from quire.errors import StepFailed
+from quire.model_runner.graphs import GraphKey
 from quire.model_runner.row_state import RowState, StepShape
 from quire.model_runner.sampling.sampler import Sampler
 from quire.model_runner.speculative import Drafter
@@ -31,36 +34,54 @@ from quire.ops.ragged import LayerKV
 from quire.scheduler.plan import Mask, Plan, Result
 from quire.types import TokenLogprobs
 
+NO_SPANS = StepShape.of(())
 
-class RunnerStep:
-    """One launched step: the lower door's handle."""
 
-    def __init__(self, runner: Runner, plan: Plan) -> None:
-        self.plan = plan
-        self.shape: StepShape | None = None
-        self.logits: Tensor | None = None
-        self.scores: dict[int, list[TokenLogprobs]] = {}
-        self.pooled: dict[int, Tensor] = {}
-        self.masks: Sequence[Sequence[Mask]] | None = None
-        self.outcome: Result | None = None
-        self.failure: Exception | None = None
-        self._runner = runner
+@dataclass(slots=True, eq=False)
+class LaunchedStep:
+    """One launched step of either runner: an `engine.executor.StepHandle`.
 
-    @property
-    def can_sample(self) -> bool:
-        return not self.plan.masked_spans or self.masks is not None
+    hidden [T, hidden]: of every token, where prompt log-probabilities are wanted. pooled: vectors of prompts that end
+    in this step, by span. The fields from `is_new_shape` on are the look-ahead runner's: sampled_on_host: the host
+    samples, from logits that are copied to it. host_tokens [R]: tokens that the device sampled, on their way to the
+    host. fed_tokens [T]: token ids, where the host samples after drafts that only the device has. drafting: what is run
+    once the step has sampled. event: reached when the tokens have arrived; None where work is done as it is launched.
+    """
+
+    runner: BaseRunner
+    plan: Plan
+    shape: StepShape = NO_SPANS
+    hidden: Tensor | None = None
+    logits: Tensor | None = None
+    pooled: Mapping[int, Tensor] | None = None
+    masks: Sequence[Sequence[Mask]] | None = None
+    outcome: Result | None = None
+    failure: Exception | None = None
+    is_new_shape: bool = False
+    sampled_on_host: bool = False
+    host_tokens: npt.NDArray[np.int32] | None = None
+    fed_tokens: Tensor | None = None
+    drafting: Sequence[GraphKey] = ()
+    event: torch.cuda.Event | None = None
 
     def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
-        """The masks of `plan.masked`, in order, one per sampled row."""
+        """Hand in the masks of `plan.masked_spans`, in order: one mask per sampled row."""
         self.masks = masks
-        self._runner.advance()
+        self.runner.complete(self)
 
     def is_done(self) -> bool:
-        """Forwards run as they are launched."""
-        return True
+        """Whether `result` has nothing to wait for: the device is past the step, but for drafts made after it."""
+        try:
+            if self.outcome is not None or self.failure is not None or self.event is None:
+                return True
+            return bool(self.event.query())  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            # The device failed: `result` raises what happened.
+            return True
 
     def result(self) -> Result:
-        """Raises StepFailed, caused by what went wrong."""
+        """What the step sampled. Raises StepFailed, with the error of the step as its cause."""
+        self.runner.complete(self)
         if self.failure is not None:
             reason = str(self.failure) or type(self.failure).__name__
             raise StepFailed(f"the step failed: {reason.splitlines()[0]}") from self.failure
@@ -69,11 +90,63 @@ class RunnerStep:
         return self.outcome
 
 
-class Runner:
-    """Folds plans over rows and a KV pool.
+class BaseRunner:
+    """Steps in flight over rows and a KV pool. kv: one LayerKV per layer, of which block 0 is the null block."""
 
-    kv: one LayerKV a layer, page 0 spare. device: where batches go.
-    """
+    def __init__(self, model: Model, kv: Sequence[LayerKV], rows: RowState, sampler: Sampler) -> None:
+        self.model, self.kv = model, kv
+        self.rows, self.sampler = rows, sampler
+        self.pool = PromptPooler()
+        self.inflight: deque[LaunchedStep] = deque()
+        self.failure: Exception | None = None
+
+    @torch.inference_mode()
+    def complete(self, step: LaunchedStep) -> None:
+        """Complete the steps up to `step`, as far as their masks are there. An error is kept for `result`."""
+        while self.inflight and step.outcome is None and step.failure is None:
+            first = self.inflight[0]
+            try:
+                if self.failure is not None:
+                    raise self.failure
+                self._forward(first)
+                if first.plan.masked_spans and first.masks is None:
+                    return
+                self._complete(first)
+            except Exception as failure:
+                # Of whatever class it is: the engine finds out which request causes it.
+                self.failure = first.failure = failure
+            self.inflight.popleft()
+
+    def reset(self) -> None:
+        """Forget every row and step."""
+        self.inflight.clear()
+        self.failure = None
+        self.rows.reset()
+        self.pool.reset()
+
+    def close(self) -> None:
+        """Release the KV pool."""
+        self.reset()
+        self.kv = ()
+
+    def _forward(self, step: LaunchedStep) -> None:
+        """Run the step's forward, unless `launch` has."""
+
+    def _complete(self, step: LaunchedStep) -> None:
+        """Sample a step whose forward ran and whose masks are there; set `step.outcome`."""
+        raise NotImplementedError
+
+    def _score_prompts(self, step: LaunchedStep) -> dict[int, list[TokenLogprobs]]:
+        """Prompt log-probabilities by span, while rows are as they were when the step was fed."""
+        hidden, step.hidden = step.hidden, None
+        if hidden is None:
+            return {}
+        vocab = self.sampler.vocab_size
+        return {s: score_prompt(self.model, self.rows, step.shape, s, hidden, vocab) for s in step.shape.scored_spans}
+
+
+class Runner(BaseRunner):
+    """Runs each step as it is launched. device: where batches are put."""
 
     def __init__(
         self,
@@ -81,82 +154,61 @@ class Runner:
         kv: Sequence[LayerKV],
         rows: RowState,
         sampler: Sampler,
-        drafter: Drafter,
+        drafter: Drafter | None,
         device: torch.device,
     ) -> None:
-        self.model, self.kv, self.rows, self.sampler, self.drafter = model, kv, rows, sampler, drafter
-        self.device, self.pool = device, PromptPooler()
-        self.queue: deque[RunnerStep] = deque()
-        self.failure: Exception | None = None
+        super().__init__(model, kv, rows, sampler)
+        self.drafter, self.device = drafter, device
 
-    def launch(self, plan: Plan) -> RunnerStep:
-        step = RunnerStep(self, plan)
-        self.queue.append(step)
-        self.advance()
+    def launch(self, plan: Plan) -> LaunchedStep:
+        """Run a plan as far as its masks allow."""
+        step = LaunchedStep(self, plan)
+        self.inflight.append(step)
+        self.complete(step)
         return step
 
-    @torch.inference_mode()
-    def advance(self) -> None:
-        """Do what can be done, in order. What goes wrong is kept for whoever asks for the result."""
-        while self.queue:
-            step = self.queue[0]
-            try:
-                if self.failure is not None:
-                    raise self.failure
-                if step.logits is None:
-                    self._feed(step)
-                if not step.can_sample:
-                    return
-                self._sample(step)
-            except Exception as failure:  # whatever it is, the engine finds out whose fault it was
-                self.failure = step.failure = failure
-            self.queue.popleft()
+    def complete(self, step: LaunchedStep) -> None:
+        """Complete every step as far as its masks are there: waiting gains nothing on a CPU."""
+        super().complete(self.inflight[-1] if self.inflight else step)
 
     def reset(self) -> None:
         """Forget every row and step."""
-        self.queue.clear()
-        self.failure = None
-        self.rows.reset()
-        self.pool.reset()
-        self.drafter.reset()
+        super().reset()
+        if self.drafter is not None:
+            self.drafter.reset()
 
-    def close(self) -> None:
-        """Let go of the K/V pool."""
-        self.reset()
-        self.kv = ()
-
-    # ---------------------------------------------------------------- the two halves of a step
-
-    def _feed(self, step: RunnerStep) -> None:
-        rows = self.rows
-        shape = step.shape = rows.apply_plan(step.plan)
-        self.pool.apply_plan(step.plan)
-        batch = build_batch(rows, shape, self.device)
-        every = shape.scored_spans or self.pool.wants_all(shape)
-        if not every and 0 < len(shape.sample_indices) < len(batch.tokens):
-            batch = replace(
-                batch, output_indices=torch.from_numpy(shape.sample_indices.astype(np.int32)).to(self.device)
-            )
-        hidden = self.model.forward(batch, self.kv)
-        for s in shape.scored_spans:
-            step.scores[s] = score_prompt(self.model, rows, shape, s, hidden, self.sampler.vocab_size)
-        picked = hidden
-        if len(shape.sample_indices) < len(hidden):
-            picked = hidden[torch.from_numpy(shape.sample_indices).to(self.device)]
-        step.pooled = self.pool.feed(rows, shape, hidden, picked)
-        if len(shape.sample_indices) == 0:
-            step.logits = hidden.new_empty((0, self.sampler.vocab_size), dtype=torch.float32)
+    def _forward(self, step: LaunchedStep) -> None:
+        if step.logits is not None:
             return
-        step.logits = self.model.logits(picked)
+        rows, pool = self.rows, self.pool
+        shape = step.shape = rows.apply_plan(step.plan)
+        pool.apply_plan(step.plan)
+        batch = build_batch(rows, shape, self.device)
+        samples = len(shape.sample_indices)
+        wants_all = bool(shape.scored_spans) or pool.wants_all(shape)
+        if not wants_all and 0 < samples < len(batch.tokens):
+            wanted = torch.from_numpy(shape.sample_indices.astype(np.int32)).to(self.device)
+            batch = replace(batch, output_indices=wanted)
+        hidden = self.model.forward(batch, self.kv)
+        step.hidden = hidden if shape.scored_spans else None
+        selected = hidden
+        if samples < len(hidden):
+            selected = hidden[torch.from_numpy(shape.sample_indices).to(self.device)]
+        step.pooled = pool.feed(rows, shape, hidden, selected)
+        if samples:
+            step.logits = self.model.logits(selected)
+        else:
+            step.logits = hidden.new_empty((0, self.sampler.vocab_size), dtype=torch.float32)
 
-    def _sample(self, step: RunnerStep) -> None:
-        rows, shape = self.rows, step.shape
-        assert shape is not None
+    def _complete(self, step: LaunchedStep) -> None:
+        rows, shape, plan = self.rows, step.shape, step.plan
         assert step.logits is not None
-        sampled = self.sampler(step.logits, rows, shape, masks_by_sample(step.plan, shape, step.masks))
+        scores = self._score_prompts(step)
+        sampled = self.sampler(step.logits, rows, shape, masks_by_sample(plan, shape, step.masks))
         keep, failed = rows.advance(shape, sampled.tokens, sampled.bad)
-        if step.plan.num_drafts:
-            depth = np.array(step.plan.num_drafts, dtype=np.intp)[shape.sampling_spans]
-            rows.set_drafts(shape.sampling_row, self.drafter.propose(rows, shape.sampling_row, depth), depth)
-        done = step_result(step.plan, shape, sampled, keep, failed, step.scores, rows)
+        if plan.num_drafts and self.drafter is not None:
+            num_drafts = np.array(plan.num_drafts, dtype=np.intp)[shape.sampling_spans]
+            drafts = self.drafter.propose(rows, shape.sampling_row, num_drafts)
+            rows.set_drafts(shape.sampling_row, drafts, num_drafts)
+        done = step_result(plan, shape, sampled, keep, failed, scores, rows)
         step.outcome = done._replace(pooled=pooled_bytes(step.pooled))

@@ -1,4 +1,4 @@
-"""The small steps around a forward by Triton kernels, sampling included: see `device` for what they mean."""
+"""The small steps around a forward by Triton kernels, sampling included: see `DeviceSteps` for what each one does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.ops.triton.sampler import RequestedFeatures, SamplingTensors, sample
 
 
 class Views(NamedTuple):
-    """An arena as the kernels see it."""
+    """A `DeviceState` as the kernels take it."""
 
     state: DeviceState
     step: step.DeviceRows
@@ -26,40 +26,43 @@ class Views(NamedTuple):
 
 
 class TritonSteps:
-    """See `DeviceSteps`. Rows with lists of their own (bias, bans, allowed tokens) and masks are the host's."""
+    """`DeviceSteps` by kernels. The host samples rows with masks or lists (bias, bans, allowed tokens)."""
 
     def __init__(
         self, device: torch.device, *, dependent: bool = True, supported_features: int = RANDOM | TRUNCATED | PENALISED
     ) -> None:
-        """dependent: use programmatic dependent launch where the card has it. offers: as `DeviceSteps`, or fewer."""
-        self.card, self.supported_features = DeviceInfo.of(device, dependent), supported_features
+        """dependent: use programmatic dependent launch where the GPU has it. supported_features: as `DeviceSteps`."""
+        self.card = DeviceInfo.of(device, dependent)
+        self.supported_features = supported_features
         self.views: Views | None = None
         self.tally = torch.zeros(0, 0, dtype=torch.int32, device=device)
 
     def scatter(self, data: Tensor, places: Tensor, values: Tensor) -> None:
+        """data[places] = values."""
         step.scatter(data, places, values)
 
     def prepare_inputs(self, state: DeviceState, inputs: StepInputs, batch: RaggedBatch, longest: int) -> None:
+        """Fill the batch."""
         step.prepare_inputs(self._rows(state, inputs), batch, longest, self.card)
 
     def advance(self, state: DeviceState, inputs: StepInputs, spans: int, hidden: Tensor, out: Tensor) -> None:
+        """Advance rows and select hidden states."""
         step.advance(self._rows(state, inputs), spans, hidden, out, self.card)
 
     def sample(self, state: DeviceState, inputs: StepInputs, logits: Tensor, tokens: Tensor, features: int) -> None:
+        """Sample without a sort, see `ops.triton.sampler`."""
         rows, settings = self._rows(state, inputs), self._views(state).settings
-        count, prompt = len(tokens), state.columns["prompt"]
+        count = len(tokens)
         if features & PENALISED and not len(self.tally):
             self.tally = self.tally.new_zeros(state.max_samples, logits.shape[1])
         sample(
-            *(
-                logits,
-                rows.sample_row[:count],
-                rows.sample_position[:count],
-                state.history,
-                prompt,
-                settings,
-                self.card,
-            ),
+            logits,
+            rows.sample_row[:count],
+            rows.sample_position[:count],
+            state.history,
+            state.columns["prompt"],
+            settings,
+            self.card,
             RequestedFeatures(
                 random=bool(features & RANDOM),
                 truncated=bool(features & TRUNCATED),
@@ -70,16 +73,20 @@ class TritonSteps:
         )
 
     def verify(self, state: DeviceState, tokens: Tensor) -> None:
+        """Append tokens up to the first rejected draft."""
         step.verify(self._views(state).step, tokens, DROPPED, self.card)
 
     def lookup(self, state: DeviceState, chains: int, depth: int, longest: int, shortest: int) -> None:
+        """Drafts from each row's own history."""
         step.lookup(self._views(state).step, chains, depth, longest, shortest, self.card)
 
     def prepare_draft(self, state: DeviceState, chains: int, tokens: int, at: int) -> None:
+        """Fill `state.draft`."""
         views = self._views(state)
         step.prepare_draft(views.step, views.draft, chains, tokens, at, self.card)
 
     def write_drafts(self, state: DeviceState, tokens: Tensor) -> None:
+        """Write drafts to histories."""
         step.write_drafts(self._views(state).draft, tokens, self.card)
 
     def _rows(self, state: DeviceState, inputs: StepInputs) -> step.DeviceRows:
@@ -87,25 +94,27 @@ class TritonSteps:
         return views.draft if inputs is state.draft else views.step
 
     def _views(self, state: DeviceState) -> Views:
-        """The arena as the kernels see it, worked out once: its memory stays where it is."""
+        """Made once for a state, whose memory stays where it is."""
         if self.views is None or self.views.state is not state:
             self.views = Views(state, rows_of(state, state.step), rows_of(state, state.draft), settings_of(state))
         return self.views
 
 
 class ForcedSteps(TritonSteps):
-    """For random weights, whose drafts are never right: each counts as right with a chance of `rate`, by its place."""
+    """For random weights, whose drafts are never right: accepts each draft with probability `rate`, by its position."""
 
     def __init__(self, device: torch.device, rate: float, *, dependent: bool = True) -> None:
         super().__init__(device, dependent=dependent)
         self.rate = rate
 
     def verify(self, state: DeviceState, tokens: Tensor) -> None:
+        """Replace tokens by the drafts that count as right, then verify."""
         step.force(self._views(state).step, tokens, self.rate, self.card)
         super().verify(state, tokens)
 
 
 def rows_of(state: DeviceState, inputs: StepInputs) -> step.DeviceRows:
+    """Rows and the inputs of a step or of drafting, as the kernels take them."""
     return step.DeviceRows(
         **inputs._asdict(),
         num_known=state.columns["known"],
@@ -119,13 +128,13 @@ def rows_of(state: DeviceState, inputs: StepInputs) -> step.DeviceRows:
 
 
 def settings_of(state: DeviceState) -> SamplingTensors:
-    """No row has a mask or a list."""
-    none = torch.full((state.num_rows + 1,), -1, dtype=torch.int32, device=state.device)
+    """The columns of sampling settings. No row has a mask or a list."""
+    no_masks = torch.full((state.num_rows + 1,), -1, dtype=torch.int32, device=state.device)
     empty = torch.zeros(state.num_rows + 2, dtype=torch.int32, device=state.device)
     return SamplingTensors(
         **{name: state.columns[name] for name in COLUMNS},
         stream=state.columns["stream"],
-        masked=none,
+        masked=no_masks,
         masks=empty[:1].view(1, 1),
         listed=empty,
         token=empty[:1],

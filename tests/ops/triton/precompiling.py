@@ -25,9 +25,9 @@ from triton.runtime import driver
 from quire.assembly.cuda import graph_keys
 from quire.assembly.speculate import speculative_graph_keys
 from quire.executors.local import CudaExecutor
-from quire.model_runner.graphs import EagerQueue, GraphKey, Works
+from quire.model_runner.graphs import GraphKey, WorkQueue, Works
 from quire.model_runner.memory import allocate, layer_shapes
-from quire.model_runner.speculative import ModelProposer, NoProposer
+from quire.model_runner.speculative import ModelProposer
 from quire.model_runner.triton_steps import TritonSteps
 from quire.models.base import Model
 from quire.ops.triton.launch import HOPPER, PRECOMPILING, DeviceInfo
@@ -65,7 +65,7 @@ class Launchers(NoCard):
         self.made.append(src.name)
 
 
-class Watched(EagerQueue):
+class Watched(WorkQueue):
     """Rehearses, and notes what is compiled afterwards."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ def main() -> None:
     card = DeviceInfo(132, capability, dependent, "tf32x3", SHARED, options)
     target, steps, queue = model(card), TritonSteps(NOWHERE), Watched()
     steps.card = card
-    warm, proposer = graph_keys(CAP, TOKENS, TOKENS), NoProposer()
+    warm, proposer = graph_keys(CAP, TOKENS, TOKENS), None
     sizes: dict[str, Any] = {"pages": PAGES, "page_size": 64}
     if "drafts" in sys.argv:
         warm += speculative_graph_keys(CAP, TOKENS, 3, True)

@@ -11,7 +11,7 @@ import torch
 from quire.engine.engine import Engine
 from quire.engine.executor import Executor
 from quire.executors.local import CudaExecutor, LocalExecutor
-from quire.model_runner.graphs import EagerQueue
+from quire.model_runner.graphs import WorkQueue
 from quire.model_runner.speculative import NgramProposer
 from quire.model_runner.triton_steps import TritonSteps
 from quire.ops.ragged import RaggedBatch
@@ -59,9 +59,7 @@ def test_chunks_decode_drafts_and_samples_through_interpreted_kernels(shape: str
     device = torch.device("cpu")
     model = load_model(tmp_path, dtype="float32", device=device, ops=TritonOps(device))
     steps, proposer = TritonSteps(device), NgramProposer(2, shortest=1)
-    executor = CudaExecutor(
-        model, **SIZES, tokens=64, device=device, steps=steps, queue=EagerQueue(), proposer=proposer
-    )
+    executor = CudaExecutor(model, **SIZES, tokens=64, device=device, steps=steps, queue=WorkQueue(), proposer=proposer)
     assert answers(executor, 1) == answers(LocalExecutor(load_model(tmp_path, dtype="float32"), **SIZES), 0)
     assert not any(each.k[0].any() or each.v[0].any() for each in executor.runner.kv)  # nobody writes there
 
@@ -87,7 +85,7 @@ def test_what_the_prefix_cache_gave_to_several_is_read_for_them_together(
     checkpoints.make(tmp_path, "qwen3-gqa")
     device, sizes = torch.device("cpu"), SIZES | {"max_model_len": 128}
     model = load_model(tmp_path, dtype="float32", device=device, ops=TritonOps(device))
-    executor = CudaExecutor(model, **sizes, tokens=64, device=device, steps=TritonSteps(device), queue=EagerQueue())
+    executor = CudaExecutor(model, **sizes, tokens=64, device=device, steps=TritonSteps(device), queue=WorkQueue())
     local = LocalExecutor(load_model(tmp_path, dtype="float32"), **sizes)
     assert answers(executor, 1, shared=70, new=3) == answers(local, 0, shared=70, new=3)
     assert [64, 64, 64] in (begun[:3] for begun in looked)

@@ -14,10 +14,10 @@ from quire.engine.engine import Engine
 from quire.executors.local import CudaExecutor
 from quire.model_runner.device_state import DeviceState
 from quire.model_runner.device_steps import DROPPED, DeviceSteps, TorchSteps
-from quire.model_runner.graphs import CudaQueue, EagerQueue
+from quire.model_runner.graphs import CudaQueue, WorkQueue
 from quire.model_runner.memory import allocate, layer_shapes
 from quire.model_runner.row_state import RowState
-from quire.model_runner.speculative import ModelProposer, NgramProposer, NoProposer, Proposer
+from quire.model_runner.speculative import ModelProposer, NgramProposer, Proposer
 from quire.model_runner.triton_steps import TritonSteps
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
@@ -190,9 +190,9 @@ class Moved(Tiny):
             return super().forward(batch, kv)
 
 
-def proposer(kind: str) -> Proposer:
+def proposer(kind: str) -> Proposer | None:
     if kind == "none":
-        return NoProposer()
+        return None
     if kind == "ngram":
         return NgramProposer(2, shortest=1)
     draft = Moved()
@@ -212,7 +212,7 @@ def house(steps: DeviceSteps, depth: int, drafts: str) -> Engine:
         dtype=torch.float64,
         device=DEVICE,
         steps=steps,
-        queue=EagerQueue() if DEVICE.type == "cpu" else CudaQueue(DEVICE, largest=0),
+        queue=WorkQueue() if DEVICE.type == "cpu" else CudaQueue(DEVICE, largest=0),
         proposer=proposer(drafts),
         depth=2,
     )
