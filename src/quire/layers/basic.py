@@ -1,9 +1,4 @@
-"""Rotary embedding as data: read off a config, printed, compared. Torch-free; `basic.Rotary` computes with it.
-
-The small layers: norms, embedding, rotary angles, MLPs.
-
-Attention over pages: project, norm where the model does, turn, write K/V, attend, project back.
-"""
+"""Layers without experts: norms, embeddings, rotary embeddings, attention, MLPs."""
 
 from __future__ import annotations
 
@@ -24,13 +19,14 @@ from quire.types import UNLIMITED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """How positions turn a head's first `dim` numbers. `dim` 0: not at all.
+    """A model's rotary embedding: which of a head's dimensions are rotated, by which angles.
 
-    theta: base of the wavelengths. kind: "default"; "linear", every wavelength `factor` times as long; "llama3",
-    only those above `original` / `high`, in full above `original` / `low`; "yarn", from those that fit `original`
-    fast times, in full from those that fit it slow times on. original: context length, in tokens, that the model was
-    first trained for. whole: yarn's two bounds are rounded to whole pairs of dimensions. gain: what turned numbers are
-    multiplied by. "factors": each wavelength as many times as long as `factors` says (GGUF's Llama 3.1).
+    dim: the first dimensions of a head, which are rotated; 0: none. theta: base of the wavelengths. kind: "default";
+    "linear", every wavelength `factor` times as long; "llama3", only wavelengths above `original` / `high`, in full
+    above `original` / `low`; "yarn", from those that fit `original` `fast` times to those that fit it `slow` times;
+    "factors", each wavelength multiplied by its number in `factors` (Llama 3.1 in GGUF). original: context length, in
+    tokens, of the first training. full_dim: yarn's two bounds are rounded to whole pairs of dimensions. gain: what the
+    rotated dimensions are multiplied by.
     """
 
     dim: int
@@ -52,7 +48,7 @@ NO_ROPE = RopeConfig(dim=0)
 
 
 class RMSNorm:
-    """See `Ops.rms_norm`; `add` takes the residual stream along."""
+    """See `Ops.rms_norm`."""
 
     def __init__(self, weight: Tensor, eps: float, ops: Ops) -> None:
         self.weight, self.eps, self.ops = weight, eps, ops
@@ -66,7 +62,7 @@ class RMSNorm:
         return self.ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor, before: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual), x normed by `before` first."""
+        """(norm of x + residual, x + residual); x is normed by `before` first, if given."""
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps, before.settings if before else None)
 
 
@@ -124,7 +120,7 @@ class MLP:
 
 
 class Rotary:
-    """Positions [T] -> (cos, sin), float32 [T, dim / 2] each: made once a forward, used by every layer."""
+    """Positions [T] -> (cos, sin), float32 [T, dim / 2] each: computed once a forward, used by every layer."""
 
     def __init__(self, rope: RopeConfig, device: torch.device, ops: Ops) -> None:
         self.frequencies, self.gain, self.ops = frequencies(rope).to(device), rope.gain, ops
@@ -134,7 +130,7 @@ class Rotary:
 
 
 def frequencies(rope: RopeConfig) -> Tensor:
-    """Radians a position, [dim / 2] float32. Raises InvalidModel for a scaling that is not known."""
+    """Radians per position, [dim / 2] float32. Raises InvalidModel for an unknown scaling."""
     if rope.kind not in SCALINGS:
         raise InvalidModel(
             f"rope scaling {rope.kind!r} is not supported (known: {', '.join(SCALINGS)}).{nearest(rope.kind, SCALINGS)}"
@@ -144,6 +140,7 @@ def frequencies(rope: RopeConfig) -> Tensor:
 
 
 def unscaled(plain: Tensor, rope: RopeConfig) -> Tensor:
+    """The frequencies as they are."""
     return plain
 
 
@@ -153,20 +150,21 @@ def linear(plain: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """Llama 3.1: short waves kept, long ones stretched, those between blended by how often they fit `original`."""
+    """Llama 3.1: short wavelengths kept, long ones stretched, those between blended by how often they fit
+    `original`."""
     fits = rope.original * plain / (2 * math.pi)
     kept = ((fits - rope.low) / (rope.high - rope.low)).clamp(0.0, 1.0)
     return plain * (kept + (1 - kept) / rope.factor)
 
 
 def yarn(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """Peng et al. 2023: short waves kept, long ones stretched, those between blended by their place in the head."""
+    """YaRN (Peng et al. 2023): short wavelengths kept, long ones stretched, those between blended by their index."""
 
-    def place(turns: float) -> float:
-        """The dimension, as a fraction of a pair, whose wave fits `original` so many times."""
+    def index(turns: float) -> float:
+        """The index of the pair, with a fraction, whose wavelength fits `original` so many times."""
         return rope.dim * math.log(rope.original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = place(rope.fast), place(rope.slow)
+    low, high = index(rope.fast), index(rope.slow)
     if rope.full_dim:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.dim - 1)
@@ -176,7 +174,7 @@ def yarn(plain: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def factors(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """One factor for each pair, as GGUF files carry what became of `llama3` scaling."""
+    """One factor for each pair of dimensions: what GGUF files store for `llama3` scaling."""
     if len(rope.factors) != len(plain):
         raise InvalidModel(f"rope scaling has {len(rope.factors)} factors for {len(plain)} pairs of dimensions")
     return plain / torch.tensor(rope.factors, dtype=torch.float32)
@@ -189,7 +187,7 @@ SCALINGS: Mapping[str, Callable[[Tensor, RopeConfig], Tensor]] = MappingProxyTyp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """A layer's heads on this rank: `count` of queries, `kv` of keys and values, `dim` numbers each.
+    """A layer's heads on this rank: `count` of queries, `kv` of keys and values, of `dim` numbers each.
 
     window: how many positions a query sees, its own included. soft_cap: of the scores, 0 for none.
     """
@@ -203,7 +201,7 @@ class Heads:
 
 
 class Attention:
-    """One layer's. `norms` are those of q and of k (Qwen 3), or nothing."""
+    """Attention of one layer: project, norm q and k where the model does, rotate, store K/V, attend, project back."""
 
     def __init__(
         self,
@@ -217,10 +215,10 @@ class Attention:
         self.norms = norms and (norms[0].settings, norms[1].settings)
 
     def __call__(
-        self, x: Tensor, turn: Angles, batch: RaggedBatch, kv: LayerKV, wanted: Tensor | None = None
+        self, x: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
     ) -> Tensor:
-        """x [T, hidden], turn as `Rotary` makes it -> [T, hidden], or those of `wanted`."""
+        """x [T, hidden], angles from `Rotary` -> [T, hidden], or the rows `outputs` of it."""
         h = self.heads
-        q = self.ops.qk_norm_rope_store_kv(self.qkv(x), h.count, kv, batch, turn, self.norms)
+        q = self.ops.qk_norm_rope_store_kv(self.qkv(x), h.count, kv, batch, angles, self.norms)
         mixed = self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap).flatten(1)
-        return self.out(select_rows(mixed, wanted))
+        return self.out(select_rows(mixed, outputs))

@@ -1,7 +1,7 @@
-"""Build: the one object against which an architecture declares itself.
+"""ModelBuilder: what an architecture declares its layers with.
 
-It hands out layers and notes, for every checkpoint tensor, where its data goes: which fused matrix, which rows, cut
-for this rank, in which format. The loader then only has to match names.
+It creates layers and notes, for every checkpoint tensor, where its data goes: which fused matrix, which rows, which
+part of this rank, in which format. The loader then only matches names.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ QKV = ("q_proj", "k_proj", "v_proj")
 
 
 class ModelBuilder:
-    """Hands out layers. Names given to a method are relative to `prefix`; `at` goes deeper.
+    """Creates layers. Names given to a method are relative to `prefix`; `scope` extends it.
 
-    places: by checkpoint name, where each tensor goes, to several places where a rank keeps several pieces of it.
-    ignored: patterns (fnmatch) of checkpoint names that carry nothing the model needs. renames: see `rename`.
+    slots: where each checkpoint tensor goes, by name; several places where a rank keeps several parts of it. ignored:
+    patterns (fnmatch) of checkpoint names that the model does not need. renames: see `rename`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ModelBuilder:
         self.renames: dict[str, str] = {} if parent is None else parent.renames
 
     def scope(self, name: str) -> ModelBuilder:
-        """The same build, one level down: `build.at("layers.0")`."""
+        """The same builder with a longer prefix: `build.scope("layers.0")`."""
         return ModelBuilder(
             ops=self.ops,
             parallel=self.parallel,
@@ -63,24 +63,24 @@ class ModelBuilder:
         )
 
     def ignore(self, *patterns: str) -> None:
-        """Checkpoint names that need no place."""
+        """Note patterns of checkpoint names that are not loaded."""
         self.ignored += (self.prefix + pattern for pattern in patterns)
 
     def rename(self, prefixes: Mapping[str, str]) -> None:
-        """Checkpoint names that begin with a key of `prefixes` are known here by its value instead."""
+        """Checkpoint names that begin with a key of `prefixes` begin here with its value."""
         self.renames.update(prefixes)
 
     def finalize(self) -> None:
-        """Every place is filled: let each format take its final form, one matrix at a time.
+        """Convert every matrix to its final form once all slots are filled, one matrix at a time.
 
-        Places are forgotten first, so that a matrix is freed as soon as its final form stands beside it.
+        Slots are dropped first, so that a matrix's loaded tensors are freed as soon as it is converted.
         """
         self.slots.clear()
         for stored in self.matrices:
             stored.finalize()
 
     def vector(self, name: str, size: int, *, mean: float = 0.0, std: float = 0.1, shift: float = 0.0) -> Tensor:
-        """A small tensor that every rank holds whole. What is added to it, `shift`, is not to be lost by rounding."""
+        """A tensor [size], whole on every rank. shift: is added to the checkpoint's values, in float32."""
         data = torch.empty(size, dtype=torch.float32 if shift else self.dtype, device=self.device)
         self._add_slot(
             WeightSlot(self.prefix + name, (size,), (slice(0, size),), data, mean=mean, std=std, shift=shift)
@@ -88,21 +88,23 @@ class ModelBuilder:
         return data
 
     def rms_norm(self, name: str, size: int, eps: float, *, shift: float = 0.0) -> RMSNorm:
-        """shift: what the checkpoint's weight lacks (1 for Gemma, which stores how far it is from 1)."""
+        """shift: what the checkpoint's weight lacks (1 for Gemma, which stores the weight less 1)."""
         return RMSNorm(self.vector(f"{name}.weight", size, mean=1.0, shift=shift), eps, self.ops)
 
     def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
+        """A layer norm with weight and bias."""
         weight, bias = self.vector(f"{name}.weight", size, mean=1.0), self.vector(f"{name}.bias", size)
         return LayerNorm(weight, bias, eps, self.ops)
 
     def embedding(self, name: str, count: int, hidden: int) -> Embedding:
-        """A table [count, hidden]; its random stand-in makes logits of deviation 1 when it is the head, too."""
+        """A table [count, hidden]; its random init gives logits of standard deviation 1 when it is the head, too."""
         data = torch.empty(count, hidden, dtype=self.dtype, device=self.device)
         cut = (slice(0, count), slice(0, hidden))
         self._add_slot(WeightSlot(f"{self.prefix}{name}.weight", (count, hidden), cut, data, std=hidden**-0.5))
         return Embedding(data, self.ops)
 
     def rotary(self, rope: RopeConfig) -> Rotary:
+        """The rotary embedding of a config."""
         return Rotary(rope, self.device, self.ops)
 
     def column_parallel(
@@ -114,9 +116,9 @@ class ModelBuilder:
         bias: bool = False,
         transposed: bool = False,
     ) -> ColumnParallelLinear:
-        """One matrix of several checkpoint ones, or of one that holds several.
+        """One matrix made of several checkpoint matrices, or of one that holds several.
 
-        outputs: of each, (things, rows a thing): heads are cut between, never through.
+        outputs: (count, rows each) of each: heads are divided between ranks, never split.
         """
         parts, whole = list[MatrixPart](), sum(count * unit for count, unit in outputs)
         together, before = len(names) == 1, 0
@@ -132,7 +134,7 @@ class ModelBuilder:
     def row_parallel(
         self, name: str, inputs: tuple[int, int], outputs: int, *, bias: bool = False, transposed: bool = False
     ) -> RowParallelLinear:
-        """inputs: (things, columns a thing)."""
+        """inputs: (count, columns each)."""
         count, unit = inputs
         part = MatrixPart(self.prefix + name, outputs, slice(0, outputs))
         cut = shard_of(count, self.parallel, name, unit)
@@ -141,7 +143,7 @@ class ModelBuilder:
         return RowParallelLinear(stored, self.parallel)
 
     def head(self, name: str, hidden: int, vocab: int, tied: Embedding | None, *, soft_cap: float = 0.0) -> LMHead:
-        """Hidden states to logits; `tied` is the embedding whose table it shares."""
+        """Hidden states to logits. tied: the embedding whose table it shares."""
         cut = shard_of(vocab, self.parallel, "logits")
         part = MatrixPart(self.prefix + name, vocab, cut)
         if tied is None:
@@ -219,12 +221,12 @@ class ModelBuilder:
         )
 
     def router(self, name: str, hidden: int, count: int) -> ColumnParallelLinear:
-        """A small matrix that every rank holds whole."""
+        """A small matrix, whole on every rank and never quantized."""
         part = MatrixPart(self.prefix + name, count, slice(0, count))
         return ColumnParallelLinear(self._store([part], hidden, slice(0, hidden), keep_precision=True))
 
     def _bank(self, experts: Sequence[Sequence[MatrixPart]], columns: int, cut: slice) -> ExpertWeights:
-        """One matrix of each expert: side by side in one tensor where the format is plain, each for itself if not."""
+        """One matrix of each expert: in one tensor where the format is plain, else each in its own storage."""
         if self.format is not Plain:
             return UngroupedExperts([self._store(parts, columns, cut) for parts in experts])
         rows = sum(part.shard.stop - part.shard.start for part in experts[0])
@@ -284,6 +286,7 @@ GATES: Mapping[str, Gate] = MappingProxyType({"silu": "silu", **dict.fromkeys(GE
 
 
 def activation_of(name: str, known: Mapping[str, Kind]) -> Kind:
+    """An activation by its name in a config. Raises InvalidModel for an unknown one."""
     if name not in known:
         raise InvalidModel(f"activation {name!r} is not supported (known: {', '.join(known)}).{nearest(name, known)}")
     return known[name]

@@ -1,6 +1,6 @@
-"""Who shares a layer's work. `Solo` shares it with nobody: no tensor parallelism is a group of one.
+"""Linear layers divided among the ranks of a tensor-parallel group, by outputs (columns) or by inputs (rows).
 
-How a matrix is cut among ranks: by columns of the model (its outputs) or by rows (its inputs).
+Without tensor parallelism the group has one rank.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ class ParallelGroup(Protocol):
     """A tensor-parallel group (Shoeybi et al. 2019). `rank` is from 0 to `size` - 1."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This rank's number."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """How many ranks there are."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of every rank's x, on every rank."""
@@ -38,16 +40,19 @@ class SingleRank:
     size = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        """x itself."""
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
+        """x itself."""
         return x
 
 
 def shard_of(count: int, parallel: ParallelGroup, what: str, unit: int = 1) -> slice:
     """This rank's part of `count` things of `unit` rows each.
 
-    Fewer things than ranks (K/V heads) are held by several ranks each. Raises InvalidModel when neither divides.
+    Where there are fewer things than ranks (K/V heads), several ranks hold the same one. Raises InvalidModel when
+    neither number divides the other.
     """
     size = parallel.size
     if count % size and size % count:
@@ -58,7 +63,7 @@ def shard_of(count: int, parallel: ParallelGroup, what: str, unit: int = 1) -> s
 
 
 class ColumnParallelLinear:
-    """Outputs cut: every rank makes its own part of them from the whole input. Fused parts stay side by side."""
+    """Outputs are divided: each rank computes its part of them from the whole input. Fused parts stay neighbours."""
 
     def __init__(self, stored: WeightStorage) -> None:
         self.apply = stored.apply
@@ -69,7 +74,7 @@ class ColumnParallelLinear:
 
 
 class RowParallelLinear:
-    """Inputs cut: every rank adds its part of the sum."""
+    """Inputs are divided: the ranks' partial sums are added up."""
 
     def __init__(self, stored: WeightStorage, parallel: ParallelGroup) -> None:
         self.apply, self.all_reduce = stored.apply, parallel.all_reduce
@@ -80,7 +85,7 @@ class RowParallelLinear:
 
 
 class LMHead:
-    """The vocabulary's matrix, outputs cut: hidden states to logits, whole on every rank.
+    """The output embedding, divided by outputs: hidden states to logits, whole on every rank.
 
     soft_cap c above 0 makes logits c * tanh(logit / c), in float32.
     """
@@ -89,6 +94,6 @@ class LMHead:
         self.apply, self.all_gather, self.soft_cap = stored.apply, parallel.all_gather, soft_cap
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden] -> [R, V] as they were multiplied: who samples widens them."""
+        """hidden [R, hidden] -> [R, V] in the dtype of the product; the sampler converts them to float32."""
         logits = self.all_gather(self.apply(hidden))
         return logits if not self.soft_cap else torch.tanh(logits.float() / self.soft_cap) * self.soft_cap

@@ -1,9 +1,7 @@
-"""A mixture of experts as data: read off a config, printed, compared. Torch-free; `experts` computes with it.
+"""Mixture of experts (Shazeer et al. 2017; Jiang et al. 2024): a router, and MLPs of which each token uses a few.
 
-Mixture of experts (Shazeer et al. 2017; Jiang et al. 2024): a router, and MLPs of which each token takes a few.
-
-Tokens are sorted by the expert they go to, every expert multiplies its run of rows, and the answers are added up where
-they came from. Nothing here depends on where tokens go but values on the device, so a step can be captured.
+Tokens are sorted by expert, each expert multiplies its run of rows, and results are added up per token. Shapes do not
+depend on where tokens go, so a step can be captured.
 """
 
 from __future__ import annotations
@@ -23,9 +21,10 @@ from quire.ops.base import Ops
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """Experts of a layer: `count` MLPs of inner `width`, of which each token takes `used`.
+    """Experts of a layer: `num_experts` MLPs of inner `width`, of which each token uses `num_experts_per_token`.
 
-    renormalise: the weights of those used are made to sum to 1. dense: layers that have one plain MLP instead.
+    normalize_weights: the weights of the used experts are scaled to sum to 1. dense_layers: layers with one MLP
+    instead.
     """
 
     num_experts: int
@@ -35,7 +34,7 @@ class MoEConfig:
     dense_layers: frozenset[int] = frozenset()
 
     def checked(self) -> MoEConfig:
-        """Itself. Raises InvalidModel for numbers that cannot be."""
+        """Itself. Raises InvalidModel for numbers that contradict each other."""
         if not 1 <= self.num_experts_per_token <= self.num_experts or not self.width:
             raise InvalidModel(
                 f"config.json: {self.num_experts_per_token} of {self.num_experts} experts of width {self.width} "
@@ -52,7 +51,7 @@ class ExpertWeights(Protocol):
 
 
 class GroupedExperts:
-    """Plain matrices in one tensor [E, out, in]: one grouped product for all."""
+    """Unquantized matrices in one tensor [E, out, in]: one grouped product for all experts."""
 
     def __init__(self, weight: Tensor, ops: Ops) -> None:
         self.weight, self.grouped = weight, ops.grouped_linear
@@ -62,7 +61,8 @@ class GroupedExperts:
 
 
 class UngroupedExperts:
-    """Matrices of any format, one after the other. On a device, which must not be waited for, all of them each time."""
+    """Matrices of any format, one product each. On a GPU, which must not be waited for, every expert computes every
+    row."""
 
     def __init__(self, experts: Sequence[WeightStorage]) -> None:
         self.experts = experts
@@ -84,7 +84,7 @@ class UngroupedExperts:
 
 
 class MoE:
-    """router [hidden -> E], gate and up fused, down; the weights of those chosen are softmax over all, as float32."""
+    """router [hidden -> E], gate and up fused, down; routing weights are a float32 softmax over all experts."""
 
     def __init__(
         self,

@@ -1,9 +1,4 @@
-"""How a matrix is stored. The loader hands named tensors to a format, which owns what is kept and multiplies by it.
-
-`linear` says how a matrix is cut, a format how the cut is kept: the two never know of each other.
-
-Numbers as they are.
-"""
+"""Slots for checkpoint tensors, matrices, the interface of their storage; and storage of unquantized matrices."""
 
 from __future__ import annotations
 
@@ -18,22 +13,24 @@ from quire.ops.base import Gate, Ops
 
 
 class WeightBuffer(Protocol):
-    """Whose memory a place is part of. Both are called from several threads."""
+    """Memory that a slot is part of. Both methods are called from several threads."""
 
     def acquire(self, target: Tensor) -> Tensor:
-        """Numbers are about to come: where those of `into` go."""
+        """Memory for the numbers of `target`, which are about to be written."""
 
     def release(self, target: Tensor) -> None:
-        """They have come."""
+        """The numbers of `target` have been written."""
 
 
 class AllocatedBuffer:
-    """Memory that is there from the first."""
+    """Memory that is allocated from the start."""
 
     def acquire(self, target: Tensor) -> Tensor:
+        """target itself."""
         return target
 
     def release(self, target: Tensor) -> None:
+        """Nothing to do."""
         return
 
 
@@ -42,12 +39,12 @@ ALLOCATED = AllocatedBuffer()
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
-    """Where one checkpoint tensor goes: `into` takes its `cut`, turned about when `transposed`.
+    """Where one checkpoint tensor goes: `target` takes its part `shard`, transposed if `transposed`.
 
-    shape: of the whole tensor in the checkpoint; where it is `loose`, dimensions of one do not count. stored: the one
-    dtype it may have there; None for any floating one of two bytes or more. mean and std: of the random numbers that
-    stand in for it. shift: is added on the way. room: whose memory that is; `into` may be
-    its outline, without any of its own, until it is filled.
+    shape: of the whole tensor in the checkpoint; with `ignore_unit_dims`, dimensions of size 1 do not count.
+    stored_dtype: the only dtype that it may have there; None for any floating-point one of two bytes or more. mean and
+    std: of the random init. shift: is added while copying. buffer: whose memory `target` is part of; `target` may be a
+    meta tensor until it is filled.
     """
 
     name: str
@@ -74,11 +71,11 @@ class WeightSlot:
 
     @property
     def is_direct_copy(self) -> bool:
-        """Whether the cut's numbers are those kept, in their order."""
+        """Whether the kept numbers are those of the shard, in the same order."""
         return not (self.transposed or self.ignore_unit_dims or self.shift)
 
     def copy_from(self, cut: Tensor) -> None:
-        """Fill from the checkpoint's tensor, cut already; any floating dtype."""
+        """Fill from the shard of the checkpoint's tensor; any floating-point dtype."""
         if self.ignore_unit_dims:
             cut = cut.reshape(self.target.shape)
 
@@ -90,12 +87,12 @@ class WeightSlot:
         self.fill(write)
 
     def fill(self, write: Callable[[Tensor], object]) -> None:
-        """Let `write` fill it."""
+        """Let `write` fill the target."""
         write(self.buffer.acquire(self.target))
         self.buffer.release(self.target)
 
     def split(self, most: int) -> Iterator[WeightSlot]:
-        """The same in places of about `most` numbers, cut along the checkpoint's first dimension."""
+        """The same as slots of about `most` numbers each, divided along the checkpoint's first dimension."""
         if self.ignore_unit_dims or not self.shard or self.target.numel() <= most:
             yield self
             return
@@ -109,7 +106,7 @@ class WeightSlot:
 
 
 class MatrixPart(NamedTuple):
-    """One checkpoint matrix of a stack: its name, its rows in the checkpoint, those this rank keeps."""
+    """One checkpoint matrix of a fused one: its name, its rows in the checkpoint, those that this rank keeps."""
 
     name: str
     rows: int
@@ -118,11 +115,11 @@ class MatrixPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A linear layer's matrix as a format gets to see it: parts one above the other, [sum of rows, columns].
+    """A linear layer's matrix as a format sees it: parts one below the other, [sum of rows, columns].
 
-    cut: the columns this rank keeps. own_bias: whether this rank is the one that adds the bias. transposed: the
-    checkpoint has [columns, rows] (GPT-2). delicate: small or decisive (a head, a router): never rounded unless the
-    checkpoint has it so.
+    shard: the columns that this rank keeps. adds_bias: whether this rank adds the bias. transposed: the checkpoint has
+    [columns, rows] (GPT-2). keep_precision: small or decisive (a head, a router): not quantized unless the checkpoint
+    is.
     """
 
     parts: tuple[MatrixPart, ...]
@@ -147,44 +144,45 @@ class WeightStorage(Protocol):
     matrix: Matrix
 
     def slots(self) -> list[WeightSlot]:
-        """Every checkpoint tensor it is made of."""
+        """Slots of every checkpoint tensor that it is made of."""
 
     def finalize(self) -> None:
-        """All places are filled: take the final form."""
+        """Every slot is filled: convert to the final form."""
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
-        """x [T, columns] -> [T, rows], or under a gate [T, rows / 2]."""
+        """x [T, columns] -> [T, rows], or with a gate [T, rows / 2]."""
 
     @property
     def quantized(self) -> QuantizedWeight | None:
-        """Once sealed, what is kept in place of plain numbers, if anything is."""
+        """After `finalize`, the quantized form, if there is one."""
 
 
 class QuantizedWeight(Protocol):
-    """The final form of a quantised matrix.
+    """The final form of a quantized matrix.
 
-    exact: multiply without rounding activations, where the format rounds them: what a canary compares with.
+    exact: multiply without rounding activations, where the format rounds them: the reference of the quality check.
     """
 
     exact: bool
 
     @property
-    def rows(self) -> int: ...
+    def rows(self) -> int:
+        """Rows of the matrix."""
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
-        """As `Stored.apply`."""
+        """As `WeightStorage.apply`."""
 
     def dequantize(self, rows: slice = slice(None)) -> Tensor:
-        """The numbers it stands for, [rows, columns] float32."""
+        """The values that it represents, [rows, columns] float32."""
 
 
 def bias_of(matrix: Matrix) -> Tensor | None:
-    """Room for the biases of the parts, one after the other; zeros on ranks that add none."""
+    """A tensor for the biases of the parts, one after the other; zeros on ranks that add none."""
     return torch.zeros(matrix.local_shape[0], dtype=matrix.dtype, device=matrix.device) if matrix.bias else None
 
 
 def bias_slots(matrix: Matrix, bias: Tensor | None) -> list[WeightSlot]:
-    """Where the parts' biases go."""
+    """Slots of the parts' biases."""
     if bias is None:
         return []
     places, row = list[WeightSlot](), 0
@@ -197,11 +195,11 @@ def bias_slots(matrix: Matrix, bias: Tensor | None) -> list[WeightSlot]:
 
 
 Format = Callable[[Matrix, Ops, Tensor | None], WeightStorage]
-"""Makes a matrix's storage. With a tensor given (a tied head), that is the matrix, filled by somebody else."""
+"""Creates a matrix's storage. A tensor given (of a tied head) is the matrix, which the embedding fills."""
 
 
 class Plain:
-    """The numbers as they are, one row an output. In a stack, parts follow each other."""
+    """Unquantized values, one row per output, parts one below the other."""
 
     quantized: QuantizedWeight | None = None
 
@@ -217,6 +215,7 @@ class Plain:
         self.bias = bias_of(matrix)
 
     def slots(self) -> list[WeightSlot]:
+        """One slot for each part, and for each bias."""
         matrix, places, row = self.matrix, list[WeightSlot](), 0
         biases = bias_slots(matrix, self.bias)
         for i, (name, rows, cut) in enumerate(matrix.parts):
@@ -232,7 +231,9 @@ class Plain:
         return places
 
     def finalize(self) -> None:
+        """Nothing to convert."""
         return
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
+        """As `WeightStorage.apply`."""
         return self.ops.linear(x, self.weight, self.bias, gate)

@@ -1,5 +1,7 @@
-"""Two numbers a byte, with a scale and a zero point for every group of columns of a row: INT4 as AWQ, GPTQ and
-compressed-tensors lay it out, each its own way, brought into one form."""
+"""INT4: two numbers per byte, with a scale and a zero point for every group of columns of a row.
+
+AWQ, GPTQ and compressed-tensors lay it out in their own ways; all are converted to one form.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,10 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 class Int4Scheme:
     """How a checkpoint stores such a matrix.
 
-    layout: "awq", qweight [in, out / 8] and the eight of an int32 in an order of their own; "gptq", qweight
-    [in / 8, out] and g_idx; "packed", weight_packed [out, in / 8] (compressed-tensors). group: columns that share a
-    scale, MANY for all. zeros: whether there are zero points; without, 8 is zero. more: what is added to stored zero
-    points (GPTQ's first version stores them less 1).
+    layout: "awq", qweight [in, out / 8], the eight numbers of an int32 in AWQ's order; "gptq", qweight [in / 8, out]
+    and g_idx; "packed", weight_packed [out, in / 8] (compressed-tensors). group: columns that share a scale, UNLIMITED
+    for all. zeros: whether there are zero points; without, 8 is zero. more: what is added to stored zero points (GPTQ's
+    first version stores them less 1). ordered: whether there is a g_idx.
     """
 
     layout: Literal["awq", "gptq", "packed"]
@@ -50,17 +52,20 @@ class Int4Weight:
 
     @property
     def rows(self) -> int:
+        """Rows of the matrix."""
         return self.weight.shape[0]
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
+        """As `WeightStorage.apply`."""
         return self.ops.int4_linear(x, self.weight, self.scale, self.zero, self.groups, self.bias, gate)
 
     def dequantize(self, rows: slice = slice(None)) -> Tensor:
+        """Values of some rows, float32."""
         return dequantize_int4(self.weight[rows], self.scale[rows], self.zero[rows], self.groups)
 
 
 class Int4Storage:
-    """Read from a checkpoint, every part for itself. Scales are kept for all groups, whatever columns are cut off."""
+    """Read from a checkpoint, each part by itself. Scales are kept for all groups, whatever columns the rank keeps."""
 
     def __init__(self, matrix: Matrix, ops: Ops, halving: Int4Scheme) -> None:
         if matrix.transposed:
@@ -71,9 +76,11 @@ class Int4Storage:
         self.quantized: Int4Weight | None = None
 
     def slots(self) -> list[WeightSlot]:
+        """Slots of every part's tensors, and of the biases."""
         return [place for part in self.parts for place in part.places()] + bias_slots(self.matrix, self.bias)
 
     def finalize(self) -> None:
+        """Unpack the parts and pack them as one matrix, two numbers a byte."""
         groups = self.parts[0].groups()
         for part in self.parts[1:]:
             if not torch.equal(part.groups(), groups):
@@ -86,12 +93,13 @@ class Int4Storage:
         self.parts.clear()
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
+        """As `WeightStorage.apply`."""
         assert self.quantized is not None
         return self.quantized.apply(x, gate)
 
 
 class Int4Tensors:
-    """The tensors of one part as the checkpoint has them, and what they say."""
+    """The tensors of one part as the checkpoint has them, and how they are read."""
 
     def __init__(self, part: MatrixPart, matrix: Matrix, halving: Int4Scheme) -> None:
         self.name, self.rows, self.cut = part
@@ -121,6 +129,7 @@ class Int4Tensors:
         self.order = (torch.arange(self.across.start, self.across.stop, device=matrix.device) // halving.group).int()
 
     def places(self) -> list[WeightSlot]:
+        """Slots of the part's tensors."""
         name, rows, columns, count = self.name, self.rows, self.columns, self.count
         kept, wide, every = self.cut, self.across, slice(0, self.count)
         eighth_rows, eighth_wide = packed_dim(kept), packed_dim(wide)
@@ -191,6 +200,7 @@ class Int4Tensors:
 
 
 def packed_dim(cut: slice) -> slice:
+    """A shard of packed numbers, in int32."""
     return slice(cut.start // VALUES_PER_INT32, cut.stop // VALUES_PER_INT32)
 
 

@@ -1,4 +1,4 @@
-"""Laid out in the CPU's blocks: up to three times as fast as plain."""
+"""Matrices in oneDNN's blocked layout: up to three times as fast on a CPU as a plain one."""
 
 from __future__ import annotations
 
@@ -14,31 +14,30 @@ from quire.ops.base import Gate, Ops
 from quire.ops.matmul import in_tiles, pack, packed_linear
 
 TILE = 16 << 20
-"""Bytes of some rows. Large enough that one multiplication more is nothing beside reading them; small beside a model,
-which is what loading takes in addition."""
-
+"""Bytes of a tile: large enough that one more product costs nothing beside reading it, and small beside a model, since
+loading takes as much memory in addition."""
 
 SMALL = 1 << 16
-"""Numbers in a float32 matrix that MKL has multiplied a few rows by before oneDNN begins: whatever the size, that looks
-for 10 us what to do. [128, 80] at 1 and 8 rows: 1.8 and 3.4 us, packed 10.5; [512, 256]: 7 and 29 us, packed 15, 20."""
+"""Numbers in a float32 matrix below which MKL is faster at few rows: oneDNN takes 10 us to prepare, whatever the size.
+[128, 80] at 1 and 8 rows: 1.8 and 3.4 us, packed 10.5; [512, 256]: 7 and 29 us, packed 15 and 20."""
 
 
 def packed_if_large(
     matrix: Matrix, ops: Ops, shared: Tensor | None = None, *, spare: list[Tensor], least: int = 0
 ) -> Packed | Plain:
-    """Packed, but for matrices of fewer than `least` numbers.
+    """Packed storage, except for matrices of fewer than `least` numbers.
 
-    oneDNN gives a row of a matrix of up to some thousand columns the same bits whatever rows are with it; MKL does not
-    (one row is a product of its own there). So this is for whoever only guesses.
+    oneDNN gives a row of a matrix of up to some thousand columns the same bits whatever rows are multiplied with it;
+    MKL does not (a single row is another product there). So the threshold is for formats that need no such guarantee.
     """
     few = matrix.local_shape[0] * matrix.local_shape[1] < least
     return Plain(matrix, ops, shared) if few else Packed(matrix, ops, shared, spare=spare)
 
 
 class Tile:
-    """Some rows of a matrix. Their memory is taken when the first numbers come, and handed on once they are packed.
+    """Some rows of a matrix. Their memory is taken when the first numbers arrive, and reused once they are packed.
 
-    spare: memory others have handed on.
+    spare: memory that other tiles no longer need.
     """
 
     def __init__(self, rows: slice, matrix: Matrix, spare: list[Tensor]) -> None:
@@ -50,6 +49,7 @@ class Tile:
         self._lock = Lock()
 
     def acquire(self, into: Tensor) -> Tensor:
+        """Memory for a part of the tile."""
         with self._lock:
             if self.memory is None:
                 self.memory = take(self.spare, self.outline.nbytes)
@@ -57,6 +57,7 @@ class Tile:
         return whole.as_strided(into.size(), into.stride(), into.storage_offset())
 
     def release(self, into: Tensor) -> None:
+        """Count what was written; pack the tile when it is complete."""
         with self._lock:
             self.left -= into.numel()
             filled, memory = self.left == 0, self.memory
@@ -67,7 +68,7 @@ class Tile:
 
 
 def take(spare: list[Tensor], size: int) -> Tensor:
-    """At least `size` bytes."""
+    """A buffer of at least `size` bytes, from `spare` if there is one."""
     try:
         memory = spare.pop()
     except IndexError:
@@ -76,9 +77,9 @@ def take(spare: list[Tensor], size: int) -> Tensor:
 
 
 class Packed:
-    """Tiles of rows, one below the other. A tied head's are a copy of its own, made when the embedding is there.
+    """Tiles of rows, one below the other. Those of a tied head are copies, made when the embedding is loaded.
 
-    spare: memory that matrices of one model are put together in, one after the other.
+    spare: buffers in which the matrices of one model are assembled, one after the other.
     """
 
     quantized: QuantizedWeight | None = None
@@ -95,6 +96,7 @@ class Packed:
         self.tiles = [Tile(slice(*pair), matrix, self.spare) for pair in pairwise(edges)]
 
     def slots(self) -> list[WeightSlot]:
+        """Slots of each part's rows in each tile, and of the biases."""
         matrix, places, row = self.matrix, list[WeightSlot](), 0
         biases = bias_slots(matrix, self.bias)
         for i, (name, rows, cut) in enumerate(matrix.parts):
@@ -115,12 +117,14 @@ class Packed:
         return places
 
     def finalize(self) -> None:
+        """Free the buffers; pack a tied head."""
         self.spare.clear()
         if self.tied_weight is not None:
             for tile in self.tiles:
                 tile.packed = pack(self.tied_weight[tile.rows])
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
+        """As `WeightStorage.apply`."""
         parts = []
         for tile in self.tiles:
             bias = None if self.bias is None else self.bias[tile.rows]

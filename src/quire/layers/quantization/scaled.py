@@ -1,7 +1,5 @@
-"""One number a byte, and a scale for a row, or for a block of columns of it: FP8 and INT8.
-
-Quantised here: loaded as plain numbers, rounded when all of them are there.
-"""
+"""FP8 and INT8: one byte per number, and a scale per row or per block of columns of a row; read or quantized at
+load."""
 
 from __future__ import annotations
 
@@ -22,9 +20,9 @@ from quire.types import UNLIMITED
 class ScaleScheme:
     """How a checkpoint stores such a matrix.
 
-    dtype: int8 or float8_e4m3fn. block: (rows, columns) that share a scale; MANY for all. suffix: of the scales' name.
-    packed: int8 numbers lie four in an int32, 128 added to each, and `suffix` is beside `weight_packed`.
-    activations: rounded too.
+    dtype: int8 or float8_e4m3fn. block: (rows, columns) that share a scale, UNLIMITED for all. suffix: of the scales'
+    name. packed: four int8 numbers are stored in an int32, 128 added to each, and `suffix` goes with `weight_packed`.
+    activations: rounded to int8 too.
     """
 
     dtype: torch.dtype
@@ -35,7 +33,7 @@ class ScaleScheme:
 
 
 ENOUGH, FAR = 8, 1e4
-"""Among so many scales of a matrix none is this many times the one in the middle."""
+"""Of ENOUGH scales or more, none is FAR times the median."""
 
 
 class ScaledWeight:
@@ -58,22 +56,25 @@ class ScaledWeight:
 
     @property
     def rows(self) -> int:
+        """Rows of the matrix."""
         return self.weight.shape[0]
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
+        """As `WeightStorage.apply`."""
         if not self.activations or self.exact:
             return self.ops.scaled_linear(x, self.weight, self.scale, self.width, self.offset, self.bias, gate)
         y = self.ops.int8_linear(x, self.weight, self.scale, self.bias)
         return y if not gate else self.ops.silu_mul(y) if gate == "silu" else self.ops.gelu_mul(y)
 
     def dequantize(self, rows: slice = slice(None)) -> Tensor:
+        """Values of some rows, float32."""
         return dequantize_scaled(self.weight[rows], self.scale[rows], self.width, self.offset)
 
 
 class ScaledStorage:
-    """Read from a checkpoint: its numbers as they are, its scales spread to one a row and block of columns.
+    """Read from a checkpoint: numbers as they are, scales expanded to one per row and block of columns.
 
-    Spread so, any cut of the matrix has its own scales, whatever it does to blocks.
+    Expanded, any part of the matrix has its own scales, wherever it cuts through blocks.
     """
 
     def __init__(self, matrix: Matrix, ops: Ops, scaling: ScaleScheme) -> None:
@@ -95,6 +96,7 @@ class ScaledStorage:
         self.quantized: ScaledWeight | None = None
 
     def slots(self) -> list[WeightSlot]:
+        """Slots of numbers, scales and biases."""
         matrix, packed, places, row = self.matrix, self.scheme.packed, list[WeightSlot](), 0
         each = 4 if packed else 1
         stored = torch.int32 if packed else self.scheme.dtype
@@ -110,6 +112,7 @@ class ScaledStorage:
         return places + bias_slots(matrix, self.bias)
 
     def finalize(self) -> None:
+        """Unpack the numbers, expand the scales."""
         down, across = self.scheme.block
         cut = self.matrix.shard
         first = cut.start // across
@@ -133,25 +136,26 @@ class ScaledStorage:
         del self.raw
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
+        """As `WeightStorage.apply`."""
         assert self.quantized is not None
         return self.quantized.apply(x, gate)
 
 
 def check_aligned(cut: slice, unit: int, name: str) -> None:
-    """Raises InvalidModel for a cut through numbers that are packed together."""
+    """Raises InvalidModel if a shard begins or ends inside of packed numbers."""
     if cut.start % unit or cut.stop % unit:
         raise InvalidModel(f"{name} cannot be cut at {cut.start}:{cut.stop}: {unit} numbers are packed in one")
 
 
 def check_scale(scale: Tensor, name: str) -> None:
-    """Raises InvalidModel for scales no quantiser makes: not numbers, below 0, or one far above all others."""
+    """Raises InvalidModel for scales that no quantizer makes: not finite, below 0, or one far above all others."""
     lone = scale.numel() >= ENOUGH and float(scale.max()) > FAR * float(scale.median())
     if not bool(scale.isfinite().all()) or bool((scale < 0).any()) or lone:
         raise InvalidModel(f"{name} holds numbers that cannot be scales: the checkpoint is broken")
 
 
 def unpack(packed: Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> Tensor:
-    """Numbers of `bits` bits out of int32, low bits first (or in `order`), spread along `dim` -> uint8."""
+    """Numbers of `bits` bits from int32, low bits first (or in `order`), expanded along `dim` -> uint8."""
     count = 32 // bits
     shifts = torch.tensor([i * bits for i in (order or range(count))], dtype=torch.int32, device=packed.device)
     numbers = (packed.unsqueeze(dim + 1) >> shifts.view(-1, *[1] * (packed.dim() - 1 - dim))) & ((1 << bits) - 1)
@@ -159,7 +163,8 @@ def unpack(packed: Tensor, bits: int, dim: int, order: Sequence[int] | None = No
 
 
 def quantize(weight: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """weight [out, in] -> (its numbers in `dtype`, scale [blocks down, blocks across] float32), by largest number."""
+    """weight [out, in] -> (numbers in `dtype`, scale [blocks down, blocks across] float32), by the largest of a
+    block."""
     rows, columns = weight.shape
     down, across = min(block[0], rows), min(block[1], columns)
     exact = torch.nn.functional.pad(weight.float(), (0, -columns % across, 0, -rows % down))
@@ -175,7 +180,8 @@ TILE = (128, 128)
 
 
 class OnlineQuantization:
-    """A format: matrices of the model's body as `scaling` says, embeddings, heads and routers as `plain` does."""
+    """A format: matrices of layers are quantized by `scaling` once loaded; embeddings, heads and routers are
+    `plain`."""
 
     def __init__(self, scaling: ScaleScheme, plain: Format) -> None:
         self.scheme, self.plain = scaling, plain
@@ -187,13 +193,14 @@ class OnlineQuantization:
 
 
 class OnlineQuantized(Plain):
-    """Plain until sealed. Each part has blocks of its own."""
+    """Plain until it is finalized. Each part has its own blocks."""
 
     def __init__(self, matrix: Matrix, ops: Ops, scaling: ScaleScheme) -> None:
         super().__init__(matrix, ops)
         self.scheme = scaling
 
     def finalize(self) -> None:
+        """Quantize, part by part."""
         down, across = self.scheme.block
         numbers, scales, row = torch.empty_like(self.weight, dtype=self.scheme.dtype), list[torch.Tensor](), 0
         for part in self.matrix.parts:
@@ -209,4 +216,5 @@ class OnlineQuantized(Plain):
         del self.weight
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
+        """As `WeightStorage.apply`."""
         return super().apply(x, gate) if self.quantized is None else self.quantized.apply(x, gate)
