@@ -37,7 +37,7 @@ mutation:
 
 docs:
 	$(PYTHON) -m quire.config.document > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/configuration.md
-	$(PYTHON) -m quire.server.document > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/requests.md
+	$(PYTHON) -m quire.server.openapi > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/requests.md
 	$(PYTHON) -m quire.observability.document > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/metrics.md
 
 # The documentation site, as a folder of files.

@@ -78,7 +78,7 @@ def test_files_that_tls_cannot_use_are_refused_at_once(tmp_path: Path, pair: tup
         ({"host": "0.0.0.0", "api_key": "k", "ssl_keyfile": "a", "ssl_certfile": "b"}, []),
     ],
 )
-def test_whoever_opens_a_server_to_a_network_is_told_what_that_means(values: dict[str, str], words: list[str]) -> None:
+def test_a_server_that_is_opened_to_a_network_warns_of_the_risks(values: dict[str, str], words: list[str]) -> None:
     said = warnings(Settings.of(**values))
     assert len(said) == len(words) and all(word in line for word, line in zip(words, said, strict=True))
 

@@ -166,7 +166,7 @@ def test_fields_of_ours_go_through_openais_client(live: Any) -> None:
     assert late.choices[0].finish_reason == "timeout" and late.usage.completion_tokens > 0
 
 
-def test_usage_is_told_with_each_piece_where_asked(live: Any) -> None:
+def test_usage_is_sent_with_each_chunk_where_asked(live: Any) -> None:
     stream = live.openai.chat.completions.create(
         model="embedded",
         messages=HI,

@@ -18,7 +18,7 @@ import yaml
 
 import quire.config.document as configuration
 import quire.observability.document as metrics
-import quire.server.document as requests
+import quire.server.openapi as requests
 from quire.cli import main
 from quire.cli.base import DEVELOPER_BENCHMARKS
 from quire.config import OPTIONS, Settings

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 
 from quire.cli import main
 from quire.observability.recording_format import MAGIC
+from quire.server.access import Keys
 from quire.server.app import create_app
-from quire.server.limits import Keys
 from tests.live import Live, serving
 from tests.observability.test_recorder import only
 from tests.observability.test_recorder import run as record

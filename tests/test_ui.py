@@ -143,7 +143,7 @@ def test_the_keyboard_reaches_everything(live: Live, browser: Browser) -> None:
     with Crowd(live.url, 4):
         opened.wait("document.querySelectorAll('.rows button').length >= 4")
         opened.wait("document.querySelectorAll('.one-step button').length >= 1")
-        page.locator(".lanes").focus()
+        page.locator(".timeline").focus()
         page.keyboard.press("ArrowDown")
         page.keyboard.press("ArrowDown")
         page.keyboard.press("Enter")

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.protocol import REPORT_SIGNAL
-from quire.server import connection_limits as descriptors
+from quire.server import connection
 from tests.contract.poison import poisons
 from tests.contract.soak import SLOW
 from tests.contract.streams import normal
@@ -352,7 +352,7 @@ def crashes(
         crowd.figures.quiet.append(quiet(live))
         return crowd.figures
 
-    descriptors.raise_limit()
+    connection.raise_descriptor_limit()
     return asyncio.run(story())
 
 

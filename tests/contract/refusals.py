@@ -23,7 +23,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from quire.server import connection_limits
+from quire.server import connection
 from tests.contract.wire import HOST, request
 from tests.live import serving
 
@@ -75,7 +75,7 @@ def own() -> float:
 
 def refusals(port: int, pid: int, clients: int) -> Figures:
     """So many clients at once; each leaves when it has heard how its answer begins."""
-    connection_limits.raise_limit()
+    connection.raise_descriptor_limit()
     figures, asked = Figures(load=os.getloadavg()[0]), request("POST", "/v1/completions", BODY)
     waiting = selectors.DefaultSelector()
     sockets = [socket.create_connection((HOST, port)) for _ in range(clients)]

@@ -12,7 +12,7 @@ import pytest
 
 from quire.assembly.server import connection_timeouts
 from quire.config import ServerConfig
-from quire.server import connection_limits
+from quire.server import connection
 from tests.contract.limited import LIMIT
 from tests.contract.wire import HOST, answers, ask
 from tests.live import serving
@@ -22,29 +22,32 @@ from tests.live import serving
 def many_descriptors() -> Iterator[None]:
     """As many as this process may have."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    connection_limits.raise_limit()
+    connection.raise_descriptor_limit()
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_at_1024_descriptors_1100_silent_connections_leave_new_clients_a_503(tmp_path: Path) -> None:
-    """Silent ones beyond the bound are told so too; none is closed without a word."""
+def test_at_1024_descriptors_1100_silent_connections_leave_new_clients_a_503_and_health_an_answer(
+    tmp_path: Path,
+) -> None:
+    """Silent ones beyond the limit get one too; then there are connections reserved for health again."""
 
     async def story(port: int) -> None:
         silent = [await asyncio.open_connection(HOST, port) for _ in range(1100)]
-        refused = 1100 - connection_limits.connection_limits(4096, LIMIT, 1).connections
+        refused = 1100 - connection.connection_limits(4096, LIMIT, 1).connections
         heard = await asyncio.gather(*(reader.read() for reader, _ in silent[-refused:]))
         assert {answers(said)[0].status for said in heard} == {503}
         for _ in range(3):
-            answer = await ask(port, "GET", "/health/live", seconds=100)
+            assert (await ask(port, "GET", "/health/live", seconds=100)).status == 200
+            answer = await ask(port, "GET", "/version", seconds=100)
             assert answer.status == 503 and answer.headers["retry-after"] == "5"
             assert "as many connections as it takes" in answer.json()["error"]["message"]
         for _, writer in silent:
             writer.close()
         async with asyncio.timeout(100):
-            while (await ask(port, "GET", "/health/live")).status != 200:
+            while (await ask(port, "GET", "/version")).status != 200:
                 await asyncio.sleep(0.02)
 
     with many_descriptors(), serving(tmp_path, module="tests.contract.limited") as live:
@@ -56,7 +59,7 @@ def test_the_limit_of_descriptors_is_raised_as_far_as_it_goes() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-        assert connection_limits.raise_limit() == hard == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        assert connection.raise_descriptor_limit() == hard == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -71,17 +74,17 @@ def test_an_infinite_limit_that_is_not_granted_is_raised_to_a_usual_one(monkeypa
 
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, resource.RLIM_INFINITY))
     monkeypatch.setattr(resource, "setrlimit", grant)
-    assert connection_limits.raise_limit() == 10240 and granted == [10240]
+    assert connection.raise_descriptor_limit() == 10240 and granted == [10240]
 
 
 @pytest.mark.parametrize("limit", [1, 64, 256, 1024, 20_000, 1 << 20])
 @pytest.mark.parametrize("each", [1, 2])
 def test_connections_and_those_waiting_to_be_accepted_fit_the_limit(limit: int, each: int) -> None:
-    room = connection_limits.connection_limits(4096, limit, each)
+    room = connection.connection_limits(4096, limit, each)
     assert 1 <= room.connections <= 4096 and 1 <= room.backlog <= 2048
     if limit > 128:
         assert room.connections * each + room.backlog + 32 <= limit
-    assert connection_limits.connection_limits(4096, None, each) == (4096, 2048)
+    assert connection.connection_limits(4096, None, each) == (4096, 2048)
 
 
 def test_a_connection_with_a_file_or_an_upstream_counts_twice() -> None:

@@ -52,7 +52,7 @@ def test_a_step_that_fails_costs_only_the_request_that_makes_it_fail(live: Live,
     assert fate == Fate.NAN or SECRET in live.log
 
 
-def test_a_killed_engine_is_said_at_once_and_is_back_by_itself(live: Live) -> None:
+def test_a_killed_engine_is_reported_at_once_and_restarts_by_itself(live: Live) -> None:
     async def story() -> None:
         quiet = await hear_all(live.port, 8, 32)
         long = {"prompt": "Long ago", "max_tokens": 1800, "ignore_eos": True}

@@ -160,7 +160,7 @@ def check(live: Live, some: Sequence[Poison], errands: Sequence[Errand], *, more
         time.sleep(0.5)
 
 
-def test_there_is_enough_poison_and_every_door_gets_some() -> None:
+def test_there_is_enough_poison_and_every_endpoint_gets_some() -> None:
     assert len(POISONS) >= 80 and len({poison.name for poison in POISONS}) == len(POISONS)
     for door in DOORS:
         assert sum(door.path in poison.name for poison in POISONS) >= 80
@@ -168,12 +168,12 @@ def test_there_is_enough_poison_and_every_door_gets_some() -> None:
         assert sum(path.encode() in poison.parts[0][:80] for poison in desk_poisons()) >= 25
 
 
-def test_poison_costs_nobody_but_its_sender(live: Live) -> None:
+def test_poison_affects_only_its_sender(live: Live) -> None:
     check(live, POISONS[::SHARE], ERRANDS, more=0.05)
 
 
 @pytest.mark.nightly
-def test_all_of_the_poison_costs_nobody_but_its_sender(tmp_path: Path) -> None:
+def test_all_of_the_poison_affects_only_its_sender(tmp_path: Path) -> None:
     """The second time: what the first one brought into memory to stay, such as compiled grammars, is there already."""
     with poisoned(tmp_path) as fresh:
         asyncio.run(under_load(fresh.port, POISONS, ERRANDS))

@@ -58,7 +58,7 @@ async def drop(port: int, after: int) -> None:
         await writer.wait_closed()
 
 
-def test_200_streams_opened_and_dropped_cost_nobody_anything(live: Live) -> None:
+def test_200_streams_opened_and_dropped_do_not_affect_others(live: Live) -> None:
     async def story() -> tuple[list[bytes], list[bytes]]:
         quiet = await hear_all(live.port, 8)
         beside = asyncio.ensure_future(hear_all(live.port, 8))

@@ -14,10 +14,10 @@ import httpx
 from quire.frontend.interface import ModelCard
 from quire.frontend.native import NativeBackend
 from quire.observability.frontend_metrics import FrontendMetrics
+from quire.server.access import Keys, Rates
 from quire.server.app import create_app
-from quire.server.limits import Keys, Limits
+from quire.server.limits import Limits
 from quire.server.live_page import LiveSource
-from quire.server.rates import Rates
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import Request

@@ -15,9 +15,9 @@ from quire.frontend.supervisor import NoSupervisor
 from quire.frontend.upstream import UpstreamBackend
 from quire.observability.frontend_metrics import FrontendMetrics
 from quire.observability.live_view import Broadcaster, RequestTimeline
-from quire.server.limits import Keys, Limits
+from quire.server.access import Keys, Rates
+from quire.server.limits import Limits
 from quire.server.proxy import create_relay_app
-from quire.server.rates import Rates
 from quire.server.serve import listen, serve, url
 from tests.frontend.stub import Stub
 

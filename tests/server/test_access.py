@@ -11,12 +11,12 @@ from urllib.parse import unquote
 import msgspec
 import pytest
 
+from quire.server.access import BATCHES, PUBLIC_PATHS, Keys, Rates
 from quire.server.app import create_app
-from quire.server.batch_api.service import FolderBatchService
+from quire.server.batch_api.runner import BatchService
 from quire.server.endpoints import answerer
-from quire.server.limits import BATCHES, PUBLIC_PATHS, Keys, Limits
+from quire.server.limits import Limits
 from quire.server.openapi import document
-from quire.server.rates import Rates
 from tests.frontend.ports import FakePort
 from tests.server.doubles import Served, answers, check_error, says, served, status
 
@@ -37,7 +37,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-async def test_a_key_that_asks_too_often_is_told_when_to_come_back_and_others_go_on() -> None:
+async def test_a_key_over_its_rate_gets_retry_after_and_others_go_on() -> None:
     clock = Clock()
     async with served(api_keys=("a", "b"), rates=Rates(requests=6, clock=clock)) as server:
 
@@ -66,7 +66,7 @@ async def test_a_key_that_asks_too_often_is_told_when_to_come_back_and_others_go
         "/tokenize",
     ],
 )
-async def test_every_door_counts_towards_a_keys_rate(path: str) -> None:
+async def test_every_endpoint_counts_towards_a_keys_rate(path: str) -> None:
     async with served(rates=Rates(requests=1, clock=Clock())) as server:
         await server.client.post(path, json={})
         assert (await server.client.post(path, json={})).status_code == 429
@@ -119,7 +119,7 @@ async def hung_up(server: Served, tokens: str = "", **body: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_prompt_is_charged_when_it_is_admitted_whoever_hangs_up_before_the_first_token(stream: bool) -> None:
+async def test_an_admitted_prompt_is_charged_even_if_its_client_disconnects(stream: bool) -> None:
     async with served(None, rates=Rates(tokens=15, clock=Clock())) as server:
         for _ in range(2):
             await hung_up(server, stream=stream)
@@ -272,8 +272,8 @@ async def test_no_route_in_any_spelling_by_any_method_opens_without_a_key(tmp_pa
     """But health, and the page on which keys are typed in."""
     async with served(api_keys=("secret",), admin_keys=("boss",)) as server:
         answer = answerer(server.backend, Limits(), "x")
-        desk = FolderBatchService(tmp_path, answer, Limits(), width=1)
-        app = create_app(server.backend, keys=Keys(("secret",), ("boss",)), batch_service=desk)
+        service = BatchService(tmp_path, answer, Limits(), width=1)
+        app = create_app(server.backend, keys=Keys(("secret",), ("boss",)), batch_service=service)
         routes = {path.replace("{id}", "x") for path in msgspec.json.decode(document("0"))["paths"]}
         open_to_all = set()
         for path in sorted({*routes, "/openapi.json", "/docs", "/", "/nope"}):
@@ -281,7 +281,7 @@ async def test_no_route_in_any_spelling_by_any_method_opens_without_a_key(tmp_pa
                 for spelling in spellings(path):
                     if await status(app, method, spelling) != 401:
                         open_to_all.add(unquote(spelling.partition("?")[0]))
-        await desk.stop()
+        await service.stop()
         assert open_to_all == PUBLIC_PATHS
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.server.admission import AdmissionGate
+from quire.server.limits import AdmissionGate
 from tests.contract.wire import answers, ask, request
 from tests.server.doubles import TOKENIZER, served
 from tests.server.test_serve import running
@@ -25,7 +25,9 @@ async def until(what: Any) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_of_a_crowd_those_too_many_are_refused_before_others_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_beyond_the_queues_limit_are_refused_before_others_are_parsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of 256 requests at once at a queue of 128, nearly all refusals come while the first few are tokenised."""
     encoded: list[str] = []
     encode = TOKENIZER.encode
@@ -86,7 +88,7 @@ async def test_a_full_queue_refuses_before_the_body_has_come() -> None:
         first.cancel()
 
 
-async def test_bodies_that_come_slowly_keep_nobody_out() -> None:
+async def test_bodies_that_come_slowly_do_not_count_as_queued() -> None:
     async with running(max_queued=2) as (_, where, _):
         port = int(where.rpartition(":")[2])
         head, _, _ = request("POST", "/v1/completions", ASK).partition(b"\r\n\r\n")
@@ -109,7 +111,7 @@ async def test_prompts_that_do_not_fit_together_are_refused_before_any_is_begun(
         await asyncio.gather(first, return_exceptions=True)
 
 
-async def test_who_leaves_while_waiting_for_a_turn_gives_it_up() -> None:
+async def test_a_client_that_disconnects_while_waiting_gives_up_its_turn() -> None:
     gate = AdmissionGate(lambda held: None)
     order: list[int] = []
 

@@ -51,7 +51,7 @@ async def test_text_becomes_tokens_and_tokens_text() -> None:
         assert TOKENIZER.decode(chat["tokens"]).endswith("<|im_start|>assistant\n")
 
 
-async def test_health_tells_liveness_and_readiness_apart() -> None:
+async def test_health_distinguishes_liveness_and_readiness() -> None:
     async with served() as server:
         for path in ("/health", "/health/live", "/health/ready", "/ping"):
             assert (await server.client.get(path)).status_code == 200
@@ -106,7 +106,7 @@ async def test_of_max_tokens_and_max_completion_tokens_the_newer_name_wins(older
         assert chunks[-1]["sampling_params"]["max_tokens"]["value"] == newer
 
 
-async def test_the_prefix_cache_is_emptied_with_vllms_words_and_nobody_is_told_more_than_happens() -> None:
+async def test_the_prefix_cache_is_reset_with_vllms_parameters_where_they_change_nothing() -> None:
     async with served() as server:
         for target in ("", "?reset_running_requests=false", "?reset_external=0"):
             answer = await server.client.post("/reset_prefix_cache" + target)
@@ -133,7 +133,7 @@ async def test_metrics_are_prometheus_text_of_engine_and_rim() -> None:
     assert [s.value for s in first if s.name.endswith("_count")] == [1]
 
 
-async def test_the_version_is_told() -> None:
+async def test_the_version_is_served() -> None:
     async with served() as server:
         assert (await server.client.get("/version")).json() == {"version": "9.9"}
 
@@ -168,7 +168,7 @@ async def test_wrong_turns_get_the_whole_error_object(method: str, path: str, st
         ("/v1/health/ready", "/health/ready"),
     ],
 )
-async def test_a_wrong_turn_hears_the_nearest_path(path: str, meant: str) -> None:
+async def test_an_unknown_path_gets_a_404_with_the_nearest_path(path: str, meant: str) -> None:
     async with served() as server:
         answered = await server.client.post(path)
         far = await server.client.get("/" + "x" * 20_000)

@@ -193,7 +193,7 @@ CASES += [
 ]
 
 
-async def test_what_is_wrong_with_a_field_is_said_by_its_name() -> None:
+async def test_an_error_in_a_field_names_the_field() -> None:
     """One server for all cases: each is refused, nothing reaches the engine, and the server still answers."""
     async with served() as server:
         for path, wrong, param, words in CASES:
@@ -331,7 +331,7 @@ async def test_what_is_too_long_is_named_as_the_path_names_it(path: str, field: 
 
 
 @pytest.mark.parametrize("priority", [1 << 30, -(1 << 30), 10**30, -(10**30), (1 << 63) - 1])
-async def test_priorities_that_mean_something_else_or_cannot_be_sent_are_refused_at_every_door(priority: int) -> None:
+async def test_priorities_out_of_range_are_refused_at_every_endpoint(priority: int) -> None:
     messages = [{"role": "user", "content": "a"}]
     bodies: dict[str, dict[str, Any]] = {
         COMPLETIONS: {"prompt": "a"},
@@ -345,7 +345,7 @@ async def test_priorities_that_mean_something_else_or_cannot_be_sent_are_refused
         assert server.port.submitted == []
 
 
-async def test_priorities_are_refused_where_nobody_minds_them() -> None:
+async def test_priorities_are_refused_where_the_policy_ignores_them() -> None:
     async with served(limits=Limits(priorities=False)) as server:
         check_error(await server.post(COMPLETIONS, prompt="a", priority=1), 400, "priority", "--scheduling-policy")
         assert (await server.post(COMPLETIONS, prompt="a", priority=0)).status_code == 200

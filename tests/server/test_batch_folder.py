@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from quire.errors import InvalidConfig
-from quire.server.batch_api.service import FolderBatchService
+from quire.server.batch_api.runner import BatchService
 from quire.server.batch_api.store import WriteFailed, new_id
 from quire.server.limits import Limits
 from tests.server.doubles import check_error
@@ -67,8 +67,8 @@ def test_what_a_full_disk_refuses_changes_a_batch_neither_in_memory_nor_on_disk(
     tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever write of its end fails: two states, two journals, two documents of files."""
-    desk = FolderBatchService(tmp_path, answer, Limits(), width=1)
-    store, batches = desk._batches.store, desk._batches
+    service = BatchService(tmp_path, answer, Limits(), width=1)
+    store, batches = service._batches.store, service._batches
     batch = {"id": new_id("batch_"), "created_at": 1, "status": "in_progress", "request_counts": {"completed": 0}}
     batch |= {"output_file_id": None, "error_file_id": None, "request_counts": {"completed": 0, "failed": 0}}
     store.put(batch)
@@ -85,8 +85,8 @@ def test_what_a_full_disk_refuses_changes_a_batch_neither_in_memory_nor_on_disk(
     assert store.get(str(batch["id"])) is batch
     batches.finish(batch, "completed")
     assert batch["status"] == "completed" and "finishes_as" not in batch
-    assert len(desk._files._store) == 2
-    desk._lock.close()
+    assert len(service._files._store) == 2
+    service._lock.close()
 
 
 async def answer(path: str, body: bytes) -> dict[str, Any]:
@@ -150,10 +150,10 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, taken: str) -> No
     (folder / taken).write_text("a file where a folder should be, or the other way round")
     named = rf"--batch-dir: .*b/?{taken.partition('/')[0]}: (File exists|Is a dir|Not a dir)"
     with pytest.raises(InvalidConfig, match=named):
-        FolderBatchService(folder, answer, Limits(), width=1)
+        BatchService(folder, answer, Limits(), width=1)
     if taken not in ("", "lock/x"):  # and the lock is free again
         (folder / taken).unlink()
-        FolderBatchService(folder, answer, Limits(), width=1)._lock.close()
+        BatchService(folder, answer, Limits(), width=1)._lock.close()
 
 
 def modes(folder: Path) -> set[tuple[str, int]]:
@@ -175,15 +175,15 @@ async def test_files_and_batches_are_for_the_servers_own_user_alone(tmp_path: Pa
 
 
 async def test_a_folder_of_another_format_is_refused_by_name(tmp_path: Path) -> None:
-    await FolderBatchService(tmp_path, answer, Limits(), width=1).stop()
+    await BatchService(tmp_path, answer, Limits(), width=1).stop()
     assert (tmp_path / "lock").read_text() == "quire batches, format 1\n"
-    await FolderBatchService(tmp_path, answer, Limits(), width=1).stop()
+    await BatchService(tmp_path, answer, Limits(), width=1).stop()
     (tmp_path / "lock").write_text("quire batches, format 2\n")
     with pytest.raises(InvalidConfig, match="holds batches of format 2, and this version of Quire reads format 1"):
-        FolderBatchService(tmp_path, answer, Limits(), width=1)
+        BatchService(tmp_path, answer, Limits(), width=1)
 
 
 async def test_a_folder_of_a_version_that_noted_no_format_is_of_the_first(tmp_path: Path) -> None:
     (tmp_path / "lock").touch()
-    await FolderBatchService(tmp_path, answer, Limits(), width=1).stop()
+    await BatchService(tmp_path, answer, Limits(), width=1).stop()
     assert (tmp_path / "lock").read_text() == "quire batches, format 1\n"

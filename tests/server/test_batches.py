@@ -18,7 +18,7 @@ import pytest
 from quire.errors import Interrupted, InvalidConfig, TooLarge
 from quire.server.app import create_app
 from quire.server.batch_api import batches, files
-from quire.server.batch_api.service import FolderBatchService
+from quire.server.batch_api.runner import BatchService
 from quire.server.batch_api.store import Store, WriteFailed, new_id
 from quire.server.endpoints import answerer
 from quire.server.limits import Limits
@@ -39,10 +39,10 @@ def jsonl(*lines: Any) -> bytes:
 
 
 class Office:
-    """A server with a desk, and what its clients do."""
+    """A server with a batch service, and what its clients do."""
 
-    def __init__(self, client: httpx.AsyncClient, server: Served, desk: FolderBatchService) -> None:
-        self.client, self.server, self.desk = client, server, desk
+    def __init__(self, client: httpx.AsyncClient, server: Served, service: BatchService) -> None:
+        self.client, self.server, self.service = client, server, service
 
     async def upload(self, data: bytes, **fields: str) -> httpx.Response:
         return await self.client.post(
@@ -81,14 +81,14 @@ async def office(
 ) -> AsyncIterator[Office]:
     limits = Limits() if limits is None else limits
     async with served(**rest) as server:
-        desk = FolderBatchService(folder, wrap(answerer(server.backend, limits, "quire-9.9")), limits, width=width)
-        app = create_app(server.backend, limits=limits, batch_service=desk)
+        service = BatchService(folder, wrap(answerer(server.backend, limits, "quire-9.9")), limits, width=width)
+        app = create_app(server.backend, limits=limits, batch_service=service)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as client:
-            await desk.start()
+            await service.start()
             try:
-                yield Office(client, server, desk)
+                yield Office(client, server, service)
             finally:
-                await desk.stop()
+                await service.stop()
 
 
 async def test_every_line_is_answered_once_and_as_the_endpoint_would(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ async def test_killed_while_it_finishes_a_batch_has_its_files_once(
         """Nothing after it happens."""
 
     async with office(tmp_path) as here:
-        batches = here.desk._batches
+        batches = here.service._batches
 
         def killed(*args: Any, **rest: Any) -> None:
             raise Killed
@@ -247,7 +247,7 @@ async def test_killed_while_it_finishes_a_batch_has_its_files_once(
             return call
 
         batch = await here.begin(line("a"), line("b", n=0))
-        await here.desk.stop()
+        await here.service.stop()
         document = batches.store.get(batch["id"])
         batches.record_answer(document, "a", 200, {}, "req")
         batches.record_answer(document, "b", 400, {}, "req")
@@ -280,11 +280,11 @@ async def test_killed_while_it_finishes_a_batch_has_its_files_once(
     assert not list((tmp_path / "batches").glob("*.output")) and not list((tmp_path / "batches").glob("*.errors"))
 
 
-async def test_lines_left_when_the_window_closes_are_told_as_expired(tmp_path: Path) -> None:
+async def test_lines_left_when_the_completion_window_ends_are_reported_as_expired(tmp_path: Path) -> None:
     async with office(tmp_path) as here:
-        await here.desk.stop()
+        await here.service.stop()
         batch = await here.begin(line("a"), line("b"))
-        here.desk._batches.store.put({**here.desk._batches.store.get(batch["id"]), "expires_at": 1})
+        here.service._batches.store.put({**here.service._batches.store.get(batch["id"]), "expires_at": 1})
     async with office(tmp_path) as here:
         batch = await here.until(batch["id"], "expired")
         missed = await here.lines(batch["error_file_id"])
@@ -293,9 +293,9 @@ async def test_lines_left_when_the_window_closes_are_told_as_expired(tmp_path: P
 
 async def test_a_batch_whose_every_line_is_answered_is_complete_even_when_the_window_has_closed(tmp_path: Path) -> None:
     async with office(tmp_path) as here:
-        await here.desk.stop()
+        await here.service.stop()
         batch = await here.begin(line("a"), line("b", n=0))
-        batches = here.desk._batches
+        batches = here.service._batches
         document = batches.store.get(batch["id"])
         batches.check(document)
         batches.set_status(document, "in_progress")
@@ -358,7 +358,7 @@ async def test_a_line_that_stops_the_engine_each_time_is_given_up_and_costs_no_o
     assert asked.count("bad") == 4 and max(asked.count(id) for id in "abcd") <= 3
 
 
-def test_a_line_for_which_there_is_no_room_leaves_nothing_of_itself(tmp_path: Path) -> None:
+def test_a_line_that_does_not_fit_on_the_disk_leaves_no_part_of_it(tmp_path: Path) -> None:
     store, id = Store(tmp_path, "batch"), new_id("batch_")
     store.add(id, ".output", b"one\n")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -398,7 +398,7 @@ async def test_while_the_disk_is_full_batches_wait_and_then_answer_every_line_on
         assert sorted(one["custom_id"] for one in made) == [f"q{i}" for i in range(9)]
 
 
-async def test_an_upload_for_which_there_is_no_room_is_told_so_and_leaves_nothing(
+async def test_an_upload_that_does_not_fit_is_refused_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def sync(file: int) -> None:
@@ -448,7 +448,7 @@ async def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.Monke
         check_error(await here.upload(b"x"), 400, words="12 files")
 
 
-async def test_files_that_come_together_share_the_room_there_is(tmp_path: Path) -> None:
+async def test_concurrent_uploads_share_the_space_for_files(tmp_path: Path) -> None:
     store = Store(tmp_path, "file")
     incoming = files.Incoming(store, 100)
     one, other = (tmp_path / name for name in ("one", "other"))
@@ -457,9 +457,9 @@ async def test_files_that_come_together_share_the_room_there_is(tmp_path: Path) 
         incoming.write(other, second, b"x" * 30)
         with pytest.raises(TooLarge, match="no room"):
             incoming.write(other, second, b"x" * 20)
-        incoming.over(one)
+        incoming.end(one)
         incoming.write(other, second, b"x" * 20)
-    assert incoming.room == 50
+    assert incoming.space == 50
 
 
 async def test_files_are_listed_by_pages_and_deleted(tmp_path: Path) -> None:
@@ -495,10 +495,10 @@ async def test_an_upload_that_means_something_else_is_refused(
 async def test_one_folder_has_one_server(tmp_path: Path) -> None:
     async with office(tmp_path) as here:
         with pytest.raises(InvalidConfig, match="--batch-dir"):
-            FolderBatchService(tmp_path, answerer(here.server.backend, Limits(), "x"), Limits(), width=1)
+            BatchService(tmp_path, answerer(here.server.backend, Limits(), "x"), Limits(), width=1)
 
 
-async def test_without_a_folder_there_are_no_batches_and_it_says_how_to_have_them() -> None:
+async def test_without_a_folder_batches_are_a_404_that_names_the_option() -> None:
     async with served() as server:
         for path in ("/v1/files", "/v1/files/x", "/v1/files/x/content", "/v1/batches", "/v1/batches/x/cancel"):
             check_error(await server.client.get(path), 404, words="--batch-dir")

@@ -172,7 +172,7 @@ DOORS = (
 @example(pieces=[CALL, CALL], cuts=[], thinks=False, family="hermes")
 @example(pieces=["<think>", "€5 😀", "</think>", "a dog", CALL], cuts=[3, 1, 2] * 9, thinks=True, family="hermes")
 @settings(max_examples=40, deadline=None)
-def test_however_an_answer_is_cut_its_stream_says_the_whole(
+def test_however_an_answer_is_cut_its_stream_adds_up_to_the_whole(
     pieces: list[str], cuts: list[int], thinks: bool, family: str
 ) -> None:
     asyncio.run(cut(pieces, cuts, {"reasoning_parser": "qwen3" if thinks else "none", "tool_parser": family}))
@@ -180,7 +180,7 @@ def test_however_an_answer_is_cut_its_stream_says_the_whole(
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize("family", sorted(TWO))
-def test_two_calls_of_every_family_come_as_two_at_every_door(family: str, size: int) -> None:
+def test_two_calls_of_every_family_come_as_two_at_every_endpoint(family: str, size: int) -> None:
     told = asyncio.run(cut([TWO[family]], [size] * 400, {"tool_parser": family}))
     for path, said in told.items():
         assert path == "/v1/completions" or len(said["calls"]) == 2, (path, said)

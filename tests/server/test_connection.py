@@ -93,7 +93,7 @@ async def test_a_slow_head_gets_as_long_as_a_head_may_take() -> None:
         assert fine.status == 200
 
 
-async def test_who_says_nothing_is_hung_up_on() -> None:
+async def test_a_silent_connection_is_closed() -> None:
     async with listening(read=0.5) as (_, port):
         began = time.monotonic()
         assert await send(port) == [Answer(0, {}, b"")]
@@ -122,7 +122,7 @@ async def test_between_requests_a_connection_waits_so_long() -> None:
         assert (one.status, late.status) == (200, 408)
 
 
-async def test_a_refusal_can_be_read_by_whoever_is_still_sending() -> None:
+async def test_a_client_can_read_the_refusal_of_a_request_that_it_is_still_sending() -> None:
     big = request("POST", "/v1/completions", b'{"prompt": "' + b"x" * (6 << 20) + b'"}')
     async with listening(limits=Limits(max_body_bytes=1 << 20)) as (server, port):
         [refused] = await send(port, big)
@@ -130,16 +130,52 @@ async def test_a_refusal_can_be_read_by_whoever_is_still_sending() -> None:
         assert not server.port.submitted
 
 
-async def test_one_connection_more_than_there_may_be_is_told_so() -> None:
-    async with listening(connections=2) as (_, port):
+async def test_beyond_the_limit_of_connections_health_and_metrics_are_answered_and_all_else_is_refused() -> None:
+    async with listening(connections=2) as (server, port):
         others = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
         await asyncio.sleep(0.1)
-        [refused] = await send(port)
-        assert refused.status == 503 and "try again" in refused.json()["error"]["message"]
+        for path in ("/health", "/health/live", "/health/ready", "/ping", "/metrics", "/health?full=1"):
+            [answer] = await send(port, request("GET", path, None, {"Connection": "keep-alive"}))
+            assert answer.status == 200 and answer.headers["connection"] == "close", path
+        for asked in (FINE, request("GET", "/stats"), request("GET", "/healthy"), request("GET", "http://x/load")):
+            [refused] = await send(port, asked)
+            assert refused.status == 503 and refused.headers["retry-after"] == "5"
+            assert "try again" in refused.json()["error"]["message"]
+        assert (await send(port, request("GET", "http://x/health")))[0].status == 200
+        assert not server.port.submitted
         for _, writer in others:
             writer.close()
         await asyncio.sleep(0.1)
         assert (await send(port, FINE))[0].status == 200
+
+
+async def test_reserved_connections_are_few_and_silent_ones_are_soon_refused() -> None:
+    async with listening(connections=1) as (_, port):
+        regular = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.sleep(0.1)
+        began = time.monotonic()
+        reserved = [await asyncio.open_connection("127.0.0.1", port) for _ in range(16)]
+        await asyncio.sleep(0.1)
+        [refused] = await send(port, request("GET", "/health"))
+        assert refused.status == 503 and time.monotonic() - began < 2.0
+        heard = await asyncio.gather(*(reader.read() for reader, _ in reserved))
+        assert {answers(said)[0].status for said in heard} == {503} and time.monotonic() - began >= 2.0
+        assert (await send(port, request("GET", "/health")))[0].status == 200
+        for _, writer in (regular, *reserved):
+            writer.close()
+
+
+async def test_a_connection_beyond_the_limit_is_like_any_other_once_there_is_space() -> None:
+    async with listening(connections=1) as (_, port):
+        _, other = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.sleep(0.1)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.sleep(0.1)
+        other.close()
+        await asyncio.sleep(0.1)
+        writer.write(FINE)
+        assert answers(await reader.read())[0].status == 200
+        writer.close()
 
 
 async def test_requests_in_a_row_are_answered_in_order_however_many() -> None:
@@ -156,7 +192,7 @@ async def test_rubbish_behind_a_request_spoils_no_answer() -> None:
         assert len(await send(port, KEPT * 3 + b"\0rubbish\r\n\r\n")) == 3
 
 
-async def test_who_leaves_is_noticed_whatever_was_sent_behind() -> None:
+async def test_a_client_that_disconnects_is_noticed_whatever_it_has_pipelined() -> None:
     async with listening(None) as (server, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(STREAM * 3)
@@ -198,7 +234,7 @@ async def test_a_reader_that_takes_nothing_is_hung_up_on_and_its_answer_ended() 
         writer.close()
 
 
-async def test_a_slow_reader_that_gets_on_hears_all() -> None:
+async def test_a_slow_reader_that_makes_progress_gets_everything() -> None:
     async with listening(None, write=1.0) as (server, port):
         reader, writer = await deaf(port)
         while not server.port.submitted:
@@ -235,12 +271,12 @@ def test_what_has_left_for_a_client_is_what_was_written_and_is_held_no_more() ->
     line = ResponseTransport(inner, lambda: None)  # type: ignore[arg-type]
     line.write(b"12345")
     line.write(b"678")
-    assert line.taken == 0
+    assert line.sent == 0
     inner.held = inner.held[6:]
-    assert line.taken == 6
+    assert line.sent == 6
     line.write(b"9")
     inner.held = b""
-    assert line.taken == 9
+    assert line.sent == 9
 
 
 async def test_a_connection_that_is_lost_is_freed_at_once_not_by_the_garbage_collector(

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from quire.server.eager_start import start_eagerly
+from quire.server.stream import start_eagerly
 
 pytestmark = pytest.mark.anyio
 

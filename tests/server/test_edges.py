@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.server.limits import Limits
-from quire.server.tools import MOST
+from quire.server.tools import MAX_TOOLS
 from quire.types import MAX_STRUCTURE_CHARS
 from tests.server.doubles import HI, answers, check_error, served
 
@@ -50,7 +50,7 @@ EDGES: dict[str, Edge] = {
     "logprobs": (COMPLETIONS, LIMITS.max_logprobs, lambda most: {"logprobs": most}, "logprobs"),
     "tools": (
         CHAT,
-        MOST,
+        MAX_TOOLS,
         lambda most: {"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(most)]},
         "tools",
     ),

@@ -13,11 +13,11 @@ import pytest
 from quire.assembly.server import build_hosts
 from quire.config import Settings
 from quire.errors import InvalidConfig
+from quire.server.access import PUBLIC_PATHS, ForeignHost, Hosts, Keys, loopback
 from quire.server.app import create_app
-from quire.server.batch_api.service import FolderBatchService
+from quire.server.batch_api.runner import BatchService
 from quire.server.endpoints import answerer
-from quire.server.hosts import ForeignHost, Hosts, loopback
-from quire.server.limits import PUBLIC_PATHS, Keys, Limits
+from quire.server.limits import Limits
 from quire.server.openapi import OPERATIONS
 from tests.contract.wire import request, send
 from tests.server.doubles import check_error, served
@@ -37,11 +37,11 @@ ELSEWHERE = (
 
 @asynccontextmanager
 async def asked(
-    client: str = "127.0.0.1", *, keys: Keys | None = None, desk: Any = None, **access: Any
+    client: str = "127.0.0.1", *, keys: Keys | None = None, service: Any = None, **access: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A server, asked from that address."""
     async with served() as server:
-        app = create_app(server.backend, keys=keys, batch_service=desk, **access)
+        app = create_app(server.backend, keys=keys, batch_service=service, **access)
         transport = httpx.ASGITransport(app=app, client=(client, 40000))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as asks:
             yield asks
@@ -99,8 +99,8 @@ def test_strange_names_are_refused_where_pages_could_use_them(
 
 async def test_a_page_that_rebinds_its_name_gets_nothing_from_any_route(tmp_path: Path) -> None:
     async with served() as server:
-        desk = FolderBatchService(tmp_path, answerer(server.backend, Limits(), "x"), Limits(), width=1)
-        async with asked(desk=desk, hosts=Hosts(())) as client:
+        service = BatchService(tmp_path, answerer(server.backend, Limits(), "x"), Limits(), width=1)
+        async with asked(service=service, hosts=Hosts(())) as client:
             for operation in OPERATIONS:
                 path = operation.path.replace("{id}", "x")
                 response = await client.request(operation.method, path, headers={"host": "evil.example:8000"})
@@ -109,7 +109,7 @@ async def test_a_page_that_rebinds_its_name_gets_nothing_from_any_route(tmp_path
             for path in ("/v1/models", "/ui", "/ui/app.js", "/openapi.json", "/nope"):
                 error = check_error(await client.get(path, headers={"host": "evil.example"}), 403, words="evil.example")
                 assert error["code"] == "host_not_allowed"
-        await desk.stop()
+        await service.stop()
 
 
 async def test_http_1_0_needs_no_host_and_probes_may_name_any() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from quire.server.limits import Keys
+from quire.server.access import Keys
 from tests.contract.wire import send
 from tests.server.doubles import check_error, served
 from tests.server.test_serve import running

@@ -61,7 +61,7 @@ async def listen(app: Any, headers: dict[str, str], wanted: int) -> tuple[int, b
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_file_is_served_to_anybody_and_asks_nothing_of_others(name: str) -> None:
+def test_every_file_is_served_without_a_key_and_loads_nothing_from_other_sites(name: str) -> None:
     async def story() -> None:
         async with served(api_keys=("sesame",)) as server:
             path = "/ui" if name == "index.html" else f"/ui/{name}"
@@ -96,7 +96,7 @@ def test_other_names_are_not_files() -> None:
     asyncio.run(story())
 
 
-def test_without_keys_nobody_signs_in() -> None:
+def test_without_keys_there_is_no_sign_in() -> None:
     async def story() -> None:
         async with served() as server:
             assert (await server.client.get("/ui/session")).json() == {"needed": False, "signed_in": True}
@@ -150,7 +150,7 @@ def test_one_viewer_too_many_is_refused_with_a_status() -> None:
     asyncio.run(story())
 
 
-def test_a_request_nobody_knows_is_a_404_and_the_list_is_there() -> None:
+def test_an_unknown_request_is_a_404_and_the_list_is_served() -> None:
     async def story() -> None:
         async with served(view=Shown()) as server:
             check_error(await server.client.get("/v1/requests/x/explain"), 404, words="no request 'x'")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.server.logprobs import TextLogprobs, chat_logprobs, prompt_logprobs
+from quire.server.outputs import TextLogprobs, chat_logprobs, prompt_logprobs
 from quire.types import TokenLogprobs
 from tests.server.doubles import ANSWER, TOKENIZER, says, served
 
@@ -78,7 +78,7 @@ async def test_chats_without_alternatives_get_none() -> None:
     assert {len(one["top_logprobs"]) for one in got["content"]} == {0}
 
 
-async def test_prompt_logprobs_are_told_by_token_id() -> None:
+async def test_prompt_logprobs_are_shown_by_token_id() -> None:
     ids = TOKENIZER.encode("the dog")
     async with served() as server:
         got = (await server.complete(prompt="the dog", prompt_logprobs=1))["choices"][0]["prompt_logprobs"]
@@ -117,7 +117,7 @@ def test_offsets_go_on_from_chunk_to_chunk(said: str, cut: int) -> None:
     assert chunks[0]["text_offset"] + chunks[1]["text_offset"] == whole.of(tokens, scores)["text_offset"]
 
 
-def test_what_json_cannot_say_becomes_a_large_number() -> None:
+def test_minus_infinity_which_json_lacks_becomes_a_large_number() -> None:
     score = TokenLogprobs(the, -math.inf, 9, ((the, -math.inf),))
     assert TextLogprobs(TOKENIZER.token_text).of([the], [score])["token_logprobs"] == [-9999.0]
     assert chat_logprobs([score], 1, TOKENIZER.token_text)["content"][0]["logprob"] == -9999.0

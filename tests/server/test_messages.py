@@ -47,7 +47,7 @@ async def test_a_message_has_anthropics_shape() -> None:
         assert made.usage.output_tokens == len(TOKENIZER.encode(ANSWER)) + 1
 
 
-async def test_why_it_ended_is_said_in_anthropics_words() -> None:
+async def test_the_stop_reason_is_anthropics() -> None:
     async with speaking_with() as (_, client):
         made = await client.messages.create(model="tiny", max_tokens=2, messages=HI)
         assert made.stop_reason == "max_tokens"

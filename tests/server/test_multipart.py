@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import InvalidRequest, TooLarge
-from quire.server.batch_api.multipart import Form, boundary
+from quire.server.batch_api.files import Form, boundary
 
 KIND = "multipart/form-data; boundary=xyz"
 
@@ -26,7 +26,7 @@ def upload(data: bytes, **fields: str) -> bytes:
 
 def read(body: bytes, sizes: list[int], most: int = 1 << 20) -> tuple[dict[str, str], bytes]:
     file = BytesIO()
-    form = Form(boundary(KIND), lambda name: file.write, most)
+    form = Form(boundary(KIND), lambda: file.write, most)
 
     async def pieces() -> AsyncIterator[bytes]:
         rest = body

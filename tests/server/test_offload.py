@@ -26,19 +26,18 @@ from quire.frontend.interface import Delta
 from quire.frontend.offload import LARGE
 from quire.frontend.upstream_response import UpstreamResponse
 from quire.server import outputs, proxy
+from quire.server.access import Keys, Rates
 from quire.server.app import create_app
 from quire.server.batch_api import batches
 from quire.server.batch_api.batches import Batches
 from quire.server.batch_api.files import document
-from quire.server.batch_api.service import FolderBatchService
+from quire.server.batch_api.runner import BatchService
 from quire.server.batch_api.store import Store, new_id
 from quire.server.calls import Job
 from quire.server.endpoints import answerer
-from quire.server.limits import Keys, Limits
-from quire.server.live_page import NoLiveSource
+from quire.server.limits import Limits
 from quire.server.outputs import ChoiceBuilder
 from quire.server.proxy import create_relay_app
-from quire.server.rates import Rates
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import Request, RequestStepOutput, TokenLogprobs
@@ -233,14 +232,14 @@ def grown(value: Any, size: int) -> Iterator[tuple[str, Any]]:
 
 
 @contextmanager
-def desk_of(server: Served, folder: Path) -> Iterator[Any]:
+def app_with_batches(server: Served, folder: Path) -> Iterator[Any]:
     """The application with files and batches."""
     limits = Limits()
-    desk = FolderBatchService(folder, answerer(server.backend, limits, "x"), limits, width=1)
+    service = BatchService(folder, answerer(server.backend, limits, "x"), limits, width=1)
     try:
-        yield create_app(server.backend, limits=limits, keys=Keys(), batch_service=desk)
+        yield create_app(server.backend, limits=limits, keys=Keys(), batch_service=service)
     finally:
-        desk._lock.close()
+        service._lock.close()
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -249,7 +248,7 @@ async def test_no_field_of_a_request_costs_the_loop_more_for_being_larger(
 ) -> None:
     path, body = BODIES[name]
     async with served() as server:
-        with desk_of(server, tmp_path) as app:
+        with app_with_batches(server, tmp_path) as app:
             assert await ask(app, "POST", path, msgspec.json.encode(body)) in (200, 400, 401, 404)
             for small, large in zip(grown(body, SIZES[0]), grown(body, SIZES[1]), strict=True):
                 calls = []
@@ -276,7 +275,7 @@ async def test_an_upload_costs_the_loop_a_call_for_each_piece_and_not_for_each_b
     head += b'Content-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
     calls = []
     async with served() as server:
-        with desk_of(server, tmp_path) as app:
+        with app_with_batches(server, tmp_path) as app:
             for size in SIZES:
                 body = head + b"\n" * size + b"\r\n--x--\r\n"
                 with counted(monkeypatch) as work:
@@ -434,7 +433,7 @@ async def test_millions_of_blank_lines_are_passed_over_many_at_a_time_and_counte
 
         sys.setprofile(count)
         try:
-            found = [number for number, _ in here.desk._batches.lines({"input_file_id": file})]
+            found = [number for number, _ in here.service._batches.lines({"input_file_id": file})]
         finally:
             sys.setprofile(None)
         assert found == [110_001, 220_002]
@@ -444,7 +443,7 @@ async def test_millions_of_blank_lines_are_passed_over_many_at_a_time_and_counte
 async def test_a_list_of_many_files_is_made_in_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     async with office(tmp_path) as here:
-        store = here.desk._files._store
+        store = here.service._files._store
         for many in (1000, 4000):
             for _ in range(many):
                 id = new_id("file-")
@@ -501,7 +500,7 @@ async def test_a_request_that_is_passed_on_costs_the_loop_no_more_for_being_larg
         keys=Keys(),
         rates=Rates(),
         version="x",
-        view=NoLiveSource(),
+        view=None,
     )
     calls = []
     for size in SIZES:

@@ -31,11 +31,11 @@ async def test_every_route_is_described_but_the_live_page() -> None:
 
 async def test_every_field_of_the_table_is_in_every_request() -> None:
     document, _ = await paths()
-    for asks in (operation.asks for operation in OPERATIONS if operation.asks is not None):
-        schema = document["components"]["schemas"][asks.__name__]
+    for request_type in (operation.request_type for operation in OPERATIONS if operation.request_type is not None):
+        schema = document["components"]["schemas"][request_type.__name__]
         assert schema["additionalProperties"] is False
-        assert set(schema["properties"]) == {*asks.__struct_fields__, *NO_OPS, *REFUSED_FIELDS}
-        for name in REFUSED_FIELDS.keys() - set(asks.__struct_fields__):
+        assert set(schema["properties"]) == {*request_type.__struct_fields__, *NO_OPS, *REFUSED_FIELDS}
+        for name in REFUSED_FIELDS.keys() - set(request_type.__struct_fields__):
             assert schema["properties"][name]["enum"] == [None, *REFUSED_FIELDS[name].no_op]
 
 
@@ -45,11 +45,11 @@ async def test_what_needs_no_key_says_so_and_everything_else_needs_one() -> None
     open_to_all = set()
     async with served(api_keys=("secret",), admin_keys=("boss",)) as server:
         for path, methods in document["paths"].items():
-            for method, told in methods.items():
-                assert "200" in told["responses"] and told["summary"], path
+            for method, operation in methods.items():
+                assert "200" in operation["responses"] and operation["summary"], path
                 answer = await server.client.request(method, path.replace("{id}", "x"))
-                assert (answer.status_code == 401) == ("401" in told["responses"]), path
-                assert (answer.status_code != 401) == (told.get("security") == []), path
+                assert (answer.status_code == 401) == ("401" in operation["responses"]), path
+                assert (answer.status_code != 401) == (operation.get("security") == []), path
                 if answer.status_code != 401:
                     assert answer.status_code == 200
                     open_to_all.add(path)

@@ -180,7 +180,7 @@ async def test_a_stop_token_ends_the_answer_and_is_named() -> None:
     assert got["choices"][0]["stop_reason"] == token
 
 
-async def test_cached_tokens_are_always_told() -> None:
+async def test_cached_tokens_are_always_shown() -> None:
     async with served() as server:
         got = await server.complete(prompt=[7] * 20, n=2)
     assert got["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from quire.errors import InvalidConfig, Unavailable
+from quire.server.access import Rates
 from quire.server.limits import Limits
-from quire.server.rates import Rates
 from tests.frontend.stub import EVENTS, HUGE, WHOLE, Stub, stub
 from tests.server.relayed import backend_of, relaying
 
@@ -194,7 +194,7 @@ async def test_a_time_that_is_none_is_refused_in_front(seconds: str) -> None:
         assert len(server.asked) == known
 
 
-async def test_who_wants_the_head_alone_waits_for_no_body() -> None:
+async def test_a_head_request_waits_for_no_body() -> None:
     async with stub() as server, relaying(server) as relay:
         for path in ("/v1/models", "/v1/models"):
             whole = await relay.client.get(path)
@@ -210,7 +210,7 @@ async def test_silence_is_filled_with_comments_between_events() -> None:
         assert text.count(": keep-alive\n\n") >= 2 and text.replace(": keep-alive\n\n", "") == STREAM
 
 
-async def test_keys_are_checked_here_and_not_told_upstream() -> None:
+async def test_keys_are_checked_here_and_not_passed_on() -> None:
     async with stub(key="theirs") as server, relaying(server, key="theirs", api_keys=("ours",)) as relay:
         assert (await relay.complete("fine")).status_code == 401
         relay.client.headers["authorization"] = "Bearer ours"
@@ -291,7 +291,7 @@ async def test_what_a_connection_header_names_ends_here() -> None:
         assert "x-end: there" in head and "hop" not in head.lower() and "proxy" not in head
 
 
-async def test_which_pages_may_read_answers_is_not_for_an_upstream_to_say() -> None:
+async def test_the_cors_fields_of_an_upstream_are_not_passed_on() -> None:
     async with stub() as server, relaying(server) as relay:
         answer = await relay.complete("fine")
         assert answer.headers["x-kept"] == "yes" and "access-control-allow-origin" not in answer.headers
@@ -374,7 +374,7 @@ async def test_metrics_are_ours_and_the_upstreams() -> None:
         assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="stub"} 1.0' in text
 
 
-async def test_the_page_sees_requests_and_tells_what_happened_to_one() -> None:
+async def test_the_page_shows_requests_and_explains_one() -> None:
     async with stub() as server, relaying(server) as relay:
         frames = relay.client.stream("GET", "/ui/events")
         async with frames as seen:

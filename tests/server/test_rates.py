@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.server.rates import Rates
+from quire.server.access import Rates
 from tests.server.doubles import served
 from tests.server.test_access import Clock
 

@@ -45,7 +45,7 @@ async def running(
                 timeouts=patience,
                 shutdown_timeout=shutdown_timeout,
                 log_level="error",
-                on_ready=lambda told: up.set() if told == where else None,
+                on_ready=lambda at: up.set() if at == where else None,
             )
         )
         await asyncio.wait_for(up.wait(), 100)
@@ -64,7 +64,7 @@ def client(where: str) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=where + "/v1", api_key="any", max_retries=0)
 
 
-async def test_the_official_client_is_at_home() -> None:
+async def test_the_official_client_works() -> None:
     async with running() as (_, where, _), client(where) as api:
         chat = await api.chat.completions.create(model="tiny", messages=TALK, logprobs=True, top_logprobs=1)
         assert chat.choices[0].message.content == ANSWER
@@ -187,19 +187,19 @@ async def test_a_second_signal_does_not_wait() -> None:
         assert server.port.closed
 
 
-def test_a_taken_port_is_said_before_anything_starts() -> None:
+def test_a_port_in_use_is_reported_before_anything_starts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(InvalidConfig, match=rf"cannot listen on 127\.0\.0\.1:{port}.*choose another"):
             listen("127.0.0.1", port)
 
 
-def test_an_address_that_is_not_ours_is_said() -> None:
+def test_an_address_of_another_machine_is_reported() -> None:
     with pytest.raises(InvalidConfig, match=r"cannot listen on nowhere\.invalid:1"):
         listen("nowhere.invalid", 1)
 
 
-async def test_an_engine_that_cannot_start_is_closed_and_said() -> None:
+async def test_an_engine_that_cannot_start_is_closed_and_reported() -> None:
     class Broken(FakePort):
         async def start(self) -> Description:
             raise InvalidConfig("no such device")
@@ -211,27 +211,27 @@ async def test_an_engine_that_cannot_start_is_closed_and_said() -> None:
         assert port.closed
 
 
-class Told:
-    """A backend and a desk that keep the order in which they are told to start and to end, and may fail at a word."""
+class Recorder:
+    """A backend and a batch service that record in which order they are called, and may fail at one of the calls."""
 
     def __init__(self, fails: str = "") -> None:
-        self.heard: list[str] = []
+        self.calls: list[str] = []
         self.fails = fails
 
-    async def _hear(self, word: str) -> None:
-        self.heard.append(word)
+    async def _record(self, word: str) -> None:
+        self.calls.append(word)
         if word == self.fails:
             raise InvalidConfig(f"{word} failed")
 
-    def desk(self) -> Any:
-        return SimpleNamespace(start=partial(self._hear, "desk.start"), stop=partial(self._hear, "desk.stop"))
+    def batch_service(self) -> Any:
+        return SimpleNamespace(start=partial(self._record, "batches.start"), stop=partial(self._record, "batches.stop"))
 
     def backend(self) -> Any:
         async def drain(timeout: float) -> None:
-            await self._hear(f"backend.drain {timeout:g}")
+            await self._record(f"backend.drain {timeout:g}")
 
         return SimpleNamespace(
-            start=partial(self._hear, "backend.start"), drain=drain, close=partial(self._hear, "backend.close")
+            start=partial(self._record, "backend.start"), drain=drain, close=partial(self._record, "backend.close")
         )
 
 
@@ -239,57 +239,60 @@ async def not_asked(scope: object, receive: object, send: object) -> None:
     raise AssertionError("no request came")
 
 
-async def test_the_desk_starts_after_the_backend_and_ends_before_it_drains() -> None:
-    told, sock = Told(), listen("127.0.0.1", 0)
+async def test_the_batch_service_starts_after_the_backend_and_stops_before_it_drains() -> None:
+    recorder, sock = Recorder(), listen("127.0.0.1", 0)
     where = url(sock)
 
     def ready(at: str) -> None:
         assert at == where
         with socket.create_connection(sock.getsockname()):
-            told.heard.append("ready")
+            recorder.calls.append("ready")
         os.kill(os.getpid(), signal.SIGTERM)
 
     await asyncio.wait_for(
         serve(
             not_asked,
-            told.backend(),
+            recorder.backend(),
             sock,
-            batch_service=told.desk(),
+            batch_service=recorder.batch_service(),
             shutdown_timeout=7,
             log_level="error",
             on_ready=ready,
         ),
         100,
     )
-    begun = ["backend.start", "desk.start", "ready"]
-    assert told.heard == [*begun, "desk.stop", "backend.drain 7", "desk.stop", "backend.close"]
+    begun = ["backend.start", "batches.start", "ready"]
+    assert recorder.calls == [*begun, "batches.stop", "backend.drain 7", "batches.stop", "backend.close"]
     assert sock.fileno() == -1
 
 
-@pytest.mark.parametrize("fails", ["backend.start", "desk.start"])
-async def test_what_cannot_start_is_ended_and_nothing_listens(fails: str) -> None:
-    told, sock = Told(fails), listen("127.0.0.1", 0)
+@pytest.mark.parametrize("fails", ["backend.start", "batches.start"])
+async def test_what_fails_to_start_is_stopped_and_nothing_listens(fails: str) -> None:
+    recorder, sock = Recorder(fails), listen("127.0.0.1", 0)
     with pytest.raises(InvalidConfig, match=fails):
-        await serve(not_asked, told.backend(), sock, batch_service=told.desk(), log_level="error")
-    begun = ["backend.start", "desk.start"]
-    assert told.heard == [*begun[: begun.index(fails) + 1], "desk.stop", "backend.close"]
+        await serve(not_asked, recorder.backend(), sock, batch_service=recorder.batch_service(), log_level="error")
+    begun = ["backend.start", "batches.start"]
+    assert recorder.calls == [*begun[: begun.index(fails) + 1], "batches.stop", "backend.close"]
     assert sock.fileno() == -1
 
 
-async def test_a_desk_that_cannot_end_keeps_no_server_running() -> None:
-    told, sock = Told("desk.stop"), listen("127.0.0.1", 0)
-    with pytest.raises(InvalidConfig, match=r"desk\.stop failed"):
+async def test_a_batch_service_that_fails_to_stop_does_not_keep_the_backend_from_draining_and_closing() -> None:
+    recorder, sock = Recorder("batches.stop"), listen("127.0.0.1", 0)
+    with pytest.raises(InvalidConfig, match=r"batches\.stop failed"):
         await asyncio.wait_for(
             serve(
                 not_asked,
-                told.backend(),
+                recorder.backend(),
                 sock,
-                batch_service=told.desk(),
+                batch_service=recorder.batch_service(),
                 log_level="error",
                 on_ready=lambda at: os.kill(os.getpid(), signal.SIGTERM),
             ),
             100,
         )
+    stopped = ["batches.stop", "backend.drain 30", "batches.stop", "backend.close"]
+    assert recorder.calls == ["backend.start", "batches.start", *stopped]
+    assert sock.fileno() == -1
 
 
 async def test_large_blocks_go_back_and_long_work_has_four_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +300,7 @@ async def test_large_blocks_go_back_and_long_work_has_four_threads(monkeypatch: 
     sizes: list[int] = []
     names: set[str] = set()
     monkeypatch.setattr("quire.heap.mapped_from", sizes.append)
-    told, together = Told(), threading.Barrier(4)
+    recorder, together = Recorder(), threading.Barrier(4)
 
     def work() -> str:
         together.wait(100)  # as many at once
@@ -308,8 +311,10 @@ async def test_large_blocks_go_back_and_long_work_has_four_threads(monkeypatch: 
         names.update(await asyncio.gather(*(asyncio.to_thread(work) for _ in range(8))))
         raise InvalidConfig("seen")
 
-    backend = told.backend()
+    backend = recorder.backend()
     backend.start = start
     with pytest.raises(InvalidConfig, match="seen"):
-        await serve(not_asked, backend, listen("127.0.0.1", 0), batch_service=told.desk(), log_level="error")
-    assert names == {f"rim_{i}" for i in range(4)}
+        await serve(
+            not_asked, backend, listen("127.0.0.1", 0), batch_service=recorder.batch_service(), log_level="error"
+        )
+    assert names == {f"server_{i}" for i in range(4)}

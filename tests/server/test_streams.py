@@ -214,7 +214,7 @@ class Answering:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0), (0, 2, 1)])
-def test_what_is_ready_of_one_prompt_is_told_before_another_fails(order: tuple[int, ...]) -> None:
+def test_what_is_ready_of_one_prompt_is_sent_before_another_fails(order: tuple[int, ...]) -> None:
     """Unless the failure is met first: then nothing has been taken yet from those behind it."""
     fails = Part(Unavailable("it is gone"))
     parts = [Part([Delta(0, "a")], [Delta(0, "b")], None), fails, Part([Delta(0, "c")], None)]
@@ -317,7 +317,7 @@ async def test_a_stream_whose_client_is_gone_takes_no_other_with_it() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_answer_that_ended_leaves_nothing_that_only_a_search_for_garbage_finds(stream: bool) -> None:
+async def test_an_answer_that_ended_leaves_no_reference_cycles(stream: bool) -> None:
     async with served() as server:
         gc.collect()
         gc.disable()
@@ -335,7 +335,7 @@ async def test_an_answer_that_ended_leaves_nothing_that_only_a_search_for_garbag
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_frees_its_pages(stream: bool) -> None:
+async def test_a_client_that_disconnects_frees_its_blocks(stream: bool) -> None:
     async with served(None) as server:
         raw = Raw(server, "/v1/completions", prompt=["a", "b"], n=2, stream=stream)
         await submitted(server)

@@ -50,7 +50,7 @@ SPELLINGS: list[tuple[dict[str, Any], StructuredOutputsParams]] = [
 ]
 
 
-async def test_every_spelling_means_the_same_on_every_endpoint() -> None:
+async def test_all_fields_for_a_structure_mean_the_same_on_every_endpoint() -> None:
     async with served() as server:
         for body, want in SPELLINGS:
             for path, rest in (

@@ -52,7 +52,7 @@ def gathered(chunks: list[dict[str, Any]]) -> tuple[dict[str, Any], str | None]:
     return message, finish
 
 
-async def test_calls_are_told_apart_whole_and_streamed() -> None:
+async def test_calls_are_separated_from_text_whole_and_streamed() -> None:
     async with served(speaking(CALLS), template=KNOWS, room=1024) as server:
         whole = await server.chat(tools=TOOLS, max_tokens=200)
         choice = whole["choices"][0]
@@ -102,7 +102,7 @@ async def test_the_template_is_shown_tools_calls_and_results() -> None:
         assert said == "nowuser:hi[c1 Rome]assistant:tool:c1warm"
 
 
-async def test_a_template_that_knows_no_tools_is_told_in_words() -> None:
+async def test_a_template_without_tools_is_refused_with_a_reason() -> None:
     async with served(room=2048) as server:
         await server.chat(tools=TOOLS)
         said = TOKENIZER.decode(server.port.submitted[-1].prompt)
@@ -111,7 +111,7 @@ async def test_a_template_that_knows_no_tools_is_told_in_words() -> None:
         assert told.json()["tokens"] == list(server.port.submitted[-1].prompt)
 
 
-async def test_parallel_tool_calls_false_tells_one_call() -> None:
+async def test_parallel_tool_calls_false_returns_one_call() -> None:
     async with served(speaking(CALLS), template=KNOWS, room=1024) as server:
         answer = await server.chat(tools=TOOLS, max_tokens=200, parallel_tool_calls=False)
         assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
@@ -190,7 +190,7 @@ THOUGHT = "<think>\nLet me see.\n</think>\n\nYes."
 QWEN = {"reasoning_parser": "qwen3"}
 
 
-async def test_thoughts_are_told_apart_and_counted_whole_and_streamed() -> None:
+async def test_thoughts_are_separated_and_counted_whole_and_streamed() -> None:
     async with served(speaking(THOUGHT), about=QWEN) as server:
         whole = await server.chat(max_tokens=64)
         message = whole["choices"][0]["message"]
@@ -246,7 +246,7 @@ async def test_thoughts_sent_back_reach_the_template_under_either_name() -> None
             assert TOKENIZER.decode(server.port.submitted[-1].prompt) == "user:hiassistant:hma"
 
 
-async def test_effective_sampling_parameters_are_told_with_their_origin() -> None:
+async def test_effective_sampling_parameters_are_shown_with_their_source() -> None:
     async with served(defaults={"top_k": 7, "temperature": 0.5}) as server:
         told = (await server.complete(return_sampling_params=True, temperature=0.2))["sampling_params"]
         assert told["temperature"] == {"value": 0.2, "source": "request"}

@@ -70,7 +70,7 @@ def main() -> None:
         "all": sorted(quire.__all__),
         "commands": commands(cli, "quire"),
         "options": sorted(document("quire.config.document", "quire.config.options")),
-        "requests": sorted(document("quire.server.document")),
+        "requests": sorted(document("quire.server.document", "quire.server.openapi")),
         "metrics": sorted(document("quire.observability.document", "quire.observe.document")),
         "routes": {path: sorted(methods) for path, methods in spec["paths"].items()},
         "fields": sorted(names(spec)),

@@ -26,14 +26,12 @@ from quire.observability.live_view import Broadcaster
 from quire.observability.logs import RequestLogger, log_config, telling
 from quire.observability.recording_format import recording_folder
 from quire.observability.tracing import build_tracing
+from quire.server.access import BATCHES, Hosts, Keys, Rates, loopback
 from quire.server.app import create_app
-from quire.server.batch_api.runner import Answer
-from quire.server.batch_api.service import BatchService, FolderBatchService, NoBatchService
+from quire.server.batch_api.runner import Answer, BatchService
 from quire.server.connection import Timeouts
 from quire.server.endpoints import answerer
-from quire.server.hosts import Hosts, loopback
-from quire.server.limits import BATCHES, Keys, Limits
-from quire.server.rates import Rates
+from quire.server.limits import Limits
 from quire.server.serve import listen
 from quire.server.serve import serve as answer
 from quire.types import UNLIMITED
@@ -77,7 +75,9 @@ def serve(settings: Settings, *, child: str = "quire.assembly.engine_child") -> 
         priorities=settings.scheduler.scheduling_policy != "fcfs",
     )
     keys = build_keys(settings)
-    desk = _desk(server, answerer(backend, limits, f"quire-{__version__}", keys.tenant(BATCHES)), limits)
+    batch_service = _batch_service(
+        server, answerer(backend, limits, f"quire-{__version__}", keys.tenant(BATCHES)), limits
+    )
     app = create_app(
         backend,
         limits=limits,
@@ -85,7 +85,7 @@ def serve(settings: Settings, *, child: str = "quire.assembly.engine_child") -> 
         rates=build_rates(settings.access),
         version=__version__,
         view=Broadcaster(port),
-        batch_service=desk,
+        batch_service=batch_service,
         recording=recording_folder(settings.execution.recording_dir),
         hosts=build_hosts(settings),
         origins=settings.access.allowed_origins,
@@ -100,7 +100,7 @@ def serve(settings: Settings, *, child: str = "quire.assembly.engine_child") -> 
         log_config=log_config(server.log_format),
         root_path=server.root_path,
         tls=build_tls(settings.access),
-        batch_service=desk,
+        batch_service=batch_service,
         address_file=server.address_file,
         on_ready=partial(_ready, text, backend, began),
     )
@@ -158,10 +158,10 @@ def build_tls(access: AccessConfig) -> tuple[str, str] | None:
     )
 
 
-def _desk(server: ServerConfig, answer: Answer, limits: Limits) -> BatchService:
+def _batch_service(server: ServerConfig, answer: Answer, limits: Limits) -> BatchService | None:
     if server.batch_dir is None:
-        return NoBatchService()
-    return FolderBatchService(Path(server.batch_dir).expanduser(), answer, limits, width=server.batch_concurrency)
+        return None
+    return BatchService(Path(server.batch_dir).expanduser(), answer, limits, width=server.batch_concurrency)
 
 
 def engine_process(settings: Settings, name: str, child: str = "quire.assembly.engine_child") -> EngineProcess:

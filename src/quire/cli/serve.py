@@ -8,7 +8,7 @@ from quire.assembly.proxy import relay
 from quire.assembly.server import serve
 from quire.cli.base import SettingsCommand
 from quire.config import Settings
-from quire.server.hosts import loopback
+from quire.server.access import loopback
 
 
 @click.command("serve", cls=SettingsCommand, positional=True, rest="vllm_args")

@@ -1,9 +1,9 @@
-"""What a stream says, as bytes: everything that does not change is made once, the delta's text goes in between."""
+"""Streams of completions and chat completions, as bytes: what is the same in all chunks is encoded once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -12,200 +12,140 @@ from quire.frontend.offload import PER_SCORE, PER_TOKEN
 from quire.parsers.parts import TextPart
 from quire.server import error_responses
 from quire.server.calls import Job
-from quire.server.logprobs import Score, TextLogprobs, TokenText, chat_logprobs
-from quire.server.outputs import Usage, finish_reason, shown_prompt
-
-DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
+from quire.server.outputs import Score, TextLogprobs, TokenText, Usage, chat_logprobs, finish_reason, shown_prompt
+from quire.server.stream import DONE, Chunks, event
 
 _json = msgspec.json.Encoder().encode
 _PLAIN_TAIL = b',"logprobs":null,"finish_reason":null'
 
 
-def event(data: bytes) -> bytes:
-    """One server-sent event."""
-    return b"data: " + data + b"\n\n"
+class _ChoiceChunks(Chunks[Delta]):
+    """What completions and chat completions have in common: chunks with `choices`, one choice in each.
 
-
-class Chunks(Protocol):
-    """The stream of one job, in its API's shape. Made where the job is, and written by one thread at a time."""
-
-    @property
-    def edges(self) -> int:
-        """About how many bytes making the opening, or the closing, is worth (backends.offload)."""
-
-    def cost(self, ready: Sequence[Delta]) -> int:
-        """About how many bytes making the events of these deltas is worth."""
-
-    def opening(self) -> bytes:
-        """What comes before the first delta."""
-
-    def of(self, delta: Delta) -> bytes:
-        """A delta's events."""
-
-    def closing(self) -> bytes:
-        """What comes after the last delta, [DONE] included."""
-
-    def failed(self, error: Exception) -> bytes:
-        """What comes instead, when an error ends the stream."""
-
-
-def per_delta(job: Job) -> int:
-    """About how many bytes an ordinary delta's events are worth."""
-    return PER_TOKEN + (0 if job.top is None else PER_SCORE * (1 + job.top))
-
-
-class _Head:
-    """The part of a job's chunks that stays: `data: {"id":...,"choices":[{"index":N,`."""
+    _head: the start of a chunk up to its choice, `data: {"id":...,"choices":[{"index":N,`, by choice.
+    """
 
     def __init__(self, job: Job, kind: str, token_text: TokenText) -> None:
-        self.job = job
-        self.usage = Usage(job, token_text)
+        self._job = job
+        self._text = token_text
+        self._usage = Usage(job, token_text)
+        self._plain = job.top is None and not job.token_ids
+        self._cost_per_delta = PER_TOKEN + (0 if job.top is None else PER_SCORE * (1 + job.top))
         about = {"id": job.id, "object": kind, "created": job.created, "model": job.model}
         self._before = b"data: " + _json(about)[:-1] + b',"choices":['
-        self.of = [self._before + b'{"index":%d,' % index for index in range(len(job.calls) * job.n)]
-        """By choice."""
+        self._head = [self._before + b'{"index":%d,' % index for index in range(len(job.calls) * job.n)]
 
-    def tail(self) -> bytes:
-        """From the choice's end on."""
-        return b"}]" + self._used() + b"}\n\n" if self.job.every_usage else b"}]}\n\n"
+    def cost(self, ready: Sequence[Delta]) -> int:
+        return self._cost_per_delta * len(ready)
 
     def closing(self) -> bytes:
-        params = b',"sampling_params":' + _json(self.job.params) if self.job.params is not None else b""
-        last = params + (self._used() if self.job.usage else b"")
+        params = b',"sampling_params":' + _json(self._job.params) if self._job.params is not None else b""
+        last = params + (self._used() if self._job.usage else b"")
         return (self._before + b"]" + last + b"}\n\n" if last else b"") + DONE
 
     def failed(self, error: Exception) -> bytes:
         return event(error_responses.of(error)) + DONE
 
+    def _tail(self) -> bytes:
+        """A chunk from the end of its choice on."""
+        return b"}]" + self._used() + b"}\n\n" if self._job.every_usage else b"}]}\n\n"
+
     def _used(self) -> bytes:
-        return b',"usage":' + _json(self.usage.to_json(self.job.n))
+        return b',"usage":' + _json(self._usage.to_json(self._job.n))
 
 
-class CompletionChunks:
+class CompletionChunks(_ChoiceChunks):
     """text_completion chunks. With `echo`, each choice begins with its prompt."""
 
     def __init__(self, job: Job, token_text: TokenText) -> None:
-        self._job, self._head, self._text = job, _Head(job, "text_completion", token_text), token_text
-        self._plain = job.top is None and not job.token_ids
-        self._each = per_delta(job)
-        self._first = shown_prompt(job) * self._each
+        super().__init__(job, "text_completion", token_text)
+        self._echo_cost = shown_prompt(job) * self._cost_per_delta
         self._begun: set[int] = set()
-        self._tellers: dict[int, TextLogprobs] = {}
-        self._scores: dict[int, Sequence[Score]] = {}
-
-    edges = 0
+        self._logprobs: dict[int, TextLogprobs] = {}
+        self._prompt_scores: dict[int, Sequence[Score]] = {}
 
     def cost(self, ready: Sequence[Delta]) -> int:
-        return self._each * len(ready) + (self._first if len(self._begun) < len(self._head.of) else 0)
+        """The cost of these deltas, and of the prompts that may come before them."""
+        return super().cost(ready) + (self._echo_cost if len(self._begun) < len(self._head) else 0)
 
-    def opening(self) -> bytes:
-        return b""
-
-    def of(self, delta: Delta) -> bytes:
+    def encode(self, delta: Delta) -> bytes:
+        """One chunk; before it that of the prompt, if this is the choice's first delta and shows it."""
         job, index = self._job, delta.index
         if delta.prompt_logprobs is not None:
-            self._scores[index] = delta.prompt_logprobs
+            self._prompt_scores[index] = delta.prompt_logprobs
         before = b"" if index in self._begun else self._begin(index)
         if job.scored_only:
             delta = Delta(index, "", finish_reason="length")
-        self._head.usage.add(delta)
-        said = before + self._head.of[index] + b'"text":' + _json(delta.text)
+        self._usage.add(delta)
+        chunk = before + self._head[index] + b'"text":' + _json(delta.text)
         if self._plain and delta.finish_reason is None:
-            return said + _PLAIN_TAIL + b',"stop_reason":null' + self._head.tail()
-        return said + self._rest(delta, delta.tokens, delta.logprobs) + self._head.tail()
+            return chunk + _PLAIN_TAIL + b',"stop_reason":null' + self._tail()
+        return chunk + self._rest(delta, delta.tokens, delta.logprobs) + self._tail()
 
     def _begin(self, index: int) -> bytes:
+        """The chunk of a choice's prompt, if answers show it."""
         self._begun.add(index)
-        return self._echo(index) if self._job.echo or self._job.token_ids else b""
-
-    def _echo(self, index: int) -> bytes:
-        call = self._job.calls[index // self._job.n]
-        prompt = call.prompt if self._job.echo else ()
-        text = (call.text or "") if self._job.echo else ""
-        head = self._head.of[index] + b'"text":' + _json(text)
-        rest = self._rest(Delta(index, ""), prompt, self._scores.get(index - index % self._job.n, ()))
-        if self._job.token_ids:
+        job = self._job
+        if not (job.echo or job.token_ids):
+            return b""
+        call = job.calls[index // job.n]
+        prompt = call.prompt if job.echo else ()
+        text = (call.text or "") if job.echo else ""
+        rest = self._rest(Delta(index, ""), prompt, self._prompt_scores.get(index - index % job.n, ()))
+        if job.token_ids:
             rest += b',"prompt_token_ids":' + _json(call.prompt)
-        return head + rest + self._head.tail()
+        return self._head[index] + b'"text":' + _json(text) + rest + self._tail()
 
     def _rest(self, delta: Delta, tokens: Sequence[int], scores: Sequence[Score]) -> bytes:
-        """From the logprobs on."""
+        """A choice from its logprobs on."""
         logprobs = None
         if self._job.top is not None:
-            teller = self._tellers.get(delta.index)
-            if teller is None:
-                teller = self._tellers[delta.index] = TextLogprobs(self._text, as_ids=self._job.as_ids)
-            logprobs = teller.of(tokens, scores)
-        ids = b',"token_ids":' + _json(delta.tokens) if self._job.token_ids else b""
-        return (
-            b',"logprobs":'
-            + _json(logprobs)
-            + b',"finish_reason":'
-            + _json(delta.finish_reason)
-            + b',"stop_reason":'
-            + _json(delta.stop_reason)
-            + ids
-        )
-
-    def closing(self) -> bytes:
-        return self._head.closing()
-
-    def failed(self, error: Exception) -> bytes:
-        return self._head.failed(error)
+            if delta.index not in self._logprobs:
+                self._logprobs[delta.index] = TextLogprobs(self._text, as_ids=self._job.as_ids)
+            logprobs = self._logprobs[delta.index].of(tokens, scores)
+        rest = b',"logprobs":' + _json(logprobs)
+        rest += b',"finish_reason":' + _json(delta.finish_reason)
+        rest += b',"stop_reason":' + _json(delta.stop_reason)
+        return rest + (b',"token_ids":' + _json(delta.tokens) if self._job.token_ids else b"")
 
 
-class ChatChunks:
-    """chat.completion.chunk chunks: a role, then content, then how it ended. What only marks a call says nothing."""
+class ChatChunks(_ChoiceChunks):
+    """chat.completion.chunk chunks: a role, then content, then the finish reason."""
 
     def __init__(self, job: Job, token_text: TokenText) -> None:
-        self._job, self._head, self._text = job, _Head(job, "chat.completion.chunk", token_text), token_text
-        self._plain = job.top is None and not job.token_ids
-        self._each = per_delta(job)
-        self._nothing = [] if self._plain and not job.every_usage else [b'"delta":{}']
-        choices = len(job.calls) * job.n
-        self._splitters = [job.splitter() for _ in range(choices)]
-        self._called = [False] * choices
-        self._opened = b"".join(map(self._opening, range(choices)))  # with the usage of before the first delta
-
-    edges = 0
-    """It is made where the job is."""
-
-    def cost(self, ready: Sequence[Delta]) -> int:
-        return self._each * len(ready)
+        super().__init__(job, "chat.completion.chunk", token_text)
+        # The chunk of a delta without parts, such as one that holds only a marker of a tool call.
+        self._empty = [] if self._plain and not job.every_usage else [b'"delta":{}']
+        choices = range(len(self._head))
+        self._splitters = [job.splitter() for _ in choices]
+        self._called = [False for _ in choices]
+        # Made here: its usage is that of before the first delta.
+        self._opening = b"".join(map(self._open, choices))
 
     def opening(self) -> bytes:
-        return self._opened
+        """The role of each choice, and its prompt's last message with `echo`."""
+        return self._opening
 
-    def _opening(self, index: int) -> bytes:
+    def _open(self, index: int) -> bytes:
         call = self._job.calls[index // self._job.n]
         prompt = b',"prompt_token_ids":' + _json(call.prompt) if self._job.token_ids else b""
-        role = self._head.of[index] + b'"delta":{"role":"assistant","content":""}' + _PLAIN_TAIL
-        said = role + prompt + self._head.tail()
+        role = b'"delta":{"role":"assistant","content":""}' + _PLAIN_TAIL
+        chunks = self._head[index] + role + prompt + self._tail()
         if self._job.echo and call.text:
-            said += (
-                self._head.of[index]
-                + self._body(TextPart("content", call.text), index)
-                + _PLAIN_TAIL
-                + self._head.tail()
-            )
-        return said
+            chunks += self._head[index] + self._body(TextPart("content", call.text), index) + _PLAIN_TAIL + self._tail()
+        return chunks
 
-    def of(self, delta: Delta) -> bytes:
-        """A chunk for each part; what else the delta says goes with the last."""
+    def encode(self, delta: Delta) -> bytes:
+        """A chunk for each part; the last has the delta's other fields."""
         index, ended = delta.index, delta.finish_reason is not None
-        splitter = self._splitters[index]
-        self._head.usage.add(delta)
-        parts = splitter.feed(delta.text)
-        if ended:
-            parts = [*parts, *splitter.flush()]
-        bodies = [self._body(part, index) for part in parts if part.kind != "reasoning" or self._job.reasons]
-        head, tail = self._head.of[index], self._head.tail()
+        self._usage.add(delta)
+        bodies = [self._body(part, index) for part in self._job.shown_parts(self._splitters[index], delta)]
+        head, tail = self._head[index], self._tail()
         if self._plain and not ended:
-            return b"".join([head + body + _PLAIN_TAIL + tail for body in bodies or self._nothing])
+            return b"".join([head + body + _PLAIN_TAIL + tail for body in bodies or self._empty])
         *before, last = bodies or [b'"delta":{}']
-        said = b"".join([head + body + _PLAIN_TAIL + tail for body in before])
-        return said + head + last + self._rest(delta) + tail
+        chunks = b"".join([head + body + _PLAIN_TAIL + tail for body in before])
+        return chunks + head + last + self._rest(delta) + tail
 
     def _body(self, part: TextPart, index: int) -> bytes:
         text = _json(part.text)
@@ -221,6 +161,7 @@ class ChatChunks:
         return about + b'"id":' + id + b',"type":"function","function":{"name":' + text + b',"arguments":""}}]}'
 
     def _rest(self, delta: Delta) -> bytes:
+        """A choice from its logprobs on."""
         logprobs: Any = None
         if self._job.top is not None:
             logprobs = chat_logprobs(delta.logprobs, self._job.top, self._text, as_ids=self._job.as_ids)
@@ -229,9 +170,3 @@ class ChatChunks:
         if delta.finish_reason is not None:
             rest += b',"stop_reason":' + _json(delta.stop_reason)
         return rest + (b',"token_ids":' + _json(delta.tokens) if self._job.token_ids else b"")
-
-    def closing(self) -> bytes:
-        return self._head.closing()
-
-    def failed(self, error: Exception) -> bytes:
-        return self._head.failed(error)

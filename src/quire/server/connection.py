@@ -1,43 +1,68 @@
-"""One client's connection: uvicorn's, with an end to everything that a client could drag out or pile up.
+"""Clients' connections: uvicorn's, with bounds on everything that a client could delay or pile up.
 
-A head has a size and a time; a body and an answer have to get on; what a client sends ahead of its turn stays bytes; a
-refusal can be read before the door closes; and whoever leaves is noticed whatever was sent behind (uvicorn tells only
-the last request of a connection that it is gone).
+A head has a size and a timeout; bodies and answers must make progress; requests that are sent ahead of their turn stay
+bytes; a client can read the refusal of a request that it is still sending; and a client that disconnects is noticed
+whatever it has pipelined (uvicorn notifies only the last request of a connection).
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import re
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.errors import InvalidRequest, TooLarge, Unavailable
 from quire.server import error_responses
+from quire.server.access import UNLIMITED_PATHS
 
-_SOME = 1 << 10
-"""Bytes that have to get through in the time given, in either direction."""
+if sys.platform != "win32":
+    import resource
 
-_LEFTOVERS = 64 << 20
-"""Bytes of a body that nobody wants which are still read, so that its sender can read the answer."""
+# Bytes that make progress within a timeout, in either direction.
+_PROGRESS = 1 << 10
 
+# Bytes of a refused body that are still read, so that its sender can read the answer.
+_MAX_DISCARDED = 64 << 20
+
+# Bytes parsed at once: some hundreds of requests, if each has forty.
 _SLICE = 16 << 10
-"""Bytes parsed at once: with requests of forty bytes in a row, some hundreds of them."""
+
+# Connections beyond the limit that are read all the same, so that health probes are answered; the paths that they may
+# ask for; and the seconds that such a connection has for a request.
+_RESERVED = 16
+_RESERVED_PATHS = frozenset(path.encode() for path in (*UNLIMITED_PATHS, "/metrics"))
+_RESERVED_READ = 2.0
+
+# Descriptors kept for reserved connections and for what is not a connection: the engine's socket, logs, recordings,
+# idle upstream connections; of a large limit this share, so that connections beyond it can be accepted and refused.
+_SPARE = 64 + _RESERVED
+_SPARE_SHARE = 1 / 8
+
+# Connections that may wait to be accepted, at most.
+_BACKLOG = 2048
+
+# Limits to try where a process may not have its hard limit: macOS calls it infinite, and grants OPEN_MAX.
+_USUAL_LIMITS = (1 << 20, 1 << 16, 10240)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """What one connection may cost. Times are seconds.
+    """Bounds on connections. Times are seconds.
 
-    connections: at once; one more hears 503. descriptors: that a connection may take, with what is opened for it.
-    header_bytes, headers: of one request, its first line included.
-    keep_alive: between two requests. read: for a whole head, and for every KiB of a body. write: for every KiB of an
-    answer. linger: for reading a refusal that came before the request was whole.
+    connections: open at the same time; on a few more health and metrics are answered, and all else is refused with 503.
+    descriptors: that one connection may take, with files and upstream connections opened for it. header_bytes,
+    headers: of one request, its first line included. keep_alive: between two requests. read: for a whole head, and for
+    each KiB of a body. write: for each KiB of an answer. linger: for reading a refusal that came before the request was
+    complete.
     """
 
     connections: int = 4096
@@ -50,73 +75,105 @@ class Timeouts:
     linger: float = 2.0
 
 
-def _nothing() -> None:
-    """For what is closed already."""
+class ConnectionLimits(NamedTuple):
+    """connections: that may be open at the same time. backlog: that may wait to be accepted. The server accepts all of
+    these at once, so as many descriptors have to be free."""
+
+    connections: int
+    backlog: int
 
 
-class ResponseTransport(asyncio.Transport):
-    """A transport that counts what was written, and whose closing can be put off."""
+def connection_limits(asked: int, limit: int | None, each: int) -> ConnectionLimits:
+    """The limits for `asked` connections that take up to `each` of `limit` descriptors; at least one connection."""
+    if limit is None:
+        return ConnectionLimits(asked, _BACKLOG)
+    spare = max(_SPARE, int(limit * _SPARE_SHARE))
+    connections = min(asked, max(1, (limit - spare) // each))
+    return ConnectionLimits(connections, max(1, min(_BACKLOG, (limit - connections * each) // 2)))
+
+
+def raise_descriptor_limit() -> int | None:
+    """Raise this process's limit on descriptors (RLIMIT_NOFILE) as far as it goes, also for its children.
+
+    Returns the limit; None: there is none.
+    """
+    if sys.platform == "win32":
+        return None
+    infinity = resource.RLIM_INFINITY
+    soft, hard = (math.inf if limit == infinity else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    for wanted in (hard, *_USUAL_LIMITS):
+        if soft < wanted <= hard:
+            with suppress(ValueError, OSError):
+                limits = [infinity if limit == math.inf else int(limit) for limit in (wanted, hard)]
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limits[0], limits[1]))
+                soft = wanted
+    return None if soft == math.inf else int(soft)
+
+
+class ResponseTransport:
+    """A transport that counts what was written, and calls `on_close` instead of closing."""
 
     def __init__(self, inner: asyncio.Transport, on_close: Callable[[], None]) -> None:
-        super().__init__()
-        self.inner, self._on_close = inner, on_close
+        self.inner = inner
+        self._on_close: Callable[[], None] | None = on_close
         self._written = 0
         self._closed = False
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
     @property
-    def taken(self) -> int:
-        """Bytes that have left for the client."""
+    def sent(self) -> int:
+        """Bytes that the operating system has taken."""
         return self._written - self.inner.get_write_buffer_size()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Send data."""
         self._written += len(data)
         self.inner.write(data)
 
     def close(self) -> None:
+        """Call `on_close`, once."""
         if not self.is_closing():
             self._closed = True
-            self._on_close()
+            if self._on_close is not None:
+                self._on_close()
 
     def lost(self) -> None:
-        """The client is gone: closing has nothing left to do."""
-        self._closed, self._on_close = True, _nothing
+        """The connection is closed: drop the reference to `on_close`."""
+        self._closed = True
+        self._on_close = None
 
     def is_closing(self) -> bool:
+        """Whether `close` or `abort` was called."""
         return self._closed or self.inner.is_closing()
 
     def abort(self) -> None:
+        """Close at once, without sending what is buffered."""
         self._closed = True
         self.inner.abort()
 
-    def pause_reading(self) -> None:
-        self.inner.pause_reading()
 
-    def resume_reading(self) -> None:
-        self.inner.resume_reading()
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self.inner.get_extra_info(name, default)
-
-    def get_write_buffer_size(self) -> int:
-        return self.inner.get_write_buffer_size()
+def _too_many() -> Unavailable:
+    return Unavailable("this server has as many connections as it takes: try again in a moment")
 
 
 class _Refused(Exception):
-    """Raised within the parser: a head that this server does not take, and why."""
+    """Raised within the parser: the server refuses this head with `error`."""
 
-    def __init__(self, error: InvalidRequest, status: int | None = None) -> None:
+    def __init__(self, error: InvalidRequest | Unavailable, status: int | None = None) -> None:
         super().__init__(error)
-        self.error, self.status = error, status
+        self.error = error
+        self.status = status
 
 
+# A Host field (RFC 9110, 7.2), which may be empty. Names that are not ASCII come in Punycode.
 _HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[\w.~%!$&'()*+;=-]*)(?::\d{0,5})?")
-"""A Host field (RFC 9110, 7.2), which may be empty. Names that are not ASCII come in Punycode."""
-
 _ABSOLUTE = re.compile(rb"https?://([^/?#]+)", re.IGNORECASE)
 
 
-def _checked(version: str, target: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-    """Refuse a head that the parser takes and that a proxy in front may understand otherwise than this server.
+def _check_head(version: str, target: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+    """Refuse a head that the parser accepts and that a proxy in front may understand otherwise than this server.
 
     Where the target names a host, as requests to proxies do, that is the host (RFC 9112, 3.2.2): it replaces the
     field. Raises _Refused.
@@ -138,16 +195,32 @@ def _checked(version: str, target: bytes, headers: list[tuple[bytes, bytes]]) ->
 
 
 class Connection(HttpToolsProtocol):
-    """`look` is to be called about once a second."""
+    """One client's connection. `check_timeouts` is to be called about once a second."""
 
     def __init__(self, *args: Any, timeouts: Timeouts, **rest: Any) -> None:
         super().__init__(*args, **rest)
         self._timeouts = timeouts
+        # Received and not yet parsed.
+        self._unparsed = bytearray()
+        # The part of a request that is being read, "" between requests, and since when it makes no progress.
         self._reading: Literal["", "head", "body"] = "head"
-        self._since = self._moved = self.loop.time()
-        self._head = self._fields = self._body = self._taken = self._left = 0
-        self._later = bytearray()
-        self._fresh = self._discarding = self._upgrading = False
+        self._reading_since = self.loop.time()
+        # Of the current request: bytes of its head, its header fields, and bytes of its body since the last progress.
+        self._head_bytes = 0
+        self._num_fields = 0
+        self._body_bytes = 0
+        # Whether a new part began in the bytes that are being parsed.
+        self._part_began = False
+        # Bytes sent at the last progress of writing, and its time.
+        self._sent = 0
+        self._writing_since = self.loop.time()
+        # Whether what comes is discarded, and how much was.
+        self._discarding = False
+        self._num_discarded = 0
+        self._upgrading = False
+        # Whether it is beyond the limit of connections.
+        self._reserved = False
+        # The request that is being answered.
         self._running: RequestResponseCycle | None = None
 
     @property
@@ -156,128 +229,153 @@ class Connection(HttpToolsProtocol):
         return self.cycle
 
     @property
-    def _line(self) -> ResponseTransport:
+    def _out(self) -> ResponseTransport:
         return cast(ResponseTransport, self.transport)
 
-    # ---------------------------------------------------------------- what comes
+    # ---------------------------------------------------------------- the transport's events
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(ResponseTransport(transport, self._close))
-        if len(self.connections) > self._timeouts.connections:
-            self._refuse(Unavailable("this server has as many connections as it takes: try again in a moment"))
+        """A client has connected."""
+        super().connection_made(cast(asyncio.Transport, ResponseTransport(transport, self._close)))
+        excess = len(self.connections) - self._timeouts.connections
+        self._reserved = excess > 0
+        if excess > _RESERVED:
+            self._refuse(_too_many())
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is closed: cancel its requests."""
         for cycle in (self._running, self._newest):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
         self.pipeline.clear()
-        self._later.clear()
+        self._unparsed.clear()
         super().connection_lost(exc)
-        # What refers to it and what it refers to, both ways, would keep it until a full garbage collection, which comes
-        # after tens of thousands of connections.
-        self._line.lost()
+        # Reference cycles would keep it until a full garbage collection, which comes after tens of thousands of
+        # connections.
+        self._out.lost()
         self._running = self.cycle = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
+        """The client has sent data."""
         if self._discarding:
             self._discard(len(data))
         else:
-            self._later += data
-            self._feed()
+            self._unparsed += data
+            self._parse()
 
     def _discard(self, size: int) -> None:
-        self._left += size
-        if self._left > _LEFTOVERS:
-            self._line.abort()
+        self._num_discarded += size
+        if self._num_discarded > _MAX_DISCARDED:
+            self._out.abort()
 
-    def _feed(self) -> None:
+    def _parse(self) -> None:
         """Parse what has come, until a request has to wait for the one before."""
-        while self._later and not self.pipeline and not self._discarding and not self._line.is_closing():
-            part = bytes(self._later[:_SLICE])
-            del self._later[:_SLICE]
+        while self._unparsed and not self.pipeline and not self._discarding and not self._out.is_closing():
+            part = bytes(self._unparsed[:_SLICE])
+            del self._unparsed[:_SLICE]
             self._unset_keepalive_if_required()
             if not self._reading:
                 self._begin("head")
-            within = self._reading == "head"
-            self._fresh = False
+            in_head = self._reading == "head"
+            self._part_began = False
             try:
                 self.parser.feed_data(part)
-                if within and not self._fresh:
-                    self._count_body(len(part))
+                if in_head and not self._part_began:
+                    self._count_head(len(part))
             except httptools.HttpParserUpgrade as stopped:
                 if self._upgrading:
-                    self._later[:0] = self._without_upgrade() + part[stopped.args[0] :]
-                    self.parser = httptools.HttpRequestParser(self)  # the other takes no more after "close"
+                    self._unparsed[:0] = self._head_without_upgrade() + part[stopped.args[0] :]
+                    # A new parser: the other one accepts nothing after "Connection: close".
+                    self.parser = httptools.HttpRequestParser(self)
                     self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-                else:  # CONNECT: what follows is no request
-                    self._last()
+                else:
+                    # CONNECT: what follows is not a request.
+                    self._end_requests()
             except (httptools.HttpParserError, _Refused) as error:
                 self._invalid(error)
 
-    def _without_upgrade(self) -> bytes:
-        """The head that the parser stopped behind, to be parsed again: a server may ignore what the client offers to
-        change to (RFC 9110, 7.8), and its request, body and all, is one like any other."""
+    def _head_without_upgrade(self) -> bytes:
+        """The head at which the parser stopped, to be parsed again without its Upgrade field.
+
+        A server may ignore the protocols that a client offers (RFC 9110, 7.8): the request is one like any other.
+        """
         line = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         fields = [b"%s: %s" % field for field in self.headers if field[0] != b"upgrade"]
         return b"\r\n".join([line, *fields, b"", b""])
 
     def _begin(self, part: Literal["", "head", "body"]) -> None:
-        self._reading, self._since, self._fresh = part, self.loop.time(), True
-        self._body = 0
+        self._reading = part
+        self._reading_since = self.loop.time()
+        self._part_began = True
+        self._body_bytes = 0
         if part == "head":
-            self._head = self._fields = 0
+            self._head_bytes = 0
+            self._num_fields = 0
 
-    def _count_body(self, size: int) -> None:
-        self._head += size
-        if self._head > self._timeouts.header_bytes or self._fields > self._timeouts.headers:
+    def _count_head(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > self._timeouts.header_bytes or self._num_fields > self._timeouts.headers:
             most = f"{self._timeouts.header_bytes} bytes and {self._timeouts.headers} fields"
             why = f"the head of this request is larger than this server takes ({most})"
             raise _Refused(TooLarge(why, code="head_too_large"), 431)
 
-    # ---------------------------------------------------------------- what the parser says
+    # ---------------------------------------------------------------- the parser's callbacks
 
     def on_message_begin(self) -> None:
+        """A request begins."""
         self._begin("head")
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        self._count_body(len(url))
+        """Part of the request's target."""
+        self._count_head(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._fields += 1
-        self._count_body(len(name) + len(value))
-        if self._reading == "head":  # a trailer is nothing that was asked for
+        """A header field, or one of the trailer, which is ignored."""
+        self._num_fields += 1
+        self._count_head(len(name) + len(value))
+        if self._reading == "head":
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        """The head is complete."""
         self._upgrading = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
         if self._upgrading:
             return
-        _checked(self.parser.get_http_version(), self.url, self.headers)
+        _check_head(self.parser.get_http_version(), self.url, self.headers)
+        self._reserved = self._reserved and len(self.connections) > self._timeouts.connections
+        if self._reserved and httptools.parse_url(self.url).path not in _RESERVED_PATHS:
+            raise _Refused(_too_many())
         super().on_headers_complete()
+        if self._reserved:
+            self.cycle.keep_alive = False
         self._begin("body")
         if not self.pipeline:
             self._running = self.cycle
 
     def on_body(self, body: bytes) -> None:
+        """Part of the body."""
         super().on_body(body)
-        self._body += len(body)
+        self._body_bytes += len(body)
         if self.cycle.response_complete:
             self._discard(len(body))
 
     def on_message_complete(self) -> None:
-        if self._upgrading:  # the parser skips the body
+        """The request is complete."""
+        # The parser skips the body of a request with an Upgrade field, which is parsed again.
+        if self._upgrading:
             return
         super().on_message_complete()
         self._begin("")
 
     def on_response_complete(self) -> None:
+        """A request is answered: go on with the next one."""
         following = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
         self._running = following
-        self._feed()
+        self._parse()
 
     # ---------------------------------------------------------------- refusals
 
@@ -288,16 +386,16 @@ class Connection(HttpToolsProtocol):
         else:
             self._refuse(InvalidRequest("this is not a request in HTTP/1.1"))
 
-    def _last(self) -> None:
-        """What is being answered, or waits for it, is the last that this connection asks."""
+    def _end_requests(self) -> None:
+        """Answer the requests that are complete, then close."""
         cycle = self.pipeline[0][0] if self.pipeline else self._running
         if cycle is not None:
             cycle.keep_alive = False
         self._discarding = True
-        self._later.clear()
+        self._unparsed.clear()
 
     def _refuse(self, error: InvalidRequest | Unavailable, status: int | None = None) -> None:
-        """Answer what never became a request, unless another is being answered: that one ends first."""
+        """Answer a request that is not complete, or none. An answer in progress is completed first."""
         cycle = self._newest
         if cycle is not None and cycle.more_body and not cycle.response_complete:
             cycle.disconnected = True
@@ -305,50 +403,54 @@ class Connection(HttpToolsProtocol):
             if self.pipeline:
                 self.pipeline.popleft()
             elif cycle.response_started:
-                self._line.abort()
+                self._out.abort()
                 return
             else:
                 self._running = None
         if self._running is not None:
-            self._last()
+            self._end_requests()
             return
         code = HTTPStatus(status or error.status)
-        said = error_responses.of(error)
-        head = (
-            f"HTTP/1.1 {code.value} {code.phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(said)}\r\n"
-        )
-        fields = error_responses.headers(error) | {"connection": "close"}
-        head += "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-        self._line.write(head.encode() + b"\r\n" + said)
-        self._line.close()
+        body = error_responses.of(error)
+        fields = {"content-type": "application/json", "content-length": len(body)}
+        fields |= error_responses.headers(error) | {"connection": "close"}
+        head = f"HTTP/1.1 {code.value} {code.phrase}\r\n" + "".join(f"{k}: {v}\r\n" for k, v in fields.items())
+        self._out.write(head.encode() + b"\r\n" + body)
+        self._out.close()
 
     def _close(self) -> None:
-        """Close; but while the client is still sending, only our half, so that it can read what it was told."""
-        line = self._line.inner
+        """Close; while the client is still sending, only our side, so that it can read its answer."""
+        transport = self._out.inner
         self._discarding = True
-        self._later.clear()
-        if self._reading == "body" or (self._reading == "head" and self._head):
-            if line.can_write_eof():
-                line.write_eof()
+        self._unparsed.clear()
+        if self._reading == "body" or (self._reading == "head" and self._head_bytes):
+            if transport.can_write_eof():
+                transport.write_eof()
             self.flow.resume_reading()
-            self.loop.call_later(self._timeouts.linger, line.close)
+            self.loop.call_later(self._timeouts.linger, transport.close)
         else:
-            line.close()
+            transport.close()
 
-    # ---------------------------------------------------------------- time
+    # ---------------------------------------------------------------- timeouts
 
     def check_timeouts(self, now: float) -> None:
-        """End what does not get on. now: seconds, the loop's."""
-        line = self._line
-        taken = line.taken
-        if not line.get_write_buffer_size() or taken - self._taken >= _SOME:
-            self._taken, self._moved = taken, now
-        elif now - self._moved > self._timeouts.write:
-            line.abort()
-        if self._reading == "body" and (self._body >= _SOME or self.flow.read_paused):
-            self._body, self._since = 0, now
-        if self._reading and now - self._since > self._timeouts.read and not line.is_closing():
-            if self._reading == "head" and not self._head:
-                line.close()
+        """Close the connection if reading or writing makes no progress. now: the event loop's time."""
+        out = self._out
+        sent = out.sent
+        if not out.get_write_buffer_size() or sent - self._sent >= _PROGRESS:
+            self._sent = sent
+            self._writing_since = now
+        elif now - self._writing_since > self._timeouts.write:
+            out.abort()
+        if self._reading == "body" and (self._body_bytes >= _PROGRESS or self.flow.read_paused):
+            self._body_bytes = 0
+            self._reading_since = now
+        waited = now - self._reading_since
+        timeout = min(self._timeouts.read, _RESERVED_READ) if self._reserved else self._timeouts.read
+        if self._reading and waited > timeout and not out.is_closing():
+            if self._reserved:
+                self._refuse(_too_many())
+            elif self._reading == "head" and not self._head_bytes:
+                out.close()
             else:
                 self._refuse(InvalidRequest(f"the request did not get on for {self._timeouts.read:g} s"), 408)

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import base64
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from quire.errors import InvalidRequest
 from quire.frontend.embeddings import check, vector
-from quire.frontend.interface import Backend, Call, ModelCard
-from quire.frontend.request_builder import hashed_salt
-from quire.server.calls import Job
+from quire.frontend.interface import Backend, ModelCard
+from quire.server.calls import Job, make_call
 from quire.server.limits import Limits, check_answers, check_priority_and_timeout
 from quire.server.outputs import ChoiceBuilder, Usage
-from quire.server.prompts import encoded, model, prompts
+from quire.server.prompts import encode, model, prompts
 from quire.server.schemas import Prompt
 from quire.types import Pooling, SamplingParams
 
-FORMATS = ("float", "base64")
+_FORMATS = ("float", "base64")
 
 
 class EmbeddingsRequest(msgspec.Struct, kw_only=True):
@@ -41,62 +37,38 @@ class EmbeddingsRequest(msgspec.Struct, kw_only=True):
 
 
 def embedding(asked: EmbeddingsRequest, backend: Backend, limits: Limits) -> Job:
-    """One call a text. Raises InvalidRequest or UnknownModel naming the field."""
+    """A job with one call for each text. Raises InvalidRequest or UnknownModel naming the field."""
     card = model(asked.model, backend)
     check(asked.dimensions, pools=card.pools)
-    if asked.encoding_format not in (None, *FORMATS):
-        raise InvalidRequest(f"encoding_format must be one of {', '.join(FORMATS)}", param="encoding_format")
+    if asked.encoding_format not in (None, *_FORMATS):
+        raise InvalidRequest(f"encoding_format must be one of {', '.join(_FORMATS)}", param="encoding_format")
     check_priority_and_timeout(asked.priority, asked.timeout, limits)
-    several = _read(asked, backend, card, limits)
-    sampling = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooling=_pooling(asked))
-    salt = hashed_salt(asked.cache_salt or "")
-    calls = [
-        Call(
-            id=f"embd-{uuid.uuid4().hex}",
-            prompt=ids,
-            sampling=sampling,
-            priority=asked.priority or 0,
-            cache_salt=salt,
-            timeout=limits.timeout if asked.timeout is None else asked.timeout,
-        )
-        for ids in several
-    ]
+    texts = _encode(asked, backend, card, limits)
+    if asked.pooling not in (None, "mean", "last"):
+        raise InvalidRequest("pooling must be one of mean, last", param="pooling")
+    pooling: Pooling = "last" if asked.pooling == "last" else "mean"
+    params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooling=pooling)
+    calls = [make_call("embd-", None, ids, asked, params, limits) for ids in texts]
     return Job(id=calls[0].id, model=card.id, calls=calls)
 
 
-def _pooling(asked: EmbeddingsRequest) -> Pooling:
-    if asked.pooling in (None, "mean"):
-        return "mean"
-    if asked.pooling == "last":
-        return "last"
-    raise InvalidRequest("pooling must be one of mean, last", param="pooling")
-
-
-def _read(asked: EmbeddingsRequest, backend: Backend, card: ModelCard, limits: Limits) -> list[tuple[int, ...]]:
-    """The token ids of every text. Raises InvalidRequest naming `input`."""
+def _encode(asked: EmbeddingsRequest, backend: Backend, card: ModelCard, limits: Limits) -> list[tuple[int, ...]]:
+    """The token ids of each text. Raises InvalidRequest naming `input`."""
     try:
         given = prompts(asked.input, card, limits)
         check_answers(len(given), 1, limits)
-        several = encoded(given, asked.add_special_tokens is not False, backend, card.max_model_len)
+        encoded = encode(given, asked.add_special_tokens is not False, backend, card.max_model_len)
     except InvalidRequest as error:
         raise InvalidRequest(str(error).replace("prompt", "input"), param="input", code=error.code) from error
-    return [ids for _, ids in several]
+    return [ids for _, ids in encoded]
 
 
 def embeddings(asked: EmbeddingsRequest, job: Job, made: Sequence[ChoiceBuilder], usage: Usage) -> dict[str, Any]:
     """OpenAI's list of embeddings. Raises InvalidRequest for more dimensions than the model has."""
-    data = [
-        {"object": "embedding", "index": i, "embedding": _told(each, asked)}
-        for i, each in enumerate(
-            vector(one.pooled, asked.dimensions, normalize=asked.normalize is not False) for one in made
-        )
-    ]
+    data = []
+    for i, one in enumerate(made):
+        values = vector(one.pooled, asked.dimensions, normalize=asked.normalize is not False)
+        shown = base64.b64encode(values.tobytes()).decode() if asked.encoding_format == "base64" else values.tolist()
+        data.append({"object": "embedding", "index": i, "embedding": shown})
     counted = {"prompt_tokens": usage.prompt, "total_tokens": usage.prompt}
     return {"object": "list", "data": data, "model": job.model, "usage": counted}
-
-
-def _told(vector: npt.NDArray[np.float32], asked: EmbeddingsRequest) -> str | list[float]:
-    if asked.encoding_format == "base64":
-        return base64.b64encode(vector.tobytes()).decode()
-    numbers: list[float] = vector.tolist()
-    return numbers

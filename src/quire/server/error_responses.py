@@ -1,4 +1,4 @@
-"""Errors as clients of OpenAI's API expect them: one JSON object, and the HTTP status that goes with it."""
+"""Errors as clients of OpenAI's and Anthropic's APIs expect them: a JSON object, a status, and header fields."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from starlette.routing import Route
 
 from quire.errors import InvalidRequest, Overloaded, QuireError, TooLarge, Unauthorized, Unavailable, nearest
 
-_AGAIN = 5
-"""Seconds after which to ask again when the server is starting, restarting or shutting down."""
+# Seconds of Retry-After while the server is starting, restarting or shutting down.
+_RETRY_AFTER = 5
 
 INTERNAL = "the server met an error of its own; its log says more"
 
 
 class UnsupportedMedia(InvalidRequest):
-    """The body is not declared to be JSON, which also keeps strange web pages from posting here."""
+    """The body is not declared to be JSON. Without a preflight, pages of other sites cannot declare that."""
 
     status = 415
 
@@ -32,12 +32,13 @@ def body(message: str, kind: str, *, param: str | None = None, code: str | int |
 
 
 def of(error: Exception) -> bytes:
-    """The error object of an exception. What was not raised on purpose is not told: it may name files or values."""
+    """The error object of an exception. Unexpected errors are not shown: they may name files or values."""
     if isinstance(error, QuireError):
         return body(str(error), error.kind, param=error.param, code=error.code or error.status)
     return body(INTERNAL, QuireError.kind, code=500)
 
 
+# Anthropic's error types, by status.
 _KINDS: Mapping[int, str] = {
     401: "authentication_error",
     403: "permission_error",
@@ -50,7 +51,7 @@ _KINDS: Mapping[int, str] = {
 
 
 def anthropic(error: Exception) -> bytes:
-    """The same in the shape of Anthropic's API."""
+    """Anthropic's error object of an exception."""
     if not isinstance(error, QuireError):
         return _anthropic(INTERNAL, 500)
     return _anthropic(str(error), error.status)
@@ -61,38 +62,40 @@ def _anthropic(message: str, status: int) -> bytes:
     return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
 
 
-def _speaks_anthropic(path: str) -> bool:
+def _is_anthropic(path: str) -> bool:
     return "/v1/messages" in path
 
 
 def response(error: QuireError, path: str) -> Response:
-    """In the shape that clients of `path` expect."""
-    text = anthropic(error) if _speaks_anthropic(path) else of(error)
+    """A response with the error object that clients of `path` expect."""
+    text = anthropic(error) if _is_anthropic(path) else of(error)
     return Response(text, error.status, headers(error), "application/json")
 
 
 def headers(error: QuireError) -> dict[str, str]:
-    """Header fields that go with an error, besides those of its body."""
+    """Header fields of an error's response, besides those of its body."""
     if isinstance(error, Overloaded):
         return {"retry-after": str(math.ceil(error.retry_after))}
-    if isinstance(error, Unavailable):  # OpenAI's and Anthropic's clients send a 503 again, unless they are told not to
+    if isinstance(error, Unavailable):
+        # OpenAI's and Anthropic's clients repeat a request after a 503, unless x-should-retry is false.
         once = {"x-should-retry": "false"} if error.code == "upstream_died" else {}
-        return {"retry-after": str(_AGAIN), **once}
+        return {"retry-after": str(_RETRY_AFTER), **once}
     if isinstance(error, TooLarge):
-        return {"connection": "close"}  # what is left of the body is not wanted
+        # The rest of the body is not read.
+        return {"connection": "close"}
     if isinstance(error, Unauthorized):
         return {"www-authenticate": "Bearer"}
     return {}
 
 
 async def error_response(request: Request, error: Exception) -> Response:
-    """For errors raised on purpose."""
+    """The exception handler for QuireError."""
     assert isinstance(error, QuireError)
     return response(error, request.url.path)
 
 
 async def routing_error(request: Request, error: Exception) -> Response:
-    """For what the router says: no such path, no such method."""
+    """The exception handler for errors of the router: no such path, no such method."""
     assert isinstance(error, HTTPException)
     status = error.status_code
     message = f"{request.method} {request.url.path}: {HTTPStatus(status).phrase.lower()}"
@@ -100,17 +103,18 @@ async def routing_error(request: Request, error: Exception) -> Response:
         message += f"; allowed: {error.headers.get('Allow', '')}"
     if status == 404 and (hint := nearest(request.url.path, _paths(request))):
         message += "." + hint
-    known = _speaks_anthropic(request.url.path)
-    text = _anthropic(message, status) if known else body(message, InvalidRequest.kind, code=status)
+    text = body(message, InvalidRequest.kind, code=status)
+    if _is_anthropic(request.url.path):
+        text = _anthropic(message, status)
     return Response(text, status, error.headers, "application/json")
 
 
 def _paths(request: Request) -> list[str]:
-    """Those that are always there."""
+    """Paths without parameters."""
     return [route.path for route in request.app.routes if isinstance(route, Route) and "{" not in route.path]
 
 
 async def internal_error(request: Request, error: Exception) -> Response:
-    """For everything else; the traceback goes to the log. The server hangs up after it, and says so beforehand."""
-    text = anthropic(error) if _speaks_anthropic(request.url.path) else of(error)
+    """The exception handler for all other errors. uvicorn logs the traceback, and closes the connection."""
+    text = anthropic(error) if _is_anthropic(request.url.path) else of(error)
     return Response(text, 500, {"connection": "close"}, "application/json")

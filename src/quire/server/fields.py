@@ -1,33 +1,23 @@
-"""Every field of OpenAI's and vLLM's requests, and what becomes of it: the one table for code, tests and docs.
+"""Fields of OpenAI's and vLLM's requests that have no effect here, or are refused: one table for code, tests and docs.
 
-A field is *honoured* (the request types in `schemas` declare it), a *no-op* by definition, or *refused* by name with
-why. A refused field may be sent with a value that asks for nothing, as client libraries do.
+A field is *honoured* (the request types declare it), a *no-op* by definition, or *refused* by name with a reason. A
+refused field may be sent with a value that asks for nothing, as client libraries do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from quire.errors import InvalidRequest, nearest
 
-State = Literal["honoured", "no-op", "refused"]
-
 
 class Refusal(NamedTuple):
-    """Why a field is not supported, and the values that would not change anything (None never does)."""
+    """Why a field is not supported, and the values that would change nothing (None never does)."""
 
     why: str
     no_op: tuple[Any, ...] = ()
-
-
-class FieldRow(NamedTuple):
-    """One line of the table."""
-
-    field: str
-    state: State
-    note: str = ""
 
 
 NO_OPS: Mapping[str, str] = MappingProxyType(
@@ -85,7 +75,7 @@ REFUSED_FIELDS: Mapping[str, Refusal] = MappingProxyType(
         "return_sampling_params": Refusal("only completions and chat completions tell them", (False,)),
         "logits_processors": Refusal("code is not taken from requests: use logit_bias, bad_words or allowed_token_ids"),
         "logprob_token_ids": Refusal("use logprobs, which gives the most likely tokens"),
-        "spaces_between_special_tokens": Refusal("text is exactly what the tokens spell", (True,)),
+        "spaces_between_special_tokens": Refusal("text is exactly what the tokens decode to", (True,)),
         "repetition_detection": Refusal("use repetition_penalty, stop or max_tokens"),
         "watermarking": Refusal("watermarks are not supported", (False,)),
         "stream_interval": Refusal("tokens are sent as they come", (1,)),
@@ -101,7 +91,7 @@ REFUSED_FIELDS: Mapping[str, Refusal] = MappingProxyType(
         "background": Refusal(
             "answers come on the connection that asked; /v1/batches works in the background", (False,)
         ),
-        "max_tool_calls": Refusal("this server calls no tools itself: it tells you which to call"),
+        "max_tool_calls": Refusal("this server calls no tools itself: answers say which to call"),
         "truncation": Refusal("prompts are never cut: send the part that matters", ("disabled",)),
         "reasoning": Refusal(
             "put what the model's template knows into chat_template_kwargs", ({}, {"effort": None, "summary": None})
@@ -117,7 +107,7 @@ REFUSED_FIELDS: Mapping[str, Refusal] = MappingProxyType(
     }
 )
 
-
+# Names for the same thing, here and in other APIs; where a path has several, the first is used in hints.
 SYNONYMS = (
     ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "num_predict", "n_predict"),
     ("prompt", "messages", "input", "inputs"),
@@ -125,25 +115,16 @@ SYNONYMS = (
     ("repetition_penalty", "repeat_penalty"),
     ("structured_outputs", "regex", "ebnf", "grammar", "json_schema"),
 )
-"""Names for one thing, here and in other APIs; where a path knows several, the first is its own."""
 
+# The path that has a field, for hints.
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/responses"}
 )
-"""Where else such a field is at home."""
-
-
-def table(honoured: Iterable[str]) -> list[FieldRow]:
-    """The table for a request type that declares the fields `honoured`."""
-    known = set(honoured)
-    rows = [FieldRow(name, "honoured") for name in known]
-    rows += [FieldRow(name, "no-op", note) for name, note in NO_OPS.items() if name not in known]
-    rows += [FieldRow(name, "refused", refusal.why) for name, refusal in REFUSED_FIELDS.items() if name not in known]
-    return sorted(rows)
 
 
 def check(given: Mapping[str, Any], honoured: Iterable[str], *, where: str = "") -> dict[str, Any]:
-    """The honoured fields of `given`. Raises InvalidRequest for the first refused or unknown one, by its name.
+    """The honoured fields of `given`, without those that are None. Raises InvalidRequest naming the first refused or
+    unknown field.
 
     where: path of the object, such as 'stream_options.', for the message.
     """
@@ -166,7 +147,15 @@ def check(given: Mapping[str, Any], honoured: Iterable[str], *, where: str = "")
 
 
 def _hint(name: str, known: Collection[str]) -> str:
-    """What a field of a request is called here, and where else it would be known."""
+    """The name that an unknown field has on this path, and the path that has a field of that name."""
     meant = next((other for names in SYNONYMS if name in names for other in names if other in known), None)
-    said = f" Did you mean {meant!r}?" if meant else nearest(name[:64], known)
-    return said + (f" {ELSEWHERE[name]} has {name!r}." if name in ELSEWHERE else "")
+    hint = f" Did you mean {meant!r}?" if meant else nearest(name[:64], known)
+    return hint + (f" {ELSEWHERE[name]} has {name!r}." if name in ELSEWHERE else "")
+
+
+def require_text(given: Mapping[str, Any], name: str, where: str) -> str:
+    """The text in a field of an object. where: path of the object. Raises InvalidRequest."""
+    value = given.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{where}.{name} must be text", param=where.partition("[")[0])
+    return value

@@ -1,6 +1,6 @@
-"""The live page: its files, its stream of events, what happened to a request, and a way to sign in for browsers.
+"""The live page: its files, its stream of frames, explanations of requests, and browsers' sessions.
 
-An event stream cannot send headers, so where there are API keys a browser shows its key once and gets a cookie.
+An event stream cannot send headers, so where there are API keys a browser sends its key once and gets a cookie.
 """
 
 from __future__ import annotations
@@ -19,23 +19,26 @@ import msgspec
 from starlette.requests import Request, cookie_parser
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.errors import InvalidRequest, QuireError, Unauthorized
 from quire.frontend.offload import offload
-from quire.server.chunks import KEEP_ALIVE, event
-from quire.server.limits import Keys, Limits, read_body
-from quire.server.stream import HEADERS, until_gone
+from quire.server.access import Keys
+from quire.server.limits import Limits, read_body
+from quire.server.stream import HEADERS, KEEP_ALIVE, cancel, event, unless_gone
 
 COOKIE = "quire_session"
-LASTS = 12 * 3600
-"""Seconds until a browser has to sign in again."""
+
+# Seconds until a browser has to sign in again.
+SESSION_SECONDS = 12 * 3600
 MOST_SESSIONS = 1024
 
+# Seconds between the comments of a stream without frames.
 _SILENCE = 15.0
-"""Seconds after which somebody who has nothing to see is told so."""
-_PATIENCE = 0.2
-"""Seconds that a first frame may take; then the stream begins without one."""
+
+# Seconds that the first frame may take; then the stream begins without it.
+_FIRST_FRAME_TIMEOUT = 0.2
+
 _FOLDER = Path(__file__).parent / "static"
 _TYPES: Mapping[str, str] = {
     ".html": "text/html; charset=utf-8",
@@ -43,7 +46,7 @@ _TYPES: Mapping[str, str] = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-_SAFE: Mapping[str, str] = {
+_FILE_HEADERS: Mapping[str, str] = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -51,48 +54,49 @@ _SAFE: Mapping[str, str] = {
     "cache-control": "no-cache",
 }
 
+# Paths that a browser's session may use, besides /v1/requests and the page's own files.
+_SESSION_PATHS = frozenset({"/ui/events", "/v1/chat/completions", "/v1/models", "/stats"})
+
 
 class LiveSource(Protocol):
-    """What there is to see."""
+    """What the live page shows of an engine."""
 
     def watch(self) -> AsyncGenerator[bytes, None]:
-        """Frames of JSON as they come, and an empty one after a silence. Raises Overloaded when too many watch."""
+        """Frames of JSON as they come, and an empty one after a silence. Raises Overloaded beyond the most viewers."""
 
     async def explain(self, id: str) -> bytes:
-        """What happened to an answer as JSON, `null` if it is not known; a line for each known, if `id` is empty."""
+        """What happened to an answer as JSON, `null` if it is unknown; a line for each known one if `id` is empty."""
 
 
-class NoLiveSource:
-    """Nothing to see: a backend that cannot be looked into."""
+class NotFound(QuireError):
+    """A path that names nothing."""
 
-    async def watch(self) -> AsyncGenerator[bytes, None]:
-        while True:
-            await asyncio.sleep(_SILENCE)
-            yield b""
-
-    async def explain(self, id: str) -> bytes:
-        return b"null"
+    status = 404
+    kind = "invalid_request_error"
 
 
 class Sessions:
-    """Browsers that have shown a key. A cookie is a random number; here only its digest is kept."""
+    """Browsers that have sent a key. A cookie is a random number, of which only the digest is kept."""
 
-    def __init__(self, lasts: float = LASTS) -> None:
+    def __init__(self, lasts: float = SESSION_SECONDS) -> None:
         self._lasts = lasts
-        self._until: dict[bytes, float] = {}
+        self._expires: dict[bytes, float] = {}
 
     def open(self) -> str:
-        while len(self._until) >= MOST_SESSIONS:
-            del self._until[next(iter(self._until))]
+        """The cookie of a new session, which replaces the oldest one beyond MOST_SESSIONS."""
+        while len(self._expires) >= MOST_SESSIONS:
+            del self._expires[next(iter(self._expires))]
         cookie = secrets.token_urlsafe(32)
-        self._until[_digest(cookie)] = time.monotonic() + self._lasts
+        self._expires[_digest(cookie)] = time.monotonic() + self._lasts
         return cookie
 
     def known(self, cookie: str) -> bool:
-        return self._until.get(_digest(cookie), 0.0) > time.monotonic()
+        """Whether a cookie belongs to a session that has not expired."""
+        return self._expires.get(_digest(cookie), 0.0) > time.monotonic()
 
     def close(self, cookie: str) -> None:
-        self._until.pop(_digest(cookie), None)
+        """End the session of a cookie, if there is one."""
+        self._expires.pop(_digest(cookie), None)
 
 
 def _digest(cookie: str) -> bytes:
@@ -104,17 +108,20 @@ class _SignIn(msgspec.Struct):
 
 
 class Page:
-    """`/ui`, and `/v1/requests/{id}/explain` behind it."""
+    """The handlers of `/ui` and of `/v1/requests`. view: None for a backend that cannot be looked into."""
 
-    def __init__(self, view: LiveSource, keys: Keys, limits: Limits) -> None:
-        self._view, self._keys, self._limits = view, keys, limits
+    def __init__(self, view: LiveSource | None, keys: Keys, limits: Limits) -> None:
+        self._view = view
+        self._keys = keys
+        self._limits = limits
         self._sessions = Sessions()
         self._files = {path.name: _File(path) for path in sorted(_FOLDER.iterdir()) if path.suffix in _TYPES}
 
     def routes(self) -> list[Route]:
+        """All paths of the page."""
         return [
             Route("/ui", self.index),
-            Route("/ui/", self.elsewhere),
+            Route("/ui/", self.redirect),
             Route("/ui/session", self.session),
             Route("/ui/session", self.sign_in, methods=["POST"]),
             Route("/ui/session", self.sign_out, methods=["DELETE"]),
@@ -124,44 +131,44 @@ class Page:
             Route("/v1/requests/{id}/explain", self.explain),
         ]
 
-    def admits(self, path: str, headers: Mapping[str, str]) -> bool:
-        """Whether there is no need to ask for a key: for the page's own files, which are the same for everybody, and
-        for what the page asks of the server once a browser has signed in."""
+    def has_session(self, path: str, headers: Mapping[str, str]) -> bool:
+        """Whether a request needs no key: for the page's own files, which are the same for all readers, and for paths
+        that the page uses once its browser has signed in."""
         if path in ("/ui", "/ui/", "/ui/session") or path.removeprefix("/ui/") in self._files:
             return True
-        if path not in _ALLOWED and not path.startswith("/v1/requests"):
+        if path not in _SESSION_PATHS and not path.startswith("/v1/requests"):
             return False
         return self._sessions.known(cookie_parser(headers.get("cookie", "")).get(COOKIE, ""))
 
-    # ---------------------------------------------------------------- files
-
     async def index(self, request: Request) -> Response:
+        """`GET /ui`."""
         return self._files["index.html"].response(request)
 
-    async def elsewhere(self, request: Request) -> Response:
+    async def redirect(self, request: Request) -> Response:
+        """`GET /ui/`: to `/ui`, since the page's links are relative."""
         return RedirectResponse("../ui")
 
     async def file(self, request: Request) -> Response:
+        """`GET /ui/{name}`."""
         found = self._files.get(request.path_params["name"])
         if found is None:
             raise NotFound(f"the page has no file {request.path_params['name']!r}")
         return found.response(request)
 
-    # ---------------------------------------------------------------- signing in
-
     async def session(self, request: Request) -> Response:
-        """Whether a key is needed, and whether this browser has shown one."""
+        """`GET /ui/session`: whether a key is needed, and whether this browser has sent one."""
         known = self._sessions.known(request.cookies.get(COOKIE, ""))
         return _json({"needed": self._keys.needed_for_admins, "signed_in": known or not self._keys.needed_for_admins})
 
     async def sign_in(self, request: Request) -> Response:
+        """`POST /ui/session`: a key for a cookie."""
         body = await read_body(request, self._limits)
         await offload(len(body), partial(self._check, body))
         answer = _json({"signed_in": True})
         answer.set_cookie(
             COOKIE,
             self._sessions.open(),
-            max_age=LASTS,
+            max_age=SESSION_SECONDS,
             path=request.scope.get("root_path", "") or "/",
             httponly=True,
             samesite="strict",
@@ -180,88 +187,70 @@ class Page:
             raise Unauthorized("this is not a key of this server", code="invalid_api_key") from None
 
     async def sign_out(self, request: Request) -> Response:
+        """`DELETE /ui/session`."""
         self._sessions.close(request.cookies.get(COOKIE, ""))
         answer = _json({"signed_in": not self._keys.needed_for_admins})
         answer.delete_cookie(COOKIE, path=request.scope.get("root_path", "") or "/", httponly=True, samesite="strict")
         return answer
 
-    # ---------------------------------------------------------------- what there is to see
-
-    async def events(self, request: Request) -> Frames:
-        return Frames(self._view)
-
     async def explain(self, request: Request) -> Response:
+        """`GET /v1/requests/{id}/explain`, and `GET /v1/requests` without an id."""
         id = request.path_params.get("id", "")
-        story = await self._view.explain(id)
-        if story == b"null":
+        explanation = b"null" if self._view is None else await self._view.explain(id)
+        if explanation == b"null":
             raise NotFound(f"no request {id!r} is known here: it never was, or it was forgotten since")
-        return Response(story, media_type="application/json")
+        return Response(explanation, media_type="application/json")
+
+    async def events(self, request: Request) -> ASGIApp:
+        """`GET /ui/events`: frames, as server-sent events."""
+        return self._stream
+
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_gone(receive, self._send_frames(send))
+
+    async def _send_frames(self, send: Send) -> None:
+        """Send frames one by one. While the reader's socket is full none is taken from the view, which notices."""
+
+        async def send_frame(frame: bytes) -> None:
+            data = event(frame) if frame else KEEP_ALIVE
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+        async with aclosing(_silence() if self._view is None else self._view.watch()) as frames:
+            first = asyncio.ensure_future(anext(frames))
+            try:
+                await asyncio.wait((first,), timeout=_FIRST_FRAME_TIMEOUT)
+                # A refusal is raised here, so that it gets a status of its own.
+                if first.done():
+                    first.result()
+                await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                await send_frame(b"")
+                await send_frame(await first)
+            finally:
+                await cancel(first)
+            async for frame in frames:
+                await send_frame(frame)
 
 
-_ALLOWED = frozenset({"/ui/events", "/v1/chat/completions", "/v1/models", "/stats"})
-
-
-class NotFound(QuireError):
-    """A path that names nothing."""
-
-    status = 404
-    kind = "invalid_request_error"
+async def _silence() -> AsyncGenerator[bytes, None]:
+    """The frames of a page without a view."""
+    while True:
+        await asyncio.sleep(_SILENCE)
+        yield b""
 
 
 class _File:
     """One file of the page, read once."""
 
     def __init__(self, path: Path) -> None:
-        self._body, self._type = path.read_bytes(), _TYPES[path.suffix]
+        self._body = path.read_bytes()
+        self._type = _TYPES[path.suffix]
         self._tag = f'"{hashlib.sha256(self._body).hexdigest()[:16]}"'
 
     def response(self, request: Request) -> Response:
-        headers = {**_SAFE, "etag": self._tag}
+        headers = {**_FILE_HEADERS, "etag": self._tag}
         if request.headers.get("if-none-match") == self._tag:
             return Response(status_code=304, headers=headers)
         return Response(self._body, headers=headers, media_type=self._type)
-
-
-class Frames:
-    """An ASGI answer that streams frames for as long as somebody reads.
-
-    Sending waits while the reader's socket is full, and then nothing is taken from the view, which notices.
-    """
-
-    def __init__(self, view: LiveSource) -> None:
-        self._view = view
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        leaving = asyncio.ensure_future(until_gone(receive))
-        pump = asyncio.ensure_future(self._pump(send))
-        try:
-            await asyncio.wait((leaving, pump), return_when=asyncio.FIRST_COMPLETED)
-            if pump.done():
-                pump.result()
-        finally:
-            for task in (leaving, pump):
-                task.cancel()
-            await asyncio.gather(leaving, pump, return_exceptions=True)
-
-    async def _pump(self, send: Send) -> None:
-        async with aclosing(self._view.watch()) as frames:
-            first = asyncio.ensure_future(anext(frames))
-            try:
-                await asyncio.wait((first,), timeout=_PATIENCE)
-                if first.done():
-                    first.result()  # a refusal has a status of its own
-                await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
-                await self._send(send, await first)
-            finally:
-                first.cancel()
-                await asyncio.gather(first, return_exceptions=True)
-            async for frame in frames:
-                await self._send(send, frame)
-
-    async def _send(self, send: Send, frame: bytes) -> None:
-        data = event(frame) if frame else KEEP_ALIVE
-        await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 def _json(value: object) -> Response:

@@ -1,16 +1,22 @@
-"""Anthropic's Messages: requests as chat requests, and answers in their shape."""
+"""Anthropic's Messages: requests as chat requests, and answers in their format, whole and as events."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from quire.errors import InvalidRequest
+from quire.frontend.interface import Delta
+from quire.frontend.offload import PER_TOKEN
+from quire.parsers.parts import TextPart
+from quire.server import error_responses
 from quire.server.calls import Job
-from quire.server.outputs import ChoiceBuilder, Usage
+from quire.server.fields import require_text
+from quire.server.outputs import ChoiceBuilder, TokenText, Usage
 from quire.server.schemas import ChatRequest, Sampling
+from quire.server.stream import Chunks
 
 Blocks = str | list[Any]
 
@@ -34,7 +40,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 
 def as_chat(asked: CountRequest, *, thinks: bool) -> ChatRequest:
-    """The same as a chat request. thinks: the model has thoughts. Raises InvalidRequest naming the field."""
+    """The same as a chat request. thinks: whether the model reasons. Raises InvalidRequest naming the field."""
     messages = [{"role": "system", "content": _text(asked.system, "system")}] if asked.system else []
     for i, message in enumerate(asked.messages):
         messages += _messages(message, f"messages[{i}]")
@@ -57,7 +63,7 @@ def as_chat(asked: CountRequest, *, thinks: bool) -> ChatRequest:
 
 
 def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """One message as one, or several where it has results of tools in it."""
+    """One message as chat messages: several where it contains tool results."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise InvalidRequest(f"{where}.role must be user or assistant, not {str(role)[:40]!r}", param="messages")
@@ -67,47 +73,43 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         return [{"role": role, "content": content}]
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         raise InvalidRequest(f"{where}.content must be text or a list of blocks", param="messages")
-    made: dict[str, Any] = {"role": role, "content": []}
-    results, thoughts, calls = [], [], []
+    chat: dict[str, Any] = {"role": role, "content": []}
+    results = []
+    thoughts = []
+    calls = []
     for i, block in enumerate(content):
         kind, at = block.get("type"), f"{where}.content[{i}]"
         if kind == "text":
-            made["content"].append({"type": "text", "text": _string(block, "text", at)})
+            chat["content"].append({"type": "text", "text": require_text(block, "text", at)})
         elif kind == "tool_result" and role == "user":
             text = _text(block.get("content") or "", f"{at}.content")
-            results.append({"role": "tool", "tool_call_id": _string(block, "tool_use_id", at), "content": text})
+            results.append({"role": "tool", "tool_call_id": require_text(block, "tool_use_id", at), "content": text})
         elif kind == "tool_use" and role == "assistant":
-            function = {"name": _string(block, "name", at), "arguments": block.get("input") or {}}
-            calls.append({"id": _string(block, "id", at), "type": "function", "function": function})
+            function = {"name": require_text(block, "name", at), "arguments": block.get("input") or {}}
+            calls.append({"id": require_text(block, "id", at), "type": "function", "function": function})
         elif kind == "thinking" and role == "assistant":
-            thoughts.append(_string(block, "thinking", at))
+            thoughts.append(require_text(block, "thinking", at))
         elif kind != "redacted_thinking":
             raise InvalidRequest(f"{at}: a block of type {str(kind)[:40]!r} is not supported here", param="messages")
     if thoughts:
-        made["reasoning_content"] = "\n".join(thoughts)
+        chat["reasoning_content"] = "\n".join(thoughts)
     if calls:
-        made["tool_calls"] = calls
-    return [*results, made] if made["content"] or calls or not results else results
-
-
-def _string(block: Mapping[str, Any], name: str, where: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise InvalidRequest(f"{where}.{name} must be text", param=where.partition("[")[0])
-    return value
+        chat["tool_calls"] = calls
+    return [*results, chat] if chat["content"] or calls or not results else results
 
 
 def _text(blocks: Any, where: str) -> str:
     """Text, or the text of blocks, a line each."""
+    param = where.partition("[")[0]
     if isinstance(blocks, str):
         return blocks
     if not isinstance(blocks, list):
-        raise InvalidRequest(f"{where} must be text or a list of blocks", param=where.partition("[")[0])
+        raise InvalidRequest(f"{where} must be text or a list of blocks", param=param)
     texts = []
     for i, block in enumerate(blocks):
         if not isinstance(block, dict) or block.get("type") != "text":
-            raise InvalidRequest(f"{where}[{i}]: only text blocks are supported here", param=where.partition("[")[0])
-        texts.append(_string(block, "text", f"{where}[{i}]"))
+            raise InvalidRequest(f"{where}[{i}]: only text blocks are supported here", param=param)
+        texts.append(require_text(block, "text", f"{where}[{i}]"))
     return "\n".join(texts)
 
 
@@ -120,7 +122,7 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _choice(choice: Mapping[str, Any] | None) -> tuple[str | dict[str, Any] | None, bool | None]:
-    """tool_choice and parallel_tool_calls."""
+    """OpenAI's tool_choice and parallel_tool_calls."""
     if choice is None:
         return None, None
     kind, parallel = choice.get("type"), False if choice.get("disable_parallel_tool_use") else None
@@ -133,7 +135,7 @@ def _choice(choice: Mapping[str, Any] | None) -> tuple[str | dict[str, Any] | No
 
 
 def _thinking(asked: Mapping[str, Any] | None, thinks: bool) -> dict[str, Any] | None:
-    """What templates call it. Thoughts and answer share max_tokens, whatever the budget."""
+    """The template's arguments. The budget is not used: thoughts and answer share max_tokens."""
     if asked is None:
         return None
     kind = asked.get("type")
@@ -144,22 +146,33 @@ def _thinking(asked: Mapping[str, Any] | None, thinks: bool) -> dict[str, Any] |
     return {"enable_thinking": kind != "disabled"}
 
 
-# -------------------------------------------------------------------- answers
-
-_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}.get
+# ---------------------------------------------------------------- answers
 
 
-def stop_reason(finish: str | None, stop: int | str | None, called: bool) -> tuple[str | None, str | None]:
-    """(stop_reason, stop_sequence)."""
+def message(job: Job, made: ChoiceBuilder, usage: Usage) -> dict[str, Any]:
+    """A message object."""
+    blocks: list[dict[str, Any]] = []
+    for part in made.parts:
+        if part.kind == "arguments":
+            blocks[-1]["input"] = _input(part.text)
+        elif part.kind != "reasoning" or job.reasons:
+            text = {"content": "text", "reasoning": "thinking"}.get(part.kind)
+            blocks.append(_block(part, job) | ({} if text is None else {text: part.text}))
+    reason, sequence = _stop_reason(made.finish_reason, made.stop_reason, bool(made.calls))
+    return _head(job, usage) | {"content": blocks, "stop_reason": reason, "stop_sequence": sequence}
+
+
+def _stop_reason(finish: str | None, stop: int | str | None, called: bool) -> tuple[str | None, str | None]:
+    """(stop_reason, stop_sequence). stop: the stop string or token that ended the answer. called: it calls tools."""
     if finish == "stop" and isinstance(stop, str):
         return "stop_sequence", stop
-    if finish == "stop" and called:
-        return "tool_use", None
-    return (None if finish is None else _REASONS(finish, finish)), None
+    if finish == "stop":
+        return "tool_use" if called else "end_turn", None
+    return "max_tokens" if finish == "length" else finish, None
 
 
-def usage_of(usage: Usage, n: int = 1) -> dict[str, int]:
-    """Anthropic's input_tokens are those that were computed."""
+def _usage(usage: Usage, n: int = 1) -> dict[str, int]:
+    """Anthropic's usage object, whose input_tokens are those that were computed."""
     cached = usage.cached(n)
     return {
         "input_tokens": usage.prompt - cached,
@@ -169,24 +182,8 @@ def usage_of(usage: Usage, n: int = 1) -> dict[str, int]:
     }
 
 
-def message(job: Job, made: ChoiceBuilder, usage: Usage) -> dict[str, Any]:
-    """A message object."""
-    blocks: list[dict[str, Any]] = []
-    for part in made.parts:
-        if part.kind == "arguments":
-            blocks[-1]["input"] = _input(part.text)
-        elif part.kind == "call":
-            blocks.append({"type": "tool_use", "id": job.tools.call_id(), "name": part.text, "input": {}})
-        elif part.kind == "content":
-            blocks.append({"type": "text", "text": part.text})
-        elif job.reasons:
-            blocks.append({"type": "thinking", "thinking": part.text, "signature": ""})
-    reason, sequence = stop_reason(made.finish_reason, made.stop_reason, bool(made.calls))
-    return head(job, usage) | {"content": blocks, "stop_reason": reason, "stop_sequence": sequence}
-
-
-def head(job: Job, usage: Usage) -> dict[str, Any]:
-    """A message of which nothing is known yet but the prompt."""
+def _head(job: Job, usage: Usage) -> dict[str, Any]:
+    """A message before anything of it is generated."""
     return {
         "id": job.id,
         "type": "message",
@@ -195,13 +192,95 @@ def head(job: Job, usage: Usage) -> dict[str, Any]:
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
-        "usage": usage_of(usage),
+        "usage": _usage(usage),
     }
 
 
+def _block(part: TextPart, job: Job) -> dict[str, Any]:
+    """The content block that `part` begins, without its text."""
+    if part.kind == "call":
+        return {"type": "tool_use", "id": job.tools.call_id(), "name": part.text, "input": {}}
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}
+
+
 def _input(arguments: str) -> Any:
-    """A call's arguments as an object; what is not JSON, as the text it is."""
+    """A call's arguments as an object; if they are not JSON, the text within one."""
     try:
         return msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):
         return {"arguments": arguments}
+
+
+# ---------------------------------------------------------------- streams
+
+
+def _event(kind: str, **data: Any) -> bytes:
+    """One event; its data repeats its type."""
+    return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode({"type": kind, **data}) + b"\n\n"
+
+
+class MessageChunks(Chunks[Delta]):
+    """Blocks of text, thoughts and tool calls, one after another."""
+
+    def __init__(self, job: Job, token_text: TokenText) -> None:
+        self._job = job
+        self._usage = Usage(job, token_text)
+        self._splitter = job.splitter()
+        self._index = -1
+        self._kind = ""
+        self._called = False
+        self._end: tuple[str | None, str | None] = (None, None)
+
+    def cost(self, ready: Sequence[Delta]) -> int:
+        """The cost of these deltas."""
+        return PER_TOKEN * len(ready)
+
+    def opening(self) -> bytes:
+        """message_start."""
+        head = _head(self._job, self._usage)
+        head["usage"]["output_tokens"] = 0
+        return _event("message_start", message=head)
+
+    def encode(self, delta: Delta) -> bytes:
+        """The content_block events of a delta."""
+        self._usage.add(delta)
+        events = b"".join(map(self._part, self._job.shown_parts(self._splitter, delta)))
+        if delta.finish_reason is not None:
+            self._end = _stop_reason(delta.finish_reason, delta.stop_reason, self._called)
+        return events
+
+    def _part(self, part: TextPart) -> bytes:
+        if part.kind == "arguments":
+            return self._delta({"type": "input_json_delta", "partial_json": part.text})
+        events = b""
+        if part.kind == "call" or part.kind != self._kind:
+            events = self._stop() + self._start(part)
+        if part.kind == "content":
+            return events + self._delta({"type": "text_delta", "text": part.text})
+        if part.kind == "reasoning":
+            return events + self._delta({"type": "thinking_delta", "thinking": part.text})
+        self._called = True
+        return events
+
+    def _start(self, part: TextPart) -> bytes:
+        self._index += 1
+        self._kind = part.kind
+        return _event("content_block_start", index=self._index, content_block=_block(part, self._job))
+
+    def _delta(self, delta: dict[str, str]) -> bytes:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+    def _stop(self) -> bytes:
+        return _event("content_block_stop", index=self._index) if self._index >= 0 else b""
+
+    def closing(self) -> bytes:
+        """The end of the last block, message_delta and message_stop."""
+        reason, sequence = self._end
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        return self._stop() + _event("message_delta", delta=delta, usage=_usage(self._usage)) + _event("message_stop")
+
+    def failed(self, error: Exception) -> bytes:
+        """An error event."""
+        return b"event: error\ndata: " + error_responses.anthropic(error) + b"\n\n"

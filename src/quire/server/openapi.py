@@ -1,24 +1,34 @@
-"""`/openapi.json`: every path, and of its request every field in the table: honoured, a no-op, or refused by name."""
+"""Documents written from the request types and the table of fields: `/openapi.json` and docs/reference/requests.md.
+
+`make docs` writes the latter.
+"""
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct
 
-from quire.server.batch_api.batches import BatchRequest
-from quire.server.batch_api.service import ENDPOINTS as BATCHED
+from quire.server import schemas
+from quire.server.access import PUBLIC_PATHS
+from quire.server.batch_api.batches import BATCH_ENDPOINTS, BatchRequest
+from quire.server.embeddings import EmbeddingsRequest
 from quire.server.endpoints import ENDPOINTS, TOKEN_COUNT_ENDPOINTS
 from quire.server.fields import NO_OPS, REFUSED_FIELDS
-from quire.server.limits import PUBLIC_PATHS
-from quire.server.schemas import DetokenizeRequest, GenerateRequest, TokenizeRequest
+from quire.server.messages import MessagesRequest
+from quire.server.responses import ResponsesRequest
 from quire.types import NUMERIC_PARAMETERS
 
-JSON, EVENTS, TEXT, BYTES = "application/json", "text/event-stream", "text/plain", "application/octet-stream"
+JSON = "application/json"
+EVENTS = "text/event-stream"
+TEXT = "text/plain"
+BYTES = "application/octet-stream"
 
-_MEANS: Mapping[str, str] = {
+_STATUSES: Mapping[str, str] = {
     "200": "What was asked for",
     "206": "The part that was asked for",
     "400": "A field is wrong, and named",
@@ -39,14 +49,14 @@ _BODY = ("400", "404", "413", "415", "429")
 
 
 class Operation(NamedTuple):
-    """One method of one path. asks: the type of its body. gives: media types of what it answers. errors: statuses that
-    it has beside those of all. query: its parameters, by name, as JSON schemas. upload: it takes a file."""
+    """One method of one path. request_type: of its body. media_types: of its answers. errors: statuses besides those
+    of every path. query: its parameters, by name, as JSON schemas. upload: whether it takes a file."""
 
     method: str
     path: str
-    about: str
-    asks: type[Struct] | None = None
-    gives: Sequence[str] = (JSON,)
+    summary: str
+    request_type: type[Struct] | None = None
+    media_types: Sequence[str] = (JSON,)
     errors: Sequence[str] = ()
     query: Mapping[str, Mapping[str, Any]] = {}
     upload: bool = False
@@ -72,16 +82,16 @@ _MESSAGE: Mapping[str, Any] = {
 
 OPERATIONS = (
     *(
-        Operation("post", path, "Generate", door.request_type, (JSON, EVENTS), ("504",))
-        for path, door in ENDPOINTS.items()
+        Operation("post", path, "Generate", endpoint.request_type, (JSON, EVENTS), ("504",))
+        for path, endpoint in ENDPOINTS.items()
     ),
-    Operation("post", "/v1/generate", "Generate, in a short form", GenerateRequest, errors=("504",)),
+    Operation("post", "/v1/generate", "Generate, in a short form", schemas.GenerateRequest, errors=("504",)),
     *(
         Operation("post", path, "Count a prompt's tokens", count.request_type)
         for path, count in TOKEN_COUNT_ENDPOINTS.items()
     ),
-    Operation("post", "/tokenize", "Text or messages to token ids", TokenizeRequest),
-    Operation("post", "/detokenize", "Token ids to text", DetokenizeRequest),
+    Operation("post", "/tokenize", "Text or messages to token ids", schemas.TokenizeRequest),
+    Operation("post", "/detokenize", "Token ids to text", schemas.DetokenizeRequest),
     Operation("get", "/v1/models", "What is served"),
     Operation("get", "/v1/models/{id}", "The model served", errors=("404",)),
     Operation("post", "/v1/files", "Upload a file", errors=("403", *_BODY), upload=True),
@@ -89,7 +99,7 @@ OPERATIONS = (
     Operation("get", "/v1/files/{id}", "A file", errors=("404",)),
     Operation("delete", "/v1/files/{id}", "Delete a file", errors=("400", "404")),
     Operation("get", "/v1/files/{id}/content", "What is in a file", None, (BYTES,), ("206", "400", "404", "416")),
-    Operation("post", "/v1/batches", f"A batch of requests to one of {', '.join(BATCHED)}", BatchRequest),
+    Operation("post", "/v1/batches", f"A batch of requests to one of {', '.join(BATCH_ENDPOINTS)}", BatchRequest),
     Operation("get", "/v1/batches", "Batches", errors=("400", "404"), query=_LIST),
     Operation("get", "/v1/batches/{id}", "A batch", errors=("404",)),
     Operation("post", "/v1/batches/{id}/cancel", "Cancel a batch", errors=("400", "403", "404", "429")),
@@ -106,28 +116,28 @@ OPERATIONS = (
 
 
 def document(version: str) -> bytes:
-    """OpenAPI 3.1."""
-    types = [operation.asks for operation in OPERATIONS if operation.asks is not None]
+    """The OpenAPI 3.1 document."""
+    types = [operation.request_type for operation in OPERATIONS if operation.request_type is not None]
     _, made = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
-    schemas = {name: _tabled(schema) for name, schema in made.items()}
-    schemas["Error"] = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
+    components = {name: _with_table(schema) for name, schema in made.items()}
+    components["Error"] = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
     key = {"type": "http", "scheme": "bearer"}
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
             "info": {"title": "Quire", "version": version},
             "paths": paths,
-            "components": {"schemas": schemas, "securitySchemes": {"key": key}},
+            "components": {"schemas": components, "securitySchemes": {"key": key}},
             "security": [{}, {"key": []}],
         }
     )
 
 
-def _tabled(schema: dict[str, Any]) -> dict[str, Any]:
-    """A request type with the rest of the table: what has no effect, and what is refused but for harmless values."""
+def _with_table(schema: dict[str, Any]) -> dict[str, Any]:
+    """A request type's schema with the fields of the table: no-ops, and those that are refused for most values."""
     known = schema.get("properties", {})
     rest: dict[str, Any] = {name: {"description": f"no effect: {why}"} for name, why in NO_OPS.items()}
     for name, refusal in REFUSED_FIELDS.items():
@@ -137,7 +147,7 @@ def _tabled(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _narrowed(name: str, schema: dict[str, Any]) -> dict[str, Any]:
-    """With what the field's type alone does not say."""
+    """The schema of a field, with the range of its values."""
     if "anyOf" in schema:
         return {**schema, "anyOf": [_narrowed(name, one) for one in schema["anyOf"]]}
     kind = schema.get("type")
@@ -150,26 +160,124 @@ def _narrowed(name: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _operation(operation: Operation) -> dict[str, Any]:
-    errors = {*_ALWAYS, *operation.errors, *(_BODY if operation.asks is not None else ())}
+    errors = {*_ALWAYS, *operation.errors, *(_BODY if operation.request_type is not None else ())}
     keyless: dict[str, Any] = {"security": []} if operation.path in PUBLIC_PATHS else {}
     errors -= {"401"} if keyless else set()
     failed = {"$ref": "#/components/schemas/Error"}
-    answers: dict[str, Any] = {
-        status: {"description": _MEANS[status], "content": {JSON: {"schema": failed}}} for status in sorted(errors)
+    responses: dict[str, Any] = {
+        status: {"description": _STATUSES[status], "content": {JSON: {"schema": failed}}} for status in sorted(errors)
     }
-    if "206" in answers:
-        answers["206"]["content"] = {BYTES: {}}
-        answers["400"]["content"][TEXT] = answers["416"]["content"][TEXT] = {}
-    answers["200"] = {"description": _MEANS["200"], "content": {kind: {} for kind in operation.gives}}
-    told: dict[str, Any] = {"summary": operation.about, "responses": answers, **keyless}
-    within = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
-    asked = [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
-    told["parameters"] = (within if "{id}" in operation.path else []) + asked
-    if operation.asks is not None:
-        body = {"schema": {"$ref": f"#/components/schemas/{operation.asks.__name__}"}}
-        told["requestBody"] = {"required": True, "content": {JSON: body}}
+    if "206" in responses:
+        responses["206"]["content"] = {BYTES: {}}
+        responses["400"]["content"][TEXT] = responses["416"]["content"][TEXT] = {}
+    responses["200"] = {"description": _STATUSES["200"], "content": {kind: {} for kind in operation.media_types}}
+    described: dict[str, Any] = {"summary": operation.summary, "responses": responses, **keyless}
+    in_path = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    in_query = [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
+    described["parameters"] = (in_path if "{id}" in operation.path else []) + in_query
+    if operation.request_type is not None:
+        body = {"schema": {"$ref": f"#/components/schemas/{operation.request_type.__name__}"}}
+        described["requestBody"] = {"required": True, "content": {JSON: body}}
     if operation.upload:
         parts = {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}}
         form = {"type": "object", "properties": parts, "required": list(parts), "additionalProperties": False}
-        told["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
-    return told
+        described["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
+    return described
+
+
+# ---------------------------------------------------------------- docs/reference/requests.md
+
+_COLUMNS: Mapping[str, type[Struct]] = {
+    "completions": schemas.CompletionRequest,
+    "chat": schemas.ChatRequest,
+    "responses": ResponsesRequest,
+    "messages": MessagesRequest,
+    "embeddings": EmbeddingsRequest,
+    "generate": schemas.GenerateRequest,
+    "tokenize": schemas.TokenizeRequest,
+    "detokenize": schemas.DetokenizeRequest,
+}
+
+_HEAD = """# Fields of requests
+
+Written by `make docs` from `src/quire/server/{schemas,responses,messages,embeddings,fields}.py`; do not edit.
+
+A field is honoured, a no-op by definition, or refused with a 400 that names it and says why. Anything else is unknown
+and refused too, with the nearest known name. `null` is the same as not sent. Names and meanings are OpenAI's, and
+vLLM's where OpenAI has none. Defaults are the model's own (`generation_config.json`), then vLLM's.
+
+## Honoured
+
+"""
+
+_NO_OP_HEAD = """
+## No-ops
+
+Taken, and without effect, because there is nothing to do.
+
+| field | why |
+|---|---|
+"""
+
+_REFUSAL_HEAD = """
+## Refused
+
+Unless the value asks for nothing.
+
+| field | why | harmless values |
+|---|---|---|
+"""
+
+
+def markdown() -> str:
+    """The text of docs/reference/requests.md."""
+    types = {endpoint: _types(kind) for endpoint, kind in _COLUMNS.items()}
+    honoured = sorted({name for fields in types.values() for name in fields})
+    rows = ["| `" + name + "` | " + " | ".join(fields.get(name, "") for fields in types.values()) for name in honoured]
+    page = _HEAD + "| field | " + " | ".join(_COLUMNS) + " |\n" + "|---" * (1 + len(_COLUMNS)) + "|\n"
+    page += "".join(row + " |\n" for row in rows)
+    page += _NO_OP_HEAD + "".join(f"| `{name}` | {why} |\n" for name, why in NO_OPS.items() if name not in honoured)
+    return (
+        page
+        + _REFUSAL_HEAD
+        + "".join(
+            f"| `{name}` | {refusal.why} | {', '.join(f'`{json.dumps(value)}`' for value in refusal.no_op)} |\n"
+            for name, refusal in REFUSED_FIELDS.items()
+            if name not in honoured
+        )
+    )
+
+
+def _types(kind: type[Struct]) -> dict[str, str]:
+    """Field to type, in words."""
+    written: dict[str, str] = {}
+    for parent in reversed(kind.__mro__):
+        written |= inspect.get_annotations(parent)
+    return {name: _in_words(written[name]) for name in kind.__struct_fields__}
+
+
+def _in_words(annotation: str) -> str:
+    parts = [part.strip() for part in annotation.split(" | ") if part.strip() != "None"]
+    return " or ".join(_TYPE_WORDS.get(part, part) for part in parts)
+
+
+_TYPE_WORDS: Mapping[str, str] = {
+    "str": "text",
+    "int": "whole number",
+    "float": "number",
+    "bool": "true or false",
+    "list[str]": "list of texts",
+    "list[int]": "list of whole numbers",
+    "dict[str, float]": "object of numbers",
+    "dict[str, Any]": "object",
+    "list[dict[str, Any]]": "list of objects",
+    "Blocks": "text or a list of blocks",
+    "Prompt": "text, token ids, or a list of either",
+    "StreamOptions": "object: `include_usage`, `continuous_usage_stats`",
+    "ResponseFormat": "object: `type`, `json_schema` or `schema`",
+    "Structure": "object: " + ", ".join(f"`{name}`" for name in schemas.Structure.__struct_fields__),
+}
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,79 +1,86 @@
-"""Fields and defaults into sampling parameters: the request's word, the checkpoint's, then OpenAI's."""
+"""Request fields as sampling parameters: the request's values, then the checkpoint's defaults, then OpenAI's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from quire.errors import InvalidRequest
+from quire.errors import InvalidRequest, nearest
 from quire.frontend.interface import Backend, ModelCard
 from quire.frontend.request_builder import bad_words, max_new_tokens
 from quire.server.limits import Limits, check_priority_and_timeout
 from quire.server.prompts import in_vocabulary
-from quire.server.schemas import Answers, Sampling
-from quire.server.structure import structure
-from quire.types import NUMERIC_PARAMETERS, UNLIMITED, SamplingParams
+from quire.server.schemas import Answers, ResponseFormat, Sampling
+from quire.types import NUMERIC_PARAMETERS, UNLIMITED, SamplingParams, StructuredOutputsParams
 
+# Fields whose defaults a checkpoint may set in generation_config.json.
 _RECOMMENDED = tuple(each.name for each in NUMERIC_PARAMETERS if each.in_checkpoints)
-"""Fields whose defaults a checkpoint may set in generation_config.json."""
 
-_PLAIN = (
+# Fields that SamplingParams has by the same name and type.
+_SAME = (
     *_RECOMMENDED,
     *(each.name for each in NUMERIC_PARAMETERS if each.in_requests and not each.in_checkpoints),
     *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "bad_words"),
     *("allowed_token_ids", "skip_special_tokens"),
 )
+_REPORTED_PARAMS = ("n", "max_tokens", *_SAME, "logit_bias")
 
 
-def alike(asked: Sampling, backend: Backend, card: ModelCard, limits: Limits) -> dict[str, Any]:
-    """Fields of SamplingParams that are the same for every prompt of a request, and cost too much to make for each.
+def shared_params(asked: Sampling, backend: Backend, card: ModelCard, limits: Limits) -> dict[str, Any]:
+    """The fields of SamplingParams that all prompts of a request share, and that take time to make.
 
-    Raises InvalidRequest naming the field.
+    Checks the counts and ranges of `asked` too. Raises InvalidRequest naming the field.
     """
-    _counts(asked, card, limits)
+    _check_counts(asked, card, limits)
     return {
-        "structured_outputs": structure(asked),
-        "logit_bias": None if asked.logit_bias is None else _bias(asked.logit_bias, card),
+        "structured_outputs": _structured_outputs(asked),
+        "logit_bias": None if asked.logit_bias is None else _logit_bias(asked.logit_bias, card),
         "bad_words_token_ids": bad_words(asked.bad_words, backend) if asked.bad_words else None,
     }
 
 
-def sampling(
+def sampling_params(
     asked: Sampling,
     prompt: Sequence[int],
     card: ModelCard,
     limits: Limits,
-    most: int | None,
-    otherwise: int | None,
+    max_tokens: int | None,
+    default_max_tokens: int | None,
     *,
     logprobs: int | None = None,
     echoed: int | None = None,
     name: str = "max_tokens",
-    changed: Mapping[str, Any],
+    shared: Mapping[str, Any],
 ) -> SamplingParams:
-    """Request, then the checkpoint's recommendation, then OpenAI's defaults.
+    """The sampling parameters of one prompt. Raises InvalidRequest naming the field.
 
-    name: how `most` was spelled. changed: what `alike` found, and fields that follow from others, over all these.
+    echoed: log-probabilities of a prompt that the answer repeats. name: the request's name for max_tokens. shared:
+    what `shared_params` returned, which overrides the fields of the request.
     """
-    given = {field: getattr(asked, field) for field in _PLAIN}
+    given = {field: getattr(asked, field) for field in _SAME}
     given |= {field: card.defaults.get(field) for field in _RECOMMENDED if given[field] is None}
     if isinstance(asked, Answers):
         given |= {"n": asked.n, "prompt_logprobs": _prompt_logprobs(asked, echoed, limits)}
-    if most is None:
-        most, name = card.defaults.get("max_tokens", otherwise), "max_tokens"
-        most = None if most is None else max(min(most, card.max_model_len - len(prompt)), 1)
-    given |= changed
+    if max_tokens is None:
+        name = "max_tokens"
+        max_tokens = card.defaults.get("max_tokens", default_max_tokens)
+        if max_tokens is not None:
+            max_tokens = max(min(max_tokens, card.max_model_len - len(prompt)), 1)
+    given |= shared
     chosen = {field: value for field, value in given.items() if value is not None}
     try:
-        made = SamplingParams(**chosen, max_tokens=most, logprobs=logprobs)
+        made = SamplingParams(**chosen, max_tokens=max_tokens, logprobs=logprobs)
         max_new_tokens(len(prompt), made, card.max_model_len)
     except InvalidRequest as error:
-        raise _for_field(error, name) from error
+        if error.param != "max_tokens" or name == "max_tokens":
+            raise
+        raise InvalidRequest(str(error).replace("max_tokens", name), param=name, code=error.code) from error
     return made
 
 
 def effective_params(asked: Answers, made: SamplingParams, card: ModelCard, name: str | None) -> dict[str, Any] | None:
-    """Every sampling field's value and where it came from, if that is asked for. name: how max_tokens was spelled."""
+    """The value and the source of each sampling field, if the request asks for them. name: of its max_tokens."""
     if not asked.return_sampling_params:
         return None
     rows = {}
@@ -92,41 +99,31 @@ def effective_params(asked: Answers, made: SamplingParams, card: ModelCard, name
     return rows
 
 
-_REPORTED_PARAMS = ("n", "max_tokens", *_PLAIN, "logit_bias")
-
-
-def longest(asked: Answers, card: ModelCard) -> int:
-    """Tokens from which on a prompt is refused; as many as one likes, if it is to be cut."""
+def max_prompt_tokens(asked: Answers, card: ModelCard) -> int:
+    """Prompts of this many tokens and more are refused. UNLIMITED where the prompt is to be truncated."""
     return card.max_model_len if asked.truncate_prompt_tokens is None else UNLIMITED
 
 
-def truncated(
-    prompt: tuple[int, ...], asked: Answers, card: ModelCard, most: int | None
-) -> tuple[tuple[int, ...], int]:
-    """The prompt as short as the request wants it, and how many tokens that left out. -1: so that the answer fits."""
+def truncate(prompt: tuple[int, ...], asked: Answers, card: ModelCard, max_tokens: int | None) -> tuple[int, ...]:
+    """The prompt with at most truncate_prompt_tokens; -1: as many as leave space for the answer.
+
+    Raises InvalidRequest naming the field.
+    """
     keep, side = asked.truncate_prompt_tokens, asked.truncation_side
     if side not in (None, "left", "right"):
         raise InvalidRequest("truncation_side must be left or right", param="truncation_side")
     if keep is None:
         if side is not None:
             raise InvalidRequest("truncation_side needs truncate_prompt_tokens", param="truncation_side")
-        return prompt, 0
+        return prompt
     if keep == -1:
-        keep = max(1, card.max_model_len - (most or 1))
+        keep = max(1, card.max_model_len - (max_tokens or 1))
     if keep < 1:
         raise InvalidRequest("truncate_prompt_tokens must be at least 1, or -1", param="truncate_prompt_tokens")
-    kept = prompt[:keep] if side == "right" else prompt[-keep:]
-    return kept, len(prompt) - len(kept)
+    return prompt[:keep] if side == "right" else prompt[-keep:]
 
 
-def _for_field(error: InvalidRequest, name: str) -> InvalidRequest:
-    """`error` in the words of a client that says `name` for max_tokens."""
-    if error.param != "max_tokens" or name == "max_tokens":
-        return error
-    return InvalidRequest(str(error).replace("max_tokens", name), param=name, code=error.code)
-
-
-def _counts(asked: Sampling, card: ModelCard, limits: Limits) -> None:
+def _check_counts(asked: Sampling, card: ModelCard, limits: Limits) -> None:
     stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
     if len(stops) > limits.max_stop_strings or sum(map(len, stops)) > limits.max_stop_chars:
         most = f"{limits.max_stop_strings} strings and {limits.max_stop_chars} characters"
@@ -145,7 +142,7 @@ def _counts(asked: Sampling, card: ModelCard, limits: Limits) -> None:
     check_priority_and_timeout(asked.priority, asked.timeout, limits)
 
 
-def _bias(given: dict[str, float], card: ModelCard) -> dict[int, float]:
+def _logit_bias(given: dict[str, float], card: ModelCard) -> dict[int, float]:
     bias = {}
     for key, value in given.items():
         if not (key.isascii() and key.isdecimal()) or len(key) > 10:
@@ -156,6 +153,7 @@ def _bias(given: dict[str, float], card: ModelCard) -> dict[int, float]:
 
 
 def check_logprobs(name: str, count: int | None, limits: Limits) -> None:
+    """Raises InvalidRequest for a number of log-probabilities out of range. name: of the field."""
     if count is not None and not 0 <= count <= limits.max_logprobs:
         raise InvalidRequest(f"{name} must be between 0 and {limits.max_logprobs}, not {count}", param=name)
 
@@ -165,3 +163,71 @@ def _prompt_logprobs(asked: Answers, echoed: int | None, limits: Limits) -> int 
     if asked.prompt_logprobs is not None and asked.stream:
         raise InvalidRequest("prompt_logprobs are not sent in streams: use stream: false", param="prompt_logprobs")
     return max((x for x in (asked.prompt_logprobs, echoed) if x is not None), default=None)
+
+
+# ---------------------------------------------------------------- structured outputs
+
+
+def _structured_outputs(asked: Sampling) -> StructuredOutputsParams | None:
+    """The structure that the answer must have, by any of its fields. Raises InvalidRequest naming the field."""
+    given = [name for name in _STRUCTURES if _is_set(getattr(asked, name))]
+    if len(given) > 1:
+        raise InvalidRequest(f"{given[0]} and {given[1]} exclude each other: send one", param=given[1])
+    if asked.guided_whitespace_pattern is not None and given != ["guided_json"]:
+        raise InvalidRequest("guided_whitespace_pattern needs guided_json", param="guided_whitespace_pattern")
+    return _STRUCTURES[given[0]](asked) if given else None
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None and not (isinstance(value, ResponseFormat) and value.type == "text")
+
+
+def _from_response_format(asked: Sampling) -> StructuredOutputsParams:
+    form, param = asked.response_format, "response_format"
+    assert form is not None
+    inner = form.json_schema.schema if form.json_schema is not None else None
+    if form.type not in ("json_object", "json_schema"):
+        hint = nearest(form.type[:64], ("text", "json_object", "json_schema"))
+        raise InvalidRequest(f"{param}.type must be text, json_object or json_schema.{hint}", param=f"{param}.type")
+    if inner is not None and form.schema is not None:
+        raise InvalidRequest(f"{param}: the schema is given twice", param=param)
+    schema = form.schema if inner is None else inner
+    if schema is not None:
+        return StructuredOutputsParams(json=schema, param=param)
+    if form.type == "json_schema":
+        raise InvalidRequest(f"{param}.json_schema.schema is required", param=f"{param}.json_schema.schema")
+    return StructuredOutputsParams(json_object=True, param=param)
+
+
+def _from_structured_outputs(asked: Sampling) -> StructuredOutputsParams:
+    given = asked.structured_outputs
+    assert given is not None
+    return StructuredOutputsParams(
+        json=given.json,
+        json_object=given.json_object,
+        regex=given.regex,
+        choice=None if given.choice is None else tuple(given.choice),
+        grammar=given.grammar,
+        whitespace_pattern=given.whitespace_pattern,
+        disable_any_whitespace=bool(given.disable_any_whitespace),
+    )
+
+
+def _from_guided(kind: str) -> Callable[[Sampling], StructuredOutputsParams]:
+    name = f"guided_{kind}"
+
+    def make(asked: Sampling) -> StructuredOutputsParams:
+        value = getattr(asked, name)
+        one: dict[str, Any] = {kind: tuple(value) if isinstance(value, list) else value}
+        return StructuredOutputsParams(**one, whitespace_pattern=asked.guided_whitespace_pattern, param=name)
+
+    return make
+
+
+_STRUCTURES: Mapping[str, Callable[[Sampling], StructuredOutputsParams]] = MappingProxyType(
+    {
+        "response_format": _from_response_format,
+        "structured_outputs": _from_structured_outputs,
+        **{f"guided_{kind}": _from_guided(kind) for kind in ("json", "regex", "choice", "grammar")},
+    }
+)

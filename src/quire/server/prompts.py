@@ -1,4 +1,4 @@
-"""Prompts and messages into token ids. Blocking: what calls it is offloaded (backends.offload)."""
+"""Prompts and messages as token ids. Blocking: run in offloaded work (`frontend.offload`)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from quire.types import UNLIMITED
 
 _KIND = MappingProxyType({str: "text", list: "token ids"})
 
-_HOPELESS = 16
-"""Characters a token from which on a text is thought too long for a context, and tried."""
+# A text with more characters per token of the context than this may be too long for it: only its beginning is encoded
+# at first.
+_LONG_TEXT = 16
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MESSAGE = frozenset({"role", "content", "name", "reasoning", "reasoning_content", "tool_calls", "tool_call_id"})
-_ANSWERED = frozenset({"refusal", "annotations", "audio", "function_call"})
-"""What answers of this API carry besides, and clients send back: fine while there is nothing in it."""
+
+# Other fields of answers of this API, which clients send back: accepted while they are empty.
+_ANSWER_ONLY = frozenset({"refusal", "annotations", "audio", "function_call"})
 
 
 def model(name: str | None, backend: Backend) -> ModelCard:
-    """The model served. Raises UnknownModel if `name` is another."""
+    """The model served. name: what the request asks for, if anything. Raises UnknownModel for another model."""
     card = backend.model()
     if name is not None and name != card.id:
         raise UnknownModel(
@@ -64,6 +66,7 @@ def prompts(given: Prompt, card: ModelCard, limits: Limits) -> list[str | tuple[
 
 
 def _prompt(one: Any, where: str, card: ModelCard) -> str | tuple[int, ...]:
+    """One prompt, checked. where: it stands in the request."""
     if not isinstance(one, str | list):
         shown = msgspec.json.encode(one)[:40].decode(errors="replace")
         raise InvalidRequest(f"{where}: expected text or token ids, not {shown}", param="prompt")
@@ -78,7 +81,7 @@ def _prompt(one: Any, where: str, card: ModelCard) -> str | tuple[int, ...]:
 
 
 def in_vocabulary(tokens: Sequence[int], where: str, card: ModelCard) -> None:
-    """Raises InvalidRequest for the first id the model does not know."""
+    """Raises InvalidRequest for the first id that is not in the model's vocabulary. where: the ids stand."""
     most = card.vocab_size or 1 << 31
     if tokens and not 0 <= min(tokens) <= max(tokens) < most:
         bad = next(token for token in tokens if not 0 <= token < most)
@@ -86,74 +89,79 @@ def in_vocabulary(tokens: Sequence[int], where: str, card: ModelCard) -> None:
         raise InvalidRequest(f"{where}: {bad} is not in the vocabulary, 0 to {most - 1}", param=param)
 
 
-def _fits(texts: Iterable[Any], backend: Backend, most: int) -> None:
-    """Raises InvalidRequest for a text whose beginning alone is far too long: the rest is not worth encoding."""
+def _check_length(texts: Iterable[Any], backend: Backend, context: int) -> None:
+    """Raises InvalidRequest for a text whose beginning is far too long for the context, without encoding the rest."""
     for text in texts:
-        if isinstance(text, str) and len(text) > _HOPELESS * most:
-            begun = len(backend.encode(text[: _HOPELESS // 2 * most]))
-            if begun > 2 * most:
-                raise _too_long(f"more than {begun}", most)
+        if isinstance(text, str) and len(text) > _LONG_TEXT * context:
+            beginning = len(backend.encode(text[: _LONG_TEXT // 2 * context]))
+            if beginning > 2 * context:
+                raise _too_long(f"more than {beginning}", context)
 
 
-def _too_long(count: str, most: int) -> InvalidRequest:
+def _too_long(count: str, context: int) -> InvalidRequest:
     return InvalidRequest(
-        f"the prompt has {count} tokens, and this model's context holds {most}, at least one of them for the answer: "
-        "shorten the prompt",
+        f"the prompt has {count} tokens, and this model's context holds {context}, at least one of them for the "
+        "answer: shorten the prompt",
         param="prompt",
         code="context_length_exceeded",
     )
 
 
-def encoded(
-    several: Sequence[str | tuple[int, ...]], special: bool, backend: Backend, most: int = UNLIMITED
+def encode(
+    given: Sequence[str | tuple[int, ...]], special: bool, backend: Backend, context: int = UNLIMITED
 ) -> list[tuple[str | None, tuple[int, ...]]]:
-    """(text, token ids) of each prompt. Raises InvalidRequest for the first that leaves none of `most` tokens for an
-    answer, before the others are encoded."""
-    _fits(several, backend, most)
-    found: list[tuple[str | None, tuple[int, ...]]] = []
-    for one in several:
+    """(text, token ids) of each prompt.
+
+    special: add the begin token. context: tokens of a prompt and its answer. Raises InvalidRequest for the first prompt
+    that leaves none for an answer, before the others are encoded.
+    """
+    _check_length(given, backend, context)
+    encoded: list[tuple[str | None, tuple[int, ...]]] = []
+    for one in given:
         text, ids = (one, backend.encode(one, add_special_tokens=special)) if isinstance(one, str) else (None, one)
-        if len(ids) >= most:
-            raise _too_long(str(len(ids)), most)
-        found.append((text, ids))
-    return found
+        if len(ids) >= context:
+            raise _too_long(str(len(ids)), context)
+        encoded.append((text, ids))
+    return encoded
 
 
-def rendered(
+def render(
     messages: list[dict[str, Any]],
     asked: ChatRequest | TokenizeRequest,
     backend: Backend,
     tools: list[dict[str, Any]] | None = None,
-    most: int = UNLIMITED,
+    context: int = UNLIMITED,
 ) -> tuple[str, tuple[int, ...]]:
-    """The messages of a request as (text, token ids), by the model's template, which is told of `tools`.
+    """The messages of a request as (text, token ids), rendered by the model's template with `tools`.
 
-    Raises InvalidRequest for messages that surely have more than `most` tokens.
+    Raises InvalidRequest for messages that are certain to have more tokens than the context.
     """
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     if not messages:
         raise InvalidRequest("messages is empty: give at least one message", param="messages")
-    goes_on = bool(asked.continue_final_message)
-    begins = not goes_on if asked.add_generation_prompt is None else asked.add_generation_prompt
-    if goes_on and begins:
+    continues = bool(asked.continue_final_message)
+    begins = not continues if asked.add_generation_prompt is None else asked.add_generation_prompt
+    if continues and begins:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
         )
-
-    _fits((message.get("content") for message in messages), backend, most)
+    _check_length((message.get("content") for message in messages), backend, context)
     text = backend.render(
         messages,
         tools=tools,
         add_generation_prompt=begins,
-        continue_final_message=goes_on,
+        continue_final_message=continues,
         chat_template_kwargs=asked.chat_template_kwargs or {},
     )
-    _fits([text], backend, most)  # what else there is in messages, calls and tools say, is text by now
-    special = bool(asked.add_special_tokens)  # most templates write the begin token themselves
+    # Checked again: the rendered text contains tool calls, lists of content and tools too.
+    _check_length([text], backend, context)
+    # Not by default: most templates write the begin token themselves.
+    special = bool(asked.add_special_tokens)
     return text, backend.encode(text, add_special_tokens=special)
 
 
 def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """One message, checked, as templates expect it. where: it stands in the request."""
     role, content = message.get("role"), message.get("content")
     if role == "function":
         raise InvalidRequest(f"{where}.role: send results of tools with the role tool", param="messages")
@@ -167,23 +175,23 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
     if not (content is None or isinstance(content, str) or parts):
         raise InvalidRequest(f"{where}.content must be text or a list of text parts", param="messages")
-    for name in _ANSWERED & message.keys():
+    for name in _ANSWER_ONLY & message.keys():
         if message[name]:
             raise InvalidRequest(f"{where}.{name} is not supported", param="messages", code="unsupported_field")
-    sent = {name: value for name, value in message.items() if name not in _ANSWERED}
+    sent = {name: value for name, value in message.items() if name not in _ANSWER_ONLY}
     for name in sent.keys() - {"content", "tool_calls"}:
         if name in _MESSAGE and not isinstance(sent[name], str | None):
             raise InvalidRequest(f"{where}.{name} must be text", param="messages")
     checked = check(sent, _MESSAGE, where=where + ".")
     calls = checked.pop("tool_calls", None)
     if calls:
-        checked["tool_calls"] = _made(calls, role, where)
+        checked["tool_calls"] = _tool_calls(calls, role, where)
     thoughts = checked.pop("reasoning", None) or checked.get("reasoning_content")
     return checked if thoughts is None else {**checked, "reasoning_content": thoughts}
 
 
-def _made(calls: Any, role: Any, where: str) -> list[dict[str, Any]]:
-    """Calls an assistant made, with arguments as objects, which is what templates expect."""
+def _tool_calls(calls: Any, role: Any, where: str) -> list[dict[str, Any]]:
+    """Tool calls of an assistant, with arguments as objects, as templates expect them."""
     if role != "assistant" or not isinstance(calls, list):
         raise InvalidRequest(f"{where}.tool_calls is a list, and belongs to assistants", param="messages")
     made = []
@@ -193,7 +201,8 @@ def _made(calls: Any, role: Any, where: str) -> list[dict[str, Any]]:
             raise InvalidRequest(f"{where}.tool_calls[{i}] needs a function with a name", param="messages")
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
-            with contextlib.suppress(msgspec.DecodeError, RecursionError):  # else it is shown as the model wrote it
+            # Arguments that are not JSON stay the text that the model wrote.
+            with contextlib.suppress(msgspec.DecodeError, RecursionError):
                 arguments = msgspec.json.decode(arguments)
         shown = {"name": function["name"], "arguments": arguments}
         id = call.get("id")

@@ -1,4 +1,4 @@
-"""HTTP in front of servers that speak it themselves: requests pass as they came, keys, limits and errors are ours."""
+"""The ASGI application in front of other servers: a relay with this server's keys, limits and error objects."""
 
 from __future__ import annotations
 
@@ -23,43 +23,42 @@ from quire.frontend.upstream import RequestInfo, UpstreamBackend, prompt_prefix
 from quire.frontend.upstream_response import UpstreamResponse
 from quire.observability.prometheus import merge_metrics
 from quire.server import error_responses, schemas
-from quire.server.app import METRICS, build_app, gone_or_json, health_routes, written
-from quire.server.chunks import DONE, event
-from quire.server.hosts import Hosts
-from quire.server.limits import Keys, Limits, deadline, origin, read_body
+from quire.server.access import Hosts, Keys, Rates, trace_context
+from quire.server.app import METRICS, build_app, gone_or_json, health_routes, json_response
+from quire.server.limits import Limits, deadline, read_body
 from quire.server.live_page import LiveSource, NotFound, Page
-from quire.server.rates import Rates
-from quire.server.stream import EventStream, unless_gone
+from quire.server.stream import DONE, Chunks, EventStream, event, unless_gone
 from quire.types import SamplingParams
 
 T = TypeVar("T")
 
-_OURS = frozenset(
+# Header fields of a request that are not passed on: those of the connection, and those that this server handles.
+_REQUEST_ONLY = frozenset(
     {
         *(b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"),
         *(b"host", b"content-length", b"accept-encoding", b"expect", b"x-request-id", b"cookie", b"x-request-timeout"),
         *(b"proxy-authorization", b"proxy-authenticate"),
     }
 )
-"""Header fields of a request that end here: those of the connection, and what this server sees to."""
 
-_GENERATE = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
-"""What observers hear of."""
-
-_KEYS = frozenset({b"authorization", b"x-api-key"})
-_SECRETS = re.compile(rb"auth|key|token|secret|credential")
-"""What the names of header fields with keys in them say."""
-_THEIRS = frozenset(
+# Header fields of an answer that are not passed on, nor are those of CORS: this server decides which pages may read
+# its answers.
+_RESPONSE_ONLY = frozenset(
     {b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server", b"x-request-id"}
 )
-"""Header fields of an answer that go no further."""
-
 _CORS = b"access-control-"
-"""Nor do those: which pages may read answers is for this server to say."""
+
+# Paths whose requests observers see.
+_GENERATE = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+
+_KEYS = frozenset({b"authorization", b"x-api-key"})
+
+# Occurs in the names of other header fields that may contain keys.
+_SECRETS = re.compile(rb"auth|key|token|secret|credential")
 
 
 class _PeekedFields(msgspec.Struct):
-    """What observers are told of a request; nothing depends on it."""
+    """What observers see of a request; nothing else uses it."""
 
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -73,36 +72,24 @@ _peek = msgspec.json.Decoder(_PeekedFields)
 
 
 def peek_fields(body: bytes) -> tuple[int, SamplingParams]:
-    """(most tokens, 0 if untold, how they are drawn) of a request; the upstream sees to what cannot be."""
+    """(max_tokens, 0 if not given, sampling parameters) of a request. Invalid ones are for the upstream to refuse."""
     try:
         asked = _peek.decode(body)
-        drawn = {name: getattr(asked, name) for name in ("temperature", "top_p", "seed")}
-        sampling = SamplingParams(**{name: value for name, value in drawn.items() if value is not None})
+        given = {name: getattr(asked, name) for name in ("temperature", "top_p", "seed")}
+        sampling = SamplingParams(**{name: value for name, value in given.items() if value is not None})
     except (msgspec.DecodeError, RecursionError, QuireError):
         return 0, SamplingParams()
     return asked.max_completion_tokens or asked.max_tokens or asked.max_output_tokens or 0, sampling
 
 
-class _GenerateChunks:
-    """An upstream's events as they came, and an error in the shape that clients of `path` expect."""
+class _RelayedChunks(Chunks[bytes]):
+    """An upstream's events as they come, and an error in the format that clients of `path` expect."""
 
     def __init__(self, path: str) -> None:
         self._path = path
 
-    edges = 0
-
-    def cost(self, ready: Sequence[bytes]) -> int:
-        """They pass as they are."""
-        return 0
-
-    def opening(self) -> bytes:
-        return b""
-
-    def of(self, data: bytes) -> bytes:
-        return data
-
-    def closing(self) -> bytes:
-        return b""
+    def encode(self, delta: bytes) -> bytes:
+        return delta
 
     def failed(self, error: Exception) -> bytes:
         if self._path.endswith("/v1/messages"):
@@ -113,55 +100,67 @@ class _GenerateChunks:
 
 
 class Relay:
-    """Upstream servers, answering over HTTP through this one. keys: those of this server, which go no further."""
+    """The handlers that pass requests on to upstream servers. keys: of this server, which are not passed on."""
 
     def __init__(self, backend: UpstreamBackend, limits: Limits, rates: Rates, *, keys: Keys) -> None:
-        self._backend, self._limits, self._rates, self._keys = backend, limits, rates, keys
+        self._backend = backend
+        self._limits = limits
+        self._rates = rates
+        self._keys = keys
 
     def routes(self) -> list[Route]:
+        """All paths that are passed on, and those that this server answers with upstreams' answers."""
         paths = ("/v1/{path:path}", "/tokenize", "/detokenize", "/score", "/rerank", "/pooling", "/classify")
         return [
             Route("/v1/generate", self.generate, methods=["POST"]),
             Route("/metrics", self.metrics),
-            *(Route(path, self.passed, methods=["GET", "POST", "DELETE"]) for path in paths),
+            *(Route(path, self.relay, methods=["GET", "POST", "DELETE"]) for path in paths),
         ]
 
-    async def passed(self, request: Request) -> Response | _RelayedResponse:
+    async def relay(self, request: Request) -> Response | _RelayedStream:
+        """Any other path: the upstream's answer, as it is."""
         self._backend.admit()
         body = await read_body(request, self._limits) if request.method == "POST" else b""
         until = _until(request.headers)
-        passage = await self._send(request, request.scope["raw_path"], body, until)
-        if passage is None:
+        upstream = await self._send(request, request.scope["raw_path"], body, until)
+        if upstream is not None and upstream.streams and upstream.status < 400:
+            return _RelayedStream(upstream, request.url.path, until, self._limits.keep_alive)
+        whole = await self._read(request, upstream, until)
+        if upstream is None or whole is None:
             return gone_or_json(None)
-        if passage.streams and passage.status < 400:
-            return _RelayedResponse(passage, request.url.path, until, self._limits.keep_alive)
-        whole = await unless_gone(request.receive, _whole(passage, until))
-        if whole is None:
-            return gone_or_json(None)
-        if passage.status >= 400:
-            await offload(len(whole), partial(self._check, passage, whole))
-        headers = [(name, value) for name, value in passage.headers if not (name in _THEIRS or name.startswith(_CORS))]
-        response = Response(whole, passage.status)
+        headers = [
+            (name, value) for name, value in upstream.headers if not (name in _RESPONSE_ONLY or name.startswith(_CORS))
+        ]
+        response = Response(whole, upstream.status)
         response.raw_headers[:] = [*headers, (b"content-length", b"%d" % len(whole))]
         return response
 
     async def generate(self, request: Request) -> Response:
-        """Our own short form, asked of the upstream as a completion."""
-        began, until = time.perf_counter(), _until(request.headers)
+        """`POST /v1/generate`, as a completion of the upstream."""
+        began = time.perf_counter()
+        until = _until(request.headers)
         self._backend.admit()
         raw = await read_body(request, self._limits)
         body = await offload(len(raw), partial(self._as_completion, raw))
-        passage = await self._send(request, b"/v1/completions", body, until)
-        whole = None if passage is None else await unless_gone(request.receive, _whole(passage, until))
-        if passage is None or whole is None:
+        upstream = await self._send(request, b"/v1/completions", body, until)
+        whole = await self._read(request, upstream, until)
+        if upstream is None or whole is None:
             return gone_or_json(None)
-        if passage.status >= 400:
-            await offload(len(whole), partial(self._check, passage, whole))
-            return Response(whole, passage.status, media_type="application/json")
-        return await written(len(whole), partial(_generated, whole, time.perf_counter() - began))
+        if upstream.status >= 400:
+            return Response(whole, upstream.status, media_type="application/json")
+        return await json_response(len(whole), partial(_generated, whole, time.perf_counter() - began))
+
+    async def _read(self, request: Request, upstream: UpstreamResponse | None, until: float | None) -> bytes | None:
+        """The upstream's whole answer; None if the client has disconnected. Raises what `_check` raises."""
+        if upstream is None:
+            return None
+        whole = await unless_gone(request.receive, _whole(upstream, until))
+        if whole is not None and upstream.status >= 400:
+            await offload(len(whole), partial(self._check, upstream, whole))
+        return whole
 
     def _as_completion(self, raw: bytes) -> bytes:
-        """Raises InvalidRequest naming the field."""
+        """The body of a completion. Raises InvalidRequest naming the field."""
         schemas.parse(raw, schemas.GenerateRequest, self._limits)
         asked = msgspec.json.decode(raw)
         if "max_new_tokens" in asked:
@@ -170,36 +169,37 @@ class Relay:
         return msgspec.json.encode(asked)
 
     async def metrics(self, request: Request) -> Response:
-        theirs = await self._backend.scrape()
-        size = sum(len(text) for _, text in theirs)
-        text = await offload(size, partial(merge_metrics, self._backend.metrics(), theirs))
+        """`GET /metrics`: this server's, and those of every upstream."""
+        scraped = await self._backend.scrape()
+        size = sum(len(text) for _, text in scraped)
+        text = await offload(size, partial(merge_metrics, self._backend.metrics(), scraped))
         return Response(text, media_type=METRICS)
 
-    # ---------------------------------------------------------------- on the way
-
     async def _send(self, request: Request, path: bytes, body: bytes, until: float | None) -> UpstreamResponse | None:
-        """None if the client left before there was a status."""
-        (most, sampling), begins = await offload(len(body), lambda: (peek_fields(body), prompt_prefix(body)))
-        caller = origin(request.scope)
-        headers = [*self._onward(request.scope["headers"]), (b"x-request-id", caller.request_id.encode())]
+        """The head of the upstream's answer; None if the client disconnects first. until: see `_until`."""
+        (max_tokens, sampling), prefix = await offload(len(body), lambda: (peek_fields(body), prompt_prefix(body)))
+        trace = trace_context(request.scope)
+        headers = [*self._passed_headers(request.scope["headers"]), (b"x-request-id", trace.request_id.encode())]
         target = path.decode("latin-1").removeprefix(request.scope.get("root_path", ""))
         if any(part in ("..", ".") for part in unquote(target).split("/")):
             raise NotFound("a path with dots in it goes nowhere")
         if query := request.scope.get("query_string"):
             target += "?" + query.decode("latin-1")
         generates = target.startswith(_GENERATE) and request.method == "POST"
-        about = RequestInfo(caller, most, sampling, partial(self._rates.spend, request.scope["key"]), generates, begins)
-        method = "GET" if request.method == "HEAD" else request.method  # whose answer is one that says how long it is
+        spend = partial(self._rates.spend, request.scope["key"])
+        about = RequestInfo(trace, max_tokens, sampling, spend, generates, prefix)
+        # The answer to a GET has the length that the answer to a HEAD states.
+        method = "GET" if request.method == "HEAD" else request.method
         work = self._backend.send(method, target, headers, body, about)
         return await unless_gone(request.receive, _by(until, work))
 
-    def _onward(self, headers: Sequence[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
-        """The header fields of a request that go to the upstream.
+    def _passed_headers(self, headers: Sequence[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
+        """The header fields of a request that are passed on.
 
-        Not those of the connection (RFC 9110, 7.6.1), nor a key of this server, wherever it stands. A client's own key
-        goes on where neither clients nor the upstream have keys of this server's.
+        Not those of the connection (RFC 9110, 7.6.1), nor any with a key of this server in it. A client's own key is
+        passed on where neither clients nor the upstream need a key that this server has.
         """
-        dropped = {*_OURS, *_KEYS} if self._keys.needed or self._backend.keyed else {*_OURS}
+        dropped = {*_REQUEST_ONLY, *_KEYS} if self._keys.needed or self._backend.keyed else {*_REQUEST_ONLY}
         for name, value in headers:
             if name == b"connection":
                 dropped.update(option.strip().lower() for option in value.split(b","))
@@ -207,44 +207,44 @@ class Relay:
             if name not in dropped and not (_SECRETS.search(name) and self._keys.in_field(value)):
                 yield name, value
 
-    def _check(self, passage: UpstreamResponse, whole: bytes) -> None:
-        """Raises what an upstream's refusal means, unless it says so itself in the right shape."""
-        if passage.status in (401, 403) and self._backend.keyed:
-            raise Unavailable(f"the upstream refused this server's key ({passage.status})", code="upstream_key")
+    def _check(self, upstream: UpstreamResponse, whole: bytes) -> None:
+        """Raises an error for an upstream's refusal, unless its answer is an error object that can be passed on."""
+        if upstream.status in (401, 403) and self._backend.keyed:
+            raise Unavailable(f"the upstream refused this server's key ({upstream.status})", code="upstream_key")
         try:
             error = msgspec.json.decode(whole).get("error")
         except (msgspec.DecodeError, AttributeError, RecursionError):
             error = None
         if not isinstance(error, dict):
-            raise UpstreamRefusal(passage.status, whole)
+            raise UpstreamRefusal(upstream.status, whole)
 
 
 class UpstreamRefusal(QuireError):
-    """An upstream refused a request in words that are not OpenAI's."""
+    """An upstream refused a request with something other than an error object. body: of its answer."""
 
-    def __init__(self, status: int, said: bytes) -> None:
-        words = " ".join(said[:2000].decode("utf-8", "replace").split())[:300]
+    def __init__(self, status: int, body: bytes) -> None:
+        words = " ".join(body[:2000].decode("utf-8", "replace").split())[:300]
         super().__init__(f"the upstream answered {status}: {words or 'nothing'}", code="upstream_error")
         self.status = status
         self.kind = InvalidRequest.kind if status < 500 else QuireError.kind
 
 
-class _RelayedResponse(EventStream[bytes]):
-    """A passage as a stream; whatever happens, the passage is closed."""
+class _RelayedStream(EventStream[bytes]):
+    """An upstream's answer as a stream. The connection to the upstream is released however the stream ends."""
 
-    def __init__(self, passage: UpstreamResponse, path: str, until: float | None, keep_alive: float) -> None:
-        super().__init__(lambda: UpstreamEvents(_events(passage, until)), _GenerateChunks(path), keep_alive=keep_alive)
-        self._passage = passage
+    def __init__(self, upstream: UpstreamResponse, path: str, until: float | None, keep_alive: float) -> None:
+        super().__init__(lambda: UpstreamEvents(_events(upstream, until)), _RelayedChunks(path), keep_alive=keep_alive)
+        self._upstream = upstream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._passage.close()
+            self._upstream.close()
 
 
 class UpstreamEvents:
-    """What has to be waited for, as a `ResultStream`: the next part is fetched once the last is taken."""
+    """Parts that have to be awaited, as a `ResultStream`: each is fetched once the one before is taken."""
 
     def __init__(self, parts: AsyncGenerator[bytes, None]) -> None:
         self._part: list[bytes] = []
@@ -254,20 +254,23 @@ class UpstreamEvents:
         self._task.add_done_callback(lambda task: self._news())
 
     def subscribe(self, news: Callable[[], None]) -> None:
+        """Call `news` for each part from now on, and at the end."""
         self._news = news
 
     def take(self) -> list[bytes] | None:
+        """The next part, if it is there; None at the end. Raises the error that ended it."""
         if self._part:
             part, self._part = self._part, []
             self._taken.set()
             return part
         if not self._task.done():
             return []
-        self._task.result()  # raises what ended it
+        self._task.result()
         return None
 
     def close(self) -> None:
-        self._news = lambda: None  # as in backends.live
+        """Fetch no more."""
+        self._news = lambda: None
         self._task.cancel()
 
     async def _fetch(self, parts: AsyncGenerator[bytes, None]) -> None:
@@ -279,28 +282,27 @@ class UpstreamEvents:
                 await self._taken.wait()
 
 
-async def _events(passage: UpstreamResponse, until: float | None) -> AsyncGenerator[bytes, None]:
-    while data := await _by(until, passage.read()):
+async def _events(upstream: UpstreamResponse, until: float | None) -> AsyncGenerator[bytes, None]:
+    while data := await _by(until, upstream.read()):
         yield data
 
 
-async def _whole(passage: UpstreamResponse, until: float | None) -> bytes:
+async def _whole(upstream: UpstreamResponse, until: float | None) -> bytes:
     try:
-        parts = []
-        while data := await _by(until, passage.read()):
-            parts.append(data)
-        return b"".join(parts)
+        async with aclosing(_events(upstream, until)) as parts:
+            return b"".join([data async for data in parts])
     finally:
-        passage.close()
+        upstream.close()
 
 
 def _until(headers: Mapping[str, str]) -> float | None:
-    """The loop's time at which an answer must be complete."""
+    """The event loop's time at which an answer must be complete, None without a deadline."""
     seconds = deadline(headers)
     return None if seconds is None else asyncio.get_running_loop().time() + seconds
 
 
 async def _by(until: float | None, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. Raises DeadlineExceeded at the loop's time `until`."""
     try:
         async with asyncio.timeout_at(until):
             return await work
@@ -309,7 +311,7 @@ async def _by(until: float | None, work: Coroutine[Any, Any, T]) -> T:
 
 
 def _generated(whole: bytes, seconds: float) -> dict[str, Any]:
-    """A completion in our own short form. Raises Unavailable if it is none."""
+    """A completion as an answer of /v1/generate. Raises Unavailable if it is not a completion."""
     try:
         made = msgspec.json.decode(whole)
         choice = made["choices"][0]
@@ -322,7 +324,7 @@ def _generated(whole: bytes, seconds: float) -> dict[str, Any]:
             "model": made["model"],
         }
     except (msgspec.DecodeError, LookupError, TypeError) as error:
-        raise Unavailable(f"the upstream's completion is none: {error}", code="upstream_malformed") from error
+        raise Unavailable(f"the upstream's answer is not a completion: {error}", code="upstream_malformed") from error
 
 
 def create_relay_app(
@@ -332,12 +334,12 @@ def create_relay_app(
     keys: Keys,
     rates: Rates,
     version: str,
-    view: LiveSource,
+    view: LiveSource | None,
     hosts: Hosts | None = None,
     origins: Collection[str] = (),
 ) -> ASGIApp:
-    """The ASGI application in front of a backend that the caller starts and closes. view: what the live page shows."""
-    page, relay = Page(view, keys, limits), Relay(backend, limits, rates, keys=keys)
-    return build_app(
-        [*health_routes(backend, version), *page.routes(), *relay.routes()], keys, page, rates, hosts, origins
-    )
+    """The ASGI application of upstream servers, which the caller starts and closes. view: what the live page shows."""
+    page = Page(view, keys, limits)
+    relay = Relay(backend, limits, rates, keys=keys)
+    routes = [*health_routes(backend, version), *page.routes(), *relay.routes()]
+    return build_app(routes, keys, page, rates, hosts, origins)

@@ -1,4 +1,4 @@
-"""What requests may say, strictly typed. `parse` turns bytes into one of these or names what is wrong with them."""
+"""Request types, strictly typed, and `parse`, which turns a body into one or names the field that is wrong."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from quire.types import NUMERIC_PARAMETERS
 
 T = TypeVar("T", bound=Struct)
 
+# Text, token ids, or a list of either: the types of items are checked by `prompts.prompts`.
 Prompt = str | list[Any]
-"""Text, token ids, or a list of either: the types within are checked by `calls.prompts`."""
 
 
 class StreamOptions(Struct, kw_only=True):
+    """OpenAI's `stream_options`."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -62,7 +64,7 @@ class _ModelField(Struct, kw_only=True):
 if TYPE_CHECKING:
     _NumericFields = _ModelField
 else:
-    # Declared once, in SamplingParams; read by name in `params.sampling`.
+    # Declared once, in SamplingParams; read by name in `params.sampling_params`.
     _NumericFields = msgspec.defstruct(
         "_NumericFields",
         [(each.name, f"{each.annotation} | None", None) for each in NUMERIC_PARAMETERS if each.in_requests],
@@ -72,8 +74,8 @@ else:
 
 
 class Sampling(_NumericFields, kw_only=True):
-    """Fields that every endpoint which generates takes, the numbers of SamplingParams first. None, or not sent, means
-    the default."""
+    """Fields of every endpoint that generates, the numbers of SamplingParams first. None, or not sent, means the
+    default."""
 
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -98,7 +100,7 @@ class Sampling(_NumericFields, kw_only=True):
 
 
 class Answers(Sampling, kw_only=True):
-    """What completions and chat completions have in common beyond sampling."""
+    """Fields that completions and chat completions share besides those for sampling."""
 
     n: int | None = None
     max_tokens: int | None = None
@@ -166,7 +168,7 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 
 def parse(body: bytes, kind: type[T], limits: Limits) -> T:
-    """The request in `body`. Raises InvalidRequest naming the field; NaN and Infinity are not JSON."""
+    """The request of type `kind` in `body`. Raises InvalidRequest naming the field; NaN and Infinity are not JSON."""
     try:
         raw = msgspec.json.decode(body)
     except RecursionError as error:
@@ -184,6 +186,7 @@ def parse(body: bytes, kind: type[T], limits: Limits) -> T:
         raise _named(error) from error
 
 
+# Fields that are objects with fields of their own; `json_schema` is in `response_format`.
 _WITHIN: Mapping[str, type[Struct]] = MappingProxyType(
     {
         "stream_options": StreamOptions,
@@ -192,10 +195,10 @@ _WITHIN: Mapping[str, type[Struct]] = MappingProxyType(
         "json_schema": JsonSchema,
     }
 )
-"""Fields that are objects with fields of their own, `json_schema` within `response_format`."""
 
 
 def _check_within(given: dict[str, Any], names: Iterable[str], where: str) -> None:
+    """Replace each object in `given` by its honoured fields. where: path of `given`."""
     for name in names:
         options = given.get(name)
         if isinstance(options, dict):
@@ -210,7 +213,7 @@ _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
 def _named(error: msgspec.ValidationError) -> InvalidRequest:
-    """The library's message, led by the field."""
+    """msgspec's message, after the field's name."""
     if missing := _MISSING.match(str(error)):
         return InvalidRequest(f"{missing[1]} is required", param=missing[1], code="missing_field")
     found = _WHERE.fullmatch(str(error))

@@ -1,4 +1,4 @@
-"""A request's tools: what the model is told of them, how its calls are read, and the grammar that forces one."""
+"""Tool calling: the tools of a request, what the template shows of them, and the grammar that forces calls."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from quire.server.fields import check
 from quire.structured_output.schema import check_schema
 from quire.types import UNLIMITED, StructuredOutputsParams
 
-MOST = 128
-"""Tools in one request."""
+MAX_TOOLS = 128
 
-_FORCED = 16
-"""Calls that may be forced in one answer."""
+# Tool calls in one answer under a grammar.
+_MAX_FORCED = 16
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FUNCTION = ("name", "description", "parameters", "strict")
@@ -30,11 +29,11 @@ _CHOICES = "auto, none, required or {'type': 'function', 'function': {'name': ..
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSet:
-    """What a request's tools come to.
+    """The tools of a request, checked.
 
-    for_template: what the model's template shows; None for none. parameters: their names, and schemas: of the
-    arguments, of each tool that may be called. forced: the answer must be calls. strict: calls must obey. most: calls
-    in one answer.
+    for_template: tools as the model's template expects them; None for none. parameters: names of the arguments of each
+    tool that may be called; schemas: theirs. forced: the answer must be tool calls. strict: calls must match their
+    schemas. most: calls in one answer.
     """
 
     style: ToolStyle = HERMES
@@ -46,16 +45,17 @@ class ToolSet:
     most: int = UNLIMITED
 
     def reader(self) -> Splitter:
-        """For one answer."""
+        """Reads the tool calls in the text of one choice."""
         return Reader(self.style, self.parameters, most=self.most) if self.parameters else PLAIN
 
     def call_id(self) -> str:
+        """A new id for a call, in the format of the model's family."""
         return self.style.id_prefix + uuid.uuid4().hex[: self.style.id_length]
 
     def structure(self, asked: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """What the answer must look like: as `asked`, unless it calls tools, which it may have to.
+        """The structure of the answer: as `asked`, or tool calls.
 
-        Raises InvalidRequest for what cannot go together.
+        Raises InvalidRequest for a structure that cannot be combined with tools.
         """
         if not self.parameters or not (self.forced or self.strict or asked):
             return asked
@@ -74,8 +74,11 @@ class ToolSet:
         return StructuredOutputsParams(grammar=self._grammar(asked), param=asked.param)
 
     def _grammar(self, otherwise: StructuredOutputsParams | None) -> str:
-        """In llguidance's Lark: calls as the model's family writes them, each with arguments of its tool's schema."""
-        style, more = self.style, min(self.most, _FORCED) - 1
+        """Tool calls in the format of the model's family, or an answer as `otherwise`, in llguidance's Lark.
+
+        Each call has arguments of its tool's schema.
+        """
+        style, more = self.style, min(self.most, _MAX_FORCED) - 1
         between = f" ({_text(style.between)} call){{0,{more}}}" if more else ""
         rules = [f"calls: {_text(style.before)} call{between} {_text(style.after)}", *self._calls()]
         start = "calls"
@@ -87,16 +90,17 @@ class ToolSet:
         return "\n".join([f"start: {start}", *rules])
 
     def _free_grammar(self) -> str:
-        """Any text, but where a call begins, it must obey."""
+        """Any text; tool calls within it must match their schemas."""
         style = self.style
         mark = style.before.rstrip()
         rest = _text(style.before.removeprefix(mark))
-        start = f"start: (said {rest} call {_text(style.after)}){{0,{min(self.most, _FORCED)}}} TEXT"
+        start = f"start: (text {rest} call {_text(style.after)}){{0,{min(self.most, _MAX_FORCED)}}} TEXT"
         last = f"TEXT: /(?s:.*)/ & ~/(?s:.*){re.escape(mark)}(?s:.*)/"
-        said = f"said[suffix={_text(mark)}]: /(?s:.*)/"
-        return "\n".join([start, said, last, *self._calls()])
+        text = f"text[suffix={_text(mark)}]: /(?s:.*)/"
+        return "\n".join([start, text, last, *self._calls()])
 
     def _calls(self) -> list[str]:
+        """The rules of a call, one for each tool."""
         rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(self.schemas)))]
         for i, (name, schema) in enumerate(self.schemas.items()):
             check_schema(schema, f"tools[{i}].function.parameters")
@@ -113,7 +117,7 @@ def _text(text: str) -> str:
 
 
 def _schema(schema: Any, asked: StructuredOutputsParams | None = None) -> str:
-    """A schema within a grammar, with the white space that answers may have anywhere."""
+    """A schema within a grammar, with optional white space."""
     compact = asked is not None and asked.disable_any_whitespace
     white = None if compact else (asked.whitespace_pattern if asked else None) or " "
     options = {"whitespace_flexible": white is not None, "whitespace_pattern": white, "lenient": False}
@@ -126,15 +130,15 @@ def make_tool_set(
     parallel: bool | None,
     style: ToolStyle,
 ) -> ToolSet:
-    """Raises InvalidRequest naming the field."""
+    """Check the fields tools, tool_choice and parallel_tool_calls. Raises InvalidRequest naming the field."""
     functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())]
     names = [function["name"] for function in functions]
-    if len(names) > MOST:
-        raise InvalidRequest(f"tools: {len(names)} tools, and at most {MOST} are taken", param="tools")
+    if len(names) > MAX_TOOLS:
+        raise InvalidRequest(f"tools: {len(names)} tools, and at most {MAX_TOOLS} are taken", param="tools")
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InvalidRequest(f"tools: two are called {twice!r}", param="tools")
-    named = _chosen(choice, names)
+    named = _named_tool(choice, names)
     if not names or choice == "none":
         return ToolSet(style=style)
     callable_ = {f["name"]: f.get("parameters") or {"type": "object", "properties": {}} for f in functions}
@@ -177,8 +181,8 @@ def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {name: value for name, value in function.items() if value is not None}
 
 
-def _chosen(choice: str | Mapping[str, Any] | None, names: Sequence[str]) -> str | None:
-    """The one tool to call, if one is named."""
+def _named_tool(choice: str | Mapping[str, Any] | None, names: Sequence[str]) -> str | None:
+    """The tool that tool_choice names, if it does."""
     if choice == "required" and not names:
         raise InvalidRequest("tool_choice required needs tools", param="tool_choice")
     if choice is None or choice in ("auto", "none", "required"):

@@ -1,4 +1,4 @@
-"""OpenAI's Batches: many requests in a file, answered in the gaps, each exactly once, over any number of restarts."""
+"""OpenAI's Batches: requests in a file, answered in the background, each exactly once, over any number of restarts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import codecs
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,29 +16,31 @@ from starlette.routing import Route
 
 from quire.errors import InvalidRequest, Overloaded
 from quire.frontend.offload import offload
-from quire.server.batch_api.files import document, limit_of, listing
+from quire.server.access import refuse_cross_site
+from quire.server.batch_api.files import document, json_response, limit_of, listing
 from quire.server.batch_api.store import Store, durable_write, new_id, newest_first, whole_lines
-from quire.server.hosts import refuse_cross_site
 from quire.server.limits import Limits, read_body
 from quire.server.schemas import parse
 
+BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 MOST_LINES = 50_000
+
+# Batches that are not finished.
 MOST_WAITING = 100
-"""Batches that are not over."""
 
+# Batches: beyond, the oldest finished ones are deleted, since clients cannot delete them.
 MOST_KEPT = 10_000
-"""Batches: beyond, the oldest that are over are forgotten, for they are nobody's to delete."""
 
+# Characters of a custom_id: all of them are kept in memory, to find duplicates.
 MOST_ID = 512
-"""Characters of a custom_id: all of them are held together, to find one that is there twice."""
 
-_TOLD = 100
-"""Errors of one input file that are told."""
+# Errors of one input file that are reported.
+_MOST_ERRORS = 100
 
-_WINDOW = {"24h": 24 * 3600}.get
+_WINDOWS: Mapping[str, int] = {"24h": 24 * 3600}
 
+# The suffix of a journal, and the field with the file that it becomes.
 _FILES = ((".output", "output_file_id"), (".errors", "error_file_id"))
-"""What a journal becomes."""
 
 FINAL_STATUSES = ("completed", "failed", "expired", "cancelled")
 
@@ -61,7 +64,7 @@ class Line(msgspec.Struct, kw_only=True):
 
 
 class _Answered(msgspec.Struct):
-    """What has to be known of a line of a journal."""
+    """A line of a journal."""
 
     custom_id: str
 
@@ -70,16 +73,20 @@ _answered = msgspec.json.Decoder(_Answered).decode
 
 
 class Batches:
-    """Batches and their journals. endpoints: what lines may ask for.
+    """Batches and their journals. endpoints: that lines may ask for.
 
-    Of a running batch there are two journals beside its document: ID.output and ID.errors, a line for each answered
-    request. A request is answered when its line is there whole, and never asked again.
+    A running batch has two journals beside its document, ID.output and ID.errors, with a line for each answered
+    request. A request is answered when its line is complete, and is never repeated after that.
     """
 
     def __init__(self, store: Store, files: Store, limits: Limits, endpoints: Collection[str]) -> None:
-        self.store, self.files, self._limits, self._endpoints = store, files, limits, endpoints
+        self.store = store
+        self.files = files
+        self._limits = limits
+        self._endpoints = endpoints
 
     def routes(self) -> list[Route]:
+        """All paths of batches."""
         return [
             Route("/v1/batches", self.create, methods=["POST"]),
             Route("/v1/batches", self.listed, methods=["GET"]),
@@ -90,12 +97,13 @@ class Batches:
     # ---------------------------------------------------------------- routes
 
     async def create(self, request: Request) -> Response:
+        """`POST /v1/batches`."""
         body = await read_body(request, self._limits)
         asked = await offload(len(body), lambda: parse(body, BatchRequest, self._limits))
         if asked.endpoint not in self._endpoints:
             known = ", ".join(self._endpoints)
             raise InvalidRequest(f"endpoint must be one of {known}", param="endpoint")
-        seconds = _WINDOW(asked.completion_window)
+        seconds = _WINDOWS.get(asked.completion_window)
         if seconds is None:
             raise InvalidRequest("completion_window must be 24h", param="completion_window")
         if self.files.get(asked.input_file_id)["purpose"] != "batch":
@@ -122,17 +130,20 @@ class Batches:
         }
         self.store.put(batch)
         if len(self.store) > MOST_KEPT:
-            for old in newest_first(filter(_over, self.store.all()))[MOST_KEPT - 1 :]:
-                self.store.forget(old["id"])
-        return _json(batch)
+            for old in newest_first(filter(_finished, self.store.all()))[MOST_KEPT - 1 :]:
+                self.store.delete(old["id"])
+        return json_response(batch)
 
     async def listed(self, request: Request) -> Response:
+        """`GET /v1/batches`."""
         return await listing(self.store, limit_of(request, 100), request.query_params.get("after"))
 
     async def about(self, request: Request) -> Response:
-        return _json(self.store.get(request.path_params["id"]))
+        """`GET /v1/batches/{id}`."""
+        return json_response(self.store.get(request.path_params["id"]))
 
     async def cancel(self, request: Request) -> Response:
+        """`POST /v1/batches/{id}/cancel`."""
         refuse_cross_site(request.scope)
         batch = self.store.get(request.path_params["id"])
         with self.store.lock:
@@ -140,31 +151,33 @@ class Batches:
                 self.set_status(batch, "cancelling")
             elif batch["status"] != "cancelling":
                 raise InvalidRequest(f"{batch['id']} is {batch['status']} already", param="id", code="batch_over")
-        return _json(batch)
+        return json_response(batch)
 
-    # ---------------------------------------------------------------- what the runner needs
+    # ---------------------------------------------------------------- for the runner
 
     def set_status(self, batch: dict[str, Any], status: str, **changes: Any) -> None:
-        """Into another state, on disk before anything follows from it. Raises Unkept; then it is in the old one."""
+        """Change the status, on disk first. Raises WriteFailed, with nothing changed."""
         self.store.put(batch, **{"status": status, f"{status}_at": int(time.time())}, **changes)
 
     def unfinished(self) -> list[dict[str, Any]]:
-        """The oldest first."""
-        return newest_first(batch for batch in self.store.all() if not _over(batch))[::-1]
+        """Batches that are not finished, the oldest first."""
+        return newest_first(batch for batch in self.store.all() if not _finished(batch))[::-1]
 
     def reading(self, file: str) -> str | None:
         """The id of an unfinished batch that reads `file`."""
         return next((batch["id"] for batch in self.unfinished() if batch["input_file_id"] == file), None)
 
     def lines(self, batch: dict[str, Any]) -> Iterator[tuple[int, bytes]]:
-        """(number, line) of the input, without blank ones. Blocking: runs in a thread."""
+        """(number, line) of the input, without blank lines. Blocking: runs in a thread."""
         with self.files.data(batch["input_file_id"]).open("rb") as file:
             number = 0
-            if file.read(3) != codecs.BOM_UTF8:  # some editors begin files with it
+            # Some editors begin files with a byte order mark.
+            if file.read(3) != codecs.BOM_UTF8:
                 file.seek(0)
             while ahead := file.peek():
                 blank = len(ahead) - len(ahead.lstrip())
-                if skipped := ahead.rfind(b"\n", 0, blank) + 1:  # many at once, for there may be millions
+                # Many blank lines at once, since there may be millions.
+                if skipped := ahead.rfind(b"\n", 0, blank) + 1:
                     number += file.read(skipped).count(b"\n")
                     continue
                 number += 1
@@ -173,23 +186,28 @@ class Batches:
                     yield number, line
 
     def check(self, batch: dict[str, Any]) -> None:
-        """Looks through the input: sets its total, or what is wrong with it. Blocking: runs in a thread."""
+        """Validate the input: sets the batch's total, or its errors. Blocking: runs in a thread."""
         errors: list[dict[str, Any]] = []
         seen: set[str] = set()
+
+        def add_error(code: str, message: str, line: int | None = None) -> None:
+            errors.append({"code": code, "message": message, "param": None, "line": line})
+
         for number, line in self.lines(batch):
             why = self._wrong(batch, line, seen)
-            if why is not None and len(errors) < _TOLD:
-                errors.append({"code": "invalid_line", "message": why, "param": None, "line": number})
-            if len(seen) > MOST_LINES or len(errors) >= _TOLD:
+            if why is not None and len(errors) < _MOST_ERRORS:
+                add_error("invalid_line", why, number)
+            if len(seen) > MOST_LINES or len(errors) >= _MOST_ERRORS:
                 break
         if len(seen) > MOST_LINES:
-            errors.append({"code": "too_many", "message": f"at most {MOST_LINES} lines", "param": None, "line": None})
+            add_error("too_many", f"at most {MOST_LINES} lines")
         if not seen and not errors:
-            errors.append({"code": "empty_file", "message": "there are no requests in it", "param": None, "line": None})
+            add_error("empty_file", "there are no requests in it")
         batch["errors"] = {"object": "list", "data": errors} if errors else None
         batch["request_counts"]["total"] = len(seen)
 
     def _wrong(self, batch: dict[str, Any], line: bytes, seen: set[str]) -> str | None:
+        """What is wrong with a line of the input, None if nothing is. seen: custom ids, to which its own is added."""
         if len(line) > self._limits.max_body_bytes:
             return f"a line has at most {self._limits.max_body_bytes} bytes"
         try:
@@ -206,8 +224,10 @@ class Batches:
         return None if one.url == batch["endpoint"] else f"url must be {batch['endpoint']}, as the batch's endpoint"
 
     def answered(self, batch: dict[str, Any]) -> set[str]:
-        """The custom ids in the journals, which are cut back to their whole lines. Sets the counts. Blocking: runs in
-        a thread."""
+        """The custom ids in the journals, which are truncated to their complete lines. Sets the counts.
+
+        Blocking: runs in a thread.
+        """
         done: set[str] = set()
         for suffix, count in ((".output", "completed"), (".errors", "failed")):
             before = len(done)
@@ -216,7 +236,7 @@ class Batches:
         return done
 
     def record_answer(self, batch: dict[str, Any], custom_id: str, status: int, body: Any, request_id: str) -> None:
-        """One request is answered: one write. Blocking: runs in a thread."""
+        """Record the answer to one request, in one write. Blocking: runs in a thread."""
         good = status < 400
         response = {"status_code": status, "request_id": request_id, "body": body}
         line = {"id": new_id("batch_req_"), "custom_id": custom_id, "response": response, "error": None}
@@ -224,7 +244,7 @@ class Batches:
         batch["request_counts"]["completed" if good else "failed"] += 1
 
     def record_error(self, batch: dict[str, Any], custom_id: str, code: str, message: str) -> None:
-        """One request was never asked."""
+        """Record that one request was not asked. Blocking: runs in a thread."""
         error = {"code": code, "message": message}
         line = {"id": new_id("batch_req_"), "custom_id": custom_id, "response": None, "error": error}
         self._add(batch, ".errors", line)
@@ -233,17 +253,20 @@ class Batches:
     def _add(self, batch: dict[str, Any], suffix: str, line: dict[str, Any]) -> None:
         self.store.add(batch["id"], suffix, msgspec.json.encode(line) + b"\n")
 
-    def _journal(self, batch: dict[str, Any], suffix: str) -> Any:
+    def _journal(self, batch: dict[str, Any], suffix: str) -> Path:
         return self.store.journal(batch["id"], suffix)
 
     def finish(self, batch: dict[str, Any], status: str) -> None:
-        """Journals become files. May be killed anywhere and begun again. Blocking: runs in a thread. Raises Unkept."""
-        made = {
+        """Make the journals files. May be killed anywhere and begun again. Blocking: runs in a thread.
+
+        Raises WriteFailed.
+        """
+        ids = {
             name: new_id("file-")
             for suffix, name in _FILES
             if batch[name] is None and self._journal(batch, suffix).exists()
         }
-        self.set_status(batch, "finalizing", finishes_as=status, **made)
+        self.set_status(batch, "finalizing", finishes_as=status, **ids)
         for suffix, name in _FILES:
             journal, id = self._journal(batch, suffix), batch[name]
             if id is None:
@@ -257,19 +280,13 @@ class Batches:
         self.set_status(batch, status, finishes_as=msgspec.UNSET)
 
 
-def _over(batch: dict[str, Any]) -> bool:
+def _finished(batch: dict[str, Any]) -> bool:
     return batch["status"] in FINAL_STATUSES
 
 
 def _check_metadata(given: Mapping[str, str]) -> None:
-    """OpenAI's bounds. Raises InvalidRequest."""
+    """OpenAI's limits. Raises InvalidRequest."""
     if len(given) > 16:
         raise InvalidRequest("metadata: at most 16 entries", param="metadata")
     if any(len(name) > 64 or len(value) > 512 for name, value in given.items()):
-        raise InvalidRequest(
-            "metadata: names have at most 64 characters, and what they name at most 512", param="metadata"
-        )
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+        raise InvalidRequest("metadata: names have at most 64 characters, and values at most 512", param="metadata")

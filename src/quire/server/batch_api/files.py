@@ -1,12 +1,14 @@
-"""OpenAI's Files: what batches read and write."""
+"""OpenAI's Files, which batches read and write, and their uploads (multipart/form-data, RFC 7578)."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from email.message import Message
 from functools import partial
 from io import BufferedWriter
 from pathlib import Path
@@ -19,52 +21,65 @@ from starlette.routing import Route
 
 from quire.errors import InvalidRequest, TooLarge
 from quire.frontend.offload import offload
-from quire.server.batch_api.multipart import Form, boundary
-from quire.server.batch_api.store import Store, WriteFailed, created, durable_write, new_id, newest_first, page_of
-from quire.server.hosts import refuse_cross_site
+from quire.server.access import refuse_cross_site
+from quire.server.batch_api.store import Store, WriteFailed, durable_write, new_id, newest_first, open_private, page_of
 
 PURPOSES = ("batch",)
 MOST_FILES = 10_000
 _LONGEST_NAME = 200
 
-_ABOUT = 64
-"""Bytes that sorting a document, and perhaps writing it, is worth (backends.offload)."""
+# Bytes that sorting one document, and perhaps encoding it, is worth (`frontend.offload`).
+_COST_PER_DOCUMENT = 64
+
+_PART_NAME = re.compile(r'(?:^|;)\s*(name|filename)="((?:[^"\\]|\\.)*)"')
+_MAX_PART_HEAD = 4096
+_MAX_FIELD = 4096
+_MAX_PARTS = 16
 
 
 class Incoming:
-    """Files being uploaded: what has come of each counts at once, however many come together. in_all: bytes."""
+    """Files that are being uploaded, whose bytes count against the space for all files. max_total: that space."""
 
-    def __init__(self, store: Store, in_all: int) -> None:
-        self._store, self._in_all = store, in_all
-        self._so_far: dict[Path, int] = {}
+    def __init__(self, store: Store, max_total: int) -> None:
+        self._store = store
+        self._max_total = max_total
+        self._sizes: dict[Path, int] = {}
 
     @property
-    def room(self) -> int:
-        """Bytes that may still come."""
-        return max(0, self._in_all - self._store.bytes - sum(self._so_far.values()))
+    def space(self) -> int:
+        """Bytes that may still be written."""
+        return max(0, self._max_total - self._store.bytes - sum(self._sizes.values()))
 
     def write(self, path: Path, file: BinaryIO, data: bytes) -> None:
-        """Raises TooLarge."""
-        if len(data) > self.room:
+        """Append data to an upload. Raises TooLarge."""
+        if len(data) > self.space:
             raise TooLarge("this server has no room for the file: delete others", param="file", code="no_room")
-        self._so_far[path] = self._so_far.get(path, 0) + len(data)
+        self._sizes[path] = self._sizes.get(path, 0) + len(data)
         file.write(data)
 
-    def over(self, path: Path) -> None:
-        """It is a document of the store's, or nothing."""
-        self._so_far.pop(path, None)
+    def end(self, path: Path) -> None:
+        """The upload has become a document of the store, or was given up."""
+        self._sizes.pop(path, None)
 
 
 class Files:
-    """Files in a store. in_use: which unfinished batch reads a file, if one does. most, in_all: bytes."""
+    """Files in a store. in_use: the unfinished batch that reads a file, if one does. max_size, max_total: bytes."""
 
     def __init__(
-        self, store: Store, in_use: Callable[[str], str | None], *, most: int = 200 << 20, in_all: int = 10 << 30
+        self,
+        store: Store,
+        in_use: Callable[[str], str | None],
+        *,
+        max_size: int = 200 << 20,
+        max_total: int = 10 << 30,
     ) -> None:
-        self._store, self._in_use, self._most = store, in_use, most
-        self._incoming = Incoming(store, in_all)
+        self._store = store
+        self._in_use = in_use
+        self._max_size = max_size
+        self._incoming = Incoming(store, max_total)
 
     def routes(self) -> list[Route]:
+        """All paths of files."""
         return [
             Route("/v1/files", self.upload, methods=["POST"]),
             Route("/v1/files", self.listed, methods=["GET"]),
@@ -74,24 +89,25 @@ class Files:
         ]
 
     async def upload(self, request: Request) -> Response:
+        """`POST /v1/files`."""
         refuse_cross_site(request.scope)
         if len(self._store) >= MOST_FILES:
             raise InvalidRequest(
                 f"there are {MOST_FILES} files, and no more may be: delete some", code="too_many_files"
             )
-        room = min(self._most, self._incoming.room)
+        space = min(self._max_size, self._incoming.space)
         declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > room + (1 << 16):
-            raise TooLarge(f"the file is larger than this server takes ({room} bytes)", code="file_too_large")
+        if declared.isdecimal() and int(declared) > space + (1 << 16):
+            raise TooLarge(f"the file is larger than this server takes ({space} bytes)", code="file_too_large")
         id = new_id("file-")
         path = self._store.part(id)
         opened: list[BinaryIO] = []
 
-        def opens(name: str) -> Callable[[bytes], None]:
-            opened.append(BufferedWriter(created(path, "wb")))
+        def open_file() -> Callable[[bytes], None]:
+            opened.append(BufferedWriter(open_private(path, "wb")))
             return partial(self._incoming.write, path, opened[0])
 
-        form = Form(boundary(request.headers.get("content-type", "")), opens, room)
+        form = Form(boundary(request.headers.get("content-type", "")), open_file, space)
         try:
             with durable_write():
                 await form.read(request.stream())
@@ -107,11 +123,12 @@ class Files:
             raise InvalidRequest("the client left before its upload was complete") from gone
         finally:
             for file in opened:
-                with suppress(OSError):  # of what did not get onto the disk
+                # Raised where buffered data cannot be written.
+                with suppress(OSError):
                     file.close()
             path.unlink(missing_ok=True)
-            self._incoming.over(path)
-        return _json(document)
+            self._incoming.end(path)
+        return json_response(document)
 
     def _document(self, id: str, fields: dict[str, str], opened: list[BinaryIO]) -> dict[str, Any]:
         if not opened:
@@ -124,6 +141,7 @@ class Files:
         return document(id, opened[0].tell(), fields["file"] or "file.jsonl", "batch")
 
     async def listed(self, request: Request) -> Response:
+        """`GET /v1/files`."""
         purpose = request.query_params.get("purpose")
         order = request.query_params.get("order", "desc")
         if order not in ("asc", "desc"):
@@ -133,17 +151,20 @@ class Files:
         return await listing(self._store, limit_of(request, 10_000), after, keep, oldest_first=order == "asc")
 
     async def about(self, request: Request) -> Response:
-        return _json(self._store.get(request.path_params["id"]))
+        """`GET /v1/files/{id}`."""
+        return json_response(self._store.get(request.path_params["id"]))
 
     async def delete(self, request: Request) -> Response:
+        """`DELETE /v1/files/{id}`."""
         id = request.path_params["id"]
         self._store.get(id)
         if batch := self._in_use(id):
             raise InvalidRequest(f"{id} is in use by {batch}: cancel it first", param="id", code="file_in_use")
-        self._store.forget(id)
-        return _json({"id": id, "object": "file", "deleted": True})
+        self._store.delete(id)
+        return json_response({"id": id, "object": "file", "deleted": True})
 
     async def content(self, request: Request) -> Response:
+        """`GET /v1/files/{id}/content`."""
         id = self._store.get(request.path_params["id"])["id"]
         return FileResponse(self._store.data(id), media_type="application/octet-stream")
 
@@ -164,7 +185,7 @@ def document(id: str, size: int, name: str, purpose: str) -> dict[str, Any]:
 
 
 def limit_of(request: Request, most: int) -> int:
-    """How many of a list are wanted. Raises InvalidRequest."""
+    """The query parameter `limit` of a list, at most `most`. Raises InvalidRequest."""
     given = request.query_params.get("limit")
     if given is None:
         return min(most, 20 if most <= 100 else most)
@@ -182,15 +203,115 @@ async def listing(
     *,
     oldest_first: bool = False,
 ) -> Response:
-    """A page of the store's documents (`store.page_of`), the newest first by default."""
+    """A response with a page of the store's documents (see `page_of`), the newest first by default."""
     known = store.all()
 
-    def made() -> bytes:
+    def encode() -> bytes:
         documents = newest_first(known)
         return msgspec.json.encode(page_of(documents[::-1] if oldest_first else documents, limit, after, keep))
 
-    return Response(await offload(_ABOUT * len(known), made), media_type="application/json")
+    return Response(await offload(_COST_PER_DOCUMENT * len(known), encode), media_type="application/json")
 
 
-def _json(value: Any) -> Response:
+def json_response(value: Any) -> Response:
+    """A response with `value` as JSON."""
     return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+# ---------------------------------------------------------------- uploads
+
+
+def boundary(content_type: str) -> bytes:
+    """The delimiter between the parts of an upload. Raises InvalidRequest for another content type."""
+    message = Message()
+    message["content-type"] = content_type
+    given = message.get_param("boundary")
+    if message.get_content_type() != "multipart/form-data" or not isinstance(given, str) or not 0 < len(given) <= 70:
+        raise InvalidRequest("send the file as multipart/form-data, with a boundary", code="invalid_upload")
+    return b"\r\n--" + given.encode("latin-1", "replace")
+
+
+class Form:
+    """Reads one upload. `fields` are its text fields; the part named `file` goes to the function that `open_file`
+    returns, piece by piece. delimiter: as `boundary` returns it. max_size: bytes of the file."""
+
+    def __init__(self, delimiter: bytes, open_file: Callable[[], Callable[[bytes], object]], max_size: int) -> None:
+        self.fields: dict[str, str] = {}
+        self._delimiter = delimiter
+        self._open_file = open_file
+        self._left = max_size
+        # Begins with a line end, so that the first delimiter looks like the others.
+        self._data = bytearray(b"\r\n")
+        self._sink: Callable[[bytes], object] | None = None
+        self._name: str | None = None
+        self._text = bytearray()
+        self._num_parts = 0
+        self._over = False
+
+    async def read(self, stream: AsyncIterator[bytes]) -> None:
+        """Read the whole body. Raises InvalidRequest if it is malformed, and TooLarge as soon as the file is."""
+        async for data in stream:
+            if not self._over:
+                self._data += data
+                while self._step():
+                    pass
+        if not self._over:
+            raise _broken("it ends in the middle")
+
+    def _step(self) -> bool:
+        """Consume the current part as far as it is certain. Returns whether another part has begun."""
+        length = len(self._delimiter)
+        at = self._data.find(self._delimiter)
+        self._take(at if at >= 0 else len(self._data) - length)
+        if at < 0:
+            return False
+        self._end_part()
+        if self._data[length : length + 2] == b"--":
+            self._over = True
+            return False
+        end = self._data.find(b"\r\n\r\n", length)
+        if end < 0:
+            if len(self._data) > _MAX_PART_HEAD:
+                raise _broken("a part has no end of its headers")
+            return False
+        self._begin_part(self._data[length:end].decode("utf-8", "replace"))
+        del self._data[: end + 4]
+        return True
+
+    def _take(self, size: int) -> None:
+        """Consume bytes of the current part's content."""
+        if size <= 0:
+            return
+        data = bytes(self._data[:size])
+        del self._data[:size]
+        if self._sink is not None:
+            self._left -= size
+            if self._left < 0:
+                raise TooLarge("the file is larger than this server takes", param="file", code="file_too_large")
+            self._sink(data)
+        elif self._name is not None:
+            self._text += data
+            if len(self._text) > _MAX_FIELD:
+                raise TooLarge(f"the field {self._name[:64]!r} is too long", param=self._name[:64])
+
+    def _end_part(self) -> None:
+        if self._name is not None and self._sink is None:
+            self.fields[self._name] = self._text.decode("utf-8", "replace")
+        self._name = None
+        self._sink = None
+        self._text.clear()
+
+    def _begin_part(self, head: str) -> None:
+        self._num_parts += 1
+        line = next((x for x in head.split("\r\n") if x.lower().startswith("content-disposition:")), "")
+        found = dict(_PART_NAME.findall(line.partition(":")[2]))
+        if "name" not in found or self._num_parts > _MAX_PARTS or found["name"] in self.fields:
+            raise _broken("its parts need names of their own, and must be few")
+        if found["name"] == "file":
+            self.fields["file"] = found.get("filename", "")
+            self._sink = self._open_file()
+        self._name = found["name"]
+
+
+def _broken(why: str) -> InvalidRequest:
+    return InvalidRequest(f"the upload cannot be read: {why}", param="file", code="invalid_upload")

@@ -1,4 +1,4 @@
-"""Runs batches: a few lines at a time, behind everybody else."""
+"""Runs batches: a few lines at a time, at background priority."""
 
 from __future__ import annotations
 
@@ -10,49 +10,86 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.routing import Route
 
 from quire.errors import Interrupted, Overloaded, QuireError, Unavailable
 from quire.server import error_responses
-from quire.server.batch_api.batches import Batches, Line
-from quire.server.batch_api.store import WriteFailed
+from quire.server.batch_api.batches import BATCH_ENDPOINTS, Batches, Line
+from quire.server.batch_api.files import Files
+from quire.server.batch_api.store import Lock, Store, WriteFailed
+from quire.server.limits import Limits
 
 log = logging.getLogger("uvicorn.error")
 
 T = TypeVar("T")
+
+# (endpoint, body) -> the answer, generated at background priority. Raises what the endpoint would refuse with.
 Answer = Callable[[str, bytes], Awaitable[dict[str, Any]]]
-"""(endpoint, body) -> the answer, made in the gaps. Raises as the endpoint would."""
 
+# Seconds between looks for work, and before a request is repeated that the server was too busy for.
 _PAUSE = 0.25
-"""Seconds between looks for work, and before a server that is busy is asked again."""
 
+# Seconds before writing is tried again after the disk failed.
 _DISK = 5.0
-"""Seconds before a disk that took nothing is tried again."""
 
+# Times that a line whose answer was interrupted is repeated, alone, before it counts as the cause.
 _TRIES = 3
-"""Times that a line whose answer was interrupted is asked again, by itself, before it counts as what interrupts."""
+
+
+class BatchService:
+    """Files and batches in a folder that only this server uses. width: lines that are answered at the same time."""
+
+    def __init__(self, folder: Path, answer: Answer, limits: Limits, *, width: int) -> None:
+        """Raises InvalidConfig if the folder cannot be used, or another server uses it."""
+        with ExitStack() as undo:
+            self._lock = Lock(folder)
+            undo.callback(self._lock.close)
+            files = Store(folder / "files", "file")
+            self._batches = Batches(Store(folder / "batches", "batch"), files, limits, BATCH_ENDPOINTS)
+            undo.pop_all()
+        self._files = Files(files, self._batches.reading)
+        self._runner = BatchRunner(self._batches, answer, width=width)
+
+    def routes(self) -> list[Route]:
+        """All paths of files and batches."""
+        return [*self._files.routes(), *self._batches.routes()]
+
+    async def start(self) -> None:
+        """Begin to answer lines, once the backend is ready."""
+        await self._runner.start()
+
+    async def stop(self) -> None:
+        """Stop before the backend drains. May be called again."""
+        await self._runner.stop()
+        self._lock.close()
 
 
 class BatchRunner:
-    """One batch after the other, `width` of its lines at once.
+    """Runs one batch after the other, `width` of its lines at the same time.
 
-    An answer that did not come from the model (the engine was restarted, the server is shutting down) is not noted, and
-    its line is asked again, by this server or the next; unless it is the line that the engine cannot bear.
+    An answer that did not come from the model (the engine was restarted, the server is shutting down) is not recorded,
+    and its line is repeated, by this server or by the next one; unless it is this line that makes the engine fail.
     """
 
     def __init__(self, batches: Batches, answer: Answer, *, width: int) -> None:
-        self._batches, self._answer, self._width = batches, answer, width
+        self._batches = batches
+        self._answer = answer
+        self._width = width
         self._task: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._alone = asyncio.Lock()
 
     async def start(self) -> None:
+        """Begin to look for work."""
         self._task = asyncio.create_task(self._run(), name="batches")
 
     async def stop(self) -> None:
-        """Lines in the middle are left for the next start."""
+        """Cancel the lines in progress, which are left for the next start."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -60,7 +97,8 @@ class BatchRunner:
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
 
     async def _blocking(self, work: Callable[..., T], *args: Any) -> T:
-        """What reads and writes files, in the one thread that does: one after the other, also where callers leave."""
+        """The result of `work`, which reads or writes files, in the one thread for that. It is completed even where its
+        caller is cancelled, and before the next."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
     async def _run(self) -> None:
@@ -68,15 +106,16 @@ class BatchRunner:
             for batch in self._batches.unfinished():
                 try:
                     await self._batch(batch)
-                except Exception as error:  # its own fault alone: others go on, and so do people
-                    if (full := _unkept(error)) is not None:
-                        log.error("%s waits: %s", batch["id"], full)
+                # Other batches, and clients, must not be affected by this one.
+                except Exception as error:
+                    if (failed := _write_failed(error)) is not None:
+                        log.error("%s waits: %s", batch["id"], failed)
                         await asyncio.sleep(_DISK)
                         continue
                     log.exception("%s failed", batch["id"])
-                    why = _error("server_error", "the server met an error of its own; its log says more")
+                    why = {"code": "server_error", "message": error_responses.INTERNAL, "param": None, "line": None}
                     with contextlib.suppress(WriteFailed):
-                        self._batches.set_status(batch, "failed", errors=why)
+                        self._batches.set_status(batch, "failed", errors={"object": "list", "data": [why]})
             await asyncio.sleep(_PAUSE)
 
     async def _batch(self, batch: dict[str, Any]) -> None:
@@ -88,17 +127,18 @@ class BatchRunner:
             await self._blocking(batches.check, batch)
             if batch["errors"]:
                 return batches.set_status(batch, "failed")
-            if batch["status"] == "validating":  # it may have been cancelled meanwhile
+            # It may have been cancelled meanwhile.
+            if batch["status"] == "validating":
                 batches.set_status(batch, "in_progress")
         await self._lines(batch, done)
         ended = "cancelled" if batch["status"] == "cancelling" else "completed"
         if ended == "completed" and _expired(batch) and batch["request_counts"]["total"] > _answered(batch):
             ended = "expired"
-            await self._blocking(self._missed, batch)
+            await self._blocking(self._record_missed, batch)
         return await self._blocking(batches.finish, batch, ended)
 
     async def _lines(self, batch: dict[str, Any], done: set[str]) -> None:
-        """`width` workers over one iterator of lines, until it ends, or the batch does."""
+        """Run `width` workers over one iterator of lines, until it ends, or the batch does."""
         left = self._left(batch, done)
         async with asyncio.TaskGroup() as group:
             work = [group.create_task(self._worker(batch, left)) for _ in range(self._width)]
@@ -125,20 +165,24 @@ class BatchRunner:
             await self._blocking(self._batches.record_answer, batch, line.custom_id, status, body, request_id)
 
     async def _one(self, endpoint: str, body: bytes) -> tuple[int, Any]:
-        """A line that stops the engine each time it is asked must not stop it for ever."""
+        """The status and the body of a line's answer.
+
+        A line that makes the engine fail whenever it is asked must not do so for ever.
+        """
         try:
-            return await self._asked(endpoint, body)
-        except Interrupted:  # by itself, or by one beside it: who was interrupted goes on one at a time
+            return await self._ask(endpoint, body)
+        except Interrupted:
+            # By this line, or by one that ran at the same time: interrupted lines are repeated one after another.
             async with self._alone:
                 for _ in range(_TRIES - 1):
                     with contextlib.suppress(Interrupted):
-                        return await self._asked(endpoint, body)
+                        return await self._ask(endpoint, body)
                 try:
-                    return await self._asked(endpoint, body)
+                    return await self._ask(endpoint, body)
                 except Interrupted as error:
-                    return _failed(error)
+                    return _error_answer(error)
 
-    async def _asked(self, endpoint: str, body: bytes) -> tuple[int, Any]:
+    async def _ask(self, endpoint: str, body: bytes) -> tuple[int, Any]:
         """Raises Interrupted."""
         while True:
             try:
@@ -150,9 +194,9 @@ class BatchRunner:
             except Exception as error:
                 if not isinstance(error, QuireError):
                     log.exception("a line of a batch failed")
-                return _failed(error)
+                return _error_answer(error)
 
-    def _missed(self, batch: dict[str, Any]) -> None:
+    def _record_missed(self, batch: dict[str, Any]) -> None:
         done = self._batches.answered(batch)
         for line in self._left(batch, done):
             self._batches.record_error(
@@ -160,12 +204,12 @@ class BatchRunner:
             )
 
 
-def _failed(error: Exception) -> tuple[int, Any]:
+def _error_answer(error: Exception) -> tuple[int, Any]:
     return getattr(error, "status", 500), msgspec.json.decode(error_responses.of(error))
 
 
-def _unkept(error: Exception) -> WriteFailed | None:
-    """What the disk said, if that is all that went wrong."""
+def _write_failed(error: Exception) -> WriteFailed | None:
+    """The error of the disk, if there is no other."""
     while isinstance(error, ExceptionGroup) and len({type(one) for one in error.exceptions}) == 1:
         error = error.exceptions[0]
     return error if isinstance(error, WriteFailed) else None
@@ -177,7 +221,3 @@ def _expired(batch: dict[str, Any]) -> bool:
 
 def _answered(batch: dict[str, Any]) -> int:
     return int(batch["request_counts"]["completed"] + batch["request_counts"]["failed"])
-
-
-def _error(code: str, message: str) -> dict[str, Any]:
-    return {"object": "list", "data": [{"code": code, "message": message, "param": None, "line": None}]}

@@ -1,4 +1,4 @@
-"""Documents on disk, replaced as a whole, and data beside them: whoever is killed, what is there is whole."""
+"""Documents on disk and data beside them, replaced atomically: whenever the process is killed, they are complete."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ log = logging.getLogger("uvicorn.error")
 
 _ID = re.compile(r"[a-z]+[-_][0-9a-f]{24}")
 
+# Version of the folder's layout and documents, in its file `lock`; a folder without one has version 1.
 FORMAT = 1
-"""Version of the folder's layout and documents, in its file `lock`; a folder without one is of version 1."""
 _FORMAT = re.compile(rb"quire batches, format (\d+)\n")
 
 
@@ -36,12 +36,12 @@ class UnknownFile(InvalidRequest):
 
 
 class WriteFailed(Unavailable):
-    """What was to be written could not be: the disk is full, or gone. It may come back."""
+    """Writing failed: the disk is full, or gone. It may work again later."""
 
 
 @contextmanager
 def durable_write() -> Iterator[None]:
-    """Raises Unkept where writing within fails."""
+    """Within, errors of writing are raised as WriteFailed."""
     try:
         yield
     except OSError as error:
@@ -50,7 +50,7 @@ def durable_write() -> Iterator[None]:
 
 @contextmanager
 def usable(folder: Path) -> Iterator[None]:
-    """Raises InvalidConfig where something within `folder` cannot be used."""
+    """Within, errors of using `folder` are raised as InvalidConfig."""
     try:
         yield
     except OSError as error:
@@ -58,37 +58,40 @@ def usable(folder: Path) -> Iterator[None]:
 
 
 def new_id(kind: str) -> str:
+    """A new id that begins with `kind`."""
     return kind + secrets.token_hex(12)
 
 
 class Document(msgspec.Struct):
-    """What every document has."""
+    """The fields that every document has."""
 
     id: str
     created_at: int
 
 
-def created(path: Path, mode: Literal["wb", "ab"]) -> FileIO:
-    """The file opened, and where there was none, for this server's user alone. Unbuffered."""
+def open_private(path: Path, mode: Literal["wb", "ab"]) -> FileIO:
+    """Open a file, unbuffered. A new one can be read by this server's user only."""
     return FileIO(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def _write(file: FileIO, data: bytes) -> None:
-    """All of it. Raises OSError where there is room for a part only."""
+    """Write all of `data`. Raises OSError where only a part fits."""
     if file.write(data) < len(data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class Store:
-    """Documents of one kind in a folder: `ID.json`, with `ID.data` beside where there is any.
+    """Documents of one kind in a folder: `ID.json`, and `ID.data` if it has data. what: the kind, for messages.
 
     Blocking, but never for long: documents are small. Used from one process only, by any of its threads; `lock` is for
-    changes that depend on what a document says. Files with other names in the folder are left alone.
+    changes that depend on a document's fields. Other files in the folder are ignored. `bytes`: of all data, by the
+    documents' fields.
     """
 
     def __init__(self, folder: Path, what: str) -> None:
         """Raises InvalidConfig if the folder cannot be used."""
-        self._folder, self._what = folder, what
+        self._folder = folder
+        self._what = what
         self._known: dict[str, dict[str, Any]] = {}
         self.lock = threading.RLock()
         with usable(folder):
@@ -96,17 +99,17 @@ class Store:
             folder.chmod(0o700)
             ours = [path for path in sorted(folder.iterdir()) if _ID.fullmatch(path.stem) and path.is_file()]
             for path in ours:
-                self._admit(path)
+                self._load(path)
         self.bytes = sum(map(_bytes, self._known.values()))
-        """All data kept, by the documents' own word."""
 
-    def _admit(self, path: Path) -> None:
-        """A file of ours, found at the start: read a document, and delete what a killed write or upload left."""
+    def _load(self, path: Path) -> None:
+        """Read a document found at the start, or delete a file that an unfinished write or upload left."""
         document = path.with_suffix(".json")
         if path.suffix in (".new", ".part") or (path.suffix == ".data" and not document.exists()):
             path.unlink()
             return
-        if path.stat().st_mode & 0o077:  # as earlier versions wrote them
+        # Earlier versions wrote files that others could read.
+        if path.stat().st_mode & 0o077:
             path.chmod(0o600)
         if path == document:
             try:
@@ -114,7 +117,7 @@ class Store:
                 if msgspec.convert(known, Document).id != path.stem:
                     raise msgspec.ValidationError("its id is not its name")
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                log.warning("%s is no %s, and is left alone: %s", path, self._what, escape_control(str(error)))
+                log.warning("%s is not a %s, and is ignored: %s", path, self._what, escape_control(str(error)))
             else:
                 self._known[known["id"]] = known
 
@@ -128,16 +131,17 @@ class Store:
         return len(self._known)
 
     def put(self, document: dict[str, Any], **changes: Any) -> None:
-        """Keep a document with these changes, UNSET for a field to be taken away.
+        """Write a document with these changes, UNSET for a field to be removed.
 
-        The old one is on disk until the new one is, whole, and so it is in memory. Raises Unkept, with nothing changed.
+        On disk and in memory, the old one is replaced once the new one is complete. Raises WriteFailed, with nothing
+        changed.
         """
         with self.lock:
             whole = {name: value for name, value in {**document, **changes}.items() if value is not msgspec.UNSET}
             path = self._path(whole["id"], ".new")
             with durable_write():
                 try:
-                    with created(path, "wb") as file:
+                    with open_private(path, "wb") as file:
                         _write(file, msgspec.json.encode(whole))
                         os.fsync(file.fileno())
                     path.replace(path.with_suffix(".json"))
@@ -151,8 +155,8 @@ class Store:
             self._known[whole["id"]] = document
 
     def add(self, id: str, suffix: str, line: bytes) -> None:
-        """A line more in a journal, whole or not at all. Raises Unkept."""
-        with durable_write(), created(self._path(id, suffix), "ab") as file:
+        """Append a line to a journal, completely or not at all. Raises WriteFailed."""
+        with durable_write(), open_private(self._path(id, suffix), "ab") as file:
             end = file.tell()
             try:
                 _write(file, line)
@@ -160,8 +164,8 @@ class Store:
                 file.truncate(end)
                 raise
 
-    def forget(self, id: str) -> None:
-        """Raises Unkept where it cannot be deleted; then it is still there."""
+    def delete(self, id: str) -> None:
+        """Delete a document and its data. Raises UnknownFile, and WriteFailed, with nothing changed."""
         with self.lock:
             known = self.get(id)
             with durable_write():
@@ -172,19 +176,19 @@ class Store:
                 self._path(id, ".data").unlink(missing_ok=True)
 
     def all(self) -> list[dict[str, Any]]:
-        """In no order."""
+        """All documents, in no order."""
         return list(self._known.values())
 
     def data(self, id: str) -> Path:
-        """Where its data is."""
+        """The path of a document's data."""
         return self._path(id, ".data")
 
     def part(self, id: str) -> Path:
-        """Where data is written that is not whole yet. Deleted at a start, unlike a journal."""
+        """The path of incomplete data, which is deleted at a start, unlike a journal."""
         return self._path(id, ".part")
 
     def journal(self, id: str, suffix: str) -> Path:
-        """Where lines are added one by one, over several lives of the server."""
+        """The path of a journal, to which lines are appended, also after a restart."""
         return self._path(id, suffix)
 
     def _path(self, id: str, suffix: str) -> Path:
@@ -193,18 +197,22 @@ class Store:
 
 
 def _bytes(document: dict[str, Any] | None) -> int:
-    """Of its data: the smallest file takes a block of the disk."""
+    """Bytes of a document's data: a file takes at least one block of the disk."""
     return 0 if document is None else max(document.get("bytes", 0), 4096)
 
 
 def newest_first(documents: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Documents by the time of their creation."""
     return sorted(documents, key=lambda one: (one["created_at"], one["id"]), reverse=True)
 
 
 def page_of(
     documents: list[dict[str, Any]], limit: int, after: str | None, keep: Callable[[dict[str, Any]], bool]
 ) -> dict[str, Any]:
-    """OpenAI's list object: at most `limit` of the documents kept, those after the one with the id `after`."""
+    """OpenAI's list object: at most `limit` documents for which `keep` is true, after the one with the id `after`.
+
+    Raises InvalidRequest for an unknown `after`.
+    """
     kept = [one for one in documents if keep(one)]
     if after is not None:
         ids = [one["id"] for one in kept]
@@ -222,13 +230,13 @@ def page_of(
 
 
 class Lock:
-    """One server a folder: two would answer every line twice. Held until the process ends."""
+    """The lock of a folder: two servers would answer every line twice. Held until the process ends."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises InvalidConfig if another process has it, its format is another, or the folder cannot be had."""
+        """Raises InvalidConfig if another process holds it, its format is another, or the folder cannot be used."""
         with usable(folder), ExitStack() as undo:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._file = undo.enter_context(created(folder / "lock", "ab"))
+            self._file = undo.enter_context(open_private(folder / "lock", "ab"))
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -237,11 +245,12 @@ class Lock:
             undo.pop_all()
 
     def close(self) -> None:
+        """Release the lock."""
         self._file.close()
 
 
 def _check_format(folder: Path, lock: FileIO) -> None:
-    """Note the format in an empty lock file. Raises InvalidConfig where another version of it is noted."""
+    """Write the format's version into an empty lock file. Raises InvalidConfig where it contains another version."""
     noted = (folder / "lock").read_bytes()
     if (found := _FORMAT.fullmatch(noted)) and int(found[1]) != FORMAT:
         raise InvalidConfig(
@@ -249,12 +258,13 @@ def _check_format(folder: Path, lock: FileIO) -> None:
             "choose another --batch-dir, or the version of Quire that wrote it"
         )
     if not noted:
-        with suppress(OSError):  # a full disk does not keep a server from starting
+        # A full disk does not prevent a server from starting.
+        with suppress(OSError):
             _write(lock, b"quire batches, format %d\n" % FORMAT)
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a journal; a last one that was cut short by a kill is cut off."""
+    """The complete lines of a journal; an incomplete last one, left by a kill, is removed."""
     if not path.exists():
         return
     with path.open("r+b") as file:

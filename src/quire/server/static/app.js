@@ -3,7 +3,7 @@
 import { Chat } from "./chat.js";
 import { element, forgetColours } from "./draw.js";
 import { Figures } from "./figures.js";
-import { Lanes } from "./lanes.js";
+import { Timeline } from "./timeline.js";
 import { Pages } from "./pages.js";
 import { signedIn } from "./session.js";
 import { Steps } from "./steps.js";
@@ -38,7 +38,7 @@ let offset = 0;
 let stream = null;
 
 const figures = new Figures(find("figures"));
-const lanes = new Lanes(find("requests"), choose);
+const timeline = new Timeline(find("requests"), choose);
 const steps = new Steps(find("steps"), choose);
 const pages = new Pages(find("pages"), choose);
 const story = new Story(find("story"), explain, numberOf);
@@ -109,9 +109,9 @@ async function explain(id) {
   try {
     const response = await fetch(`v1/requests/${encodeURIComponent(id)}/explain`);
     if (!response.ok) return kept;
-    const told = await response.json();
-    tape.stories.set(id, told);
-    return told;
+    const explanation = await response.json();
+    tape.stories.set(id, explanation);
+    return explanation;
   } catch {
     return kept;
   }
@@ -185,7 +185,7 @@ function draw(now) {
     view.world = live;
     view.at = now / 1e3 + offset - DELAY;
   }
-  for (const panel of [figures, lanes, steps, pages, story]) panel.draw(view);
+  for (const panel of [figures, timeline, steps, pages, story]) panel.draw(view);
 }
 
 async function enter() {

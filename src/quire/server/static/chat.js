@@ -5,7 +5,7 @@ import { element, some, time } from "./draw.js";
 const MOST_TOKENS = 300;
 
 export class Chat {
-  /** own(id) is told the answer's id, pick() shows its request, signIn() is called when the server wants a key. */
+  /** own(id) is called with the answer's id, pick() shows its request, signIn() is called when the server wants a key. */
   constructor(panel, { own, pick, signIn }) {
     Object.assign(this, { own, pick, signIn });
     this.talk = panel.querySelector(".talk");
@@ -16,7 +16,7 @@ export class Chat {
     this.messages = [];
     this.model = "";
     this.stopping = null;
-    this.talk.append(element("p", { class: "hint", text: "Ask for something, and watch: your request is marked in the lanes and on the map." }));
+    this.talk.append(element("p", { class: "hint", text: "Ask for something, and watch: your request is marked on the timeline and on the map." }));
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
       if (this.stopping) this.stopping.abort();
@@ -73,7 +73,7 @@ export class Chat {
       this.messages.at(-1).content = said.content;
       if (!said.content) this.messages.pop();
     }
-    this.told(said, performance.now() - began);
+    this.report(said, performance.now() - began);
   }
 
   take(data, said, line, began) {
@@ -89,7 +89,7 @@ export class Chat {
     if (low) this.talk.scrollTop = this.talk.scrollHeight;
   }
 
-  told({ first, usage }, took) {
+  report({ first, usage }, took) {
     const tokens = usage?.completion_tokens ?? 0;
     const rate = tokens > 1 ? `, ${Math.round((tokens - 1) / ((took - first) / 1e3))} tokens/s` : "";
     const look = element("button", { type: "button", text: "what happened to it" });

@@ -40,7 +40,7 @@ export class Pages {
     if (holders[page] < 0) return `block ${page}: blank`;
     const from = places[page] * facts.page_size;
     const whose = `request ${owners[page]}'s tokens ${from} to ${from + facts.page_size - 1}`;
-    const held = holders[page] ? some(holders[page], "holder") : "kept for whoever begins the same";
+    const held = holders[page] ? some(holders[page], "holder") : "kept for prompts that begin the same";
     return `block ${page}: ${whose}, ${held}`;
   }
 

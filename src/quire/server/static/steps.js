@@ -18,8 +18,8 @@ export class Steps {
     this.chosen = null;
     this.held = Infinity;
     this.shown = [];
-    this.told = null;
-    this.toldAt = 0;
+    this.shownStep = null;
+    this.shownAt = 0;
     this.box.addEventListener("pointerdown", (event) => {
       const step = this.shown[this.column(event)];
       this.choose(!step || step.number === this.chosen ? null : step);
@@ -40,7 +40,7 @@ export class Steps {
   choose(step) {
     this.chosen = step?.number ?? null;
     this.held = step ? this.shown.at(-1).number : Infinity;
-    this.told = null;
+    this.shownStep = null;
   }
 
   key(event) {
@@ -127,9 +127,9 @@ export class Steps {
       this.detail.replaceChildren(element("p", { text: "No step yet: nothing has been asked." }));
       return;
     }
-    if (this.told === step.number || (this.chosen === null && this.told !== null && now - this.toldAt < SLOW)) return;
-    this.told = step.number;
-    this.toldAt = now;
+    if (this.shownStep === step.number || (this.chosen === null && this.shownStep !== null && now - this.shownAt < SLOW)) return;
+    this.shownStep = step.number;
+    this.shownAt = now;
     const parts = KINDS.filter((what) => step[what]).map((what) => `${count(step[what])} ${what}`);
     const batch = `${some(step.spans.length, "request")}, ${some(step.fed, "token")}`;
     const says = `${time(step.took)} for ${batch}: ${parts.join(", ")}`;

@@ -19,7 +19,7 @@ export class Story {
 
   nothing() {
     this.panel.replaceChildren(
-      element("p", { class: "hint", text: "Choose a request: a lane, a block of the map, or a span of a step." }),
+      element("p", { class: "hint", text: "Choose a request: a row of the timeline, a block of the map, or a span of a step." }),
     );
   }
 
@@ -42,14 +42,14 @@ export class Story {
   async refresh() {
     const { request } = this;
     this.asked = performance.now();
-    const told = await this.ask(request.id);
+    const explanation = await this.ask(request.id);
     if (this.request !== request) return;
-    const answer = told?.answers?.find((each) => each.id === request.id) ?? told?.answers?.[0] ?? null;
+    const answer = explanation?.answers?.find((each) => each.id === request.id) ?? explanation?.answers?.[0] ?? null;
     this.done = answer === null || answer.state === "finished";
     const body = JSON.stringify(answer);
     if (body === this.body) return;
     this.body = body;
-    this.panel.replaceChildren(...(answer === null ? this.unknown() : this.told(answer)));
+    this.panel.replaceChildren(...(answer === null ? this.unknown() : this.explain(answer)));
     if (answer) this.ticks(answer);
   }
 
@@ -64,7 +64,7 @@ export class Story {
     return element("div", {}, element("h3", {}, ...about), element("code", { text: id }));
   }
 
-  told(answer) {
+  explain(answer) {
     const ended = answer.finish_reason ? `finished: ${answer.finish_reason}` : answer.state;
     return [
       this.title(ended),
@@ -91,7 +91,7 @@ export class Story {
     const { prefix, seconds } = answer;
     return element(
       "p",
-      { class: "told" },
+      { class: "facts" },
       fact("prompt", some(answer.prompt_tokens, "token")),
       fact("from the cache", `${prefix.hit_tokens}`),
       fact("made", `${answer.generated_tokens} of at most ${answer.max_tokens}`),
@@ -126,7 +126,7 @@ export class Story {
 function phases(seconds) {
   const parts = ["queued", "prefill", "decode"].filter((name) => seconds[name] > 0);
   const bar = element("div", { class: "phases", "aria-hidden": "true" });
-  const words = element("p", { class: "told" });
+  const words = element("p", { class: "facts" });
   for (const name of parts) {
     const part = element("div", { class: name });
     part.style.flexGrow = String((100 * seconds[name]) / (seconds.total || 1));

@@ -51,7 +51,7 @@ export class World {
     const before = this.samples.at(-1);
     this.at = frame.at / 1e6;
     this.now = frame.now;
-    for (const told of frame.told) this.tell(told);
+    for (const event of frame.told) this.take(event);
     this.takeSteps(frame.steps);
     if (frame.whole) this.begin(frame.whole);
     this.takePages(frame.whole ? frame.whole.pages : frame.pages, Boolean(frame.whole));
@@ -59,9 +59,9 @@ export class World {
     this.forget();
   }
 
-  // ---------------------------------------------------------------- what is told of requests
+  // ---------------------------------------------------------------- events of requests
 
-  tell([what, at, number, ...rest]) {
+  take([what, at, number, ...rest]) {
     const seconds = at / 1e6;
     if (what === "new") {
       if (!this.requests.has(number)) this.requests.set(number, new Request([what, at, number, ...rest]));
@@ -101,8 +101,8 @@ export class World {
 
   takeSteps(steps) {
     let spans = [];
-    for (const [number, planned, launched, committed, told, made] of steps) {
-      spans = told === 0 ? spans : told;
+    for (const [number, planned, launched, committed, changed, made] of steps) {
+      spans = changed === 0 ? spans : changed;
       const seconds = committed / 1e6;
       const step = { number, at: launched / 1e6, took: (committed - launched) / 1e6, planned: planned / 1e6 };
       this.steps.push(Object.assign(step, { ended: seconds, spans, made }, mixture(spans)));
@@ -126,10 +126,10 @@ export class World {
     this.epoch = whole.epoch;
     this.facts = whole.facts;
     const standing = new Set();
-    for (const told of whole.requests) {
-      const number = told.new[2];
+    for (const request of whole.requests) {
+      const number = request.new[2];
       standing.add(number);
-      if (!this.requests.has(number)) this.requests.set(number, this.arrived(told));
+      if (!this.requests.has(number)) this.requests.set(number, this.arrived(request));
     }
     if (!whole.complete) return;
     for (const { number, ended } of this.requests.values()) {
@@ -138,15 +138,15 @@ export class World {
   }
 
   /** A request that was there before this page was. */
-  arrived(told) {
-    const request = new Request(told.new);
+  arrived(known) {
+    const request = new Request(known.new);
     const seconds = (micros) => (micros === null ? null : micros / 1e6);
-    const [opened, first, ended] = [told.opened, told.first, told.ended].map(seconds);
+    const [opened, first, ended] = [known.opened, known.first, known.ended].map(seconds);
     if (opened !== null) request.become("prefill", opened);
     if (first !== null) request.become("decode", first);
     if (ended !== null) request.become("", ended);
-    else if (told.state === "waiting" && opened !== null) request.become("waiting", this.at);
-    return Object.assign(request, { first, ended, finish: told.finish, hit: told.hit, made: told.made });
+    else if (known.state === "waiting" && opened !== null) request.become("waiting", this.at);
+    return Object.assign(request, { first, ended, finish: known.finish, hit: known.hit, made: known.made });
   }
 
   // ---------------------------------------------------------------- pages

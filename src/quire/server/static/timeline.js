@@ -1,16 +1,16 @@
-// Requests over time: a lane each, those that run first, then those that wait, then the last that ended.
+// Requests over time: a row each, those that run first, then those that wait, then the last that ended.
 
 import { colour, element, fit, owner, some } from "./draw.js";
 
 const ROW = 22;
 const MOST = { running: 64, waiting: 10, finished: 40 };
 
-export class Lanes {
-  /** pick(number) is called for the request that somebody chose. */
+export class Timeline {
+  /** pick(number) is called for the request that the user chose. */
   constructor(section, pick) {
     this.pick = pick;
     this.rows = section.querySelector(".rows");
-    this.box = section.querySelector(".lanes");
+    this.box = section.querySelector(".timeline");
     this.canvas = section.querySelector("canvas");
     this.shown = [];
     this.drawn = "";
@@ -96,7 +96,7 @@ export class Lanes {
         to.fillStyle = colour("blank");
         to.fillRect(0, y, width, ROW);
         if (i === 0) axis(to, view, y, x, width);
-      } else if (row.request) lane(to, row.request, view, y, x, width);
+      } else if (row.request) bar(to, row.request, view, y, x, width);
     });
   }
 }
@@ -142,7 +142,7 @@ function axis(to, view, y, x, width) {
   to.textAlign = "left";
 }
 
-function lane(to, request, view, y, x, width) {
+function bar(to, request, view, y, x, width) {
   const middle = y + ROW / 2;
   const chosen = view.chosen === request.number;
   if (chosen || view.isOwn(request)) {
