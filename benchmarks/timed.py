@@ -10,7 +10,8 @@ import sys
 
 from quire.assembly.engine_child import main
 from quire.engine.executor import Executor
-from quire.executors.synthetic import StepCost, SyntheticExecutor
+from quire.executors.synthetic import SyntheticExecutor
+from quire.scheduler.step_time import StepCost
 
 STEP = "QUIRE_BENCH_STEP_MS"
 PAGES = 1 << 14

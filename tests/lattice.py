@@ -15,6 +15,7 @@ from quire.scheduler.block_pool import EVICTION_POLICIES
 from quire.scheduler.constraint import FREE
 from quire.scheduler.policy import make_policy
 from quire.scheduler.speculation import FixedDrafts
+from quire.scheduler.step_time import StepTimeModel
 from quire.types import BACKGROUND, UNLIMITED, Request, SamplingParams
 from tests.executors.wired import Wired
 from tests.hash_model import POISON, SICK, VOCAB, HashDevice, logprob, naive
@@ -55,6 +56,7 @@ class Drawn:
 
     def __init__(self, most: int, rng: random.Random) -> None:
         self.max_drafts, self.rng = abs(most), rng
+        self.step_times = StepTimeModel()
 
     def begin_plan(self, width: int) -> None:
         """Nothing to decide."""
@@ -67,9 +69,6 @@ class Drawn:
 
     def remove(self, seq: Any) -> None:
         assert seq.finish_reason, "forgotten while it goes on"
-
-    def record_step_time(self, plan: Any, seconds: float) -> None:
-        assert len(plan.num_drafts) == len(plan.spans)
 
 
 GAPS = (2, 7, 8, 13)
@@ -160,6 +159,7 @@ def check(sch: scheduler.Scheduler, dev: HashDevice) -> None:
     assert all(s.blocks == [] for s in sch.sequences.values() if s.row is None), "pages without a row"
     flying = dict.fromkeys(held, 0)
     for step in sch.inflight:
+        assert len(step.plan.num_drafts) in (0, len(step.plan.spans)), "drafts of each span or of none"
         for s, span in zip(step.seqs, step.plan.spans, strict=True):
             flying[id(s)] += span.num_samples > 0
     assert all(s.num_inflight == flying[id(s)] for s in held.values()), "pending"

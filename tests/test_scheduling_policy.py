@@ -19,12 +19,12 @@ from quire.cli import main
 from quire.config import load
 from quire.engine.clock import VirtualClock
 from quire.errors import InvalidConfig
-from quire.executors.synthetic import StepCost
 from quire.observability.recorder import recorded
 from quire.scheduler.kv_cache import KVCacheManager
 from quire.scheduler.policy import METHODS, POLICIES, SchedulingPolicy, load_policy, make_policy, policy_name
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence as Seq
+from quire.scheduler.step_time import StepCost
 from quire.sim.run import SimConfig
 from quire.types import BACKGROUND, Request
 from tests import lattice

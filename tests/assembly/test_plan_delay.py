@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from quire.assembly.engine import build_plan_delay
-from quire.engine.timing import MeasuredPlanDelay, NoPlanDelay
+from quire.engine.timing import PlanDelay
 
 
 def test_plans_wait_for_newcomers_only_where_the_device_is_here() -> None:
-    assert isinstance(build_plan_delay("local"), MeasuredPlanDelay)
-    assert all(isinstance(build_plan_delay(executor), NoPlanDelay) for executor in ("grpc", "onnx", "hf"))
+    assert isinstance(build_plan_delay("local"), PlanDelay)
+    assert all(build_plan_delay(executor) is None for executor in ("grpc", "onnx", "hf"))

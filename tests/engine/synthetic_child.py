@@ -18,9 +18,9 @@ from quire.engine.live_view import NoLiveView
 from quire.engine.process import EngineLoop
 from quire.engine.protocol import BuildFailed, Configure, FrameReader, Ready, encode_frame
 from quire.engine.step_watch import StepWatch
-from quire.executors.synthetic import StepCost
 from quire.observability.engine_metrics import EngineMetrics
 from quire.scheduler.plan import Plan
+from quire.scheduler.step_time import StepCost
 from quire.sim.run import SimConfig
 
 

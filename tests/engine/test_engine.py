@@ -9,7 +9,7 @@ import pytest
 from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
 from quire.errors import InvalidRequest
-from quire.executors.synthetic import StepCost
+from quire.scheduler.step_time import StepCost
 from quire.sim.run import SimConfig
 from quire.types import Request, SamplingParams
 

@@ -13,9 +13,10 @@ from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
 from quire.engine.events import StepRecord
 from quire.engine.step_watch import StepWatch
-from quire.engine.timing import MeasuredPlanDelay, NoPlanDelay, PlanDelay
-from quire.executors.synthetic import StepCost, SyntheticHandle
-from quire.scheduler.plan import Plan
+from quire.engine.timing import PlanDelay
+from quire.executors.synthetic import SyntheticHandle
+from quire.scheduler.plan import Plan, Span
+from quire.scheduler.step_time import StepCost, StepTimeModel
 from quire.sim.run import SimConfig
 
 STEP, HOST = 0.005, 0.0003
@@ -44,7 +45,7 @@ class Device:
 class Rig:
     """A server's loop on a virtual clock. late: seconds by which its next sleep is too long. pace: of the next step."""
 
-    slack: Callable[[VirtualClock], PlanDelay] = MeasuredPlanDelay
+    slack: Callable[[VirtualClock], PlanDelay | None] = PlanDelay
     host: float = HOST
     late: Callable[[], float] = lambda: 0.00005
     depth: int = 1
@@ -112,11 +113,11 @@ def noisy(seed: int, share: float, every: Callable[[], float] = lambda: STEP) ->
 
 def test_who_comes_while_a_step_runs_is_in_the_next_one() -> None:
     waited = {}
-    for slack in (MeasuredPlanDelay, lambda clock: NoPlanDelay()):
+    for slack in (PlanDelay, lambda clock: None):
         rig = Rig(slack).warm()
         came = [rig.clock.now() + i * 10 * STEP + 0.5 * STEP for i in range(20)]
         rig.run(250, [(at, f"new-{i}", 1) for i, at in enumerate(came)])
-        waited[slack is MeasuredPlanDelay] = [rig.first[f"new-{i}"] - at for i, at in enumerate(came)]
+        waited[slack is PlanDelay] = [rig.first[f"new-{i}"] - at for i, at in enumerate(came)]
     assert max(waited[True]) < 1.6 * STEP  # the rest of one step, and its own
     assert min(waited[False]) > 2.0 * STEP  # and one more between
 
@@ -172,7 +173,7 @@ def test_a_device_that_becomes_slower_is_learnt_too() -> None:
 
 
 def test_a_host_that_is_slower_than_the_device_never_waits() -> None:
-    rig, plain = Rig(host=1.5 * STEP).warm(), Rig(lambda clock: NoPlanDelay(), host=1.5 * STEP).warm()
+    rig, plain = Rig(host=1.5 * STEP).warm(), Rig(lambda clock: None, host=1.5 * STEP).warm()
     assert not any(rig.waits) and rig.clock.now() == plain.clock.now()
 
 
@@ -203,46 +204,64 @@ def test_the_wait_is_no_part_of_what_a_step_took() -> None:
         assert record.committed - record.planned < 1.3 * STEP  # and who is fed has been waiting less, not more
 
 
-def known(slack: MeasuredPlanDelay, fed: int, took: float, times: int) -> None:
+@dataclass
+class Delay:
+    """A plan delay and what steps take."""
+
+    clock: VirtualClock = field(default_factory=VirtualClock)
+    times: StepTimeModel = field(default_factory=StepTimeModel)
+
+    def __post_init__(self) -> None:
+        self.inner = PlanDelay(self.clock)
+
+    def record(self, num_tokens: int, seconds: float, *, waited: bool) -> None:
+        self.times.record(Plan((), (), (Span(0, num_tokens, 1, 1),)), seconds, waited=waited)
+        self.inner.on_commit(waited, self.times)
+
+    def remaining(self, num_tokens: int, begun: float) -> float:
+        return self.inner.remaining(num_tokens, begun, self.times)
+
+
+def known(delay: Delay, num_tokens: int, seconds: float, times: int) -> None:
     for _ in range(times):
-        slack.on_launch(slack.clock.now())
-        slack.record(fed, took, waited=True)
+        delay.inner.on_launch(delay.clock.now())
+        delay.record(num_tokens, seconds, waited=True)
 
 
 def test_a_step_takes_at_least_what_those_took_that_fed_about_as_much_or_less() -> None:
-    clock = VirtualClock()
-    slack = MeasuredPlanDelay(clock)
-    known(slack, 16, 0.005, MeasuredPlanDelay.KNOWN - 1)
-    assert slack.remaining(16, clock.now()) == 0.0, "too little is known"
-    known(slack, 16, 0.006, 1)
-    assert 0.004 < slack.remaining(16, clock.now()) < 0.005
-    assert slack.remaining(15, clock.now()) == slack.remaining(300, clock.now()) == slack.remaining(16, clock.now())
-    known(slack, 300, 0.02, 10)
-    assert slack.remaining(300, clock.now()) < 0.005, "some that fed less were faster"
-    known(slack, 300, 0.02, MeasuredPlanDelay.KEPT)
-    assert slack.remaining(300, clock.now()) > 0.015, "those are long ago"
-    assert slack.remaining(16, clock.now()) == 0.0, "and of others nothing is known"
+    delay = Delay()
+    clock = delay.clock
+    known(delay, 16, 0.005, StepTimeModel.MIN_KNOWN - 1)
+    assert delay.remaining(16, clock.now()) == 0.0, "too little is known"
+    known(delay, 16, 0.006, 1)
+    assert 0.004 < delay.remaining(16, clock.now()) < 0.005
+    assert delay.remaining(15, clock.now()) == delay.remaining(300, clock.now()) == delay.remaining(16, clock.now())
+    known(delay, 300, 0.02, 10)
+    assert delay.remaining(300, clock.now()) < 0.005, "some that fed less were faster"
+    known(delay, 300, 0.02, StepTimeModel.NUM_RECENT)
+    assert delay.remaining(300, clock.now()) > 0.015, "those are long ago"
+    assert delay.remaining(16, clock.now()) == 0.0, "and of others nothing is known"
 
 
 def test_nobody_waits_for_less_than_what_is_worth_it() -> None:
-    clock = VirtualClock()
-    slack = MeasuredPlanDelay(clock)
-    known(slack, 16, 2 * MeasuredPlanDelay.WORTH, 10)
+    delay = Delay()
+    clock = delay.clock
+    known(delay, 16, 2 * PlanDelay.MIN_DELAY, 10)
     begun = clock.now()
-    assert slack.remaining(16, begun) > MeasuredPlanDelay.WORTH
-    clock.time += MeasuredPlanDelay.WORTH
-    assert slack.remaining(16, begun) == 0.0
+    assert delay.remaining(16, begun) > PlanDelay.MIN_DELAY
+    clock.time += PlanDelay.MIN_DELAY
+    assert delay.remaining(16, begun) == 0.0
 
 
 def test_a_result_that_was_there_teaches_only_if_the_plan_was_late() -> None:
-    clock = VirtualClock()
-    slack = MeasuredPlanDelay(clock)
-    known(slack, 16, 0.005, 10)
-    margin = slack.margin
-    slack.record(16, 0.001, waited=False)  # a host that was busy elsewhere: nobody knows when that step ended
-    before = slack.remaining(16, clock.now())
-    assert slack.margin == margin and before > 0.004
-    slack.record(16, 0.006, waited=False)
-    assert slack.margin == 2 * margin and slack.remaining(16, clock.now()) == 0.0
-    slack.record(16, 0.006, waited=False)
-    assert slack.margin == 2 * margin
+    delay = Delay()
+    clock = delay.clock
+    known(delay, 16, 0.005, 10)
+    margin = delay.inner.margin
+    delay.record(16, 0.001, waited=False)  # a host that was busy elsewhere: nobody knows when that step ended
+    before = delay.remaining(16, clock.now())
+    assert delay.inner.margin == margin and before > 0.004
+    delay.record(16, 0.006, waited=False)
+    assert delay.inner.margin == 2 * margin and delay.remaining(16, clock.now()) == 0.0
+    delay.record(16, 0.006, waited=False)
+    assert delay.inner.margin == 2 * margin

@@ -18,15 +18,15 @@ import pytest
 
 from quire import heap
 from quire.engine import client
-from quire.engine.client import EngineProcess
+from quire.engine.client import EngineProcess, StallDetector
 from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
 from quire.engine.process import EngineLoop
 from quire.engine.protocol import Abort, Submit, Update, encode_frame
 from quire.engine.step_watch import StepWatch
-from quire.engine.timing import NoPlanDelay, StallDetector
+from quire.engine.timing import PlanDelay, RestartBackoff
 from quire.errors import InvalidModel, QuireError, Unavailable
-from quire.executors.synthetic import StepCost
+from quire.scheduler.step_time import StepCost, StepTimeModel
 from quire.sim.run import SimConfig
 from quire.types import Request, RequestStepOutput, SamplingParams
 
@@ -334,7 +334,7 @@ def test_engines_that_die_young_are_started_ever_more_slowly(
 
     async def story() -> None:
         async with Rig() as rig:
-            rig.port.backoff = 5.0
+            rig.port._backoff.first = 5.0
             rig.port.settings = life
             assert rig.port.process is not None
             rig.port.process.kill()
@@ -356,7 +356,7 @@ def test_an_engine_that_dies_after_a_long_life_is_started_again_at_once(monkeypa
                 await rig.until(lambda restarts=restarts: rig.port.restarts == restarts and rig.port.ready(), 600.0)
 
     monkeypatch.setattr(client, "asyncio", Pauses(pauses))
-    monkeypatch.setattr(client, "_STABLE_AFTER", -1.0)  # any life is a long one
+    monkeypatch.setattr(RestartBackoff, "STABLE_AFTER", -1.0)  # any life is a long one
     asyncio.run(story())
     assert pauses == [0.0, 0.0, 0.0]
 
@@ -424,12 +424,12 @@ def test_after_work_and_a_rest_memory_is_given_back_once(monkeypatch: pytest.Mon
         assert loop._receive() and len(given) == 2
 
 
-class Due(NoPlanDelay):
+class Due(PlanDelay):
     """Plans are due at a moment of the machine's clock."""
 
     at = 0.0
 
-    def remaining(self, fed: int, begun: float) -> float:
+    def remaining(self, num_tokens: int, begun: float, step_times: StepTimeModel) -> float:
         return max(0.0, self.at - time.monotonic())
 
 

@@ -8,8 +8,8 @@ from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
 from quire.engine.executor import Executor, StepHandle
 from quire.errors import StepFailed
-from quire.executors.synthetic import StepCost
 from quire.scheduler.plan import Plan
+from quire.scheduler.step_time import StepCost
 from quire.sim.run import SimConfig
 
 

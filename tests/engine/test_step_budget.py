@@ -8,38 +8,43 @@ import pytest
 
 from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
-from quire.engine.timing import LatencyController, UnlimitedStepBudget
-from quire.executors.synthetic import StepCost
+from quire.engine.timing import LatencyController
+from quire.scheduler.plan import Plan, Span
+from quire.scheduler.step_time import StepCost, StepTimeModel
 from quire.sim.run import SimConfig
 from quire.types import UNLIMITED
 
 
+def record(times: StepTimeModel, tokens: int, seconds: float) -> None:
+    times.record(Plan((), (), (Span(0, tokens, 1, 1),)), seconds)
+
+
 def test_the_fit_finds_the_line_and_follows_it_when_it_moves() -> None:
-    pace, rng = LatencyController(0.1), random.Random(1)
+    times, rng = StepTimeModel(), random.Random(1)
     for base, each in ((0.01, 0.001), (0.03, 0.0002)):
         for _ in range(400):
             tokens = rng.randrange(1, 500)
-            pace.record(tokens, (base + each * tokens) * rng.uniform(0.95, 1.05))
-        a, b = pace.fit()
+            record(times, tokens, (base + each * tokens) * rng.uniform(0.95, 1.05))
+        a, b, _ = times.fit()
         assert a == pytest.approx(base, rel=0.35) and b == pytest.approx(each, rel=0.1)
 
 
 def test_nothing_is_bounded_before_anything_is_known_or_while_nobody_waits() -> None:
-    pace = LatencyController(0.1)
-    assert pace.max_tokens(3) == UNLIMITED
+    pace, times = LatencyController(0.1), StepTimeModel()
+    assert pace.max_tokens(3, times) == UNLIMITED
     for _ in range(50):
-        pace.record(8, 0.01)  # all alike: no slope to be had
-    assert pace.max_tokens(3) == UNLIMITED
-    pace.record(200, 0.2)
-    assert pace.max_tokens(3) < 1000 and pace.max_tokens(0) == UNLIMITED
+        record(times, 8, 0.01)  # all alike: no slope to be had
+    assert pace.max_tokens(3, times) == UNLIMITED
+    record(times, 200, 0.2)
+    assert pace.max_tokens(3, times) < 1000 and pace.max_tokens(0, times) == UNLIMITED
 
 
 def test_a_target_the_machine_cannot_reach_does_not_stop_prompts() -> None:
-    pace = LatencyController(0.001)
+    pace, times = LatencyController(0.001), StepTimeModel()
     for tokens in (1, 2, 50, 100):
-        pace.record(tokens, 0.5 + 0.01 * tokens)
-    assert pace.max_tokens(4) >= 4 + LatencyController.LEAST
-    assert 0.4 < (pace.max_tokens(4) * 0.01) < 0.7  # twice a step without prompts
+        record(times, tokens, 0.5 + 0.01 * tokens)
+    assert pace.max_tokens(4, times) >= 4 + LatencyController.MIN_PROMPT_TOKENS
+    assert 0.4 < (pace.max_tokens(4, times) * 0.01) < 0.7  # twice a step without prompts
 
 
 def longest_gap(engine: Engine) -> float:
@@ -64,12 +69,12 @@ def longest_gap(engine: Engine) -> float:
 def test_the_longest_gap_comes_near_the_target(depth: int) -> None:
     house = SimConfig(max_num_batched_tokens=2048, chunk=2048, depth=depth, cost=StepCost(0.01, 0.001))
 
-    def engine(pacer: LatencyController | UnlimitedStepBudget) -> Engine:
+    def engine(budget: LatencyController | None) -> Engine:
         plain = house.build(VirtualClock())
-        return Engine(plain.scheduler, plain.executor, lookahead=depth, clock=plain.clock, step_budget=pacer)
+        return Engine(plain.scheduler, plain.executor, lookahead=depth, clock=plain.clock, step_budget=budget)
 
-    assert longest_gap(engine(UnlimitedStepBudget())) > 1.9
-    pace = LatencyController(0.1)
+    assert longest_gap(engine(None)) > 1.9
+    bounded = engine(LatencyController(0.1))
     for tokens in (1, 100):
-        pace.record(tokens, 0.01 + 0.001 * tokens)  # as it is once the engine has run for a moment
-    assert longest_gap(engine(pace)) < 0.13
+        record(bounded.scheduler.step_times, tokens, 0.01 + 0.001 * tokens)  # as once the engine has run for a moment
+    assert longest_gap(bounded) < 0.13

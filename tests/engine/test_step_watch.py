@@ -6,46 +6,55 @@ import pytest
 
 from quire.assembly.engine_child import _step_timeout
 from quire.config import Settings
-from quire.engine.events import StepRecord
 from quire.engine.step_watch import StepWatch
 from quire.scheduler.plan import Plan, Span
 from quire.sim.run import SimConfig
 
 
-def step(fed: int, seconds: float) -> StepRecord:
-    gauges = SimConfig().build().gauges()
-    return StepRecord(1, 0.0, 0.0, seconds, Plan((), (), (Span(0, fed, 1, 1),)), [], [], [], [], gauges)
+class Watched:
+    """A watch, and a scheduler whose steps took so long."""
+
+    def __init__(self, timeout: float | None = None) -> None:
+        self.watch = StepWatch(timeout=timeout)
+        self.scheduler = SimConfig().build().scheduler
+
+    def step(self, num_tokens: int, seconds: float) -> None:
+        self.scheduler.step_times.record(Plan((), (), (Span(0, num_tokens, 1, 1),)), seconds)
+
+    def timeout(self, num_tokens: int) -> float:
+        self.scheduler.max_num_batched_tokens = num_tokens
+        return self.watch.step_timeout(self.scheduler)
 
 
 def test_ten_seconds_are_enough_where_steps_are_known_to_be_short() -> None:
-    watch = StepWatch()
-    assert watch.step_timeout(512) == pytest.approx(30 + 51.2), "nothing is known yet"
+    watch = Watched()
+    assert watch.timeout(512) == pytest.approx(30 + 51.2), "nothing is known yet"
     for fed, seconds in ((12, 0.03), (1, 0.01), (64, 0.05), (512, 0.3), (64, 0.05)):
-        watch.on_step(step(fed, seconds))
-    assert watch.step_timeout(512) == 10.0
+        watch.step(fed, seconds)
+    assert watch.timeout(512) == 10.0
 
 
 def test_what_a_step_of_few_tokens_takes_does_not_stretch_the_time_once_larger_ones_are_known() -> None:
-    watch = StepWatch()
-    watch.on_step(step(12, 0.3))
-    assert watch.step_timeout(4096) > 10
-    watch.on_step(step(4000, 0.8))
-    watch.on_step(step(16, 0.4))
-    assert watch.step_timeout(4096) == 10.0
+    watch = Watched()
+    watch.step(12, 0.3)
+    assert watch.timeout(4096) > 10
+    watch.step(4000, 0.8)
+    watch.step(16, 0.4)
+    assert watch.timeout(4096) == 10.0
 
 
 def test_a_step_may_take_ten_times_what_those_before_suggest() -> None:
-    watch = StepWatch(timeout=5.0)
-    watch.on_step(step(100, 2.0))
-    assert watch.step_timeout(1000) == pytest.approx(10 * 2.0 * 10)
-    watch.on_step(step(1, 50.0))
-    assert watch.step_timeout(1000) == pytest.approx(10 * 50.0)
+    watch = Watched(timeout=5.0)
+    watch.step(100, 2.0)
+    assert watch.timeout(1000) == pytest.approx(10 * 2.0 * 10)
+    watch.step(1, 50.0)
+    assert watch.timeout(1000) == pytest.approx(10 * 50.0)
 
 
 def test_the_time_is_an_option() -> None:
-    watch = StepWatch(timeout=_step_timeout(Settings.of(step_timeout=3)))
-    watch.on_step(step(512, 0.01))
-    assert watch.step_timeout(512) == 3.0
+    watch = Watched(timeout=_step_timeout(Settings.of(step_timeout=3)))
+    watch.step(512, 0.01)
+    assert watch.timeout(512) == 3.0
     assert _step_timeout(Settings.of()) is None
     grpc = Settings.of(executor="grpc", executor_address="localhost:1", executor_step_timeout=45)
     assert _step_timeout(grpc) == 45

@@ -23,6 +23,7 @@ from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.plan import NewSequence, Plan, Span
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import AdaptiveDrafts, FixedDrafts, draft_counts
+from quire.scheduler.step_time import StepTimeModel
 from quire.types import UNLIMITED, Request, SamplingParams
 from tests.executors.driver import LONGEST, MODEL, OPENING, REQUESTS, WANT, Driver, Fragile
 from tests.model_runner.tiny import POISON, VOCAB, Tiny
@@ -364,14 +365,18 @@ class Noted(WorkQueue):
         work()
 
 
+class NearlyFree(StepTimeModel):
+    """Measures that drafts cost next to nothing."""
+
+    def record(self, plan: Plan, seconds: float, *, latency: float | None = None, waited: bool = False) -> None:
+        super().record(plan, 1.0 + 0.001 * (plan.spans[0].num_samples - 1))
+
+
 class Eager(AdaptiveDrafts):
     """Thinks that drafts cost next to nothing."""
 
     def __init__(self, most: int) -> None:
-        super().__init__(most, {(1 << w, d): 1.0 + 0.001 * d for w in range(5) for d in draft_counts(most)})
-
-    def record_step_time(self, plan: Plan, seconds: float) -> None:
-        super().record_step_time(plan, 1.0 + 0.001 * (plan.spans[0].num_samples - 1))
+        super().__init__(most, NearlyFree({(1 << w, d): 1.0 + 0.001 * d for w in range(5) for d in draft_counts(most)}))
 
 
 @pytest.mark.parametrize("most", [1, 3, 8])

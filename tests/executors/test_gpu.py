@@ -24,6 +24,7 @@ from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.policy import SchedulingPolicy
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import AdaptiveDrafts, FixedDrafts, draft_counts
+from quire.scheduler.step_time import StepTimeModel
 from quire.types import UNLIMITED, Request, SamplingParams
 from quire.weights.load import load_model
 from tests import checkpoints
@@ -163,9 +164,8 @@ def test_a_step_that_drafts_is_timed_and_leaves_no_trace(tmp_path_factory: pytes
     paces = [executor.runner.step_seconds(4, drafts) for drafts in (0, 1, 3)]
     assert 0 < paces[0] < paces[1] < paces[2]
     requests = workload(checkpoints.VOCAB, 8, (GREEDY,))
-    policy = AdaptiveDrafts(
-        3, {(n, d): executor.runner.step_seconds(n, d) for n in (1, 2, 4, 8, 16, 32) for d in draft_counts(3)}
-    )
+    measured = {(n, d): executor.runner.step_seconds(n, d) for n in (1, 2, 4, 8, 16, 32) for d in draft_counts(3)}
+    policy = AdaptiveDrafts(3, StepTimeModel(measured))
     kv = KVCacheManager(PAGES, 16, make_prefix_cache(16, True))
     engine = Engine(Scheduler(kv, rows=ROWS, max_num_batched_tokens=96, speculation=policy), executor, lookahead=1)
     assert ask(engine, requests) == it.local(requests)

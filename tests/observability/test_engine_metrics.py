@@ -5,8 +5,8 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.engine.clock import VirtualClock
-from quire.executors.synthetic import StepCost
 from quire.observability.engine_metrics import EngineMetrics, render
+from quire.scheduler.step_time import StepCost
 from quire.sim.run import SimConfig, simulate
 from quire.sim.workload import uniform
 

@@ -21,10 +21,10 @@ from quire.cli import main
 from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
 from quire.errors import InvalidConfig
-from quire.executors.synthetic import StepCost
 from quire.observability import recording_format
 from quire.observability.checkpoint import Anonymizer
 from quire.observability.recorder import recorded
+from quire.scheduler.step_time import StepCost
 from quire.sim.replay import replay
 from quire.sim.run import SimConfig, simulate
 from quire.sim.workload import uniform

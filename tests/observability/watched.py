@@ -8,9 +8,9 @@ from typing import Any
 
 from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
-from quire.executors.synthetic import StepCost
 from quire.observability.history import History
 from quire.observability.live_view import EngineLiveView
+from quire.scheduler.step_time import StepCost
 from quire.sim.run import SimConfig
 
 

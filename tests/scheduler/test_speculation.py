@@ -9,6 +9,7 @@ import pytest
 from quire.scheduler.plan import NewSequence, Plan, Span
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.speculation import AdaptiveDrafts, DraftStats
+from quire.scheduler.step_time import StepTimeModel
 from quire.types import Request
 
 
@@ -30,7 +31,7 @@ def simulate(
         spans = tuple(Span(i, 1 + held[i], 1 + held[i], 1 + held[i]) for i in range(width))
         fed = sum(s.num_tokens for s in spans)
         seconds = (1 + verify * fed + draft * sum(made)) * rng.uniform(0.93, 1.07)
-        policy.record_step_time(Plan((), (), spans, (), tuple(made)), seconds)
+        policy.step_times.record(Plan((), (), spans, (), tuple(made)), seconds)
         time += seconds
         for i, s in enumerate(rows):
             got = 0
@@ -63,14 +64,14 @@ def test_it_gains_where_there_is_something_to_gain_and_never_loses(
 def paced(**off: float) -> AdaptiveDrafts:
     """At one row drafting is nearly free, at 64 dear."""
     paces = {(1, 0): 1.0, (1, 1): 1.1, (1, 2): 1.2, (64, 0): 1.0, (64, 1): 3.0, (64, 2): 5.0}
-    return AdaptiveDrafts(2, paces, **off)
+    return AdaptiveDrafts(2, StepTimeModel(paces), **off)
 
 
 def decode(policy: AdaptiveDrafts, width: int, depth: int, seconds: float, steps: int = 12) -> None:
     spans = tuple(Span(i, 1 + depth, 1 + depth, 1 + depth) for i in range(width))
     for _ in range(steps):
         policy.begin_plan(width)
-        policy.record_step_time(Plan((), (), spans, (), (depth,) * width), seconds)
+        policy.step_times.record(Plan((), (), spans, (), (depth,) * width), seconds)
 
 
 def test_off_is_measured_first_and_then_only_what_is_foreseen_to_pay_is_tried() -> None:
@@ -78,7 +79,7 @@ def test_off_is_measured_first_and_then_only_what_is_foreseen_to_pay_is_tried() 
     policy.begin_plan(1)
     assert policy.chosen == 0
     decode(policy, 1, 0, 2.0)
-    assert policy.chosen == 2 and policy.expected_seconds(1) == {0: 2.0, 1: 2.1, 2: 2.2}
+    assert policy.chosen == 2 and policy.step_times.expected_decode(1) == {0: 2.0, 1: 2.1, 2: 2.2}
     decode(policy, 64, 0, 2.0)
     assert policy.chosen == 0
 
@@ -121,8 +122,10 @@ def test_what_makes_ready_what_the_next_ones_find_does_not_decide() -> None:
         first = depth not in seen or i % 7 == 3
         seen.add(depth)
         spans = (Span(0, 1 + depth, 1 + depth, 1 + depth),)
-        policy.record_step_time(Plan((), (), spans, (), (depth,)), (1 + 0.1 * depth) * (9 if first else 1))
-    assert policy.chosen == 4 and policy.expected_seconds(1) == pytest.approx({d: 1 + 0.1 * d for d in range(5)})
+        policy.step_times.record(Plan((), (), spans, (), (depth,)), (1 + 0.1 * depth) * (9 if first else 1))
+    assert policy.chosen == 4 and policy.step_times.expected_decode(1) == pytest.approx(
+        {d: 1 + 0.1 * d for d in range(5)}
+    )
 
 
 def test_a_depth_that_was_measured_in_a_slow_moment_is_measured_again() -> None:
@@ -131,11 +134,11 @@ def test_a_depth_that_was_measured_in_a_slow_moment_is_measured_again() -> None:
         for _ in range(policy.TRIES):
             policy.begin_plan(1)
             assert policy.chosen == depth
-            policy.record_step_time(Plan((), (), (Span(0, 1 + depth, 1 + depth, 1 + depth),), (), (depth,)), seconds)
+            policy.step_times.record(Plan((), (), (Span(0, 1 + depth, 1 + depth, 1 + depth),), (), (depth,)), seconds)
     for _ in range(4 * policy.CHECK):
         policy.begin_plan(1)
         spans = (Span(0, 1 + policy.chosen, 1 + policy.chosen, 1 + policy.chosen),)
-        policy.record_step_time(Plan((), (), spans, (), (policy.chosen,)), 1 + 0.1 * policy.chosen)
+        policy.step_times.record(Plan((), (), spans, (), (policy.chosen,)), 1 + 0.1 * policy.chosen)
     assert policy.chosen == 2
 
 
@@ -150,12 +153,12 @@ def test_drafts_that_are_right_in_runs_are_worth_more_than_their_first_one_says(
 
 def test_positions_that_were_never_tested_do_not_keep_it_from_where_they_would_be() -> None:
     pace = {0: 1.87, 1: 2.9, 2: 3.66, 4: 5.18, 6: 6.68, 8: 8.21}  # 3B behind 1B on an H200, one row
-    policy, rng, one = AdaptiveDrafts(8, {(1, d): pace[d] for d in pace}), random.Random(1), seq()
+    policy, rng, one = AdaptiveDrafts(8, StepTimeModel({(1, d): pace[d] for d in pace})), random.Random(1), seq()
     for _ in range(60):
         policy.begin_plan(1)
         depth = policy.num_drafts(one)
         spans = (Span(0, 1 + depth, 1 + depth, 1 + depth),)
-        policy.record_step_time(Plan((), (), spans, (), (depth,)), pace[depth])
+        policy.step_times.record(Plan((), (), spans, (), (depth,)), pace[depth])
         got = next((i for i in range(depth) if rng.random() > 0.92), depth)
         policy.record_acceptance(one, depth, got)
     assert policy.chosen in (4, 6, 8)
@@ -165,13 +168,13 @@ def test_positions_that_were_never_tested_do_not_keep_it_from_where_they_would_b
 def test_drafts_that_are_better_than_was_assumed_are_soon_found_out(rate: float, gain: float) -> None:
     """At what is assumed, 0.7, drafting would gain 4 % here, too little to begin with."""
     pace = {0: 1.72, 1: 2.81, 2: 3.62, 4: 5.18, 6: 6.68, 8: 8.21}
-    policy, rng, one = AdaptiveDrafts(8, {(1, d): pace[d] for d in pace}), random.Random(1), seq()
+    policy, rng, one = AdaptiveDrafts(8, StepTimeModel({(1, d): pace[d] for d in pace})), random.Random(1), seq()
     one.max_length, took, tokens, held = 1 << 20, 0.0, 0, 0
     for _ in range(600):
         policy.begin_plan(1)
         depth = policy.num_drafts(one)
         spans = (Span(0, 1 + held, 1 + held, 1 + held),)
-        policy.record_step_time(Plan((), (), spans, (), (depth,)), pace[depth])
+        policy.step_times.record(Plan((), (), spans, (), (depth,)), pace[depth])
         took += pace[depth]
         got = next((i for i in range(held) if rng.random() > rate), held)
         if held:
@@ -208,11 +211,11 @@ def test_totals_count_by_position() -> None:
 def test_a_step_that_opens_rows_says_nothing_of_what_decoding_costs() -> None:
     policy = AdaptiveDrafts(2)
     spans = (Span(0, 1, 1, 1), Span(1, 1, 1, 1))
-    policy.record_step_time(Plan((NewSequence(1, (5,), 0, 1),), (), spans, (), (0, 0)), 9.0)
-    assert policy.expected_seconds(2) == {}
-    policy.record_step_time(Plan((), (), spans, (), (0, 0)), 1.0)
-    policy.record_step_time(Plan((NewSequence(1, (5,), 0, 1),), (), spans, (), (0, 0)), 9.0)
-    assert policy.expected_seconds(2) == {0: 1.0}
+    policy.step_times.record(Plan((NewSequence(1, (5,), 0, 1),), (), spans, (), (0, 0)), 9.0)
+    assert policy.step_times.expected_decode(2) == {}
+    policy.step_times.record(Plan((), (), spans, (), (0, 0)), 1.0)
+    policy.step_times.record(Plan((NewSequence(1, (5,), 0, 1),), (), spans, (), (0, 0)), 9.0)
+    assert policy.step_times.expected_decode(2) == {0: 1.0}
 
 
 def test_a_step_of_unlike_spans_says_nothing_of_what_decoding_costs() -> None:
@@ -222,17 +225,17 @@ def test_a_step_of_unlike_spans_says_nothing_of_what_decoding_costs() -> None:
         ((Span(0, 1, 1, 1), Span(1, 2, 2, 2)), (0, 0)),  # one verifies, one does not
         ((Span(0, 1, 1, 1), Span(1, 1, 1, 1)), (0, 1)),  # one drafts, one does not
     ):
-        policy.record_step_time(Plan((), (), spans, (), drafts), 9.0)
-    assert policy.expected_seconds(2) == {}
+        policy.step_times.record(Plan((), (), spans, (), drafts), 9.0)
+    assert policy.step_times.expected_decode(2) == {}
 
 
 def test_what_context_adds_to_a_step_is_foreseen_for_each_draft_by_its_share() -> None:
     paces = {(1, 0): 1.0, (1, 1): 1.5, (1, 2): 2.0}
-    policy = AdaptiveDrafts(2, paces, kv_share=0.25)
-    assert policy.expected_seconds(1) == {0: 1.0, 1: 1.5, 2: 2.0}, "nothing is measured, and nothing is added"
+    policy = AdaptiveDrafts(2, StepTimeModel(paces, kv_share=0.25))
+    assert policy.step_times.expected_decode(1) == {0: 1.0, 1: 1.5, 2: 2.0}, "nothing is measured, and nothing is added"
     for _ in range(4):
-        policy.record_step_time(Plan((), (), (Span(0, 1, 1, 1),), (), (0,)), 3.0)  # 2 s more than at the start
-    assert policy.expected_seconds(1) == pytest.approx({0: 3.0, 1: 1.5 + 2.0 * 1.25, 2: 2.0 + 2.0 * 1.5})
+        policy.step_times.record(Plan((), (), (Span(0, 1, 1, 1),), (), (0,)), 3.0)  # 2 s more than at the start
+    assert policy.step_times.expected_decode(1) == pytest.approx({0: 3.0, 1: 1.5 + 2.0 * 1.25, 2: 2.0 + 2.0 * 1.5})
     for _ in range(4):
-        policy.record_step_time(Plan((), (), (Span(0, 2, 2, 2),), (), (1,)), 9.0)
-    assert policy.expected_seconds(1)[1] == 9.0, "what is measured counts, not what is foreseen"
+        policy.step_times.record(Plan((), (), (Span(0, 2, 2, 2),), (), (1,)), 9.0)
+    assert policy.step_times.expected_decode(1)[1] == 9.0, "what is measured counts, not what is foreseen"

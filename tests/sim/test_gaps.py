@@ -8,10 +8,11 @@ import pytest
 
 from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
-from quire.executors.synthetic import StepCost, SyntheticExecutor
+from quire.executors.synthetic import SyntheticExecutor
 from quire.observability.prometheus import percentile
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.step_time import StepCost
 from quire.sim.workload import Load, uniform
 from quire.types import BACKGROUND
 

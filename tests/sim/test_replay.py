@@ -16,14 +16,15 @@ from click.testing import CliRunner, Result
 from quire.cli import main
 from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
-from quire.engine.timing import LatencyController, MeasuredPlanDelay
-from quire.executors.synthetic import StepCost, SyntheticHandle
+from quire.engine.timing import LatencyController, PlanDelay
+from quire.executors.synthetic import SyntheticHandle
 from quire.observability import recording_format
 from quire.observability.checkpoint import CLASSES
 from quire.observability.recorder import RecordedEngine, Recorder, recorded
 from quire.observability.recording_format import Ring
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import AdaptiveDrafts
+from quire.scheduler.step_time import StepCost, StepTimeModel
 from quire.sim.replay import replay
 from quire.sim.run import SimConfig, simulate
 from quire.sim.workload import uniform
@@ -153,7 +154,7 @@ def timed(combo: dict[str, Any], folder: Path) -> Run:
     recorder = Recorder(Short(folder, 60))
     run = Run(Classes(Engine=partial(RecordedEngine, recorder=recorder)), combo)
     paces = {(1 << i, d): 1e-4 * (1 + d / 4) for i in range(5) for d in (0, 1, 2, 3)}
-    run.sch.speculation = AdaptiveDrafts(3, paces, catch_up_seconds=1e-7, kv_share=0.01)
+    run.sch.speculation = AdaptiveDrafts(3, StepTimeModel(paces, kv_share=0.01), catch_up_seconds=1e-7)
     run.eng.step_budget = LatencyController(5e-5)
     run.eng._begin()
     run.drive()
@@ -169,7 +170,7 @@ def test_what_was_decided_by_measured_times_is_decided_again(tmp_path: Path, com
         again = replay(recording_format.RecordingReader(files[first:]))
         assert again.divergence is None and again.engine.stats.num_steps == run.eng.stats.num_steps
         assert again.engine.gauges() == run.eng.gauges()
-        assert again.engine.step_budget.fit() == run.eng.step_budget.fit()  # type: ignore[attr-defined]
+        assert again.engine.scheduler.step_times.fit() == run.sch.step_times.fit()
         assert again.engine.scheduler.speculation.acceptance_rates == run.sch.speculation.acceptance_rates  # type: ignore[attr-defined]
 
 
@@ -285,7 +286,7 @@ def test_an_engine_that_broke_breaks_again_and_a_mended_one_departs_there(
 def test_plans_that_waited_for_newcomers_are_made_again_without_waiting(tmp_path: Path) -> None:
     clock, waits = VirtualClock(), 0
     engine = SimConfig(depth=1, pages=64, page_size=4, cost=StepCost(0.01)).build(clock, make=recorded(tmp_path))
-    engine.plan_delay = MeasuredPlanDelay(clock)
+    engine.plan_delay = PlanDelay(clock)
     for i in range(200):
         if i % 5 == 0:
             engine.submit([i] * 9, 12, timeout=0.1 if i % 3 else UNLIMITED)

@@ -20,14 +20,7 @@ from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.engine.events import Observer
 from quire.engine.executor import Description, Executor
-from quire.engine.timing import (
-    LatencyController,
-    MeasuredPlanDelay,
-    NoPlanDelay,
-    PlanDelay,
-    StepBudget,
-    UnlimitedStepBudget,
-)
+from quire.engine.timing import LatencyController, PlanDelay
 from quire.errors import InvalidConfig, InvalidModel
 from quire.executors.local import LocalExecutor
 from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks
@@ -65,6 +58,7 @@ def build_engine(
     folder = recording_folder(settings.execution.recording_dir)
     make = Engine if folder is None else recorded(folder, settings.execution.recording_max_bytes)
     policy = build_policy(settings)
+    target = settings.scheduler.latency_target_ms
     executor, limits, static_gauges = make_executor(settings)
     executor = wrap(executor)
     engine = make(
@@ -72,7 +66,7 @@ def build_engine(
         executor,
         lookahead=limits.lookahead,
         observers=observers,
-        step_budget=build_step_budget(settings.scheduler.latency_target_ms),
+        step_budget=LatencyController(target / 1e3) if target else None,
         plan_delay=build_plan_delay(settings.executor.executor),
         keep=keep,
     )
@@ -134,6 +128,11 @@ def on_host(settings: Settings, model: Model, limits: Limits, layers: Sequence[L
     )
 
 
+def build_plan_delay(executor: str) -> PlanDelay | None:
+    """None, for no delay, where the executor is elsewhere: planning then hides the way there."""
+    return PlanDelay() if executor == "local" else None
+
+
 def build_policy(settings: Settings) -> SchedulingPolicy:
     """The scheduling policy that the options describe. Raises InvalidConfig."""
     scheduler = settings.scheduler
@@ -163,16 +162,6 @@ def build_scheduler(
         policy=policy,
         speculation=build_speculation(settings, description),
     )
-
-
-def build_step_budget(milliseconds: float) -> StepBudget:
-    """How many tokens a step may have for a latency target; 0: no target."""
-    return LatencyController(milliseconds / 1e3) if milliseconds else UnlimitedStepBudget()
-
-
-def build_plan_delay(executor: str) -> PlanDelay:
-    """How late steps are planned: at once for an executor elsewhere, where planning hides the way there."""
-    return MeasuredPlanDelay() if executor == "local" else NoPlanDelay()
 
 
 def _load(settings: Settings, device: torch.device, canary: Canary | None) -> Model:

@@ -24,6 +24,7 @@ from quire.model_runner.speculative import (
 from quire.models.base import Model
 from quire.ops.base import Ops
 from quire.scheduler.speculation import AdaptiveDrafts, FixedDrafts, SpeculationPolicy, draft_counts
+from quire.scheduler.step_time import StepTimeModel
 from quire.weights.load import load_model
 from quire.weights.locate import EMBEDDED, embedded, locate
 
@@ -43,9 +44,8 @@ def build_speculation(settings: Settings, description: Description) -> Speculati
         return FixedDrafts(description.num_drafts)
     return AdaptiveDrafts(
         description.num_drafts,
-        description.step_times,
+        StepTimeModel(description.step_times, kv_share=description.draft_kv_share),
         catch_up_seconds=description.draft_catch_up_seconds,
-        kv_share=description.draft_kv_share,
     )
 
 

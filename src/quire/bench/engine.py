@@ -16,11 +16,11 @@ from rich.table import Table
 
 from quire.engine.clock import VirtualClock, WallClock
 from quire.engine.engine import Engine
-from quire.executors.synthetic import StepCost
 from quire.observability.engine_metrics import EngineMetrics
 from quire.observability.prometheus import percentile
 from quire.observability.recorder import recorded
 from quire.scheduler.policy import Batching, Pressure
+from quire.scheduler.step_time import StepCost
 from quire.sim.run import Outcome, SimConfig, peak_memory, simulate
 from quire.sim.workload import Load, uniform
 

@@ -103,7 +103,7 @@ def report(again: Replay, tally: ReplayStats, notes: list[str]) -> dict[str, Any
             "admission": scheduler.policy.batching,
             "pressure": scheduler.policy.pressure,
             "speculation": _kind(scheduler.speculation),
-            "pace": _kind(again.engine.step_budget),
+            "pace": _kind(again.engine.step_budget) if again.engine.step_budget else "UnlimitedStepBudget",
             "prefix": _kind(scheduler.kv.prefix_cache),
             "eviction": _kind(scheduler.kv.block_pool.eviction_policy),
         },

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import os
 import socket
 import subprocess
@@ -36,7 +37,7 @@ from quire.engine.protocol import (
     encode_frame,
     submission,
 )
-from quire.engine.timing import StallDetector
+from quire.engine.timing import RestartBackoff
 from quire.errors import QuireError, Unavailable
 from quire.types import FinishReason, Request, RequestStepOutput
 
@@ -93,14 +94,36 @@ class LiveViewClient(Protocol):
 
 log = logging.getLogger("uvicorn.error")
 
-_MAX_RESTART_DELAY = 30.0
-"""Seconds between two starts of an engine that keeps dying, at most."""
-
-_STABLE_AFTER = 60.0
-"""Seconds after which a death counts as the first."""
-
 _CHECK_INTERVAL = 1.0
 """Seconds between two looks at an engine that has work."""
+
+
+class StallDetector:
+    """Of one engine process, from its start at `now` on. Times are one clock's seconds."""
+
+    def __init__(self, now: float) -> None:
+        self.idle = True
+        self.step_timeout = math.inf
+        """Seconds that the engine gives its next step; it says so with its first word."""
+        self._num_taken = False
+        """Whether it has been asked where it is stuck."""
+        self._since, self._step, self._num_submitted = now, 0, 0
+
+    def on_submit(self, now: float) -> None:
+        """It is about to be sent work."""
+        self._num_submitted += 1
+        if self.idle:
+            self.idle, self._since = False, now
+
+    def on_update(self, update: Update, now: float) -> None:
+        """It has spoken. That it was idle means nothing if it had not taken all it was sent."""
+        self.idle, self.step_timeout = update.idle and update.num_submits == self._num_submitted, update.step_timeout
+        if update.num_steps != self._step or self.idle:
+            self._step, self._since, self._num_taken = update.num_steps, now, False
+
+    def is_stalled(self, now: float) -> float:
+        """By how many seconds the next step is late; 0 and below: it is not."""
+        return 0.0 if self.idle else now - self._since - self.step_timeout
 
 
 class _Spawned(NamedTuple):
@@ -130,7 +153,7 @@ class EngineProcess:
         standby_after: float | None = None,
     ) -> None:
         self.environment, self.standby_after = dict(environment), standby_after
-        self.argv, self.settings, self.render, self.backoff = list(argv), dict(settings), render, backoff
+        self.argv, self.settings, self.render = list(argv), dict(settings), render
         self.process: subprocess.Popen[bytes] | None = None
         self.restarts = 0
         self._on_tokens: OnTokens = lambda events: None
@@ -144,7 +167,7 @@ class EngineProcess:
         self._metrics: Mapping[str, Any] | None = None
         self._closing = False
         self._restart: asyncio.Task[None] | None = None
-        self._restart_delay, self._began = 0.0, 0.0
+        self._backoff, self._began = RestartBackoff(backoff), 0.0
         self._stall_detector = StallDetector(time.monotonic())
         self._timer: asyncio.TimerHandle | None = None
         self._standby: _Spawned | None = None
@@ -250,18 +273,16 @@ class EngineProcess:
 
     async def _schedule_restart(self) -> None:
         """Start another: the first time at once, then after pauses that double while engines keep dying young."""
-        if time.monotonic() - self._began > _STABLE_AFTER:
-            self._restart_delay = 0.0
+        self._backoff.on_death(time.monotonic() - self._began)
         await self._reap(timeout=1.0)
         while not self._closing:
-            await asyncio.sleep(self._restart_delay)
-            self._restart_delay = min(max(2 * self._restart_delay, self.backoff), _MAX_RESTART_DELAY)
+            await asyncio.sleep(self._backoff.next_delay())
             self.restarts += 1
             try:
                 await self.start()
                 return
             except Exception as error:  # whatever it is, the next try may do better
-                log.error("the engine cannot be started: %s; again in %.1f s", error, self._restart_delay)
+                log.error("the engine cannot be started: %s; again in %.1f s", error, self._backoff.delay)
 
     # ---------------------------------------------------------------- the port
 

@@ -17,10 +17,9 @@ from quire.engine.events import Completed, Gauges, Observer, StepRecord
 from quire.engine.executor import Executor, StepHandle
 from quire.engine.recovery import Recovery
 from quire.engine.stats import EngineStats
-from quire.engine.timing import NoPlanDelay, PlanDelay, StepBudget, UnlimitedStepBudget
+from quire.engine.timing import LatencyController, PlanDelay
 from quire.errors import ExecutorLost, InvalidRequest, QuireError, StepFailed, Unavailable
 from quire.scheduler.constraint import FREE, Constraint
-from quire.scheduler.plan import Plan
 from quire.scheduler.scheduler import Scheduler
 from quire.tokenization.escape import escape_control_lines
 from quire.types import GREEDY, UNLIMITED, FinishReason, Request, RequestStepOutput, SamplingParams, error_output
@@ -46,15 +45,15 @@ class Engine:
         lookahead: int = 0,
         clock: Clock | None = None,
         observers: Iterable[Observer] = (),
-        step_budget: StepBudget | None = None,
+        step_budget: LatencyController | None = None,
         plan_delay: PlanDelay | None = None,
         keep: int = UNLIMITED,
     ) -> None:
         self.scheduler, self.executor, self.lookahead = scheduler, executor, lookahead
         self.clock: Clock = WallClock() if clock is None else clock
         self.observers = tuple(observers)
-        self.step_budget: StepBudget = UnlimitedStepBudget() if step_budget is None else step_budget
-        self.plan_delay: PlanDelay = NoPlanDelay() if plan_delay is None else plan_delay
+        self.step_budget = step_budget
+        self.plan_delay = plan_delay
         self.description = executor.describe()
         self.inflight: deque[_Inflight] = deque()
         self.recovery = Recovery(scheduler)
@@ -82,12 +81,15 @@ class Engine:
     def _step(self) -> None:
         scheduler, flight = self.scheduler, self.inflight
         planned = self.clock.now()
-        plan = scheduler.plan(self.step_budget.max_tokens(len(scheduler.running)))
+        budget = self.step_budget
+        num_running = len(scheduler.running)
+        plan = scheduler.plan(UNLIMITED if budget is None else budget.max_tokens(num_running, scheduler.step_times))
         if plan:
             flight.append(
                 (planned, self.clock.now(), _as_step_failure(self.executor.launch, plan))
             )  # its forward starts now
-            self.plan_delay.on_launch(planned)
+            if self.plan_delay is not None:
+                self.plan_delay.on_launch(planned)
         elif flight:
             self._commit()  # nothing to add: let one come home
         if plan and plan.masked_spans:  # masks need every token before them
@@ -105,11 +107,10 @@ class Engine:
         events = self.scheduler.commit(result)
         now = self.clock.now()
         seconds = now - max(launched, self._last_commit)
-        num_tokens = _num_tokens(step.plan)
-        self.step_budget.record(num_tokens, seconds)
-        self.plan_delay.record(num_tokens, seconds, waited=waited)
-        if step.plan.num_drafts:
-            self.scheduler.speculation.record_step_time(step.plan, seconds)
+        step_times = self.scheduler.step_times
+        step_times.record(step.plan, seconds, latency=now - launched, waited=waited)
+        if self.plan_delay is not None:
+            self.plan_delay.on_commit(waited, step_times)
         self._last_commit = now
         ended = self.stats.on_commit(step, events, planned, now)
         if self.recovery.active:
@@ -278,10 +279,11 @@ class Engine:
 
     def time_to_next_plan(self) -> float:
         """Seconds for which the next `step` can wait, so that who comes meanwhile is in it; 0: it is due."""
-        if not self.inflight:
+        if not self.inflight or self.plan_delay is None:
             return 0.0
         _, launched, _ = self.inflight[0]
-        return self.plan_delay.remaining(_num_tokens(self.scheduler.inflight[0].plan), max(launched, self._last_commit))
+        num_tokens = sum([span[1] for span in self.scheduler.inflight[0].plan.spans])
+        return self.plan_delay.remaining(num_tokens, max(launched, self._last_commit), self.scheduler.step_times)
 
     def gauges(self) -> Gauges:
         scheduler = self.scheduler
@@ -330,10 +332,6 @@ class Engine:
 
     def close(self) -> None:
         self.executor.close()
-
-
-def _num_tokens(plan: Plan) -> int:
-    return sum([span[1] for span in plan.spans])
 
 
 def _as_step_failure(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

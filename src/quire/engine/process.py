@@ -182,7 +182,7 @@ class EngineLoop:
                     events,
                     idle,
                     self.num_submits,
-                    self.step_watch.step_timeout(engine.scheduler.max_num_batched_tokens),
+                    self.step_watch.step_timeout(engine.scheduler),
                     engine.metrics_snapshot() if due else None,
                     self.metrics() if due else None,
                 )

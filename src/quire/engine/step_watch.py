@@ -21,6 +21,7 @@ from quire.engine.engine import Engine
 from quire.engine.events import Completed, StepRecord
 from quire.engine.protocol import REPORT_SIGNAL
 from quire.scheduler.plan import Plan
+from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Decision
 from quire.tokenization.escape import escape_control
 from quire.types import Request
@@ -46,18 +47,16 @@ class StepWatch:
         self.timeout = timeout
         self.out = sys.stderr if out is None else out
         self.last: deque[StepRecord] = deque(maxlen=keep)
-        self.longest = 0.0
-        self.rate = 0.0
-        self.most = 0
 
-    def step_timeout(self, budget: int) -> float:
-        """Seconds within which a step must be over that feeds `budget` tokens at most.
+    def step_timeout(self, scheduler: Scheduler) -> float:
+        """Seconds within which the scheduler's next step must be over.
 
         That is the timeout, or `_MARGIN` times what the steps before suggest, where that is more.
         """
-        if not self.last:
+        times, budget = scheduler.step_times, scheduler.max_num_batched_tokens
+        if not times.num_steps:
             return (_LONG if self.timeout is None else self.timeout) + _UNKNOWN * budget
-        known = _MARGIN * max(self.longest, self.rate * budget)
+        known = _MARGIN * times.longest(budget)
         return max(_SHORT if self.timeout is None else self.timeout, known)
 
     # ---------------------------------------------------------------- an observer
@@ -66,15 +65,6 @@ class StepWatch:
         """Nothing is learnt from those who wait."""
 
     def on_step(self, record: StepRecord) -> None:
-        took = record.committed - record.launched
-        if took > self.longest:
-            self.longest = took
-        fed = sum([span[1] for span in record.plan.spans])
-        if fed > 2 * self.most:  # what few tokens cost says little of many: part of it is the step's own
-            self.rate = 0.0
-        self.most = max(self.most, fed)
-        if 2 * fed >= self.most and took > self.rate * fed:
-            self.rate = took / fed
         self.last.append(record)
 
     def on_end(self, ended: Completed) -> None:
@@ -93,7 +83,7 @@ class StepWatch:
     def _report_lines(self, engine: Engine) -> Iterator[str]:
         scheduler, now = engine.scheduler, engine.clock.now()
         gauges = engine.gauges()
-        timeout = self.step_timeout(scheduler.max_num_batched_tokens)
+        timeout = self.step_timeout(scheduler)
         yield (
             f"engine: {engine.stats.num_steps} steps committed, {gauges.running} running, {gauges.waiting} waiting, "
             f"{gauges.used_blocks} pages used, {gauges.free_blocks} free, due within {timeout:.1f} s"

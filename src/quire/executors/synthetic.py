@@ -6,26 +6,11 @@ An executor without weights: deterministic tokens, time by a cost model; schedul
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from quire.engine.clock import Clock, WallClock
 from quire.engine.executor import Description
 from quire.scheduler.plan import Mask, Plan, Result, Span
-
-
-class StepCost(NamedTuple):
-    """Seconds of a step: base + per_token * tokens fed + per_kv * positions attended to.
-
-    The default costs nothing: the engine's own time is then all there is to measure.
-    """
-
-    base: float = 0.0
-    per_token: float = 0.0
-    per_kv: float = 0.0
-
-    def seconds(self, tokens: int, kv: int = 0) -> float:
-        return self.base + self.per_token * tokens + self.per_kv * kv
-
+from quire.scheduler.step_time import StepCost
 
 FREE = StepCost()
 

@@ -15,14 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from quire.engine.timing import RestartBackoff
 from quire.errors import InvalidConfig
 
 log = logging.getLogger("uvicorn.error")
 
-_STABLE_AFTER = 60.0
-"""Seconds after which a death counts as the first."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
-"""Seconds between two starts of a server that keeps dying."""
 _STOP_TIMEOUT = 10.0
 """Seconds that a server may take to end when it is told to."""
 _LAST_LINES = 12
@@ -75,15 +72,13 @@ class PrivateServer:
         log_path: Path,
         *,
         name: str = "vllm",
-        restart_delay: float = _FIRST_PAUSE,
+        restart_delay: float = 0.5,
     ) -> None:
-        self.argv, self.environment, self.log_path, self.name, self.restart_delay = (
-            list(argv),
-            dict(environment),
-            log_path,
-            name,
-            restart_delay,
-        )
+        self.argv = list(argv)
+        self.environment = dict(environment)
+        self.log_path = log_path
+        self.name = name
+        self._backoff = RestartBackoff(restart_delay)
         self.restarts = 0
         self._process: asyncio.subprocess.Process | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -143,7 +138,6 @@ class PrivateServer:
 
     async def _watch(self) -> None:
         """For ever: a server that ends is started again, after pauses that double while it keeps dying young."""
-        pause = 0.0
         while True:
             process, began = self._process, time.monotonic()
             assert process is not None
@@ -156,21 +150,20 @@ class PrivateServer:
             if not self._was_ready:
                 self._why = f"{why} before it was ready; its log is {self.log_path}, and ends: {self._last_output()}"
                 return
-            pause = 0.0 if time.monotonic() - began > _STABLE_AFTER else pause
-            log.error("%s; its log is %s; it is started again in %.1f s", why, self.log_path, pause)
-            pause = await self._restart_after(pause)
+            self._backoff.on_death(time.monotonic() - began)
+            log.error("%s; its log is %s; it is started again in %.1f s", why, self.log_path, self._backoff.delay)
+            await self._restart()
 
-    async def _restart_after(self, pause: float) -> float:
-        """Start it after a pause, and after a longer one if that fails; the pause for the next time."""
+    async def _restart(self) -> None:
+        """Start it after a pause, and after a longer one if that fails."""
         while True:
-            await asyncio.sleep(pause)
-            pause = min(max(2 * pause, self.restart_delay), _LONGEST_PAUSE)
+            await asyncio.sleep(self._backoff.next_delay())
             self.restarts += 1
             try:
                 await self._spawn()
-                return pause
+                return
             except InvalidConfig as error:
-                log.error("%s; again in %.1f s", error, pause)
+                log.error("%s; again in %.1f s", error, self._backoff.delay)
 
     def last_lines(self, most: int = _LAST_LINES) -> list[str]:
         """The end of what it said."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from quire.engine import recovery, stats, timing
 from quire.errors import InvalidConfig
-from quire.scheduler import block_pool, kv_cache, prefix_cache, queue, scheduler, sequence, speculation
+from quire.scheduler import block_pool, kv_cache, prefix_cache, queue, scheduler, sequence, speculation, step_time
 from quire.scheduler.constraint import FREE, PENDING, Constraint
 from quire.scheduler.plan import NewSequence, Plan, Span
 from quire.scheduler.policy import POLICIES, SchedulingPolicy, policy_name
@@ -120,8 +120,7 @@ CLASSES: Classes = MappingProxyType(
             speculation.DraftStats,
             speculation.FixedDrafts,
             speculation.AdaptiveDrafts,
-            speculation._StepTimes,
-            timing.UnlimitedStepBudget,
+            step_time.StepTimeModel,
             timing.LatencyController,
             recovery.Recovery,
             stats.EngineStats,

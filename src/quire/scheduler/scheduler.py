@@ -16,6 +16,7 @@ from quire.scheduler.policy import SchedulingPolicy, policy_name
 from quire.scheduler.queue import WaitingQueue
 from quire.scheduler.sequence import Decision, InflightStep, Sequence
 from quire.scheduler.speculation import DraftStats, FixedDrafts, SpeculationPolicy
+from quire.scheduler.step_time import StepTimeModel
 from quire.types import BACKGROUND, UNLIMITED, FinishReason, Request, RequestStepOutput
 
 
@@ -121,6 +122,11 @@ class Scheduler:
         self.kv.free(seq)
         self.free_rows.append(seq.row)
         seq.row = None
+
+    @property
+    def step_times(self) -> StepTimeModel:
+        """What steps take, as the engine records it."""
+        return self.speculation.step_times
 
     # ---------------------------------------------------------------- plan
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
-from types import MappingProxyType
 from typing import Protocol
 
-from quire.scheduler.plan import Plan
 from quire.scheduler.sequence import Sequence
+from quire.scheduler.step_time import StepTimeModel
 
 
 class SpeculationPolicy(Protocol):
-    """Decides depths, hears how drafts fared and what steps took. most: drafts a row can hold; 0: no speculation."""
+    """Decides how many tokens to draft, from how drafts fared and what steps took."""
 
     max_drafts: int
+    """Most drafts of a sequence; 0: no speculation."""
+    step_times: StepTimeModel
+    """What steps take. The engine records them."""
 
     def begin_plan(self, width: int) -> None:
         """A plan is begun, with so many sequences that run or could."""
@@ -31,9 +32,6 @@ class SpeculationPolicy(Protocol):
 
     def remove(self, seq: Sequence) -> None:
         """It ended."""
-
-    def record_step_time(self, plan: Plan, seconds: float) -> None:
-        """A step took so long."""
 
 
 class DraftStats:
@@ -54,9 +52,10 @@ class DraftStats:
 
 @dataclass(slots=True)
 class FixedDrafts:
-    """Always as many."""
+    """Always the same number of drafts."""
 
     max_drafts: int = 0
+    step_times: StepTimeModel = field(default_factory=StepTimeModel)
 
     def begin_plan(self, width: int) -> None:
         """Nothing to decide."""
@@ -70,42 +69,10 @@ class FixedDrafts:
     def remove(self, seq: Sequence) -> None:
         """Nothing is known of it."""
 
-    def record_step_time(self, plan: Plan, seconds: float) -> None:
-        """Nothing changes."""
-
-
-class _StepTimes:
-    """Measured seconds of pure decode steps at one width, by depth: the lower quartile of the last few, for what comes
-    between (a noisy neighbour, the first step of a shape, which makes ready what the next ones find) only ever adds."""
-
-    KEPT = 12
-
-    def __init__(self) -> None:
-        self.typical: dict[int, float] = {}
-        self._last: dict[int, deque[float]] = {}
-
-    def add(self, num_drafts: int, seconds: float) -> None:
-        last = self._last.setdefault(num_drafts, deque(maxlen=self.KEPT))
-        last.append(seconds)
-        self.typical[num_drafts] = sorted(last)[len(last) // 4]
-
-    def count(self, num_drafts: int) -> int:
-        """How many were measured, of those that count."""
-        return len(self._last.get(num_drafts, ()))
-
-    def invalidate(self, num_drafts: int) -> None:
-        """What is measured next counts, what was until then."""
-        self._last.pop(num_drafts, None)
-
 
 def draft_counts(max_drafts: int) -> tuple[int, ...]:
     """Those that are tried where `most` can be drafted."""
     return tuple(sorted({0, 1, 2, max_drafts // 2, 3 * max_drafts // 4, max_drafts} & set(range(max_drafts + 1))))
-
-
-def width_class(width: int) -> int:
-    """Widths up to the same power of two are of one kind: its exponent."""
-    return max(0, width - 1).bit_length()
 
 
 class AdaptiveDrafts:
@@ -142,28 +109,26 @@ class AdaptiveDrafts:
     def __init__(
         self,
         max_drafts: int,
-        step_times: Mapping[tuple[int, int], float] = MappingProxyType({}),
+        step_times: StepTimeModel | None = None,
         *,
         catch_up_seconds: float = 0.0,
-        kv_share: float = 0.0,
     ) -> None:
-        self.max_drafts, self.catch_up_seconds, self.kv_share = max_drafts, catch_up_seconds, kv_share
+        self.max_drafts = max_drafts
+        self.step_times = StepTimeModel() if step_times is None else step_times
+        self.catch_up_seconds = catch_up_seconds
+        has_initial = self.step_times.has_initial
         self.draft_counts = draft_counts(max_drafts)
         self.acceptance_rates = [0.7] * max_drafts
         """How often a draft is right where those before it were, by position: easy stretches make them rise. One that
         was never put to the test is taken for as good as the last that was."""
         self._tests = [0] * max_drafts
-        self.chosen = 0 if step_times else max_drafts
-        self._initial_times: dict[int, dict[int, float]] = {}
-        for (width, num_drafts), seconds in step_times.items():
-            self._initial_times.setdefault(width_class(width), {})[num_drafts] = seconds
+        self.chosen = 0 if has_initial else max_drafts
         self._acceptance_by_sequence: dict[int, float] = {}
-        self._times: dict[int, _StepTimes] = {}
         self._saving = 0.0
         self._followed: set[int] = set()
         self._probed: set[int] = set()
         self._trial, self._left = max_drafts, 0
-        self._waited, self._again, self._check = 0, self.SOON if step_times else self.AGAIN, self.CHECK
+        self._waited, self._again, self._check = 0, self.SOON if has_initial else self.AGAIN, self.CHECK
         self._settled = self._turn = 0
 
     def begin_plan(self, width: int) -> None:
@@ -173,61 +138,52 @@ class AdaptiveDrafts:
             self.chosen = self._trial
             return
         self._probed.clear()
-        untried = self._untried(self._times_at(width))
+        untried = self._untried(width)
         if untried is not None:
             self._start_trial(untried)
             return
-        seconds = self.expected_seconds(width)
+        seconds = self.step_times.expected_decode(width)
         self.chosen = self.best(seconds)
         if self.chosen:
             self._saving = (seconds[0] - seconds[self.chosen] / self.expected_tokens(self.chosen)) / max(1, width)
         else:
             self._followed.clear()
         if self._waited >= (self._check if self.chosen else self._again):
-            self._retry(self._times_at(width))
+            self._retry(width)
 
-    def _retry(self, times: _StepTimes) -> None:
+    def _retry(self, width: int) -> None:
         """Measure another depth anew, each in its turn; where paces say how they differ, the least other one."""
         if not self.chosen:
             self._again *= 2
         else:
             self._check = min(2 * self._check, self.AGAIN) if self.chosen == self._settled else self.CHECK
             self._settled = self.chosen
-        others = [d for d in self.draft_counts if d != self.chosen][: 1 if self._initial_times else None]
+        others = [d for d in self.draft_counts if d != self.chosen][: 1 if self.step_times.has_initial else None]
         self._turn = next((d for d in others if d > self._turn), others[0])
-        times.invalidate(self._turn)
+        self.step_times.forget_decode(width, self._turn)
         self._start_trial(self._turn)
 
-    def _times_at(self, width: int) -> _StepTimes:
-        return self._times.setdefault(width_class(width), _StepTimes())
-
-    def expected_seconds(self, width: int) -> dict[int, float]:
-        """Seconds of a step by depth: as measured, or by what the start says of how depths differ."""
-        times, initial = self._times_at(width), self._initial_times.get(width_class(width), {})
-        more = max(0.0, times.typical.get(0, 0.0) - initial.get(0, 0.0))
-        return {d: pace + more * (1 + d * self.kv_share) for d, pace in initial.items()} | times.typical
-
-    def _untried(self, times: _StepTimes) -> int | None:
+    def _untried(self, width: int) -> int | None:
         """The next depth to try, from 0 up: where one loses much, or two say that the next will, deeper ones do."""
-        before = list[int]()
+        typical, before = self.step_times.decode(width), list[int]()
         for d in self.draft_counts[
-            : 1 if self._initial_times else None
+            : 1 if self.step_times.has_initial else None
         ]:  # what is foreseen wants no trying, but for where it starts
-            tried = times.count(d) >= self.TRIES - 2
+            tried = self.step_times.num_decode(width, d) >= self.TRIES - 2
             if len(before) > 1 and not tried:
                 near, far = before[-2:]
-                slope = (times.typical[far] - times.typical[near]) / (far - near)
-                if self._gain(times, d, times.typical[far] + slope * (d - far)) < 0.97:
+                slope = (typical[far] - typical[near]) / (far - near)
+                if self._gain(typical, d, typical[far] + slope * (d - far)) < 0.97:
                     return None
             if not tried:
                 return d
-            if self._gain(times, d, times.typical[d]) < 0.75:  # a first draft bears what drafting costs at all
+            if self._gain(typical, d, typical[d]) < 0.75:  # a first draft bears what drafting costs at all
                 return None
             before.append(d)
         return None
 
-    def _gain(self, times: _StepTimes, num_drafts: int, seconds: float) -> float:
-        return self.expected_tokens(num_drafts) * times.typical[0] / max(seconds, 1e-9)
+    def _gain(self, typical: Mapping[int, float], num_drafts: int, seconds: float) -> float:
+        return self.expected_tokens(num_drafts) * typical[0] / max(seconds, 1e-9)
 
     def _start_trial(self, num_drafts: int) -> None:
         self.chosen = self._trial = num_drafts
@@ -251,7 +207,7 @@ class AdaptiveDrafts:
         if max_drafts < 1:
             return 0
         chosen = self.draft_counts[bisect_right(self.draft_counts, max_drafts) - 1]  # nothing was made ready for others
-        if self._left > 0 and self._initial_times:
+        if self._left > 0 and self.step_times.has_initial:
             if len(self._probed) < self.PROBES:
                 self._probed.add(order)
             return int(order in self._probed)
@@ -278,12 +234,3 @@ class AdaptiveDrafts:
     def remove(self, seq: Sequence) -> None:
         self._acceptance_by_sequence.pop(seq.arrival, None)
         self._followed.discard(seq.arrival)
-
-    def record_step_time(self, plan: Plan, seconds: float) -> None:
-        spans, drafts = plan.spans, plan.num_drafts
-        num_drafts = spans[0].num_samples - 1
-        alike = all(s.num_tokens == s.num_samples == num_drafts + 1 for s in spans) and all(
-            d == num_drafts for d in drafts
-        )
-        if alike and not plan.new_sequences and num_drafts in self.draft_counts:
-            self._times_at(len(spans)).add(num_drafts, seconds)

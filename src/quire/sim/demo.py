@@ -13,9 +13,9 @@ from rich.text import Text
 from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
 from quire.engine.events import StepRecord
-from quire.executors.synthetic import StepCost
 from quire.scheduler.policy import Pressure
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.step_time import StepCost
 from quire.sim.run import SimConfig
 from quire.sim.workload import uniform
 

@@ -12,12 +12,13 @@ from quire.deprecated import aliases
 from quire.engine.clock import Clock, WallClock
 from quire.engine.engine import Engine
 from quire.engine.events import Observer
-from quire.executors.synthetic import FREE, StepCost, SyntheticExecutor
+from quire.executors.synthetic import FREE, SyntheticExecutor
 from quire.observability.engine_metrics import pool_state
 from quire.scheduler.block_pool import EVICTION_POLICIES
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.policy import Batching, Pressure, make_policy
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.step_time import StepCost
 from quire.sim.workload import Load
 
 _SAMPLE = 16

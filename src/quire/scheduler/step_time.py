@@ -1,0 +1,150 @@
+"""The step-time model: how long a step takes, from what is in it.
+
+Learnt from every step. It bounds prompts by a latency target, chooses how many tokens to draft, delays plans until just
+before the device runs dry, and says from when on a step counts as stuck.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from quire.scheduler.plan import Plan
+
+
+class StepCost(NamedTuple):
+    """A line: seconds = base + per_token * tokens fed + per_kv * positions attended to. The default costs nothing."""
+
+    base: float = 0.0
+    per_token: float = 0.0
+    per_kv: float = 0.0
+
+    def seconds(self, tokens: int, kv: int = 0) -> float:
+        """Seconds of a step that feeds so many tokens and attends to so many positions."""
+        return self.base + self.per_token * tokens + self.per_kv * kv
+
+
+class StepTimeModel:
+    """Predicts a step's seconds: on average (`fit`), at least, at most, and of a decode step by its drafts.
+
+    initial: seconds of a decode step by (width, drafts), as the executor measured at its start without context.
+    kv_share: of what context adds to a step, the share that each draft adds again.
+    """
+
+    DECAY = 0.98
+    """The weight of a step in `fit`, relative to the next one's."""
+    NUM_RECENT = 64
+    """Steps that `fastest` looks at."""
+    MIN_KNOWN = 4
+    """Similar steps without which `fastest` predicts nothing."""
+    SIMILAR, FEW = 1.125, 8
+    """A step is similar with at most so many times the tokens, and so many more: a few cost nothing."""
+    NUM_DECODE = 12
+    """Decode steps of one width and number of drafts that are looked at."""
+
+    def __init__(
+        self, initial: Mapping[tuple[int, int], float] = MappingProxyType({}), *, kv_share: float = 0.0
+    ) -> None:
+        self.kv_share = kv_share
+        self.num_steps = 0
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._recent: deque[tuple[int, float]] = deque(maxlen=self.NUM_RECENT)
+        self._longest = self._rate = 0.0
+        self._max_tokens = 0
+        self._decode: dict[tuple[int, int], deque[float]] = {}
+        self._typical: dict[int, dict[int, float]] = {}
+        self._initial: dict[int, dict[int, float]] = {}
+        for (width, num_drafts), seconds in initial.items():
+            self._initial.setdefault(width_class(width), {})[num_drafts] = seconds
+
+    @property
+    def has_initial(self) -> bool:
+        """Whether the executor measured decode steps at its start."""
+        return bool(self._initial)
+
+    def record(self, plan: Plan, seconds: float, *, latency: float | None = None, waited: bool = False) -> None:
+        """A step took `seconds` of the device.
+
+        latency: seconds from launch to commit, where a step before it ran first. waited: it still ran when the engine
+        came to wait for it, so that `seconds` is exact.
+        """
+        num_tokens = sum([span[1] for span in plan.spans])
+        self.num_steps += 1
+        decay = self.DECAY
+        self._weight = self._weight * decay + 1.0
+        self._x = self._x * decay + num_tokens
+        self._y = self._y * decay + seconds
+        self._xx = self._xx * decay + num_tokens * num_tokens
+        self._xy = self._xy * decay + num_tokens * seconds
+        if waited:
+            self._recent.append((num_tokens, seconds))
+        self._record_longest(num_tokens, seconds if latency is None else latency)
+        if plan.num_drafts and not plan.new_sequences:
+            self._record_decode(plan, seconds)
+
+    def _record_longest(self, num_tokens: int, seconds: float) -> None:
+        self._longest = max(self._longest, seconds)
+        if num_tokens > 2 * self._max_tokens:  # what few tokens cost says little of many: part of it is the step's own
+            self._rate = 0.0
+        self._max_tokens = max(self._max_tokens, num_tokens)
+        if 2 * num_tokens >= self._max_tokens and seconds > self._rate * num_tokens:
+            self._rate = seconds / num_tokens
+
+    def _record_decode(self, plan: Plan, seconds: float) -> None:
+        """Only of steps whose spans are all alike.
+
+        The prediction is the lower quartile of the last few: noise, and the first step of a shape, only add.
+        """
+        num_drafts = plan.spans[0].num_samples - 1
+        alike = all(s.num_tokens == s.num_samples == num_drafts + 1 for s in plan.spans)
+        if alike and all(d == num_drafts for d in plan.num_drafts):
+            width = width_class(len(plan.spans))
+            last = self._decode.setdefault((width, num_drafts), deque(maxlen=self.NUM_DECODE))
+            last.append(seconds)
+            self._typical.setdefault(width, {})[num_drafts] = sorted(last)[len(last) // 4]
+
+    def fit(self) -> StepCost:
+        """The line through the steps so far, by least squares that forget; per_token is 0 while all were alike."""
+        spread = self._weight * self._xx - self._x * self._x
+        if self._weight < 2 or spread <= 1e-9 * self._xx * self._weight:
+            return StepCost(self._y / self._weight if self._weight else 0.0)
+        per_token = max(0.0, (self._weight * self._xy - self._x * self._y) / spread)
+        return StepCost(max(0.0, (self._y - per_token * self._x) / self._weight), per_token)
+
+    def fastest(self, num_tokens: int) -> float | None:
+        """Seconds that a step of so many tokens takes at least: the least of similar ones; None: too few are known."""
+        known = [seconds for other, seconds in self._recent if other <= self.SIMILAR * num_tokens + self.FEW]
+        return min(known) if len(known) >= self.MIN_KNOWN else None
+
+    def forget_fastest(self) -> None:
+        """The device has become faster: measure anew."""
+        self._recent.clear()
+
+    def longest(self, num_tokens: int) -> float:
+        """Seconds that a step of so many tokens has been seen to take at most, from launch to commit."""
+        return max(self._longest, self._rate * num_tokens)
+
+    def decode(self, width: int) -> dict[int, float]:
+        """Seconds of a decode step of so many sequences, by number of drafts, as measured."""
+        return self._typical.get(width_class(width), {})
+
+    def expected_decode(self, width: int) -> dict[int, float]:
+        """As `decode`, completed by what the start said of how numbers of drafts differ."""
+        measured, initial = self.decode(width), self._initial.get(width_class(width), {})
+        more = max(0.0, measured.get(0, 0.0) - initial.get(0, 0.0))
+        return {d: seconds + more * (1 + d * self.kv_share) for d, seconds in initial.items()} | measured
+
+    def num_decode(self, width: int, num_drafts: int) -> int:
+        """How many such decode steps have been measured, of those that count."""
+        return len(self._decode.get((width_class(width), num_drafts), ()))
+
+    def forget_decode(self, width: int, num_drafts: int) -> None:
+        """Measure such decode steps anew; until then what was predicted stands."""
+        self._decode.pop((width_class(width), num_drafts), None)
+
+
+def width_class(width: int) -> int:
+    """Widths up to the same power of two are alike: its exponent."""
+    return max(0, width - 1).bit_length()
