@@ -283,6 +283,15 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "num_experts_per_tok": 3,
             "tie_word_embeddings": True,
         },
+        "olmo2-gqa": {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 2},
+        "olmo2-mha": {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 7},
+        "olmo2-mqa-biased-llama3-rope": {
+            "hidden_size": 88,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "rope_parameters": dict(LLAMA3_ROPE),
+        },
         "gpt2-odd-heads": {"hidden_size": 60, "num_attention_heads": 5},
         "gpt2-one-head": {"hidden_size": 32, "num_attention_heads": 1, "num_hidden_layers": 2},
         "gpt2-narrow-mlp-untied": {
@@ -311,14 +320,19 @@ def make(folder: Path, shape: str, *, seed: int = 0, shard: str = "5GB", **chang
     ).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(draw(name, parameter, generator, shape.startswith("gemma")))
+            parameter.copy_(draw(name, parameter, generator, shape.startswith("gemma"), shape.startswith("olmo2")))
     model.save_pretrained(folder, max_shard_size=shard)
     return model
 
 
-def draw(name: str, parameter: torch.Tensor, generator: torch.Generator, shifted: bool = False) -> torch.Tensor:
-    """shifted: norms hold how far they are from 1 (Gemma)."""
+def draw(
+    name: str, parameter: torch.Tensor, generator: torch.Generator, shifted: bool = False, normed_after: bool = False
+) -> torch.Tensor:
+    """shifted: norms hold how far they are from 1 (Gemma). normed_after: what layers add is normed (OLMo 2)."""
     noise = torch.randn(parameter.shape, generator=generator)
+    if normed_after and ("post_" in name or "embed" in name):
+        # Layers add vectors of length sqrt(hidden): embeddings as large, or answers would repeat themselves.
+        return noise + 1.0 if "post_" in name else noise
     if shifted and "post_" in name:  # Gemma's large embeddings would repeat themselves unless layers add more
         return noise + 7.0
     if shifted and "embed" in name:

@@ -19,7 +19,7 @@ from quire.executors.local import CudaExecutor, LocalExecutor
 from quire.model_runner.device_steps import DeviceSteps, TorchSteps
 from quire.model_runner.graphs import WorkQueue
 from quire.model_runner.speculative import NgramDrafter, NgramProposer
-from quire.models.base import Model
+from quire.models.registry import Model
 from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.reference import ReferenceOps
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache

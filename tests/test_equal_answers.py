@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire.engine.engine import Engine
 from quire.executors.local import LocalExecutor
-from quire.models.base import Model
+from quire.models.registry import Model
 from quire.scheduler.block_pool import EVICTION_POLICIES
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.policy import SchedulingPolicy

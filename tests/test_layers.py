@@ -58,6 +58,7 @@ LOADERS = {
     "quire.cli.base",
     "quire.assembly",
     "quire.scheduler.policy",
+    "quire.models.registry",
     "quire.weights.locate",
     "quire.bench.cpu",
     "quire.assembly.engine",

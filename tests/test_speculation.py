@@ -29,7 +29,7 @@ from quire.model_runner.speculative import (
     Proposer,
     lookup,
 )
-from quire.models.base import Model
+from quire.models.registry import Model
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import AdaptiveDrafts, FixedDrafts, SpeculationPolicy

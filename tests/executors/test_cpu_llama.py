@@ -15,7 +15,7 @@ import torch
 from quire.engine.engine import Engine
 from quire.executors.local import LocalExecutor
 from quire.model_runner.row_state import Ints, RowState
-from quire.models.base import Model
+from quire.models.registry import Model
 from quire.ops.reference import ReferenceOps
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.scheduler import Scheduler

@@ -19,7 +19,7 @@ POISON = VOCAB - 1
 
 
 class Tiny:
-    """forward and logits as `quire.models.base.Model`; `dense` is the same without pages."""
+    """forward and logits as `quire.models.registry.Model`; `dense` is the same without pages."""
 
     def __init__(self, seed: int = 0, context: int = 256) -> None:
         draw = torch.Generator().manual_seed(seed)

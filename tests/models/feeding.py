@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.model_runner.memory import LayerShape, allocate
-from quire.models.base import Model
+from quire.models.registry import Model
 from tests.ops.batches import Pages, poisoned
 
 POOL = 400

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from quire.models.base import Model
+from quire.models.registry import Model
 from quire.weights.load import load_model
 from tests.checkpoints import SHAPES, greedy, make
 from tests.models.feeding import Feeder, prompts

@@ -25,7 +25,7 @@ from quire.config import Settings
 from quire.engine.executor import Executor
 from quire.model_runner.graphs import GraphKey, WorkQueue
 from quire.model_runner.memory import GIB, LayerShape
-from quire.models.base import Model
+from quire.models.registry import Model
 
 
 class Plain(WorkQueue):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from quire.errors import InvalidModel
 from quire.layers.quantization.base import Plain
 from quire.layers.quantization.packed import Packed
-from quire.models.base import Model
+from quire.models.registry import Model
 from quire.ops.matmul import can_pack
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.weights.files import INDEX, SINGLE, Checkpoint

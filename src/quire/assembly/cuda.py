@@ -30,7 +30,7 @@ from quire.model_runner.graphs import CudaQueue, GraphKey, Works, bucket_seqs, b
 from quire.model_runner.memory import GIB, block_bytes, layer_shapes, plan_blocks
 from quire.model_runner.sampling.features import PENALISED, RANDOM, TRUNCATED
 from quire.model_runner.triton_steps import ForcedSteps, TritonSteps
-from quire.models.base import Model
+from quire.models.registry import Model
 from quire.ops.base import Ops
 from quire.ops.gemm import autotuning
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps

@@ -24,8 +24,7 @@ from quire.engine.timing import LatencyController, PlanDelay
 from quire.errors import InvalidConfig, InvalidModel
 from quire.executors.local import LocalExecutor
 from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks
-from quire.models.base import Model
-from quire.models.registry import parameters
+from quire.models.registry import Model, parameters
 from quire.observability.recorder import recorded
 from quire.observability.recording_format import recording_folder
 from quire.ops.base import Ops

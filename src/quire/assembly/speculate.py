@@ -21,7 +21,7 @@ from quire.model_runner.speculative import (
     NgramProposer,
     Proposer,
 )
-from quire.models.base import Model
+from quire.models.registry import Model
 from quire.ops.base import Ops
 from quire.scheduler.speculation import AdaptiveDrafts, FixedDrafts, SpeculationPolicy, draft_counts
 from quire.scheduler.step_time import StepTimeModel

@@ -17,7 +17,7 @@ from quire.cli.inspect import tell
 from quire.config import Settings
 from quire.errors import InvalidConfig, InvalidModel
 from quire.models import gemma
-from quire.models.base import Model
+from quire.models.registry import Model
 from quire.weights.canary import PROBE, feed, pages, probe
 from quire.weights.load import load_model
 from quire.weights.locate import locate

@@ -25,7 +25,7 @@ LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "n_ctx", "max
 
 
 class HfModel:
-    """See `models.base.Model`. Its hidden states are logits already: where a head stands is each model's own affair.
+    """See `models.registry.Model`. Its hidden states are logits already, as models name their heads differently.
 
     folder: of the checkpoint. dtype: "auto" is the checkpoint's own. Raises InvalidModel.
     """

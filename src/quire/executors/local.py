@@ -15,7 +15,7 @@ from quire.model_runner.row_state import RowState
 from quire.model_runner.runner import LaunchedStep, Runner
 from quire.model_runner.sampling.sampler import Sampler
 from quire.model_runner.speculative import Drafter, Proposer
-from quire.models.base import Model
+from quire.models.registry import Model
 from quire.scheduler.plan import Plan
 
 

@@ -23,7 +23,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class OnnxModel:
-    """See `models.base.Model`. folder: of `quire export-onnx`. threads: of each operator."""
+    """See `models.registry.Model`. folder: of `quire export-onnx`. threads: of each operator."""
 
     dtype = torch.float32
 

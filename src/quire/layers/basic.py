@@ -214,11 +214,15 @@ class Attention:
         self.qkv, self.out, self.heads, self.ops = qkv, out, heads, ops
         self.norms = norms and (norms[0].settings, norms[1].settings)
 
+    def project(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> q, k and v side by side, [T, (heads + 2 kv_heads) head_dim]."""
+        return self.qkv(x)
+
     def __call__(
         self, x: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
     ) -> Tensor:
         """x [T, hidden], angles from `Rotary` -> [T, hidden], or the rows `outputs` of it."""
         h = self.heads
-        q = self.ops.qk_norm_rope_store_kv(self.qkv(x), h.count, kv, batch, angles, self.norms)
+        q = self.ops.qk_norm_rope_store_kv(self.project(x), h.count, kv, batch, angles, self.norms)
         mixed = self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap).flatten(1)
         return self.out(select_rows(mixed, outputs))

@@ -1,14 +1,16 @@
-"""Gemma 2 and 3, text (Gemma Team 2024, 2025): norms on both sides of each half, scaled embeddings, windows by turns.
+"""The text models of Gemma 2 and 3 (Gemma Team 2024, 2025).
 
-Norms store how far their weight is from 1. Gemma 2 caps scores and logits softly; Gemma 3 norms queries and keys
-instead, and turns the heads of its local layers by a base of their own.
+Attention and MLP stand between two norms each, embeddings are scaled, and local layers with a sliding window alternate
+with global ones. Norms store their weight minus 1. Gemma 2 has soft caps on scores and logits; Gemma 3 norms queries
+and keys instead, and has another RoPE base for local layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -21,7 +23,7 @@ from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 from quire.types import UNLIMITED
 
 VISION = ("vision_tower.*", "multi_modal_projector.*", "vision_model.*", "embed_vision.*")
-"""What a checkpoint that also sees has beside its decoder."""
+"""Tensors of multimodal checkpoints that do not belong to the decoder."""
 
 
 class Block:
@@ -57,56 +59,65 @@ class Block:
         x: Tensor,
         residual: Tensor,
         after: RMSNorm | None,
-        turn: Angles,
+        angles: Angles,
         batch: RaggedBatch,
         kv: LayerKV,
-        wanted: Tensor | None,
+        output: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """What the layer before makes, `after` still to be normed and added, and the stream without it -> the same of
-        this layer. All [T, hidden], or of `wanted` alone."""
+        """(output of the layer before, residual stream without it), both [T, hidden] -> the same after this layer.
+
+        after: the norm of the layer before that its output has still to pass. output: indices of the rows to return.
+        """
         x, residual = self.before_attention.add(x, residual, after)
-        x = self.attention(x, turn, batch, kv, wanted)
-        x, residual = self.before_mlp.add(x, select_rows(residual, wanted), self.after_attention)
+        x = self.attention(x, angles, batch, kv, output)
+        x, residual = self.before_mlp.add(x, select_rows(residual, output), self.after_attention)
         return self.mlp(x), residual
 
 
 class Gemma:
-    """See `base.Model`. What both generations have in common."""
+    """What both generations have in common, see `registry.Model`."""
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
-        self.spec, self.ops, self.dtype = spec, build.ops, build.dtype
+        self.spec = spec
+        self.ops = build.ops
+        self.dtype = build.dtype
         build.ignore(*VISION)
         build.rename({"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""})
         body = build.scope("model")
         body.ignore(*VISION)
         table = body.embedding("embed_tokens", spec.vocab, spec.hidden)
         self.embedding = ScaledEmbedding(table, spec.hidden**0.5)
-        self.turns = {rope: body.rotary(rope) for rope in dict.fromkeys(spec.ropes)}
+        self.rotaries = {rope: body.rotary(rope) for rope in dict.fromkeys(spec.ropes)}
         self.blocks = [Block(spec, body.scope(f"layers.{i}"), i) for i in range(spec.layers)]
         self.norm = body.rms_norm("norm", spec.hidden, spec.norm_eps, shift=1.0)
         self.head = build.head("lm_head", spec.hidden, spec.vocab, table if spec.tie else None, soft_cap=spec.logit_cap)
 
     def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
+        """See `registry.Model`."""
         batch = self.ops.prepare(batch)
-        turns = {rope: turn(batch.positions) for rope, turn in self.turns.items()}
+        angles = {rope: rotary(batch.positions) for rope, rotary in self.rotaries.items()}
         residual = self.embedding(batch.tokens)
         x = residual.new_zeros(residual.shape)
         after: RMSNorm | None = None
         for block, rope, cache in zip(self.blocks, self.spec.ropes, kv, strict=True):
-            wanted = batch.output_indices if block is self.blocks[-1] else None
-            x, residual = block(x, residual, after, turns[rope], batch, cache, wanted)
+            output = batch.output_indices if block is self.blocks[-1] else None
+            x, residual = block(x, residual, after, angles[rope], batch, cache, output)
             after = block.after_mlp
         return batch.select_outputs(self.norm.add(x, residual, after)[0])
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """See `registry.Model`."""
         return self.head(hidden)
 
 
 class Gemma2(Gemma):
-    """See `base.Model`."""
+    """Gemma 2: soft caps on attention scores and logits."""
+
+    architectures: ClassVar[Mapping[str, str]] = MappingProxyType({"Gemma2ForCausalLM": "gemma2"})
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
+        """See `registry.Architecture`."""
         spec = read_gemma(config, architecture, every=2)
         return replace(
             spec,
@@ -116,10 +127,15 @@ class Gemma2(Gemma):
 
 
 class Gemma3(Gemma):
-    """See `base.Model`. Of a checkpoint that also sees, the part that speaks."""
+    """Gemma 3: normed queries and keys. Of multimodal checkpoints the decoder is loaded."""
+
+    architectures: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"Gemma3ForCausalLM": "gemma3_text", "Gemma3ForConditionalGeneration": "gemma3"}
+    )
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
+        """See `registry.Architecture`."""
         config = Config({**DEFAULTS, **nested(config).fields})
         every = config.get(int, "sliding_window_pattern", "_sliding_window_pattern", default=6)
         spec = read_gemma(config, architecture, every=every)
@@ -150,15 +166,15 @@ DEFAULTS = MappingProxyType(
         "sliding_window": 4096,
     }
 )
-"""What Gemma 3's published config.json files leave out."""
+"""Fields that Gemma 3's published config.json files leave out."""
 
 
 WHOLE = ("dtype", "torch_dtype", "eos_token_id")
-"""What a config that describes more than a decoder says of all its parts."""
+"""Fields of a multimodal config.json that hold for the decoder too."""
 
 
 def nested(config: Config) -> Config:
-    """The decoder's part of a config that describes more than a decoder."""
+    """The decoder's section of a multimodal config.json, or the whole of another."""
     if "text_config" not in config.fields:
         return config
     shared = {name: config.fields[name] for name in WHOLE if name in config.fields}
@@ -166,7 +182,7 @@ def nested(config: Config) -> Config:
 
 
 def read_gemma(config: Config, architecture: str, *, every: int) -> ModelSpec:
-    """What generations 2 and 3 share. every: how often a layer sees everything, where `layer_types` does not say."""
+    """Fields that Gemma 2 and 3 share. every: each how many-th layer is global, where there is no `layer_types`."""
     if config.get(bool, "use_bidirectional_attention", default=False):
         raise InvalidModel("config.json: use_bidirectional_attention: only causal attention is supported")
     spec = read_decoder(Config({"head_dim": 256, "tie_word_embeddings": True, **config.fields}), architecture)
@@ -184,5 +200,5 @@ def read_gemma(config: Config, architecture: str, *, every: int) -> ModelSpec:
 
 
 def cap(config: Config, name: str, default: float) -> float:
-    """A soft cap: null is none, which is not the same as unsaid."""
+    """A soft cap: 0 for null, `default` where the field is missing."""
     return 0.0 if name in config.fields and config.fields[name] is None else config.get(float, name, default=default)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from quire.types import UNLIMITED
 
 
 class Block:
-    """One layer: attention and an MLP, each behind a norm of the residual stream."""
+    """One layer: attention and an MLP, each after a norm of the residual stream."""
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         self.before_attention = build.layer_norm("ln_1", spec.hidden, spec.norm_eps)
@@ -32,29 +34,35 @@ class Block:
         self.before_mlp = build.layer_norm("ln_2", spec.hidden, spec.norm_eps)
         self.mlp = build.scope("mlp").mlp("c_fc", "c_proj", spec.hidden, spec.mlp, spec.activation, transposed=True)
 
-    def __call__(self, x: Tensor, turn: Angles, batch: RaggedBatch, kv: LayerKV, wanted: Tensor | None) -> Tensor:
-        """The residual stream [T, hidden], before and after; after it of `wanted` alone."""
-        x = select_rows(x, wanted) + self.attention(self.before_attention(x), turn, batch, kv, wanted)
+    def __call__(self, x: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV, output: Tensor | None) -> Tensor:
+        """The residual stream [T, hidden] before and after this layer; after it the rows of `output` only."""
+        x = select_rows(x, output) + self.attention(self.before_attention(x), angles, batch, kv, output)
         return x + self.mlp(self.before_mlp(x))
 
 
 class GPT2:
-    """See `base.Model`."""
+    """GPT-2, see `registry.Model`."""
+
+    architectures: ClassVar[Mapping[str, str]] = MappingProxyType({"GPT2LMHeadModel": "gpt2"})
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
-        self.spec, self.ops, self.dtype = spec, build.ops, build.dtype
+        self.spec = spec
+        self.ops = build.ops
+        self.dtype = build.dtype
         body = build.scope("transformer")
         body.ignore("h.*.attn.bias", "h.*.attn.masked_bias")
         self.embedding = body.embedding("wte", spec.vocab, spec.hidden)
         self.positions = body.embedding("wpe", spec.context, spec.hidden)
-        self.still = body.rotary(spec.rope)
+        self.no_rope = body.rotary(spec.rope)
         self.blocks = [Block(spec, body.scope(f"h.{i}")) for i in range(spec.layers)]
         self.norm = body.layer_norm("ln_f", spec.hidden, spec.norm_eps)
         self.head = build.head("lm_head", spec.hidden, spec.vocab, self.embedding if spec.tie else None)
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
-        hidden, heads = config.get(int, "n_embd"), config.get(int, "n_head")
+        """See `registry.Architecture`."""
+        hidden = config.get(int, "n_embd")
+        heads = config.get(int, "n_head")
         layers = config.get(int, "n_layer")
         if not heads or hidden % heads:
             raise InvalidModel(f"config.json: n_embd ({hidden}) must be a multiple of n_head ({heads})")
@@ -84,12 +92,14 @@ class GPT2:
         )
 
     def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
+        """See `registry.Model`."""
         batch = self.ops.prepare(batch)
-        turn = self.still(batch.positions)
+        angles = self.no_rope(batch.positions)
         x = self.embedding(batch.tokens) + self.positions(batch.positions)
         for block, cache in zip(self.blocks, kv, strict=True):
-            x = block(x, turn, batch, cache, batch.output_indices if block is self.blocks[-1] else None)
+            x = block(x, angles, batch, cache, batch.output_indices if block is self.blocks[-1] else None)
         return batch.select_outputs(self.norm(x))
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """See `registry.Model`."""
         return self.head(hidden)

@@ -1,96 +1,107 @@
-"""Which module implements which architecture, by the names checkpoints use."""
+"""The interface of a model, and which class implements which architecture, by the names that checkpoints use."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
+from torch import Tensor
 
+from quire import models
 from quire.errors import InvalidModel, nearest
 from quire.layers.builder import ModelBuilder
 from quire.layers.linear import SingleRank
-from quire.models.base import Model
-from quire.models.gemma import Gemma2, Gemma3
-from quire.models.gpt2 import GPT2
-from quire.models.llama import Llama
-from quire.models.mistral import Mistral, Mixtral
-from quire.models.qwen import Qwen2, Qwen3, Qwen3Moe
 from quire.models.spec import Config, ModelSpec, check_sizes
+from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
 
 
-class Architecture(Protocol):
-    """A class that reads its own spec and builds itself."""
+class Model(Protocol):
+    """A decoder: its shape and its layers. It knows nothing of requests, blocks and sampling."""
 
-    def __call__(self, spec: ModelSpec, build: ModelBuilder) -> Model: ...
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's shape."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of activations, and of K/V by default."""
+
+    def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
+        """Compute hidden states [T, hidden] after the final norm, or those of `batch.output_indices` alone.
+
+        kv: one LayerKV a layer; the batch's K/V is written to its slots.
+        """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [R, hidden] -> logits [R, V], in the model's dtype or float32."""
+
+
+class Architecture(Protocol):
+    """A class of models. A class in this folder that has `architectures` is registered."""
+
+    architectures: Mapping[str, str]
+    """Names in config.json's `architectures`, each with the `model_type` that stands for it."""
+
+    def __call__(self, spec: ModelSpec, build: ModelBuilder) -> Model:
+        """Build the layers, without weights."""
 
     def read(self, config: Config, architecture: str) -> ModelSpec:
-        """config.json -> spec. Raises InvalidModel naming the field."""
+        """Read config.json. Raises InvalidModel naming the field."""
 
 
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {
-        "GPT2LMHeadModel": GPT2,
-        "LlamaForCausalLM": Llama,
-        "MistralForCausalLM": Mistral,
-        "MixtralForCausalLM": Mixtral,
-        "Qwen2ForCausalLM": Qwen2,
-        "Qwen3ForCausalLM": Qwen3,
-        "Qwen3MoeForCausalLM": Qwen3Moe,
-        "Gemma2ForCausalLM": Gemma2,
-        "Gemma3ForCausalLM": Gemma3,
-        "Gemma3ForConditionalGeneration": Gemma3,
-    }
-)
+def _classes() -> Iterator[Architecture]:
+    """Every class of this folder's modules with `architectures` of its own."""
+    for found in pkgutil.iter_modules(models.__path__, f"{models.__name__}."):
+        if found.name != __name__:
+            module = importlib.import_module(found.name)
+            for value in vars(module).values():
+                if isinstance(value, type) and value.__module__ == found.name and "architectures" in vars(value):
+                    yield cast(Architecture, value)
+
+
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({name: c for c in _classes() for name in c.architectures})
 MODEL_TYPES: Mapping[str, str] = MappingProxyType(
-    {
-        "gpt2": "GPT2LMHeadModel",
-        "llama": "LlamaForCausalLM",
-        "mistral": "MistralForCausalLM",
-        "mixtral": "MixtralForCausalLM",
-        "qwen2": "Qwen2ForCausalLM",
-        "qwen3": "Qwen3ForCausalLM",
-        "qwen3_moe": "Qwen3MoeForCausalLM",
-        "gemma2": "Gemma2ForCausalLM",
-        "gemma3_text": "Gemma3ForCausalLM",
-        "gemma3": "Gemma3ForConditionalGeneration",
-    }
+    {model_type: name for c in ARCHITECTURES.values() for name, model_type in c.architectures.items()}
 )
-"""For a config.json that names no architecture."""
+"""Architectures by `model_type`, for a config.json that names none."""
 
 
 def read_spec(fields: Mapping[str, Any]) -> ModelSpec:
-    """The spec a config.json describes. Raises InvalidModel for an architecture or a field we cannot use."""
+    """The shape that a config.json describes. Raises InvalidModel for an architecture or a field that is unknown."""
     names = fields.get("architectures") or [MODEL_TYPES.get(str(fields.get("model_type")), "")]
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise InvalidModel("config.json: architectures must be a list of names")
     name = names[0] or str(fields.get("model_type", "of no name"))
-    return check_sizes(find(name).read(Config(fields), name))
+    return check_sizes(find_architecture(name).read(Config(fields), name))
 
 
 def build_model(spec: ModelSpec, build: ModelBuilder) -> Model:
-    """The spec's layers, unfilled: `build.places` says where checkpoint tensors go, `build.seal` ends the filling."""
-    return find(spec.architecture)(spec, build)
+    """Build a model's layers, unfilled: `build.slots` says where checkpoint tensors go."""
+    return find_architecture(spec.architecture)(spec, build)
 
 
 def parameters(spec: ModelSpec) -> int:
-    """How many numbers the checkpoint holds, a tied head counted once."""
+    """Number of parameters of the checkpoint; a tied head counts once."""
     build = ModelBuilder(ops=ReferenceOps(), parallel=SingleRank(), dtype=torch.bfloat16, device=torch.device("meta"))
     build_model(spec, build)
-    return sum(place.target.numel() for places in build.slots.values() for place in places)
+    return sum(slot.target.numel() for slots in build.slots.values() for slot in slots)
 
 
 def active_parameters(spec: ModelSpec) -> int:
-    """Of them, those that a token meets."""
+    """Number of parameters that one token uses."""
     if spec.experts is None:
         return parameters(spec)
     idle = (spec.experts.num_experts - spec.experts.num_experts_per_token) * 3 * spec.hidden * spec.experts.width
     return parameters(spec) - idle * (spec.layers - len(spec.experts.dense_layers))
 
 
-def find(name: str) -> Architecture:
+def find_architecture(name: str) -> Architecture:
+    """The class of an architecture. Raises InvalidModel with the nearest known name."""
     known = ARCHITECTURES
     if name not in known:
         raise InvalidModel(f"architecture {name!r} is not supported (known: {', '.join(known)}).{nearest(name, known)}")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.layers.quantization.base import QuantizedWeight, WeightStorage
-from quire.models.base import Model
+from quire.models.registry import Model
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.weights.files import listed
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.model_runner.memory import LayerShape, allocate
-from quire.models.base import Model
+from quire.models.registry import Model
 from quire.ops.quantized import E4M3, E4M3_MAX, to_fp8
 from quire.weights.canary import PAGE, Quality, answers, compare, pages, probe
 

@@ -18,8 +18,7 @@ from quire.layers.linear import ParallelGroup, SingleRank
 from quire.layers.quantization.base import Format, Plain, WeightSlot
 from quire.layers.quantization.packed import SMALL, packed_if_large
 from quire.layers.quantization.scaled import OnlineQuantization
-from quire.models.base import Model
-from quire.models.registry import build_model, read_spec
+from quire.models.registry import Model, build_model, read_spec
 from quire.models.spec import ModelSpec
 from quire.ops.base import Ops
 from quire.ops.matmul import can_pack

@@ -29,7 +29,7 @@ from quire.model_runner.graphs import GraphKey, WorkQueue, Works
 from quire.model_runner.memory import allocate, layer_shapes
 from quire.model_runner.speculative import ModelProposer
 from quire.model_runner.triton_steps import TritonSteps
-from quire.models.base import Model
+from quire.models.registry import Model
 from quire.ops.triton.launch import HOPPER, PRECOMPILING, DeviceInfo
 from quire.ops.triton.ops import TritonOps
 from quire.ops.triton.precompile import Precompiler, ReportProgress
