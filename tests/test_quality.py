@@ -39,7 +39,7 @@ def test_weights_and_kv_are_quantised_on_request_and_measured() -> None:
     assert plain.description.static_gauges == {}
     assert engine.description.block_bytes * 2 == plain.description.block_bytes
     metrics = EngineMetrics()
-    metrics.facts = facts
+    metrics.static_gauges = facts
     text = render(metrics.snapshot(engine), model="m").decode()
     assert f'quire:canary_kl_nats{{engine="0",model_name="m"}} {facts["quire:canary_kl_nats"]}' in text
     assert len(tokens(engine)) == len(tokens(plain)) == 12

@@ -13,7 +13,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from quire.errors import InvalidConfig
-from quire.observability.tracing import build_tracing
+from quire.observability.tracing import build_traces
 from tests.live import serving, standing
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -86,4 +86,4 @@ def test_an_address_that_is_none_is_refused_at_the_start(endpoint: str) -> None:
         return b"null"
 
     with pytest.raises(InvalidConfig, match="otlp_traces_endpoint must look like"):
-        build_tracing(endpoint, explain, model="m")
+        build_traces(endpoint, explain, model="m")

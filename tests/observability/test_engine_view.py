@@ -124,22 +124,22 @@ def test_nothing_is_kept_while_nobody_watches() -> None:
     watched.frames.clear()
     watched.run()
     assert watched.frames == []
-    assert not watched.window._steps and not watched.window._told and not watched.window._touched
+    assert not watched.window._steps and not watched.window._events and not watched.window._touched
 
 
 def test_frames_are_bounded_and_say_what_they_left_out() -> None:
     watched = Watched(max_num_seqs=2)
     watched.window.watch(True)
-    for i in range(live_view.MOST_TOLD + 300):
+    for i in range(live_view.MAX_EVENTS + 300):
         watched.engine.submit([1, 2], 1, id=f"r{i}")
-    for _ in range(live_view.MOST_STEPS + 20):
+    for _ in range(live_view.MAX_STEPS + 20):
         watched.engine.step()
     seen = watched.window.frame(watched.engine, watched.clock.now(), last=False)
     assert seen is not None
     frame = json.loads(seen[0])
-    assert len(frame["steps"]) == live_view.MOST_STEPS and frame["skipped"] == 20
-    assert len(frame["told"]) == live_view.MOST_TOLD and frame["untold"] >= 300
-    assert len(frame["whole"]["requests"]) == live_view.MOST_TOLD and frame["whole"]["complete"] is False
+    assert len(frame["steps"]) == live_view.MAX_STEPS and frame["skipped"] == 20
+    assert len(frame["events"]) == live_view.MAX_EVENTS and frame["omitted"] >= 300
+    assert len(frame["whole"]["requests"]) == live_view.MAX_EVENTS and frame["whole"]["complete"] is False
 
 
 def test_a_request_forgotten_as_it_ends_harms_nobody() -> None:

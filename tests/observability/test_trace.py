@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from quire.errors import Unavailable
-from quire.observability.tracing import Tracing
+from quire.observability.tracing import Traces
 from quire.types import NO_TRACE_CONTEXT, FinishedRequest, SamplingParams, TraceContext
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -47,12 +47,12 @@ def traced(*answers: FinishedRequest, known: bool = True) -> list[ReadableSpan]:
 
     async def story() -> None:
         for one in answers:
-            tracing.observer.on_end(one)
+            traces.on_end(one)
 
     kept, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(kept))
-    tracing = Tracing(provider, explain, model="tiny")
-    asyncio.run(tracing.around(story()))
+    traces = Traces(provider, explain, model="tiny")
+    asyncio.run(traces.run(story()))
     return list(kept.get_finished_spans())
 
 

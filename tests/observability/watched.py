@@ -49,7 +49,7 @@ class Watched:
 
     def told(self, *what: str) -> list[list[Any]]:
         """Events of these kinds, in order."""
-        return [event for frame in self.frames for event in frame["told"] if event[0] in what]
+        return [event for frame in self.frames for event in frame["events"] if event[0] in what]
 
     def explain(self, id: str) -> Any:
         return json.loads(self.window.explain(id, self.clock.now()))

@@ -382,7 +382,7 @@ async def test_the_page_shows_requests_and_explains_one() -> None:
             first = json.loads((await anext(lines))[6:])
             assert first["whole"]["requests"] == [] and "stubs" in first["whole"]["facts"]["about"]
             await relay.text("fine")
-            told = json.loads((await anext(lines))[6:])["told"]
+            told = json.loads((await anext(lines))[6:])["events"]
         assert [what for what, *_ in told] == ["new", "open", "first", "end"]
         assert told[-1][3:] == ["length", 4]
         story = (await relay.client.get("/v1/requests/cmpl-7/explain")).json()["answers"][0]

@@ -1,4 +1,4 @@
-"""The engine's own process: `python -m quire.assembly.engine_child FD`, a connected socket inherited from the front."""
+"""The engine's process: `python -m quire.assembly.engine_child FD`, with a socket inherited from the server."""
 
 from __future__ import annotations
 
@@ -27,52 +27,54 @@ from quire.structured_output.llguidance import LlguidanceCompiler
 
 
 def main(wrap: Callable[[Executor], Executor] = lambda executor: executor) -> int:
-    """Build, say so, run until the front goes away. Exit code 2 when the engine cannot be built.
+    """Build the engine, report it as ready, and run until the server closes the socket.
 
-    wrap: what goes around the executor, such as one that fails on purpose.
+    Returns the exit code: 2 if the engine cannot be built. wrap: applied to the executor, for tests.
     """
     heap.settled()
     link = socket.socket(fileno=int(sys.argv[1]))
-    link.set_inheritable(False)  # compilers that libraries start: one that outlived this process would keep it open
+    # A compiler that a library starts would keep it open if it outlived this process.
+    link.set_inheritable(False)
     metrics, history = EngineMetrics(), History()
-    window = EngineLiveView(history)
+    live_view = EngineLiveView(history)
     try:
         settings = _settings(link)
         watch = StepWatch(timeout=_step_timeout(settings))
-        engine = build_engine(settings, observers=[metrics, watch, history, window], wrap=wrap)
+        engine = build_engine(settings, observers=[metrics, watch, history, live_view], wrap=wrap)
     except QuireError as error:
-        _tell(link, BuildFailed(type(error).__name__, str(error)))
+        _send(link, BuildFailed(type(error).__name__, str(error)))
         return 2
-    metrics.facts, metrics.cache = engine.description.static_gauges, _cache_labels(settings, engine.description)
+    metrics.static_gauges = engine.description.static_gauges
+    metrics.cache = _cache_labels(settings, engine.description)
     metrics.compiles = count_compiles(engine.description.device)
     watch.install_signal_handler(engine)
     history.attach(engine.scheduler.kv)
     grammars = GrammarCompiler(LlguidanceCompiler(partial(build_tokenizer, settings)))
     gc.collect()
     heap.settled()
-    _tell(link, Ready(engine.description))
-    EngineLoop(engine, link, lambda: metrics.snapshot(engine), watch, grammars, window).run()
+    _send(link, Ready(engine.description))
+    EngineLoop(engine, link, lambda: metrics.snapshot(engine), watch, grammars, live_view).run()
     engine.close()
     return 0
 
 
-def _tell(link: socket.socket, message: Ready | BuildFailed) -> None:
-    """A front that has gone away meanwhile is noticed by whoever reads next."""
+def _send(link: socket.socket, message: Ready | BuildFailed) -> None:
+    """Send to the server. If it has gone, the next read will find out."""
     with suppress(ConnectionError):
         link.sendall(encode_frame(message))
 
 
 def _step_timeout(settings: Settings) -> float | None:
-    """Seconds. What runs elsewhere may be silent as long as the executor there may."""
-    asked, executor = settings.execution.step_timeout, settings.executor
-    return executor.executor_step_timeout if asked is None and executor.executor == "grpc" else asked
+    """Seconds that a step may take; for an executor elsewhere that executor's timeout."""
+    timeout, executor = settings.execution.step_timeout, settings.executor
+    return executor.executor_step_timeout if timeout is None and executor.executor == "grpc" else timeout
 
 
-def _cache_labels(settings: Settings, about: Description) -> dict[str, str]:
-    """What vLLM's dashboards know of a KV cache, and our own options beside."""
-    asked = {name: str(value) for name, value in asdict(settings.cache).items()}
-    known = {"block_size": str(about.block_size), "num_gpu_blocks": str(about.num_blocks)}
-    return asked | known | {"cache_dtype": settings.cache.kv_cache_dtype}
+def _cache_labels(settings: Settings, description: Description) -> dict[str, str]:
+    """Labels of vllm:cache_config_info: vLLM's, and the options of the section `cache`."""
+    options = {name: str(value) for name, value in asdict(settings.cache).items()}
+    sizes = {"block_size": str(description.block_size), "num_gpu_blocks": str(description.num_blocks)}
+    return options | sizes | {"cache_dtype": settings.cache.kv_cache_dtype}
 
 
 def _settings(link: socket.socket) -> Settings:

@@ -7,43 +7,46 @@ import secrets
 import shlex
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-import uvloop
-
-from quire import __version__, heap
-from quire.assembly.server import build_hosts, build_keys, build_rates, build_tls, connection_timeouts
+from quire import __version__
+from quire.assembly.server import (
+    build_hosts,
+    build_keys,
+    build_observer,
+    build_rates,
+    connection_timeouts,
+    run,
+    serve_options,
+)
 from quire.config import OPTIONS, Settings
 from quire.errors import InvalidConfig
 from quire.frontend.http_client import Origin
-from quire.frontend.observer import FrontendObserver, ObserverGroup
 from quire.frontend.supervisor import NoSupervisor, PrivateServer, Supervisor, free_port
 from quire.frontend.upstream import UpstreamBackend
-from quire.observability.frontend_metrics import FrontendMetrics
 from quire.observability.live_view import Broadcaster, RequestTimeline
-from quire.observability.logs import RequestLogger, log_config, telling
-from quire.observability.tracing import build_tracing
+from quire.observability.tracing import build_traces
 from quire.server.limits import Limits
 from quire.server.proxy import create_relay_app
 from quire.server.serve import listen
-from quire.server.serve import serve as answer
+from quire.server.serve import serve as serve_app
 
 log = logging.getLogger("uvicorn.error")
 
-OURS = frozenset({"debug"})
-"""Options outside `server` and `upstream` that mean something without an engine."""
+WITHOUT_ENGINE = frozenset({"debug"})
+"""Options outside `server`, `access` and `upstream` that have an effect without an engine."""
 
-NOT_HERE: Mapping[str, str] = MappingProxyType(
+NATIVE_ONLY: Mapping[str, str] = MappingProxyType(
     {
         "batch_dir": "batches are answered in the gaps of our own engine; send them where the upstream takes some",
         "max_n": "requests are passed on as they are; the upstream has a bound of its own",
     }
 )
-"""Options of the HTTP side that only our own engine can keep."""
+"""Options of the server that only Quire's own engine supports, and why."""
 
-VLLM: Mapping[str, str] = MappingProxyType(
+VLLM_FLAGS: Mapping[str, str] = MappingProxyType(
     {
         name: "--" + name.replace("_", "-")
         for name in (
@@ -55,112 +58,93 @@ VLLM: Mapping[str, str] = MappingProxyType(
         )
     }
 )
-"""Options that vLLM has by the same name and meaning: they are handed on."""
+"""vLLM's flags for options that it has with the same meaning: they are passed on."""
 
 
 def relay(settings: Settings) -> None:
-    """Serve until SIGTERM or Ctrl-C. Raises InvalidConfig or Unavailable before anything listens."""
-    began, server, upstream = time.monotonic(), settings.server, settings.upstream
-    handed = _handed_on(settings)
+    """Serve until SIGTERM or Ctrl-C. Raises InvalidConfig or Unavailable before the port is opened."""
+    started, server, upstream = time.monotonic(), settings.server, settings.upstream
+    vllm_flags = _vllm_flags(settings)
     sock = listen(server.host, server.port)
     key = upstream.upstream_api_key
-    keeper: Supervisor = NoSupervisor()
+    supervisor: Supervisor = NoSupervisor()
     urls = tuple(url.strip() for several in upstream.upstream for url in several.split(",") if url.strip())
     if upstream.backend == "vllm":
         port = free_port()
         key = key or secrets.token_urlsafe(24)
-        keeper = _vllm(settings, port, key, handed)
+        supervisor = _vllm(settings, port, key, vllm_flags)
         urls = (f"http://127.0.0.1:{port}",)
-    lanes = RequestTimeline(f"answered by {', '.join(urls)}")
-    tracing = build_tracing(server.otlp_traces_endpoint, lanes.explain, model=_name(settings))
-    backend = _backend(settings, urls, key, keeper, lanes, tracing.observers)
-    app = create_relay_app(
-        backend,
-        limits=Limits(max_body_bytes=server.max_body_bytes),
-        keys=build_keys(settings),
-        rates=build_rates(settings.access),
-        version=__version__,
-        view=Broadcaster(lanes),
-        hosts=build_hosts(settings),
-        origins=settings.access.allowed_origins,
-    )
-    running = answer(
-        app,
-        backend,
-        sock,
-        timeouts=connection_timeouts(server, relays=True),
-        shutdown_timeout=server.shutdown_timeout,
-        log_level=server.uvicorn_log_level,
-        log_config=log_config(server.log_format),
-        root_path=server.root_path,
-        tls=build_tls(settings.access),
-        address_file=server.address_file,
-        on_ready=lambda url: log.info(
-            "%s is ready at %s after %.1f s; answers come from %s",
-            *(backend.name, url, time.monotonic() - began, ", ".join(urls)),
-        ),
-    )
-    sent = tracing.around(running)
-    heap.settled()
-    uvloop.run(sent if server.disable_log_stats else telling(sent, backend.stats, log))
-
-
-def _backend(
-    settings: Settings,
-    urls: Sequence[str],
-    key: str | None,
-    keeper: Supervisor,
-    lanes: RequestTimeline,
-    traces: Sequence[FrontendObserver],
-) -> UpstreamBackend:
-    upstream = settings.upstream
-    logged = [RequestLogger(log)] if settings.server.enable_log_requests else []
-    return UpstreamBackend(
+    name = _name(settings)
+    timeline = RequestTimeline(f"answered by {', '.join(urls)}")
+    traces = build_traces(server.otlp_traces_endpoint, timeline.explain, model=name)
+    backend = UpstreamBackend(
         [Origin.parse(url) for url in dict.fromkeys(urls)],
-        supervisor=keeper,
-        observer=ObserverGroup(FrontendMetrics(_name(settings)), *logged, *traces),
-        request_observer=lanes,
+        supervisor=supervisor,
+        observer=build_observer(settings, name, traces),
+        request_observer=timeline,
         kind=upstream.backend,
         headers=[] if key is None else [(b"authorization", b"Bearer " + key.encode())],
         max_outstanding=upstream.upstream_most,
         affinity=upstream.upstream_affinity,
         start_timeout=upstream.upstream_start_timeout,
     )
+    app = create_relay_app(
+        backend,
+        limits=Limits(max_body_bytes=server.max_body_bytes),
+        keys=build_keys(settings),
+        rates=build_rates(settings.access),
+        version=__version__,
+        view=Broadcaster(timeline),
+        hosts=build_hosts(settings),
+        origins=settings.access.allowed_origins,
+    )
+
+    def log_ready(url: str) -> None:
+        seconds = time.monotonic() - started
+        log.info("%s is ready at %s after %.1f s; answers come from %s", backend.name, url, seconds, ", ".join(urls))
+
+    timeouts = connection_timeouts(server, relays=True)
+    running = serve_app(app, backend, sock, **serve_options(settings), timeouts=timeouts, on_ready=log_ready)
+    run(settings, running, backend.stats, traces)
 
 
 def _name(settings: Settings) -> str:
-    """What metrics and traces call the model: known before an upstream says it."""
+    """The model's name in metrics and traces, which is needed before an upstream is asked."""
     model = settings.model
     return model.served_model_name or (model.model if settings.upstream.backend == "vllm" else "upstream")
 
 
-def _handed_on(settings: Settings) -> list[str]:
-    """Flags for `vllm serve`. Raises InvalidConfig for an option that would do nothing."""
+def _vllm_flags(settings: Settings) -> list[str]:
+    """Flags for `vllm serve`. Raises InvalidConfig for an option that would have no effect."""
     kind, flags = settings.upstream.backend, []
     for name in settings.sources:
-        known, value = OPTIONS[name], settings.get(name)
-        if name in NOT_HERE and value != known.default:
-            raise InvalidConfig(f"{known.flag}: {NOT_HERE[name]}", param=name)
-        if known.section in ("server", "access", "upstream") or name in OURS or settings.source(name) == "default":
+        option, value = OPTIONS[name], settings.get(name)
+        if name in NATIVE_ONLY and value != option.default:
+            raise InvalidConfig(f"{option.flag}: {NATIVE_ONLY[name]}", param=name)
+        if (
+            option.section in ("server", "access", "upstream")
+            or name in WITHOUT_ENGINE
+            or settings.source(name) == "default"
+        ):
             continue
         if (kind, name) in (("vllm", "model"), ("openai", "served_model_name")):
             continue
-        if kind != "vllm" or name not in VLLM:
+        if kind != "vllm" or name not in VLLM_FLAGS:
             where = "give vLLM's own option after --" if kind == "vllm" else "set it where the upstream is started"
-            raise InvalidConfig(f"{known.flag} is for our own engine, and backend is {kind}: {where}", param=name)
-        if known.kind == "switch":
-            flags.append(VLLM[name] if value else "--no-" + VLLM[name].removeprefix("--"))
+            raise InvalidConfig(f"{option.flag} is for our own engine, and backend is {kind}: {where}", param=name)
+        if option.kind == "switch":
+            flags.append(VLLM_FLAGS[name] if value else "--no-" + VLLM_FLAGS[name].removeprefix("--"))
         elif value is not None:
-            flags += [VLLM[name], str(value)]
+            flags += [VLLM_FLAGS[name], str(value)]
     return flags
 
 
-def _vllm(settings: Settings, port: int, key: str, handed: list[str]) -> PrivateServer:
-    """`vllm serve` on loopback, with a key that only we know."""
+def _vllm(settings: Settings, port: int, key: str, flags: list[str]) -> PrivateServer:
+    """`vllm serve` on loopback, with a key of its own."""
     upstream = settings.upstream
     if settings.source("model") == "default":
         raise InvalidConfig("backend vllm needs a model: name it with --model", param="model")
-    argv = [*shlex.split(upstream.vllm_command), "serve", settings.model.model, *handed]
+    argv = [*shlex.split(upstream.vllm_command), "serve", settings.model.model, *flags]
     argv += ["--host", "127.0.0.1", "--port", str(port), *upstream.vllm_args]
-    kept = upstream.vllm_log or tempfile.mkstemp(prefix="quire-vllm-", suffix=".log")[1]
-    return PrivateServer(argv, {"VLLM_API_KEY": key}, Path(kept).expanduser())
+    log_file = upstream.vllm_log or tempfile.mkstemp(prefix="quire-vllm-", suffix=".log")[1]
+    return PrivateServer(argv, {"VLLM_API_KEY": key}, Path(log_file).expanduser())

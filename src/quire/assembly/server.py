@@ -1,4 +1,4 @@
-"""The server's process: the rim and HTTP here, the engine in a process of its own. No torch."""
+"""The server's process: frontend and HTTP here, the engine in a process of its own. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import logging
 import math
 import sys
 import time
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import uvloop
 
@@ -23,9 +25,9 @@ from quire.frontend.observer import ObserverGroup
 from quire.observability.engine_metrics import render
 from quire.observability.frontend_metrics import FrontendMetrics
 from quire.observability.live_view import Broadcaster
-from quire.observability.logs import RequestLogger, log_config, telling
+from quire.observability.logs import RequestLogger, log_config, run_with_stats
 from quire.observability.recording_format import recording_folder
-from quire.observability.tracing import build_tracing
+from quire.observability.tracing import Traces, build_traces
 from quire.server.access import BATCHES, Hosts, Keys, Rates, loopback
 from quire.server.app import create_app
 from quire.server.batch_api.runner import Answer, BatchService
@@ -33,89 +35,115 @@ from quire.server.connection import Timeouts
 from quire.server.endpoints import answerer
 from quire.server.limits import Limits
 from quire.server.serve import listen
-from quire.server.serve import serve as answer
+from quire.server.serve import serve as serve_app
 from quire.types import UNLIMITED
 
-_ENGINE = MappingProxyType({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"})
-"""On a CPU, oneDNN keeps 1,024 products of matrices ready, one a shape, and torch's layer above it 1,024 of its own,
-some 280 kB each: memory grew for thousands of requests, and they were no faster for it."""
+ENGINE_ENVIRONMENT = MappingProxyType({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"})
+"""On a CPU, oneDNN caches 1,024 matrix products, one for each shape, and so does torch's layer above it, at some 280 kB
+each: memory grew over thousands of requests, and they were no faster."""
+
+STANDBY_DELAY = 10.0
+"""Seconds after the engine is ready until a standby process is started."""
 
 log = logging.getLogger("uvicorn.error")
 
 
-_STANDBY_AFTER = 10.0
-"""Seconds for which an engine has been ready before another process stands by to replace it."""
-
-
 def serve(settings: Settings, *, child: str = "quire.assembly.engine_child") -> None:
-    """Serve until SIGTERM or Ctrl-C. Raises InvalidModel or InvalidConfig before anything listens.
+    """Serve until SIGTERM or Ctrl-C. Raises InvalidModel or InvalidConfig before the port is opened.
 
     child: the module that the engine's process runs.
     """
-    began = time.monotonic()
+    started = time.monotonic()
     text = build_text(settings)
-    server = settings.server
+    server, scheduler = settings.server, settings.scheduler
     name = settings.model.served_model_name or settings.model.model
-    port = engine_process(settings, name, child)
-    tracing = build_tracing(server.otlp_traces_endpoint, port.explain, model=name)
+    engine = engine_process(settings, name, child)
+    traces = build_traces(server.otlp_traces_endpoint, engine.explain, model=name)
     backend = NativeBackend(
-        engine=port,
+        engine=engine,
         tokenizer=text.tokenizer,
         chat=text.template,
         card=_card(name, settings.model.model, text),
-        observer=ObserverGroup(
-            FrontendMetrics(name), *([RequestLogger(log)] if server.enable_log_requests else []), *tracing.observers
-        ),
-        max_queued=settings.scheduler.max_num_queued_reqs,
+        observer=build_observer(settings, name, traces),
+        max_queued=scheduler.max_num_queued_reqs,
     )
     limits = Limits(
         max_body_bytes=server.max_body_bytes,
         max_n=server.max_n,
-        max_answers=min(1024, settings.scheduler.max_num_queued_reqs),
-        priorities=settings.scheduler.scheduling_policy != "fcfs",
+        max_answers=min(1024, scheduler.max_num_queued_reqs),
+        priorities=scheduler.scheduling_policy != "fcfs",
     )
     keys = build_keys(settings)
-    batch_service = _batch_service(
-        server, answerer(backend, limits, f"quire-{__version__}", keys.tenant(BATCHES)), limits
-    )
+    batches = _batch_service(server, answerer(backend, limits, f"quire-{__version__}", keys.tenant(BATCHES)), limits)
     app = create_app(
         backend,
         limits=limits,
         keys=keys,
         rates=build_rates(settings.access),
         version=__version__,
-        view=Broadcaster(port),
-        batch_service=batch_service,
+        view=Broadcaster(engine),
+        batch_service=batches,
         recording=recording_folder(settings.execution.recording_dir),
         hosts=build_hosts(settings),
         origins=settings.access.allowed_origins,
     )
-    running = answer(
+    running = serve_app(
         app,
         backend,
         listen(server.host, server.port),
+        **serve_options(settings),
         timeouts=connection_timeouts(server),
-        shutdown_timeout=server.shutdown_timeout,
-        log_level=server.uvicorn_log_level,
-        log_config=log_config(server.log_format),
-        root_path=server.root_path,
-        tls=build_tls(settings.access),
-        batch_service=batch_service,
-        address_file=server.address_file,
-        on_ready=partial(_ready, text, backend, began),
+        batch_service=batches,
+        on_ready=partial(_log_ready, text, backend, started),
     )
-    sent = tracing.around(running)
+    run(settings, running, backend.stats, traces)
+
+
+def serve_options(settings: Settings) -> dict[str, Any]:
+    """Arguments of `serve_app` that are the same for every backend."""
+    server = settings.server
+    return {
+        "shutdown_timeout": server.shutdown_timeout,
+        "log_level": server.uvicorn_log_level,
+        "log_config": log_config(server.log_format),
+        "root_path": server.root_path,
+        "tls": build_tls(settings.access),
+        "address_file": server.address_file,
+    }
+
+
+def run(
+    settings: Settings,
+    server: Coroutine[Any, Any, None],
+    stats: Callable[[], Mapping[str, Any]],
+    traces: Traces | None,
+) -> None:
+    """Run the server to its end, with traces and statistics in the log as settings say."""
+    if traces is not None:
+        server = traces.run(server)
+    if not settings.server.disable_log_stats:
+        server = run_with_stats(server, stats, log)
     heap.settled()
-    uvloop.run(sent if server.disable_log_stats else telling(sent, backend.stats, log))
+    uvloop.run(server)
 
 
-def _ready(text: Text, backend: NativeBackend, began: float, url: str) -> None:
+def build_observer(settings: Settings, model: str, traces: Traces | None) -> ObserverGroup:
+    """Metrics, and traces and request logs if they are on."""
+    logger = [RequestLogger(log)] if settings.server.enable_log_requests else []
+    return ObserverGroup(FrontendMetrics(model), *logger, *([] if traces is None else [traces]))
+
+
+def _log_ready(text: Text, backend: NativeBackend, started: float, url: str) -> None:
     card = backend.model()
     if doubts := text.tokenizer.doubts(card.vocab_size):
         log.warning(doubts)
     log.info(
         "%s is ready at %s after %.1f s; calls of tools: %s, thoughts: %s",
-        *(card.id, url, time.monotonic() - began, text.tool_parser, text.reasoning_parser),
+        card.id,
+        url,
+        time.monotonic() - started,
+        text.tool_parser,
+        text.reasoning_parser,
     )
 
 
@@ -132,14 +160,15 @@ def _card(name: str, root: str, text: Text) -> ModelCard:
 
 
 def build_keys(settings: Settings) -> Keys:
+    """The API keys and admin keys."""
     return Keys(settings.server.api_key, settings.access.admin_key)
 
 
 def build_hosts(settings: Settings) -> Hosts:
-    """The names by which the server may be asked.
+    """The host names that requests may name.
 
-    Where none are given: this machine's, for a server on loopback that anybody may use without a key. A server with
-    keys is of no use to a page that has none, and one on a network is asked by names that only its owner knows.
+    By default those of this machine, for a server on loopback without a key. With keys a web page that rebinds its name
+    gains nothing, and the names of a server on a network are known only to its owner: there any name is accepted.
     """
     host, allowed = settings.server.host, settings.access.allowed_hosts
     any_name = not allowed and (settings.server.api_key or not loopback(host))
@@ -147,14 +176,30 @@ def build_hosts(settings: Settings) -> Hosts:
 
 
 def build_rates(access: AccessConfig) -> Rates:
+    """The limits of requests and tokens a minute."""
     return Rates(access.max_requests_per_minute or math.inf, access.max_tokens_per_minute or math.inf)
 
 
 def build_tls(access: AccessConfig) -> tuple[str, str] | None:
-    """(key file, certificate file). Raises InvalidConfig unless they can be used."""
+    """(key file, certificate file), None without TLS. Raises InvalidConfig if they cannot be used."""
     check_files(access)
-    return (
-        None if access.ssl_keyfile is None or access.ssl_certfile is None else (access.ssl_keyfile, access.ssl_certfile)
+    if access.ssl_keyfile is None or access.ssl_certfile is None:
+        return None
+    return access.ssl_keyfile, access.ssl_certfile
+
+
+def connection_timeouts(server: ServerConfig, *, relays: bool = False) -> Timeouts:
+    """Timeouts and limits of connections. relays: each connection may need another one, to an upstream.
+
+    With a batch folder, a file may be open for each connection.
+    """
+    return Timeouts(
+        connections=server.max_connections,
+        descriptors=2 if relays or server.batch_dir is not None else 1,
+        header_bytes=server.max_header_bytes,
+        keep_alive=server.timeout_keep_alive,
+        read=server.read_timeout,
+        write=server.write_timeout,
     )
 
 
@@ -165,27 +210,12 @@ def _batch_service(server: ServerConfig, answer: Answer, limits: Limits) -> Batc
 
 
 def engine_process(settings: Settings, name: str, child: str = "quire.assembly.engine_child") -> EngineProcess:
-    """The engine these settings describe, in a process of its own. Secrets stay here."""
-    told = {key: value for key, value in settings.flat().items() if not OPTIONS[key].secret}
+    """The engine that these settings describe, in a process of its own, which gets no secrets."""
+    options = {key: value for key, value in settings.flat().items() if not OPTIONS[key].secret}
     return EngineProcess(
         [sys.executable, "-m", child],
-        told,
+        options,
         partial(render, model=name),
-        environment=_ENGINE,
-        standby_after=_STANDBY_AFTER if settings.server.standby_engine else None,
-    )
-
-
-def connection_timeouts(server: ServerConfig, *, relays: bool = False) -> Timeouts:
-    """What these settings say of connections. relays: each may need another, to a server behind this one.
-
-    Where there are files, one may be read or written for each connection.
-    """
-    return Timeouts(
-        connections=server.max_connections,
-        descriptors=2 if relays or server.batch_dir is not None else 1,
-        header_bytes=server.max_header_bytes,
-        keep_alive=server.timeout_keep_alive,
-        read=server.read_timeout,
-        write=server.write_timeout,
+        environment=ENGINE_ENVIRONMENT,
+        standby_after=STANDBY_DELAY if settings.server.standby_engine else None,
     )

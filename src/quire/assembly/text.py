@@ -1,4 +1,4 @@
-"""What the rim needs of a model folder: tokenizer, chat template, sampling defaults. No torch."""
+"""A model folder's tokenizer, chat template, parsers and sampling defaults, from settings. Needs no torch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from quire.weights.locate import check, locate
 
 
 class Text(NamedTuple):
-    """Text in, text out. template: None when the model has none. defaults: of generation_config.json.
+    """How a model's text becomes tokens and back. template: None if it has none. defaults: of generation_config.json.
 
-    tool_parser, reasoning_parser: as set, or else as the template has it.
+    tool_parser, reasoning_parser: as set, otherwise detected from the template.
     """
 
     folder: Path
@@ -33,23 +33,23 @@ class Text(NamedTuple):
 
 
 def build_text(settings: Settings) -> Text:
-    """Read the tokenizer's and the model's folder, or GGUF file.
+    """Read the folders of tokenizer and model, or a GGUF file.
 
-    Raises InvalidModel, for a template too that is broken or hostile: better now than at the first request.
+    Raises InvalidModel, also for a broken or hostile template: better now than at the first request.
     """
     model = settings.model
     folder = locate(model.model, revision=model.revision, cache=model.download_dir)
     check(folder)
-    spoken = _spoken(settings)
+    tokenizer_folder = _tokenizer_folder(settings)
     try:
-        tokenizer, brought = _read(spoken)
+        tokenizer, own_template = _read(tokenizer_folder)
     except InvalidModel:
-        _judge(settings, folder)
+        _check_architecture(settings, folder)
         raise
-    tools, thoughts = model.tool_call_parser, model.reasoning_parser
-    chosen = None if tools == "auto" else STYLES[tools]
+    tools, reasoning = model.tool_call_parser, model.reasoning_parser
+    style = None if tools == "auto" else STYLES[tools]
     template = ChatTemplate.from_folder(
-        spoken, tokenizer.tokens, override=model.chat_template, style=chosen, default=brought
+        tokenizer_folder, tokenizer.tokens, override=model.chat_template, style=style, default=own_template
     )
     if template is not None:
         template.try_out()
@@ -59,15 +59,15 @@ def build_text(settings: Settings) -> Text:
         tokenizer,
         template,
         sampling_defaults(folder),
-        (chosen or style_of(source)).name,
-        parser_of(source) if thoughts == "auto" else thoughts,
+        (style or style_of(source)).name,
+        parser_of(source) if reasoning == "auto" else reasoning,
     )
 
 
-def _judge(settings: Settings, folder: Path) -> None:
-    """Raises InvalidModel where the model is none that we know, for no tokenizer would help it.
+def _check_architecture(settings: Settings, folder: Path) -> None:
+    """Raise InvalidModel for an unknown architecture, which is the better message where a tokenizer is missing too.
 
-    Who knows that needs torch, without which this side does otherwise: asked only where nothing can start anyway.
+    The registry of architectures needs torch, so it is imported only when the start has failed.
     """
     if settings.executor.executor == "local":
         fields = import_module("quire.weights.files").read_config(folder)
@@ -76,21 +76,21 @@ def _judge(settings: Settings, folder: Path) -> None:
 
 def build_tokenizer(settings: Settings) -> Tokenizer:
     """The tokenizer alone. Raises InvalidModel."""
-    return _read(_spoken(settings))[0]
+    return _read(_tokenizer_folder(settings))[0]
 
 
-def _read(spoken: Path) -> tuple[Tokenizer, str | None]:
-    """The tokenizer, and the template a GGUF file brings."""
-    file = find_gguf(spoken)
+def _read(folder: Path) -> tuple[Tokenizer, str | None]:
+    """The tokenizer, and a GGUF file's chat template."""
+    file = find_gguf(folder)
     if file is None:
-        return Tokenizer.from_folder(spoken), None
+        return Tokenizer.from_folder(folder), None
     facts = read_gguf(file).facts
     core, config = from_gguf(facts)
     return Tokenizer(core, config, eos=ends_of(facts)), config.get("chat_template")
 
 
-def _spoken(settings: Settings) -> Path:
-    """The folder of the tokenizer: the model's own, unless another was named."""
+def _tokenizer_folder(settings: Settings) -> Path:
+    """The folder of the tokenizer: the model's unless `tokenizer` names another."""
     model = settings.model
     if model.tokenizer is not None:
         return locate(model.tokenizer, cache=model.download_dir)

@@ -1,8 +1,11 @@
-"""The engine's state as plain data, and back: what a segment of a recording begins with.
+"""The engine's state as plain data, and back: each segment of a recording begins with it.
 
-A graph of known classes: what several parts share they still share when it is restored. Fields are taken as they are,
-so that a new one needs nothing here; one that an older recording lacks has the value it has in an engine just made.
-Token ids do not get in: sequences and the prefix index are written under the names of their pages.
+It is a graph of objects of known classes, so that shared objects are shared when it is restored. All fields are
+written, so that a new one needs nothing here; a field that an older recording lacks keeps its value of a new engine.
+
+Token ids are not written, but names of blocks. Decisions depend on token ids in two ways only: whether blocks are equal
+from the beginning on, and whether a token ends its request. So a block is named by a keyed hash of all tokens up to its
+end (as in Mooncake's traces, USENIX FAST'25, but with a key); the key is drawn for each recording and never written.
 """
 
 from __future__ import annotations
@@ -26,11 +29,11 @@ from quire.scheduler.sequence import Decision, InflightStep
 from quire.types import Request, SamplingParams
 
 STOP = 1
-"""The disguise of a token that ends its request; 0 is that of any other but a page's last, which is the page's name."""
+"""Stands for a token that ends its request. A block's last token is the block's name, any other token is 0."""
 
 
 class HashChain:
-    """The pages of one sequence, named one after another."""
+    """Names the blocks of one sequence in order."""
 
     __slots__ = ("_hash",)
 
@@ -38,55 +41,56 @@ class HashChain:
         self._hash = hash
 
     def name(self, tokens: Sequence[int]) -> int:
-        """Of the next page, which has these tokens; 2 or more."""
+        """The name of the next block, which has these tokens; 2 or more."""
         hash = self._hash
         hash.update(array("q", tokens))
         return int.from_bytes(hash.copy().digest(), "little") >> 1 | 2
 
     def copy(self) -> HashChain:
+        """A chain that goes on from the same blocks."""
         return HashChain(self._hash.copy())
 
 
 class Anonymizer:
-    """Of one recording. page_size in tokens; MANY: pages are never full, and need no names."""
+    """Replaces the tokens and salts of one recording. block_size: in tokens; UNLIMITED: no block is ever full."""
 
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
         self._key = secrets.token_bytes(32)
         self._root = blake2b(digest_size=8, key=self._key)
 
     def chain(self) -> HashChain:
-        """Of a sequence none of whose pages has a name."""
+        """A chain for the first block of a sequence."""
         return HashChain(self._root.copy())
 
-    def begun(self, tokens: Sequence[int]) -> tuple[HashChain, list[int]]:
-        """Of a sequence that begins with these tokens, and the names of their full pages."""
-        size, chain = self.page_size, self.chain()
+    def chain_after(self, tokens: Sequence[int]) -> tuple[HashChain, list[int]]:
+        """The chain of a sequence that begins with these tokens, and the names of their full blocks."""
+        size, chain = self.block_size, self.chain()
         return chain, [chain.name(tokens[end - size : end]) for end in range(size, len(tokens) + 1, size)]
 
-    def pages(self, tokens: Sequence[int]) -> list[int]:
-        """Names of the full pages of these tokens, which are a sequence's from its beginning."""
-        return self.begun(tokens)[1]
+    def block_names(self, tokens: Sequence[int]) -> list[int]:
+        """The names of the full blocks of a sequence with these tokens."""
+        return self.chain_after(tokens)[1]
 
     def salt(self, salt: str) -> str:
-        """Of a salt; an empty one stays so."""
+        """A keyed hash of a cache salt; an empty salt stays empty."""
         return blake2b(salt.encode(), digest_size=8, key=self._key, person=b"salt").hexdigest() if salt else ""
 
 
-def anonymized_tokens(tokens: int, names: Sequence[int], page_size: int) -> list[int]:
-    """So many tokens whose full pages have these names."""
-    out = [0] * tokens
+def anonymized_tokens(count: int, names: Sequence[int], block_size: int) -> list[int]:
+    """`count` tokens whose full blocks have these names."""
+    tokens = [0] * count
     for i, name in enumerate(names, 1):
-        out[i * page_size - 1] = name
-    return out
+        tokens[i * block_size - 1] = name
+    return tokens
 
 
 Classes = Mapping[str, Any]
 
 ENGINE_STATE = ("scheduler", "step_budget", "recovery", "stats", "lookahead", "failures", "_deadlines", "_last_commit")
-"""What an engine's decisions depend on, by its attributes; what flies is beside them."""
+"""Attributes of an engine that its decisions depend on; steps in flight are written beside them."""
 
-_NOBODY = Request(id="", prompt=(0,), max_new_tokens=1)
+_NO_REQUEST = Request(id="", prompt=(0,), max_new_tokens=1)
 
 FRESH: Mapping[str, Callable[[Classes], Any]] = MappingProxyType(
     {
@@ -94,15 +98,15 @@ FRESH: Mapping[str, Callable[[Classes], Any]] = MappingProxyType(
         "KVCacheManager": lambda known: known["KVCacheManager"](1, 1),
         "BlockPool": lambda known: known["BlockPool"](1, known["NoPrefixCache"]()),
         "RadixPrefixCache": lambda known: known["RadixPrefixCache"](1),
-        "Sequence": lambda known: known["Sequence"](_NOBODY, 0, [], 0),
+        "Sequence": lambda known: known["Sequence"](_NO_REQUEST, 0, [], 0),
         "AdaptiveDrafts": lambda known: known["AdaptiveDrafts"](1),
         "LatencyController": lambda known: known["LatencyController"](0.0),
         "Recovery": lambda known: known["Recovery"](known["Scheduler"](known["KVCacheManager"](1, 1))),
         "EngineStats": lambda known: known["EngineStats"](0),
-        "RequestTimes": lambda known: known["RequestTimes"](known["Sequence"](_NOBODY, 0, [], 0), 0.0),
+        "RequestTimes": lambda known: known["RequestTimes"](known["Sequence"](_NO_REQUEST, 0, [], 0), 0.0),
     }
 )
-"""How to make one of a class whose fields are then set; others are made of nothing."""
+"""How to construct classes whose constructors need arguments. Fields are set afterwards."""
 
 CLASSES: Classes = MappingProxyType(
     {
@@ -128,27 +132,29 @@ CLASSES: Classes = MappingProxyType(
         )
     }
 )
-"""What a state is made of."""
+"""The classes of a state, by name."""
 
 _TUPLES = MappingProxyType({kind.__name__: kind for kind in (Plan, Span, NewSequence, InflightStep, Decision)})
 _PLAIN = (int, float, str, bool, type(None))
-_MADE_ANEW = MappingProxyType(
+_REBUILT = MappingProxyType(
     {"KVCacheManager": {"inflight_prefixes"}, "EngineStats": {"completed"}, "RadixPrefixCache": {"edges"}}
 )
-"""Of the rest; or no part of any decision."""
-_OF_SEQUENCE = frozenset({"request", "tokens", "constraint", "inflight_prefix", "draft_tokens"})
+"""Fields that are rebuilt from others, or that no decision depends on."""
+_SEQUENCE_FIELDS = frozenset({"request", "tokens", "constraint", "inflight_prefix", "draft_tokens"})
 
 MAX_STATE_TOKENS = 1 << 27
-"""Tokens of all sequences of a state that is read."""
+"""Most tokens of all sequences of a state that is read."""
 
 
 class ReplayedConstraint:
-    """A constraint that was there: what its masks allowed is told by the tokens that came."""
+    """Stands for a recorded constraint: its masks need no replay, the recorded tokens show what they allowed."""
 
     def masks(self, output: Any, drafts: Any) -> list[Any]:
+        """No mask for any position."""
         return [None] * (1 + len(drafts))
 
     def why(self) -> str:
+        """There is nothing to explain."""
         return ""
 
 
@@ -157,18 +163,18 @@ CONSTRAINTS: tuple[Constraint, ...] = (FREE, REPLAYED, PENDING)
 
 
 def constraint_of(seq: Any) -> int:
-    """Which of CONSTRAINTS stands for a sequence's."""
+    """Index into CONSTRAINTS of what stands for a sequence's constraint."""
     return 0 if seq.constraint is FREE else 2 if seq.constraint is PENDING else 1
 
 
-def recorded_request(told: Any, page_size: int) -> Request:
-    """A request under its disguise: as `Arrived`, and as `told` in a state."""
-    id, tokens, names, max_new, priority, deadline, salt, choice, stops, asks, pooling = told
+def recorded_request(fields: Any, block_size: int) -> Request:
+    """The anonymized request of `request_fields`, as `Arrived` and states have them."""
+    id, num_tokens, names, max_new, priority, deadline, salt, choice, stops, prompt_logprobs, pooling = fields
     return Request(
         id=id,
-        prompt=tuple(anonymized_tokens(tokens, names, page_size)),
+        prompt=tuple(anonymized_tokens(num_tokens, names, block_size)),
         max_new_tokens=max_new,
-        sampling=SamplingParams(prompt_logprobs=0 if asks else None, pooling=pooling),
+        sampling=SamplingParams(prompt_logprobs=0 if prompt_logprobs else None, pooling=pooling),
         stop=frozenset({STOP} if stops else ()),
         choice=choice,
         priority=priority,
@@ -178,7 +184,7 @@ def recorded_request(told: Any, page_size: int) -> Request:
 
 
 def request_fields(request: Request, names: list[int], salt: str) -> tuple[Any, ...]:
-    """What is recorded of a request: nothing that was said in it."""
+    """What is recorded of a request: sizes, block names and options, never its text or tokens."""
     sampling = request.sampling
     return (
         *(request.id, len(request.prompt), names, request.max_new_tokens, request.priority, request.deadline, salt),
@@ -186,53 +192,55 @@ def request_fields(request: Request, names: list[int], salt: str) -> tuple[Any, 
     )
 
 
-def pack(roots: dict[str, Any], disguise: Anonymizer) -> list[Any]:
-    """Plain data for msgpack: a list of nodes, the first one the roots."""
-    return _Packer(roots, disguise).nodes
+def pack(roots: dict[str, Any], anonymizer: Anonymizer) -> list[Any]:
+    """Plain data for msgpack: a list of nodes, the roots first."""
+    return _Packer(roots, anonymizer).nodes
 
 
 class _Packer:
-    """numbers: of nodes, by identity. names: of the page that leads to a place of the prefix index, by identity."""
+    """numbers: of nodes, by identity. names: of the block that leads to a node of the prefix tree, by identity."""
 
-    def __init__(self, roots: dict[str, Any], disguise: Anonymizer) -> None:
-        self.disguise = disguise
+    def __init__(self, roots: dict[str, Any], anonymizer: Anonymizer) -> None:
+        self.anonymizer = anonymizer
         self.numbers, self.names = dict[int, int](), dict[int, int]()
         self.todo, self.nodes = deque[Any](), list[Any]()
-        self._name_places(roots["scheduler"])
+        self._name_prefix_nodes(roots["scheduler"])
         self._value(roots)
         while self.todo:
             self.nodes.append(self._node(self.todo.popleft()))
 
-    def _name_places(self, scheduler: Any) -> None:
-        """From the root, from where sequences stand, and what is cut off from both and waits to be overwritten."""
-        index = scheduler.kv.prefix_cache
-        if type(index).__name__ != "RadixPrefixCache":
+    def _name_prefix_nodes(self, scheduler: Any) -> None:
+        """Name nodes below the root, below the nodes of sequences, and those cut off from both but not yet evicted."""
+        cache = scheduler.kv.prefix_cache
+        if type(cache).__name__ != "RadixPrefixCache":
             return
-        self._walk(index.root, self.disguise.chain())
-        flying = [s for step in scheduler.inflight for s in (*step.seqs, *step.deferred_frees)]
-        for seq in (*flying, *scheduler.sequences.values()):
+        self._walk(cache.root, self.anonymizer.chain())
+        inflight = [s for step in scheduler.inflight for s in (*step.seqs, *step.deferred_frees)]
+        for seq in (*inflight, *scheduler.sequences.values()):
             if seq.prefix_node is not None and id(seq.prefix_node) not in self.names:
-                self._walk(seq.prefix_node, self.disguise.begun(seq.tokens[: seq.next_cache_at - index.block_size])[0])
-        for node, _ in index.edges.values():
+                self._walk(
+                    seq.prefix_node, self.anonymizer.chain_after(seq.tokens[: seq.next_cache_at - cache.block_size])[0]
+                )
+        for node, _ in cache.edges.values():
             if id(node) not in self.names:
-                chain = self.disguise.chain()
+                chain = self.anonymizer.chain()
                 chain.name([id(node)])
                 self._walk(node, chain)
 
     def _walk(self, node: Any, chain: HashChain) -> None:
-        size, todo = self.disguise.page_size, [(node, chain, 0)]
+        size, todo = self.anonymizer.block_size, [(node, chain, 0)]
         while todo:
             node, chain, name = todo.pop()
             if id(node) not in self.names:
                 self.names[id(node)] = name
-                for key, (_, below) in node.items():
-                    on = chain.copy()
-                    todo.append((below, on, on.name(key[-size:])))
+                for key, (_, child) in node.items():
+                    own = chain.copy()
+                    todo.append((child, own, own.name(key[-size:])))
 
     def _node(self, it: Any) -> list[Any]:
         kind = type(it).__name__
         if id(it) in self.names:
-            return ["place", [self._edge(key, page, below) for key, (page, below) in it.items()]]
+            return ["place", [self._edge(key, block, child) for key, (block, child) in it.items()]]
         if isinstance(it, dict):
             return [kind, [[self._value(k), self._value(v)] for k, v in it.items()]]
         if isinstance(it, deque):
@@ -241,22 +249,22 @@ class _Packer:
             return [kind, [self._value(v) for v in it]]
         if kind not in CLASSES:
             return ["unknown", kind]
-        out = _MADE_ANEW.get(kind, _OF_SEQUENCE if kind == "Sequence" else ())
-        told = [[name, self._value(value)] for name, value in _fields(it) if name not in out]
+        skipped = _REBUILT.get(kind, _SEQUENCE_FIELDS if kind == "Sequence" else ())
+        fields = [[name, self._value(value)] for name, value in _fields(it) if name not in skipped]
         if kind == "Sequence":
-            told += self._sequence(it)
+            fields += self._sequence(it)
         elif kind == "RadixPrefixCache":
-            told.append(["edges", [[page, *self._value(node)] for page, (node, _) in it.edges.items()]])
-        return [kind, told]
+            fields.append(["edges", [[block, *self._value(node)] for block, (node, _) in it.edges.items()]])
+        return [kind, fields]
 
-    def _edge(self, key: Any, page: int, below: Any) -> list[Any]:
-        salted = len(key) > self.disguise.page_size
-        return [page, self.names[id(below)], self.disguise.salt(key[0]) if salted else "", *self._value(below)]
+    def _edge(self, key: Any, block: int, child: Any) -> list[Any]:
+        salted = len(key) > self.anonymizer.block_size
+        return [block, self.names[id(child)], self.anonymizer.salt(key[0]) if salted else "", *self._value(child)]
 
     def _sequence(self, seq: Any) -> list[Any]:
-        names = self.disguise.pages(seq.tokens)
-        of_prompt = names[: len(seq.request.prompt) // self.disguise.page_size]
-        request = request_fields(seq.request, of_prompt, self.disguise.salt(seq.request.cache_salt))
+        names = self.anonymizer.block_names(seq.tokens)
+        prompt_names = names[: len(seq.request.prompt) // self.anonymizer.block_size]
+        request = request_fields(seq.request, prompt_names, self.anonymizer.salt(seq.request.cache_salt))
         return [
             ["request", request],
             ["tokens", [len(seq.tokens), names]],
@@ -265,7 +273,7 @@ class _Packer:
         ]
 
     def _value(self, it: Any) -> Any:
-        """A scalar as it is; what may be shared as [number]; what may not as [what, parts]."""
+        """A scalar as it is, what may be shared as [number], anything else as [kind, parts]."""
         if isinstance(it, _PLAIN):
             return it
         kind = type(it).__name__
@@ -283,7 +291,7 @@ class _Packer:
 
 
 def _fields(it: Any) -> Iterator[tuple[str, Any]]:
-    """What it has, but for methods that somebody has wrapped."""
+    """(name, value) of an object's fields, without wrapped methods."""
     names = [field.name for field in fields(it)] if is_dataclass(it) else list(vars(it))
     for name in names:
         value = getattr(it, name)
@@ -292,10 +300,7 @@ def _fields(it: Any) -> Iterator[tuple[str, Any]]:
 
 
 def restore(nodes: Any, known: Classes = CLASSES) -> dict[str, Any]:
-    """The roots that were packed. known: the classes to make them of.
-
-    Raises InvalidConfig for what is no state.
-    """
+    """The roots that were packed. known: classes by name. Raises InvalidConfig for data that is no engine's state."""
     try:
         return _Restorer(nodes, known).roots
     except InvalidConfig:
@@ -305,6 +310,8 @@ def restore(nodes: Any, known: Classes = CLASSES) -> dict[str, Any]:
 
 
 class _Restorer:
+    """Makes all objects first, then fills them, then the prefix tree and the sequences, which need filled ones."""
+
     def __init__(self, nodes: Any, known: Classes) -> None:
         self.known, self.tokens = known, 0
         self.made = [self._make(*node) for node in nodes]
@@ -313,59 +320,59 @@ class _Restorer:
         )
         for it, node in zip(self.made, nodes, strict=True):
             if node[0] == "place":
-                self._place(it, node[1])
+                self._link(it, node[1])
         for it, node in zip(self.made, nodes, strict=True):
             if node[0] == "Sequence":
                 self._sequence(it, dict(node[1]))
             elif node[0] == "RadixPrefixCache":
-                self._where(it, dict(node[1])["edges"])
+                self._index(it, dict(node[1])["edges"])
         self.roots: dict[str, Any] = self.made[0]
-        self._claims()
+        self._restore_inflight_prefixes()
 
-    def _make(self, kind: str, told: Any) -> Any:
+    def _make(self, kind: str, data: Any) -> Any:
         if kind == "unknown":
             return None
         if kind == "deque":
-            return deque(maxlen=told[0])
-        plain = {"list": list, "set": set, "dict": dict, "OrderedDict": OrderedDict, "place": dict}
-        if kind in plain:
-            return plain[kind]()
+            return deque(maxlen=data[0])
+        containers = {"list": list, "set": set, "dict": dict, "OrderedDict": OrderedDict, "place": dict}
+        if kind in containers:
+            return containers[kind]()
         if kind not in self.known:
             raise InvalidConfig(f"the recording's engine has a {kind!r}, which this quire does not know")
         return FRESH[kind](self.known) if kind in FRESH else self.known[kind]()
 
     def _filled(self, nodes: Any) -> list[Any]:
-        for it, (kind, told) in zip(self.made, nodes, strict=True):
+        for it, (kind, data) in zip(self.made, nodes, strict=True):
             if kind in ("dict", "OrderedDict"):
-                it.update((self._value(k), self._value(v)) for k, v in told)
+                it.update((self._value(k), self._value(v)) for k, v in data)
             elif kind in ("list", "deque"):
-                it.extend(map(self._value, told if kind == "list" else told[1]))
+                it.extend(map(self._value, data if kind == "list" else data[1]))
             elif kind == "set":
-                it.update(map(self._value, told))
+                it.update(map(self._value, data))
             elif kind not in ("place", "unknown"):
-                self._fill(it, kind, told)
+                self._fill(it, kind, data)
         return self.made
 
-    def _fill(self, it: Any, kind: str, told: Any) -> None:
+    def _fill(self, it: Any, kind: str, data: Any) -> None:
         known = {name for name, _ in _fields(it)} | set(vars(type(it)))
-        special = _OF_SEQUENCE if kind == "Sequence" else _MADE_ANEW.get(kind, ())
-        for name, value in told:
+        special = _SEQUENCE_FIELDS if kind == "Sequence" else _REBUILT.get(kind, ())
+        for name, value in data:
             if name in known and name not in special:
                 setattr(it, name, self._value(value))
 
-    def _value(self, told: Any) -> Any:
-        if not isinstance(told, list):
-            return told
-        if isinstance(told[0], int):
-            return self.made[told[0]]
-        kind, parts = told
+    def _value(self, data: Any) -> Any:
+        if not isinstance(data, list):
+            return data
+        if isinstance(data[0], int):
+            return self.made[data[0]]
+        kind, parts = data
         if kind == "policy":
             return self._policy(*parts)
         values = map(self._value, parts)
         return tuple(values) if kind == "tuple" else _TUPLES[kind](*values)
 
     def _policy(self, name: str, batching: Any, pressure: Any) -> SchedulingPolicy:
-        """Of a class of the user's: only if it was handed in, for a file must not choose what is imported."""
+        """A policy of a user's class only if the class was passed in: a file must not choose what is imported."""
         kind = POLICIES.get(name) or self.known.get(name)
         if kind is None:
             raise InvalidConfig(
@@ -374,37 +381,35 @@ class _Restorer:
         policy: SchedulingPolicy = kind(batching=batching, pressure=pressure)
         return policy
 
-    def _place(self, place: Any, edges: Any) -> None:
-        for page, name, salt, below in edges:
+    def _link(self, node: Any, edges: Any) -> None:
+        """The edges below a node of the prefix tree."""
+        for block, name, salt, child in edges:
             key = anonymized_tokens(self.block_size, [name], self.block_size)
-            place[(salt, *key) if salt else tuple(key)] = (page, self.made[below])
+            node[(salt, *key) if salt else tuple(key)] = (block, self.made[child])
 
-    def _where(self, index: Any, told: Any) -> None:
-        keys = {
-            page: key for place in {id(p): p for p in self._places(told)}.values() for key, (page, _) in place.items()
-        }
-        index.edges.update((page, (self.made[place], keys[page])) for page, place in told)
+    def _index(self, cache: Any, edges: Any) -> None:
+        """The prefix cache's (node, key) by block."""
+        nodes = {number: self.made[number] for _, number in edges}
+        keys = {block: key for node in nodes.values() for key, (block, _) in node.items()}
+        cache.edges.update((block, (self.made[number], keys[block])) for block, number in edges)
 
-    def _places(self, told: Any) -> Iterator[Any]:
-        return (self.made[place] for _, place in told)
-
-    def _sequence(self, seq: Any, told: dict[str, Any]) -> None:
-        count, names = told["tokens"]
-        self.tokens += count + told["request"][1]
+    def _sequence(self, seq: Any, fields: dict[str, Any]) -> None:
+        count, names = fields["tokens"]
+        self.tokens += count + fields["request"][1]
         if self.tokens > MAX_STATE_TOKENS:
             raise InvalidConfig(f"the recording's sequences have more than {MAX_STATE_TOKENS} tokens")
-        seq.request = recorded_request(told["request"], self.block_size)
+        seq.request = recorded_request(fields["request"], self.block_size)
         seq.tokens = anonymized_tokens(count, names, self.block_size)
-        seq.constraint = CONSTRAINTS[told["constraint"]]
-        seq.inflight_prefix = told["inflight_prefix"] or None
+        seq.constraint = CONSTRAINTS[fields["constraint"]]
+        seq.inflight_prefix = fields["inflight_prefix"] or None
 
-    def _claims(self) -> None:
-        pages = self.roots["scheduler"].kv
+    def _restore_inflight_prefixes(self) -> None:
+        kv = self.roots["scheduler"].kv
         for seq in self.made:
             if isinstance(seq, self.known["Sequence"]) and seq.inflight_prefix is not None:
-                start = seq.next_cache_at - pages.block_size
+                start = seq.next_cache_at - kv.block_size
                 seq.inflight_prefix = (
                     id(seq.prefix_node),
-                    pages.prefix_cache.key(seq.tokens, start, seq.request.cache_salt),
+                    kv.prefix_cache.key(seq.tokens, start, seq.request.cache_salt),
                 )
-                pages.inflight_prefixes[seq.inflight_prefix] = seq
+                kv.inflight_prefixes[seq.inflight_prefix] = seq

@@ -1,7 +1,6 @@
-"""The engine's share of /metrics, under vLLM's names: an observer that adds integers, rendered elsewhere.
+"""The engine's part of /metrics: vLLM's names where it has one, `quire:` where it has none.
 
-It lives in the engine's process; `snapshot` is plain data that travels to the front, `render` makes Prometheus text
-of it there.
+`EngineMetrics` counts in the engine's process; its `snapshot` is sent to the server, which makes Prometheus text of it.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from quire.engine.engine import Engine
 from quire.engine.events import Completed, StepRecord
-from quire.observability.prometheus import Histogram
+from quire.observability.prometheus import Histogram, histogram_family, labelled_family
 from quire.scheduler.scheduler import Scheduler
 from quire.types import Request
 
@@ -32,7 +31,7 @@ COUNTERS: Mapping[str, str] = {
     "vllm:prompt_tokens_cached": "Prompt tokens whose K/V came from the prefix cache.",
     "vllm:prompt_tokens_cached_by_source": "The same, by where it was kept.",
     "vllm:generation_tokens": "Tokens made.",
-    "vllm:num_preemptions": "Sequences that lost their pages to another and were queued again.",
+    "vllm:num_preemptions": "Sequences that lost their KV blocks to another and were queued again.",
     "vllm:prefix_cache_queries": "Tokens looked up in the prefix cache.",
     "vllm:prefix_cache_hits": "Tokens found there.",
     "vllm:gpu_prefix_cache_queries": "Old name of vllm:prefix_cache_queries.",
@@ -43,24 +42,24 @@ COUNTERS: Mapping[str, str] = {
     "vllm:spec_decode_num_accepted_tokens_per_pos": "Drafts that were right, by position.",
     "quire:steps": "Steps committed.",
     "quire:decode_steps": "Steps in which at least one request that had its first token got another.",
-    "quire:pressure_events": "Times KV blocks were short: a sequence preempted, a step sat out, a wait begun.",
+    "quire:pressure_events": "Times KV blocks were short: a sequence preempted, a step skipped, a wait begun.",
     "quire:jit_compiles_after_ready": "Kernels compiled after the engine was ready: should stay 0.",
     "quire:discarded_spans": "Spans whose result came after their request had ended.",
-    "quire:page_evictions": "Cached pages given to somebody else.",
+    "quire:page_evictions": "Cached KV blocks evicted for other requests.",
     "quire:step_failures": "Steps that could not be run.",
 }
 GAUGES: Mapping[str, str] = {
-    "vllm:num_requests_running": "Requests with a place on the device.",
-    "vllm:num_requests_waiting": "Requests waiting for one.",
-    "vllm:num_requests_waiting_by_reason": "Requests waiting for room (capacity), or for something of their own.",
+    "vllm:num_requests_running": "Requests that are scheduled on the device.",
+    "vllm:num_requests_waiting": "Requests waiting to be scheduled.",
+    "vllm:num_requests_waiting_by_reason": "Requests waiting for capacity, or for something of their own (deferred).",
     "vllm:cache_config_info": "The KV cache's settings, as labels.",
     "vllm:kv_cache_usage_perc": "Share of KV blocks in use, 0 to 1.",
     "vllm:gpu_cache_usage_perc": "Old name of vllm:kv_cache_usage_perc.",
-    "quire:pages": "KV blocks by state: held by sequences, cached for later ones, blank.",
+    "quire:pages": "KV blocks by state: held by sequences, cached for later ones, or free (blank).",
     "quire:pages_shared": "KV blocks that more than one sequence holds.",
-    "quire:fragmentation_internal": "Share of the slots in held KV blocks that hold no token.",
+    "quire:fragmentation_internal": "Share of the positions in held KV blocks that hold no token.",
     "quire:fragmentation_external": "Share of the free KV blocks outside the longest run of them.",
-    "quire:queue_tokens": "Tokens that those who wait will need K/V of, before any comes from the prefix cache.",
+    "quire:queue_tokens": "Tokens of waiting requests, before any hit in the prefix cache.",
     "quire:canary_top1_agreement": "Share of a probe's positions whose likeliest token quantising the weights kept.",
     "quire:canary_kl_nats": "How far quantising the weights moved next-token distributions, mean KL divergence.",
     "quire:canary_loss_nats": "Mean negative log-likelihood of the probe with quantised weights.",
@@ -73,10 +72,10 @@ GAUGES: Mapping[str, str] = {
 }
 HISTOGRAMS: Mapping[str, str] = {
     "vllm:iteration_tokens_total": "Tokens fed a step.",
-    "vllm:request_queue_time_seconds": "From submission to a place on the device.",
-    "vllm:request_prefill_time_seconds": "From a place on the device to the first token.",
+    "vllm:request_queue_time_seconds": "From submission to being scheduled.",
+    "vllm:request_prefill_time_seconds": "From being scheduled to the first token.",
     "vllm:request_decode_time_seconds": "From the first token to the last.",
-    "vllm:request_inference_time_seconds": "From a place on the device to the last token.",
+    "vllm:request_inference_time_seconds": "From being scheduled to the last token.",
     "vllm:request_prompt_tokens": "Prompt tokens a request.",
     "vllm:request_prefill_kv_computed_tokens": "Prompt tokens a request whose K/V was computed, not found.",
     "vllm:request_generation_tokens": "Tokens made a request.",
@@ -100,13 +99,15 @@ LABEL: Mapping[str, str] = {
     "quire:pressure_events": "kind",
     "quire:pages": "state",
 }
-"""The label by which values of one name are told apart."""
+"""The label of metrics that have several values."""
 
 
 class PoolState(NamedTuple):
-    """internal: share of the slots in held pages that hold no token (0 when none is held). external: share of the free
-    pages outside the longest run of them; paging makes it harmless, which is why it is shown. shared: pages that more
-    than one sequence holds."""
+    """Shares of the block pool.
+
+    internal: of the positions in held blocks, those without a token. external: of the free blocks, those outside the
+    longest run of them (harmless with paging). shared: number of blocks that more than one sequence holds.
+    """
 
     internal: float
     external: float
@@ -114,89 +115,92 @@ class PoolState(NamedTuple):
 
 
 def pool_state(scheduler: Scheduler) -> PoolState:
-    """Looks at every page, unless none is held: not for every step."""
+    """Fragmentation and sharing. Looks at every block unless none is held: too slow for every step."""
     pool = scheduler.kv.block_pool
     if not pool.num_used:
         return PoolState(0.0, 0.0, 0)
-    slots = sum(len(seq.blocks) for seq in scheduler.running) * scheduler.kv.block_size
-    internal = 1 - sum(seq.num_computed for seq in scheduler.running) / slots if slots else 0.0
+    positions = sum(len(seq.blocks) for seq in scheduler.running) * scheduler.kv.block_size
+    internal = 1 - sum(seq.num_computed for seq in scheduler.running) / positions if positions else 0.0
     refs = pool.ref_counts[1:]
     held = bytes(map(bool, refs))
     longest, free = max(map(len, held.split(b"\1"))), held.count(0)
     return PoolState(internal, 1 - longest / free if free else 0.0, len(refs) - free - refs.count(1))
 
 
-_LOOK_EVERY = 1.0
-"""Seconds between two looks at every page of the pool: half a millisecond for 16,000 of them."""
+_POOL_STATE_INTERVAL = 1.0
+"""Seconds between two calls of `pool_state`, which takes half a millisecond for 16,000 blocks."""
 
 
 class EngineMetrics:
-    """Watches what the engine does. Costs a few microseconds a step."""
+    """Counts what an engine does: an observer. Costs a few microseconds a step."""
 
     def __init__(self) -> None:
         self.histograms = {name: Histogram(BUCKETS.get(name, SECONDS)) for name in HISTOGRAMS}
-        self.failures = self.decodes = 0
+        self.failures = self.decode_steps = 0
         self.pressure = {"preempted": 0, "sat-out": 0, "waits": 0}
-        self.facts: Mapping[str, float] = MappingProxyType({})
-        """Gauges that stay as they are: `Description.facts`."""
+        self.static_gauges: Mapping[str, float] = MappingProxyType({})
+        """`Description.static_gauges`."""
         self.cache: Mapping[str, str] = MappingProxyType({})
-        """What is known of the KV cache, as labels."""
+        """Settings of the KV cache, as labels."""
         self.compiles: Callable[[], int] = int
-        """Kernels compiled since the engine was ready."""
-        self._computed: dict[str, int] = {}
+        """Number of kernels compiled since the engine was ready."""
+        self._cached: dict[str, int] = {}
         self._spans: object = None
-        self._decodes = False
-        self._short = ""
+        self._has_decode = False
+        self._waiting = ""
         self._pool = PoolState(0.0, 0.0, 0)
-        self._looked = float("-inf")
+        self._pool_time = float("-inf")
 
     def on_submit(self, request: Request, now: float) -> None:
-        """Counted when it ends."""
+        """A request is counted when it ends."""
 
     def on_step(self, record: StepRecord) -> None:
+        """A step was committed."""
         spans = record.plan.spans
         if spans is not self._spans:
             self._spans = spans
-            self._decodes = any(span[2] and span[1] == span[2] for span in spans)
-        self.decodes += self._decodes
+            self._has_decode = any(span[2] and span[1] == span[2] for span in spans)
+        self.decode_steps += self._has_decode
         if record.decisions:
-            self._decided(record)
+            self._count_decisions(record)
         self.histograms["vllm:iteration_tokens_total"].observe(sum([span[1] for span in spans]))
         self.histograms["quire:step_seconds"].observe(record.committed - record.launched)
         for ended in record.ended:
             self.on_end(ended)
 
-    def _decided(self, record: StepRecord) -> None:
-        short = ""
+    def _count_decisions(self, record: StepRecord) -> None:
+        waiting = ""
         for what, id, by, n in record.decisions:
             if what == "opened":
-                self._computed.setdefault(id, n)
+                self._cached.setdefault(id, n)
             elif what == "waits" and by == "pages":
-                short = id
-                self.pressure["waits"] += id != self._short
+                waiting = id
+                self.pressure["waits"] += id != self._waiting
             elif what in ("preempted", "sat-out"):
                 self.pressure[what] += 1
-        self._short = short
+        self._waiting = waiting
 
     def on_end(self, ended: Completed) -> None:
-        observe, opened, first = self.histograms, ended.opened, ended.first_token
-        hits = self._computed.pop(ended.id, None)
+        """A request finished."""
+        histograms, opened, first = self.histograms, ended.opened, ended.first_token
+        cached = self._cached.pop(ended.id, 0)
         if opened is not None:
-            observe["vllm:request_queue_time_seconds"].observe(opened - ended.submitted)
-            observe["vllm:request_inference_time_seconds"].observe(ended.finished - opened)
+            histograms["vllm:request_queue_time_seconds"].observe(opened - ended.submitted)
+            histograms["vllm:request_inference_time_seconds"].observe(ended.finished - opened)
             if first is not None:
-                observe["vllm:request_prefill_time_seconds"].observe(first - opened)
-                observe["vllm:request_decode_time_seconds"].observe(ended.finished - first)
-                observe["vllm:request_prefill_kv_computed_tokens"].observe(ended.prompt_tokens - (hits or 0))
-        observe["vllm:request_prompt_tokens"].observe(ended.prompt_tokens)
-        observe["vllm:request_generation_tokens"].observe(len(ended.tokens))
-        observe["vllm:request_num_preemptions"].observe(ended.preemptions)
+                histograms["vllm:request_prefill_time_seconds"].observe(first - opened)
+                histograms["vllm:request_decode_time_seconds"].observe(ended.finished - first)
+                histograms["vllm:request_prefill_kv_computed_tokens"].observe(ended.prompt_tokens - cached)
+        histograms["vllm:request_prompt_tokens"].observe(ended.prompt_tokens)
+        histograms["vllm:request_generation_tokens"].observe(len(ended.tokens))
+        histograms["vllm:request_num_preemptions"].observe(ended.preemptions)
 
     def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
+        """A step failed."""
         self.failures += 1
 
     def snapshot(self, engine: Engine) -> dict[str, Any]:
-        """Plain data: everything /metrics says of the engine, as things stand now."""
+        """All metrics of the engine as they are now, plain data for `render`."""
         return {
             "counters": self._counters(engine),
             "gauges": self._gauges(engine),
@@ -205,17 +209,17 @@ class EngineMetrics:
         }
 
     def _counters(self, engine: Engine) -> dict[str, Any]:
-        ledger, gauges = engine.stats, engine.gauges()
+        stats, gauges = engine.stats, engine.gauges()
         return {
-            "vllm:prompt_tokens": ledger.num_prompt_tokens,
+            "vllm:prompt_tokens": stats.num_prompt_tokens,
             "vllm:prompt_tokens_by_source": {
-                "local_compute": ledger.num_prompt_tokens - ledger.num_cached_tokens,
-                "local_cache_hit": ledger.num_cached_tokens,
+                "local_compute": stats.num_prompt_tokens - stats.num_cached_tokens,
+                "local_cache_hit": stats.num_cached_tokens,
                 "external_kv_transfer": 0,
             },
-            "vllm:prompt_tokens_cached": ledger.num_cached_tokens,
-            "vllm:prompt_tokens_cached_by_source": {"device": ledger.num_cached_tokens},
-            "vllm:generation_tokens": ledger.num_generated_tokens,
+            "vllm:prompt_tokens_cached": stats.num_cached_tokens,
+            "vllm:prompt_tokens_cached_by_source": {"device": stats.num_cached_tokens},
+            "vllm:generation_tokens": stats.num_generated_tokens,
             "vllm:num_preemptions": gauges.preemptions,
             "vllm:prefix_cache_queries": gauges.prefix_queried,
             "vllm:prefix_cache_hits": gauges.prefix_hit,
@@ -227,8 +231,8 @@ class EngineMetrics:
             "vllm:spec_decode_num_accepted_tokens_per_pos": {
                 str(i): n for i, n in enumerate(gauges.accepted_by_position)
             },
-            "quire:steps": ledger.num_steps,
-            "quire:decode_steps": self.decodes,
+            "quire:steps": stats.num_steps,
+            "quire:decode_steps": self.decode_steps,
             "quire:discarded_spans": gauges.discarded_spans,
             "quire:pressure_events": dict(self.pressure),
             "quire:page_evictions": gauges.evictions,
@@ -241,8 +245,8 @@ class EngineMetrics:
         pool, queued = scheduler.kv.block_pool, scheduler.waiting.num_queued
         usage = gauges.used_blocks / pool.num_blocks if pool.num_blocks else 0.0
         now = engine.clock.now()
-        if not scheduler.running or now - self._looked >= _LOOK_EVERY:
-            self._pool, self._looked = pool_state(scheduler), now
+        if not scheduler.running or now - self._pool_time >= _POOL_STATE_INTERVAL:
+            self._pool, self._pool_time = pool_state(scheduler), now
         return {
             "vllm:num_requests_running": gauges.running,
             "vllm:num_requests_waiting": gauges.waiting,
@@ -258,54 +262,30 @@ class EngineMetrics:
             "quire:fragmentation_internal": self._pool.internal,
             "quire:fragmentation_external": self._pool.external,
             "quire:queue_tokens": sum([len(seq.tokens) for seq in scheduler.sequences.values() if seq.row is None]),
-            **self.facts,
+            **self.static_gauges,
         }
 
 
+_CACHE_INFO = "vllm:cache_config_info"
+
+
 class _Snapshot(Collector):
+    """The metrics of a snapshot. labels: of every sample."""
+
     def __init__(self, snapshot: Mapping[str, Any], labels: Mapping[str, str]) -> None:
         self.snapshot, self.labels = snapshot, labels
 
     def collect(self) -> Iterator[Metric]:
-        names, values = list(self.labels), list(self.labels.values())
+        """All metrics."""
         for name, value in self.snapshot["counters"].items():
-            yield _told(CounterMetricFamily(name, COUNTERS[name], labels=[*names, *_more(name)]), values, value)
+            yield labelled_family(CounterMetricFamily, name, COUNTERS[name], self.labels, value, LABEL.get(name))
         for name, value in self.snapshot["gauges"].items():
-            yield _told(GaugeMetricFamily(name, GAUGES[name], labels=[*names, *_more(name)]), values, value)
+            yield labelled_family(GaugeMetricFamily, name, GAUGES[name], self.labels, value, LABEL.get(name))
         for name, (counts, total) in self.snapshot["histograms"].items():
-            histogram = HistogramMetricFamily(name, HISTOGRAMS[name], labels=names)
-            histogram.add_metric(values, list(_cumulative(name, counts)), total)
-            yield histogram
-        cache: Mapping[str, str] = self.snapshot["cache"]
-        info = GaugeMetricFamily(_INFO, GAUGES[_INFO], labels=[*names, *cache])
-        info.add_metric([*values, *cache.values()], 1)
-        yield info
-
-
-_INFO = "vllm:cache_config_info"
-
-
-def _more(name: str) -> list[str]:
-    return [LABEL[name]] if name in LABEL else []
-
-
-def _told(
-    family: CounterMetricFamily | GaugeMetricFamily, values: list[str], value: float | Mapping[str, float]
-) -> CounterMetricFamily | GaugeMetricFamily:
-    if isinstance(value, Mapping):
-        for label, each in value.items():
-            family.add_metric([*values, label], each)
-    else:
-        family.add_metric(values, value)
-    return family
-
-
-def _cumulative(name: str, counts: list[int]) -> Iterator[tuple[str, float]]:
-    seen = 0
-    bounds = [str(float(b)) for b in BUCKETS.get(name, SECONDS)]
-    for bound, count in zip([*bounds, "+Inf"], counts, strict=True):
-        seen += count
-        yield bound, seen
+            bounds = BUCKETS.get(name, SECONDS)
+            yield histogram_family(name, HISTOGRAMS[name], self.labels, bounds, counts, total)
+        labels = {**self.labels, **self.snapshot["cache"]}
+        yield labelled_family(GaugeMetricFamily, _CACHE_INFO, GAUGES[_CACHE_INFO], labels, 1)
 
 
 def render(snapshot: Mapping[str, Any], model: str, engine: str = "0") -> bytes:

@@ -1,4 +1,4 @@
-"""Why a request took as long as it did: its story as sentences, and the numbers behind them."""
+"""Explains why a request took as long as it did: its history as sentences, and the numbers behind them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from quire.observability.history import History, Note, RequestHistory
 
 MISSING: Mapping[str, str] = {
     "seats": "a seat: as many sequences ran as may run at once",
-    "rows": "a place on the device that was still on its way home",
+    "rows": "a row on the device, which a step in flight still used",
     "pages": "free KV blocks",
     "budget": "a step with room for the whole prompt",
     "grammar": "its grammar to be compiled",
-    "gap": "a gap: it runs only while nobody else could",
+    "gap": "a gap: it runs only while no other request could",
 }
 
 
 def explain(history: History, id: str, now: float) -> dict[str, Any] | None:
-    """Everything known of a request, plain JSON; times in seconds from its submission. None: not known (any more)."""
+    """All that is known of a request, as plain JSON; times in seconds from its submission. None for an unknown id."""
     story = history.requests.get(id)
     if story is None:
         return None
@@ -55,7 +55,7 @@ def explain(history: History, id: str, now: float) -> dict[str, Any] | None:
 
 
 def summary_of(story: RequestHistory, now: float) -> dict[str, Any]:
-    """A request in a line of a list, plain JSON; times in seconds from its submission."""
+    """A line about a request, as plain JSON; times in seconds from its submission."""
     begin, until = story.submitted, story.ended if story.ended is not None else now
     return {
         "id": story.request.id,
@@ -75,6 +75,7 @@ def summary_of(story: RequestHistory, now: float) -> dict[str, Any]:
 
 
 def state_of(story: RequestHistory) -> str:
+    """finished, waiting, prefill or decode."""
     if story.ended is not None:
         return "finished"
     if story.waiting:
@@ -94,7 +95,7 @@ def _span(begin: float, end: float | None, until: float) -> float:
 
 
 def _waits(history: History, story: RequestHistory, until: float) -> list[dict[str, Any]]:
-    """What the queue stood still for while this request was in it, longest first, and who was at its head."""
+    """What the head of the queue waited for while this request was in it, longest first."""
     begin = story.submitted
     end = story.opened if story.opened is not None else until
     behind: dict[tuple[str, str], float] = {}
@@ -122,41 +123,41 @@ def _waiting(missing: str, head: str, seconds: float) -> str:
 
 
 def _prefix(history: History, story: RequestHistory) -> dict[str, Any]:
-    """How much of the prompt was in the cache, where it stopped, and why it was not more."""
-    prompt, hits, size = story.request.prompt, story.cached, history.page_size
-    told: dict[str, Any] = {"hit_tokens": hits, "prompt_tokens": len(prompt), "diverged_at": None, "from": None}
+    """How many prompt tokens were cached, where the match ended, and why it was not longer."""
+    prompt, hits, size = story.request.prompt, story.cached, history.block_size
+    found: dict[str, Any] = {"hit_tokens": hits, "prompt_tokens": len(prompt), "diverged_at": None, "from": None}
     if story.opened is None:
-        return {**told, "why": "not looked up yet"}
+        return {**found, "why": "not looked up yet"}
     if story.request.sampling.prompt_logprobs is not None:
-        return {**told, "why": "log-probabilities of the prompt were asked for, so all of it had to be computed"}
+        return {**found, "why": "log-probabilities of the prompt were asked for, so all of it had to be computed"}
     if story.request.sampling.pooling == "mean":
-        return {**told, "why": "the mean of all its hidden states was asked for, so all of it had to be computed"}
+        return {**found, "why": "the mean of all its hidden states was asked for, so all of it had to be computed"}
     most = (len(prompt) - 1) // size * size
     if hits >= most:
         why = "all that could be reused was" if hits else f"a prompt this short fills no block of {size} tokens"
-        return {**told, "why": why}
+        return {**found, "why": why}
     shared, other = _closest(history, story)
     if other is None:
-        return {**told, "diverged_at": hits or None, "why": "no request still remembered began with the same tokens"}
-    told |= {"diverged_at": shared, "from": other.request.id}
+        return {**found, "diverged_at": hits or None, "why": "no request still remembered began with the same tokens"}
+    found |= {"diverged_at": shared, "from": other.request.id}
     name = other.request.id
     if shared < hits + size:
-        return {**told, "why": f"the longest match, {name}, differs from token {shared} on; blocks hold {size} tokens"}
+        return {**found, "why": f"the longest match, {name}, differs from token {shared} on; blocks hold {size} tokens"}
     taken, resumed = other.lost.get(hits // size), story.resumed or 0.0
     if (other.opened or 0.0) < history.emptied <= min(resumed, taken[0] if taken else resumed):
-        return {**told, "why": f"{name} had the same first {shared} tokens, but the prefix cache was emptied since"}
+        return {**found, "why": f"{name} had the same first {shared} tokens, but the prefix cache was emptied since"}
     if taken is not None and taken[0] <= resumed:
         return {
-            **told,
+            **found,
             "evicted_by": taken[1],
             "why": f"{name} had the same first {shared} tokens, but {taken[1]} was given the block that held "
             f"tokens {hits} to {hits + size - 1}",
         }
-    return {**told, "why": f"{name} has the same first {shared} tokens, but they were not computed yet"}
+    return {**found, "why": f"{name} has the same first {shared} tokens, but they were not computed yet"}
 
 
 def _closest(history: History, story: RequestHistory) -> tuple[int, RequestHistory | None]:
-    """Who began most alike before this one was opened, and how many tokens the two have in common."""
+    """The length of the longest common prefix with a request that was scheduled before this one, and that request."""
     prompt = story.tokens[: len(story.request.prompt)]
     found: tuple[int, RequestHistory | None] = (0, None)
     for other in history.requests.values():
@@ -174,7 +175,7 @@ def _closest(history: History, story: RequestHistory) -> tuple[int, RequestHisto
 
 
 def _common(a: array[int], b: array[int], known: int) -> int:
-    """How many items two arrays begin with in common: at least `known`. Compared as memory, a piece at a time."""
+    """Length of the common prefix of two arrays, at least `known`. Compares pieces of memory, not items."""
     most, piece = min(len(a), len(b)), 4096
     while known < most and a[known : known + piece] == b[known : known + piece]:
         known = min(known + piece, most)
@@ -187,7 +188,7 @@ def _common(a: array[int], b: array[int], known: int) -> int:
 def _events(
     story: RequestHistory, waits: Sequence[dict[str, Any]], prefix: dict[str, Any], history: History
 ) -> Iterable[dict[str, Any]]:
-    """What happened, in order of time."""
+    """Events in order of time."""
     begin, prompt = story.submitted, len(story.request.prompt)
 
     def event(at: float, what: str, says: str, **more: Any) -> dict[str, Any]:
@@ -214,8 +215,8 @@ def _events(
 
 def _opened(story: RequestHistory, note: Note, history: History) -> str:
     prompt = len(story.request.prompt)
-    told, again = min(note.n, prompt), note.n - prompt
-    hit = f"{told} of {_count(prompt, 'prompt token')} came from the prefix cache"
+    cached, again = min(note.n, prompt), note.n - prompt
+    hit = f"{cached} of {_count(prompt, 'prompt token')} came from the prefix cache"
     hit += f", and {again} of its answer" if again > 0 else ""
     return f"got a place on the device, with {_count(note.width - 1, 'other')} in the step: {hit}"
 
@@ -237,8 +238,8 @@ def _preempted(story: RequestHistory, note: Note, history: History) -> str:
     )
 
 
-def _sat_out(story: RequestHistory, note: Note, history: History) -> str:
-    return "sat out a step: the KV blocks it needed were on their way home"
+def _skipped(story: RequestHistory, note: Note, history: History) -> str:
+    return "skipped a step: the KV blocks it needed were still used by a step in flight"
 
 
 def _failed(story: RequestHistory, note: Note, history: History) -> str:
@@ -250,7 +251,7 @@ _SAYS: Mapping[str, Callable[[RequestHistory, Note, History], str]] = {
     "chunk": _chunk,
     "follows": _follows,
     "preempted": _preempted,
-    "sat-out": _sat_out,
+    "sat-out": _skipped,
     "failed": _failed,
 }
 _ENDS: Mapping[str, str] = {
@@ -263,7 +264,7 @@ _ENDS: Mapping[str, str] = {
 
 
 def _summary(story: RequestHistory, waits: Sequence[dict[str, Any]], until: float) -> str:
-    """The largest part of its time, in one sentence."""
+    """One sentence on what took the largest part of its time."""
     total = until - story.submitted
     queued = (story.opened if story.opened is not None else until) - story.submitted
     lead = f"{_time(total)} in all"

@@ -1,17 +1,17 @@
-"""The rim's share of /metrics, under vLLM's names: what a client would have measured. No global registry."""
+"""The frontend's part of /metrics, under vLLM's names: what a client would have measured. No global registry."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire.observability.prometheus import Histogram
+from quire.observability.prometheus import Histogram, histogram_family, labelled_family
 from quire.types import FinishedRequest
 
-# vLLM's bounds, with finer ones below: its dashboards go on working, and small models can be told apart.
+# vLLM's bounds, for its dashboards, and finer ones below for small models.
 _ITL: tuple[float, ...] = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.015, 0.02)
 _ITL += (0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _TTFT: tuple[float, ...] = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.25)
@@ -35,7 +35,7 @@ _REFUSALS = ("max_num_queued_reqs", "max_num_queued_tokens", "draining", "unavai
 
 
 class FrontendMetrics(Collector):
-    """A `RimObserver` that adds numbers; one model, one engine."""
+    """A `FrontendObserver` that counts, for one model and one engine."""
 
     def __init__(self, model: str, engine: str = "0") -> None:
         self._labels = {"model_name": model, "engine": engine}
@@ -45,25 +45,28 @@ class FrontendMetrics(Collector):
         self._ended = dict.fromkeys(_REASONS, 0)
         self._refused = dict.fromkeys(_REFUSALS, 0)
         self._surplus = 0
-        self._going_on: dict[str, tuple[int, int]] = {}
-        """By call, where others of its answers have ended: how many go on, and the longest so far."""
+        self._unfinished: dict[str, tuple[int, int]] = {}
+        """By id of a call of which some answers have ended: answers left, and tokens of the longest."""
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     def on_first(self, seconds: float) -> None:
+        """An answer got its first token."""
         self._first.observe(seconds)
 
     def on_gap(self, seconds: float, tokens: int, answers: int = 1) -> None:
+        """Answers got more tokens."""
         self._gap.observe(seconds / tokens, tokens * answers)
 
     def on_end(self, ended: FinishedRequest) -> None:
+        """An answer ended."""
         histograms = self._histograms
         self._ended[ended.reason] = self._ended.get(ended.reason, 0) + 1
         histograms["vllm:e2e_request_latency_seconds"].observe(ended.seconds)
-        left, longest = self._going_on.pop(ended.id, (ended.sampling.n, 0))
+        left, longest = self._unfinished.pop(ended.id, (ended.sampling.n, 0))
         longest = max(longest, ended.tokens)
         if left > 1:
-            self._going_on[ended.id] = left - 1, longest
+            self._unfinished[ended.id] = left - 1, longest
         else:
             histograms["vllm:request_max_num_generation_tokens"].observe(longest)
         if ended.choice == 0:
@@ -74,47 +77,32 @@ class FrontendMetrics(Collector):
             histograms["vllm:request_time_per_output_token_seconds"].observe(mean)
 
     def on_refused(self, reason: str) -> None:
+        """A request was refused."""
         self._refused[reason] = self._refused.get(reason, 0) + 1
 
     def on_surplus(self, tokens: int) -> None:
+        """Tokens were generated that no client gets."""
         self._surplus += tokens
 
     def text(self) -> bytes:
+        """Prometheus text."""
         return bytes(generate_latest(self._registry))
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry: everything as it stands now."""
-        names, values = list(self._labels), list(self._labels.values())
-        ended = CounterMetricFamily(
-            "vllm:request_success", "Answers that ended, by reason.", labels=[*names, "finished_reason"]
-        )
-        for reason, count in self._ended.items():
-            ended.add_metric([*values, reason], count)
-        yield ended
-        refused = CounterMetricFamily(
-            "vllm:admission_rejections", "Requests turned away at the door.", labels=[*names, "reason"]
-        )
-        for reason, count in self._refused.items():
-            refused.add_metric([*values, reason], count)
-        yield refused
-        surplus = CounterMetricFamily(
-            "quire:surplus_tokens", "Tokens made past a stop string or for a client that had left.", labels=names
-        )
-        surplus.add_metric(values, self._surplus)
-        yield surplus
+        """All metrics as they are now."""
+        for name, help, value, label in (
+            ("vllm:request_success", "Answers that ended, by reason.", self._ended, "finished_reason"),
+            ("vllm:admission_rejections", "Requests refused on arrival.", self._refused, "reason"),
+            (
+                "quire:surplus_tokens",
+                "Tokens generated past a stop string, or for a client that had left.",
+                self._surplus,
+                None,
+            ),
+        ):
+            yield labelled_family(CounterMetricFamily, name, help, self._labels, value, label)
         for name, (bounds, help) in _HISTOGRAMS.items():
-            yield _family(name, help, bounds, self._histograms[name], names, values)
-        old = "vllm:time_per_output_token_seconds"
-        yield _family(old, "Old name of vllm:inter_token_latency_seconds.", _ITL, self._gap, names, values)
-
-
-def _family(
-    name: str, help: str, bounds: Sequence[float], histogram: Histogram, names: Sequence[str], values: Sequence[str]
-) -> HistogramMetricFamily:
-    family = HistogramMetricFamily(name, help, labels=names)
-    seen, buckets = 0, []
-    for bound, count in zip([*(str(float(b)) for b in bounds), "+Inf"], histogram.counts, strict=True):
-        seen += count
-        buckets.append((bound, float(seen)))
-    family.add_metric(values, buckets, histogram.sum)
-    return family
+            histogram = self._histograms[name]
+            yield histogram_family(name, help, self._labels, bounds, histogram.counts, histogram.sum)
+        old, help = "vllm:time_per_output_token_seconds", "Old name of vllm:inter_token_latency_seconds."
+        yield histogram_family(old, help, self._labels, _ITL, self._gap.counts, self._gap.sum)

@@ -1,7 +1,4 @@
-"""What was decided about each request, kept as it happens: a few marks a request, never a step's worth of work.
-
-An observer that is always there. `explain` makes sentences of it when somebody asks; nothing here is text.
-"""
+"""The history of requests: what was decided about each, a few notes a request. `explain` makes sentences of it."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ from quire.scheduler.kv_cache import KVCacheManager
 from quire.types import FinishReason, Request
 
 MOST_NOTES = 64
-"""Notes kept of one request; the rest is counted."""
+"""Notes kept of a request; the rest is counted."""
 
 
 class Note(NamedTuple):
-    """Something that happened to a request at `at` (engine clock) in step `step`.
+    """An event of a request at `at`, the engine clock's time, in step `step`.
 
-    what: as `Decision.what`, chunk or failed. by: who or what for. n: tokens. width, fed: of the step, sequences and
-    tokens in all.
+    what: a `Decision`'s kind, chunk or failed. by: the other request, or the reason. n: tokens.
+    width, fed: sequences and tokens of the step.
     """
 
     at: float
@@ -34,7 +31,7 @@ class Note(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """The head of the queue, `id`, could not be opened from `begin` to `end`, for want of `missing`."""
+    """The head of the queue, `id`, waited from `begin` to `end` for `missing`."""
 
     begin: float
     end: float
@@ -43,7 +40,7 @@ class Wait(NamedTuple):
 
 
 class RequestHistory:
-    """One request from its submission on. Times are the engine clock's; `times` has one for each token made."""
+    """One request's history. Times are the engine clock's; `times` has one for each generated token."""
 
     __slots__ = (
         "cached",
@@ -72,23 +69,24 @@ class RequestHistory:
         self.number, self.request, self.submitted = number, request, now
         self.opened: float | None = None
         self.resumed: float | None = None
-        """When it got the place on the device at which it had its first token, or the last one while it has none."""
+        """When it was last scheduled before its first token."""
         self.first: float | None = None
         self.ended: float | None = None
         self.finish: FinishReason | None = None
         self.hits = self.cached = self.chunks = self.preemptions = self.unnoted = 0
-        """hits: tokens of the pages it holds that were cached when it last got a place; cached: of its prompt, then."""
+        """hits: tokens found in the prefix cache when it was last scheduled; cached: when it was at `resumed`."""
         self.waiting = True
         self.held: list[int] = []
-        """Pages it holds, prefix hits first."""
+        """Blocks it holds, cached ones first."""
         self.notes: list[Note] = []
         self.times = array("d")
         self.tokens = array("q", request.prompt)
-        """The prompt, and the answer once it has ended; what others' prefixes are compared with."""
+        """The prompt, and the answer once it has ended, for comparison with other prompts."""
         self.lost: dict[int, tuple[float, str]] = {}
-        """By page index: when somebody else took that page, and who."""
+        """By index of a block: when the block was given to another request, and its id."""
 
     def note(self, note: Note) -> None:
+        """Keep a note, or count it."""
         if len(self.notes) < MOST_NOTES:
             self.notes.append(note)
         else:
@@ -96,50 +94,52 @@ class RequestHistory:
 
 
 class History:
-    """Stories of the requests that are here, and of the last that ended: at most `keep`, and `tokens` in all."""
+    """An observer: the history of live requests, and of the last finished ones, at most `keep` with `tokens` in all."""
 
     def __init__(self, *, keep: int = 512, tokens: int = 1 << 22, waits: int = 4096) -> None:
         self.requests: dict[str, RequestHistory] = {}
         self.ended: deque[RequestHistory] = deque()
         self.waits: deque[Wait] = deque(maxlen=waits)
         self.writers: dict[int, tuple[RequestHistory, int]] = {}
-        """By page: whose tokens are in it, and which of that request's pages it is."""
+        """By block: the request that wrote it, and its index there."""
         self.dropped: list[int] = []
-        """Pages of those whom the last step preempted."""
+        """Blocks of the requests that the last step preempted."""
         self.emptied = float("-inf")
-        """When the prefix cache was: not later than in the step planned then."""
+        """When the first step after the last reset of the prefix cache was planned."""
         self._resets = 0
         self._keep, self._most, self._kept = keep, tokens, 0
         self._rows: dict[int, RequestHistory] = {}
         self._spans: object = None
         self._partial = False
         self._number = 0
-        self.page_size = 1
+        self.block_size = 1
 
     def attach(self, kv: KVCacheManager) -> None:
-        """Which pages the plans speak of; before the first step."""
-        self.page_size = kv.block_size
+        """Set the block size; before the first step."""
+        self.block_size = kv.block_size
 
-    # ---------------------------------------------------------------- what the engine tells
+    # ---------------------------------------------------------------- observer
 
     def on_submit(self, request: Request, now: float) -> None:
+        """A request was submitted."""
         self._number += 1
         self.requests[request.id] = RequestHistory(self._number, request, now)
 
     def on_step(self, record: StepRecord) -> None:
+        """A step was committed."""
         plan, stories, now = record.plan, self.requests, record.committed
         self.dropped = []
         if record.gauges.prefix_cache_resets != self._resets:
             self._resets, self.emptied = record.gauges.prefix_cache_resets, record.planned
         if record.decisions:
-            self._decided(record)
+            self._add_decisions(record)
         if plan.new_blocks:
-            self._grown(record)
+            self._add_blocks(record)
         if plan.spans is not self._spans:
             self._spans = plan.spans
             self._partial = any(not span.num_samples for span in plan.spans)
         if self._partial:
-            self._chunked(record)
+            self._add_chunks(record)
         for event in record.events:
             if event[1]:
                 story = stories[event[0]]
@@ -151,6 +151,7 @@ class History:
             self.on_end(ended)
 
     def on_end(self, ended: Completed) -> None:
+        """A request finished; drop the oldest finished ones beyond the limits."""
         story = self.requests[ended.id]
         story.ended, story.finish, story.waiting = ended.finished, ended.finish, False
         story.tokens.extend(ended.tokens)
@@ -159,20 +160,22 @@ class History:
         while len(self.ended) > self._keep or (self._kept > self._most and len(self.ended) > 1):
             old = self.ended.popleft()
             self._kept -= len(old.tokens)
-            if self.requests.get(old.request.id) is old:  # the id may have come again
+            # Another request may have the same id by now.
+            if self.requests.get(old.request.id) is old:
                 del self.requests[old.request.id]
             old.tokens, old.times = array("q"), array("d")
 
     def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
+        """A step failed: these requests start again, and no block keeps its content."""
         self.writers.clear()
         for id in suspects:
             story = self.requests[id]
             story.note(Note(now, 0, "failed", reason))
             story.held, story.waiting = [], True
 
-    # ---------------------------------------------------------------- folding a step
+    # ---------------------------------------------------------------- one step
 
-    def _decided(self, record: StepRecord) -> None:
+    def _add_decisions(self, record: StepRecord) -> None:
         opened = iter(record.plan.new_sequences)
         for what, id, by, n in record.decisions:
             story = self.requests.get(id)
@@ -189,7 +192,7 @@ class History:
             elif story is None or story.ended is not None:
                 continue
             elif what == "waits":
-                self._waited(record, id, by)
+                self._add_wait(record, id, by)
                 continue
             elif what == "preempted":
                 self.dropped += story.held
@@ -197,14 +200,14 @@ class History:
                 story.preemptions += 1
             story.note(Note(record.planned, record.number, what, by, n, len(record.seqs)))
 
-    def _waited(self, record: StepRecord, id: str, missing: str) -> None:
+    def _add_wait(self, record: StepRecord, id: str, missing: str) -> None:
         if self.waits and self.waits[-1][2:] == (id, missing):
             self.waits[-1] = self.waits[-1]._replace(end=record.committed)
         else:
             self.waits.append(Wait(record.planned, record.committed, id, missing))
 
-    def _grown(self, record: StepRecord) -> None:
-        writers, size = self.writers, self.page_size
+    def _add_blocks(self, record: StepRecord) -> None:
+        writers, size = self.writers, self.block_size
         for row, pages in record.plan.new_blocks:
             story = self._rows.get(row)
             if story is None:
@@ -219,8 +222,8 @@ class History:
                         before[0].lost[before[1]] = record.planned, story.request.id
                     writers[page] = story, index
 
-    def _chunked(self, record: StepRecord) -> None:
-        """Prompts that this step fed in part."""
+    def _add_chunks(self, record: StepRecord) -> None:
+        """Note prompts that this step fed in part."""
         spans = record.plan.spans
         for span, seq in zip(spans, record.seqs, strict=True):
             if not span.num_samples and (story := self.requests.get(seq.request.id)) is not None:

@@ -1,7 +1,8 @@
-"""What the live page is told: frames of JSON, made in the engine's process while somebody watches, and only then.
+"""The live page's data: frames of JSON, and the broadcaster that sends them to viewers.
 
-A frame holds what happened since the last one. Now and then one is `whole`: it also says how everything stands, so
-that a viewer can begin with it. Times are whole microseconds since the window was made; requests go by number.
+`EngineLiveView` makes frames in the engine's process, `RequestTimeline` in a server whose answers come from upstreams.
+A frame has the events since the last one. Now and then one is `whole`: it also has the state of everything, so that a
+viewer can begin with it. Times are whole microseconds since `base`; requests go by number.
 """
 
 from __future__ import annotations
@@ -23,93 +24,119 @@ from quire.observability.explain import explain, state_of, summary_of
 from quire.observability.history import History, RequestHistory
 from quire.types import Request
 
-EVERY = 0.15
+FRAME_INTERVAL = 0.15
 """Seconds between two frames."""
-
-WHOLE_EVERY = 15.0
-"""Seconds after which a frame is whole though nobody asked."""
-
-MOST_STEPS = 96
+WHOLE_INTERVAL = 15.0
+"""Seconds after which a frame is whole though no viewer needs it."""
+MAX_STEPS = 96
 """Steps in a frame; the rest is counted."""
-
-MOST_TOLD = 4096
-"""Waiting requests and requests' events in a frame; the rest is counted."""
-
-MOST_PAGES = 1 << 14
-"""Pages that are told of, the first ones: a map of more cannot be read."""
-
+MAX_EVENTS = 4096
+"""Events of requests in a frame, and requests in a whole one; the rest is counted."""
+MAX_BLOCKS = 1 << 14
+"""Blocks on the page's map, the first ones: a larger map cannot be read."""
 RECENT = 64
-"""Ended requests in a whole frame."""
-
+"""Finished requests in a whole frame."""
 LINGER = 3
-"""Frames for which the pages of a request that left are looked at: its last step may still be in flight."""
+"""Frames in which the blocks of a finished request are sent again: its last step may still be in flight."""
+MAX_FINISHED = 1024
+"""Finished requests that a `RequestTimeline` keeps."""
+MAX_TOKEN_TIMES = 4096
+"""Token times that a `RequestTimeline` keeps of a request."""
+MAX_VIEWER_FRAMES = 20
+"""Frames a viewer may be behind: three seconds."""
+KEEPALIVE_INTERVAL = 15.0
+"""Seconds after which a viewer gets an empty frame, to show that the connection lives."""
+MAX_VIEWERS = 64
 
 _encode = msgspec.json.Encoder().encode
 
 
-class EngineLiveView:
-    """An observer that packs frames, and the engine's `Window`. History must be told before this is."""
+class _Events:
+    """Events of requests since the last frame, at most `MAX_EVENTS`; none while there is no viewer."""
 
-    def __init__(self, history: History) -> None:
-        self.history = history
-        self.base, self.epoch = time.monotonic(), time.time()
+    def __init__(self, base: float) -> None:
+        self.base, self.epoch = base, time.time()
         self.watched = False
         self._whole = False
-        self._last, self._last_whole = float("-inf"), float("-inf")
+        self._last_whole = float("-inf")
+        self._events: list[list[Any]] = []
+        self._omitted = 0
+
+    def _at(self, seconds: float | None) -> int | None:
+        return None if seconds is None else int((seconds - self.base) * 1e6)
+
+    def _add(self, event: list[Any]) -> None:
+        if not self.watched:
+            return
+        if len(self._events) < MAX_EVENTS:
+            self._events.append(event)
+        else:
+            self._omitted += 1
+
+    def _clear(self) -> None:
+        self._events = []
+        self._omitted = 0
+
+
+class EngineLiveView(_Events):
+    """Makes an engine's frames: an observer, which must come after `history`, and the engine's `LiveView`."""
+
+    def __init__(self, history: History) -> None:
+        super().__init__(time.monotonic())
+        self.history = history
+        self._last = float("-inf")
         self._leaving: list[tuple[int, list[int]]] = []
         self._waiting = ""
         self._resets = 0
         self._clear()
 
     def _clear(self) -> None:
+        super()._clear()
         self._steps: list[list[Any]] = []
-        self._told: list[list[Any]] = []
         self._touched: set[int] = set()
         self._spans: object = None
-        self._skipped = self._untold = 0
+        self._skipped = 0
 
-    def _at(self, seconds: float | None) -> int | None:
-        return None if seconds is None else int((seconds - self.base) * 1e6)
+    def _number(self, id: str) -> int:
+        story = self.history.requests.get(id)
+        return 0 if story is None else story.number
 
-    # ---------------------------------------------------------------- the observer
+    # ---------------------------------------------------------------- observer
 
     def on_submit(self, request: Request, now: float) -> None:
+        """A request was submitted."""
         if self.watched:
-            self._tell(_new(self.history.requests[request.id], self._at))
+            self._add(self._new(self.history.requests[request.id]))
 
     def on_step(self, record: StepRecord) -> None:
+        """A step was committed."""
         if not self.watched:
             return
-        if record.decisions:
-            self._decided(record)
-        for row_pages in record.plan.new_blocks:
-            self._touched.update(row_pages[1])
+        self._add_decisions(record)
+        for _, blocks in record.plan.new_blocks:
+            self._touched.update(blocks)
         if record.plan.spans is not self._spans:
-            self._first(record)
-        self._step(record)
+            self._add_first_tokens(record)
+        self._add_step(record)
         for ended in record.ended:
             self.on_end(ended)
 
     def on_end(self, ended: Completed) -> None:
-        if self.watched:
-            story = self.history.requests.get(ended.id)
-            if story is not None:  # long ones may be forgotten as soon as they end
-                self._leaving.append((LINGER, story.held))
-                self._tell(["end", self._at(ended.finished), story.number, ended.finish, len(ended.tokens)])
+        """A request finished."""
+        # A long one may have been dropped from the history as it ended.
+        story = self.history.requests.get(ended.id)
+        if self.watched and story is not None:
+            self._leaving.append((LINGER, story.held))
+            self._add(["end", self._at(ended.finished), story.number, ended.finish, len(ended.tokens)])
 
     def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
+        """A step failed: the next frame is whole."""
         if self.watched:
             self._whole = True
-            self._tell(["failed", self._at(now), [self.history.requests[id].number for id in suspects], reason])
+            self._add(["failed", self._at(now), [self.history.requests[id].number for id in suspects], reason])
 
-    def _tell(self, event: list[Any]) -> None:
-        if len(self._told) < MOST_TOLD:
-            self._told.append(event)
-        else:
-            self._untold += 1
-
-    def _step(self, record: StepRecord) -> None:
-        if len(self._steps) >= MOST_STEPS:
+    def _add_step(self, record: StepRecord) -> None:
+        if len(self._steps) >= MAX_STEPS:
             self._skipped += 1
             return
         spans: list[list[int]] | int = 0
@@ -123,78 +150,78 @@ class EngineLiveView:
         times = self._at(record.planned), self._at(record.launched), self._at(record.committed)
         self._steps.append([record.number, *times, spans, sum([len(event[1]) for event in record.events])])
 
-    def _decided(self, record: StepRecord) -> None:
+    def _add_decisions(self, record: StepRecord) -> None:
         at = self._at(record.planned)
         for what, id, by, n in record.decisions:
-            story = self.history.requests.get(id)
-            if story is None:
+            number = self._number(id)
+            if not number:
                 continue
             if what == "waits":
                 if self._waiting != id + by:
                     self._waiting = id + by
-                    self._tell(["wait", at, story.number, by])
-                continue
-            if what == "preempted":
-                other = self.history.requests.get(by)
+                    self._add(["wait", at, number, by])
+            elif what == "preempted":
                 self._leaving.append((LINGER, self.history.dropped))
-                self._tell(["out", at, story.number, 0 if other is None else other.number, n])
+                self._add(["out", at, number, self._number(by), n])
             elif what == "opened":
-                self._tell(["open", at, story.number, n])
+                self._add(["open", at, number, n])
             elif what == "follows":
-                leader = self.history.requests.get(by)
-                self._tell(["hold", at, story.number, 0 if leader is None else leader.number, n])
+                self._add(["hold", at, number, self._number(by), n])
             else:
-                self._tell(["sat", at, story.number])
+                self._add(["sat", at, number])
 
-    def _first(self, record: StepRecord) -> None:
-        """Requests whose first token this step brought: its spans differ from the last step's."""
+    def _add_first_tokens(self, record: StepRecord) -> None:
+        """Requests that got their first token. There are none in a step whose spans equal the last step's."""
         now, stories = record.committed, self.history.requests
         for event in record.events:
             story = stories.get(event[0]) if event[1] else None
             if story is not None and story.first == now:
-                self._tell(["first", self._at(now), story.number])
+                self._add(["first", self._at(now), story.number])
 
-    # ---------------------------------------------------------------- the window
+    # ---------------------------------------------------------------- frames
 
     def watch(self, on: bool) -> None:
-        """Somebody watches and wants to begin; or nobody does any more."""
+        """Make frames from now on, a whole one first; or no more."""
         if on != self.watched:
             self._clear()
             self._leaving = []
-        self.watched, self._whole = on, on
+        self.watched = self._whole = on
         self._last = float("-inf")
 
     def frame(self, engine: Engine, now: float, *, last: bool) -> tuple[bytes, bool] | None:
-        """The next frame, and whether it is whole; None when it is not time. last: the engine falls idle after this."""
-        if not self.watched or not (last or now - self._last >= EVERY):
+        """The next frame, and whether it is whole; None when it is not due. last: the engine is idle after this."""
+        if not self.watched or not (last or now - self._last >= FRAME_INTERVAL):
             return None
         if engine.scheduler.kv.num_resets != self._resets:
-            self._resets, self._whole = engine.scheduler.kv.num_resets, True
-        if not (self._whole or self._steps or self._told or self._leaving):
+            self._resets = engine.scheduler.kv.num_resets
+            self._whole = True
+        if not (self._whole or self._steps or self._events or self._leaving):
             return None
         self._last = now
-        whole = self._whole or now - self._last_whole >= WHOLE_EVERY
-        frame = {"at": self._at(now), "now": self._now(engine), "steps": self._steps, "told": self._told}
+        whole = self._whole or now - self._last_whole >= WHOLE_INTERVAL
+        frame = {"at": self._at(now), "now": self._now(engine), "steps": self._steps, "events": self._events}
         if self._skipped:
             frame["skipped"] = self._skipped
-        if self._untold:
-            frame["untold"] = self._untold
+        if self._omitted:
+            frame["omitted"] = self._omitted
         if whole:
             self._whole, self._last_whole = False, now
             frame["whole"] = self._everything(engine)
             self._waiting = ""
         else:
-            frame["pages"] = self._pages(engine)
+            frame["pages"] = self._changed_blocks(engine)
         self._clear()
         return _encode(frame), whole
 
     def explain(self, id: str, now: float) -> bytes:
-        """The stories of a call's answers, or of one of them, as JSON; `null` if there are none. No id: a line for
-        every request known, newest first."""
+        """Explanations of a call's answers, or of one answer, as JSON; `null` for an unknown id.
+
+        Without an id: a summary of every request in the history, newest first.
+        """
         stories = self.history.requests
         if not id:
-            numbered = sorted(stories.values(), key=lambda s: -s.number)
-            return bytes(_encode({"requests": [summary_of(story, now) for story in numbered]}))
+            newest_first = sorted(stories.values(), key=lambda story: -story.number)
+            return bytes(_encode({"requests": [summary_of(story, now) for story in newest_first]}))
         answers = takewhile(stories.__contains__, (f"{id}-{choice}" for choice in count()))
         found = [id] if id in stories else list(answers)
         if not found:
@@ -202,7 +229,7 @@ class EngineLiveView:
         return bytes(_encode({"id": id, "answers": [explain(self.history, own, now) for own in found]}))
 
     def _now(self, engine: Engine) -> dict[str, Any]:
-        gauges, ledger = engine.gauges(), engine.stats
+        gauges, stats = engine.gauges(), engine.stats
         return {
             "running": gauges.running,
             "waiting": gauges.waiting,
@@ -212,102 +239,83 @@ class EngineLiveView:
             "preemptions": gauges.preemptions,
             "queried": gauges.prefix_queried,
             "hit": gauges.prefix_hit,
-            "generated": ledger.num_generated_tokens,
-            "prompted": ledger.num_prompt_tokens,
-            "steps": ledger.num_steps,
-            "requests": ledger.num_finished,
+            "generated": stats.num_generated_tokens,
+            "prompted": stats.num_prompt_tokens,
+            "steps": stats.num_steps,
+            "requests": stats.num_finished,
             "drafted": gauges.draft_totals,
         }
 
-    def _pages(self, engine: Engine) -> list[list[int]]:
+    def _changed_blocks(self, engine: Engine) -> list[list[int]]:
         touched = self._touched
-        for _, pages in self._leaving:
-            touched.update(pages)
-        self._leaving = [(left - 1, pages) for left, pages in self._leaving if left > 1]
-        return [self._page(engine, page) for page in touched if page <= MOST_PAGES]
+        for _, blocks in self._leaving:
+            touched.update(blocks)
+        self._leaving = [(frames - 1, blocks) for frames, blocks in self._leaving if frames > 1]
+        return [self._block(engine, block) for block in touched if block <= MAX_BLOCKS]
 
-    def _page(self, engine: Engine, page: int) -> list[int]:
-        """[page, holders (0: kept for its contents, -1: blank), whose tokens, which of that request's pages]."""
+    def _block(self, engine: Engine, block: int) -> list[int]:
+        """[block, sequences that hold it (0: cached, -1: free), request that wrote it, its index there]."""
         pool = engine.scheduler.kv.block_pool
-        refs = pool.ref_counts[page]
-        if not refs and not pool.prefix_cache.contains(page):
-            return [page, -1, 0, 0]
-        story, index = self.history.writers.get(page, (None, 0))
-        return [page, refs, 0 if story is None else story.number, index]
+        refs = pool.ref_counts[block]
+        if not refs and not pool.prefix_cache.contains(block):
+            return [block, -1, 0, 0]
+        story, index = self.history.writers.get(block, (None, 0))
+        return [block, refs, 0 if story is None else story.number, index]
 
     def _everything(self, engine: Engine) -> dict[str, Any]:
         kv, scheduler, stories = engine.scheduler.kv, engine.scheduler, self.history.requests
-        pool, about = kv.block_pool, engine.description
+        pool, description = kv.block_pool, engine.description
         alive = [story for story in stories.values() if story.ended is None]
         ended = list(self.history.ended)[-RECENT:]
-        pages = min(pool.num_blocks, MOST_PAGES)
+        blocks = min(pool.num_blocks, MAX_BLOCKS)
         return {
             "epoch": self.epoch,
             "facts": {
-                "pages": pages,
+                "pages": blocks,
                 "all_pages": pool.num_blocks,
                 "page_size": kv.block_size,
                 "seats": scheduler.max_num_seqs,
                 "budget": scheduler.max_num_batched_tokens,
-                "max_model_len": about.max_model_len,
-                "device": about.device,
-                "dtype": about.dtype,
+                "max_model_len": description.max_model_len,
+                "device": description.device,
+                "dtype": description.dtype,
                 "lookahead": engine.lookahead,
-                "drafts": about.num_drafts,
+                "drafts": description.num_drafts,
             },
             "pages": [
-                self._page(engine, page)
-                for page in range(1, pages + 1)
-                if pool.ref_counts[page] or pool.prefix_cache.contains(page)
+                self._block(engine, block)
+                for block in range(1, blocks + 1)
+                if pool.ref_counts[block] or pool.prefix_cache.contains(block)
             ],
-            "requests": [_standing(story, self._at) for story in (*ended, *alive)][:MOST_TOLD],
-            "complete": len(ended) + len(alive) <= MOST_TOLD,
+            "requests": [self._standing(story) for story in (*ended, *alive)][:MAX_EVENTS],
+            "complete": len(ended) + len(alive) <= MAX_EVENTS,
+        }
+
+    def _new(self, story: RequestHistory) -> list[Any]:
+        request = story.request
+        prompt, most = len(request.prompt), request.max_new_tokens
+        return ["new", self._at(story.submitted), story.number, request.id, prompt, most, request.priority]
+
+    def _standing(self, story: RequestHistory) -> dict[str, Any]:
+        """A request's state in a whole frame."""
+        return {
+            "new": self._new(story),
+            "state": state_of(story),
+            "opened": self._at(story.opened),
+            "first": self._at(story.first),
+            "ended": self._at(story.ended),
+            "finish": story.finish,
+            "hit": story.cached,
+            "made": len(story.times),
+            "preempted": story.preemptions,
         }
 
 
-_At = Callable[[float | None], int | None]
-
-
-def _new(story: RequestHistory, at: _At) -> list[Any]:
-    request = story.request
-    return [
-        "new",
-        at(story.submitted),
-        story.number,
-        request.id,
-        len(request.prompt),
-        request.max_new_tokens,
-        request.priority,
-    ]
-
-
-def _standing(story: RequestHistory, at: _At) -> dict[str, Any]:
-    """A request as a viewer who has just come needs it."""
-    return {
-        "new": _new(story, at),
-        "state": state_of(story),
-        "opened": at(story.opened),
-        "first": at(story.first),
-        "ended": at(story.ended),
-        "finish": story.finish,
-        "hit": story.cached,
-        "made": len(story.times),
-        "preempted": story.preemptions,
-    }
-
-
-KEPT = 1024
-"""Requests that are remembered after their end."""
-
-MOST_TIMES = 4096
-"""Moments of tokens that are remembered of a request."""
-
-
-class _RequestTrack:
-    """One request. Times are moments of the clock; times: of its tokens; names: what it goes by."""
+class _UpstreamRequest:
+    """One request. Times are seconds of the timeline's clock; sent: (time, server) of each attempt."""
 
     def __init__(self, id: str, number: int, most: int, now: float) -> None:
-        self.id, self.number, self.most, self.came = id, number, most, now
+        self.id, self.number, self.most, self.submitted = id, number, most, now
         self.names = [id]
         self.sent: list[tuple[float, str]] = []
         self.first: float | None = None
@@ -324,115 +332,110 @@ class _RequestTrack:
             return "waiting"
         return "prefill" if self.first is None else "decode"
 
+    def first_sent(self, until: float) -> float:
+        """When it was first sent to a server; `until` if it was not."""
+        return self.sent[0][0] if self.sent else until
 
-class RequestTimeline:
-    """Hears of requests (a `LaneObserver`) and shows them to an `Broadcaster` (it is its `Panes`).
 
-    about: what the page says of the server. Frames are made only while somebody watches.
+class RequestTimeline(_Events):
+    """The live page where answers come from upstreams: a `RequestObserver`, and a `LiveViewClient` for a `Broadcaster`.
+
+    Frames are like an engine's, without steps and blocks. about: what the page says of the server.
     """
 
     def __init__(self, about: str, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock())
         self.about, self.clock = about, clock
-        self.base, self.epoch = clock(), time.time()
-        self._running: dict[int, _RequestTrack] = {}
-        self._ended: deque[_RequestTrack] = deque()
-        self._names: dict[str, _RequestTrack] = {}
+        self._running: dict[int, _UpstreamRequest] = {}
+        self._ended: deque[_UpstreamRequest] = deque()
+        self._names: dict[str, _UpstreamRequest] = {}
         self._number = self._generated = self._prompted = 0
-        self._told: list[list[Any]] = []
         self._fresh: dict[int, int] = {}
-        self._untold = 0
-        self._watched, self._whole = False, False
-        self._last_whole = float("-inf")
         self._on_frame: OnFrame = lambda frame, whole: None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
 
-    def _at(self, seconds: float | None) -> int | None:
-        return None if seconds is None else int((seconds - self.base) * 1e6)
-
-    # ---------------------------------------------------------------- what happens
+    # ---------------------------------------------------------------- observer
 
     def on_ask(self, id: str, most: int, now: float) -> int:
+        """A request arrived, for at most `most` tokens. Returns its number."""
         self._number += 1
-        lane = _RequestTrack(id, self._number, most, now)
-        self._running[lane.number] = self._names[id] = lane
-        self._tell(self._new(lane))
-        return lane.number
+        request = _UpstreamRequest(id, self._number, most, now)
+        self._running[request.number] = self._names[id] = request
+        self._add(self._new(request))
+        return request.number
 
-    def on_sent(self, lane: int, where: str, now: float) -> None:
-        self._running[lane].sent.append((now, where))
-        self._tell(["open", self._at(now), lane, 0])
+    def on_sent(self, number: int, where: str, now: float) -> None:
+        """The request was sent to a server."""
+        self._running[number].sent.append((now, where))
+        self._add(["open", self._at(now), number, 0])
 
-    def on_made(self, lane: int, tokens: int, now: float) -> None:
-        of = self._running[lane]
-        if of.first is None:
-            of.first = now
-            self._tell(["first", self._at(now), lane])
-        of.made += tokens
+    def on_made(self, number: int, tokens: int, now: float) -> None:
+        """The request got more tokens."""
+        request = self._running[number]
+        if request.first is None:
+            request.first = now
+            self._add(["first", self._at(now), number])
+        request.made += tokens
         self._generated += tokens
-        if len(of.times) < MOST_TIMES:
-            of.times.append(now)
-        if self._watched:
-            self._fresh[lane] = self._fresh.get(lane, 0) + tokens
+        if len(request.times) < MAX_TOKEN_TIMES:
+            request.times.append(now)
+        if self.watched:
+            self._fresh[number] = self._fresh.get(number, 0) + tokens
 
-    def on_end(self, lane: int, known_as: str, reason: str, prompt: int, tokens: int, now: float) -> None:
-        of = self._running.pop(lane)
-        self._generated += tokens - of.made
+    def on_end(self, number: int, known_as: str, reason: str, prompt: int, tokens: int, now: float) -> None:
+        """The request ended. known_as: the upstream's id of the answer, '' if there was none."""
+        request = self._running.pop(number)
+        self._generated += tokens - request.made
         self._prompted += prompt
-        of.ended, of.finish, of.prompt, of.made = now, reason, prompt, tokens
+        request.ended, request.finish = now, reason
+        request.prompt, request.made = prompt, tokens
         if known_as:
-            of.names.append(known_as)
-            self._names[known_as] = of
-        self._fresh.pop(lane, None)
-        self._tell(["end", self._at(now), lane, reason, tokens])
-        self._ended.append(of)
-        if len(self._ended) > KEPT:
-            gone = self._ended.popleft()
-            for name in gone.names:
-                if self._names.get(name) is gone:
+            request.names.append(known_as)
+            self._names[known_as] = request
+        self._fresh.pop(number, None)
+        self._add(["end", self._at(now), number, reason, tokens])
+        self._ended.append(request)
+        if len(self._ended) > MAX_FINISHED:
+            dropped = self._ended.popleft()
+            for name in dropped.names:
+                if self._names.get(name) is dropped:
                     del self._names[name]
 
-    def _tell(self, event: list[Any]) -> None:
-        if not self._watched:
-            return
-        if len(self._told) < MOST_TOLD:
-            self._told.append(event)
-        else:
-            self._untold += 1
-
-    # ---------------------------------------------------------------- the panes
+    # ---------------------------------------------------------------- frames
 
     def on_frames(self, on_frame: OnFrame) -> None:
+        """Call `on_frame` with every frame, and whether it is whole."""
         self._on_frame = on_frame
 
     def watch(self, on: bool) -> None:
-        if on and not self._watched:
+        """Make frames from now on, a whole one first; or no more."""
+        if on and not self.watched:
             self._clear()
-        self._watched = self._whole = on
+        self.watched = self._whole = on
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        if on:
-            self._timer = asyncio.get_running_loop().call_soon(self._tick)  # type: ignore[assignment]
+        self._timer = asyncio.get_running_loop().call_soon(self._tick) if on else None
 
     async def explain(self, id: str) -> bytes:
+        """The explanation of a request as JSON, `null` for an unknown id; without an id a summary of every request."""
         if not id:
-            known = sorted({*self._running.values(), *self._ended}, key=lambda lane: -lane.number)
-            return bytes(_encode({"requests": [self._brief(lane) for lane in known]}))
-        lane = self._names.get(id)
-        return b"null" if lane is None else bytes(_encode({"id": id, "answers": [self._story(lane)]}))
+            known = sorted({*self._running.values(), *self._ended}, key=lambda request: -request.number)
+            return bytes(_encode({"requests": [self._summary(request) for request in known]}))
+        found = self._names.get(id)
+        return b"null" if found is None else bytes(_encode({"id": id, "answers": [self._explain(found)]}))
 
     def _tick(self) -> None:
         now = self.clock()
-        whole = self._whole or now - self._last_whole >= WHOLE_EVERY
-        if whole or self._told or self._fresh:
+        whole = self._whole or now - self._last_whole >= WHOLE_INTERVAL
+        if whole or self._events or self._fresh:
             self._on_frame(self._frame(now, whole), whole)
-        self._timer = asyncio.get_running_loop().call_later(EVERY, self._tick)
+        self._timer = asyncio.get_running_loop().call_later(FRAME_INTERVAL, self._tick)
 
     def _frame(self, now: float, whole: bool) -> bytes:
-        told = [*self._told, *(["made", self._at(now), number, n] for number, n in self._fresh.items())]
-        frame: dict[str, Any] = {"at": self._at(now), "now": self._now(), "steps": [], "told": told, "pages": []}
-        if self._untold:
-            frame["untold"] = self._untold
+        events = [*self._events, *(["made", self._at(now), number, n] for number, n in self._fresh.items())]
+        frame: dict[str, Any] = {"at": self._at(now), "now": self._now(), "steps": [], "events": events, "pages": []}
+        if self._omitted:
+            frame["omitted"] = self._omitted
         if whole:
             self._whole, self._last_whole = False, now
             frame["whole"] = self._everything()
@@ -440,7 +443,8 @@ class RequestTimeline:
         return bytes(_encode(frame))
 
     def _clear(self) -> None:
-        self._told, self._fresh, self._untold = [], {}, 0
+        super()._clear()
+        self._fresh = {}
 
     def _now(self) -> dict[str, int]:
         empty = ("waiting", "used", "free", "evictions", "preemptions", "queried", "hit", "steps", "drafted")
@@ -448,81 +452,82 @@ class RequestTimeline:
         return {**dict.fromkeys(empty, 0), **made, "requests": self._number}
 
     def _everything(self) -> dict[str, Any]:
-        nothing = ("pages", "all_pages", "page_size", "seats", "budget", "max_model_len", "lookahead", "drafts")
-        shown = [*list(self._ended)[-RECENT:], *self._running.values()][:MOST_TOLD]
+        empty = ("pages", "all_pages", "page_size", "seats", "budget", "max_model_len", "lookahead", "drafts")
+        shown = [*list(self._ended)[-RECENT:], *self._running.values()][:MAX_EVENTS]
         return {
             "epoch": self.epoch,
-            "facts": {**dict.fromkeys(nothing, 0), "device": "", "dtype": "", "about": self.about},
+            "facts": {**dict.fromkeys(empty, 0), "device": "", "dtype": "", "about": self.about},
             "pages": [],
-            "requests": [self._standing(lane) for lane in shown],
-            "complete": len(self._running) + RECENT <= MOST_TOLD,
+            "requests": [self._standing(request) for request in shown],
+            "complete": len(self._running) + RECENT <= MAX_EVENTS,
         }
 
-    def _new(self, lane: _RequestTrack) -> list[Any]:
-        return ["new", self._at(lane.came), lane.number, lane.id, lane.prompt, lane.most, 0]
+    def _new(self, request: _UpstreamRequest) -> list[Any]:
+        at = self._at(request.submitted)
+        return ["new", at, request.number, request.id, request.prompt, request.most, 0]
 
-    def _standing(self, lane: _RequestTrack) -> dict[str, Any]:
+    def _standing(self, request: _UpstreamRequest) -> dict[str, Any]:
         return {
-            "new": self._new(lane),
-            "state": lane.state,
-            "opened": self._at(lane.sent[0][0]) if lane.sent else None,
-            "first": self._at(lane.first),
-            "ended": self._at(lane.ended),
-            "finish": lane.finish,
+            "new": self._new(request),
+            "state": request.state,
+            "opened": self._at(request.sent[0][0]) if request.sent else None,
+            "first": self._at(request.first),
+            "ended": self._at(request.ended),
+            "finish": request.finish,
             "hit": 0,
-            "made": lane.made,
+            "made": request.made,
             "preempted": 0,
         }
 
-    # ---------------------------------------------------------------- a request's story
+    # ---------------------------------------------------------------- explanations
 
-    def _brief(self, lane: _RequestTrack) -> dict[str, Any]:
-        until = self.clock() if lane.ended is None else lane.ended
+    def _summary(self, request: _UpstreamRequest) -> dict[str, Any]:
+        begin, first = request.submitted, request.first
+        until = self.clock() if request.ended is None else request.ended
         return {
-            "id": lane.id,
-            "number": lane.number,
-            "state": lane.state,
-            "finish_reason": lane.finish,
-            "prompt_tokens": lane.prompt,
+            "id": request.id,
+            "number": request.number,
+            "state": request.state,
+            "finish_reason": request.finish,
+            "prompt_tokens": request.prompt,
             "cached_tokens": 0,
-            "generated_tokens": lane.made,
+            "generated_tokens": request.made,
             "preemptions": 0,
             "seconds": {
-                "queued": round((lane.sent[0][0] if lane.sent else until) - lane.came, 6),
-                "first_token": None if lane.first is None else round(lane.first - lane.came, 6),
-                "total": round(until - lane.came, 6),
+                "queued": round(request.first_sent(until) - begin, 6),
+                "first_token": None if first is None else round(first - begin, 6),
+                "total": round(until - begin, 6),
             },
         }
 
-    def _story(self, lane: _RequestTrack) -> dict[str, Any]:
-        brief, came = self._brief(lane), lane.came
-        until = self.clock() if lane.ended is None else lane.ended
-        sent, first = (lane.sent[0][0] if lane.sent else until), lane.first
+    def _explain(self, request: _UpstreamRequest) -> dict[str, Any]:
+        summary, begin, first = self._summary(request), request.submitted, request.first
+        until = self.clock() if request.ended is None else request.ended
         events = [_event(0.0, "submitted", "came in")]
-        for i, (at, where) in enumerate(lane.sent):
-            says = f"sent to {where}" if i == 0 else f"sent to {where}, for the one before took no connection"
-            events.append(_event(at - came, "opened", says))
+        for attempt, (at, where) in enumerate(request.sent):
+            again = ", for the one before took no connection" if attempt else ""
+            events.append(_event(at - begin, "opened", f"sent to {where}{again}"))
         if first is not None:
-            events.append(_event(first - came, "first_token", f"first token after {first - came:.3f} s"))
-        if lane.ended is not None:
-            events.append(_event(until - came, "finished", f"{lane.finish}, with {lane.made} tokens made"))
-        spans = {"prefill": (first or until) - sent, "decode": None if first is None else until - first}
-        spans = {name: None if span is None else round(span, 6) for name, span in spans.items()}
-        says = f"{until - came:.3f} s in all, most of it at {lane.sent[-1][1]}" if lane.sent else "not sent on"
+            events.append(_event(first - begin, "first_token", f"first token after {first - begin:.3f} s"))
+        if request.ended is not None:
+            events.append(_event(until - begin, "finished", f"{request.finish}, with {request.made} tokens made"))
+        prefill = (first or until) - request.first_sent(until)
+        decode = None if first is None else round(until - first, 6)
+        where = f"{until - begin:.3f} s in all, most of it at {request.sent[-1][1]}" if request.sent else "not sent on"
         return {
-            **brief,
-            "max_tokens": lane.most,
+            **summary,
+            "max_tokens": request.most,
             "priority": 0,
             "choice": 0,
-            "seconds": {**brief["seconds"], **spans},
-            "prefix": {"hit_tokens": 0, "prompt_tokens": lane.prompt, "why": "the upstream knows"},
+            "seconds": {**summary["seconds"], "prefill": round(prefill, 6), "decode": decode},
+            "prefix": {"hit_tokens": 0, "prompt_tokens": request.prompt, "why": "the upstream knows"},
             "chunks": 1,
             "preemptions": 0,
             "waits": [],
             "events": events,
             "events_left_out": 0,
-            "token_times": [round(at - came, 6) for at in lane.times],
-            "summary": says,
+            "token_times": [round(at - begin, 6) for at in request.times],
+            "summary": where,
         }
 
 
@@ -530,46 +535,37 @@ def _event(at: float, what: str, says: str) -> dict[str, Any]:
     return {"at": round(at, 6), "what": what, "says": says, "step": None, "by": None, "tokens": 0}
 
 
-MAX_VIEWER_FRAMES = 20
-"""Frames a viewer may be behind: three seconds."""
-
-KEEPALIVE_INTERVAL = 15.0
-"""Seconds after which a viewer gets an empty frame, to show that somebody is there."""
-
-MAX_VIEWERS = 64
-"""Viewers at once."""
-
-
 class _Viewer:
-    """asking: it waits for a whole frame. behind: it has missed frames and not read since; it will ask when it does."""
+    """needs_whole: it waits for a whole frame. behind: it missed frames, and has not read since."""
 
-    __slots__ = ("asking", "behind", "frames", "news")
+    __slots__ = ("behind", "frames", "needs_whole", "news")
 
     def __init__(self) -> None:
         self.frames: deque[bytes] = deque()
-        self.asking, self.behind = True, False
+        self.needs_whole, self.behind = True, False
         self.news = asyncio.Event()
 
 
 class Broadcaster:
-    """Hands one engine's frames to many viewers: the same bytes to all.
+    """Sends the frames of one `LiveViewClient` to many viewers: the same bytes to all.
 
-    The engine makes frames only while at least one viewer keeps up. One that stops reading holds at most
-    `MAX_VIEWER_FRAMES` frames until it is found behind, and nothing afterwards.
+    Frames are made only while at least one viewer keeps up. A viewer that stops reading holds at most
+    `MAX_VIEWER_FRAMES` frames until it counts as behind, and none afterwards.
     """
 
-    def __init__(self, panes: LiveViewClient) -> None:
-        self._panes = panes
+    def __init__(self, client: LiveViewClient) -> None:
+        self._client = client
         self._viewers: set[_Viewer] = set()
         self._making = False
-        panes.on_frames(self._seen)
+        client.on_frames(self._broadcast)
 
     @property
     def viewers(self) -> int:
+        """Number of viewers."""
         return len(self._viewers)
 
     async def watch(self) -> AsyncGenerator[bytes, None]:
-        """Frames as they come, a whole one first, and again after frames were missed; an empty one after a silence.
+        """Frames as they come, beginning with a whole one, also after missed frames; b"" as keep-alive.
 
         Raises Overloaded.
         """
@@ -578,11 +574,11 @@ class Broadcaster:
         viewer = _Viewer()
         self._viewers.add(viewer)
         try:
-            self._look()
+            self._start()
             while True:
                 if viewer.behind:
-                    viewer.behind, viewer.asking = False, True
-                    self._look()
+                    viewer.behind, viewer.needs_whole = False, True
+                    self._start()
                 while viewer.frames:
                     yield viewer.frames.popleft()
                 if not viewer.behind:
@@ -594,30 +590,30 @@ class Broadcaster:
                         yield b""
         finally:
             self._viewers.discard(viewer)
-            self._rest()
+            self._stop_if_unread()
 
     async def explain(self, id: str) -> bytes:
-        """What happened to a request as JSON, `null` if it is not known. Raises Unavailable."""
-        return await self._panes.explain(id)
+        """The explanation of a request as JSON, `null` for an unknown id. Raises Unavailable."""
+        return await self._client.explain(id)
 
-    def _look(self) -> None:
+    def _start(self) -> None:
         self._making = True
-        self._panes.watch(True)
+        self._client.watch(True)
 
-    def _rest(self) -> None:
+    def _stop_if_unread(self) -> None:
         if self._making and all(viewer.behind for viewer in self._viewers):
             self._making = False
-            self._panes.watch(False)
+            self._client.watch(False)
 
-    def _seen(self, frame: bytes, whole: bool) -> None:
+    def _broadcast(self, frame: bytes, whole: bool) -> None:
         for viewer in self._viewers:
-            if viewer.behind or (viewer.asking and not whole):
+            if viewer.behind or (viewer.needs_whole and not whole):
                 continue
-            viewer.asking = False
+            viewer.needs_whole = False
             if len(viewer.frames) < MAX_VIEWER_FRAMES:
                 viewer.frames.append(frame)
             else:
                 viewer.frames.clear()
                 viewer.behind = True
             viewer.news.set()
-        self._rest()
+        self._stop_if_unread()

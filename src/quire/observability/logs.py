@@ -16,9 +16,10 @@ from quire.types import FinishedRequest
 
 
 class TextLines(logging.Formatter):
-    """`INFO:     message`; what follows it, a traceback say, is indented, line by line."""
+    """`INFO:     message`; further lines, such as a traceback, are indented. Control characters are escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """The record as text."""
         line = f"{record.levelname + ':':<9} {escape_control(record.getMessage())}"
         trace = _trace(self, record)
         return f"{line}\n{escape_control_lines(trace)}" if trace else line
@@ -28,29 +29,32 @@ class JsonLines(logging.Formatter):
     """One JSON object a record: time (UTC), level, logger, message, trace if there is one, and the record's fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        told: dict[str, Any] = {
+        """The record as a line of JSON."""
+        line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": escape_control(record.getMessage()),
         }
         if trace := _trace(self, record):
-            told["trace"] = "\n".join(map(escape_control, trace.split("\n")))
+            line["trace"] = "\n".join(map(escape_control, trace.split("\n")))
         given: Mapping[str, Any] = getattr(record, "fields", {})
         fields = {name: escape_control(value) if isinstance(value, str) else value for name, value in given.items()}
-        return msgspec.json.encode(told | {name: value for name, value in fields.items() if name not in told}).decode()
+        return msgspec.json.encode({**line, **fields, **line}).decode()
 
 
 def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
-    said = [formatter.formatException(record.exc_info)] if record.exc_info else []
-    return "\n".join([*said, *([formatter.formatStack(record.stack_info)] if record.stack_info else [])])
+    parts = [formatter.formatException(record.exc_info)] if record.exc_info else []
+    if record.stack_info:
+        parts.append(formatter.formatStack(record.stack_info))
+    return "\n".join(parts)
 
 
 FORMATS: Mapping[str, type[logging.Formatter]] = MappingProxyType({"text": TextLines, "json": JsonLines})
 
 
 def log_config(kind: str) -> dict[str, Any]:
-    """For `logging.config.dictConfig`, as uvicorn takes it: everything to stderr, as text or json."""
+    """A configuration for `logging.config.dictConfig`: everything to stderr, as text or json."""
     handler = {"class": "logging.StreamHandler", "formatter": "lines", "stream": "ext://sys.stderr"}
     return {
         "version": 1,
@@ -63,25 +67,29 @@ def log_config(kind: str) -> dict[str, Any]:
 
 
 EVERY = 10.0
-"""Seconds between two lines of statistics; none while nothing is made."""
+"""Seconds between two lines of statistics."""
 
 
 class RequestLogger:
-    """A `RimObserver` that logs how each answer ended: ids, counts and times, never its text.
+    """A `FrontendObserver` that logs how each answer ended: ids, counts and times, never its text.
 
-    What a line says in words, its record also has as fields, for logs that programs read.
+    The record also has them as fields, for JSON logs.
     """
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
 
-    def on_first(self, seconds: float) -> None: ...
+    def on_first(self, seconds: float) -> None:
+        """Not logged."""
 
-    def on_gap(self, seconds: float, tokens: int, answers: int = 1) -> None: ...
+    def on_gap(self, seconds: float, tokens: int, answers: int = 1) -> None:
+        """Not logged."""
 
-    def on_surplus(self, tokens: int) -> None: ...
+    def on_surplus(self, tokens: int) -> None:
+        """Not logged."""
 
     def on_end(self, ended: FinishedRequest) -> None:
+        """Log an answer that ended."""
         self._log.info(
             "%s (request %s): answer %d of %d ended (%s): %d prompt tokens (%d cached), %d of at most %d new ones, "
             "first after %s, all after %.3f s",
@@ -100,9 +108,11 @@ class RequestLogger:
         )
 
     def on_refused(self, reason: str) -> None:
+        """Log a refused request."""
         self._log.info("a request was refused: %s", reason, extra={"fields": {"refused": reason}})
 
     def text(self) -> bytes:
+        """No metrics."""
         return b""
 
 
@@ -121,7 +131,7 @@ def _fields(ended: FinishedRequest) -> dict[str, Any]:
 
 
 async def log_stats(stats: Callable[[], Mapping[str, Any]], log: logging.Logger, every: float = EVERY) -> None:
-    """Log throughput and load each `every` seconds while tokens are made; for ever."""
+    """Log throughput and load every `every` seconds in which tokens were generated; runs until cancelled."""
     made = stats().get("generated_tokens", 0)
     while True:
         await asyncio.sleep(every)
@@ -133,12 +143,12 @@ async def log_stats(stats: Callable[[], Mapping[str, Any]], log: logging.Logger,
             log.info("%.1f tokens/s, %d running, %d waiting%s", fresh / every, running, waiting, blocks)
 
 
-async def telling(
+async def run_with_stats(
     running: Coroutine[Any, Any, None], stats: Callable[[], Mapping[str, Any]], log: logging.Logger
 ) -> None:
-    """Run, and log statistics beside."""
-    beside = asyncio.ensure_future(log_stats(stats, log))
+    """Run a coroutine, and log statistics meanwhile."""
+    logging_task = asyncio.ensure_future(log_stats(stats, log))
     try:
         await running
     finally:
-        beside.cancel()
+        logging_task.cancel()

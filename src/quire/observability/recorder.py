@@ -1,4 +1,8 @@
-"""What the flight recorder writes down, as frames. What goes wrong with a recording ends it, and nothing else."""
+"""The flight recorder: an engine that records its inputs and decisions, so that they can be replayed.
+
+`RecordedEngine` wraps the clock and the executor, and overrides what is called from outside; the engine's own code
+needs no changes. An error in recording ends the recording, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ P = ParamSpec("P")
 
 
 def _safely(record: Callable[Concatenate[Recorder, P], None]) -> Callable[Concatenate[Recorder, P], None]:
-    """What goes wrong in `record` ends the recording."""
+    """Log an error in `record`, and end the recording."""
 
     def recording(self: Recorder, /, *args: P.args, **kwargs: P.kwargs) -> None:
         if self.on:
@@ -45,7 +49,7 @@ def _safely(record: Callable[Concatenate[Recorder, P], None]) -> Callable[Concat
 
 
 class _Filling:
-    """A sequence whose pages fill: where the one that fills now ends, and the step at which to look again."""
+    """A sequence whose blocks are to be named. end: of its next full block. due: step at which to look again."""
 
     __slots__ = ("chain", "due", "end", "seq")
 
@@ -54,37 +58,38 @@ class _Filling:
 
 
 class Recorder:
-    """Writes frames; an observer of steps. One engine's."""
+    """Writes the frames of one engine; an observer of its steps."""
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
         self.on = True
         self.run = secrets.token_hex(8)
-        self.frames = self.steps = self.depth = 0
+        self.frames = self.steps = self.lookahead = 0
         self.at: list[float] = []
         self._counts: list[int] = []
         self._errors: list[int] = []
-        self._told: dict[int, int] = {}
+        self._prompt_logprobs: dict[int, int] = {}
         self._landing = False
         self._failed = ("masks", "", False)
         self._spans: tuple[Span, ...] | None = None
         self._filling: dict[str, _Filling] = {}
         self._due: dict[int, list[_Filling]] = {}
 
-    def attach(self, scheduler: Scheduler, depth: int) -> None:
-        """From now on, the engine of this scheduler."""
-        self.scheduler, self.depth = scheduler, depth
-        self.disguise = Anonymizer(scheduler.kv.prefix_cache.block_size)
+    def attach(self, scheduler: Scheduler, lookahead: int) -> None:
+        """Record the engine of this scheduler."""
+        self.scheduler, self.lookahead = scheduler, lookahead
+        self.anonymizer = Anonymizer(scheduler.kv.prefix_cache.block_size)
 
     @_safely
     def write(self, frame: recording_format.RecordFrame) -> None:
+        """Append a frame."""
         self.frames += 1
         self.at = []
         self.ring.write(recording_format.encode(frame))
 
     @_safely
     def begin(self, clock: float, about: Description, state: Callable[[], dict[str, Any]]) -> None:
-        """A new segment, which needs none of those before it."""
+        """Begin a segment, which can be read without those before it."""
         sizes = {
             "vocab_size": about.vocab_size,
             "max_model_len": about.max_model_len,
@@ -93,27 +98,28 @@ class Recorder:
             "rows": about.num_rows,
         }
         head = (recording_format.VERSION, __version__, self.run, self.ring.segments, time.time(), clock, sizes)
-        self.ring.begin(recording_format.encode(recording_format.Began([], *head, pack(state(), self.disguise))))
+        self.ring.begin(recording_format.encode(recording_format.Began([], *head, pack(state(), self.anonymizer))))
         self._spans = None
 
-    # ---------------------------------------------------------------- what comes through the doors
+    # ---------------------------------------------------------------- inputs and results
 
     @_safely
     def arrived(self, request: Request, seq: Sequence) -> None:
-        size = self.disguise.page_size
-        chain, names = self.disguise.begun(request.prompt)
-        told = request_fields(request, names, self.disguise.salt(request.cache_salt))
+        """Record a request."""
+        size = self.anonymizer.block_size
+        chain, names = self.anonymizer.chain_after(request.prompt)
+        fields = request_fields(request, names, self.anonymizer.salt(request.cache_salt))
         self._filling[request.id] = _Filling(seq, chain, (len(names) + 1) * size)
-        self.write(recording_format.Arrived(*(self.at, *told, constraint_of(seq))))
+        self.write(recording_format.Arrived(*(self.at, *fields, constraint_of(seq))))
 
     @_safely
     def launched(self, plan: Plan) -> None:
+        """Record a plan."""
         step = self.scheduler.inflight[-1]
+        # Decisions and new sequences are in the same order.
         opened = []
         if plan.new_sequences:
-            ids = [
-                why.request_id for why in step.decisions if why.kind == "opened"
-            ]  # in the order of rows, as `opened`
+            ids = [why.request_id for why in step.decisions if why.kind == "opened"]
             for id, o in zip(ids, plan.new_sequences, strict=True):
                 opened.append((id, o.row, len(o.tokens), o.num_computed, o.prompt_length, o.max_length))
                 self._arm(self._filling[id])
@@ -126,13 +132,17 @@ class Recorder:
         )
 
     @_safely
-    def came(self, result: Result) -> None:
+    def finished(self, result: Result) -> None:
+        """Keep a result until its step is committed."""
         self._counts = list(map(len, result.tokens))
         self._errors = list(result.errors)
-        self._told = {j: len(rows) for j, rows in result.prompt_logprobs.items()} if result.prompt_logprobs else {}
+        self._prompt_logprobs = (
+            {j: len(rows) for j, rows in result.prompt_logprobs.items()} if result.prompt_logprobs else {}
+        )
         self._landing = True
 
     def failed(self, where: str, error: BaseException) -> None:
+        """Keep the cause of a failed step until the executor is reset."""
         lost = isinstance(error, ExecutorLost)
         while error.__cause__ is not None:
             error = error.__cause__
@@ -140,6 +150,7 @@ class Recorder:
 
     @_safely
     def reset(self) -> None:
+        """Record that all steps in flight failed."""
         self._landing, self._spans = False, None
         self.write(recording_format.Reset(self.at, *self._failed))
         log.warning("what led to the failed step is recorded in %s", self.ring.path)
@@ -147,21 +158,23 @@ class Recorder:
 
     @_safely
     def crashed(self, error: Exception) -> None:
+        """Record an error of the engine itself."""
         if self._landing:
             self._land([], [])
         self.write(recording_format.Crashed(self.at, type(error).__name__))
 
-    # ---------------------------------------------------------------- an observer
+    # ---------------------------------------------------------------- observer
 
     def on_submit(self, request: Request, now: float) -> None:
-        """Heard at the door."""
+        """Recorded by `arrived`."""
 
     @_safely
     def on_step(self, record: StepRecord) -> None:
+        """Record a committed step, with the names of the blocks that it filled."""
         self.steps = step = self.steps + 1
         pages: list[tuple[int, int, int]] = []
         if (fillings := self._due.pop(step, None)) is not None:
-            size = self.disguise.page_size
+            size = self.anonymizer.block_size
             for filling in fillings:
                 if filling.due == step:
                     seq, end = filling.seq, filling.end
@@ -178,17 +191,18 @@ class Recorder:
         self._land(pages, stops)
 
     def on_end(self, ended: Completed) -> None:
+        """Forget a request that ended outside a step."""
         self._filling.pop(ended.id, None)
 
     def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
-        """Seen at the door."""
+        """Recorded by `reset`."""
 
     def _land(self, pages: list[tuple[int, int, int]], stops: list[tuple[str, int]]) -> None:
         self._landing = False
-        self.write(recording_format.Landed(self.at, self._counts, pages, stops, self._errors, self._told))
+        self.write(recording_format.Landed(self.at, self._counts, pages, stops, self._errors, self._prompt_logprobs))
 
     def _arm(self, filling: _Filling) -> None:
-        """Look again when its next page may be full: a step brings a token and its drafts, and no more.
+        """Look again when its next block may be full: a step adds at most one token and its drafts.
 
         Not while it has no row, nor for its last token, which is never fed.
         """
@@ -201,7 +215,7 @@ class Recorder:
 
 
 class RecordedClock:
-    """What the engine reads is remembered while it decides; what others read is not."""
+    """Records the times that the engine reads while it decides, not those that others read."""
 
     def __init__(self, inner: Clock, recorder: Recorder) -> None:
         self.inner, self.recorder = inner, recorder
@@ -209,22 +223,27 @@ class RecordedClock:
         self._now = inner.now
 
     def now(self) -> float:
+        """The inner clock's time."""
         now = self._now()
         if self.deciding:
             self.recorder.at.append(now)
         return now
 
     def sleep_until(self, when: float) -> None:
+        """Sleep on the inner clock."""
         self.inner.sleep_until(when)
 
 
 class RecordedHandle:
+    """A step in flight; records its result or failure."""
+
     __slots__ = ("inner", "recorder")
 
     def __init__(self, inner: StepHandle, recorder: Recorder) -> None:
         self.inner, self.recorder = inner, recorder
 
     def sample(self, masks: abc.Sequence[abc.Sequence[Mask]]) -> None:
+        """Sample with these masks."""
         try:
             self.inner.sample(masks)
         except Exception as error:
@@ -232,26 +251,29 @@ class RecordedHandle:
             raise
 
     def is_done(self) -> bool:
+        """Whether the result is there."""
         return self.inner.is_done()
 
     def result(self) -> Result:
+        """Wait for the result."""
         try:
             result = self.inner.result()
         except Exception as error:
             self.recorder.failed("result", error)
             raise
-        self.recorder.came(result)
+        self.recorder.finished(result)
         return result
 
 
 class RecordedExecutor:
-    """At the lower door."""
+    """An executor that records plans, results and failures."""
 
     def __init__(self, inner: Executor, recorder: Recorder) -> None:
         self.inner, self.recorder = inner, recorder
         self.describe = inner.describe
 
     def launch(self, plan: Plan) -> StepHandle:
+        """Record the plan, then launch it."""
         self.recorder.launched(plan)
         try:
             return RecordedHandle(self.inner.launch(plan), self.recorder)
@@ -260,16 +282,18 @@ class RecordedExecutor:
             raise
 
     def reset(self) -> None:
+        """Drop all steps in flight."""
         self.recorder.reset()
         self.inner.reset()
 
     def close(self) -> None:
+        """Close the executor and the recording."""
         self.inner.close()
         self.recorder.ring.close()
 
 
 class RecordedEngine(Engine):
-    """An engine whose every decision can be made again from what `recorder` writes."""
+    """An engine whose decisions can be replayed from what `recorder` writes."""
 
     def __init__(
         self,
@@ -282,28 +306,30 @@ class RecordedEngine(Engine):
         **rest: Any,
     ) -> None:
         self.recorder = recorder
-        self._read = RecordedClock(WallClock() if clock is None else clock, recorder)
-        watched = (*observers, recorder)
-        super().__init__(scheduler, RecordedExecutor(executor, recorder), clock=self._read, observers=watched, **rest)
+        self._clock = RecordedClock(WallClock() if clock is None else clock, recorder)
+        super().__init__(
+            scheduler, RecordedExecutor(executor, recorder), clock=self._clock, observers=(*observers, recorder), **rest
+        )
         recorder.attach(scheduler, self.lookahead)
         self._begin()
 
     def step(self) -> list[RequestStepOutput]:
-        recorder, read = self.recorder, self._read
+        """As `Engine.step`, recorded."""
+        recorder, clock = self.recorder, self._clock
         if not recorder.on:
             return super().step()
-        if self.lookahead != recorder.depth:
-            recorder.depth = self.lookahead
+        if self.lookahead != recorder.lookahead:
+            recorder.lookahead = self.lookahead
             recorder.write(recording_format.LookaheadChanged(recorder.at, self.lookahead))
         before = recorder.frames
-        read.deciding = True
+        clock.deciding = True
         try:
             out = super().step()
         except Exception as error:
             recorder.crashed(error)
             raise
         finally:
-            read.deciding = False
+            clock.deciding = False
         if recorder.frames == before:
             recorder.write(recording_format.Idled(recorder.at))
         if recorder.ring.full and recorder.on:
@@ -311,42 +337,47 @@ class RecordedEngine(Engine):
         return out
 
     def add(self, request: Request, constraint: Constraint = FREE) -> None:
-        self._read.deciding = self.recorder.on
+        """As `Engine.add`, recorded."""
+        self._clock.deciding = self.recorder.on
         try:
             super().add(request, constraint)
         finally:
-            self._read.deciding = False
+            self._clock.deciding = False
         self.recorder.arrived(request, self.scheduler.sequences[request.id])
         if self.recorder.ring.full and self.recorder.on:
             self._begin()
 
     def set_constraint(self, id: str, constraint: Constraint) -> None:
+        """As `Engine.set_constraint`, recorded."""
         super().set_constraint(id, constraint)
         self.recorder.write(recording_format.ConstraintSet(self.recorder.at, id))
 
     def abort(self, id: str, why: FinishReason = "abort") -> None:
-        if self._read.deciding:  # its own doing: a deadline
+        """As `Engine.abort`, recorded unless the engine calls it itself, at a deadline."""
+        if self._clock.deciding:
             super().abort(id, why)
         else:
-            self._leave(id, why, super().abort, why)
+            self._end_request(id, why, super().abort, why)
 
     def fail(self, id: str, error: QuireError) -> None:
-        if self._read.deciding:
+        """As `Engine.fail`, recorded unless the engine calls it itself."""
+        if self._clock.deciding:
             super().fail(id, error)
         else:
-            self._leave(id, "error", super().fail, error)
+            self._end_request(id, "error", super().fail, error)
 
     def reset_prefix_cache(self) -> None:
+        """As `Engine.reset_prefix_cache`, recorded."""
         super().reset_prefix_cache()
         self.recorder.write(recording_format.PrefixCacheReset(self.recorder.at))
 
-    def _leave(self, id: str, why: FinishReason, leave: Callable[[str, Any], None], how: Any) -> None:
+    def _end_request(self, id: str, why: FinishReason, end: Callable[[str, Any], None], how: Any) -> None:
         if id in self.scheduler.sequences:
-            self._read.deciding = True
+            self._clock.deciding = True
             try:
-                leave(id, how)
+                end(id, how)
             finally:
-                self._read.deciding = False
+                self._clock.deciding = False
             self.recorder.write(recording_format.Left(self.recorder.at, id, why))
 
     def _begin(self) -> None:
@@ -358,7 +389,7 @@ class RecordedEngine(Engine):
 
 
 def recorded(folder: Path, limit: int = 1 << 28) -> Callable[..., Engine]:
-    """What makes engines that are recorded in `folder`, as `Engine` makes them. limit: bytes of all of it.
+    """A constructor like `Engine`, of engines that are recorded in `folder`, which holds at most `limit` bytes.
 
     Raises InvalidConfig if the folder cannot be written to.
     """

@@ -1,7 +1,7 @@
-"""A recording's format: frames of msgpack, each with its length and checksum, in segments that each begin with a state.
+"""The format of recordings: frames of msgpack, each with length and checksum, in segments that begin with a state.
 
-Everything the engine decides follows from what is in it: the state a segment begins with, requests as they came and
-went, what the clock said, what steps brought home. The plans are there too, to be compared with. No token ids.
+A recording has everything that an engine's decisions depend on: its state at the beginning of a segment, requests,
+times of its clock, and results of steps. It also has the plans, for comparison. It has no token ids.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ MAGIC = b"quire\x00rec"
 VERSION = 2
 SUFFIX = ".quirerec"
 LARGEST = 1 << 28
-"""Bytes of the largest frame that is read: states are large, all else is small."""
+"""Bytes of the largest frame that is read."""
 MAX_PROMPT_TOKENS = 1 << 24
-"""Tokens of the longest prompt that is read."""
+"""Most tokens of a prompt that is read."""
 HEAD = struct.Struct("<II")
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_PROMPT_TOKENS)]
 
 
 class RecordFrame(msgspec.Struct, array_like=True, frozen=True):
-    """at: what the clock said since the frame before, seconds of the engine's clock."""
+    """at: times that the engine read from its clock since the previous frame, in seconds."""
 
     at: list[float]
 
 
 class Began(RecordFrame, tag=0, frozen=True):
-    """A segment. version: of this format. quire: whose engine. run: of which recording; number: which segment of it.
+    """The beginning of segment `number` of recording `run`. version: of the format; quire: of the engine.
 
-    unix: wall-clock seconds at `clock` of the engine's. vocab_size, max_model_len, page_size, pages, rows: the
-    executor's. state: see `quire.observability.checkpoint`.
+    unix: wall-clock seconds at `clock`, the engine's. about: vocab_size, max_model_len, page_size, pages and rows of
+    the executor. state: see `quire.observability.checkpoint`.
     """
 
     version: int
@@ -59,9 +59,9 @@ class Began(RecordFrame, tag=0, frozen=True):
 
 
 class Launched(RecordFrame, tag=1, frozen=True):
-    """A plan, written before the executor is given it. opened: (id, row, tokens, start, prompt, limit) each.
+    """A plan, written before it is launched. opened: (id, row, tokens, computed, prompt length, max length) each.
 
-    spans: None if they are the last plan's.
+    grown: (row, new blocks). spans: None if they are the last plan's. why: the scheduler's decisions.
     """
 
     opened: list[tuple[str, int, int, int, int, int]]
@@ -73,9 +73,10 @@ class Launched(RecordFrame, tag=1, frozen=True):
 
 
 class Landed(RecordFrame, tag=2, frozen=True):
-    """The oldest step came home. counts: tokens by span. pages: (arrival number, position, name) where a page of tokens
-    was filled. stops: (id, position) of tokens that ended their request. errors: spans without an answer. told:
-    positions whose log-probabilities came, by span.
+    """The result of the oldest step in flight. counts: tokens by span. errors: spans that failed.
+
+    pages: (arrival number, position, name) of each block that was filled. stops: (id, position) of tokens that ended
+    their request. prompt_logprobs: number of positions with log-probabilities, by span.
     """
 
     counts: list[_Count]
@@ -86,7 +87,7 @@ class Landed(RecordFrame, tag=2, frozen=True):
 
 
 class Reset(RecordFrame, tag=3, frozen=True):
-    """All steps in flight failed. where: launch, masks or result. kind: of the error at the bottom of it."""
+    """All steps in flight failed. where: launch, masks or result. kind: class of the error."""
 
     where: str
     kind: str
@@ -94,12 +95,14 @@ class Reset(RecordFrame, tag=3, frozen=True):
 
 
 class Idled(RecordFrame, tag=4, frozen=True):
-    """A step in which nothing was launched and nothing came home."""
+    """A call of `Engine.step` that launched nothing and committed nothing."""
 
 
 class Arrived(RecordFrame, tag=5, frozen=True):
-    """A request. tokens: of its prompt; pages: names of the full pages of them. asks: it wants log-probabilities of its
-    prompt. constraint: 0 none, 1 one, 2 one in the making. stops: whether any token ends it.
+    """A request. tokens: number of prompt tokens; pages: names of their full blocks.
+
+    asks: whether it wants prompt log-probabilities. stops: whether any token ends it.
+    constraint: index into `checkpoint.CONSTRAINTS` (0 none, 1 one, 2 pending).
     """
 
     id: str
@@ -117,32 +120,32 @@ class Arrived(RecordFrame, tag=5, frozen=True):
 
 
 class ConstraintSet(RecordFrame, tag=6, frozen=True):
-    """The constraint that a request waited for was made."""
+    """A request got the constraint that it waited for."""
 
     id: str
 
 
 class Left(RecordFrame, tag=7, frozen=True):
-    """A request was ended from outside."""
+    """A request was aborted, or failed outside a step."""
 
     id: str
     why: FinishReason
 
 
 class LookaheadChanged(RecordFrame, tag=8, frozen=True):
-    """From now on so many steps run ahead."""
+    """The engine's lookahead from now on."""
 
     lookahead: int
 
 
 class Crashed(RecordFrame, tag=9, frozen=True):
-    """The engine itself broke. kind: of the error."""
+    """The engine's own code raised. kind: class of the error."""
 
     kind: str
 
 
 class PrefixCacheReset(RecordFrame, tag=10, frozen=True):
-    """Nothing in the prefix cache is found from now on."""
+    """The prefix cache was reset."""
 
 
 AnyFrame: TypeAlias = (
@@ -164,11 +167,11 @@ _decode = msgspec.msgpack.Decoder(AnyFrame).decode
 
 
 class RecordingReader:
-    """The frames of recordings, one after another, read as they are asked for.
+    """Reads the frames of recordings one by one.
 
-    paths: files, and folders of them, whose files are read oldest first. next: the frame that `take` will return, None
-    at the end. notes: what was amiss, in words. Raises InvalidConfig, when it gets there, for what is no recording or
-    damaged elsewhere than at its end.
+    paths: files, and folders whose files are read oldest first. next: the frame that `take` will return, None at the
+    end. notes: warnings about recordings that end early. Raises InvalidConfig on reaching a file that is no recording,
+    or damage that is not at its end.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -178,6 +181,7 @@ class RecordingReader:
         self.take()
 
     def take(self) -> AnyFrame | None:
+        """Return the next frame, None at the end."""
         taken, found = self.next, next(self._frames, None)
         while isinstance(found, str):
             self.notes.append(found)
@@ -200,7 +204,7 @@ def recording_folder(recording_dir: str | None) -> Path | None:
 
 
 def written_bytes(path: Path) -> bytes:
-    """What has been written of a segment, without the place it still has on disk. Raises OSError."""
+    """The part of a segment's file that has been written; the rest is preallocated. Raises OSError."""
     data = path.read_bytes()
     place = len(MAGIC)
     while place + HEAD.size <= len(data):
@@ -212,7 +216,7 @@ def written_bytes(path: Path) -> bytes:
 
 
 def _read(path: Path) -> Iterator[AnyFrame | str]:
-    """The frames of one file, which may hold several segments, one behind the other; and what is amiss."""
+    """The frames of one file of one or more segments; and warnings, as text."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -252,23 +256,25 @@ def _frame(path: Path, place: int, payload: bytes, fresh: bool) -> AnyFrame:
     return frame
 
 
-LEAST = 1 << 16
+MIN_SEGMENT_BYTES = 1 << 16
 _NEW = ".new"
-"""What a segment's file ends in until it can be read."""
+"""Suffix of a segment's file until its first frame is written."""
 
 SHARES = 8
-"""Segments that the limit is divided into."""
+"""A segment has this share of the limit."""
 
 
 class Ring:
-    """Segments in `folder`, which hold `limit` bytes together, those of earlier processes included.
+    """A bounded recording on disk: segments in `folder` of at most `limit` bytes together, earlier processes' included.
 
-    Raises InvalidConfig if the folder cannot be written to.
+    The oldest segment is removed for the newest. A segment is mapped memory whose disk space is allocated beforehand:
+    writing is a copy, what is written survives the process, and a full disk is noticed when a segment begins. Raises
+    InvalidConfig if the folder cannot be written to.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
-        self.size = max(LEAST, limit // SHARES)
+        self.size = max(MIN_SEGMENT_BYTES, limit // SHARES)
         self.segments = 0
         self.path = folder
         self._name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}"
@@ -277,11 +283,11 @@ class Ring:
         self._used = 0
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for left in folder.glob(f"*{_NEW}"):
-                left.unlink(missing_ok=True)
-            tried = folder / f"{self._name}{_NEW}"
-            os.close(os.open(tried, os.O_CREAT | os.O_WRONLY, 0o600))
-            tried.unlink()
+            for leftover in folder.glob(f"*{_NEW}"):
+                leftover.unlink(missing_ok=True)
+            probe = folder / f"{self._name}{_NEW}"
+            os.close(os.open(probe, os.O_CREAT | os.O_WRONLY, 0o600))
+            probe.unlink()
         except OSError as error:
             raise InvalidConfig(
                 f"recording_dir: {folder} cannot be written to ({error.strerror})", param="recording_dir"
@@ -289,13 +295,13 @@ class Ring:
 
     @property
     def full(self) -> bool:
-        """Whether it is time for the next segment: an eighth is left for what cannot wait."""
+        """Whether to begin the next segment: an eighth is left for frames that come before it can begin."""
         return self._map is not None and self._used > len(self._map) * 7 // 8
 
     def begin(self, first: bytes) -> None:
-        """A new segment with this frame, large enough for three times as much to follow.
+        """Begin a segment with this frame, at least four times its size.
 
-        Raises OSError if there is no room on the disk, InvalidConfig if the limit is too small for that.
+        Raises OSError if the disk is full, InvalidConfig if the limit is too small.
         """
         self.close()
         size = max(self.size, 4 * len(first))
@@ -309,7 +315,7 @@ class Ring:
         new = path.with_suffix(_NEW)
         self._file = os.open(new, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o600)
         try:
-            _take(self._file, size)
+            _preallocate(self._file, size)
         except OSError:
             os.close(self._file)
             new.unlink()
@@ -318,25 +324,26 @@ class Ring:
         self._map[: len(MAGIC)] = MAGIC
         self._used = len(MAGIC)
         self.write(first)
-        new.rename(path)  # it is a recording now, and was none before
+        # From here on it can be read.
+        new.rename(path)
         self.path = path
         self.segments += 1
 
     def write(self, frame: bytes) -> None:
-        """One frame; its head comes last, so that a frame is there whole or not at all. Raises OSError."""
-        space, start = self._map, self._used
-        assert space is not None
+        """Append a frame. Its head is written last, so that a frame is whole or absent. Raises OSError."""
+        memory, start = self._map, self._used
+        assert memory is not None
         body = start + HEAD.size
         end = body + len(frame)
-        if end > len(space):
-            _take(self._file, 2 * end)
-            space.resize(2 * end)
-        space[body:end] = frame
-        space[start:body] = HEAD.pack(len(frame), zlib.crc32(frame))
+        if end > len(memory):
+            _preallocate(self._file, 2 * end)
+            memory.resize(2 * end)
+        memory[body:end] = frame
+        memory[start:body] = HEAD.pack(len(frame), zlib.crc32(frame))
         self._used = end
 
     def close(self) -> None:
-        """Give back what the last segment has not used."""
+        """Close the last segment, and cut its file to what is used."""
         if self._map is not None:
             self._map.close()
             self._map = None
@@ -353,8 +360,8 @@ class Ring:
             total -= bytes
 
 
-def _take(file: int, size: int) -> None:
-    """A file's place on disk, where the system can promise it. Raises OSError."""
+def _preallocate(file: int, size: int) -> None:
+    """Allocate a file's disk space, where the system can. Raises OSError."""
     if sys.platform == "linux":
         os.posix_fallocate(file, 0, size)
     else:

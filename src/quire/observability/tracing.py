@@ -1,6 +1,6 @@
 """OpenTelemetry traces: one a request, with what it waited for and how long each part took. Needs the extra `otel`.
 
-Attributes are OpenTelemetry's semantic conventions for generative AI. No text of prompts or answers is told.
+Attributes are OpenTelemetry's semantic conventions for generative AI, without text of prompts or answers.
 """
 
 from __future__ import annotations
@@ -11,95 +11,102 @@ import math
 import re
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from quire import __version__
 from quire.errors import InvalidConfig
 from quire.types import FinishedRequest, SamplingParams
 
 Explain = Callable[[str], Coroutine[Any, Any, bytes]]
-"""What happened to a call's answers, as JSON: `Panes.explain`."""
+"""The explanation of a call's answers, as JSON: `LiveViewClient.explain`."""
 
 _EXPLAIN_TIMEOUT = 2.0
-"""Seconds that the engine may take to explain."""
-
+"""Seconds to wait for the engine's explanation."""
+_EXPORT_TIMEOUT = 5
+"""Seconds that a collector may take for a batch; a server that shuts down waits no longer."""
 _CHAT = ("chatcmpl-", "resp_", "msg_")
 
 
-class Api(NamedTuple):
-    """What is needed of OpenTelemetry. start: begins a span. extract: a context of W3C headers. within: a context in
-    which a span is the parent. server: the kind of a span that answers a request."""
-
-    start: Callable[..., Any]
-    extract: Callable[[Mapping[str, str]], Any]
-    within: Callable[[Any], Any]
-    server: Any
-
-
 class Traces:
-    """A `RimObserver` that makes a trace of each call once all its answers have ended.
+    """A `FrontendObserver` that makes a trace of each call once all its answers have ended.
 
-    api: OpenTelemetry, which is optional, handed in. explain: asked for the time in the queue, which the engine knows;
-    without an answer the parts it would tell are left out.
+    provider: OpenTelemetry's. explain: for the time in the queue, which the engine knows; if it fails, the
+    spans `queue` and `prefill` are left out.
     """
 
-    def __init__(self, api: Api, explain: Explain, *, model: str) -> None:
-        self._api, self._explain, self._model = api, explain, model
+    def __init__(self, provider: Any, explain: Explain, *, model: str) -> None:
+        from opentelemetry.trace import SpanKind, set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._provider, self._explain, self._model = provider, explain, model
+        self._start_span = provider.get_tracer("quire", __version__).start_span
+        self._extract = TraceContextTextMapPropagator().extract
+        self._inside = set_span_in_context
+        self._server_kind = SpanKind.SERVER
         self._ended: dict[str, list[tuple[int, FinishedRequest]]] = {}
-        self._telling: set[asyncio.Task[None]] = set()
+        self._exports: set[asyncio.Task[None]] = set()
 
-    def on_first(self, seconds: float) -> None: ...
+    def on_first(self, seconds: float) -> None:
+        """Not traced."""
 
-    def on_gap(self, seconds: float, tokens: int, answers: int = 1) -> None: ...
+    def on_gap(self, seconds: float, tokens: int, answers: int = 1) -> None:
+        """Not traced."""
 
-    def on_refused(self, reason: str) -> None: ...
+    def on_refused(self, reason: str) -> None:
+        """Not traced."""
 
-    def on_surplus(self, tokens: int) -> None: ...
+    def on_surplus(self, tokens: int) -> None:
+        """Not traced."""
 
     def text(self) -> bytes:
+        """No metrics."""
         return b""
 
     def on_end(self, ended: FinishedRequest) -> None:
+        """Trace the call if this was its last answer."""
         answers = self._ended.setdefault(ended.id, [])
         answers.append((time.time_ns(), ended))
         if len(answers) == ended.sampling.n:
             del self._ended[ended.id]
-            task = asyncio.get_running_loop().create_task(self._tell(answers))
-            self._telling.add(task)
-            task.add_done_callback(self._telling.discard)
+            task = asyncio.get_running_loop().create_task(self._trace(answers))
+            self._exports.add(task)
+            task.add_done_callback(self._exports.discard)
 
-    async def told(self) -> None:
-        """Return when everything that has ended is told."""
-        while self._telling:
-            await asyncio.gather(*self._telling, return_exceptions=True)
+    async def run(self, server: Coroutine[Any, Any, None]) -> None:
+        """Run the server, and send the last traces when it ends."""
+        try:
+            await server
+        finally:
+            while self._exports:
+                await asyncio.gather(*self._exports, return_exceptions=True)
+            await asyncio.to_thread(self._provider.shutdown)
 
-    async def _tell(self, answers: list[tuple[int, FinishedRequest]]) -> None:
+    async def _trace(self, answers: list[tuple[int, FinishedRequest]]) -> None:
         try:
             async with asyncio.timeout(_EXPLAIN_TIMEOUT):
-                known = json.loads(await self._explain(answers[0][1].id)) or {}
-        except Exception:  # an engine that has just died knows nothing; the rest is told all the same
-            known = {}
-        stories = {story["choice"]: story["seconds"] for story in known.get("answers", [])}
+                explained = json.loads(await self._explain(answers[0][1].id)) or {}
+        # An engine that has just died explains nothing.
+        except Exception:
+            explained = {}
+        seconds = {answer["choice"]: answer["seconds"] for answer in explained.get("answers", [])}
         first = answers[0][1]
         headers = {"traceparent": first.origin.traceparent, "tracestate": first.origin.tracestate}
-        begin = min(at - _ns(ended.seconds) for at, ended in answers)
         operation = "chat" if first.id.startswith(_CHAT) else "text_completion"
-        root = self._api.start(
+        root = self._start_span(
             f"{operation} {self._model}",
-            context=self._api.extract({name: value for name, value in headers.items() if value}),
-            kind=self._api.server,
-            attributes=dict(_asked(first, operation, self._model)),
-            start_time=begin,
+            context=self._extract({name: value for name, value in headers.items() if value}),
+            kind=self._server_kind,
+            attributes=dict(_request_attributes(first, operation, self._model)),
+            start_time=min(at - _ns(ended.seconds) for at, ended in answers),
         )
-        root.set_attributes(_answered(answers))
-        failed = [ended for _, ended in answers if ended.reason == "error"]
-        if failed:
+        root.set_attributes(_response_attributes(answers))
+        if any(ended.reason == "error" for _, ended in answers):
             root.set_attribute("error.type", "error")
-        inside = self._api.within(root)
+        context = self._inside(root)
         for at, ended in answers:
-            for name, start, end in _parts(at, ended, stories.get(ended.choice, {})):
-                about = {"gen_ai.response.id": ended.id, "quire.choice": ended.choice}
-                self._api.start(name, context=inside, attributes=about, start_time=start).end(end_time=end)
+            attributes = {"gen_ai.response.id": ended.id, "quire.choice": ended.choice}
+            for name, start, end in _parts(at, ended, seconds.get(ended.choice, {})):
+                self._start_span(name, context=context, attributes=attributes, start_time=start).end(end_time=end)
         root.end(end_time=max(at for at, _ in answers))
 
 
@@ -108,7 +115,7 @@ def _ns(seconds: float) -> int:
 
 
 def _parts(at: int, ended: FinishedRequest, seconds: Mapping[str, float | None]) -> Iterator[tuple[str, int, int]]:
-    """(name, start, end) of an answer's parts, in nanoseconds of wall time. `at`: when it ended."""
+    """(name, start, end) of an answer's spans, in nanoseconds of wall time. at: when it ended."""
     begin = at - _ns(ended.seconds)
     queued = seconds.get("queued")
     opened = begin if queued is None else min(begin + _ns(queued), at)
@@ -122,7 +129,7 @@ def _parts(at: int, ended: FinishedRequest, seconds: Mapping[str, float | None])
         yield "detokenise", at - _ns(min(ended.detokenize_seconds, ended.seconds)), at
 
 
-def _asked(ended: FinishedRequest, operation: str, model: str) -> Iterator[tuple[str, Any]]:
+def _request_attributes(ended: FinishedRequest, operation: str, model: str) -> Iterator[tuple[str, Any]]:
     sampling: SamplingParams = ended.sampling
     yield "gen_ai.operation.name", operation
     yield "gen_ai.provider.name", "quire"
@@ -142,26 +149,24 @@ def _asked(ended: FinishedRequest, operation: str, model: str) -> Iterator[tuple
         yield "http.request.header.x-request-id", [ended.origin.request_id]
 
 
-def _answered(answers: list[tuple[int, FinishedRequest]]) -> dict[str, Any]:
-    every = [ended for _, ended in sorted(answers, key=lambda one: one[1].choice)]
-    firsts = [ended.first for ended in every if ended.first is not None]
-    told: dict[str, Any] = {
-        "gen_ai.usage.input_tokens": every[0].prompt,
-        "gen_ai.usage.cache_read.input_tokens": max(ended.cached for ended in every),
-        "gen_ai.usage.output_tokens": sum(ended.tokens for ended in every),
-        "gen_ai.response.finish_reasons": [ended.reason for ended in every],
+def _response_attributes(answers: list[tuple[int, FinishedRequest]]) -> dict[str, Any]:
+    ended = sorted((each for _, each in answers), key=lambda each: each.choice)
+    first_tokens = [each.first for each in ended if each.first is not None]
+    attributes: dict[str, Any] = {
+        "gen_ai.usage.input_tokens": ended[0].prompt,
+        "gen_ai.usage.cache_read.input_tokens": max(each.cached for each in ended),
+        "gen_ai.usage.output_tokens": sum(each.tokens for each in ended),
+        "gen_ai.response.finish_reasons": [each.reason for each in ended],
     }
-    return told | ({"gen_ai.response.time_to_first_chunk": min(firsts)} if firsts else {})
+    if first_tokens:
+        attributes["gen_ai.response.time_to_first_chunk"] = min(first_tokens)
+    return attributes
 
 
-_EXPORT_TIMEOUT = 5
-"""Seconds that a collector may take for a batch; a server that ends waits no longer."""
-
-
-def build_tracing(endpoint: str | None, explain: Explain, *, model: str) -> Tracing | NoTracing:
-    """Traces to `endpoint`, or none. Raises InvalidConfig for no address, and where the packages are missing."""
+def build_traces(endpoint: str | None, explain: Explain, *, model: str) -> Traces | None:
+    """Traces to `endpoint`, None without one. Raises InvalidConfig for a bad address, and for missing packages."""
     if endpoint is None:
-        return NoTracing()
+        return None
     if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", endpoint):
         raise InvalidConfig(
             f"otlp_traces_endpoint must look like http://127.0.0.1:4318/v1/traces, not {endpoint!r}",
@@ -179,36 +184,4 @@ def build_tracing(endpoint: str | None, explain: Explain, *, model: str) -> Trac
     resource = Resource.create({"service.name": "quire", "service.version": __version__})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT)))
-    return Tracing(provider, explain, model=model)
-
-
-class Tracing:
-    """A provider of tracers, and the observer that uses it."""
-
-    def __init__(self, provider: Any, explain: Explain, *, model: str) -> None:
-        from opentelemetry.trace import SpanKind, set_span_in_context
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        self._provider = provider
-        start = provider.get_tracer("quire", __version__).start_span
-        api = Api(start, TraceContextTextMapPropagator().extract, set_span_in_context, SpanKind.SERVER)
-        self.observer = Traces(api, explain, model=model)
-        self.observers = (self.observer,)
-
-    async def around(self, running: Coroutine[Any, Any, None]) -> None:
-        """Run, and send the last traces at the end."""
-        try:
-            await running
-        finally:
-            await self.observer.told()
-            await asyncio.to_thread(self._provider.shutdown)
-
-
-class NoTracing:
-    """Nothing is traced."""
-
-    observers: tuple[Traces, ...] = ()
-
-    async def around(self, running: Coroutine[Any, Any, None]) -> None:
-        """Run."""
-        await running
+    return Traces(provider, explain, model=model)

@@ -51,7 +51,7 @@ export class World {
     const before = this.samples.at(-1);
     this.at = frame.at / 1e6;
     this.now = frame.now;
-    for (const event of frame.told) this.take(event);
+    for (const event of frame.events) this.take(event);
     this.takeSteps(frame.steps);
     if (frame.whole) this.begin(frame.whole);
     this.takePages(frame.whole ? frame.whole.pages : frame.pages, Boolean(frame.whole));
