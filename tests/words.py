@@ -25,7 +25,7 @@ _WORDS = """
 WITHDRAWN = frozenset(_WORDS.split())
 PHRASES = ("goes home", "go home", "went home", "sent away", "send away", "sat out", "is nobody's")
 
-NAMES = re.compile(r"^> .*|\bforesee\b|\bbench doors\b|doors-cpu")
+NAMES = re.compile(r"^> .*|\bforesee\b|\bbenchmarks\.doors\b|doors-cpu")
 """In pages of documentation: samples of a model's answers, the value of an option, a command and a page's name."""
 
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")

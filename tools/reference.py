@@ -86,9 +86,21 @@ def _class(path: str, one: type, *, deep: bool) -> str:
             parts.append("| field | type |\n|---|---|\n" + "\n".join(rows) + "\n")
         for name, method in inspect.getmembers(one, inspect.isfunction):
             if not name.startswith("_"):
-                signature = re.sub(r"self, |self", "", str(inspect.signature(method)), count=1)
-                parts.append(f"### `{name}`\n\n    {name}{signature}\n\n{_text(method)}\n")
+                parts.append(f"### `{name}`\n\n{_signature(name, method)}\n\n{_text(method)}\n")
     return "\n".join(parts)
+
+
+def _signature(name: str, method: Callable[..., Any]) -> str:
+    """A code block with one parameter a line."""
+    signature = inspect.signature(method)
+    lines = [str(each) for each in list(signature.parameters.values())[1:]]
+    kinds = [each.kind for each in list(signature.parameters.values())[1:]]
+    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        lines.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+    between = ",\n    " if len(lines) > 1 else ""
+    inside = f"\n    {between.join(lines)},\n" if len(lines) > 1 else "".join(lines)
+    text = f"{name}({inside}) -> {signature.return_annotation}"
+    return "```python\n" + text.replace("'", "") + "\n```"
 
 
 def _fields(one: type) -> Iterator[tuple[str, str]]:
