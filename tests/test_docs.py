@@ -190,6 +190,13 @@ def test_each_switch_shown_can_be_set_alone() -> None:
             main.main(["config", *shlex.split(one)], standalone_mode=False)
 
 
+def test_files_that_are_named_are_there() -> None:
+    """Paths in code quotes on the pages for contributors: from the root, or the end of a path in src/quire."""
+    for page in ("docs/architecture.md", "CONTRIBUTING.md"):
+        for path in re.findall(r"`([\w/.]+(?:/|\.py|\.proto))`", (ROOT / page).read_text("utf-8")):
+            assert (ROOT / path).exists() or any((ROOT / "src/quire").rglob(path.rstrip("/"))), (page, path)
+
+
 def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
     text = (ROOT / "docs/troubleshooting.md").read_text("utf-8")
     quoted = re.findall(r"^### `(.*)`$", text, re.MULTILINE)
