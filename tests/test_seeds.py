@@ -11,7 +11,7 @@ from quire.engine.protocol import FrameReader, Submit, ToEngine, encode_frame
 from quire.executors.contract import executor_pb2 as pb
 from quire.executors.contract import translate
 from quire.frontend.interface import Call
-from quire.frontend.request_builder import requests
+from quire.frontend.processor import requests
 from quire.model_runner.sampling.features import SamplingFeatures
 from quire.model_runner.sampling.noise import stream
 from quire.scheduler.plan import NewSequence, Plan, Span

@@ -26,10 +26,15 @@ from quire.checks import token_ids
 from quire.config import Settings
 from quire.engine.thread import EngineThread, wait_for
 from quire.errors import InvalidRequest, QuireError
-from quire.frontend import embeddings
 from quire.frontend.interface import Call, Delta
-from quire.frontend.output_processor import OutputProcessor, delta_of_error
-from quire.frontend.request_builder import output_processor, requests
+from quire.frontend.processor import (
+    OutputProcessor,
+    check_embedding,
+    delta_of_error,
+    embedding_vector,
+    output_processor,
+    requests,
+)
 from quire.parsers.reasoning import thoughts_ahead
 from quire.scheduler.constraint import FREE, Constraint
 from quire.structured_output.compiler import GrammarCompiler
@@ -102,7 +107,7 @@ class LLM:
         naming the field, also where the executor has no hidden states.
         """
         self._thread.check()
-        embeddings.check(dimensions, pools=self._engine.description.supports_pooling)
+        check_embedding(dimensions, pools=self._engine.description.supports_pooling)
         asked = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooling=pooling)
         return [
             job.embedding(dimensions, normalize=normalize) for job in self._run(self._read(prompts), asked, use_tqdm)
@@ -312,7 +317,7 @@ class _Job:
         last = self.choices[0][-1]
         if not last.pooled:
             raise InvalidRequest(last.error or "the prompt came to no vector", param="prompts")
-        numbers = embeddings.vector(last.pooled, dimensions, normalize=normalize)
+        numbers = embedding_vector(last.pooled, dimensions, normalize=normalize)
         outputs = EmbeddingOutput(tuple(numbers.tolist()))
         return EmbeddingRequestOutput(self.call.id, self.call.prompt, outputs, num_cached_tokens=last.num_cached)
 

@@ -9,7 +9,7 @@ import pytest
 
 from quire.engine.protocol import Abort, FrameReader, Submit, ToEngine, encode_frame, submission, submitted
 from quire.frontend.interface import Call
-from quire.frontend.request_builder import requests
+from quire.frontend.processor import requests
 from quire.types import Request, SamplingParams, StructuredOutputsParams
 from tests.server.doubles import TOKENIZER
 

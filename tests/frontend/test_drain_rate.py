@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from quire.frontend.drain_rate import DrainRate
+from quire.frontend.interface import DrainRate
 
 
 def leaving(every: float, count: int) -> DrainRate:

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.frontend.interface import Delta
-from quire.frontend.output_processor import OutputProcessor
-from quire.frontend.request_builder import output_processor
+from quire.frontend.processor import OutputProcessor, output_processor
 from quire.tokenization.detokenizer import StopStrings
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import Request, RequestStepOutput, SamplingParams, TokenLogprobs

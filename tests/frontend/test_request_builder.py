@@ -6,7 +6,7 @@ import pytest
 
 from quire.errors import InvalidRequest
 from quire.frontend.interface import Call
-from quire.frontend.request_builder import bad_words, requests
+from quire.frontend.processor import bad_words, requests
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import Request, SamplingParams
 from tests.tokenization.vocabulary import byte_level

@@ -15,9 +15,10 @@ import pytest
 
 from quire.errors import InvalidConfig, Unavailable
 from quire.frontend.http_client import Origin
-from quire.frontend.observer import NoObserver, NoRequestObserver
+from quire.frontend.observer import ObserverGroup
 from quire.frontend.supervisor import PrivateServer, free_port
 from quire.frontend.upstream import UpstreamBackend
+from quire.observability.live_view import RequestTimeline
 from tests.live import Live, environment, serving
 
 pytestmark = pytest.mark.anyio
@@ -57,8 +58,8 @@ def behind(server: PrivateServer, port: int) -> UpstreamBackend:
     return UpstreamBackend(
         [Origin.parse(f"127.0.0.1:{port}")],
         supervisor=server,
-        observer=NoObserver(),
-        request_observer=NoRequestObserver(),
+        observer=ObserverGroup(),
+        request_observer=RequestTimeline("stub"),
         kind="vllm",
         headers=[(b"authorization", b"Bearer k")],
         max_outstanding=8,

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 
 from quire.frontend.http_client import Origin
-from quire.frontend.supervisor import NoSupervisor
 from quire.frontend.upstream import UpstreamBackend
 from quire.observability.frontend_metrics import FrontendMetrics
 from quire.observability.live_view import Broadcaster, RequestTimeline
@@ -52,7 +51,7 @@ def backend_of(
     settings: dict[str, Any] = {"max_outstanding": 100, "affinity": False, "start_timeout": 0.3, **rest}
     return UpstreamBackend(
         [Origin.parse(one if isinstance(one, str) else one.url) for one in stubs],
-        supervisor=NoSupervisor(),
+        supervisor=None,
         observer=FrontendMetrics("stub"),
         request_observer=lanes or RequestTimeline("stubs"),
         kind="openai",

@@ -439,8 +439,8 @@ async def test_a_start_without_a_server_or_with_a_strange_one_says_so() -> None:
 
 
 async def test_a_server_that_says_it_is_ill_gets_nothing_until_it_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.frontend.upstream_server._CHECK_INTERVAL", 0.02)
-    monkeypatch.setattr("quire.frontend.upstream_server._RETRY_INTERVAL", 0.02)
+    monkeypatch.setattr("quire.frontend.upstream._CHECK_INTERVAL", 0.02)
+    monkeypatch.setattr("quire.frontend.upstream._RETRY_INTERVAL", 0.02)
     server: Stub
     async with stub() as server, relaying(server) as relay:
         server.healthy = False

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from quire.errors import QuireError, Unavailable
 from quire.frontend.interface import Call, Delta
-from quire.frontend.output_processor import ActiveRequest
+from quire.frontend.processor import ActiveRequest
 from quire.server.calls import Job
 from quire.server.limits import Limits
 from quire.server.stream import EventStream, answer_all

@@ -24,7 +24,7 @@ from quire.assembly.server import (
 from quire.config import OPTIONS, Settings
 from quire.errors import InvalidConfig
 from quire.frontend.http_client import Origin
-from quire.frontend.supervisor import NoSupervisor, PrivateServer, Supervisor, free_port
+from quire.frontend.supervisor import PrivateServer, free_port
 from quire.frontend.upstream import UpstreamBackend
 from quire.observability.live_view import Broadcaster, RequestTimeline
 from quire.observability.tracing import build_traces
@@ -67,7 +67,7 @@ def relay(settings: Settings) -> None:
     vllm_flags = _vllm_flags(settings)
     sock = listen(server.host, server.port)
     key = upstream.upstream_api_key
-    supervisor: Supervisor = NoSupervisor()
+    supervisor: PrivateServer | None = None
     urls = tuple(url.strip() for several in upstream.upstream for url in several.split(",") if url.strip())
     if upstream.backend == "vllm":
         port = free_port()

@@ -1,6 +1,6 @@
-"""HTTP/1.1 towards one server: kept connections, answers read as they come. No more than a relay needs.
+"""A minimal HTTP/1.1 client for a relay: keep-alive connections, responses read as they arrive.
 
-Parsing is httptools' (llhttp); RFC 9112 says when an answer is complete and when a connection may be used again.
+Responses are parsed by httptools (llhttp); RFC 9112 defines when one is complete and a connection may be reused.
 """
 
 from __future__ import annotations
@@ -21,36 +21,37 @@ from quire.errors import InvalidConfig
 Headers = list[tuple[bytes, bytes]]
 
 _CONNECT = 5.0
-"""Seconds until a server that does not take a connection is given up."""
+"""Seconds until a connection attempt fails."""
 _IDLE = 64
-"""Connections kept for later."""
+"""The most idle connections."""
 _REST = 4.0
-"""Seconds that a connection is kept unused: servers close theirs after 5 (uvicorn) or more, and a request that meets
-the closing is lost, for nothing tells whether it was read."""
+"""Seconds that a connection is kept idle. Servers close theirs after 5 (uvicorn) or more, and a request that is sent at
+that moment is lost, since it is unknown whether the server has read it."""
 _KEEP_ALIVE = re.compile(rb"\btimeout\s*=\s*(\d{1,6})\b", re.IGNORECASE)
 _MARGIN = 1.0
-"""Seconds by which a connection is given up before the server says that it will."""
+"""Seconds before the server's announced timeout at which an idle connection is closed."""
 _SAFE = frozenset({"GET", "HEAD"})
-"""Methods that change nothing, so that they may be sent again when an answer fails to come (RFC 9110, 9.2.1, 9.2.2)."""
+"""Safe methods, which may be sent again where no response came (RFC 9110, 9.2.1 and 9.2.2)."""
 _HIGH = 256 << 10
-"""Bytes of an answer that may wait for its reader."""
+"""Bytes of a response that may wait for its reader before reading from the socket pauses."""
 _HEAD = 64 << 10
-"""Bytes of an answer's header fields."""
+"""The most bytes of a response's header fields."""
 
 
 class ConnectionLost(Exception):
-    """An exchange broke off. unheard: nothing of an answer had come; the request may have been processed all the same.
+    """An exchange failed. retryable: nothing of a response had come, though the request may have been processed.
 
-    code: what to call it in an error; `upstream_unreachable` means that no connection was made, so nothing was sent.
+    code: of the error; `upstream_unreachable` means that no connection was made, so that nothing was sent.
     """
 
-    def __init__(self, why: str, *, unheard: bool = False, code: str = "upstream_died") -> None:
+    def __init__(self, why: str, *, retryable: bool = False, code: str = "upstream_died") -> None:
         super().__init__(why)
-        self.retryable, self.code = unheard, code
+        self.retryable = retryable
+        self.code = code
 
 
 class Origin(NamedTuple):
-    """Where a server is. prefix: what its paths begin with."""
+    """The address of a server. prefix: of all its paths."""
 
     host: str
     port: int
@@ -59,7 +60,7 @@ class Origin(NamedTuple):
 
     @classmethod
     def parse(cls, url: str) -> Origin:
-        """Of `http://HOST[:PORT][/PREFIX][/v1]`. Raises InvalidConfig."""
+        """Parse `http://HOST[:PORT][/PREFIX][/v1]`. Raises InvalidConfig."""
         try:
             parts = urlsplit(url if "://" in url else "http://" + url)
             host, port = parts.hostname, parts.port
@@ -73,6 +74,7 @@ class Origin(NamedTuple):
 
     @property
     def authority(self) -> str:
+        """HOST:PORT."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
@@ -81,9 +83,9 @@ class Origin(NamedTuple):
 
 
 class Connection(asyncio.Protocol):
-    """One connection, one exchange after the other; also what httptools calls back.
+    """A connection with one exchange at a time; also the callbacks of asyncio and httptools.
 
-    status and headers are there once `headed` has returned; `read` gives the body, b"" when it is complete.
+    `status` and `headers` are set once `headed` has returned; `read` returns the body, b"" at its end.
     """
 
     def __init__(self) -> None:
@@ -98,27 +100,30 @@ class Connection(asyncio.Protocol):
         self._begin()
 
     def _begin(self) -> None:
-        self.headers, self.status, self.until_closed = [], 0, False
+        self.headers = []
+        self.status = 0
+        self.until_closed = False
         self._parts: list[bytes] = []
         self._size = self._fields = 0
-        self._heard = self._headed = self._done = self._keep = self._paused = False
+        self._received = self._headed = self._done = self._keep = self._paused = False
         self._broken: ConnectionLost | None = None
 
-    # ---------------------------------------------------------------- for who asks
+    # ---------------------------------------------------------------- called by users
 
     def send(self, request: bytes) -> None:
+        """Begin an exchange."""
         assert self._transport is not None
         self._begin()
         self.exchanges += 1
         self._transport.write(request)
 
     async def headed(self) -> None:
-        """Return when status and header fields have come. Raises Broken."""
+        """Wait for status and header fields. Raises ConnectionLost."""
         while not self._headed:
             await self._news()
 
     async def read(self) -> bytes:
-        """What has come of the body since, b"" when that was all. Raises Broken, after what came before it."""
+        """The next part of the body, b"" at its end. Raises ConnectionLost, after the parts before the failure."""
         while not self._parts:
             if self._done:
                 return b""
@@ -133,19 +138,22 @@ class Connection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
+        """Whether the exchange is complete and the connection stays open."""
         return self._done and self._keep and not self.lost and not self._parts and self._broken is None
 
     def rest(self) -> None:
-        """It is kept for another exchange: for as long as the server says in Keep-Alive, at most `_REST` seconds."""
+        """Keep it for another exchange: for the server's Keep-Alive timeout, at most `_REST` seconds."""
         rest = _REST
         for name, value in self.headers:
-            if name == b"keep-alive" and (said := _KEEP_ALIVE.search(value)):
-                rest = min(rest, int(said[1]) - _MARGIN)
+            if name == b"keep-alive" and (found := _KEEP_ALIVE.search(value)):
+                rest = min(rest, int(found[1]) - _MARGIN)
         self._until = asyncio.get_running_loop().time() + rest
 
     def usable(self) -> bool:
-        """Whether the server will read what is sent now, as far as can be known: it has neither closed the connection
-        nor is likely to. What it has sent already, and the event loop not read, is an end: it was asked nothing."""
+        """Whether the server is likely to read another request: it has not closed the connection and will not soon.
+
+        Unread data on an idle connection means that the server has closed it.
+        """
         transport = self._transport
         if self.lost or transport is None or transport.is_closing():
             return False
@@ -156,7 +164,7 @@ class Connection(asyncio.Protocol):
         return not waiting.poll(0)
 
     def close(self) -> None:
-        """Now, whatever is under way: the server sees that nobody listens."""
+        """Close at once, even during an exchange."""
         self.lost = True
         if self._transport is not None:
             self._transport.abort()
@@ -165,7 +173,7 @@ class Connection(asyncio.Protocol):
         if self._broken is not None:
             raise self._broken
         if self.lost:
-            raise ConnectionLost("the connection is closed", unheard=not self._heard)
+            raise ConnectionLost("the connection is closed", retryable=not self._received)
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
@@ -176,16 +184,19 @@ class Connection(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    # ---------------------------------------------------------------- for the event loop
+    # ---------------------------------------------------------------- called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol."""
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._done or not self.exchanges:  # it speaks unasked
+        """See asyncio.Protocol."""
+        # Data without a request.
+        if self._done or not self.exchanges:
             self.close()
             return
-        self._heard = True
+        self._received = True
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -196,13 +207,14 @@ class Connection(asyncio.Protocol):
         self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
+        """See asyncio.Protocol."""
         self.lost = True
         if not self._done and self._broken is None:
             if self._headed and self.until_closed and error is None:
                 self._done = True
             else:
-                when = "in the middle of its answer" if self._heard else "without an answer"
-                self._broken = ConnectionLost(f"it closed the connection {when}", unheard=not self._heard)
+                when = "in the middle of its answer" if self._received else "without an answer"
+                self._broken = ConnectionLost(f"it closed the connection {when}", retryable=not self._received)
         self._wake()
 
     def _break(self, why: str, code: str) -> None:
@@ -210,14 +222,16 @@ class Connection(asyncio.Protocol):
             self._broken = ConnectionLost(why, code=code)
         self.close()
 
-    # ---------------------------------------------------------------- for the parser
+    # ---------------------------------------------------------------- called by the parser
 
     def on_message_begin(self) -> None:
-        if self._done:  # more than was asked for
+        """A second response to one request: the connection is not reused."""
+        if self._done:
             self._keep = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._headed:  # a trailer
+        """A header field; trailers are ignored."""
+        if self._headed:
             return
         self._fields += len(name) + len(value)
         if self._fields > _HEAD:
@@ -226,28 +240,33 @@ class Connection(asyncio.Protocol):
             self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        """The end of the header fields."""
         status = self._parser.get_status_code()
         if self._done or status < 200:
             return
-        self.status, self._headed = status, True
+        self.status = status
+        self._headed = True
         framed = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
         self.until_closed = not framed and status not in (204, 304)
 
     def on_body(self, body: bytes) -> None:
+        """A part of the body."""
         if not self._done:
             self._parts.append(body)
             self._size += len(body)
 
     def on_message_complete(self) -> None:
-        if not self._headed:  # 100 Continue and the like: the answer is still to come
+        """The end of a response; after an interim one (100 Continue), the final one is still to come."""
+        if not self._headed:
             self.headers = []
             return
         if not self._done:
-            self._done, self._keep = True, self._parser.should_keep_alive()
+            self._done = True
+            self._keep = self._parser.should_keep_alive()
 
 
 class Pool:
-    """Connections to one server, the one used last first."""
+    """Connections to one server; the most recently used idle one is used first."""
 
     def __init__(self, origin: Origin) -> None:
         self.origin = origin
@@ -255,10 +274,10 @@ class Pool:
         self._tls = ssl.create_default_context() if origin.tls else None
 
     async def exchange(self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> Connection:
-        """Ask, and return when status and headers are there. Raises Broken.
+        """Send a request, and return when status and headers have come. Raises ConnectionLost.
 
-        A kept connection may be closed by the server just as it is used. Whether the server had read the request then,
-        nothing tells: only a method that changes nothing is sent again, on a fresh connection.
+        The server may close an idle connection just as it is used, and it is unknown whether it has read the request:
+        only safe methods are sent again, on a new connection.
         """
         lines = [f"{method} {self.origin.prefix}{path} HTTP/1.1\r\nhost: {self.origin.authority}\r\n".encode("latin-1")]
         lines += [b"%s: %s\r\n" % field for field in headers]
@@ -268,14 +287,14 @@ class Pool:
         kept = self._kept()
         if kept is not None:
             try:
-                return await _asked(kept, request)
+                return await _send(kept, request)
             except ConnectionLost as error:
                 if not error.retryable or method not in _SAFE:
                     raise
-        return await _asked(await self._connect(), request)
+        return await _send(await self._connect(), request)
 
     def give_back(self, connection: Connection) -> None:
-        """An exchange is over, complete or not."""
+        """Return the connection after an exchange, complete or not."""
         if connection.reusable and len(self._idle) < _IDLE:
             connection.rest()
             self._idle.append(connection)
@@ -283,6 +302,7 @@ class Pool:
             connection.close()
 
     def close(self) -> None:
+        """Close the idle connections."""
         for connection in self._idle:
             connection.close()
         self._idle.clear()
@@ -296,15 +316,16 @@ class Pool:
         return None
 
     async def _connect(self) -> Connection:
-        loop, origin = asyncio.get_running_loop(), self.origin
+        loop = asyncio.get_running_loop()
+        origin = self.origin
         try:
             async with asyncio.timeout(_CONNECT):
                 _, connection = await loop.create_connection(Connection, origin.host, origin.port, ssl=self._tls)
         except TimeoutError as error:
             why = f"it took no connection within {_CONNECT:g} s"
-            raise ConnectionLost(why, unheard=True, code="upstream_unreachable") from error
+            raise ConnectionLost(why, retryable=True, code="upstream_unreachable") from error
         except OSError as error:
-            raise ConnectionLost(_reason(error), unheard=True, code="upstream_unreachable") from error
+            raise ConnectionLost(_reason(error), retryable=True, code="upstream_unreachable") from error
         return connection
 
 
@@ -314,7 +335,7 @@ def _reason(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 
-async def _asked(connection: Connection, request: bytes) -> Connection:
+async def _send(connection: Connection, request: bytes) -> Connection:
     try:
         connection.send(request)
         await connection.headed()

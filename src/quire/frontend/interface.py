@@ -1,9 +1,10 @@
-"""THE UPPER DOOR: what can answer requests. The native engine, an upstream server, a router: all are this."""
+"""The interface between the HTTP server and what answers requests: the native engine, or upstream servers."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -15,10 +16,10 @@ from quire.types import NO_TRACE_CONTEXT, SamplingParams, TokenLogprobs, TraceCo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One prompt to answer `sampling.n` times. `prompt` are token ids; `text` is what they were made of, if text.
+    """A prompt to answer `sampling.n` times. prompt: token ids. text: the text they were encoded from, if any.
 
-    timeout: seconds from arrival, inf for none. `id` is unique and chosen by the server. spend: called with the number
-    of tokens that each step generated, whether or not the client reads them; None: they are not metered.
+    id: unique, chosen by the server. timeout: seconds from arrival, inf for none. spend: called with the number of
+    tokens that each step generated, whether or not the client reads them; None: they are not metered.
     """
 
     id: str
@@ -33,19 +34,19 @@ class Call:
 
 
 class Delta(NamedTuple):
-    """What one choice got since the last delta.
+    """The new output of one choice since its previous delta.
 
-    text: new text, final (never half a character, never part of a stop string). tokens: the token ids behind it,
-    counted in usage. finish_reason: stop | length | abort | timeout | error, with the last delta of a choice.
-    stop_reason: the stop string or stop token id that ended it; None for the model's own end tokens.
-    logprobs: per token in `tokens` when asked for. prompt_logprobs: with the first delta of choice 0, None for the
-    first token. num_cached: prompt tokens whose K/V came from the prefix cache, with every delta. error: says what went
-    wrong when finish_reason is 'error', status whose mistake it is and param which field of the request is to blame,
-    if one is; `ResultStream.take` raises instead. pooled: the prompt as one vector of float32, with the last delta, if
-    asked for.
+    text: new text, final (never half a character or part of a stop string). tokens: its token ids, counted in usage.
+    finish_reason: stop | length | abort | timeout | error, with the last delta of a choice. stop_reason: the stop
+    string or stop token id that ended it; None for the model's own end tokens. logprobs: one for each of `tokens`, if
+    requested. prompt_logprobs: with the first delta of choice 0, None for the first token. num_cached: prompt tokens
+    whose K/V came from the prefix cache, with every delta. error, status, param: the message, the HTTP status and the
+    request's field at fault, if any, where finish_reason is 'error'; `ResultStream.take` raises instead. pooled: the
+    prompt as one float32 vector, with the last delta, if requested.
     """
 
-    index: int  # type: ignore[assignment] # nobody searches a delta, as tuple.index would
+    # It hides tuple.index.
+    index: int  # type: ignore[assignment]
     text: str
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -64,23 +65,23 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class ResultStream(Protocol[T_co]):
-    """What comes, as it comes. Used from one event loop, by one reader, who closes it.
+    """A stream of results. Used from one event loop, by one reader, which closes it.
 
-    The reader is called, so that what a step brings to many readers is told in one pass, without a task for each.
+    The reader is notified by a callback, so that one step of the engine serves all readers without a task for each.
     """
 
     def subscribe(self, news: Callable[[], None]) -> None:
-        """From now on `news` is called when something comes while all is taken, and at the end. It raises nothing."""
+        """Set the callback for new results after all were taken, and for the end. It must not raise."""
 
     def take(self) -> Sequence[T_co] | None:
-        """What is ready, possibly nothing; None once all has been told. Raises, after what is ready, what ends it."""
+        """The results that are ready, possibly none; None at the end. After them, raises what ended the stream."""
 
     def close(self) -> None:
-        """Nobody reads on."""
+        """Stop reading; what is not finished is aborted."""
 
 
 async def iterate(answers: ResultStream[T]) -> AsyncGenerator[Sequence[T], None]:
-    """For readers who have time to wait: what is ready together in one list."""
+    """The results of a stream, those that are ready together as one list."""
     news = asyncio.Event()
     answers.subscribe(news.set)
     while (ready := answers.take()) is not None:
@@ -93,10 +94,10 @@ async def iterate(answers: ResultStream[T]) -> AsyncGenerator[Sequence[T], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What /v1/models says of the model served. `defaults` are generation_config.json's sampling fields.
+    """The served model. defaults: the sampling fields of generation_config.json.
 
-    pools: whether it gives embeddings. tool_parser, reasoning_parser: how its answers are told apart (see
-    parsers.tools.styles and parsers.reasoning).
+    pools: whether it computes embeddings. tool_parser, reasoning_parser: how its answers are parsed (see
+    `parsers.tools.styles` and `parsers.reasoning`).
     """
 
     id: str
@@ -111,43 +112,47 @@ class ModelCard:
 
 
 class Service(Protocol):
-    """What lives behind the HTTP side. Used from one event loop only."""
+    """A backend of the HTTP server. Used from one event loop only."""
 
     async def start(self) -> None:
         """Return when ready to serve. Raises InvalidModel, InvalidConfig or Unavailable."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Abort what is running and release everything."""
 
     def stats(self) -> dict[str, Any]:
         """`/stats`: the fields of docs/guides/serving.md, plain JSON."""
 
     def load(self) -> int:
-        """`/load`: prompts being answered, those that wait included."""
+        """`/load`: prompts being answered, including those in the queue."""
 
     def metrics(self) -> bytes:
         """`/metrics`: Prometheus text."""
 
     def alive(self) -> bool:
-        """Liveness means progress: nothing outstanding, or the step counter advances."""
+        """Liveness is progress: nothing is outstanding, or the step counter advances."""
 
     def ready(self) -> bool:
-        """Whether calls are accepted now."""
+        """Whether calls are accepted."""
 
     async def drain(self, timeout: float) -> None:
-        """Refuse new calls, wait up to `timeout` seconds for those running, abort the rest."""
+        """Refuse new calls, wait up to `timeout` seconds for running ones, and abort the rest."""
 
 
 class Backend(Service, Protocol):
-    """Answers calls that it understands; `frontend.upstream` passes on what it does not.
+    """A Service that answers parsed calls; `frontend.upstream` forwards requests unparsed instead.
 
     `encode`, `decode`, `render` and `token_text` may be used from any thread.
     """
 
-    def model(self) -> ModelCard: ...
+    def model(self) -> ModelCard:
+        """The served model."""
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Text to token ids."""
 
-    def decode(self, tokens: tuple[int, ...], *, skip_special_tokens: bool = False) -> str: ...
+    def decode(self, tokens: tuple[int, ...], *, skip_special_tokens: bool = False) -> str:
+        """Token ids to text."""
 
     def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """Chat messages to text by the model's chat template.
@@ -157,19 +162,44 @@ class Backend(Service, Protocol):
         """
 
     def token_text(self, token: int) -> tuple[str, bytes]:
-        """How one token is shown in log-probabilities: as text, and as its exact bytes."""
+        """One token as text and as bytes, for log-probabilities."""
 
     def reset_prefix_cache(self) -> None:
-        """Calls from now on find nothing computed before. Raises Unavailable where there is no engine just now."""
+        """Empty the prefix cache. Raises Unavailable while there is no engine."""
 
     def admit(self, more: int, coming: int = 0) -> None:
-        """Raises Overloaded where so many more answers cannot be queued, besides `coming` that will be asked for, and
-        Unavailable where nothing is answered now.
+        """Raise Overloaded where `more` answers cannot be queued besides the `coming` ones, and Unavailable where
+        calls are not accepted.
 
-        As `answer` would, but before anything is made of a request. Cheap.
+        The check of `answer`, before a request is parsed.
         """
 
     def answer(self, call: Call) -> ResultStream[Delta]:
-        """Begin. Raises Overloaded, InvalidRequest and Unavailable; `take` raises DeadlineExceeded before the first
-        delta, Unavailable and StepFailed at any time. Closing aborts the call.
+        """Begin to answer. Raises Overloaded, InvalidRequest and Unavailable; `take` raises DeadlineExceeded before
+        the first delta, Unavailable and StepFailed at any time. Closing aborts the call.
         """
+
+
+_MAX_RETRY_AFTER = 60.0
+"""Seconds."""
+
+
+class DrainRate:
+    """The recent rate at which requests end, from which Retry-After is computed. Times are in seconds of one clock."""
+
+    def __init__(self, remembered: int = 64) -> None:
+        self._times: deque[float] = deque(maxlen=remembered)
+
+    def record(self, now: float) -> None:
+        """A request ended."""
+        self._times.append(now)
+
+    def wait(self, backlog: int, now: float) -> float:
+        """Whole seconds until `backlog` requests have ended at the recent rate: 1 to 60, 1 when nothing is known.
+
+        The rate is measured up to now, so that it falls during a stall.
+        """
+        if len(self._times) < 2 or now <= self._times[0]:
+            return 1.0
+        rate = len(self._times) / (now - self._times[0])
+        return min(max(math.ceil(backlog / rate), 1.0), _MAX_RETRY_AFTER)

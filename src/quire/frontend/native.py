@@ -1,4 +1,4 @@
-"""The rim of our own engine: text in, text out; the engine behind its port knows token ids only."""
+"""The backend of the native engine: tokenize, submit to the engine, detokenize."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from quire import errors
 from quire.engine.client import EngineClient
 from quire.engine.executor import Description
 from quire.errors import DeadlineExceeded, Interrupted, InvalidRequest, Overloaded, Unavailable
-from quire.frontend.drain_rate import DrainRate
-from quire.frontend.interface import Call, Delta, ModelCard
-from quire.frontend.observer import FrontendObserver, NoObserver
-from quire.frontend.output_processor import ActiveRequest, OutputProcessor, delta_of_error
-from quire.frontend.request_builder import output_processor, requests
+from quire.frontend.interface import Call, Delta, DrainRate, ModelCard
+from quire.frontend.observer import FrontendObserver, ObserverGroup
+from quire.frontend.processor import ActiveRequest, OutputProcessor, delta_of_error, output_processor, requests
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.detokenizer import StopStrings
 from quire.tokenization.tokenizer import Tokenizer
@@ -49,11 +47,11 @@ def _initial_stats(about: Description) -> dict[str, Any]:
 
 
 class NativeBackend:
-    """Answers calls from one engine (the upper door; see base.Backend).
+    """A Backend of one engine.
 
-    card: its max_model_len and vocab_size are what the checkpoint says until `start`, then what the engine can hold.
-    max_queued: answers that may wait beyond those running. max_unread: deltas of a call that may wait for their reader;
-    one more ends the call. clock: seconds, the engine's clock too.
+    card: its max_model_len and vocab_size are the checkpoint's until `start`, then the engine's. max_queued: answers
+    that may wait beyond those running. max_unread: deltas of a call that may wait for their reader; one more aborts the
+    call. clock: in seconds, also the engine's.
     """
 
     def __init__(
@@ -69,21 +67,28 @@ class NativeBackend:
         clock: Callable[[], float] = time.monotonic,
         seeds: Callable[[], int] = _random_seed,
     ) -> None:
-        self._engine, self._tokenizer, self._card, self._chat = engine, tokenizer, card, chat
-        self._observer: FrontendObserver = NoObserver() if observer is None else observer
-        self._max_queued, self._max_unread, self._clock, self._seeds = max_queued, max_unread, clock, seeds
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._card = card
+        self._chat = chat
+        self._observer: FrontendObserver = ObserverGroup() if observer is None else observer
+        self._max_queued = max_queued
+        self._max_unread = max_unread
+        self._clock = clock
+        self._seeds = seeds
         self._active: dict[str, tuple[ActiveRequest, OutputProcessor]] = {}
-        self._in_gaps = 0
-        """Of these, those that run only in the gaps."""
+        self._num_background = 0
+        """The number of those with background priority."""
         self._requests: set[ActiveRequest] = set()
         self._drain_rate = DrainRate()
         self._stats: dict[str, Any] = {}
         self._draining = False
         self._empty = asyncio.Event()
 
-    # ---------------------------------------------------------------- life
+    # ---------------------------------------------------------------- life cycle
 
     async def start(self) -> None:
+        """See Service."""
         self._engine.subscribe(self._on_tokens, self._on_death)
         about = await self._engine.start()
         limit = min(self._card.max_model_len, about.max_model_len, about.num_blocks * about.block_size)
@@ -91,11 +96,13 @@ class NativeBackend:
         self._stats = _initial_stats(about)
 
     async def close(self) -> None:
+        """See Service."""
         self._draining = True
         self._end_all("abort")
         await self._engine.close()
 
     async def drain(self, timeout: float) -> None:
+        """See Service."""
         self._draining = True
         if self._requests:
             self._empty.clear()
@@ -105,26 +112,33 @@ class NativeBackend:
                 self._end_all("abort")
 
     def alive(self) -> bool:
+        """See Service."""
         return self._engine.alive()
 
     def ready(self) -> bool:
+        """See Service."""
         return self._engine.ready() and not self._draining
 
     # ---------------------------------------------------------------- text
 
     def model(self) -> ModelCard:
+        """See Backend."""
         return self._card
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """See Backend."""
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, tokens: tuple[int, ...], *, skip_special_tokens: bool = False) -> str:
+        """See Backend."""
         return self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token: int) -> tuple[str, bytes]:
+        """See Backend."""
         return self._tokenizer.token_text(token)
 
     def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """See Backend."""
         if self._chat is None:
             raise InvalidRequest(
                 f"{self._card.id} has no chat template: use /v1/completions, or start the server with --chat-template",
@@ -136,6 +150,7 @@ class NativeBackend:
     # ---------------------------------------------------------------- calls
 
     def answer(self, call: Call) -> ActiveRequest:
+        """See Backend."""
         now = self._clock()
         self._check_ready()
         asked = requests(
@@ -156,7 +171,7 @@ class NativeBackend:
         for request in asked:
             live.processors[request.id] = made = output_processor(request, self._tokenizer, stops)
             self._active[request.id] = live, made
-        self._in_gaps += len(asked) * (call.priority >= BACKGROUND)
+        self._num_background += len(asked) * (call.priority >= BACKGROUND)
         self._requests.add(live)
         if call.timeout < math.inf:
             live.timer = asyncio.get_running_loop().call_later(call.timeout, self._end, live, "timeout")
@@ -169,10 +184,12 @@ class NativeBackend:
             raise Unavailable("the server is shutting down" if self._draining else "the engine is not ready")
 
     def admit(self, more: int, coming: int = 0) -> None:
+        """See Backend."""
         self._check_ready()
         waiting = len(self._active) + coming - self._engine.snapshot().get("active_requests", 0)
-        if waiting + more > self._max_queued:  # who runs only in the gaps stands in nobody's way
-            waiting = max(0, waiting - self._in_gaps)
+        # Background requests delay no others.
+        if waiting + more > self._max_queued:
+            waiting = max(0, waiting - self._num_background)
         if waiting + more > self._max_queued:
             self._observer.on_refused("max_num_queued_reqs")
             raise Overloaded(
@@ -180,27 +197,30 @@ class NativeBackend:
                 retry_after=self._drain_rate.wait(waiting, self._clock()),
             )
 
-    def _leave_seat(self, id: str) -> None:
+    def _remove(self, id: str) -> None:
         live, _ = self._active.pop(id)
-        self._in_gaps -= live.call.priority >= BACKGROUND
+        self._num_background -= live.call.priority >= BACKGROUND
 
-    # ---------------------------------------------------------------- what the engine says
+    # ---------------------------------------------------------------- callbacks of the engine
 
     def _on_tokens(self, batch: Sequence[RequestStepOutput]) -> None:
-        """One engine step: each answer gets what it can tell, and each reader is called once."""
-        now, seats, observer = self._clock(), self._active, self._observer
+        """One step of the engine: each answer gets its delta, and each reader is called once."""
+        now = self._clock()
+        observer = self._observer
         over: defaultdict[FinishReason, list[str]] = defaultdict(list)
         gaps: defaultdict[tuple[float, int], int] = defaultdict(int)
         woken: list[ActiveRequest] = []
         unread: list[ActiveRequest] = []
         began = time.perf_counter()
         for event in batch:
-            seat, made = seats.get(event.id), len(event.tokens)
-            if seat is None:  # it ended here before the engine knew
+            active = self._active.get(event.id)
+            made = len(event.tokens)
+            # It ended here before the engine knew.
+            if active is None:
                 if made:
                     observer.on_surplus(made)
                 continue
-            live, one = seat
+            live, one = active
             if made:
                 if one.last is None:
                     one.first = now
@@ -236,9 +256,9 @@ class NativeBackend:
             live.on_ready()
 
     def _finish(self, live: ActiveRequest, answer: OutputProcessor, delta: Delta, now: float) -> None:
-        """An answer is complete. An error ends the whole call, and so does a deadline before any token."""
+        """An answer ended. An error ends the whole call, and so does a deadline before any token."""
         reason = delta.finish_reason or ""
-        self._leave_seat(answer.id)
+        self._remove(answer.id)
         del live.processors[answer.id]
         live.num_tokens += answer.count
         self._drain_rate.record(now)
@@ -273,22 +293,22 @@ class NativeBackend:
         )
 
     def _on_death(self, reason: str) -> None:
-        """The engine is gone, and so is everything it held."""
+        """The engine ended, and all its requests with it."""
         now = self._clock()
         for live in self._requests:
             if not live.processors:
                 continue
             for answer in live.processors.values():
-                self._leave_seat(answer.id)
+                self._remove(answer.id)
                 self._report_end(live, answer, "error", now)
             live.processors.clear()
             live.error = Interrupted(f"the engine stopped while this request was running: {reason}")
             live.on_ready()
 
-    # ---------------------------------------------------------------- ends that the rim brings
+    # ---------------------------------------------------------------- aborts
 
     def _end(self, live: ActiveRequest, reason: FinishReason) -> None:
-        """End every answer that goes on, with what there is."""
+        """End every answer of a call that has not ended."""
         now = self._clock()
         over = list(live.processors.values())
         for answer in over:
@@ -302,14 +322,14 @@ class NativeBackend:
                 self._end(live, reason)
 
     def _on_reader_closed(self, live: ActiveRequest) -> None:
-        """Nobody reads on: finished, failed, or the client has gone. Its pages are free within a step."""
+        """The reader closed the stream: finished, failed, or disconnected. Blocks are free within a step."""
         if live.timer is not None:
             live.timer.cancel()
         if live.processors:
             now = self._clock()
             ids = list(live.processors)
             for answer in live.processors.values():
-                self._leave_seat(answer.id)
+                self._remove(answer.id)
                 self._report_end(live, answer, "abort", now)
             live.processors.clear()
             self._engine.abort(ids)
@@ -317,16 +337,20 @@ class NativeBackend:
         if not self._requests:
             self._empty.set()
 
-    # ---------------------------------------------------------------- what can be read
+    # ---------------------------------------------------------------- statistics
 
     def stats(self) -> dict[str, Any]:
+        """See Service."""
         return {"running": self._engine.ready(), "model": self._card.id, **self._stats, **self._engine.snapshot()}
 
     def load(self) -> int:
+        """See Service."""
         return len(self._requests)
 
     def reset_prefix_cache(self) -> None:
+        """See Backend."""
         self._engine.reset_prefix_cache()
 
     def metrics(self) -> bytes:
+        """See Service."""
         return self._engine.prometheus() + self._observer.text()

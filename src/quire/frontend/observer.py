@@ -1,4 +1,4 @@
-"""What the rim tells about the requests it carries. Observers watch; nothing they do changes an answer."""
+"""Observers of requests: metrics, logs and traces. They do not influence answers."""
 
 from __future__ import annotations
 
@@ -8,98 +8,74 @@ from quire.types import FinishedRequest
 
 
 class FrontendObserver(Protocol):
-    """Times are in seconds, as a client would have measured them; counts are tokens of one answer."""
+    """Observes answers. Times are in seconds, as a client measures them; counts are tokens of one answer."""
 
     def on_first(self, seconds: float) -> None:
-        """An answer got its first token, so long after its call arrived."""
+        """The first token of an answer came `seconds` after its call."""
 
     def on_gap(self, seconds: float, tokens: int, answers: int = 1) -> None:
-        """So many answers got `tokens` more each, so long after the ones before."""
+        """`answers` answers got `tokens` more tokens each, `seconds` after their previous ones."""
 
     def on_end(self, ended: FinishedRequest) -> None:
-        """An answer ended, in whatever way."""
+        """An answer ended, for any reason."""
 
     def on_refused(self, reason: str) -> None:
-        """A call was turned away at the door."""
+        """A call was refused on arrival."""
 
     def on_surplus(self, tokens: int) -> None:
-        """The engine made tokens past a stop string or for a client that had left."""
+        """The engine generated tokens after a stop string, or for a client that had disconnected."""
 
     def text(self) -> bytes:
-        """All of it as Prometheus text."""
-
-
-class NoObserver:
-    """Nobody watches."""
-
-    def on_first(self, seconds: float) -> None: ...
-
-    def on_gap(self, seconds: float, tokens: int, answers: int = 1) -> None: ...
-
-    def on_end(self, ended: FinishedRequest) -> None: ...
-
-    def on_refused(self, reason: str) -> None: ...
-
-    def on_surplus(self, tokens: int) -> None: ...
-
-    def text(self) -> bytes:
-        return b""
+        """The observations as Prometheus text."""
 
 
 class ObserverGroup:
-    """Observers that all hear the same, in order."""
+    """Forwards to several observers, in order; without any, it ignores everything."""
 
     def __init__(self, *observers: FrontendObserver) -> None:
         self._observers = observers
 
     def on_first(self, seconds: float) -> None:
+        """See FrontendObserver."""
         for observer in self._observers:
             observer.on_first(seconds)
 
     def on_gap(self, seconds: float, tokens: int, answers: int = 1) -> None:
+        """See FrontendObserver."""
         for observer in self._observers:
             observer.on_gap(seconds, tokens, answers)
 
     def on_end(self, ended: FinishedRequest) -> None:
+        """See FrontendObserver."""
         for observer in self._observers:
             observer.on_end(ended)
 
     def on_refused(self, reason: str) -> None:
+        """See FrontendObserver."""
         for observer in self._observers:
             observer.on_refused(reason)
 
     def on_surplus(self, tokens: int) -> None:
+        """See FrontendObserver."""
         for observer in self._observers:
             observer.on_surplus(tokens)
 
     def text(self) -> bytes:
+        """See FrontendObserver."""
         return b"".join([observer.text() for observer in self._observers])
 
 
 class RequestObserver(Protocol):
-    """Hears of each request where answers are made elsewhere. Times are moments of one clock, in seconds."""
+    """Observes requests that upstream servers answer. Times are readings of one clock, in seconds."""
 
     def on_ask(self, id: str, most: int, now: float) -> int:
-        """A request came, and may get `most` tokens, 0 if it does not say. Returns what it is called from now on."""
+        """A request came, for at most `most` tokens (0: unknown). Returns its number in the calls below."""
 
-    def on_sent(self, lane: int, where: str, now: float) -> None:
-        """It goes to this server."""
+    def on_sent(self, number: int, where: str, now: float) -> None:
+        """It was sent to the server `where`."""
 
-    def on_made(self, lane: int, tokens: int, now: float) -> None:
-        """So many more tokens came."""
+    def on_made(self, number: int, tokens: int, now: float) -> None:
+        """`tokens` more tokens came."""
 
-    def on_end(self, lane: int, known_as: str, reason: str, prompt: int, tokens: int, now: float) -> None:
-        """It is over. known_as: what its answer was called, '' if there was none; prompt: its tokens, 0 if untold."""
-
-
-class NoRequestObserver:
-    """Nobody watches."""
-
-    def on_ask(self, id: str, most: int, now: float) -> int:
-        return 0
-
-    def on_sent(self, lane: int, where: str, now: float) -> None: ...
-
-    def on_made(self, lane: int, tokens: int, now: float) -> None: ...
-
-    def on_end(self, lane: int, known_as: str, reason: str, prompt: int, tokens: int, now: float) -> None: ...
+    def on_end(self, number: int, known_as: str, reason: str, prompt: int, tokens: int, now: float) -> None:
+        """It ended. known_as: the id of its answer, '' if there was none. prompt: its tokens, 0 if unknown."""

@@ -1,4 +1,4 @@
-"""The one way off the event loop for work whose cost grows with what clients send, or with what they are sent."""
+"""Moves work whose cost grows with a request or a response off the event loop."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from typing import TypeVar
 T = TypeVar("T")
 
 LARGE = 1 << 12
-"""Bytes from which on work leaves the loop. The slowest of it, making token ids, takes about a microsecond a byte; a
+"""Bytes from which on work is done in a thread. The slowest work, tokenization, takes about a microsecond a byte; a
 thread costs some tens of microseconds."""
 
 PER_TOKEN, PER_SCORE = 4, 64
-"""What writing a token of an answer, and a log-probability, costs, in bytes read."""
+"""The cost of writing a token and a log-probability of an answer, in bytes read."""
 
 
 async def offload(size: int, work: Callable[[], T]) -> T:
-    """The result of `work`, whose input or output has about `size` bytes in all. Raises what it raises.
+    """The result of `work`, whose input or output has about `size` bytes. Raises what `work` raises.
 
-    Small work is done at once; from LARGE on it is done in a thread, and the streams of others go on meanwhile. It is
-    done to the end even where the caller is cancelled.
+    Work smaller than LARGE is done at once, other work in a thread. It is completed even if the caller is cancelled.
     """
     if size < LARGE:
         return work()
@@ -32,5 +31,5 @@ async def offload(size: int, work: Callable[[], T]) -> T:
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    """Few: while Python runs in many threads, the loop's has to wait for all of them in turn."""
+    """A few threads: the event loop's thread competes with all of them for the GIL."""
     return ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="offload")

@@ -1,4 +1,4 @@
-"""Who sees to it that upstreams run: nobody, or the parent of a private server, which is started again when it ends."""
+"""Runs a private upstream server as a child process, and restarts it when it ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from quire.engine.timing import RestartBackoff
 from quire.errors import InvalidConfig
@@ -21,48 +20,18 @@ from quire.errors import InvalidConfig
 log = logging.getLogger("uvicorn.error")
 
 _STOP_TIMEOUT = 10.0
-"""Seconds that a server may take to end when it is told to."""
+"""Seconds between SIGTERM and SIGKILL."""
 _LAST_LINES = 12
 _LAST_BYTES = 64 << 10
 _DIE_WITH_PARENT = 1
 """prctl's PR_SET_PDEATHSIG."""
 
 
-class Supervisor(Protocol):
-    """Who sees to it that the upstreams run."""
-
-    async def start(self, on_death: Callable[[str], None]) -> None:
-        """on_death hears why no server answers any more. Raises InvalidConfig when nothing can be started."""
-
-    async def close(self) -> None: ...
-
-    def failure(self) -> str | None:
-        """Why there is no hope that a server answers yet; None while there is."""
-
-    def on_ready(self) -> None:
-        """A server has answered."""
-
-
-class NoSupervisor:
-    """Somebody else's servers: nothing to do."""
-
-    async def start(self, on_death: Callable[[str], None]) -> None: ...
-
-    async def close(self) -> None: ...
-
-    def failure(self) -> str | None:
-        return None
-
-    def on_ready(self) -> None: ...
-
-
 class PrivateServer:
-    """The `Supervisor` of one process: argv, with `environment` added to ours; what it says is appended to `log_path`.
+    """One child process: argv, with `environment` added to this process's; its output is appended to `log_path`.
 
-    name: what it is called in our log.
-
-    It dies with us (on Linux, however we end), and ends when told to. One that ends before it was ever ready is not
-    started again: what is wrong with it is wrong for good.
+    name: of the server in the log. The child ends with this process (on Linux, even if this process is killed). One
+    that ends before it was ever ready is not restarted, since it would fail again.
     """
 
     def __init__(
@@ -87,6 +56,7 @@ class PrivateServer:
         self._was_ready = False
 
     async def start(self, on_death: Callable[[str], None]) -> None:
+        """Start it. on_death: called with the reason each time it ends. Raises InvalidConfig."""
         self._on_death = on_death
         await self._spawn()
         log.info("%s runs as process %d; its log is %s", self.name, self.pid, self.log_path)
@@ -94,9 +64,11 @@ class PrivateServer:
 
     @property
     def pid(self) -> int:
+        """Of the running process, -1 before the first start."""
         return -1 if self._process is None else self._process.pid
 
     async def close(self) -> None:
+        """End it, and its own children."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
@@ -107,13 +79,16 @@ class PrivateServer:
             await asyncio.wait_for(self._process.wait(), _STOP_TIMEOUT)
         except TimeoutError:
             log.warning("%s did not end within %g s and is killed", self.name, _STOP_TIMEOUT)
-        self._signal(signal.SIGKILL)  # its own children too
+        # Its own children, too.
+        self._signal(signal.SIGKILL)
         await self._process.wait()
 
     def failure(self) -> str | None:
+        """Why it will never be ready; None while it may be."""
         return self._why
 
     def on_ready(self) -> None:
+        """It has answered: from now on it is restarted."""
         self._was_ready = True
 
     async def _spawn(self) -> None:
@@ -125,7 +100,8 @@ class PrivateServer:
                     stdout=out,
                     stderr=out,
                     env={**os.environ, **self.environment},
-                    start_new_session=True,  # Ctrl-C is for us: we drain first
+                    # Ctrl-C reaches this process only, which drains first.
+                    start_new_session=True,
                     preexec_fn=_die_with_parent(),
                 )
         except OSError as error:
@@ -137,12 +113,14 @@ class PrivateServer:
             ) from error
 
     async def _watch(self) -> None:
-        """For ever: a server that ends is started again, after pauses that double while it keeps dying young."""
+        """Restart the server whenever it ends, after pauses that double while it ends soon after its start."""
         while True:
-            process, began = self._process, time.monotonic()
+            process = self._process
+            began = time.monotonic()
             assert process is not None
             code = await process.wait()
-            self._signal(signal.SIGKILL)  # children that outlived it hold the device
+            # Children that outlived it hold the device.
+            self._signal(signal.SIGKILL)
             why = f"{self.name} ended with code {code}"
             self._on_death(why)
             for line in self.last_lines():
@@ -155,7 +133,7 @@ class PrivateServer:
             await self._restart()
 
     async def _restart(self) -> None:
-        """Start it after a pause, and after a longer one if that fails."""
+        """Start it after a pause, and after longer ones while that fails."""
         while True:
             await asyncio.sleep(self._backoff.next_delay())
             self.restarts += 1
@@ -166,14 +144,14 @@ class PrivateServer:
                 log.error("%s; again in %.1f s", error, self._backoff.delay)
 
     def last_lines(self, most: int = _LAST_LINES) -> list[str]:
-        """The end of what it said."""
-        with self.log_path.open("rb") as said:
-            said.seek(max(0, self.log_path.stat().st_size - _LAST_BYTES))
-            lines = said.read().decode("utf-8", "replace").splitlines()
+        """The last lines of its log."""
+        with self.log_path.open("rb") as file:
+            file.seek(max(0, self.log_path.stat().st_size - _LAST_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
         return [line.rstrip() for line in lines if line.strip()][-most:]
 
     def _last_output(self) -> str:
-        """The line that says most: the last that names an error."""
+        """The last line of its log that names an error, or else the last."""
         lines = self.last_lines(200)
         errors = [line for line in lines if "error" in line.lower()]
         return ((errors or lines or ["(nothing)"])[-1].strip())[-400:]
@@ -186,14 +164,14 @@ class PrivateServer:
 
 
 def _die_with_parent() -> Callable[[], object] | None:
-    """What a child does before it begins, so that it ends when we do; only Linux can."""
+    """Called in the child before it begins, so that it ends with this process; on Linux only."""
     if sys.platform != "linux":
         return None
     return partial(ctypes.CDLL(None).prctl, _DIE_WITH_PARENT, int(signal.SIGTERM))
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on now."""
+    """A loopback port that is free now."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])

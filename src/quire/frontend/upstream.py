@@ -1,4 +1,4 @@
-"""The upper door where answers are made elsewhere: one or several OpenAI-compatible servers, vLLM say."""
+"""A backend that forwards requests to one or several OpenAI-compatible servers, such as vLLM."""
 
 from __future__ import annotations
 
@@ -7,42 +7,120 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import msgspec
 
 from quire.errors import InvalidConfig, Overloaded, Unavailable
-from quire.frontend.drain_rate import DrainRate
-from quire.frontend.http_client import Connection, ConnectionLost, Headers, Origin
-from quire.frontend.observer import FrontendObserver, NoObserver, NoRequestObserver, RequestObserver
-from quire.frontend.supervisor import Supervisor
+from quire.frontend.http_client import Connection, ConnectionLost, Headers, Origin, Pool
+from quire.frontend.interface import DrainRate
+from quire.frontend.observer import FrontendObserver, ObserverGroup, RequestObserver
+from quire.frontend.supervisor import PrivateServer
 from quire.frontend.upstream_response import UpstreamResponse
-from quire.frontend.upstream_server import Upstream, UpstreamDown
-from quire.types import FinishedRequest, SamplingParams
-from quire.types import TraceContext as Caller
+from quire.types import FinishedRequest, SamplingParams, TraceContext
 
 log = logging.getLogger("uvicorn.error")
 
 _START_CHECK_INTERVAL = 0.5
-"""Seconds between two looks while none has answered yet."""
+"""Seconds between two checks while no server has answered yet."""
+_CHECK_INTERVAL = 5.0
+"""Seconds between two checks of a healthy server."""
+_RETRY_INTERVAL = 0.5
+"""Seconds between two checks of an unhealthy server."""
+_CHECK_TIMEOUT = 10.0
+"""Seconds after which a check has failed."""
+_MAX_FAILURES = 2
+"""Failed checks in a row after which a server is unhealthy."""
 _MAX_IMBALANCE = 4
-"""Requests that the server with the same prefix may have more than the one with the fewest."""
+"""Requests that the server with a cached prefix may have beyond those of the least loaded server."""
 _SCRAPE = 2.0
-"""Seconds that a server may take over its metrics."""
+"""Seconds until a request for a server's metrics fails."""
 _PREFIX = 512
-"""Bytes of a prompt that tell which server has seen it."""
+"""Bytes of a prompt that select the server with affinity."""
+
+
+class UpstreamDown(Exception):
+    """No response, or a wrong one."""
+
+
+class Upstream:
+    """One upstream server. healthy: it answers. outstanding: its unfinished requests."""
+
+    def __init__(self, origin: Origin, headers: Headers) -> None:
+        self.origin = origin
+        self.pool = Pool(origin)
+        self.headers = headers
+        self.healthy = False
+        self.outstanding = self.num_requests = self.num_failed = 0
+        self.why = "not asked yet"
+        self._failures = 0
+        self._changed = asyncio.Event()
+
+    async def get(self, path: str, *, timeout: float = _CHECK_TIMEOUT) -> tuple[int, bytes]:
+        """Send a GET request. Returns (status, body). Raises UpstreamDown."""
+        try:
+            async with asyncio.timeout(timeout):
+                connection = await self.pool.exchange("GET", path, self.headers, b"")
+                try:
+                    parts = []
+                    while data := await connection.read():
+                        parts.append(data)
+                finally:
+                    self.pool.give_back(connection)
+        except TimeoutError as error:
+            raise UpstreamDown(f"no answer within {timeout:g} s") from error
+        except ConnectionLost as error:
+            raise UpstreamDown(str(error)) from error
+        return connection.status, b"".join(parts)
+
+    async def check(self) -> None:
+        """Update `healthy`. Any status below 500 counts, since a server may have no /health."""
+        try:
+            status, _ = await self.get("/health")
+        except UpstreamDown as error:
+            self.record_failure(str(error))
+            return
+        if status >= 500:
+            self.record_failure(f"its /health says {status}")
+            return
+        if not self.healthy:
+            log.info("upstream %s answers", self.origin)
+        self.healthy = True
+        self._failures = 0
+        self.why = ""
+
+    def record_failure(self, why: str, *, surely: bool = False) -> None:
+        """A check failed; `_MAX_FAILURES` in a row, or one that is certain, make the server unhealthy."""
+        self._failures += 1
+        if self.healthy and (surely or self._failures >= _MAX_FAILURES):
+            log.warning("upstream %s is away: %s", self.origin, why)
+            self.healthy = False
+            self._changed.set()
+        self.why = why
+
+    async def watch(self) -> None:
+        """Check it periodically until cancelled."""
+        while True:
+            if self.healthy and not self._failures:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_CHECK_INTERVAL):
+                        await self._changed.wait()
+            else:
+                await asyncio.sleep(_RETRY_INTERVAL)
+            self._changed.clear()
+            await self.check()
 
 
 class RequestInfo(NamedTuple):
-    """What observers are told of a request. trace_context: its request_id is what it goes by here.
+    """A request as observers see it.
 
-    max_tokens: it may get, 0 if untold. on_usage: hears how many tokens prompt and answer had, once they are known.
-    observed: whether observers hear of it at all. begins: the part of it that tells which others begin alike
-    (`prompt_prefix`).
+    max_tokens: 0 if unknown. on_usage: called with the number of tokens of prompt and answer. observed: whether
+    observers see it at all. begins: its `prompt_prefix`.
     """
 
-    trace_context: Caller
+    trace_context: TraceContext
     max_tokens: int = 0
     sampling: SamplingParams = SamplingParams()
     on_usage: Callable[[int], None] = lambda tokens: None
@@ -51,27 +129,34 @@ class RequestInfo(NamedTuple):
 
 
 class _UpstreamRequest:
-    """One request under way: what is heard of it goes to the observers."""
+    """One running request: the Listener of its response, which reports to the observers."""
 
     def __init__(self, backend: UpstreamBackend, about: RequestInfo) -> None:
-        self.backend, self.info = backend, about
-        self.observer: FrontendObserver = backend.observer if about.observed else NoObserver()
-        self.request_observer: RequestObserver = backend.request_observer if about.observed else NoRequestObserver()
+        self.backend = backend
+        self.info = about
+        self.observer: FrontendObserver = backend.observer if about.observed else ObserverGroup()
+        self.request_observer: RequestObserver | None = backend.request_observer if about.observed else None
         self.arrived = self.last = backend.clock()
         self.first: float | None = None
         self.server: Upstream | None = None
-        self.lane = self.request_observer.on_ask(about.trace_context.request_id, about.max_tokens, self.arrived)
+        self.number = 0
+        if self.request_observer is not None:
+            id = about.trace_context.request_id
+            self.number = self.request_observer.on_ask(id, about.max_tokens, self.arrived)
 
     def assign(self, server: Upstream | None) -> None:
+        """Move the request to another server, or to none at its end."""
         if self.server is not None:
             self.server.outstanding -= 1
         if server is not None:
             server.outstanding += 1
             server.num_requests += 1
-            self.request_observer.on_sent(self.lane, str(server.origin), self.backend.clock())
+            if self.request_observer is not None:
+                self.request_observer.on_sent(self.number, str(server.origin), self.backend.clock())
         self.server = server
 
     def on_tokens(self, tokens: int) -> None:
+        """See Listener."""
         now = self.backend.clock()
         if self.first is None:
             self.first = now
@@ -80,19 +165,22 @@ class _UpstreamRequest:
             self.observer.on_gap(now - self.last, tokens)
         self.last = now
         self.backend.generated += tokens
-        self.request_observer.on_made(self.lane, tokens, now)
+        if self.request_observer is not None:
+            self.request_observer.on_made(self.number, tokens, now)
 
-    def on_end(self, passage: UpstreamResponse, error: str | None) -> None:
+    def on_end(self, response: UpstreamResponse, error: str | None) -> None:
+        """See Listener."""
         if error and self.server is not None:
             self.server.num_failed += 1
-        failed = bool(error) or passage.status >= 400
-        reason = "abort" if error == "" else "error" if failed else _REASONS.get(passage.finish, "stop")
-        self.backend.generated += passage.tokens - passage.num_events
-        self.finish(reason, passage.prompt_tokens, passage.tokens, passage.id)
+        failed = bool(error) or response.status >= 400
+        reason = "abort" if error == "" else "error" if failed else _REASONS.get(response.finish, "stop")
+        self.backend.generated += response.tokens - response.num_events
+        self.finish(reason, response.prompt_tokens, response.tokens, response.id)
 
     def finish(self, reason: str, prompt: int = 0, tokens: int = 0, known_as: str = "") -> None:
-        """known_as: what the answer was called."""
-        now, about = self.backend.clock(), self.info
+        """Report the end. known_as: the id of the answer."""
+        now = self.backend.clock()
+        about = self.info
         self.assign(None)
         about.on_usage(prompt + tokens)
         self.observer.on_end(
@@ -110,27 +198,29 @@ class _UpstreamRequest:
                 seconds=now - self.arrived,
             )
         )
-        self.request_observer.on_end(self.lane, known_as, reason, prompt, tokens, now)
+        if self.request_observer is not None:
+            self.request_observer.on_end(self.number, known_as, reason, prompt, tokens, now)
         self.backend.on_finished(about.observed, now)
 
 
 _REASONS: Mapping[str, str] = {"length": "length", "max_tokens": "length", "abort": "abort", "timeout": "timeout"}
-"""What upstreams call the ends of answers, where it is not a stop of some kind."""
+"""The finish reasons of upstreams other than a stop."""
 
 
 class UpstreamBackend:
-    """Passes requests on as they came (the upper door, an `interface.Service`).
+    """A Service that forwards requests unchanged.
 
-    headers: what is sent with every request; keyed: a key is among them. max_outstanding: requests at once; one more
-    is refused. affinity: requests that begin alike go to one server, while it is not much busier than the rest.
-    start_timeout: seconds that `start` waits for a server to answer.
+    supervisor: of a private server, None where others run the servers. headers: sent with every request. keyed: an API
+    key is among them. max_outstanding: the most concurrent requests; more are refused. affinity: requests with the same
+    prefix go to one server, unless it is much busier than the others. start_timeout: seconds that `start` waits for a
+    server to answer.
     """
 
     def __init__(
         self,
         origins: Sequence[Origin],
         *,
-        supervisor: Supervisor,
+        supervisor: PrivateServer | None,
         observer: FrontendObserver,
         request_observer: RequestObserver,
         kind: str,
@@ -141,21 +231,18 @@ class UpstreamBackend:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.upstreams = [Upstream(origin, headers) for origin in origins]
-        self.supervisor, self.observer, self.request_observer, self.kind, self.clock = (
-            supervisor,
-            observer,
-            request_observer,
-            kind,
-            clock,
-        )
-        self.name, self.generated = "", 0
+        self.supervisor = supervisor
+        self.observer = observer
+        self.request_observer = request_observer
+        self.kind = kind
+        self.clock = clock
+        self.name = ""
+        self.generated = 0
         self.keyed = any(name == b"authorization" for name, _ in headers)
-        self._headers, self._max_outstanding, self._affinity, self._start_timeout = (
-            headers,
-            max_outstanding,
-            affinity,
-            start_timeout,
-        )
+        self._headers = headers
+        self._max_outstanding = max_outstanding
+        self._affinity = affinity
+        self._start_timeout = start_timeout
         self._completed = self._round_robin = self._under_way = 0
         self._drain_rate = DrainRate()
         self._watching: list[asyncio.Task[None]] = []
@@ -163,30 +250,34 @@ class UpstreamBackend:
         self._draining = False
         self._empty = asyncio.Event()
 
-    # ---------------------------------------------------------------- life
+    # ---------------------------------------------------------------- life cycle
 
     async def start(self) -> None:
-        await self.supervisor.start(self._lost)
-        began, told = self.clock(), 0.0
+        """See Service."""
+        if self.supervisor is not None:
+            await self.supervisor.start(self._lost)
+        began = self.clock()
+        next_report = 0.0
         while True:
             await asyncio.gather(*(upstream.check() for upstream in self.upstreams))
             if any(upstream.healthy for upstream in self.upstreams):
                 break
             waited = self.clock() - began
-            if (why := self.supervisor.failure()) is not None:
+            if self.supervisor is not None and (why := self.supervisor.failure()) is not None:
                 raise Unavailable(why)
             if waited > self._start_timeout:
                 raise Unavailable(f"no upstream answered within {self._start_timeout:g} s: {self._why()}")
-            if waited >= told:
+            if waited >= next_report:
                 log.info("waiting for an upstream to answer: %s", self._why())
-                told += 10.0
+                next_report += 10.0
             await asyncio.sleep(min(_START_CHECK_INTERVAL, self._start_timeout))
-        self.supervisor.on_ready()
+        if self.supervisor is not None:
+            self.supervisor.on_ready()
         self.name = await self._model()
         self._watching = [asyncio.ensure_future(upstream.watch()) for upstream in self.upstreams]
 
     async def _model(self) -> str:
-        """What the first server that is well calls its model. Raises InvalidConfig if it will not say."""
+        """The name of the first healthy server's model. Raises InvalidConfig where it reports none."""
         first = next(upstream for upstream in self.upstreams if upstream.healthy)
         try:
             status, body = await first.get("/v1/models")
@@ -209,64 +300,69 @@ class UpstreamBackend:
         return "; ".join(f"{upstream.origin}: {upstream.why}" for upstream in self.upstreams if not upstream.healthy)
 
     async def close(self) -> None:
+        """See Service."""
         self._draining = True
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
-        self._break_off()
+        self._abort_all()
         for upstream in self.upstreams:
             upstream.pool.close()
-        await self.supervisor.close()
+        if self.supervisor is not None:
+            await self.supervisor.close()
 
     async def drain(self, timeout: float) -> None:
+        """See Service."""
         self._draining = True
         if self._under_way:
             self._empty.clear()
             try:
                 await asyncio.wait_for(self._empty.wait(), timeout)
             except TimeoutError:
-                self._break_off()
+                self._abort_all()
 
-    def _break_off(self) -> None:
-        for passage in list(self._open):
-            passage.close()
+    def _abort_all(self) -> None:
+        for response in list(self._open):
+            response.close()
 
     def alive(self) -> bool:
+        """See Service."""
         return True
 
     def ready(self) -> bool:
+        """See Service."""
         return not self._draining and any(upstream.healthy for upstream in self.upstreams)
 
     # ---------------------------------------------------------------- requests
 
     async def send(self, method: str, path: str, headers: Headers, body: bytes, info: RequestInfo) -> UpstreamResponse:
-        """Pass a request on; returns when the status has come. The caller reads the passage, and closes it.
+        """Forward a request; returns when status and headers have come. The caller reads the response and closes it.
 
-        Raises Overloaded, and Unavailable when no server takes it.
+        Raises Overloaded, and Unavailable where no server accepts it.
         """
         self.admit()
-        ask = _UpstreamRequest(self, info)
+        request = _UpstreamRequest(self, info)
         self._under_way += 1
         try:
-            connection, server = await self._exchange(ask, method, path, [*headers, *self._headers], body)
+            connection, server = await self._exchange(request, method, path, [*headers, *self._headers], body)
         except BaseException as error:
-            ask.finish("error" if isinstance(error, Exception) else "abort")
+            request.finish("error" if isinstance(error, Exception) else "abort")
             raise
 
-        def over(connection: Connection) -> None:
-            self._open.discard(passage)
+        def on_done(connection: Connection) -> None:
+            self._open.discard(response)
             server.pool.give_back(connection)
 
-        passage = UpstreamResponse(connection, over, ask, f"upstream {server.origin}")
-        self._open.add(passage)
-        return passage
+        response = UpstreamResponse(connection, on_done, request, f"upstream {server.origin}")
+        self._open.add(response)
+        return response
 
     async def _exchange(
         self, request: _UpstreamRequest, method: str, path: str, headers: Headers, body: bytes
     ) -> tuple[Connection, Upstream]:
-        """By the first server that takes a connection: what one may have read is never asked of another.
+        """Send the request to the first server that accepts a connection, and never to a second one.
 
-        A server that took the request and died may have died of it, and would take the next one with it.
+        A server that accepted the request and died may have died of it, and so might the next one.
         """
         left = [upstream for upstream in self.upstreams if upstream.healthy]
         while left:
@@ -284,7 +380,7 @@ class UpstreamBackend:
         raise Unavailable(f"no upstream answers now: {self._why()}", code="upstream_unreachable")
 
     def admit(self) -> None:
-        """Raises Overloaded and Unavailable, as `send` would, before a body is read."""
+        """The check of `send`, before a body is read. Raises Overloaded and Unavailable."""
         if self._draining:
             self.observer.on_refused("draining")
             raise Unavailable("the server is shutting down")
@@ -296,27 +392,29 @@ class UpstreamBackend:
             )
 
     def _choose(self, left: Sequence[Upstream], begins: bytes) -> Upstream:
-        """The one with the fewest outstanding, in turn among equals; or the one that has seen the prefix."""
+        """The server with the fewest requests, in turn among equals; with affinity, the one that saw the prefix."""
         self._round_robin += 1
         least = min(
             (left[(i + self._round_robin) % len(left)] for i in range(len(left))), key=lambda one: one.outstanding
         )
         if not self._affinity or len(left) == 1:
             return least
-        kin = max(left, key=lambda one: blake2b(begins + str(one.origin).encode(), digest_size=8).digest())
-        return kin if kin.outstanding <= least.outstanding + _MAX_IMBALANCE else least
+        # Rendezvous hashing.
+        same = max(left, key=lambda one: blake2b(begins + str(one.origin).encode(), digest_size=8).digest())
+        return same if same.outstanding <= least.outstanding + _MAX_IMBALANCE else least
 
-    def on_finished(self, told: bool, now: float) -> None:
-        """A request is over."""
+    def on_finished(self, observed: bool, now: float) -> None:
+        """A request ended."""
         self._under_way -= 1
-        self._completed += told
+        self._completed += observed
         self._drain_rate.record(now)
         if not self._under_way:
             self._empty.set()
 
-    # ---------------------------------------------------------------- what can be read
+    # ---------------------------------------------------------------- statistics
 
     def stats(self) -> dict[str, Any]:
+        """See Service."""
         return {
             "running": self.ready(),
             "model": self.name,
@@ -339,13 +437,15 @@ class UpstreamBackend:
         }
 
     def load(self) -> int:
+        """See Service."""
         return self._under_way
 
     def metrics(self) -> bytes:
+        """See Service."""
         return self.observer.text()
 
     async def scrape(self) -> list[tuple[str, bytes]]:
-        """(name, /metrics text) of each server that has some."""
+        """(name, /metrics text) of each healthy server; empty text where it has none."""
 
         async def one(upstream: Upstream) -> tuple[str, bytes]:
             try:
@@ -361,6 +461,6 @@ _PROMPT_START = re.compile(rb'"(?:messages|prompt|input)"')
 
 
 def prompt_prefix(body: bytes) -> bytes:
-    """The part of a request that tells which others begin alike: the first bytes of its prompt, as written."""
+    """The first bytes of the prompt in a request's JSON, which requests with a common prefix share."""
     found = _PROMPT_START.search(body)
     return body[found.end() : found.end() + _PREFIX] if found else b""

@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.errors import InvalidRequest
 from quire.frontend.interface import Backend, Call, Delta, ModelCard
-from quire.frontend.request_builder import hashed_salt
+from quire.frontend.processor import hashed_salt
 from quire.parsers.parts import Splitter, TextPart
 from quire.parsers.reasoning import AnswerSplitter, Thinking, thoughts_ahead
 from quire.parsers.tools.styles import STYLES

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from quire.errors import InvalidRequest
-from quire.frontend.embeddings import check, vector
 from quire.frontend.interface import Backend, ModelCard
+from quire.frontend.processor import check_embedding, embedding_vector
 from quire.server.calls import Job, make_call
 from quire.server.limits import Limits, check_answers, check_priority_and_timeout
 from quire.server.outputs import ChoiceBuilder, Usage
@@ -39,7 +39,7 @@ class EmbeddingsRequest(msgspec.Struct, kw_only=True):
 def embedding(asked: EmbeddingsRequest, backend: Backend, limits: Limits) -> Job:
     """A job with one call for each text. Raises InvalidRequest or UnknownModel naming the field."""
     card = model(asked.model, backend)
-    check(asked.dimensions, pools=card.pools)
+    check_embedding(asked.dimensions, pools=card.pools)
     if asked.encoding_format not in (None, *_FORMATS):
         raise InvalidRequest(f"encoding_format must be one of {', '.join(_FORMATS)}", param="encoding_format")
     check_priority_and_timeout(asked.priority, asked.timeout, limits)
@@ -67,7 +67,7 @@ def embeddings(asked: EmbeddingsRequest, job: Job, made: Sequence[ChoiceBuilder]
     """OpenAI's list of embeddings. Raises InvalidRequest for more dimensions than the model has."""
     data = []
     for i, one in enumerate(made):
-        values = vector(one.pooled, asked.dimensions, normalize=asked.normalize is not False)
+        values = embedding_vector(one.pooled, asked.dimensions, normalize=asked.normalize is not False)
         shown = base64.b64encode(values.tobytes()).decode() if asked.encoding_format == "base64" else values.tolist()
         data.append({"object": "embedding", "index": i, "embedding": shown})
     counted = {"prompt_tokens": usage.prompt, "total_tokens": usage.prompt}

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.errors import InvalidRequest, nearest
 from quire.frontend.interface import Backend, ModelCard
-from quire.frontend.request_builder import bad_words, max_new_tokens
+from quire.frontend.processor import bad_words, max_new_tokens
 from quire.server.limits import Limits, check_priority_and_timeout
 from quire.server.prompts import in_vocabulary
 from quire.server.schemas import Answers, ResponseFormat, Sampling

@@ -1,0 +1,364 @@
+"""Input and output processing: a call to the engine's requests, and the engine's token ids to text. No I/O."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.errors import InvalidRequest, QuireError
+from quire.frontend.interface import Call, Delta
+from quire.tokenization.detokenizer import Detokenizer, NoText, StopFinder, StopStrings
+from quire.tokenization.escape import escape_control_lines
+from quire.tokenization.tokenizer import Tokenizer
+from quire.types import Request, RequestStepOutput, SamplingParams, TokenLogprobs
+
+log = logging.getLogger("uvicorn.error")
+
+_CONTEXT = 16
+"""Tokens of the prompt that the first space of an answer may depend on."""
+
+_SEEDS = (1 << 64) - 1
+"""Seeds are taken modulo 2^64, as in PyTorch: -1 is 2^64 - 1."""
+
+
+def requests(call: Call, *, tokenizer: Tokenizer, limit: int, seed: int, deadline: float = math.inf) -> list[Request]:
+    """A Request for each of the `n` answers.
+
+    limit: the longest sequence in tokens, prompt included. seed: for calls without one. deadline: on the engine's
+    clock. Raises InvalidRequest with the counts when prompt and answer do not fit.
+    """
+    sampling = call.sampling
+    if sampling.bad_words and not sampling.bad_words_token_ids:
+        sampling = replace(sampling, bad_words_token_ids=bad_words(sampling.bad_words, tokenizer))
+    max_new = max_new_tokens(len(call.prompt), sampling, limit)
+    seed = (seed if sampling.seed is None else sampling.seed) & _SEEDS
+    eos = frozenset() if sampling.ignore_eos else tokenizer.eos
+    salt = hashed_salt(call.cache_salt, call.trace_context.tenant)
+    ids = [f"{call.id}-{choice}" for choice in range(sampling.n)]
+    others = sampling_for_choice(sampling, 1)
+    stop = eos.union(sampling.stop_token_ids)
+    return [
+        Request(
+            id=id,
+            prompt=call.prompt,
+            max_new_tokens=max_new,
+            sampling=others if choice else sampling,
+            stop=stop,
+            seed=seed,
+            choice=choice,
+            priority=call.priority,
+            deadline=deadline,
+            cache_salt=salt,
+        )
+        for choice, id in enumerate(ids)
+    ]
+
+
+def output_processor(request: Request, tokenizer: Tokenizer, stops: StopStrings) -> OutputProcessor:
+    """The OutputProcessor of `request`. stops: its stop strings, shared by its `n` answers."""
+    sampling = request.sampling
+    skip = sampling.skip_special_tokens
+    text = tokenizer.detokenizer(skip_special_tokens=skip, context=request.prompt[-_CONTEXT:])
+    return OutputProcessor(
+        request.id,
+        request.choice,
+        sampling,
+        detokenizer=text if sampling.detokenize else NoText(),
+        finder=StopFinder(stops, include=sampling.include_stop_str_in_output),
+        eos=tokenizer.eos,
+    )
+
+
+def max_new_tokens(prompt: int, sampling: SamplingParams, limit: int) -> int:
+    """The number of tokens that may follow a prompt of `prompt` tokens. Raises InvalidRequest with the counts."""
+    if not prompt:
+        raise InvalidRequest("the prompt is empty: give at least one token", param="prompt")
+    if prompt + 1 > limit:
+        raise InvalidRequest(
+            f"the prompt has {prompt} tokens, and this model's context holds {limit}, at least one of them "
+            "for the answer: shorten the prompt",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if sampling.max_tokens is None:
+        return limit - prompt
+    if prompt + sampling.max_tokens > limit:
+        raise InvalidRequest(
+            f"the prompt has {prompt} tokens and max_tokens is {sampling.max_tokens}: together "
+            f"{prompt + sampling.max_tokens}, and this model's context holds {limit}. "
+            f"Ask for at most {limit - prompt}, or shorten the prompt",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    return sampling.max_tokens
+
+
+class Encoder(Protocol):
+    """A tokenizer, or a backend that has one."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Text to token ids."""
+
+
+def bad_words(words: Sequence[str], tokenizer: Encoder) -> tuple[tuple[int, ...], ...]:
+    """The token ids of each word, at the beginning of a text and after a space. Raises InvalidRequest."""
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for form in (word.lstrip(), " " + word.lstrip()):
+            ids = tokenizer.encode(form, add_special_tokens=False)
+            if not word.strip() or not ids:
+                raise InvalidRequest(f"{word!r} is not a word that could be avoided", param="bad_words")
+            sequences[ids] = None
+    return tuple(sequences)
+
+
+def hashed_salt(salt: str, tenant: str = "") -> str:
+    """The cache salt of a request as 32 characters, whatever its length.
+
+    The tenant is the key of the hash, so that no salt that a client chooses equals another tenant's.
+    """
+    if not salt and not tenant:
+        return ""
+    data = salt.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(data, digest_size=16, key=tenant.encode()).hexdigest()
+
+
+_Read = tuple[str, int, str | None]
+"""Text, its number of tokens, and the stop string that ended it, if any."""
+
+
+class OutputProcessor:
+    """Turns the tokens of one answer into text: detokenizes, finds stop strings and decides finish_reason.
+
+    id: of the engine's request. eos: the model's end-of-text ids, which are no stop_reason. count: tokens in usage.
+    num_surplus: tokens that the engine generated after a stop string. detokenize_seconds: time spent here.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_eos",
+        "_finder",
+        "_include",
+        "_logprobs",
+        "_min",
+        "_prompt",
+        "_searching",
+        "_tokens",
+        "cached",
+        "count",
+        "detokenize_seconds",
+        "first",
+        "id",
+        "index",
+        "last",
+        "num_surplus",
+    )
+
+    def __init__(
+        self,
+        id: str,
+        index: int,
+        sampling: SamplingParams,
+        *,
+        detokenizer: Detokenizer,
+        finder: StopFinder,
+        eos: frozenset[int],
+    ) -> None:
+        self.id = id
+        self.index = index
+        self.count = self.num_surplus = self.cached = 0
+        self.first: float | None = None
+        self.last: float | None = None
+        self.detokenize_seconds = 0.0
+        self._detokenizer = detokenizer
+        self._finder = finder
+        self._include = sampling.include_stop_str_in_output
+        self._min = sampling.min_tokens
+        self._searching = bool(sampling.stop)
+        self._eos = frozenset() if sampling.ignore_eos else eos
+        self._tokens: tuple[int, ...] = ()
+        self._logprobs: tuple[TokenLogprobs, ...] = ()
+        self._prompt: tuple[TokenLogprobs | None, ...] | None = None if sampling.prompt_logprobs is None else (None,)
+
+    def process(self, event: RequestStepOutput) -> Delta | None:
+        """The delta after one step of the engine; None while all text is held back."""
+        _, tokens, finish, _, logprobs, prompt, cached = event[:7]
+        if prompt and self._prompt is not None:
+            self._prompt += prompt
+        if cached:
+            self.cached = cached
+        if finish is not None:
+            return self._last(event, finish)
+        text, used, stop = self._read(tokens)
+        self._count(tokens, logprobs, used)
+        if stop is not None:
+            return self._delta(text, finish="stop", reason=stop)
+        # Log-probabilities of the prompt are sent with the first tokens, even where those have no text yet.
+        return self._delta(text) if text or (tokens and self._prompt is not None) else None
+
+    def _last(self, event: RequestStepOutput, finish: str) -> Delta:
+        """The delta where the engine ended the answer, unless a stop string is found before."""
+        if finish == "error":
+            return self._delta("", finish="error", error=event.error)._replace(param=event.param, status=event.status)
+        tokens = event.tokens
+        stopped = finish == "stop"
+        hidden = stopped and event.stop_token is not None and not self._include
+        text, used, stop = self._read(tokens[:-1] if hidden else tokens)
+        self._count(tokens, event.logprobs, len(tokens) if stop is None else used)
+        if stop is not None:
+            return self._delta(text, finish="stop", reason=stop)
+        named = stopped and event.stop_token not in self._eos
+        last = self.end(finish, text, reason=event.stop_token if named else None)
+        return last._replace(pooled=event.pooled) if event.pooled else last
+
+    def end(self, finish: str, text: str = "", *, reason: int | str | None = None) -> Delta:
+        """The last delta, with all text that was held back, up to a stop string."""
+        rest = self._detokenizer.flush()
+        if self._searching and rest:
+            found = self._finder.feed(rest)
+            if found.stop is not None:
+                return self._delta(text + found.text, finish="stop", reason=found.stop)
+            rest = found.text
+        return self._delta(text + rest + self._finder.flush(), finish=finish, reason=reason)
+
+    def _read(self, tokens: tuple[int, ...]) -> _Read:
+        feed = self._detokenizer.feed
+        if not self._searching:
+            return feed(tokens), len(tokens), None
+        texts = []
+        for used, token in enumerate(tokens, 1):
+            text = feed((token,))
+            if self.count + used > self._min:
+                text, stop = self._finder.feed(text)
+                if stop is not None:
+                    texts.append(text)
+                    return "".join(texts), used, stop
+            texts.append(text)
+        return "".join(texts), len(tokens), None
+
+    def _count(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], used: int) -> None:
+        self.count += used
+        self.num_surplus += len(tokens) - used
+        self._tokens += tokens[:used]
+        if logprobs:
+            self._logprobs += logprobs[:used]
+
+    def _delta(
+        self, text: str, *, finish: str | None = None, reason: int | str | None = None, error: str | None = None
+    ) -> Delta:
+        """A delta with the tokens since the previous one; log-probabilities of the prompt go with the first."""
+        delta = Delta(self.index, text, self._tokens, self._logprobs, finish, reason, self._prompt, self.cached, error)
+        self._tokens = ()
+        self._logprobs = ()
+        self._prompt = None
+        return delta
+
+
+def delta_of_error(answer: OutputProcessor, event: RequestStepOutput) -> Delta | None:
+    """`OutputProcessor.process`, whose unexpected errors end this answer only."""
+    try:
+        return answer.process(event)
+    except Exception as error:
+        log.error("an answer could not be put into words:\n%s", escape_control_lines(traceback.format_exc()))
+        why = f"this answer could not be put into words ({type(error).__name__})"
+        return Delta(answer.index, "", finish_reason="error", error=why)
+
+
+def sampling_for_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
+    """The sampling parameters of answer `choice`: log-probabilities of the prompt are computed for the first only."""
+    if choice == 0 or sampling.prompt_logprobs is None:
+        return sampling
+    return replace(sampling, prompt_logprobs=None)
+
+
+class ActiveRequest:
+    """A ResultStream of the deltas of a call.
+
+    processors: of the answers that have not ended, by id. deltas: not yet taken. num_tokens: of answers that ended.
+    error: ends the stream after `deltas`. on_close: called when the reader closes the stream.
+    """
+
+    __slots__ = (
+        "_on_close",
+        "arrived",
+        "call",
+        "deltas",
+        "error",
+        "max_new",
+        "num_tokens",
+        "on_ready",
+        "processors",
+        "timer",
+    )
+
+    def __init__(self, call: Call, arrived: float, max_new: int, on_close: Callable[[ActiveRequest], None]) -> None:
+        self.call = call
+        self.arrived = arrived
+        self.max_new = max_new
+        self._on_close = on_close
+        self.processors: dict[str, OutputProcessor] = {}
+        self.deltas: list[Delta] = []
+        self.error: QuireError | None = None
+        self.num_tokens = 0
+        self.timer: asyncio.TimerHandle | None = None
+        self.on_ready: Callable[[], None] = _no_reader
+
+    def subscribe(self, news: Callable[[], None]) -> None:
+        """See ResultStream."""
+        self.on_ready = news
+
+    def take(self) -> list[Delta] | None:
+        """See ResultStream."""
+        if self.deltas:
+            ready = self.deltas
+            self.deltas = []
+            return ready
+        if self.error is not None:
+            raise self.error
+        return [] if self.processors else None
+
+    def close(self) -> None:
+        """See ResultStream."""
+        # Breaks a reference cycle with the reader, which would wait for the garbage collector.
+        self.on_ready = _no_reader
+        self._on_close(self)
+
+
+def _no_reader() -> None:
+    """The callback while there is no reader."""
+
+
+def check_embedding(dimensions: int | None, *, pools: bool) -> None:
+    """Check a request for embeddings. pools: whether the executor has hidden states. Raises InvalidRequest."""
+    if not pools:
+        raise InvalidRequest(
+            "this engine gives no embeddings: its executor has no hidden states; serve with --executor local",
+            code="unsupported",
+        )
+    if dimensions is not None and dimensions < 1:
+        raise InvalidRequest("dimensions must be at least 1", param="dimensions")
+
+
+def embedding_vector(
+    pooled: bytes, dimensions: int | None = None, *, normalize: bool = True
+) -> npt.NDArray[np.float32]:
+    """The embedding of pooled hidden states, float32 [dimensions], all of them if None; of length 1 if `normalize`.
+
+    Raises InvalidRequest where there are fewer dimensions.
+    """
+    numbers: npt.NDArray[np.float32] = np.frombuffer(pooled, dtype="<f4")
+    if dimensions is not None and dimensions > len(numbers):
+        raise InvalidRequest(f"dimensions must be at most {len(numbers)} for this model", param="dimensions")
+    numbers = numbers[:dimensions]
+    if normalize:
+        numbers = numbers / max(float(np.linalg.norm(numbers)), 1e-12)
+    return numbers.astype("<f4")
