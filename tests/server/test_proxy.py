@@ -418,8 +418,8 @@ async def test_two_servers_share_by_what_is_outstanding_and_one_that_dies_is_lef
 
 async def test_requests_that_begin_alike_go_to_one_server() -> None:
     async with stub() as one, stub() as two, relaying(one, two, affinity=True) as relay:
-        for system in range(8):
-            for question in range(3):
+        for system in range(20):
+            for question in range(2):
                 messages = [{"role": "system", "content": f"{system} " * 300}, {"role": "user", "content": question}]
                 await relay.client.post("/v1/chat/completions", json={"model": "stub", "messages": messages})
         seen = [{asked.json["messages"][0]["content"] for asked in s.asked if asked.body} for s in (one, two)]
