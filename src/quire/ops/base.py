@@ -1,7 +1,7 @@
-"""The operations a model is made of, as one object a device provides. Layers call these and nothing below them.
+"""The operations that a model is made of, as one object that a device provides. Layers call these and nothing below.
 
-Shape letters are those of `ragged`: T tokens fed, S spans, H query heads, G key/value heads, D head dim; F is the
-width of an MLP. Results have the dtype of the first argument; sums are made in float32.
+Shape letters are those of `ragged`: T tokens fed, S spans, H query heads, G key/value heads, D head dim; F is the width
+of an MLP. Results have the dtype of the first argument; sums are float32.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.types import UNLIMITED
 
 Angles = tuple[Tensor, Tensor]
-"""cos and sin, float32 [T, r], of the angles by which each token's heads are turned."""
+"""cos and sin, float32 [T, r], of the angles by which each token's heads are rotated."""
 
 Gate = Literal["", "silu", "gelu"]
-"""What a product's first half does to its second: nothing (it is all one), or as `silu_mul` and `gelu_mul` say."""
+"""What is done with the halves of a product: nothing (""), or `silu_mul` or `gelu_mul` of them."""
 
 Norm = tuple[Tensor, float]
 """(weight, eps) of an RMS norm."""
 
 Norms = tuple[Norm, Norm]
-"""Those of q and of k, over D."""
+"""The norms of q and of k, over D."""
 
 
 class Ops(Protocol):
-    """What a device can do. `reference` is the plain answer, every other implementation is tested against it."""
+    """What a device can compute. `ReferenceOps` is the oracle that every other implementation is tested against."""
 
     @property
     def rows(self) -> int:
-        """How many rows every product has, for formats that multiply by themselves: see `tiles.in_tiles`."""
+        """How many rows every product has, for formats that multiply by themselves: see `matmul.in_tiles`."""
 
     def prepare(self, batch: RaggedBatch) -> RaggedBatch:
-        """The same batch with whatever every layer would otherwise work out again. Called once a forward.
+        """The same batch with what every layer would otherwise compute again. Called once a forward.
 
-        Need not be called: `write_kv` and `attention` take any RaggedBatch. Its tensors must not change afterwards.
+        Optional: `attention` and `qk_norm_rope_store_kv` take any RaggedBatch. Its tensors must not change afterwards.
         """
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """tokens [T], weight [V, hidden] -> [T, hidden]."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
-        """x [T, in], weight [out, in], bias [out] -> [T, out]; under a gate [T, out / 2], see `Gate`."""
+        """x [T, in], weight [out, in], bias [out] -> [T, out]; with a gate [T, out / 2], see `Gate`."""
 
     def scaled_linear(
         self,
@@ -57,7 +57,7 @@ class Ops(Protocol):
     ) -> Tensor:
         """As `linear`, with weight [out, in] int8 or float8_e4m3 times scale [out, G] float32.
 
-        Column c's scale is number (c + offset) // width: G is 1 where a row has one scale.
+        Column c has scale number (c + offset) // width: G is 1 where a row has one scale.
         """
 
     def int4_linear(
@@ -76,28 +76,30 @@ class Ops(Protocol):
         """
 
     def int8_linear(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Each token of x rounded to int8 by its own largest number, times weight [out, in] int8, summed as integers,
-        then scaled back; scale [out, 1] float32."""
+        """Each token of x is rounded to int8 by its own largest number and multiplied by weight [out, in] int8 with
+        integer sums; the result is scaled back. scale [out, 1] float32."""
 
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        """x [N, in], weight [E, out, in], ends [E] int32 -> [N, out]: rows ends[e - 1] to ends[e] by weight[e]."""
+        """x [N, in], weight [E, out, in], ends [E] int32 -> [N, out]: rows ends[e - 1] to ends[e] times weight[e]."""
 
     def combine_experts(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
-        """made [T, K, n], shares [T, K] float32 -> [T, n]: each token's sum of what its experts made, by its shares.
+        """made [T, K, n], shares [T, K] float32 -> [T, n]: for each token the sum of its experts' outputs times their
+        shares.
 
-        whole: the shares of a token are made to sum to 1 first.
+        whole: a token's shares are scaled to sum to 1 first.
         """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019).
 
-        The weight may be float32 whatever x is (Gemma's 1 + w, which would not survive rounding).
+        The weight may be float32 whatever x is (Gemma's 1 + w, which would lose precision if rounded).
         """
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, before: Norm | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(rms_norm of the sum, the sum). `residual` may be overwritten by the sum. before: x is normed so first."""
+        """(rms_norm of x + residual, x + residual). `residual` may be overwritten by the sum. before: a norm of x
+        first."""
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension."""
@@ -109,19 +111,20 @@ class Ops(Protocol):
         """[T, 2F], gate first -> gelu(gate) * up, [T, F], gelu by its tanh approximation (GeGLU)."""
 
     def gelu(self, x: Tensor) -> Tensor:
-        """gelu by its tanh approximation, as GPT-2's."""
+        """gelu by its tanh approximation, as in GPT-2."""
 
     def angles(self, positions: Tensor, frequencies: Tensor, gain: float = 1.0) -> Angles:
-        """positions [T], frequencies [r] float32, radians a position -> cos and sin of their products, times gain."""
+        """positions [T], frequencies [r] float32, in radians per position -> cos and sin of their products, times
+        gain."""
 
     def qk_norm_rope_store_kv(
         self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
     ) -> Tensor:
-        """What stands between a projection and attention: qkv [T, (H + 2 G) D] -> q [T, H, D].
+        """From the projection to attention: qkv [T, (H + 2 G) D] -> q [T, H, D].
 
-        With `norms`, q and k are normed, head by head (Qwen 3). Then pair (i, i + r) of each head of q and k is
-        turned by its angle (Su et al. 2021, in the halves layout of Llama); dimensions from 2 r on pass through. k
-        and v go into the batch's slots; nobody counts on those of the spare page, which need not be written.
+        With `norms`, q and k are normed head by head (Qwen 3). Then pair (i, i + r) of each head of q and k is rotated
+        by its angle (Su et al. 2021, with Llama's layout in halves); dimensions from 2 r on are unchanged. k and v are
+        written to the batch's slots, except those of the null block, which need not be written.
         """
 
     def attention(
@@ -133,9 +136,10 @@ class Ops(Protocol):
         window: int = UNLIMITED,
         soft_cap: float = 0.0,
     ) -> Tensor:
-        """Causal attention of q [T, H, D] over each span's own pages, this step's K/V written already -> [T, H, D].
+        """Causal attention of q [T, H, D] over each span's own blocks, with this step's K/V already written -> [T, H,
+        D].
 
-        Query head h reads K/V head h // (H / G). A query at position p sees positions p - window + 1 to p.
-        soft_cap c above 0 makes scores c * tanh(score / c) (Gemma 2). What no query may see is never read into a
-        result, whatever it holds.
+        Query head h uses K/V head h // (H / G). A query at position p sees positions p - window + 1 to p. soft_cap c
+        above 0 makes scores c * tanh(score / c) (Gemma 2). What a query may not see never reaches its result, whatever
+        it contains.
         """

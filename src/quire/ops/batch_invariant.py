@@ -1,17 +1,17 @@
-"""The operations in plain torch, each row's result its own: the same bits alone, in a crowd, in any chunk or draft.
+"""Operations in plain torch that are batch-invariant: a row's result has the same bits alone, in any batch, chunk or
+draft.
 
-What torch's own calls let neighbours change, and what stands here instead: products are made in tiles of one shape.
-Attention reads K/V in runs of KEYS positions counted from the sequence's first, and adds them up one after the other,
-so that a run which a query does not see adds an exact zero. Functions that torch rounds one way in a vector and
-another way in what is left over at its end are spelled out in steps that it rounds alike everywhere.
+`BatchInvariantOps` avoids everything by which torch's own calls let neighbours change a row. Products are computed in
+tiles of one shape. Attention reads K/V in runs of KEYS positions counted from the sequence's first one and adds them up
+one after the other, so that a run which a query does not see adds an exact zero. Functions that torch rounds in one way
+in a vector and in another way in the remainder at its end are composed of steps that it rounds alike everywhere.
 
-Operations whose rows have bits of their own at next to no cost, for small models on a CPU that keeps its word.
-
-`fixed` makes every product and every sum in a way that no library can change, and pays for it. Here the library's own
-products and attention are used wherever they give a row the same bits in any company: oneDNN's packed products of up to
-some thousand columns do, for any number of rows; torch's attention does for any number of sequences and for a multiple
-of LEAST queries, as long as a query always sees the same number of positions. So each reads whole runs of RUN positions
-up to its own, masked past it, whoever it is computed with. `holds` asks this machine whether all of that is so.
+`SteadyOps` costs next to nothing, for small models on a CPU that qualifies: it uses the library's own products and
+attention where they give a row the same bits in any batch. oneDNN's packed products of up to some thousand columns do,
+for any number of rows; torch's attention does for any number of sequences and for a multiple of MIN_QUERY_ROWS queries,
+as long as a query always sees the same number of positions. So each query reads whole runs of RUN positions up to its
+own one, masked after it, whatever it is batched with. `has_stable_kernels` tests whether all of that holds on this
+machine.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ AT_ONCE = 256
 
 
 class BatchInvariantOps(ReferenceOps):
-    """See `base.Ops`. As `ReferenceOps`, up to rounding."""
+    """`Ops` as `ReferenceOps`, up to rounding, and batch-invariant."""
 
     rows = TILE_ROWS
     reach = KEYS
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """A product in tiles of TILE_ROWS rows."""
         out = len(weight)
         if out < NARROW:
             weight = F.pad(weight, (0, 0, 0, NARROW - out))
@@ -58,6 +59,7 @@ class BatchInvariantOps(ReferenceOps):
         return in_tiles(partial(F.linear, weight=weight, bias=bias), x, TILE_ROWS)[:, :out]
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate q and k without complex products."""
         heads, half = q.shape[1], cos.shape[-1]
         x = torch.cat((q, k), 1).float()
         first, second, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], -1)
@@ -66,20 +68,24 @@ class BatchInvariantOps(ReferenceOps):
         return turned[:, :heads], turned[:, heads:]
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.silu_mul`."""
         gate, up = gate_up.chunk(2, -1)
         exact = gate.float()
         return (exact / exact.neg().exp_().add_(1.0)).to(up.dtype).mul_(up)
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.gelu_mul`."""
         gate, up = gate_up.chunk(2, -1)
         return self.gelu(gate).mul_(up)
 
     def gelu(self, x: Tensor) -> Tensor:
+        """See `Ops.gelu`."""
         exact = x.float()
         bent = (exact * exact * exact).mul_(0.044715).add_(exact).mul_(math.sqrt(2.0 / math.pi)).tanh_()
         return bent.add_(1.0).mul_(exact).mul_(0.5).to(x.dtype)
 
     def combine_experts(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
+        """See `Ops.combine_experts`."""
         return combine_experts_in_order(made, shares, whole=whole)
 
     def attention(
@@ -91,6 +97,7 @@ class BatchInvariantOps(ReferenceOps):
         window: int = UNLIMITED,
         soft_cap: float = 0.0,
     ) -> Tensor:
+        """See `Ops.attention`."""
         paged, out = self.prepare(batch), torch.zeros_like(q)
         for index, group in enumerate(paged.groups):
             out[group.rows] = attend(q[group.rows], kv, paged, index, scale, window, soft_cap)
@@ -98,8 +105,8 @@ class BatchInvariantOps(ReferenceOps):
 
 
 class Queries(NamedTuple):
-    """Some of a group's queries, and how they are cut: from number `start` on `n`, `each` a tile for a K/V head's
-    `share` heads. window: as `Ops.attention`."""
+    """Some of a group's queries and their tiles: `n` from number `start` on, `each` a tile for the `share` heads of a
+    K/V head. window: as in `Ops.attention`."""
 
     start: int
     n: int
@@ -111,7 +118,7 @@ class Queries(NamedTuple):
 def attend(
     q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, index: int, scale: float, window: int, soft_cap: float
 ) -> Tensor:
-    """One group's queries [S * n, H, D] over its pages -> the same."""
+    """Attention of one group's queries [S * n, H, D] over its blocks -> the same shape."""
     group, (_, heads, dim), groups = paged.groups[index], q.shape, kv.k.shape[1]
     spans, share = len(group.kv_len), heads // groups
     each = max(1, TILE_ROWS // share)
@@ -133,7 +140,8 @@ def attend(
 
 
 def tiles(q: Tensor, each: int) -> Tensor:
-    """q [S, n, G, R, D] -> [S, G, t, M, D]: `each` queries of R heads a tile, filled up to a multiple of TILE_ROWS."""
+    """q [S, n, G, R, D] -> [S, G, t, M, D]: `each` queries of R heads a tile, padded to a multiple of TILE_ROWS
+    rows."""
     spans, n, groups, share, dim = q.shape
     if n % each:
         q = F.pad(q, (0, 0, 0, 0, 0, 0, 0, -n % each))
@@ -143,9 +151,10 @@ def tiles(q: Tensor, each: int) -> Tensor:
 
 
 def visible(paged: PagedAttentionMetadata, index: int, part: Queries) -> tuple[int, Tensor]:
-    """(The first run of KEYS that some query sees, bool [S, b, t, M, KEYS] from there on), shared by layers of a kind.
+    """(The first run of KEYS that a query sees, bool [S, b, t, M, KEYS] from there on), shared by layers with one
+    window.
 
-    A row that is no query's sees what one that is sees.
+    Padding rows see what the last query sees.
     """
     group, key = paged.groups[index], (index, *part)
     past = group.kv_len - group.n + part.start
@@ -157,6 +166,7 @@ def visible(paged: PagedAttentionMetadata, index: int, part: Queries) -> tuple[i
 
 
 def mask(group: SpanGroup, past: Tensor, first: int, part: Queries) -> Tensor:
+    """Which positions of runs from `first` on each row of the tiles sees."""
     until = -(-(group.longest - group.n + part.start + part.n) // KEYS)
     row = torch.arange(-(-(part.each * part.share) // TILE_ROWS) * TILE_ROWS, device=past.device)
     at = torch.arange(0, part.n, part.each, device=past.device)[:, None] + (row // part.share).clamp(max=part.each - 1)
@@ -182,9 +192,9 @@ def weigh(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, soft_cap:
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """a [Y, b, t, M, K], b [Y, b, K, N] -> [Y, b, t, M, N]: each [M, K] by its [K, N], a product of one shape.
+    """a [Y, b, t, M, K], b [Y, b, K, N] -> [Y, b, t, M, N]: each [M, K] by its [K, N], products of one shape.
 
-    Batched along whichever is longer: neither copies of b nor a loop over all tiles.
+    Batched along whichever dimension is longer: neither copies of b nor a loop over all tiles.
     """
     some, runs, count, rows, inner = a.shape
     if count <= some * runs:
@@ -205,17 +215,20 @@ MIN_QUERY_ROWS = 4
 
 
 class SteadyOps(BatchInvariantOps):
-    """See `base.Ops`. As `ReferenceOps`, up to rounding."""
+    """`Ops` as `ReferenceOps`, up to rounding, and batch-invariant where `has_stable_kernels`."""
 
     rows = UNLIMITED
 
     def prepare(self, batch: RaggedBatch) -> PagedAttentionMetadata:
+        """See `Ops.prepare`."""
         return batch if isinstance(batch, PagedAttentionMetadata) else PagedAttentionMetadata.cut(batch, RUN)
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """As `ReferenceOps`, which is invariant."""
         return ReferenceOps.rope(self, q, k, cos, sin)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.silu_mul`."""
         return ReferenceOps.silu_mul(self, gate_up)
 
     def attention(
@@ -227,6 +240,7 @@ class SteadyOps(BatchInvariantOps):
         window: int = UNLIMITED,
         soft_cap: float = 0.0,
     ) -> Tensor:
+        """See `Ops.attention`."""
         paged = self.prepare(batch)
         if soft_cap or window < UNLIMITED:
             return super().attention(q, kv, paged, scale, window, soft_cap)
@@ -240,7 +254,7 @@ class SteadyOps(BatchInvariantOps):
 
 
 def attend_runs(q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, index: int, scale: float) -> Tensor:
-    """One group's queries over its pages -> [S * n, H, D]."""
+    """Attention of one group's queries over its blocks -> [S * n, H, D]."""
     group, (_, heads, dim), groups = paged.groups[index], q.shape, kv.k.shape[1]
     spans, n, share = len(group.kv_len), group.n, heads // groups
     k = paged.read(kv.k, index, kv.k_scale, q.dtype)[:, :, : group.longest]
@@ -254,7 +268,7 @@ def attend_runs(q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, index: in
 
 
 def pad_rows(x: Tensor) -> Tensor:
-    """[S, G, rows, D], the first rows repeated behind the last up to a multiple of MIN_QUERY_ROWS."""
+    """[S, G, rows, D] with the first rows repeated after the last, up to a multiple of MIN_QUERY_ROWS."""
     rows = x.shape[2]
     return (
         x if rows % MIN_QUERY_ROWS == 0 else x[:, :, torch.arange(-(-rows // MIN_QUERY_ROWS) * MIN_QUERY_ROWS) % rows]
@@ -262,7 +276,7 @@ def pad_rows(x: Tensor) -> Tensor:
 
 
 def additive_mask(paged: PagedAttentionMetadata, index: int, share: int, dtype: torch.dtype) -> Tensor:
-    """[S, 1, rows or 1, L]: what is added to scores, for `filled` rows."""
+    """[S, 1, rows or 1, L]: what is added to scores, for rows padded by `pad_rows`."""
     key = (index, share)
     made = paged.masks.get(key)
     if made is None:
@@ -276,7 +290,8 @@ def additive_mask(paged: PagedAttentionMetadata, index: int, share: int, dtype: 
 
 @torch.inference_mode()
 def has_stable_kernels(dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether this machine's libraries do what is said above. Of float32 MKL does the attention, and does not."""
+    """Whether this machine's libraries compute as `SteadyOps` needs. MKL, which computes float32 attention, does
+    not."""
     if not can_pack(dtype, torch.device("cpu")):
         return False
     random = torch.Generator().manual_seed(0)
@@ -300,6 +315,6 @@ def has_stable_kernels(dtype: torch.dtype = torch.bfloat16) -> bool:
 
 
 def _alike(way: Callable[[slice], Tensor], rows: int, counts: tuple[int, ...]) -> bool:
-    """Whether some rows at a time, along that dimension, come out as all at once."""
+    """Whether some rows at a time, along dimension `rows`, have the same bits as all at once."""
     whole = way(slice(0, 96))
     return all(torch.equal(way(slice(5, 5 + n)), whole.narrow(rows, 5, n)) for n in counts)

@@ -1,4 +1,4 @@
-"""Work of this thread's stream as a CUDA graph, whatever other threads do with the card meanwhile."""
+"""CUDA graph capture of one thread's stream, whatever other threads do with the GPU meanwhile."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 
 class NotCapturable(RuntimeError):
-    """Something of it has to be done for once before the work can be captured: it says what."""
+    """Something must be done once before the work can be captured: the message says what."""
 
 
 def captured(work: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
-    """Recorded and not done; kernels that nobody has launched yet are loaded meanwhile. pool: torch's handle of memory
-    that graphs share which never run at the same time; None: the graph has its own."""
+    """The graph of `work`, which is recorded and not run; kernels that were never launched are loaded. pool: a torch
+    handle of memory that graphs share which never run at the same time; None: the graph has its own."""
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(pool=pool, capture_error_mode="relaxed")
     try:

@@ -1,7 +1,7 @@
-"""cuBLASLt by its C interface: torch has it multiply, but not by which of its algorithms.
+"""cuBLASLt by its C interface: torch multiplies with it, but does not let one choose the algorithm.
 
 Enumerations and structures are those of cublasLt.h of CUDA 12 and 13, whose documentation says that an algorithm may be
-kept and used again with the same version of the library.
+stored and used again with the same version of the library.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Proposal(ctypes.Structure):
 
 
 class CublasLt:
-    """See `library.Products`. One engine's: what is multiplied at the same time would share the workspace."""
+    """A `gemm.GemmLibrary`. Each engine has its own: products at the same time would share the workspace."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises OSError where the library that torch was built with is not there."""
+        """Raises OSError where the library that torch was built with cannot be loaded."""
         self.device, self.library, self.handle = device, opened(), handle(device.index or 0)
         self.one, self.nothing = c_float(1.0), c_float(0.0)
         properties = torch.cuda.get_device_properties(device)
@@ -58,14 +58,16 @@ class CublasLt:
 
     @cached_property
     def workspace(self) -> Tensor:
-        """There once something is multiplied: float32 and deterministic engines never ask."""
+        """Allocated at the first product: float32 and deterministic engines never use it."""
         return torch.empty(WORKSPACE, dtype=torch.uint8, device=self.device)
 
     def supports(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether dtype, layout and alignment are supported."""
         aligned = not any(number % 8 for number in weight.shape) and not weight.data_ptr() % ALIGNED
         return x.dtype in KINDS and x.dtype == weight.dtype and weight.is_contiguous() and aligned
 
     def algorithms(self, shape: GemmShape) -> list[GemmAlgorithm]:
+        """The library's proposals for a shape."""
         setup = Setup.of(self.library, shape)
         found, count = (Proposal * PROPOSALS)(), c_int()
         wanted, limits = c_void_p(), {REDUCTIONS: c_uint32(SUMMED_IN_FLOAT), MOST_WORKSPACE: c_size_t(WORKSPACE)}
@@ -81,18 +83,20 @@ class CublasLt:
         return [Multiplied(self, setup, one) for one in good]
 
     def algorithm(self, shape: GemmShape, name: str) -> GemmAlgorithm:
+        """A stored algorithm. Raises ValueError if the name is not one."""
         proposal = Proposal.from_buffer_copy(bytes.fromhex(name))
         return Multiplied(self, Setup.of(self.library, shape), proposal)
 
 
 def check(status: int) -> None:
+    """Raises RuntimeError unless a call succeeded."""
     if status:
         raise RuntimeError(f"cuBLASLt failed with status {status}")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a product is to the library, which counts columns first: out^T [outputs, rows] = weight x^T."""
+    """The descriptors of a product. The library is column-major: out^T [outputs, rows] = weight x^T."""
 
     product: c_void_p
     weight: c_void_p
@@ -101,6 +105,7 @@ class Setup:
 
     @staticmethod
     def of(library: ctypes.CDLL, shape: GemmShape) -> Setup:
+        """Create the descriptors for a shape."""
         kind, product = KINDS[shape.kind], c_void_p()
         check(library.cublasLtMatmulDescCreate(byref(product), COMPUTE_FLOAT, FLOAT))
         settings = {TRANSPOSED_A: 1, **({EPILOGUE: WITH_BIAS} if shape.bias else {})}
@@ -118,7 +123,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Multiplied:
-    """See `library.Way`: by one algorithm."""
+    """A `gemm.GemmAlgorithm`: a product by one algorithm."""
 
     lt: CublasLt
     setup: Setup
@@ -126,6 +131,7 @@ class Multiplied:
 
     @property
     def name(self) -> str:
+        """The proposal's bytes, in hex."""
         return bytes(self.proposal).hex()
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -144,7 +150,7 @@ class Multiplied:
 
 @cache
 def opened() -> ctypes.CDLL:
-    """The library that torch has loaded, told what its functions take."""
+    """The library that torch has loaded, with the types of its functions' arguments."""
     library = ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').split('.')[0]}")
     pointer, flag = c_void_p, c_int
     takes = {
@@ -167,7 +173,7 @@ def opened() -> ctypes.CDLL:
 
 @cache
 def handle(card: int) -> c_void_p:
-    """The library's own state on a card, the same for all there."""
+    """The library's state on a GPU, one for all users."""
     made = c_void_p()
     with torch.cuda.device(card):
         check(opened().cublasLtCreate(byref(made)))

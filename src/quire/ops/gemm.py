@@ -49,24 +49,25 @@ class GemmAlgorithm(Protocol):
 
     @property
     def name(self) -> str:
-        """Brings it back, see `Products.way`."""
+        """Identifies it, see `GemmLibrary.algorithm`."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """The product of a shape into out. May be captured."""
+        """The product of a shape into `out`. May be captured."""
 
 
 class GemmLibrary(Protocol):
-    """A library. version: what its ways, and how long they take, are bound to."""
+    """A GEMM library. version: what its algorithms and their times depend on."""
 
     version: str
 
     def supports(self, x: Tensor, weight: Tensor) -> bool:
         """Whether it multiplies these at all."""
 
-    def algorithms(self, shape: GemmShape) -> Sequence[GemmAlgorithm]: ...
+    def algorithms(self, shape: GemmShape) -> Sequence[GemmAlgorithm]:
+        """Its proposals for a shape."""
 
     def algorithm(self, shape: GemmShape, name: str) -> GemmAlgorithm:
-        """Raises ValueError for what is no name."""
+        """Raises ValueError if the name is not one."""
 
 
 Timed = Callable[[Sequence[Callable[[], None]]], Sequence[float]]
@@ -74,7 +75,7 @@ Timed = Callable[[Sequence[Callable[[], None]]], Sequence[float]]
 
 
 class TorchGemm:
-    """See `Way`."""
+    """The algorithm that torch chooses."""
 
     name = TORCH
 
@@ -96,9 +97,11 @@ class AlgorithmCache:
         self.path, self.names, self.new = path, read(path), 0
 
     def find(self, version: str, shape: GemmShape) -> str | None:
+        """The name of the fastest algorithm, if it is known."""
         return self.names.get(version, {}).get(str(shape))
 
     def note(self, version: str, shape: GemmShape, name: str) -> None:
+        """Store the fastest algorithm of a shape."""
         self.names.setdefault(version, {})[str(shape)] = name
         self.new += 1
 
@@ -116,7 +119,7 @@ AUTOTUNING: ContextVar[AlgorithmCache | None] = ContextVar("quire_learning", def
 
 @contextmanager
 def autotuning(path: Path) -> Iterator[None]:
-    """Meanwhile every new shape is learnt. path: of the book."""
+    """Inside the block every new shape is timed. path: of the file that keeps the results."""
     book, began = AlgorithmCache(path), time.monotonic()
     before = AUTOTUNING.set(book)
     try:
@@ -129,7 +132,7 @@ def autotuning(path: Path) -> Iterator[None]:
 
 
 class GemmAutotuner:
-    """An engine's. products: None where there are none: torch multiplies. timed: tells ways apart."""
+    """Of one engine. products: the library, None if there is none and torch multiplies. timed: measures algorithms."""
 
     def __init__(self, products: GemmLibrary | None, timed: Timed) -> None:
         self.products, self.timed = products, timed
@@ -147,8 +150,8 @@ class GemmAutotuner:
         return out
 
     def _autotune(self, shape: GemmShape, x: Tensor, weight: Tensor, bias: Tensor | None) -> GemmAlgorithm:
-        """The fastest way of a shape, from now on; where nothing is learnt, torch's. Raises Unready when it has to be
-        timed and this is being captured."""
+        """The fastest algorithm for a shape, from now on; torch's where nothing is tuned. Raises NotCapturable if it
+        would have to be timed while a graph is captured."""
         products, book = self.products, AUTOTUNING.get()
         if products is None or book is None or not products.supports(x, weight):
             return TORCH_GEMM
@@ -169,6 +172,7 @@ class GemmAutotuner:
 
 
 def capturing(x: Tensor) -> bool:
+    """Whether the current stream is captured."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -229,7 +233,7 @@ TURNS, TIMES = 3, 2
 
 
 def on_the_card(works: Sequence[Callable[[], None]]) -> list[float]:
-    """See `Timed`: the least of a few turns in which each has its turn, captured, since launching takes longer."""
+    """Seconds of each work (see `Timed`), the least of a few turns, captured, since launching takes longer."""
     cold = torch.zeros(COLD // 8, dtype=torch.int64, device="cuda")
     graphs, best = [graph_of(work, cold) for work in works], [float("inf")] * len(works)
     for _ in range(TURNS):
@@ -240,7 +244,7 @@ def on_the_card(works: Sequence[Callable[[], None]]) -> list[float]:
 
 
 def graph_of(work: Callable[[], None], cold: Tensor) -> torch.cuda.CUDAGraph:
-    """A work that finds nothing in L2, a few times."""
+    """A graph of the work, a few times, with nothing of it in L2."""
     work()
 
     def times() -> None:
@@ -252,6 +256,7 @@ def graph_of(work: Callable[[], None], cold: Tensor) -> torch.cuda.CUDAGraph:
 
 
 def around(graph: torch.cuda.CUDAGraph) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Events before and after a replay."""
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in "be")  # type: ignore[no-untyped-call]
     begun.record()
     graph.replay()

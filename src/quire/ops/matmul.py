@@ -1,16 +1,13 @@
-"""Products of so many rows at a time, always: what makes a row's bits its own, whatever rows are beside it.
+"""Matrix products in pieces: in tiles of rows of one size, in oneDNN's blocked layout, and by groups of rows (experts).
 
-A library chooses how to sum by the shape it is given: one row is a product of its own in MKL and in oneDNN, and a
-batch of another size is summed in other runs. Given one shape it sums in one way, and every row of it alike. (He et
-al. 2025, "Defeating nondeterminism in LLM inference", name it batch invariance; vLLM and SGLang have it on GPUs.)
+A library chooses how to sum by the shape that it is given: one row is a product of its own in MKL and in oneDNN, and a
+batch of another size is summed in other runs. With one shape it always sums in one way, and in the same way for every
+row. (He et al. 2025, "Defeating nondeterminism in LLM inference", call it batch invariance.)
 
-Matrices laid out in oneDNN's blocks: what an x86 CPU multiplies by fastest.
-
-Measured on two cores of an EPYC with avx512_bf16, weights read from memory, [3072, 576] at 1, 8 and 64 rows:
-bfloat16 77, 88 and 282 us against 124, 143 and 335 us for `F.linear`, which finds a layout anew at each call; float32
-133, 162 and 510 us against 384, 451 and 1337 us for `F.linear`, which is MKL there.
-
-Products of runs of rows, each with a matrix of its own, and their sums: what experts are made of.
+oneDNN's blocks are what an x86 CPU multiplies by fastest. Measured on two cores of an EPYC with avx512_bf16, weights
+read from memory, [3072, 576] at 1, 8 and 64 rows: bfloat16 77, 88 and 282 us against 124, 143 and 335 us for
+`F.linear`, which chooses a layout at each call; float32 133, 162 and 510 us against 384, 451 and 1337 us for
+`F.linear`, which is MKL there.
 """
 
 from __future__ import annotations
@@ -29,7 +26,8 @@ float32 takes 86, 138 and 7,010 us at 1, 8 and 512 rows at once, and 144, 141 an
 
 
 def in_tiles(product: Callable[[Tensor], Tensor], x: Tensor, rows: int) -> Tensor:
-    """product(x) of x [T, in] -> [T, out], `rows` at a time, the last tile filled up with zeros; MANY: all at once."""
+    """product(x) of x [T, in] -> [T, out], `rows` at a time, the last tile padded with zeros; UNLIMITED: all at
+    once."""
     if rows == UNLIMITED:
         return product(x)
     count = len(x)
@@ -68,7 +66,8 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, product: Product = F.linear) -> Tensor:
-    """See `Ops.grouped_linear`. On a GPU, bfloat16 rows of 16 bytes take torch's grouped GEMM."""
+    """See `Ops.grouped_linear`. On a GPU, bfloat16 rows whose size is a multiple of 16 bytes take torch's grouped
+    GEMM."""
     if not x.is_cuda:
         stops = ends.tolist()
         runs = zip(weight, [0, *stops], stops, strict=False)
@@ -79,7 +78,8 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, product: Product = F
 
 
 def by_owner(x: Tensor, weight: Tensor, ends: Tensor, product: Product) -> Tensor:
-    """The same, every matrix multiplying every row: whose rows are whose is known on the device alone."""
+    """The same with every matrix multiplying every row, for which rows belong to which matrix is known on the device
+    alone."""
     owner = torch.searchsorted(ends, torch.arange(len(x), device=x.device, dtype=ends.dtype), right=True)[:, None]
     total = x.new_zeros(len(x), weight.shape[1])
     for e, each in enumerate(weight):
@@ -88,20 +88,20 @@ def by_owner(x: Tensor, weight: Tensor, ends: Tensor, product: Product) -> Tenso
 
 
 def combine_experts(made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
-    """See `Ops.mix`."""
+    """See `Ops.combine_experts`."""
     shares = shares / shares.sum(-1, keepdim=True) if whole else shares
     return (made * shares.to(made.dtype)[..., None]).sum(1)
 
 
 def combine_experts_in_order(made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
-    """See `Ops.mix`; a token's sums are made in one order, however many tokens there are."""
+    """See `Ops.combine_experts`; a token's sums are computed in one order, however many tokens there are."""
     shares = shares / in_order(shares.unbind(1))[:, None] if whole else shares
     parts = (made * shares.to(made.dtype)[..., None]).float()
     return in_order(parts.unbind(1)).to(made.dtype)
 
 
 def in_order(parts: tuple[Tensor, ...]) -> Tensor:
-    """Their sum, one after the other."""
+    """The sum of the parts, added one after the other."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part

@@ -1,7 +1,7 @@
-"""How plain torch reads and writes pages: index tensors worked out once a forward, shared by all layers.
+"""How plain torch reads and writes KV blocks: index tensors are computed once a forward and shared by all layers.
 
-A pool [N, G, B, D] is seen as N * G tiles of B * D numbers to read and as N * G * B rows of D numbers to write, so
-that each layer's gather is one `index_select` whose result already stands head by head, position by position.
+A pool [N, G, B, D] is seen as N * G tiles of B * D numbers to read and as N * G * B rows of D numbers to write, so that
+each layer's gather is one `index_select` whose result is already ordered by head and position.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class SpanGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedAttentionMetadata(RaggedBatch):
-    """A batch sorted into groups, with the indices its layers share. `begun` [.] int64: pages begun and not filled.
+    """A batch sorted into groups, with the indices that its layers share. begun [.] int64: blocks that are partly
+    filled.
 
-    The dictionaries hold what layers of one shape have in common: filled at the first, found by the rest.
+    The dictionaries hold what layers of one shape have in common: filled by the first, used by the rest.
     """
 
     groups: tuple[SpanGroup, ...]
@@ -54,7 +55,7 @@ class PagedAttentionMetadata(RaggedBatch):
 
     @classmethod
     def of(cls, batch: RaggedBatch, reach: int = 1) -> PagedAttentionMetadata:
-        """reach: tokens of which so many are read at a time; past a span's own end, anything that is its own."""
+        """reach: positions are read in multiples of it; after a span's end, any of its own."""
         starts = batch.query_start.tolist()
         lengths = batch.kv_len.tolist()
         together: dict[tuple[int, int], list[int]] = {}
@@ -72,8 +73,8 @@ class PagedAttentionMetadata(RaggedBatch):
 
     @classmethod
     def cut(cls, batch: RaggedBatch, run: int) -> PagedAttentionMetadata:
-        """As `of`, but for every query all positions are read up to the end of its own run of `run`, and no more: who
-        it is together with has no say in how many. Spans that cross a run's end are cut there."""
+        """As `of`, but every query reads all positions up to the end of its own run of `run` and no more, whatever it
+        is batched with. Spans that cross the end of a run are cut there."""
         lengths, spans, starts = list[int](), list[int](), [0]
         together: dict[tuple[int, int, int], list[int]] = {}
         ends = batch.kv_len.tolist()
@@ -138,10 +139,10 @@ class PagedAttentionMetadata(RaggedBatch):
         return found if pool.dtype is dtype else found.to(dtype).mul_(scale)
 
     def write(self, kv: LayerKV, k: Tensor, v: Tensor) -> None:
-        """k and v [T, G, D] into the batch's slots.
+        """Write k and v [T, G, D] into the batch's slots.
 
-        A page begun and not filled is cleared first: what its last owner left there, were it NaN, would reach a
-        result through a weight of zero.
+        A partly filled block is cleared first: what its last owner left there, if it is NaN, would reach a result
+        through a weight of zero.
         """
         pages, heads, size, dim = kv.k.shape
         rows = self.targets.get(heads)
@@ -158,7 +159,7 @@ class PagedAttentionMetadata(RaggedBatch):
             pool.view(pages * heads * size, dim).index_copy_(0, rows, new.reshape(-1, dim))
 
     def mask(self, index: int, window: int, repeat: int) -> Tensor | None:
-        """[S, 1, repeat * n, L] bool, which of L positions each query may see; None where all may see all."""
+        """[S, 1, repeat * n, L] bool: which of L positions each query sees; None where each sees all."""
         key = (index, window, repeat)
         if key not in self.masks:
             self.masks[key] = causal_mask(self.groups[index], window, repeat)
@@ -166,8 +167,8 @@ class PagedAttentionMetadata(RaggedBatch):
 
 
 def alike(spans: list[int], lengths: list[int]) -> list[list[int]]:
-    """Spans of about one length together: a group reads as much for each as for its longest, and one long sequence
-    must not make all others as long. lengths: of every span."""
+    """Spans of similar length in one group: a group reads as much for each span as for its longest, and one long
+    sequence must not make all others as long. lengths: of every span."""
     sizes: dict[tuple[int, int], list[int]] = {}
     for span in spans:
         bits = lengths[span].bit_length()
@@ -185,6 +186,7 @@ def alike(spans: list[int], lengths: list[int]) -> list[list[int]]:
 
 
 def group(batch: RaggedBatch, spans: list[int], n: int, starts: list[int], lengths: list[int], reach: int) -> SpanGroup:
+    """The group of some spans of n queries each."""
     table = batch.page_table
     chosen = torch.tensor(spans, dtype=torch.int64, device=table.device)
     adjacent = spans[-1] - spans[0] + 1 == len(spans)
@@ -204,6 +206,7 @@ def group(batch: RaggedBatch, spans: list[int], n: int, starts: list[int], lengt
 
 
 def causal_mask(group: SpanGroup, window: int, repeat: int) -> Tensor | None:
+    """[S, 1, repeat * n, L] bool: which positions each query sees; None where each sees all."""
     if group.n == 1 and group.even and window >= group.longest:
         return None
     device = group.kv_len.device

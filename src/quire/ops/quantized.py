@@ -1,10 +1,9 @@
-"""Floating point in eight bits: e4m3, four bits of exponent and three of mantissa (Micikevicius et al. 2022).
+"""Products with quantized matrices in plain torch: the matrix is dequantized, then multiplied. The oracle of the
+kernels.
 
-Products with quantised matrices, in plain torch: the numbers are restored, then multiplied. The oracle of kernels.
-
-Two layouts cover every format there is a reader for. Scaled: one number a byte (int8, or float8 with four bits of
-exponent and three of mantissa), and a scale for every `width` columns of a row. Halved: two numbers a byte, the even
-column's in the low bits, with a scale and a zero point for every group of columns of a row.
+Every supported format has one of two layouts. Scaled: one number per byte (int8, or e4m3: float8 with four bits of
+exponent and three of mantissa, Micikevicius et al. 2022), and a scale for every `width` columns of a row. INT4: two
+numbers per byte, the even column's in the low bits, with a scale and a zero point for every group of columns of a row.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ E4M3_MAX = 448.0
 
 
 def to_fp8(x: Tensor, scale: float) -> Tensor:
-    """x / scale as e4m3, what is too large as the largest there is."""
+    """x / scale as e4m3; numbers beyond its range become its largest."""
     return (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
@@ -29,7 +28,7 @@ INT8_MAX = 127.0
 
 
 def dequantize_scaled(weight: Tensor, scale: Tensor, width: int, offset: int = 0) -> Tensor:
-    """weight [out, in] times its scale [out, G] -> float32. Column c's scale is number (c + offset) // width."""
+    """weight [out, in] times its scale [out, G] -> float32. Column c has scale number (c + offset) // width."""
     exact = weight.float()
     if scale.shape[1] == 1:
         return exact.mul_(scale)
@@ -55,15 +54,17 @@ LEAST = 32
 
 
 def at_least(rows: int, x: Tensor) -> Tensor:
-    """x with rows of zeros below it until there are so many."""
+    """x with rows of zeros appended until there are `rows`."""
     return torch.nn.functional.pad(x, (0, 0, 0, max(0, rows - len(x))))
 
 
 class DequantizingOps(ABC):
-    """The quantised products of `base.Ops`, by restoring the matrix at each call. Nothing is kept between calls."""
+    """The quantized products of `Ops`, by dequantizing the matrix at each call."""
 
     @abstractmethod
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor: ...
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
+        """See
+        `Ops.linear`."""
 
     def scaled_linear(
         self,
@@ -75,6 +76,7 @@ class DequantizingOps(ABC):
         bias: Tensor | None = None,
         gate: Gate = "",
     ) -> Tensor:
+        """See `Ops.scaled_linear`."""
         return self.linear(x, dequantize_scaled(weight, scale, width, offset).to(x.dtype), bias, gate)
 
     def int4_linear(
@@ -87,9 +89,11 @@ class DequantizingOps(ABC):
         bias: Tensor | None = None,
         gate: Gate = "",
     ) -> Tensor:
+        """See `Ops.int4_linear`."""
         return self.linear(x, dequantize_int4(weight, scale, zero, groups).to(x.dtype), bias, gate)
 
     def int8_linear(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `Ops.int8_linear`."""
         rounded, steps = quantize_tokens(x)
         if x.is_cuda and any(size % 8 for size in weight.shape):
             sums = self.linear(rounded.float(), weight.float())

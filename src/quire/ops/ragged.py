@@ -13,15 +13,15 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """One step's tokens, back to back, and where their K/V lives.
+    """One step's tokens, one span after the other, and where their K/V is stored.
 
-    tokens [T] int64: ids to feed. positions [T] int64: of each, from 0. slots [T] int64: page * B + offset, where
-    each token's K/V is written. query_start [S+1] int32: span s owns tokens query_start[s]:query_start[s+1].
-    kv_len [S] int32: tokens span s attends to, this step's included; its queries are the last of them (causal).
-    page_table [S, P] int32: page of positions p*B:(p+1)*B; past the end, page 0 (SPARE).
-    max_query, max_kv: bounds known to the host, for launch shapes only: kernels loop to kv_len.
-    wanted [R] int32: the tokens whose hidden states somebody asks for, None for all. Whatever stands behind the last
-    attention is done for them alone, see `chosen` and `placed`.
+    tokens [T] int64: ids to feed. positions [T] int64: of each, from 0. slots [T] int64: block * B + offset, where each
+    token's K/V is written. query_start [S+1] int32: span s has tokens query_start[s]:query_start[s+1]. kv_len [S]
+    int32: tokens that span s attends to, this step's included; its queries are the last of them (causal). page_table
+    [S, P] int32: the block of positions p*B:(p+1)*B; after the end, block 0 (the null block). max_query, max_kv: bounds
+    that the host knows, for the shapes of launches: kernels loop to kv_len. output_indices [R] int32: the tokens whose
+    hidden states are needed, None for all; what follows the last attention is computed for them alone, see
+    `select_outputs`.
     """
 
     tokens: torch.Tensor
@@ -36,7 +36,7 @@ class RaggedBatch:
     output_indices: torch.Tensor | None = field(default=None, kw_only=True)
 
     def select_outputs(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [R, n] of what is wanted, each at its token's place -> [T, n], anything elsewhere."""
+        """hidden [R, n] of `output_indices` -> [T, n], each at its token's row; other rows are undefined."""
         if self.output_indices is None:
             return hidden
         whole = hidden.new_empty(len(self.positions), hidden.shape[1])
@@ -44,16 +44,16 @@ class RaggedBatch:
 
 
 def select_rows(x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
-    """Rows of x [T, n]."""
+    """Rows of x [T, n]; None: all."""
     return x if wanted is None else x.index_select(0, wanted)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """One layer's pages: k and v, each [N, G, B, D]. One page id indexes every layer's tensors.
+    """One layer's K/V pool: k and v, each [N, G, B, D]. A block id indexes every layer's tensors.
 
-    The layout keeps a (page, head) tile contiguous, so that a kernel reads it in one run. k_scale and v_scale: what
-    one stored unit stands for, 1 unless the pages are float8.
+    A (block, head) tile is contiguous, so that a kernel reads it in one run. k_scale and v_scale: what one stored unit
+    represents, 1 unless the pool is float8.
     """
 
     k: torch.Tensor

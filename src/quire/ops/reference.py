@@ -18,33 +18,39 @@ TILE = 256
 
 
 class ReferenceOps(DequantizingOps):
-    """See `base.Ops`. Any device, any floating dtype, any head count and head dim."""
+    """`Ops` in plain torch, for any device, floating-point dtype, number of heads and head dim."""
 
     rows = UNLIMITED
     reach = 1
     """See `Paged.of`."""
 
     def prepare(self, batch: RaggedBatch) -> PagedAttentionMetadata:
+        """See `Ops.prepare`."""
         return batch if isinstance(batch, PagedAttentionMetadata) else PagedAttentionMetadata.of(batch, self.reach)
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        """See `Ops.embedding`."""
         return F.embedding(tokens, weight)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The multiplying part of `linear` and `grouped_linear`."""
+        """The product of `linear` and `grouped_linear`, without a gate."""
         return F.linear(x, weight, bias)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
+        """See `Ops.linear`."""
         y = self.product(x, weight, bias)
         return y if not gate else self.silu_mul(y) if gate == "silu" else self.gelu_mul(y)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        """See `Ops.grouped_linear`."""
         return grouped_linear(x, weight, ends, self.product)
 
     def combine_experts(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
+        """See `Ops.combine_experts`."""
         return combine_experts(made, shares, whole=whole)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Ops.rms_norm`."""
         if weight.dtype is not x.dtype:
             return torch.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
         return torch.rms_norm(x, weight.shape, weight, eps)
@@ -52,19 +58,23 @@ class ReferenceOps(DequantizingOps):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, before: Norm | None = None
     ) -> tuple[Tensor, Tensor]:
+        """See `Ops.add_rms_norm`."""
         total = residual.add_(self.rms_norm(x, *before) if before else x)
         return self.rms_norm(total, weight, eps), total
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """See `Ops.layer_norm`."""
         return F.layer_norm(x, weight.shape, weight, bias, eps)
 
     def angles(self, positions: Tensor, frequencies: Tensor, gain: float = 1.0) -> Angles:
+        """See `Ops.angles`."""
         angles = positions.float()[:, None] * frequencies
         return angles.cos() * gain, angles.sin() * gain
 
     def qk_norm_rope_store_kv(
         self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
     ) -> Tensor:
+        """See `Ops.qk_norm_rope_store_kv`."""
         groups, dim = kv.k.shape[1], kv.k.shape[3]
         q, k, v = torch.split(qkv, [heads * dim, groups * dim, groups * dim], -1)
         q, k, v = q.view(-1, heads, dim), k.view(-1, groups, dim), v.view(-1, groups, dim)
@@ -75,7 +85,7 @@ class ReferenceOps(DequantizingOps):
         return q
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """The turning part of `turn_and_write`: q [T, H, D], k [T, G, D]."""
+        """Rotate q [T, H, D] and k [T, G, D]."""
         heads, half = q.shape[1], cos.shape[-1]
         if not half:
             return q, k
@@ -85,18 +95,21 @@ class ReferenceOps(DequantizingOps):
         return turned[:, :heads], turned[:, heads:]
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.silu_mul`."""
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.gelu_mul`."""
         gate, up = gate_up.chunk(2, -1)
         return F.gelu(gate, approximate="tanh").mul_(up)
 
     def gelu(self, x: Tensor) -> Tensor:
+        """See `Ops.gelu`."""
         return F.gelu(x, approximate="tanh")
 
     def write_kv(self, kv: LayerKV, k: Tensor, v: Tensor, batch: RaggedBatch) -> None:
-        """The writing part of `turn_and_write`: k and v [T, G, D]."""
+        """Write k and v [T, G, D] into their slots."""
         self.prepare(batch).write(kv, k, v)
 
     def attention(
@@ -108,6 +121,7 @@ class ReferenceOps(DequantizingOps):
         window: int = UNLIMITED,
         soft_cap: float = 0.0,
     ) -> Tensor:
+        """See `Ops.attention`."""
         paged = self.prepare(batch)
         parts = [attend(q, kv, paged, index, scale, window, soft_cap) for index in range(len(paged.groups))]
         if len(parts) == 1 and len(parts[0]) == len(q):
@@ -121,7 +135,7 @@ class ReferenceOps(DequantizingOps):
 def attend(
     q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, index: int, scale: float, window: int, soft_cap: float
 ) -> Tensor:
-    """One group's queries over its pages -> [S * n, H, D]."""
+    """Attention of one group's queries over its blocks -> [S * n, H, D]."""
     group = paged.groups[index]
     q = q[group.rows]
     k = paged.read(kv.k, index, kv.k_scale, q.dtype)[:, :, : group.longest]
@@ -133,9 +147,9 @@ def attend(
 
 
 def short(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float, n: int) -> Tensor:
-    """S spans of n queries together: q [S * n, H, D], k and v [S, G, L, D], mask [S, 1, 1 or R * n, L].
+    """Attention of S spans of n queries together: q [S * n, H, D], k and v [S, G, L, D], mask [S, 1, 1 or R * n, L].
 
-    The R = H / G query heads of a K/V head are taken as R times as many queries, so that K/V is not repeated.
+    The R = H / G query heads of a K/V head become R times as many queries, so that K/V is not repeated.
     """
     spans, groups, _, dim = k.shape
     heads = q.shape[1]
@@ -148,7 +162,7 @@ def short(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, so
 
 
 def long(q: Tensor, k: Tensor, v: Tensor, group: SpanGroup, scale: float, window: int, soft_cap: float) -> Tensor:
-    """One span of many queries, tile by tile: q [n, H, D], k and v [G, L, D]."""
+    """Attention of one span of many queries, tile by tile: q [n, H, D], k and v [G, L, D]."""
     n, heads, dim = q.shape
     groups = k.shape[0]
     folded = q.view(n, groups, heads // groups, dim).permute(1, 2, 0, 3)
@@ -167,7 +181,7 @@ def long(q: Tensor, k: Tensor, v: Tensor, group: SpanGroup, scale: float, window
 
 
 def weigh(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float) -> Tensor:
-    """softmax(q k^T scale) v; torch has no soft cap, so with one it is spelled out in float32."""
+    """softmax(q k^T scale) v. torch has no soft cap, so with one it is computed step by step in float32."""
     if not soft_cap:
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
     scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale

@@ -1,14 +1,13 @@
-"""Paged attention for any mix of spans: one kernel, which a list of pieces tells what to read.
+"""Paged attention for any mix of spans: one kernel, and a list of pieces that says what each program reads.
 
-Tiles of few rows serve decode and verification: bound by reading K/V, so a page's tile is one run of memory and many
-small programs keep the memory busy. Tiles of many rows serve prompts: bound by the matrix units. Softmax is made as
-blocks come by (Milakov and Gimelshein 2018; FlashAttention 2, Dao 2023), in powers of two.
+Tiles of few rows serve decode and verification, which are bound by reading K/V: a block's tile is contiguous, and many
+small programs keep the memory busy. Tiles of many rows serve prompts, which are bound by the matrix units. Softmax is
+computed as blocks are read (Milakov and Gimelshein 2018; FlashAttention 2, Dao 2023), in powers of two.
 
-What many sequences begin with is read once for several of them: a step of decode has a kernel ahead of `attention`.
-
-A program attends for the queries of a few sequences together, rows of one tile, over some of the pages that all of
-them begin with; `attention` then begins where those end, with what was made of them (Hydragen, Juravsky et al. 2024;
-the cascade of FlashInfer, Ye et al. 2024). Nothing is masked, for what is shared is in the past of all.
+Blocks that many sequences begin with are read once for several of them: a decode step has another kernel before
+`attention`. A program attends for the queries of a few sequences together, as rows of one tile, over some of their
+shared blocks; `attention` then begins where those end, with the partial results (Hydragen, Juravsky et al. 2024;
+cascade attention in FlashInfer, Ye et al. 2024). Nothing is masked, for what is shared is in the past of all.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ def fold_blocks(
     CAP: tl.constexpr, MASKED: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Blocks begin to end of a sequence into running maximum m, sum z and weighted sum acc of each row.
+    """Add blocks begin to end of a sequence to running maximum m, sum z and weighted sum acc of each row.
 
-    A score is the product, bent by a soft cap if there is one, times `slope`: from there on, powers of two. MASKED:
-    some row may not see some of it. What is hidden from all is not read into v: a weight of 0 times NaN is NaN. A
-    block's page is looked up a block ahead, so that nothing waits for it.
+    A score is the product, with a soft cap if there is one, times `slope`: from there on, powers of two. MASKED: some
+    row may not see some of it. What is hidden from all is not read into v: a weight of 0 times NaN is NaN. A block's
+    index in the table is read one block ahead, so that nothing waits for it.
     """
     i, d = tl.arange(0, COLUMNS), tl.arange(0, BLOCK_D)
     coming = tl.load(pages + begin * COLUMNS // PAGE, mask=begin < end, other=0)
@@ -90,7 +89,7 @@ def fold_blocks(
 def ahead(
     k, v, pages, b, group, GROUPS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Have block b's keys and values brought into L2, a line of 64 numbers at a time."""
+    """Prefetch block b's keys and values into L2, a line of 64 numbers at a time."""
     LINES: tl.constexpr = DIM // 64 if DIM % 64 == 0 else 1
     at = b * COLUMNS + tl.arange(0, COLUMNS)
     page = tl.load(pages + at // PAGE).to(tl.int64)
@@ -102,7 +101,7 @@ def ahead(
 
 @triton.jit
 def fold_parts(m, z, acc, row, real, parts, sums, count, lines, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The first `count` parts of `Begun` into m, z and acc."""
+    """Add the first `count` parts of `PrefixPartials` to m, z and acc."""
     d = tl.arange(0, BLOCK_D)
     for run in range(count):
         line = row + run * lines
@@ -118,7 +117,7 @@ def fold_parts(m, z, acc, row, real, parts, sums, count, lines, DIM: tl.constexp
 
 @triton.jit
 def piece_of(pieces, at, FIELDS: tl.constexpr):
-    """See `work.FIELDS`."""
+    """The fields of a piece, see `attention_schedule.FIELDS`."""
     piece = pieces + at * FIELDS
     token, n, first, length = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 3)
     begin, end, span, split = tl.load(piece + 4), tl.load(piece + 5), tl.load(piece + 6), tl.load(piece + 7)
@@ -134,7 +133,7 @@ def attend(
     PHASES: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     AT_ONCE: tl.constexpr, BEGUN: tl.constexpr,
 ):  # fmt: skip
-    """Piece `at` of the list, one K/V head."""
+    """Compute piece `at` of the list for one K/V head."""
     group = tl.program_id(0)
     r, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     pages = table + span.to(tl.int64) * columns
@@ -184,8 +183,8 @@ def attention_kernel(
     REAL: tl.constexpr, PHASES: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     AT_ONCE: tl.constexpr, BEGUN: tl.constexpr, FIELDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A program's pieces, of which it may have SEVERAL, for one K/V head. SPLIT: a tile may be several pieces. PHASES:
-    blocks that all rows see go without a mask. REAL: rows there can be."""
+    """A program's pieces, several if SEVERAL, for one K/V head. SPLIT: a tile may be split into several pieces. PHASES:
+    blocks that all rows see need no mask. REAL: the most rows there can be."""
     group, index = tl.program_id(0), tl.program_id(1)
     if SEVERAL:
         index, stop = tl.load(starts + index), tl.load(starts + index + 1)
@@ -219,7 +218,7 @@ def handed_in(
     GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
     REAL: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Leave a piece's part where the others' are; whoever is last puts them together."""
+    """Store a piece's partial result; the program that stores the last one of a tile combines them."""
     line = (index * GROUPS + group) * ROWS + tl.arange(0, ROWS)
     place = line[:, None].to(tl.int64) * DIM + tl.arange(0, BLOCK_D)[None, :]
     tl.store(parts + place, acc, mask=real)
@@ -238,10 +237,10 @@ def together(
     GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
     REAL: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Write what all pieces of a tile amount to. Many are read at once: latency is what it costs.
+    """Combine the pieces of a tile and write the result. Many are read at once, since latency is the cost.
 
-    They were written by other multiprocessors, so this one's cache is passed by. REAL: a power of two that holds
-    `rows`; row i is number first + i of the step's (token, head of this group) pairs.
+    Other multiprocessors wrote them, so this one's L1 cache is bypassed. REAL: a power of two that holds `rows`; row i
+    is number first + i of the step's (token, head of this group) pairs.
     """
     s, r, d = tl.arange(0, AT_ONCE), tl.arange(0, REAL), tl.arange(0, BLOCK_D)
     m = tl.full([REAL], -1e30, tl.float32)
@@ -267,9 +266,9 @@ def together(
 
 
 class Tile(NamedTuple):
-    """How a tile is worked on. a_card: programs wanted on a multiprocessor, which decides how far few tiles are split;
-    0: not at all. run: blocks below which a piece is not worth being put together with others. slim: it takes 160
-    registers a thread, others nearly all there are."""
+    """How a tile is computed. a_card: programs wanted per multiprocessor, which decides into how many pieces few tiles
+    are split; 0: they are not split. run: blocks below which a piece is not worth splitting off. slim: it takes 160
+    registers per thread, others nearly all."""
 
     rows: int
     columns: int
@@ -280,18 +279,20 @@ class Tile(NamedTuple):
     slim: bool = False
 
     def spread(self, card: DeviceInfo, groups: int, spans: int) -> int:
-        """Programs of each K/V head that spans are shared out to: many spans, to as many as the card holds at once."""
+        """Programs of each K/V head among which spans are divided: many spans, among as many as the GPU holds at
+        once."""
         held = 2048 // (self.warps * (160 if self.slim else 256))
         return spread(card, groups, min(self.a_card, 1) * held if spans > FEW_SPANS else self.a_card)
 
 
 def on_hopper(card: DeviceInfo) -> bool:
-    """Elsewhere operands of the matrix units take registers, too."""
+    """Whether operands of the matrix units can stay in shared memory; elsewhere they take registers."""
     return (9, 0) <= card.capability < (10, 0)
 
 
 def large(card: DeviceInfo, dim: int, wide: int) -> Tile:
-    """Of many rows. Its columns are those of tiles of few rows, so that one can go on where the other ends."""
+    """A tile of many rows. Its columns are those of tiles of few rows, so that one can continue where the other
+    ends."""
     columns = 64 if dim * wide <= 256 else 32 if dim * wide <= 512 else 16
     rows = 64 if dim * wide <= 512 and (on_hopper(card) or wide <= 2) else 32
     warps = 4 if on_hopper(card) or (dim <= 128 and wide <= 2) else 8
@@ -299,11 +300,11 @@ def large(card: DeviceInfo, dim: int, wide: int) -> Tile:
 
 
 def tiles(card: DeviceInfo, share: int, dim: int, wide: int, most: int, spans: int) -> list[tuple[Tile, int, int]]:
-    """The launches for spans of up to `most` queries: (tile, least queries, most). wide: bytes a number of K/V.
+    """The launches for spans of up to `most` queries: (tile, least queries, most). wide: bytes of a number of K/V.
 
-    A few queries are rows of one small tile; longer spans, if there can be any, go to large tiles in a launch of
-    their own. All are rows of small ones where nothing may depend on the batch. A handful of spans is read in fewer
-    and longer pieces, more of whose blocks are on their way at once.
+    A few queries are rows of one small tile; longer spans, if there can be any, use large tiles in a launch of their
+    own. All are rows of small ones where nothing may depend on the batch. A handful of spans is read in fewer and
+    longer pieces, of which more blocks are loaded at once.
     """
     few = max(1, 64 // share)
     columns = large(card, dim, wide).columns
@@ -323,7 +324,7 @@ def tiles(card: DeviceInfo, share: int, dim: int, wide: int, most: int, spans: i
 
 
 def slopes(scale: float, soft_cap: float) -> tuple[float, float]:
-    """What `fold_blocks` calls bend and slope, for products that are to be scaled."""
+    """What `fold_blocks` calls bend and slope, for products that are scaled by `scale`."""
     log2e = 1.4426950408889634
     return (scale / soft_cap, log2e) if soft_cap else (0.0, scale * log2e)
 
@@ -332,9 +333,10 @@ def attention(
     q: Tensor, kv: LayerKV, batch: AttentionPlan, scale: float, window: int, soft_cap: float, card: DeviceInfo,
     begun: PrefixPartials | None = None,
 ) -> Tensor:  # fmt: skip
-    """See `Ops.attention`. Rows of no span's are left unwritten. begun: what there is of the pages that spans share.
+    """See `Ops.attention`. Rows that belong to no span are not written. begun: partial results over shared prefixes.
 
-    The list of pieces is read before the wait, so the kernel right behind the one that makes it is launched plainly.
+    The list of pieces is read before the wait, so the kernel right after the one that makes it is launched without
+    overlap.
     """
     _, heads, dim = q.shape
     _, groups, page, _ = kv.k.shape
@@ -364,13 +366,13 @@ def attention(
 
 
 MIN_CASCADE_SPANS = 32
-"""Spans from which on looking for what they share pays, whether or not they do."""
+"""Spans from which on looking for shared prefixes pays, whether or not there are any."""
 
 MIN_BYTES_SAVED = 16 << 20
-"""Bytes of a layer's K/V that a group has to be spared: about what the launches take to read."""
+"""Bytes of a layer's K/V that a group must save: about what can be read in the time of the launches."""
 
 PROGRAMS_PER_SM = 2
-"""Programs on a multiprocessor."""
+"""Programs of `cascade_kernel` per multiprocessor."""
 
 
 @kernel(do_not_specialize=["lines"])
@@ -380,7 +382,7 @@ def cascade_kernel(
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr, FIELDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Some of the pieces, one K/V head: a fixed grid walks the list, for most of what could be in it never is."""
+    """Some of the pieces, for one K/V head: a fixed grid walks the list, which is mostly shorter than it could be."""
     group, first = tl.program_id(0), tl.program_id(1)
     r, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     total = tl.load(counts)
@@ -414,10 +416,10 @@ def cascade_kernel(
 def cascade_attention(
     q: Tensor, kv: LayerKV, batch: AttentionPlan, scale: float, window: int, soft_cap: float, card: DeviceInfo
 ) -> PrefixPartials | None:
-    """What groups of sequences make of the pages they share, for `attention` to go on from; None where none is looked
-    for: that depends on shapes alone. q and the rest: see `Ops.attention`.
+    """Partial results of groups of sequences over the blocks that they share, from which `attention` continues; None
+    where sharing is not looked for, which depends on shapes alone. q and the rest: see `Ops.attention`.
 
-    The lists are read before the wait, so the kernel right behind those that make them is launched plainly.
+    The lists are read before the wait, so the kernel right after those that make them is launched without overlap.
     """
     tokens, heads, dim = q.shape
     _, groups, page, _ = kv.k.shape

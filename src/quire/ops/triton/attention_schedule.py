@@ -1,17 +1,16 @@
-"""Who begins with whose pages: found on the device once a step, from page tables alone.
+"""Which program attends to what: lists of pieces and of shared prefixes, made on the device once a forward.
 
-The page tables of a step are the paths of a tree, and a node is worth its depth times those who are spared reading it.
-Each span takes the best node on its path; those who take the same one are a group, which reads it together. Only pages
-wholly in the past count: they are the same for all and nobody writes them.
+The launches of a graph cannot depend on lengths, so lengths become data. A span's query heads that share a K/V head are
+laid out as rows, query by query; a tile is up to `rows` of them, and a piece is a tile and some of the K/V blocks that
+it sees. Tiles of few rows are bound by reading. Each is cut into pieces of about equal length, as long as there are
+programs enough for them; else all are laid end to end and cut into equal shares, one for each program that the GPU
+holds at once. Where a tile is cut, the program that ends last combines its pieces (Flash-Decoding, Dao et al. 2023, and
+Stream-K, Osama et al. 2023, with lengths read on the device).
 
-Who attends to what: a list of pieces, made on the device once a forward, walked by a fixed grid.
-
-A graph's launches cannot depend on lengths, so lengths become data. A span's query heads that share a K/V head are
-laid out as rows, query by query; a tile is up to `rows` of them, a piece is a tile and some of the blocks of K/V it
-sees. Tiles of few rows are bound by reading. Each is cut into pieces of about equal length, as long as there are
-programs enough for them; else all are laid end to end and cut into equal shares, one for each program that the card
-holds at once. Where a cut goes through a tile, whichever of its pieces ends last puts them together (Flash-Decoding,
-Dao et al. 2023, and Stream-K, Osama et al. 2023, with lengths read on the device).
+Shared prefixes are found from block tables alone. The block tables of a step are the paths of a tree, and a node is
+worth its depth times the spans that are saved reading it. Each span takes the best node on its path; those that take
+the same one are a group, which reads it together. Only blocks wholly in the past count: they are the same for all and
+are not written any more.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ MAX_RUN_TOKENS = 1024
 
 
 class PrefixSharing(NamedTuple):
-    """What the lists depend on, besides page tables and lengths.
+    """What the lists depend on, besides block tables and lengths.
 
-    unit: tokens, of which all depths are multiples, and of which a page's are a divisor. members: spans that a program
-    attends for. runs: how many pieces a group's pages are cut into if they are short. worth: tokens that a group has to
-    be spared.
+    unit: tokens, of which all depths are multiples and of which a block's size is a divisor. members: spans that a
+    program attends for. runs: pieces that a group's blocks are cut into if they are short. worth: tokens that a group
+    must save.
     """
 
     unit: int
@@ -56,13 +55,13 @@ class PrefixSharing(NamedTuple):
     worth: int
 
     def bound(self, spans: int) -> int:
-        """More pieces than this there cannot be."""
+        """The most pieces that there can be."""
         return (-(-spans // self.members) + spans // MIN_GROUP) * MOST_RUNS
 
 
 class SharedPrefixes(NamedTuple):
-    """begun [2, S] int32: tokens of each span that its group reads, and how many pieces those are cut into. members [S]
-    int32: the groups' tokens, group by group. pieces [bound, PREFIX_FIELDS] int32. counts [2] int32: pieces and
+    """begun [2, S] int32: tokens of each span that its group reads, and the number of pieces they are cut into. members
+    [S] int32: the groups' tokens, group by group. pieces [bound, PREFIX_FIELDS] int32. counts [2] int32: pieces,
     members."""
 
     begun: Tensor
@@ -72,8 +71,8 @@ class SharedPrefixes(NamedTuple):
 
 
 class PrefixPartials(NamedTuple):
-    """What groups made of the pages they share. parts [MOST_RUNS, T, H, D] and sums [MOST_RUNS, T, H] float32: for each
-    piece and query the weighted mean of v, and the logarithm to base two of the sum of weights."""
+    """Partial results of groups over the blocks that they share. parts [MOST_RUNS, T, H, D] and sums [MOST_RUNS, T, H]
+    float32: for each piece and query the weighted mean of v, and the base-2 logarithm of the sum of weights."""
 
     parts: Tensor
     sums: Tensor
@@ -120,7 +119,7 @@ def gather_kernel(
     UNIT: tl.constexpr, MEMBERS: tl.constexpr, RUNS: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr,
     LONG: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Program i: the group whose first member is span i, if there is one. Where it stands in the lists matters not."""
+    """Program i: the group whose first member is span i, if there is one. Its place in the lists does not matter."""
     mine = tl.program_id(0)
     s = tl.arange(0, BLOCK_S)
     depth, first = tl.load(chosen + mine), tl.load(chosen + spans + mine)
@@ -154,7 +153,7 @@ def gather_kernel(
 
 
 def find_shared_prefixes(batch: RaggedBatch, sharing: PrefixSharing) -> SharedPrefixes:
-    """The lists for a batch. Nothing is read back: it may be captured."""
+    """The lists for a batch. Nothing is read back, so it can be captured."""
     spans = len(batch.kv_len)
 
     def ints(*shape: int) -> Tensor:
@@ -183,10 +182,10 @@ place among the tile's pieces and, from bit 16 on, how many those are, and how m
 class Tiling(NamedTuple):
     """What a list of pieces depends on, besides lengths. The same for every layer of most models.
 
-    share: query heads a K/V head. rows, columns: a tile's size, columns being tokens. least, most: queries of the
-    spans it is for. spread: programs among which blocks are shared out, each span being one tile; 0: a piece is a tile.
-    run: blocks a program has at least. window: as `Ops.attention`. sharing: spans begin behind what they share in that
-    way; None: they do not.
+    share: query heads per K/V head. rows, columns: a tile's size, columns being tokens. least, most: queries of the
+    spans that it is for. spread: programs among which blocks are divided, each span being one tile; 0: a piece is a
+    tile. run: the least blocks of a program. window: as in `Ops.attention`. sharing: how spans share prefixes, after
+    which they begin; None: they do not.
     """
 
     share: int
@@ -200,7 +199,7 @@ class Tiling(NamedTuple):
     sharing: PrefixSharing | None = None
 
     def bound(self, batch: RaggedBatch) -> int:
-        """More pieces than this there cannot be."""
+        """The most pieces that there can be."""
         spans, tokens = len(batch.kv_len), len(batch.positions)
         at_most = min(spans, tokens // self.least)
         if self.most * self.share > self.rows and at_most:
@@ -215,16 +214,16 @@ FEW_SPANS = 16
 """Spans above which a program may have several pieces; up to it all pieces are at work at once."""
 
 MIN_SHARE_BLOCKS = 6
-"""Blocks of an equal share, at least: with less, beginning pieces costs more than evenness gains (measured, H200)."""
+"""The least blocks of an equal share: with fewer, starting pieces costs more than balance gains (measured, H200)."""
 
 ALONE = 6
-"""Quarters of an even share that pieces may be long, if every program then has one at most (measured, H200): two take
-their latency twice."""
+"""Quarters of an even share that pieces may be long if every program then has at most one: two take the latency twice
+(measured, H200)."""
 
 
 class AttentionSchedule(NamedTuple):
-    """pieces [bound + 1, FIELDS] int32, `total` [1] of them there. arrived [bound, G] int32, all 0 between kernels.
-    starts [spread + 1] int32: the first piece of each program; None: a program has one."""
+    """pieces [bound + 1, FIELDS] int32, of which `total` [1] are used. arrived [bound, G] int32, all 0 between kernels.
+    starts [spread + 1] int32: the first piece of each program; None: each program has one."""
 
     pieces: Tensor
     total: Tensor
@@ -236,7 +235,7 @@ class AttentionSchedule(NamedTuple):
 def put(
     pieces, at, here, token, n, row, length, begin, end, span, part, splits, parts, FIELDS: tl.constexpr
 ):  # fmt: skip
-    """A piece of each span that is `here` to its place in the list."""
+    """Write a piece of each span that is `here` into the list."""
     to = pieces + at * FIELDS
     tl.store(to, token, mask=here)
     tl.store(to + 1, n, mask=here)
@@ -251,7 +250,8 @@ def put(
 
 @triton.jit
 def spans_of(query_start, kv_len, s, spans, least, most):
-    """Of spans s: the first token, how many, the K/V length, and whether the list is for as many."""
+    """Of spans s: the first token, their number, the K/V length, and whether the list is for spans of that many
+    queries."""
     inside = s < spans
     token = tl.load(query_start + s, mask=inside, other=0)
     n = tl.load(query_start + s + 1, mask=inside, other=0) - token
@@ -260,7 +260,7 @@ def spans_of(query_start, kv_len, s, spans, least, most):
 
 @triton.jit
 def alone(seen, each, SPREAD: tl.constexpr, ALONE: tl.constexpr):
-    """How long pieces of spans that see so many blocks are to be for each program to have one at most; `each`, if that
+    """The length of pieces, of spans that see so many blocks, with which each program has at most one; `each`, if that
     is too long."""
     longer = each
     for _ in range(8):
@@ -336,13 +336,14 @@ def shares_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlan(RaggedBatch):
-    """A batch and the lists its layers share: made by the first that asks, found by the rest."""
+    """A batch and the lists that its layers share: made by the first that asks, used by the rest."""
 
     lists: dict[tuple[Tiling, int], AttentionSchedule] = field(default_factory=dict)
     cascades: dict[PrefixSharing, SharedPrefixes] = field(default_factory=dict)
 
     @classmethod
     def of(cls, batch: RaggedBatch) -> AttentionPlan:
+        """A batch without lists."""
         return cls(
             tokens=batch.tokens,
             positions=batch.positions,
@@ -357,7 +358,7 @@ class AttentionPlan(RaggedBatch):
         )
 
     def work(self, tiling: Tiling, groups: int) -> tuple[AttentionSchedule, bool]:
-        """The list for a tiling, and whether it has only now been made."""
+        """The list for a tiling, and whether it has just been made."""
         if tiling.window >= self.max_kv:
             tiling = tiling._replace(window=UNLIMITED)
         fresh = (tiling, groups) not in self.lists
@@ -366,7 +367,7 @@ class AttentionPlan(RaggedBatch):
         return self.lists[tiling, groups], fresh
 
     def prefixes(self, sharing: PrefixSharing) -> tuple[SharedPrefixes, bool]:
-        """Who shares what, and whether it has only now been found."""
+        """The shared prefixes, and whether they have just been found."""
         fresh = sharing not in self.cascades
         if fresh:
             self.cascades[sharing] = find_shared_prefixes(self, sharing)
@@ -374,7 +375,7 @@ class AttentionPlan(RaggedBatch):
 
 
 def make_schedule(batch: AttentionPlan, tiling: Tiling, groups: int) -> AttentionSchedule:
-    """The list for a batch. Nothing is read back: it may be captured."""
+    """The list of pieces for a batch. Nothing is read back, so it can be captured."""
     device, spans = batch.kv_len.device, len(batch.kv_len)
     bound, size = tiling.bound(batch), block(spans, 16)
     pieces = torch.empty(bound + 1, FIELDS, dtype=torch.int32, device=device)
@@ -403,5 +404,5 @@ def make_schedule(batch: AttentionPlan, tiling: Tiling, groups: int) -> Attentio
 
 
 def spread(card: DeviceInfo, groups: int, a_card: int) -> int:
-    """Programs of each K/V head, so that a multiprocessor has `a_card` over all of them."""
+    """Programs of each K/V head with which a multiprocessor has `a_card` over all heads."""
     return max(card.sms * a_card // groups, min(1, card.sms * a_card))

@@ -1,17 +1,14 @@
-"""Long sums cut into runs, one program each, where there would be too few programs to keep a card busy.
+"""Products of a matrix with a few rows, which are bound by reading the matrix once.
 
-Each run leaves its sums in memory and counts itself in. Whichever is last adds all of them up, always in the same
-order, so that who ends when changes nothing. Counters are 0 between kernels; under dependent launch, too, since a
-kernel touches them behind its `wait` only, when the kernel ahead has ended. See `launch`.
+A library's kernels leave a third to three quarters of the bandwidth unused at one row (measured, H200). Three things
+close the gap: small programs, many at once; the matrix is requested before the preceding kernel has ended, which
+dependent launch allows since weights are never written; and the gate after the product is computed with it. (Computing
+the norm before it, too, gained 1 % at 1B and lost 4 % at 8B.)
 
-How products of a few rows are cut: what was fastest of many, by rows and by the matrix's shape (docs/benchmarks).
-
-Matrices times a few rows: bound by reading the matrix once, at whatever bandwidth there is.
-
-A library's kernels leave a third to three quarters of it unused at one row (measured, H200). Three things close the
-gap: small programs, many at once; the matrix asked for before the kernel ahead has ended, which dependent launch
-allows since nobody writes weights; and the gate behind the product done with it. (The norm before it was tried, too:
-it gave 1 % at 1B and took 4 % at 8B.)
+Where there would be too few programs, sums are split into runs, one program each (split-k). Each run stores its sums
+and increments a counter. The last one adds all of them up, always in the same order, so that timing changes nothing.
+Counters are 0 between kernels, under dependent launch too, since a kernel touches them only after its `wait`, when the
+preceding kernel has ended.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ COUNTERS = 1 << 14
 
 @triton.jit
 def place_of(parts, split, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
-    """Where the sums of one run of this program's tile are left; those of the gate behind them."""
+    """Where the sums of one run of this program's tile are stored; those of the gate follow."""
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     at = split * tl.num_programs(0) * tl.num_programs(1) + tile
     number = tl.arange(0, BLOCK_N)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
@@ -44,7 +41,7 @@ def place_of(parts, split, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
 def handed_in(
     y, z, parts, arrived, GATE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Leave a run's sums where the others' are. Whether this was the last one of its tile."""
+    """Store a run's sums. Returns whether this was the last run of its tile."""
     mine = place_of(parts, tl.program_id(2), BLOCK_N, ROWS)
     tl.store(mine, y)
     if GATE:
@@ -59,7 +56,8 @@ def handed_in(
 
 @triton.jit
 def added_up(y, z, parts, GATE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
-    """All runs' sums, always in the same order. Other multiprocessors wrote them: this one's cache is passed by."""
+    """The sums of all runs, in the same order each time. Other multiprocessors wrote them: this one's L1 cache is
+    bypassed."""
     y, z = tl.zeros_like(y), tl.zeros_like(z)
     for split in tl.static_range(SPLITS):
         theirs = place_of(parts, split + tl.program_id(2) * 0, BLOCK_N, ROWS)
@@ -70,8 +68,8 @@ def added_up(y, z, parts, GATE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.
 
 
 class GemmConfig(NamedTuple):
-    """How a product is cut. rows: the most at once, a power of two. stages 0: by multiply-adds, all inputs by the same
-    program, `inputs` at a time. splits: the runs that the inputs are cut into, see `split`."""
+    """How a product is tiled. rows: the most at once, a power of two. stages 0: multiply-adds without matrix units, all
+    inputs by the same program, `inputs` at a time. splits: runs that the inputs are split into."""
 
     rows: int
     outputs: int
@@ -82,7 +80,7 @@ class GemmConfig(NamedTuple):
     splits: int = 1
 
     def fitted(self, card: DeviceInfo, matrix: int, row: int) -> GemmConfig:
-        """With as many stages as the card's shared memory has room for. matrix, row: bytes a number of them takes."""
+        """With as many stages as fit into the GPU's shared memory. matrix, row: bytes of a number of each."""
         stage = (self.outputs * matrix + self.rows * row) * self.inputs
         return self._replace(stages=min(self.stages, max(2, card.shared // stage))) if self.stages else self
 
@@ -92,10 +90,11 @@ MAX_GEMV_ROWS, MAX_GATED_GEMV_ROWS = 16, 64
 
 
 def gemm_config(rows: int, outputs: int, inputs: int, gated: bool = False) -> GemmConfig | None:
-    """What was fastest of many, H200 (docs/benchmarks); None where a library's kernels were. outputs: of the result.
+    """The fastest of many, measured on an H200 (docs/benchmarks); None where a library's kernels were. outputs: of the
+    result.
 
-    One row, or few of a small matrix: by multiply-adds. More: on the matrix units; long rows of the matrix are cut into
-    few outputs, small matrices' inputs into runs, so that there are programs enough.
+    One row, or few of a small matrix: multiply-adds. More: matrix units; long rows of the matrix are cut into few
+    outputs, small matrices' inputs into runs, so that there are programs enough.
     """
     if rows > (MAX_GATED_GEMV_ROWS if gated and outputs >= 8192 else MAX_GEMV_ROWS):
         return None
@@ -118,9 +117,9 @@ def gemm_config(rows: int, outputs: int, inputs: int, gated: bool = False) -> Ge
 
 
 def padded_rows(rows: int, inputs: int) -> GemmConfig:
-    """By multiply-adds. Inputs that are a power of two, or nearly and many, are taken whole, about 8,192 numbers of the
-    matrix a program; others in blocks that none is left over of, of 512 numbers, which eight warps read best, and four
-    that have several rows to sum up."""
+    """Multiply-adds. Inputs that are a power of two, or many and nearly one, are taken whole, about 8,192 numbers of
+    the matrix per program; others in blocks without remainder, of 512 numbers, which eight warps read best, and four
+    warps that have several rows to sum."""
     whole, run = block(inputs), min(inputs & -inputs, 256 if inputs <= 4096 and rows == 1 else 512)
     near = inputs > 8192 and whole <= min(16384, 6 * inputs // 5)
     if inputs == whole or near or inputs > 64 * run:
@@ -134,21 +133,21 @@ def two(number: int) -> int:
 
 
 def vectors(outputs: int, inputs: int) -> int:
-    """Rows up to which multiply-adds win. outputs: of the matrix, those that gate included."""
+    """Rows up to which multiply-adds are faster. outputs: of the matrix, gates included."""
     if inputs > 8192 or outputs * inputs >= 1 << 24:
         return 1 if inputs <= 32768 else 0
     return 4 if outputs <= 2048 and inputs <= 4096 else 2
 
 
 def num_runs(wanted: int, inputs: int) -> int:
-    """The runs to cut inputs into, a power of two: at most 8, each of at least 512."""
+    """Runs that the inputs are split into, a power of two: at most 8, of at least 512 each."""
     return two(min(8, wanted, inputs // 512))
 
 
 def scaled_gemm_config(rows: int, outputs: int, inputs: int, gated: bool = False) -> GemmConfig | None:
-    """As `recipe`, for a matrix in eight bits of floating point with a scale a row.
+    """As `gemm_config`, for an e4m3 matrix with a scale per row.
 
-    On the matrix units inputs are cut into runs until about 16,384 outputs are being made; not those of gated products,
+    On the matrix units inputs are split into runs until about 16,384 outputs are computed; not those of gated products,
     whose matrices are large.
     """
     if rows > MAX_GEMV_ROWS or inputs % 256:
@@ -165,7 +164,7 @@ def scaled_gemm_config(rows: int, outputs: int, inputs: int, gated: bool = False
 
 
 def scaled_padded_rows(inputs: int, gated: bool) -> GemmConfig:
-    """As `multiplied`, one row: whole, 32,768 numbers a program, a quarter with a gate; or in blocks."""
+    """As `padded_rows`, one row: whole, 32,768 numbers per program, a quarter with a gate; or in blocks."""
     whole = block(inputs)
     if inputs == whole:
         return GemmConfig(1, max(1, min(8, (8192 if gated else 32768) // whole)), whole, 4 if whole <= 4096 else 8)
@@ -177,7 +176,7 @@ def scaled_padded_rows(inputs: int, gated: bool) -> GemmConfig:
 
 @triton.jit
 def given(y, z, bias, out, place, n, outputs, inside, GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr):
-    """y, the outputs n, and under GATE z, what y gates, to out + place."""
+    """Write y, the outputs n, to out + place; with GATE gated by z."""
     if BIAS:
         y += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)
         if GATE:
@@ -194,11 +193,11 @@ def vector_kernel(
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr, APART: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of each row by plain multiply-adds, in float32, TIMES BLOCK_K being the inputs.
+    """BLOCK_N outputs of each row by multiply-adds in float32; there are TIMES * BLOCK_K inputs.
 
-    The program's whole part of the matrix is in registers, asked for before the wait: what it waits for is short.
-    EVEN: there is no input and no output over. SCALED: a matrix in eight bits, which are widened when they are
-    multiplied. APART: see `numbers`.
+    The program's whole part of the matrix is in registers, requested before the wait: what it waits for is short. EVEN:
+    no remainder of inputs or outputs. SCALED: an 8-bit matrix, which is converted while multiplying. APART: see
+    `numbers`.
     """
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     line = weight + n[:, None].to(tl.int64) * inputs + k[None, :]
@@ -241,8 +240,9 @@ def lines(line, n, k, since, outputs, inputs, EVEN: tl.constexpr):
 
 @triton.jit
 def numbers(x, n, k, since, inputs, APART: tl.constexpr):
-    """Inputs since + k of a row, for all of n; APART: a thread has one of n, and reads its own. Never without a mask:
-    ptxas then widens the matrix, which may not be there yet, before it asks for x and lets the next kernel begin."""
+    """Inputs since + k of a row, for all of n; APART: a thread has one of n, and loads its own. Always with a mask:
+    without, ptxas converts the matrix, which may not have arrived, before it requests x and lets the next kernel
+    start."""
     if APART:
         at = since + k[None, :] + 0 * n[:, None]
         return tl.load(x + at, mask=at < inputs, other=0.0).to(tl.float32)
@@ -259,9 +259,9 @@ def matrix_kernel(
 ):  # fmt: skip
     """BLOCK_N outputs on the matrix units, whose narrow side takes the rows. EVEN: BLOCK_K divides the inputs.
 
-    AHEAD inputs of the matrix are asked for before the wait and multiplied last: the loop's loads begin behind it.
-    SCALED: a matrix in eight bits, a scale a row, see `usable`. Programs of the same outputs follow each other.
-    SPLITS: the inputs are cut into so many runs of `length`, see `split`. SETTLED: see `settled`.
+    AHEAD inputs of the matrix are requested before the wait and multiplied last: the loop's loads begin after them.
+    SCALED: an 8-bit matrix with a scale per row, see `usable`. Programs of the same outputs are neighbours. SPLITS: the
+    inputs are split into so many runs of `length`. SETTLED: see `settled`.
     """
     n, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -312,7 +312,7 @@ def matrix_kernel(
 
 @triton.jit
 def part(line, at, inputs, EVEN: tl.constexpr):
-    """Of rows of the matrix, which are read once."""
+    """A tile of rows of the matrix, which are read once."""
     if EVEN:
         return tl.load(line + at, eviction_policy="evict_first")
     else:
@@ -321,11 +321,11 @@ def part(line, at, inputs, EVEN: tl.constexpr):
 
 @triton.jit
 def settled(x, SETTLED: tl.constexpr):
-    """x, which a product on Hopper's asynchronous units is making, when it is made.
+    """x, the accumulator of a product on Hopper's asynchronous units, when it is complete.
 
-    With one factor in registers, as numbers just made of eight bits are, products left under way at the loop's end
-    have their registers overwritten at its start: the assembler then lets each wait for the one before, and eight
-    take the time of eight (seen in the machine code). Something that reads x here ends them together.
+    With one factor in registers, as converted 8-bit numbers are, products in flight at the loop's end have their
+    registers overwritten at its start: the assembler then makes each wait for the one before, and eight take the time
+    of eight (seen in the machine code). An instruction that reads x here completes them together.
     """
     if SETTLED:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -335,9 +335,9 @@ def settled(x, SETTLED: tl.constexpr):
 
 @triton.jit
 def usable(x, SCALED: tl.constexpr):
-    """What x is multiplied as. By eight bits of floating point in half precision, which holds every one of them and is
-    made of them four times as cheaply as bfloat16: a sixteenth of x, which so may reach 1,048,000, and what is below
-    0.001 is off by 5e-7 at most."""
+    """x in the dtype of the product. An e4m3 matrix is multiplied in half precision, which holds all its values and
+    converts four times as cheaply as bfloat16: x / 16 may so reach 1,048,000, and below 0.001 it is off by at most
+    5e-7."""
     if SCALED:
         return (x.to(tl.float32) * 0.0625).to(tl.float16)
     else:
@@ -354,8 +354,8 @@ def gemv_linear(
     scale: Tensor | None = None,
     arrived: Tensor | None = None,
 ) -> Tensor:
-    """x [T, in], weight [out, in] -> [T, out], or [T, out / 2] gated. scale [out, 1]: what one stored unit of a row of
-    a float8 matrix stands for. arrived: [COUNTERS] int32, zeros; without, inputs are not cut into runs."""
+    """x [T, in], weight [out, in] -> [T, out], or [T, out / 2] with a gate. scale [out, 1]: of the rows of a float8
+    matrix. arrived: [COUNTERS] int32, zeros; without it, inputs are not split."""
     x = x.contiguous()
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if gate else weight.shape[0]
@@ -388,13 +388,13 @@ def gemv_linear(
 
 
 def settles(how: GemmConfig, card: DeviceInfo) -> bool:
-    """Whether products are made by units that need `settled`: Hopper's, which take 64 outputs by four warps."""
+    """Whether products use units that need `settled`: Hopper's, which take 64 outputs by four warps."""
     return card.capability[0] == HOPPER[0] and how.outputs >= 64 and how.warps >= 4
 
 
 def cut(how: GemmConfig, inputs: int, tiles: int) -> tuple[int, int, int]:
-    """(length, count) of the runs that inputs are cut into, one where there are more tiles than counters, and what each
-    of them asks for ahead."""
+    """(length, count) of the runs that inputs are split into, one if there are more tiles than counters, and the inputs
+    that each requests ahead."""
     blocks = triton.cdiv(inputs, how.inputs)
     each = triton.cdiv(blocks, how.splits if tiles <= COUNTERS else 1)
     length, runs = each * how.inputs, triton.cdiv(blocks, each)

@@ -1,11 +1,12 @@
-"""What a kernel's launch depends on: the card, and whether kernels may begin before the one ahead has ended.
+"""What a kernel's launch depends on: the GPU, and whether kernels may start before the preceding one has ended.
 
-With programmatic dependent launch a kernel is set up while the one before it still runs, and waits by itself. Two
-rules keep that sound, and every kernel here follows them. `wait` comes before anything that the kernel ahead wrote is
-read, and before anything is written. `release`, which lets the next one start, comes after `wait`; so whatever stands
-two kernels ahead has ended when a kernel starts, and its results may be read at once.
+With programmatic dependent launch a kernel is set up while the preceding one still runs, and waits by itself. Two rules
+keep that correct, and every kernel here follows them. `wait` comes before anything that the preceding kernel wrote is
+read, and before anything is written. `release`, which lets the next one start, comes after `wait`; so the kernel before
+the preceding one has ended when a kernel starts, and its results may be read at once.
 
-Every kernel that is launched is made by `kernel`, so that a rehearsal hears of its launches in place of the card.
+Every kernel that the host launches is made by `kernel`, so that precompilation can record launches instead of running
+them.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ import triton.language as tl
 from triton.runtime import driver
 
 ADA, HOPPER = (8, 9), (9, 0)
-"""The first compute capability with floating point of eight bits; with dependent launch."""
+"""The first compute capabilities with 8-bit floating point, and with dependent launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """A device as far as launches care. sms: multiprocessors to be kept busy; with none, how work is cut depends on no
-    batch. dependent: kernels are launched dependently. shared: bytes of shared memory a program can have.
+    """A device as far as launches depend on it. sms: multiprocessors to be kept busy; with 0, work is split
+    independently of the batch. dependent: kernels are launched dependently. shared: bytes of shared memory of a
+    program.
 
     precision: how float32 tiles are multiplied; "tf32x3" is exact to float32 rounding on matrix units, "ieee" plain.
     """
@@ -48,7 +50,7 @@ class DeviceInfo:
 
     @staticmethod
     def of(device: torch.device, dependent: bool = True) -> DeviceInfo:
-        """The card behind `device`; a CPU, which only Triton's interpreter runs on, counts as a very small one."""
+        """Of a GPU; a CPU, on which only Triton's interpreter runs, counts as a very small one."""
         if device.type != "cuda":
             return DeviceInfo(sms=2)
         about = torch.cuda.get_device_properties(device)
@@ -60,29 +62,29 @@ class DeviceInfo:
 
 
 PRECOMPILING: ContextVar[Callable[..., None] | None] = ContextVar("quire_heard", default=None)
-"""Who is told of this thread's launches, none of which happens: (the kernel, its grid, arguments). See `rehearsal`."""
+"""Called with this thread's launches (kernel, grid, arguments) instead of running them. See `precompile`."""
 
 
 class Kernel:
-    """A kernel: `one[grid](...)` launches it, as Triton's own are launched."""
+    """A kernel: `kernel[grid](...)` launches it, as in Triton."""
 
     def __init__(self, made: Any) -> None:
         self.made = made
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-        heard = PRECOMPILING.get()
-        launch: Callable[..., object] = self.made[grid] if heard is None else partial(heard, self.made, grid)
+        record = PRECOMPILING.get()
+        launch: Callable[..., object] = self.made[grid] if record is None else partial(record, self.made, grid)
         return launch
 
 
 def kernel(*function: Callable[..., None], **options: Any) -> Any:
-    """A decorator, with `triton.jit`'s options or none, for what the host launches."""
+    """A decorator for kernels that the host launches, with `triton.jit`'s options or none."""
     return Kernel(triton.jit(*function)) if function else lambda one: Kernel(triton.jit(one, **options))
 
 
 @triton.jit
 def wait(DEPENDENT: tl.constexpr):
-    """Until the kernel launched before has ended and what it wrote is seen."""
+    """Wait until the preceding kernel has ended and what it wrote is visible."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
 
@@ -96,7 +98,7 @@ def release(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def fetch(start, offsets):
-    """Ask for the lines at start + offsets to be brought into L2. Only compiled for a card: the interpreter cannot."""
+    """Prefetch the lines at start + offsets into L2. Only on a GPU: the interpreter cannot."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(start + offsets).to(tl.int64)],
         dtype=tl.int32, is_pure=False, pack=1,
@@ -104,5 +106,5 @@ def fetch(start, offsets):
 
 
 def block(n: int, least: int = 1) -> int:
-    """The power of two that holds n."""
+    """The smallest power of two that holds n, at least `least`."""
     return max(least, 1 << max(0, n - 1).bit_length())

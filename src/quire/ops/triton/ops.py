@@ -1,10 +1,9 @@
-"""Ops by Triton kernels: one path for prefill, decode and verification, capturable whole in a CUDA graph.
+"""`Ops` by Triton kernels: one path for prefill, decode and verification, which can be captured in a CUDA graph as a
+whole.
 
-Ops by Triton kernels whose launches depend on no batch: each row's result is its own, to the bit.
-
-One tile for every product and one for all of attention, nothing split that would have to be put together, no library
-that chooses by shape. Few rows are multiplied in tiles of 64, and a long context is read by one program a K/V head:
-that is the price.
+`BatchInvariantTritonOps` computes each row with the same bits in any batch: one tile shape for every product and one
+for all of attention, no sums split among programs, no library that chooses by shape. Its price: few rows are multiplied
+in tiles of 64, and a long context is read by one program per K/V head.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def gemm_library(device: torch.device) -> GemmAutotuner:
-    """An engine's own, for its workspace is written to by one product at a time."""
+    """A new one for each engine: its workspace serves one product at a time."""
     products = None
     if device.type == "cuda":
         try:
@@ -44,25 +43,28 @@ def gemm_library(device: torch.device) -> GemmAutotuner:
 
 
 class TritonOps(DequantizingOps):
-    """See `base.Ops`. Launches depend on shapes and on `max_query` and `max_kv` of the batch alone: lengths, query
-    starts, pages and slots are read on the device, so a captured step serves any batch within them."""
+    """`Ops`. Launches depend on shapes and on the batch's `max_query` and `max_kv` alone: lengths, query starts, blocks
+    and slots are read on the device, so a captured step serves any batch within them."""
 
     rows = UNLIMITED
 
     def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
-        """dependent: use programmatic dependent launch where the card has it."""
+        """dependent: use programmatic dependent launch where the GPU has it."""
         self.card = DeviceInfo.of(torch.device(device), dependent)
         self.arrived = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         self.one = torch.ones((), device=device)
         self.gemm = gemm_library(self.arrived.device)
 
     def prepare(self, batch: RaggedBatch) -> AttentionPlan:
+        """See `Ops.prepare`."""
         return batch if isinstance(batch, AttentionPlan) else AttentionPlan.of(batch)
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        """See `Ops.embedding`."""
         return F.embedding(tokens, weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
+        """See `Ops.linear`."""
         how = gemv.gemm_config(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
         if how is not None and x.dtype is torch.bfloat16:
             return gemv.gemv_linear(x, weight, bias, how, self.card, gate, arrived=self.arrived)
@@ -70,9 +72,11 @@ class TritonOps(DequantizingOps):
         return y if not gate else self.silu_mul(y) if gate == "silu" else self.gelu_mul(y)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        """See `Ops.grouped_linear`."""
         return grouped_linear(x, weight, ends)
 
     def combine_experts(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
+        """See `Ops.combine_experts`."""
         return combine_experts(made, shares, whole=whole)
 
     def scaled_linear(
@@ -85,6 +89,7 @@ class TritonOps(DequantizingOps):
         bias: Tensor | None = None,
         gate: Gate = "",
     ) -> Tensor:
+        """See `Ops.scaled_linear`."""
         if weight.dtype is E4M3 and not self.card.float8:
             return super().scaled_linear(x, weight, scale, width, offset, bias, gate)
         return self.quantised_linear(x, quantized_gemm.QuantizedMatrix(weight, scale, width, offset), bias, gate)
@@ -99,6 +104,7 @@ class TritonOps(DequantizingOps):
         bias: Tensor | None = None,
         gate: Gate = "",
     ) -> Tensor:
+        """See `Ops.int4_linear`."""
         return self.quantised_linear(
             x, quantized_gemm.QuantizedMatrix(weight, scale, zero=zero, groups=groups), bias, gate
         )
@@ -106,8 +112,8 @@ class TritonOps(DequantizingOps):
     def quantised_linear(
         self, x: Tensor, matrix: quantized_gemm.QuantizedMatrix, bias: Tensor | None, gate: Gate
     ) -> Tensor:
-        """As `linear`. The library's float8 products for many rows, where there are any; else by numbers restored on
-        the way, or, for more rows than `scaled.MOST`, all of them beforehand."""
+        """As `linear`. Many rows use the library's float8 products, where there are any; else numbers are dequantized
+        on the way, or, for more rows than MAX_FUSED_ROWS, all of them beforehand."""
         weight, scale = matrix.weight, matrix.scale
         if scale.shape[1] == 1 and weight.dtype is E4M3 and x.dtype is torch.bfloat16:
             quick = gemv.scaled_gemm_config(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
@@ -123,31 +129,39 @@ class TritonOps(DequantizingOps):
         return quantized_gemm.quantized_linear(x, matrix, bias, how, self.card, self.arrived, gate)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Ops.rms_norm`."""
         return rows.rms_norm(x, weight, eps, self.card)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, before: Norm | None = None
     ) -> tuple[Tensor, Tensor]:
+        """See `Ops.add_rms_norm`."""
         return rows.rms_norm(x, weight, eps, self.card, residual, before), residual
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """See `Ops.layer_norm`."""
         return rows.layer_norm(x, weight, bias, eps, self.card)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.silu_mul`."""
         return rows.activation(gate_up, self.card, gelu=False, gated=True)
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.gelu_mul`."""
         return rows.activation(gate_up, self.card, gelu=True, gated=True)
 
     def gelu(self, x: Tensor) -> Tensor:
+        """See `Ops.gelu`."""
         return rows.activation(x, self.card, gelu=True, gated=False)
 
     def angles(self, positions: Tensor, frequencies: Tensor, gain: float = 1.0) -> Angles:
+        """See `Ops.angles`."""
         return rows.angles(positions, frequencies, gain, self.card)
 
     def qk_norm_rope_store_kv(
         self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
     ) -> Tensor:
+        """See `Ops.qk_norm_rope_store_kv`."""
         return rows.qk_norm_rope_store_kv(qkv, heads, kv, batch, angles, norms, self.card)
 
     def attention(
@@ -159,6 +173,7 @@ class TritonOps(DequantizingOps):
         window: int = UNLIMITED,
         soft_cap: float = 0.0,
     ) -> Tensor:
+        """See `Ops.attention`."""
         planned = self.prepare(batch)
         begun = cascade_attention(q, kv, planned, scale, window, soft_cap, self.card)
         return attention(q, kv, planned, scale, window, soft_cap, self.card, begun)
@@ -169,26 +184,31 @@ PRODUCT, RESTORED, EXACT = GemmConfig(64, 64, 128, 4, 4), GemmConfig(64, 64, 64,
 
 
 class BatchInvariantTritonOps(TritonOps):
-    """See `base.Ops`."""
+    """`Ops` whose launches do not depend on the batch."""
 
     def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
         super().__init__(device, dependent=dependent)
         self.card = replace(self.card, sms=0)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
+        """See `Ops.linear`."""
         return gemv.gemv_linear(x, weight, bias, config_for(x, PRODUCT), self.card, gate)
 
     def quantised_linear(
         self, x: Tensor, matrix: quantized_gemm.QuantizedMatrix, bias: Tensor | None, gate: Gate
     ) -> Tensor:
+        """As `linear`, dequantized on the way."""
         return quantized_gemm.quantized_linear(x, matrix, bias, config_for(x, RESTORED), self.card, self.arrived, gate)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        """See `Ops.grouped_linear`."""
         return by_owner(x, weight, ends, self.linear)
 
     def combine_experts(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
+        """See `Ops.combine_experts`."""
         return combine_experts_in_order(made, shares, whole=whole)
 
 
 def config_for(x: Tensor, usual: GemmConfig) -> GemmConfig:
+    """`usual`, or EXACT for float32."""
     return EXACT if x.dtype is torch.float32 else usual

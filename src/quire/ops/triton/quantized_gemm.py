@@ -1,17 +1,14 @@
-"""Products with quantised matrices: numbers are restored on the way from memory to the multiplier, never in memory.
+"""Products with quantized matrices: numbers are dequantized between memory and the multiplier, never in memory.
 
-A byte or half a byte is read for each number, so what is bound by reading gains two or four times, if restoring keeps
-up: an H200 can spend five instructions on a number before it is what everything waits for. Activations stay as they
-are. See `Ops.scaled_linear` and `Ops.int4_linear`, and `gemv` for how few rows are multiplied.
+One byte or half a byte is read per number, so what is bound by reading gains two or four times if the conversion keeps
+up: an H200 can spend five instructions per number before that becomes the bottleneck. Activations stay as they are. See
+`Ops.scaled_linear` and `Ops.int4_linear`, and `gemv` for how few rows are multiplied. For many rows it is cheaper to
+dequantize the matrix first (`dequantize`), or, for e4m3, to use the library's float8 products.
 
-A quantised matrix restored whole, for so many rows that this is cheaper than on the way of each of their tiles.
-
-Products of a matrix in eight bits with many rows, by the library's float8 kernels, and exact all the same.
-
-bfloat16 has eight significant bits, e4m3 four. So a token's x, in units of a power of two of its own, is the sum of two
-e4m3 numbers: what its first four bits say, and a sixteenth of what the others say. Multiplied as two rows of a float8
-product, twice as many at twice the speed of bfloat16, nothing is rounded that would not be in bfloat16, and the matrix
-is read as it is stored. (The peer rounds x to eight bits: one row, and another answer.)
+Those are exact all the same. bfloat16 has eight significant bits, e4m3 four. So a token's x, in units of a power of two
+of its own, is the sum of two e4m3 numbers: its first four bits, and a sixteenth of the rest. Multiplied as two rows of
+a float8 product, twice as many at twice the speed of bfloat16, nothing is rounded that would not be in bfloat16, and
+the matrix is read as it is stored. (vLLM rounds x to eight bits: one row, and another result.)
 """
 
 from __future__ import annotations
@@ -35,10 +32,10 @@ def restored(
     weight, scale, zero, groups, n, k, outputs, inputs, count, width, offset,
     HALVED: tl.constexpr, SCALES: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Numbers [n, k] of the matrix, float32; when SCALES is 0 yet without their row's scale. k: BLOCK_K in a run.
+    """Numbers [n, k] of the matrix, float32; when SCALES is 0 without their row's scale. k: BLOCK_K in a run.
 
-    SCALES: how many a row has in such a run: 0, one for all of the row; 1; 2, any number. Only where it is 2 are they
-    put in here: otherwise sums are multiplied, which are fewer.
+    SCALES: scales of a row in such a run: 0, one for the whole row; 1; 2, any number. Only where it is 2 are they
+    applied here: otherwise sums are multiplied, which are fewer.
     """
     inside = (n < outputs)[:, None]
     row = n[:, None].to(tl.int64)
@@ -67,7 +64,7 @@ def few_kernel(
     GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, HALVED: tl.constexpr, SCALES: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of each row by multiply-adds; what is read of the matrix is asked for before the wait."""
+    """BLOCK_N outputs of each row by multiply-adds; the matrix is requested before the wait."""
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     whole = outputs * 2 if GATE else outputs
     tile = restored(
@@ -136,9 +133,9 @@ def many_kernel(
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
     FAST: tl.constexpr, EVEN: tl.constexpr, SETTLED: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of ROWS rows on the matrix units, in the dtype of x. Programs of the same outputs follow each
-    other, so that the matrix comes from memory once. SPLITS: the inputs are cut into so many runs of `length`, that
-    there may be programs enough; whichever ends last adds them up, always in the same order."""
+    """BLOCK_N outputs of ROWS rows on the matrix units, in the dtype of x. Programs of the same outputs are neighbours,
+    so that the matrix is read from memory once. SPLITS: the inputs are split into so many runs of `length`, so that
+    there are programs enough; the last one adds them up, always in the same order."""
     n, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     whole = outputs * 2 if GATE else outputs
@@ -185,11 +182,11 @@ def many_kernel(
 
 
 MAX_FUSED_ROWS = 256
-"""Rows up to which the matrix is restored on the way. Above, it is cheaper restored once for all of them: `restore`."""
+"""Rows up to which the matrix is dequantized on the way. Above, `dequantize` once for all of them is cheaper."""
 
 
 class QuantizedMatrix(NamedTuple):
-    """A matrix as `Ops.scaled_linear` (zero and groups None) or `Ops.int4_linear` has it."""
+    """A matrix as `Ops.scaled_linear` (zero and groups None) or `Ops.int4_linear` takes it."""
 
     weight: Tensor
     scale: Tensor
@@ -200,11 +197,12 @@ class QuantizedMatrix(NamedTuple):
 
     @property
     def is_int4(self) -> bool:
+        """Whether it has two numbers per byte."""
         return self.groups is not None
 
     @property
     def beside(self) -> tuple[Tensor, Tensor]:
-        """Zero points and groups, or what stands for them in a kernel that reads neither."""
+        """Zero points and groups, or any tensor for a kernel that reads neither."""
         return (self.scale if self.zero is None else self.zero, self.scale if self.groups is None else self.groups)
 
 
@@ -213,7 +211,7 @@ RUN = 128
 
 
 def uses_fast_conversion(x: Tensor, matrix: QuantizedMatrix, card: DeviceInfo) -> bool:
-    """Whether four numbers are restored at once: at few rows, for wider tiles read the matrix another way."""
+    """Whether four numbers are converted at once: at few rows, for wider tiles read the matrix in another layout."""
     one = x.dtype is torch.bfloat16 and matrix.weight.dtype is torch.float8_e4m3fn and card.capability >= HOPPER
     return one and len(x) <= 16 and scales(matrix, RUN) < 2
 
@@ -221,9 +219,10 @@ def uses_fast_conversion(x: Tensor, matrix: QuantizedMatrix, card: DeviceInfo) -
 def quantized_gemm_config(
     rows: int, outputs: int, inputs: int, *, fast: bool = False, halved: bool = False
 ) -> GemmConfig | None:
-    """What was fastest of many, H200 (docs/benchmarks); None where to restore the matrix whole. outputs: of the matrix.
+    """The fastest of many, measured on an H200 (docs/benchmarks); None where the matrix is dequantized first. outputs:
+    of the matrix.
 
-    fast: as `uses_fast_conversion` says.
+    fast: see `uses_fast_conversion`.
     """
     if rows > MAX_FUSED_ROWS:
         return None
@@ -239,12 +238,12 @@ def quantized_gemm_config(
 
 
 def gated_config(how: GemmConfig) -> GemmConfig:
-    """The recipe for two matrices at once: what they are held in is shared out."""
+    """The config for two matrices at once, which share the registers."""
     return how if how.rows <= 16 else GemmConfig(min(how.rows, 64), 64, 64, 4, 3)
 
 
 def num_splits(how: GemmConfig, programs: int, inputs: int, card: DeviceInfo) -> int:
-    """Into how many runs to cut the inputs: as many as give each multiprocessor 12 warps, each with work to do."""
+    """Runs that the inputs are split into: as many as give each multiprocessor 12 warps, each with work to do."""
     wanted = max(1, 12 * card.sms // (how.warps * programs))
     return two(min(8, wanted, inputs // (4 * how.inputs)))
 
@@ -265,7 +264,8 @@ def quantized_linear(
     arrived: Tensor,
     gate: Gate = "",
 ) -> Tensor:
-    """x [T, in] times the matrix [out, in] -> [T, out], or [T, out / 2] gated. arrived: [COUNTERS] int32, zeros."""
+    """x [T, in] times the matrix [out, in] -> [T, out], or [T, out / 2] with a gate. arrived: [COUNTERS] int32,
+    zeros."""
     x = x.contiguous()
     rows, inputs = x.shape
     outputs = len(matrix.weight) // 2 if gate else len(matrix.weight)
@@ -318,7 +318,7 @@ def dequantize_kernel(
 
 
 def dequantize(matrix: QuantizedMatrix, inputs: int, dtype: torch.dtype, card: DeviceInfo) -> Tensor:
-    """The matrix [out, inputs] in dtype."""
+    """The matrix [out, in] in dtype."""
     outputs = len(matrix.weight)
     out = matrix.scale.new_empty(outputs, inputs, dtype=dtype)
     zero, groups = matrix.beside
@@ -333,7 +333,7 @@ def dequantize(matrix: QuantizedMatrix, inputs: int, dtype: torch.dtype, card: D
 
 
 ROWS_AT_ONCE = 1024
-"""Rows multiplied at a time: their sums, twice as many in float32, are not to take more memory than a step's own."""
+"""Rows multiplied at a time: their sums, twice as many in float32, must not take more memory than a step does."""
 
 TENSOR = ScalingType.TensorWise
 
@@ -342,10 +342,10 @@ TENSOR = ScalingType.TensorWise
 def fp8_split_kernel(x, out, unit, inputs, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     """A row of x as two: out is [T, 2, in], unit [T].
 
-    The largest lands between 128 and 256: e4m3 reaches 448, and sixteen times what its first four bits leave over is
-    below 256. Below 2**-6 e4m3 counts in steps of 2**-9, so there the first bits are those above that step: x is then
-    off by 2**-20 of the largest at most. (What is left over comes from the bits, not from e4m3 read back, which the
-    assembler of CUDA 12.8 reads from a register that nothing has written yet.)
+    The largest number becomes 128 to 256: e4m3 reaches 448, and sixteen times the rest after its first four bits is
+    below 256. Below 2**-6 e4m3 has steps of 2**-9, so there the first bits are those above that step: x is then off by
+    at most 2**-20 of the largest. (The rest is computed from the bits, not from e4m3 read back, which the assembler of
+    CUDA 12.8 reads from a register that has not been written yet.)
     """
     row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     wait(DEPENDENT)
@@ -364,7 +364,7 @@ def fp8_split_kernel(x, out, unit, inputs, BLOCK: tl.constexpr, DEPENDENT: tl.co
 
 @triton.jit
 def join_halves(y, unit, scale, n, wide, row, outputs):
-    """Outputs n of a row of the product from its two, y [T, 2, wide]."""
+    """Outputs n of a row of the product from its two rows, y [T, 2, wide]."""
     line = y + row * 2 * wide + n
     high = tl.load(line, mask=n < outputs, other=0.0).to(tl.float32)
     low = tl.load(line + wide, mask=n < outputs, other=0.0).to(tl.float32)
@@ -376,7 +376,7 @@ def fp8_join_kernel(
     y, unit, scale, bias, out, outputs, wide,
     GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK outputs of a row: out is [T, outputs], of `wide` numbers those that gate come first."""
+    """BLOCK outputs of a row: out is [T, outputs], `wide` numbers of which the gates come first."""
     row, n = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     wait(DEPENDENT)
     release(DEPENDENT)
@@ -389,7 +389,7 @@ def fp8_join_kernel(
 
 
 def fp8_split(x: Tensor, card: DeviceInfo) -> tuple[Tensor, Tensor]:
-    """x [T, in] -> e4m3 [2 T, in], a row's first bits and its last, and the rows' units [T]."""
+    """x [T, in] -> e4m3 [2 T, in], first bits and rest of each row, and the rows' units [T]."""
     rows, inputs = x.shape
     out, unit = x.new_empty(2 * rows, inputs, dtype=torch.float8_e4m3fn), x.new_empty(rows, dtype=torch.float32)
     fp8_split_kernel[(rows,)](
@@ -400,14 +400,14 @@ def fp8_split(x: Tensor, card: DeviceInfo) -> tuple[Tensor, Tensor]:
 
 
 def supports_fp8(weight: Tensor, card: DeviceInfo) -> bool:
-    """Whether the library multiplies a matrix [out, in] of e4m3 here."""
+    """Whether the library multiplies an e4m3 matrix [out, in] on this GPU."""
     return card.capability >= ADA and weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
 
 
 def fp8_linear(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, one: Tensor, card: DeviceInfo, gate: Gate = ""
 ) -> Tensor:
-    """x [T, in], weight e4m3 [out, in], scale [out, 1] -> [T, out], or [T, out / 2] gated. one: 1, float32."""
+    """x [T, in], weight e4m3 [out, in], scale [out, 1] -> [T, out], or [T, out / 2] with a gate. one: 1, float32."""
     x = x.contiguous()
     outputs = len(weight) // 2 if gate else len(weight)
     out = x.new_empty(len(x), outputs)

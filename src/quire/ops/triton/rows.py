@@ -1,7 +1,5 @@
-"""Norms and activations, one pass over each row: what would be several kernels of plain torch is one.
-
-From the projection to attention in one kernel: norm q and k, turn them by their angles, put k and v into pages.
-"""
+"""Kernels that pass once over each row: norms, activations, rotary angles, and norm, rotation and storing of q, k and
+v."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ def rms_kernel(
     x, residual, weight, before, out, columns, eps, before_eps,
     ADD: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row a program. With ADD the sum is rounded, stored over `residual`, then normed; with BEFORE x is normed and
+    """One row per program. With ADD the sum is rounded, stored in `residual`, then normed; with BEFORE x is normed and
     rounded first."""
     at = tl.arange(0, BLOCK)
     inside = at < columns
@@ -49,6 +47,7 @@ def rms_kernel(
 def layer_norm_kernel(
     x, weight, bias, out, columns, eps, BIAS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):
+    """One row per program."""
     at = tl.arange(0, BLOCK)
     inside = at < columns
     place = tl.program_id(0).to(tl.int64) * columns + at
@@ -83,7 +82,7 @@ def activate(x, GELU: tl.constexpr):
 def activation_kernel(
     x, out, width, stride, GELU: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):
-    """x [T, stride], the gate first and, GATED, `width` numbers later what it gates; out [T, width]."""
+    """x [T, stride], the gate first and, if GATED, what it gates after `width` numbers; out [T, width]."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -97,14 +96,14 @@ def activation_kernel(
 
 
 def warps(size: int) -> int:
-    """For a row of `size` numbers: up to 16 a thread."""
+    """Warps for a row of `size` numbers: up to 16 numbers per thread."""
     return min(16, max(1, size // 512))
 
 
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, card: DeviceInfo, residual: Tensor | None = None, before: Norm | None = None
 ) -> Tensor:
-    """See `Ops.rms_norm`; with `residual`, `Ops.add_rms_norm`, the sum left in `residual`."""
+    """See `Ops.rms_norm`; with `residual`, `Ops.add_rms_norm`, with the sum stored in `residual`."""
     x = x.contiguous()
     columns = weight.numel()
     size = block(columns)
@@ -154,8 +153,8 @@ def qk_norm_rope_store_kv_kernel(
 ):  # fmt: skip
     """Heads of one token: first those of q, then of k, then of v. Sums and angles in float32, rounded once.
 
-    LARGEST: what pages of eight bits can hold at most, 0 for wider ones, which take no scale. The spare page stays
-    zeros: what padding computes may be no number, and drafts that reach past a sequence's last page read there.
+    LARGEST: the largest number of an 8-bit pool, 0 for wider ones, which have no scale. The null block stays zero:
+    padding may compute NaN, and drafts after a sequence's last block read there.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -210,7 +209,7 @@ def qk_norm_rope_store_kv(
     norms: Norms | None,
     card: DeviceInfo,
 ) -> Tensor:
-    """See `Ops.turn_and_write`."""
+    """See `Ops.qk_norm_rope_store_kv`."""
     cos, sin = angles
     _, groups, page_size, dim = kv.k.shape
     tokens = qkv.shape[0]
@@ -235,7 +234,7 @@ def angles_kernel(
     positions, frequencies, cos, sin, total, half, gain,
     BLOCK: tl.constexpr, INTERPRETED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The library's cosine and sine: what the hardware approximates is off by too much at large angles."""
+    """By the library's cosine and sine: the hardware's approximations are off by too much at large angles."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < total
     pace = tl.load(frequencies + i % half, mask=inside, other=0.0)

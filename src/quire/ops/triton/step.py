@@ -1,8 +1,8 @@
-"""The small kernels around a forward: what a step feeds, looked up on the device, and where what it made goes.
+"""The small kernels around a forward: what a step feeds is looked up on the device, and what it computes is stored
+there.
 
-Rows are those of `runner.arena`: columns, a page table and a history for each, whoever pads a step being the last row.
-
-The small kernels of drafting: what a draft model is fed, where its tokens go, and look-up in a row's own history.
+Rows are those of `model_runner.device_state`: columns, a block table and a history each; padding uses the last row. The
+kernels of drafting prepare what a draft model is fed, store its tokens, and look up drafts in a row's own history.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
 from quire.ops.triton.noise import fold
 
 TOKENS = 128
-"""Tokens a program of `stage` looks up."""
+"""Tokens that a program of `prepare_inputs_kernel` looks up."""
 
 
 @kernel(do_not_specialize=["total"])
 def scatter_kernel(data, places, values, total, BLOCK: tl.constexpr):
+    """BLOCK values per program."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < total
     tl.store(data + tl.load(places + i, mask=inside, other=0), tl.load(values + i, mask=inside, other=0), mask=inside)
@@ -40,7 +41,8 @@ def prepare_inputs_kernel(
     limit, token_programs, longest, pages, width, page_size,
     TOKENS: tl.constexpr, PAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Programs below token_programs: TOKENS tokens each. The others: a span each, and its pages as far as it reads."""
+    """Programs below token_programs: TOKENS tokens each. The others: one span each, and its blocks as far as it
+    reads."""
     program = tl.program_id(0)
     wait(DEPENDENT)
     release(DEPENDENT)
@@ -68,12 +70,12 @@ def prepare_inputs_kernel(
 
 
 class DeviceRows(NamedTuple):
-    """Views of an arena's rows and one of its lanes. counts, span_row, query_start, token_span, picked, pick_row,
-    pick_depth: of the step, padded past its end; counts [4]: tokens, spans, picks, chains.
+    """Views of a `DeviceState`: its rows, and the `StepInputs` of a step or of drafting, padded; counts [4]: tokens,
+    spans, samples, chains.
 
-    pick_at: where the token of each pick will stand, as `settle` notes. length, known: a number a row. table [rows, P]
-    and history [rows, L], contiguous. chain [chains + 1]: where the picks of each begin; wanted: drafts for each.
-    ceiling: what `known` stays at. drafts: the most that a chain can have.
+    sample_position: where the token of each sample will be stored, as `advance` notes. num_computed, num_known: a
+    number per row. block_table [rows, P] and history [rows, L], contiguous. chain [chains + 1]: where the samples of
+    each chain begin. wanted_drafts: drafts for each. max_history: the limit of num_known. drafts: the most of a chain.
     """
 
     counts: Tensor
@@ -112,7 +114,7 @@ def advance_kernel(
     counts, query_start, span_row, picked, pick_row, pick_at, pick_depth, length, known, hidden, out, spans, picks,
     ceiling, columns, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Program i: span i's row moves on; hidden state picked[i] is copied, and where its token will stand noted."""
+    """Program i: span i's row advances; hidden state picked[i] is copied, and the position of its token noted."""
     i = tl.program_id(0)
     wait(DEPENDENT)
     release(DEPENDENT)
@@ -130,7 +132,7 @@ def advance_kernel(
 
 
 def advance(rows: DeviceRows, spans: int, hidden: Tensor, out: Tensor, card: DeviceInfo) -> None:
-    """Every span's row has computed what it was fed; out [R, hidden]: the picked hidden states, as far as picked."""
+    """Add what each span was fed to its row's computed tokens; out [R, hidden]: the hidden states sampled at."""
     columns = hidden.shape[1]
     advance_kernel[(max(spans, len(out)),)](
         *(rows.counts, rows.query_start, rows.span_row, rows.sample_indices, rows.sample_row, rows.sample_position),
@@ -145,7 +147,7 @@ def verify_kernel(
     counts, chain, pick_row, pick_at, length, known, history, tokens, most, ceiling, dropped, width,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A chain each: from its first token to the first that is not the draft at its place."""
+    """One chain each: from its first token to the first that differs from the draft at its position."""
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     wait(DEPENDENT)
     release(DEPENDENT)
@@ -170,7 +172,7 @@ def verify_kernel(
 
 
 def verify(rows: DeviceRows, tokens: Tensor, dropped: int, card: DeviceInfo) -> None:
-    """tokens [R] go behind the histories, as far as they are right; those that are not put to the test: dropped."""
+    """Append tokens [R] to the histories, as far as drafts are right; those after become `dropped`."""
     chains = min(len(tokens), len(rows.wanted_drafts))
     verify_kernel[(triton.cdiv(chains, 64),)](
         *(rows.counts, rows.chain, rows.sample_row, rows.sample_position, rows.num_computed, rows.num_known),
@@ -180,12 +182,12 @@ def verify(rows: DeviceRows, tokens: Tensor, dropped: int, card: DeviceInfo) -> 
     )  # fmt: skip
 
 
-@kernel(do_not_specialize=["chains", "tokens", "at", "most", "nobody"])
+@kernel(do_not_specialize=["chains", "tokens", "at", "most", "padding_row"])
 def prepare_draft_kernel(
     step_counts, chain, step_row, wanted, known, done, counts, span_row, query_start, token_span, picked, pick_row,
-    pick_depth, chains, tokens, at, most, nobody, FEW: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    pick_depth, chains, tokens, at, most, padding_row, FEW: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program: all chains at once. FEW: a row has two tokens at most, whose spans are noted here."""
+    """One program: all chains at once. FEW: a row has at most two tokens, whose spans are noted here."""
     c = tl.arange(0, BLOCK)
     wait(DEPENDENT)
     release(DEPENDENT)
@@ -200,7 +202,7 @@ def prepare_draft_kernel(
     n = tl.minimum(tl.maximum(n, 0), most)
     n = tl.maximum(n - tl.maximum(tl.cumsum(n, 0) - tokens, 0), 0)
     end = tl.cumsum(n, 0)
-    row = tl.where(n > 0, row, nobody)
+    row = tl.where(n > 0, row, padding_row)
     tl.store(span_row + c, row, mask=inside)
     tl.store(pick_row + c, row, mask=inside)
     tl.store(picked + c, tl.maximum(end - 1, 0), mask=inside)
@@ -216,7 +218,7 @@ def prepare_draft_kernel(
 
 @kernel
 def spread_kernel(query_start, token_span, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
-    """A span each: its tokens are its."""
+    """One span per program: note it for each of its tokens."""
     mine = tl.program_id(0)
     wait(DEPENDENT)
     release(DEPENDENT)
@@ -227,7 +229,7 @@ def spread_kernel(query_start, token_span, BLOCK: tl.constexpr, DEPENDENT: tl.co
 
 
 def prepare_draft(step: DeviceRows, draft: DeviceRows, chains: int, tokens: int, at: int, card: DeviceInfo) -> None:
-    """See `runner.device.DeviceSteps.route`. The row behind the last takes what padding writes."""
+    """See `DeviceSteps.prepare_draft`. The row after the last takes what padding writes."""
     same = {"DEPENDENT": card.dependent, **card.options}
     prepare_draft_kernel[(1,)](
         *(step.counts, step.chain, step.sample_row, step.wanted_drafts, step.num_known),
@@ -242,6 +244,7 @@ def prepare_draft(step: DeviceRows, draft: DeviceRows, chains: int, tokens: int,
 
 @kernel(do_not_specialize=["picks"])
 def write_drafts_kernel(pick_row, pick_at, history, drawn, picks, width, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """BLOCK drafts per program."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < picks
     wait(DEPENDENT)
@@ -252,7 +255,7 @@ def write_drafts_kernel(pick_row, pick_at, history, drawn, picks, width, BLOCK: 
 
 
 def write_drafts(draft: DeviceRows, drawn: Tensor, card: DeviceInfo) -> None:
-    """What was drawn goes where the lane says that it stands."""
+    """Store sampled drafts in the histories."""
     write_drafts_kernel[(triton.cdiv(len(drawn), 256),)](
         *(draft.sample_row, draft.sample_position, draft.history, drawn, len(drawn), draft.history.shape[1]),
         BLOCK=256, DEPENDENT=card.dependent, **card.options,
@@ -264,7 +267,8 @@ def lookup_kernel(
     counts, chain, pick_row, known, history, depth, longest, shortest, width,
     DRAFTS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One chain: of the places that end as its history does, the one with the longest such end, and the latest."""
+    """One chain: of the positions that end as its history does, the one with the longest match, and of several the
+    latest."""
     c = tl.program_id(0)
     wait(DEPENDENT)
     release(DEPENDENT)
