@@ -37,10 +37,10 @@ class Server(ThreadingHTTPServer):
 
 
 def chunks(*texts: str) -> list[bytes]:
-    told: list[dict[str, Any]] = [{"choices": [{"delta": {"role": "assistant", "content": ""}}]}]
-    told += [{"choices": [{"delta": {"content": text}}]} for text in texts]
-    told += [{"choices": [{"delta": {}, "finish_reason": "stop"}]}, {"choices": []}]
-    return [b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in told] + [b": note\n\n", b"data: [DONE]\n\n"]
+    chunks: list[dict[str, Any]] = [{"choices": [{"delta": {"role": "assistant", "content": ""}}]}]
+    chunks += [{"choices": [{"delta": {"content": text}}]} for text in texts]
+    chunks += [{"choices": [{"delta": {}, "finish_reason": "stop"}]}, {"choices": []}]
+    return [b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks] + [b": note\n\n", b"data: [DONE]\n\n"]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -99,13 +99,13 @@ def test_a_servers_refusal_keeps_its_words(server: Server, status: int, error: t
         list(ChatClient(server.url, model="m").answer(HELLO))
 
 
-def test_a_refusal_without_words_tells_the_status(server: Server) -> None:
+def test_a_refusal_without_words_shows_the_status(server: Server) -> None:
     server.status, server.lines = 502, [b"<html>"]
     with pytest.raises(Unavailable, match="502"):
         list(ChatClient(server.url, model="m").answer(HELLO))
 
 
-def test_an_error_in_mid_stream_is_told(server: Server) -> None:
+def test_an_error_in_mid_stream_is_shown(server: Server) -> None:
     server.lines = [*chunks("Go")[:2], b'data: {"error": {"message": "engine died"}}\n\n']
     answer = ChatClient(server.url, model="m").answer(HELLO)
     assert next(answer) == "Go"
@@ -124,13 +124,13 @@ def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(server: Server) 
 @pytest.mark.parametrize(
     "line", [b"data: {bad\n\n", b'data: {"choices": [{"text": "a"}]}\n\n', b"data: 5\n\n", b'data: {"choices": 5}\n\n']
 )
-def test_a_server_that_speaks_otherwise_is_told_apart_in_a_line(server: Server, line: bytes) -> None:
+def test_a_server_that_speaks_otherwise_is_refused_in_a_line(server: Server, line: bytes) -> None:
     server.lines = [line]
     with pytest.raises(Unavailable, match="does not speak OpenAI's API"):
         list(ChatClient(server.url, model="m").answer(HELLO))
 
 
-def test_a_server_of_another_protocol_is_told_in_a_line() -> None:
+def test_a_server_of_another_protocol_is_refused_in_a_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def speak() -> None:
@@ -177,7 +177,7 @@ def test_a_conversation_is_remembered_and_empty_lines_are_not_asked(monkeypatch:
 
 
 def test_what_no_longer_fits_is_forgotten_oldest_first_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Again and again, and never what the model was told first."""
+    """Again and again, but never the system message."""
     asked: list[list[str]] = []
 
     def answer(messages: list[Message]) -> Iterator[str]:
@@ -221,7 +221,7 @@ def test_a_single_question_that_does_not_fit_is_an_error(monkeypatch: pytest.Mon
         talk("one\n", answer, [], monkeypatch)
 
 
-def test_other_refusals_make_nobody_forget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_refusals_drop_no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(messages: list[Message]) -> Iterator[str]:
         if len(messages) > 3:
             raise InvalidRequest("the model 'x' is not served here")
@@ -271,7 +271,7 @@ def test_chat_with_a_server_needs_no_model(server: Server) -> None:
 
 
 class Echo:
-    """Stands in for the offline door."""
+    """Stands in for LLM."""
 
     def __init__(self, *, settings: Settings) -> None:
         self.settings = settings

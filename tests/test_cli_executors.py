@@ -44,8 +44,8 @@ def test_what_export_writes_generates(tmp_path: Path) -> None:
     runner = CliRunner()
     said = runner.invoke(main, ["export-onnx", "embedded", str(tmp_path)])
     assert said.exit_code == 0 and f"quire serve {tmp_path} --executor onnx" in said.output
-    told = [
+    outputs = [
         runner.invoke(main, ["generate", "Once upon a time", "--max-tokens", "12", "--temperature", "0", *flags]).output
         for flags in (["--model", str(tmp_path), "--executor", "onnx"], ["--dtype", "float32"])
     ]
-    assert told[0] == told[1] and len(told[0]) > 20
+    assert outputs[0] == outputs[1] and len(outputs[0]) > 20

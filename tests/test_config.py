@@ -214,7 +214,7 @@ def test_whatever_is_given_is_taken_as_it_is_or_refused_by_name(values: dict[str
 
 
 def test_no_option_is_ignored() -> None:
-    """Each is read by somebody."""
+    """Each is read somewhere."""
     code = "".join(path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py") if path.parent.name != "config")
     assert {name for name in OPTIONS if not re.search(rf"\.{name}\b", code)} == set()
 

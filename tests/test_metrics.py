@@ -154,15 +154,15 @@ def test_counters_equal_what_clients_saw(live: Live, seen: list[Seen]) -> None:
     assert live.metric("vllm:request_success_total", finished_reason="abort") == 40
     assert live.metric("vllm:request_params_n_sum") == answers
     made, surplus = live.metric("vllm:generation_tokens_total"), live.metric("quire:surplus_tokens_total")
-    told = made - surplus
+    counted = made - surplus
     assert made == live.metric("vllm:request_generation_tokens_sum")
     assert live.metric("vllm:request_max_num_generation_tokens_count") == live.metric("vllm:request_params_n_count")
-    assert told / 2 < live.metric("vllm:request_max_num_generation_tokens_sum") < told, "of several answers the longest"
-    to_those_who_left = told - sum(one.tokens or 0 for one in stayed)
-    assert 40 <= to_those_who_left < 40 * 100, "they saw one token at least, and left soon"
+    assert counted / 2 < live.metric("vllm:request_max_num_generation_tokens_sum") < counted
+    to_clients_that_left = counted - sum(one.tokens or 0 for one in stayed)
+    assert 40 <= to_clients_that_left < 40 * 100, "they saw one token at least, and left soon"
     gaps = live.metric("vllm:inter_token_latency_seconds_count")
     assert gaps == live.metric("vllm:time_per_output_token_seconds_count")
-    assert told - answers <= gaps <= made - answers
+    assert counted - answers <= gaps <= made - answers
 
 
 def test_each_request_is_remembered_as_its_client_saw_it(live: Live, seen: list[Seen]) -> None:
@@ -173,7 +173,7 @@ def test_each_request_is_remembered_as_its_client_saw_it(live: Live, seen: list[
     assert all((one.prompt, one.tokens, one.cached) in known for one in seen if one.kind in ("plain", "chat"))
 
 
-def test_cached_tokens_are_those_that_usage_told(live: Live, seen: list[Seen]) -> None:
+def test_cached_tokens_are_those_that_usage_says(live: Live, seen: list[Seen]) -> None:
     cached = live.metric("vllm:prompt_tokens_cached_total")
     stories = live.http.get("/v1/requests").json()["requests"]
     assert cached == sum(story["cached_tokens"] for story in stories)

@@ -27,8 +27,8 @@ def collector() -> Iterator[tuple[str, list[Any]]]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
-            told = ExportTraceServiceRequest.FromString(body)
-            spans.extend(s for r in told.resource_spans for scope in r.scope_spans for s in scope.spans)
+            request = ExportTraceServiceRequest.FromString(body)
+            spans.extend(s for r in request.resource_spans for scope in r.scope_spans for s in scope.spans)
             self.send_response(200)
             self.end_headers()
 

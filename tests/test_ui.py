@@ -43,9 +43,9 @@ def test_pages_fill_and_free_and_a_request_says_what_happened_to_it(live: Live, 
         page.locator(".rows button").nth(2).click()
         page.get_by_text("What happened, and why").wait_for()
     opened.wait("document.querySelector('#pages .count').textContent.startsWith('0 held')")
-    told = page.locator("#story").inner_text()
+    shown = page.locator("#story").inner_text()
     for words in ("submitted:", "got a place on the device", "prefix cache:", "first token after", "finished:"):
-        assert words in told or words == "finished:", told
+        assert words in shown or words == "finished:", shown
     assert re.search(r"[1-9]\d* cached", page.locator("#pages .count").inner_text())
     opened.wait("document.querySelectorAll('#figures .tile .value')[1].textContent === '0 of 8 seats'")
     assert {url.split("/")[2] for url in opened.asked} == {live.url.split("/")[2]}, "nothing is asked of others"
@@ -117,7 +117,7 @@ def test_what_is_shown_can_be_held_saved_and_opened_again(live: Live, browser: B
 
 
 @pytest.mark.parametrize(("size", "theme"), [("desktop", "light"), ("desktop", "dark"), ("phone", "dark")])
-def test_everybody_can_read_it(live: Live, browser: Browser, size: str, theme: str) -> None:
+def test_the_page_is_accessible(live: Live, browser: Browser, size: str, theme: str) -> None:
     opened = Opened(browser, live.url, size, theme)
     page = opened.page
     with Crowd(live.url, 4):

@@ -17,7 +17,7 @@ from quire.types import UNLIMITED, TokenLogprobs
 
 SITUATIONS = [
     "alone, once more",
-    "in a crowd",
+    "in a batch",
     "warm prefix cache",
     "small chunks",
     "preempted",
@@ -81,9 +81,9 @@ def test_a_planted_dependence_on_the_batch_is_caught(
     rows = {row["name"]: row for row in found["situations"]}
     assert code == 1 and not found["equal"]
     assert rows["alone, once more"]["differ"] == 0
-    assert rows["in a crowd"]["differ"] > 0
-    first = rows["in a crowd"]["first"]
-    assert first["alone"] != first["here"] and 0 < rows["in a crowd"]["apart"] < 1e-2
+    assert rows["in a batch"]["differ"] > 0
+    first = rows["in a batch"]["first"]
+    assert first["alone"] != first["here"] and 0 < rows["in a batch"]["apart"] < 1e-2
 
 
 def test_the_default_mode_says_where_it_differs_and_the_table_names_the_place() -> None:
@@ -109,7 +109,7 @@ def test_a_situation_that_did_not_come_about_is_not_called_a_proof() -> None:
     result = verify("--deterministic", "--no-enable-prefix-caching", "--requests", "1", "--new", "1", "--repeat", "0")
     line = next(line for line in result.stdout.splitlines() if "warm prefix cache" in line)
     assert "it did not come about" in line
-    assert "Not put to the test: in a crowd, warm prefix cache, " in result.stdout.replace("\n", " ")
+    assert "Not put to the test: in a batch, warm prefix cache, " in result.stdout.replace("\n", " ")
 
 
 def test_an_executor_without_the_mode_or_drafts_is_looked_at_and_says_what_it_lacks() -> None:

@@ -24,7 +24,7 @@ def test_settings_that_take_more_memory_than_there_is_are_refused_with_what_to_l
     ],
     ids=["torch", "triton"],
 )
-def test_a_card_that_fills_up_while_getting_ready_is_told_in_a_line(
+def test_a_card_that_fills_up_while_getting_ready_is_reported_in_a_line(
     failure: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(settings: Settings) -> None:

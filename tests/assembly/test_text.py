@@ -1,4 +1,4 @@
-"""What the rim says of a folder that it cannot use."""
+"""Errors for folders that cannot be used."""
 
 from __future__ import annotations
 

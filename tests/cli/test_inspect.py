@@ -1,4 +1,4 @@
-"""What a model is, what it takes, and where it departs: told from headers, in words, with the right exit code."""
+"""What a model is, what it takes, and where it departs: from headers, in words, with the right exit code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.assembly.engine import build_engine
 from quire.cli import main
 from quire.cli.diff import compare, departs
 from quire.cli.inspect import read_facts
-from quire.cli.plan import need, told
+from quire.cli.plan import need, plan_lines
 from quire.config import Settings
 from quire.weights.files import SINGLE
 from quire.weights.load import load_model
@@ -38,7 +38,7 @@ def rows(result: Result, code: int = 0) -> dict[str, str]:
     return {name.strip(): value.strip() for name, value in lines}
 
 
-def test_a_model_is_told_from_its_headers(tmp_path: Path) -> None:
+def test_a_model_is_described_from_its_headers(tmp_path: Path) -> None:
     make(tmp_path, "gemma3_text-gqa", shard="20KB")
     config = {"eos_token": "<|end|>", "chat_template": CHATML}
     save(tmp_path, byte_level(), tokenizer_config=config, generation_config={"temperature": 0.3, "top_k": 7})
@@ -69,7 +69,7 @@ def test_nothing_but_headers_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "no tokenizer.json" in found["tokenizer"]
 
 
-def test_quantised_checkpoints_and_gguf_files_are_told_by_how_they_are_stored(tmp_path: Path) -> None:
+def test_quantised_checkpoints_and_gguf_files_are_described_by_how_they_are_stored(tmp_path: Path) -> None:
     make(tmp_path / "awq", SHAPE, **SIZES)
     quantise(tmp_path / "awq", "awq")
     found = rows(run("inspect", tmp_path / "awq"), 2)
@@ -117,23 +117,25 @@ def test_a_plan_adds_up_and_its_smallest_change_fits(tmp_path: Path) -> None:
     assert whole.weights == sum(t.nbytes for t in load_file(tmp_path / SINGLE).values())
     assert whole.least == 256
     assert whole.page == 24 * 2 * 16 * 3 * 8 * 4
-    plan = dict(told(settings, looked, 1 << 32, CPU))
+    plan = dict(plan_lines(settings, looked, 1 << 32, CPU))
     assert plan["KV pool"] == "1023.19 MiB: 14,551 blocks, 56.8 sequences of the whole length"
     enough = whole.weights + whole.work + 257 * whole.page
     proposed = []
     for room in (4 * enough, 2 * enough, enough, enough - 1, enough * 3 // 4, enough // 2, enough // 3):
-        plan = dict(told(settings, looked, room, CPU))
+        plan = dict(plan_lines(settings, looked, room, CPU))
         if "fits" in plan:
             assert plan["fits"].startswith("no: ")
             words = plan["smallest change"].split()
             assert words[0].startswith("--"), room
             changed = {n.lstrip("-").replace("-", "_"): v for n, v in zip(words[::2], words[1::2], strict=True)}
-            assert "fits" not in dict(told(Settings.of(model=str(tmp_path), **changed), looked, room, CPU)), changed
+            assert "fits" not in dict(plan_lines(Settings.of(model=str(tmp_path), **changed), looked, room, CPU)), (
+                changed
+            )
             proposed.append(sorted(changed))
     assert proposed[0] == ["kv_cache_memory_bytes"]
     assert ["kv_cache_dtype"] in proposed
     assert ["kv_cache_dtype", "max_model_len", "quantization"] in proposed
-    tiny = dict(told(settings, looked, 1 << 16, CPU))
+    tiny = dict(plan_lines(settings, looked, 1 << 16, CPU))
     assert tiny["smallest change"].startswith("none is enough")
     assert tiny["fits"].startswith("no: weights and activations take")
 
@@ -141,7 +143,7 @@ def test_a_plan_adds_up_and_its_smallest_change_fits(tmp_path: Path) -> None:
 def test_the_plan_is_what_the_engine_takes(tmp_path: Path) -> None:
     make(tmp_path, "llama-gqa-tied")
     settings = Settings.of(model=str(tmp_path), kv_cache_memory_bytes="2MiB", max_num_seqs=64)
-    plan = dict(told(settings, read_facts(settings), 1 << 30, CPU))
+    plan = dict(plan_lines(settings, read_facts(settings), 1 << 30, CPU))
     blocks = build_engine(settings).description.num_blocks
     assert f": {blocks:,} blocks" in plan["KV pool"]
 
@@ -154,7 +156,7 @@ def test_a_plan_says_that_the_weights_are_cut_short(tmp_path: Path) -> None:
     assert "truncated" in found["loads"] and "KV pool" in found
 
 
-def test_the_memory_planned_for_can_be_told(tmp_path: Path) -> None:
+def test_the_memory_planned_for_can_be_given(tmp_path: Path) -> None:
     make(tmp_path, "llama-gqa-tied")
     found = rows(run("plan", tmp_path, "--memory", "80GiB", "--device", "cuda"))
     assert found["memory"] == "80.00 GiB (cuda)"

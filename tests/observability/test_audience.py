@@ -94,7 +94,7 @@ def test_one_that_is_behind_costs_the_others_nothing() -> None:
     asyncio.run(story())
 
 
-def test_a_silence_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silence_is_broken_by_an_empty_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.observability.live_view.KEEPALIVE_INTERVAL", 0.01)
 
     async def story() -> None:

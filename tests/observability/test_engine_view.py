@@ -55,15 +55,15 @@ def test_a_viewer_sees_at_once_that_the_prefix_cache_was_emptied_also_while_noth
     assert pages(watched.frames) == truth(watched) == {}
 
 
-def test_each_request_is_told_from_its_coming_to_its_end() -> None:
+def test_events_of_a_request_range_from_its_arrival_to_its_end() -> None:
     watched = Watched(max_num_seqs=1)
     one, two = watched.submit([1, 2, 3], new=2), watched.submit([4, 5], new=3)
     watched.run()
-    assert [event[2:4] for event in watched.told("new")] == [[1, one], [2, two]]
-    assert [event[2] for event in watched.told("first")] == [1, 2]
-    assert [event[2:] for event in watched.told("end")] == [[1, "length", 2], [2, "length", 3]]
-    assert [event[2:] for event in watched.told("wait")] == [[2, "seats"]] * 2, "once, and again after a whole frame"
-    times = [event[1] for event in watched.told("new", "wait", "open", "first", "end") if event[2] == 2]
+    assert [event[2:4] for event in watched.events("new")] == [[1, one], [2, two]]
+    assert [event[2] for event in watched.events("first")] == [1, 2]
+    assert [event[2:] for event in watched.events("end")] == [[1, "length", 2], [2, "length", 3]]
+    assert [event[2:] for event in watched.events("wait")] == [[2, "seats"]] * 2, "once, and again after a whole frame"
+    times = [event[1] for event in watched.events("new", "wait", "open", "first", "end") if event[2] == 2]
     assert times == sorted(times)
 
 
@@ -79,24 +79,24 @@ def test_steps_tell_their_spans_once_and_how_many_tokens_they_made() -> None:
     assert all(step[1] <= step[2] < step[3] for step in steps)
 
 
-def test_a_preempted_request_and_who_took_its_pages_are_told() -> None:
+def test_a_preemption_names_the_request_that_took_the_blocks() -> None:
     watched = Watched(pages=8, max_num_seqs=3)
     for i in range(3):
         watched.submit([i, i, i, i], new=16)
     watched.run()
-    outs = watched.told("out")
+    outs = watched.events("out")
     assert outs
     assert all(event[3] != 0 for event in outs)
     assert pages(watched.frames) == truth(watched)
 
 
-def test_who_waits_for_a_prefix_being_computed_is_told_whose() -> None:
+def test_waiting_for_a_prefix_being_computed_names_the_request_that_computes_it() -> None:
     watched = Watched(chunk=16, pages=128)
     watched.submit(list(range(1, 120)), new=2)
     watched.step()
     watched.submit(list(range(1, 120)), new=2)
     watched.run()
-    assert [event[2:4] for event in watched.told("hold")] == [[2, 1]]
+    assert [event[2:4] for event in watched.events("hold")] == [[2, 1]]
 
 
 def test_a_viewer_who_comes_later_gets_everything_at_once() -> None:
@@ -116,7 +116,7 @@ def test_a_viewer_who_comes_later_gets_everything_at_once() -> None:
     assert pages(watched.frames) == truth(watched)
 
 
-def test_nothing_is_kept_while_nobody_watches() -> None:
+def test_nothing_is_kept_without_a_viewer() -> None:
     watched = Watched()
     watched.submit([1, 2, 3], new=6)
     watched.step(3)
@@ -142,7 +142,7 @@ def test_frames_are_bounded_and_say_what_they_left_out() -> None:
     assert len(frame["whole"]["requests"]) == live_view.MAX_EVENTS and frame["whole"]["complete"] is False
 
 
-def test_a_request_forgotten_as_it_ends_harms_nobody() -> None:
+def test_a_request_forgotten_as_it_ends_does_no_harm() -> None:
     watched = Watched(tokens=8, max_num_seqs=4)
     for i in range(4):
         watched.submit([i, 1, 2, 3, 4, 5], new=3)
@@ -152,10 +152,10 @@ def test_a_request_forgotten_as_it_ends_harms_nobody() -> None:
     assert watched.story("req-3")["state"] == "finished"
 
 
-def test_a_failed_step_is_told_with_its_reason() -> None:
+def test_a_failed_step_has_its_reason() -> None:
     watched = Watched()
     watched.submit([1, 2, 3], new=6)
     watched.step(2)
     watched.window.on_failure("the card fell off", ["req-0"], watched.clock.now())
     watched.run()
-    assert [event[2:] for event in watched.told("failed")] == [[[1], "the card fell off"]]
+    assert [event[2:] for event in watched.events("failed")] == [[[1], "the card fell off"]]

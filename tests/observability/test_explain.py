@@ -31,7 +31,7 @@ def test_a_request_that_waited_hears_behind_whom_and_for_what() -> None:
     assert "in the queue" in watched.story(third)["summary"]
 
 
-def test_waiting_for_pages_is_told_as_that() -> None:
+def test_waiting_for_blocks_is_explained_as_that() -> None:
     watched = Watched(pages=8, max_num_seqs=4)
     watched.submit([1] * 12, new=16)
     watched.step(2)
@@ -62,7 +62,7 @@ def test_a_victim_hears_who_took_its_blocks() -> None:
     assert "preempted" in watched.story(victims[0])["summary"]
 
 
-def test_what_a_victim_finds_of_its_own_answer_is_not_told_as_of_its_prompt() -> None:
+def test_what_a_victim_finds_of_its_own_answer_is_not_counted_as_of_its_prompt() -> None:
     watched = Watched(pages=10, max_num_seqs=3, pressure_policy="preempt")
     ids = [watched.submit([i, i, i, i, i], new=20) for i in range(3)]
     watched.run()
@@ -118,14 +118,14 @@ def test_a_request_of_another_salt_is_never_named_as_where_a_prefix_came_from() 
     watched = Watched()
     prompt = [*range(1, 9), 50, 51, 52, 53, 54]
 
-    def told(id: str, tokens: list[int], salt: str) -> dict[str, Any]:
+    def explained(id: str, tokens: list[int], salt: str) -> dict[str, Any]:
         watched.engine.add(Request(id=id, prompt=tuple(tokens), max_new_tokens=2, cache_salt=salt))
         watched.run()
         return watched.story(id)
 
-    told("theirs-unsalted", prompt, "")
-    told("theirs-salted", prompt, "theirs")
-    near, same = told("near", [*prompt[:9], 99, 98, 97, 96], "mine"), told("same", prompt, "mine")
+    explained("theirs-unsalted", prompt, "")
+    explained("theirs-salted", prompt, "theirs")
+    near, same = explained("near", [*prompt[:9], 99, 98, 97, 96], "mine"), explained("same", prompt, "mine")
     assert (near["prefix"]["hit_tokens"], near["prefix"]["from"], near["prefix"]["diverged_at"]) == (0, None, None)
     assert near["prefix"]["why"] == "no request still remembered began with the same tokens"
     assert (same["prefix"]["hit_tokens"], same["prefix"]["from"]) == (8, "near")
@@ -160,7 +160,7 @@ def test_a_call_answers_with_all_its_choices_and_a_list_with_a_line_each() -> No
     watched.submit([9], new=2, id="other")
     watched.run()
     assert [answer["id"] for answer in watched.explain("call")["answers"]] == ["call-0", "call-1", "call-2"]
-    assert watched.explain("nobody") is None
+    assert watched.explain("unknown") is None
     listed = watched.explain("")["requests"]
     assert [line["id"] for line in listed] == ["other", "call-2", "call-1", "call-0"]
     assert listed[0]["generated_tokens"] == 2 and listed[0]["state"] == "finished"

@@ -20,7 +20,7 @@ VLLM_BOUNDS = {
 
 
 def samples(metrics: FrontendMetrics) -> dict[tuple[str, str], float]:
-    """Values by (name, the label that tells samples of a name apart)."""
+    """Values by (name, the label in which samples of a name differ)."""
     found = {}
     for family in text_string_to_metric_families(metrics.text().decode()):
         for sample in family.samples:

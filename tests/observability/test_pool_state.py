@@ -1,4 +1,4 @@
-"""What is told of the page pool."""
+"""The state of the block pool."""
 
 from __future__ import annotations
 

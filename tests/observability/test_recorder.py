@@ -35,8 +35,8 @@ SECRET = 1_234_567_890_123
 
 
 def run(folder: Path, requests: int = 30, limit: int = 1 << 26) -> Engine:
-    house = SimConfig(pages=16, page_size=4, max_num_seqs=4, max_num_batched_tokens=16, chunk=16, cost=StepCost(0.01))
-    engine = house.build(VirtualClock(), make=recorded(folder, limit))
+    config = SimConfig(pages=16, page_size=4, max_num_seqs=4, max_num_batched_tokens=16, chunk=16, cost=StepCost(0.01))
+    engine = config.build(VirtualClock(), make=recorded(folder, limit))
     simulate(engine, uniform(requests, prompt=(4, 24), new=(4, 16), shared=8, rate=8.0))
     return engine
 
@@ -85,8 +85,8 @@ def test_names_keep_beginnings_and_nothing_else() -> None:
 
 
 def test_no_token_salt_or_seed_is_written(tmp_path: Path) -> None:
-    house = SimConfig(pages=64, page_size=4)
-    engine = house.build(VirtualClock(), make=recorded(tmp_path, 1 << 22))
+    config = SimConfig(pages=64, page_size=4)
+    engine = config.build(VirtualClock(), make=recorded(tmp_path, 1 << 22))
     engine.description = engine.description.__class__(64, 4, 32, UNLIMITED, 1 << 50)
     engine.submit([SECRET] * 9, 8, stop=[SECRET + 1], id="known")
     engine.step()
@@ -107,9 +107,9 @@ def test_a_process_killed_in_the_middle_leaves_all_it_decided(tmp_path: Path) ->
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[2], check=False)
     assert done.returncode == -signal.SIGKILL
-    reel = recording_format.RecordingReader([tmp_path])
-    again = replay(reel)
-    assert "killed" in reel.notes[0] and again.divergence is None
+    reader = recording_format.RecordingReader([tmp_path])
+    again = replay(reader)
+    assert "killed" in reader.notes[0] and again.divergence is None
     assert again.engine.stats.num_finished == 30
 
 
@@ -183,7 +183,7 @@ def test_what_is_no_recording_is_refused_in_a_line(tmp_path: Path, spoil: Callab
     assert done.exit_code == 2 and says in done.output and done.output.count("\n") == 1, done.output
 
 
-def test_a_recording_made_to_hurt_hurts_nobody(tmp_path: Path) -> None:
+def test_a_recording_made_to_hurt_does_no_harm(tmp_path: Path) -> None:
     """Each is refused in a line, or replayed: to its end, or to where it departs from what is decided."""
     run(tmp_path, requests=8).close()
     path, rng = only(tmp_path), random.Random(3)
@@ -223,8 +223,8 @@ def test_a_recording_made_to_hurt_hurts_nobody(tmp_path: Path) -> None:
 
 
 def test_prompts_without_end_are_not_made_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    house = SimConfig(pages=64, page_size=1 << 18)
-    engine = house.build(VirtualClock(), make=recorded(tmp_path, 1 << 22))
+    config = SimConfig(pages=64, page_size=1 << 18)
+    engine = config.build(VirtualClock(), make=recorded(tmp_path, 1 << 22))
     for _ in range(3):
         engine.submit(range(1 << 14), 4)
     for _ in range(3):

@@ -38,10 +38,10 @@ def ended(first: float | None, id: str = "cmpl-1", request_id: str = "") -> Fini
 
 
 def test_each_answer_is_a_line_with_ids_counts_and_times(caplog: pytest.LogCaptureFixture) -> None:
-    rim = RequestLogger(LOG)
-    rim.on_end(ended(0.1, request_id="mine"))
-    rim.on_end(ended(None))
-    rim.on_refused("draining")
+    logger = RequestLogger(LOG)
+    logger.on_end(ended(0.1, request_id="mine"))
+    logger.on_end(ended(None))
+    logger.on_refused("draining")
     assert caplog.messages == [
         "cmpl-1 (request mine): answer 1 of 2 ended (stop): 7 prompt tokens (4 cached), 3 of at most 16 new ones, "
         "first after 0.100 s, all after 0.250 s",
@@ -77,9 +77,9 @@ def test_nothing_in_a_record_can_look_like_another(kind: str) -> None:
     assert len(line.splitlines()) == 1
     assert not any(ord(c) < 32 or 0x7F <= ord(c) < 0xA0 for c in line)
     if kind == "json":
-        told = json.loads(line)
-        assert told["level"] == "info", "a field cannot stand for what the record is"
-        assert told["request_id"].startswith("x\\n")
+        line_fields = json.loads(line)
+        assert line_fields["level"] == "info", "a field cannot stand for what the record is"
+        assert line_fields["request_id"].startswith("x\\n")
 
 
 def test_a_traceback_cannot_either() -> None:

@@ -20,7 +20,7 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 def ended(id: str = "chatcmpl-1", origin: TraceContext = NO_TRACE_CONTEXT, **about: Any) -> FinishedRequest:
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "choice": 0,
         "reason": "stop",
         "sampling": SamplingParams(temperature=0.5, seed=3),
@@ -33,7 +33,7 @@ def ended(id: str = "chatcmpl-1", origin: TraceContext = NO_TRACE_CONTEXT, **abo
         "seconds": 1.0,
         "detokenize_seconds": 0.01,
     }
-    return FinishedRequest(id, **told | about)
+    return FinishedRequest(id, **fields | about)
 
 
 def traced(*answers: FinishedRequest, known: bool = True) -> list[ReadableSpan]:
@@ -111,7 +111,7 @@ def test_choices_are_parts_of_one_trace() -> None:
     assert about["gen_ai.request.choice.count"] == 2
 
 
-def test_an_engine_that_has_gone_leaves_what_the_rim_knows() -> None:
+def test_an_engine_that_has_gone_leaves_what_the_frontend_knows() -> None:
     assert sorted(parts(traced(ended(), known=False))) == ["chat tiny", "decode", "detokenise"]
 
 

@@ -17,12 +17,12 @@ from quire.sim.run import SimConfig
 class Watched:
     """Steps an engine as its process does: a frame may leave after each step."""
 
-    def __init__(self, *, watch: bool = True, **house: Any) -> None:
-        self.history = History(keep=house.pop("keep", 512), tokens=house.pop("tokens", 1 << 22))
+    def __init__(self, *, watch: bool = True, **config: Any) -> None:
+        self.history = History(keep=config.pop("keep", 512), tokens=config.pop("tokens", 1 << 22))
         self.window = EngineLiveView(self.history)
         self.clock = VirtualClock()
-        house = {"pages": 32, "page_size": 4, "max_num_seqs": 4, "cost": StepCost(0.01)} | house
-        self.engine: Engine = SimConfig(**house).build(self.clock, [self.history, self.window])
+        config = {"pages": 32, "page_size": 4, "max_num_seqs": 4, "cost": StepCost(0.01)} | config
+        self.engine: Engine = SimConfig(**config).build(self.clock, [self.history, self.window])
         self.history.attach(self.engine.scheduler.kv)
         self.window.base = 0.0
         self.frames: list[dict[str, Any]] = []
@@ -42,12 +42,12 @@ class Watched:
                 assert seen[1] == ("whole" in self.frames[-1])
 
     def run(self) -> None:
-        """Until nothing is left to do; the pages of who left are looked at once more."""
+        """Until nothing is left to do; the blocks of finished requests are sent once more."""
         while self.engine.has_pending_work:
             self.step()
         self.step(3)
 
-    def told(self, *what: str) -> list[list[Any]]:
+    def events(self, *what: str) -> list[list[Any]]:
         """Events of these kinds, in order."""
         return [event for frame in self.frames for event in frame["events"] if event[0] in what]
 

@@ -40,14 +40,14 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
 
 
 class Failure(click.ClickException):
-    """An error the user can do something about: one line on stderr, no traceback."""
+    """An error as one line on stderr, without a traceback."""
 
     def __init__(self, error: QuireError) -> None:
         super().__init__(" ".join(str(error).split()))
 
 
 class Refusal(Failure):
-    """A failure that was asked for: the same words will fail again."""
+    """A failure caused by the input: the same command will fail again."""
 
     exit_code = 2
 
@@ -60,9 +60,11 @@ class LazyGroup(click.Group):
         self.members = members
 
     def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of the members."""
         return list(self.members)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a member's module."""
         member = self.members.get(cmd_name)
         if not isinstance(member, tuple):
             return member
@@ -71,6 +73,7 @@ class LazyGroup(click.Group):
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """Raises UsageError for an unknown command, with the nearest one."""
         if args[0] not in self.members and not args[0].startswith("-"):
             hint = f" Here it is {ELSEWHERE[args[0]]}." if args[0] in ELSEWHERE else nearest(args[0], self.members)
             known = ", ".join(self.members)
@@ -78,6 +81,7 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the members without importing them."""
         rows = [
             (name, member[1] if isinstance(member, tuple) else member.get_short_help_str())
             for name, member in self.members.items()
@@ -87,24 +91,26 @@ class LazyGroup(click.Group):
 
 
 class Root(LazyGroup):
-    """The top of the command line. `ctx.obj` holds the settings once a command has loaded them."""
+    """The command `quire`. `ctx.obj` holds the settings once a subcommand has loaded them."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        """Run a subcommand; errors become a line on stderr and an exit code."""
         try:
             return super().invoke(ctx)
         except OSError as error:
-            if error.filename is None:  # a pipe that broke, say: click knows about those
+            # Click handles others, such as a broken pipe.
+            if error.filename is None:
                 raise
-            _shown(ctx)
+            _print_traceback(ctx)
             raise Failure(QuireError(f"{error.filename}: {error.strerror}")) from error
         except QuireError as error:
-            _shown(ctx)
+            _print_traceback(ctx)
             asked_for = isinstance(error, InvalidConfig | InvalidModel | InvalidRequest)
             raise (Refusal if asked_for else Failure)(error) from error
 
 
-def _shown(ctx: click.Context) -> None:
-    """Where the error that is being handled comes from, for who asked to see that."""
+def _print_traceback(ctx: click.Context) -> None:
+    """Print the traceback of the error being handled if `--debug` is on."""
     if isinstance(ctx.obj, Settings) and ctx.obj.execution.debug:
         traceback.print_exc()
 
@@ -113,13 +119,13 @@ SECTIONS = tuple(dict.fromkeys(known.section for known in OPTIONS.values()))
 OFFLINE = tuple(section for section in SECTIONS if section not in ("server", "access", "upstream"))
 
 _REST = "quire.rest"
-"""Where what follows -- is kept between parsing and running."""
+"""Key of `ctx.meta` for the arguments after --."""
 
 
 class SettingsCommand(click.Command):
-    """A command that takes the options of some sections (and `also` some more), and gets them as `settings`.
+    """A command that takes the options of some sections, and gets them as `settings`.
 
-    With `positional`, the model may also be named without a flag. `rest` names the option that takes what follows --.
+    also: further options. positional: the model may be an argument. rest: the option that takes arguments after --.
     """
 
     def __init__(
@@ -141,6 +147,7 @@ class SettingsCommand(click.Command):
         self.context_settings.setdefault("token_normalize_func", _dashes)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Raises InvalidConfig for an unknown option, with the nearest one."""
         given = list(args)
         if self.rest is not None and "--" in args:
             at = args.index("--")
@@ -154,6 +161,7 @@ class SettingsCommand(click.Command):
             raise refuse(written.partition("=")[0], "command line", flags) from error
 
     def invoke(self, ctx: click.Context) -> Any:
+        """Load the settings, and run the command with them."""
         flags = {}
         for known in self.taken:
             value = ctx.params.pop(known.name)
@@ -169,6 +177,7 @@ class SettingsCommand(click.Command):
         return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the options by section."""
         by_name = {known.name: known.section for known in self.taken}
         groups: dict[str, list[tuple[str, str]]] = {"Options": []}
         for param in self.get_params(ctx):
@@ -185,7 +194,7 @@ def _dashes(name: str) -> str:
 
 
 def _click_option(known: Option) -> click.Option:
-    """Values stay text here: `Option.read` parses them, with the same words whatever their source."""
+    """A flag whose value stays text: `Option.read` parses it, as it parses variables and files."""
     help = f"{known.help} [{known.show(known.default)}]"
     if known.kind == "switch":
         spelling = f"{known.flag}/--no-{known.flag.removeprefix('--')}"
@@ -210,5 +219,5 @@ def sampling_options() -> list[click.Option]:
 
 
 def given(sampling: dict[str, Any]) -> dict[str, Any]:
-    """Only what was set."""
+    """The options that were set."""
     return {name: value for name, value in sampling.items() if value is not None and value != ()}

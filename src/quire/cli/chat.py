@@ -21,10 +21,10 @@ from quire.errors import InvalidConfig, InvalidRequest, QuireError, Unauthorized
 
 
 class ChatClient:
-    """A server at `url` (with or without /v1). `model` None asks the server for the one it serves."""
+    """A client of OpenAI's chat API at `url` (with or without /v1). model: None asks the server for its first one."""
 
     def __init__(self, url: str, *, key: str | None = None, model: str | None = None) -> None:
-        """Raises InvalidConfig if `url` is no address of a web server."""
+        """Raises InvalidConfig if `url` is not an HTTP address."""
         wrong = InvalidConfig(f"--url must look like http://127.0.0.1:8000, not {url}", param="url")
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -40,8 +40,10 @@ class ChatClient:
         self._model = model
 
     def answer(self, messages: list[dict[str, str]], **sampling: Any) -> Iterator[str]:
-        """The pieces of the next message as they come. Raises InvalidRequest, Unauthorized or Unavailable, the last
-        also for an answer that breaks off, and for a server of another kind."""
+        """Stream the text of the next message.
+
+        Raises InvalidRequest, Unauthorized, or Unavailable, also for an answer that breaks off and for another API.
+        """
         try:
             yield from self._answer(messages, sampling)
         except (OSError, http.client.HTTPException) as error:
@@ -97,7 +99,7 @@ class ChatClient:
 
 Message = dict[str, str]
 Answer = Callable[[list[Message]], Iterator[str]]
-"""Messages to the pieces of the assistant's next words."""
+"""From messages to the pieces of the assistant's answer."""
 
 
 @click.command(
@@ -107,7 +109,7 @@ Answer = Callable[[list[Message]], Iterator[str]]
     also=("api_key",),
     params=[
         click.Option(["--url"], help="Talk to the server at this address instead of loading a model."),
-        click.Option(["--system"], metavar="TEXT", help="What the model is told first."),
+        click.Option(["--system"], metavar="TEXT", help="The system message."),
         *sampling_options(),
     ],
 )
@@ -126,7 +128,7 @@ def command(settings: Settings, url: str | None, system: str | None, **sampling:
 
 
 def converse(console: Console, messages: list[Message], answer: Answer) -> None:
-    """Ask, show, remember, until the input ends, or Ctrl-C comes where no answer is being made."""
+    """Take turns until the input ends, or until Ctrl-C between answers."""
     fixed = len(messages)
     with suppress(KeyboardInterrupt, EOFError):
         while True:
@@ -136,32 +138,36 @@ def converse(console: Console, messages: list[Message], answer: Answer) -> None:
 
 
 def take_turn(console: Console, messages: list[Message], fixed: int, asked: str, answer: Answer) -> None:
-    """One question and its answer, or as much of it as was shown before Ctrl-C."""
+    """Answer one question, and append both messages; after Ctrl-C as much of the answer as was shown."""
     messages.append({"role": "user", "content": asked})
     said = ""
     try:
-        with closing(remembering(console, messages, fixed, answer)) as pieces:
+        with closing(answer_within_context(console, messages, fixed, answer)) as pieces:
             for piece in pieces:
                 said += piece
                 console.out(piece, end="", highlight=False)
     except KeyboardInterrupt:
         if not said:
-            messages.pop()  # a question without an answer is not a turn that templates know
+            # Chat templates need an answer for each question.
+            messages.pop()
         else:
             messages.append({"role": "assistant", "content": said})
         console.print()
     except QuireError as error:
         if not console.is_terminal:
             raise
-        messages.pop()  # whoever types can ask again, or something else
+        # At a terminal the user can try again.
+        messages.pop()
         console.print(f"\n{escape(str(error))}", style="red")
     else:
         messages.append({"role": "assistant", "content": said})
         console.print()
 
 
-def remembering(console: Console, messages: list[Message], fixed: int, answer: Answer) -> Generator[str, None, None]:
-    """The answer's pieces. What no longer fits the model's context is forgotten, oldest first, and that is said."""
+def answer_within_context(
+    console: Console, messages: list[Message], fixed: int, answer: Answer
+) -> Generator[str, None, None]:
+    """The answer's pieces. If the messages exceed the context, drop the oldest question and answer, and say so."""
     while True:
         try:
             yield from answer(messages)

@@ -73,9 +73,9 @@ def check(config: Mapping[str, Any], spec: ModelSpec, checkpoint: Checkpoint, qu
     match(build, checkpoint.folder.name, named(build, checkpoint))
 
 
-def shapes(looked: ModelFacts) -> Iterator[Fact]:
+def shapes(facts: ModelFacts) -> Iterator[Fact]:
     """Architecture and sizes."""
-    spec = looked.spec
+    spec = facts.spec
     yield "architecture", spec.architecture
     yield (
         "parameters",
@@ -89,10 +89,10 @@ def shapes(looked: ModelFacts) -> Iterator[Fact]:
     local = Counter(window for window in spec.windows if window < UNLIMITED)
     seen = ", ".join(f"{n} of {spec.layers} layers see {window:,} positions" for window, n in local.items())
     yield "attention", seen or "every layer sees everything"
-    yield "rope", "; ".join(dict.fromkeys(map(turn, spec.ropes or (spec.rope,))))
+    yield "rope", "; ".join(dict.fromkeys(map(describe_rope, spec.ropes or (spec.rope,))))
     yield "vocabulary", f"{spec.vocab:,}, head {'tied to the embedding' if spec.tie else 'of its own'}"
     yield "context", f"{spec.context:,} tokens"
-    for name, dtype in (("as activations", looked.dtype), ("fp8", torch.float8_e4m3fn)):
+    for name, dtype in (("as activations", facts.dtype), ("fp8", torch.float8_e4m3fn)):
         size = block_bytes(layer_shapes(spec.kv_shapes, dtype), 1)
         yield (
             f"KV a token, {name}",
@@ -100,10 +100,10 @@ def shapes(looked: ModelFacts) -> Iterator[Fact]:
         )
 
 
-def files(looked: ModelFacts) -> Iterator[Fact]:
+def files(facts: ModelFacts) -> Iterator[Fact]:
     """What the weights are stored in."""
-    if looked.checkpoint is not None:
-        entries = looked.checkpoint.entries.values()
+    if facts.checkpoint is not None:
+        entries = facts.checkpoint.entries.values()
         places = {entry.order[0] for entry in entries}
         total = sum(entry.size for entry in entries)
         yield "files", f"{len(places)} ({', '.join(sorted(places)[:2])}{', ...' * (len(places) > 2)}), {amount(total)}"
@@ -111,10 +111,10 @@ def files(looked: ModelFacts) -> Iterator[Fact]:
         for entry in entries:
             kinds[entry.kind] += entry.size
         yield "stored as", ", ".join(f"{kind} {100 * size / total:.1f} %" for kind, size in kinds.most_common())
-    scheme = read_scheme(looked.config)
+    scheme = read_scheme(facts.config)
     yield "quantised by", "nothing" if scheme is None else f"{scheme.name}: {scheme.layout}"
-    yield "computed in", short(looked.dtype)
-    yield "loads", looked.trouble or "every tensor has its place"
+    yield "computed in", short(facts.dtype)
+    yield "loads", facts.trouble or "every tensor has its place"
 
 
 def text(settings: Settings, vocab: int) -> tuple[list[Fact], str, str]:
@@ -128,6 +128,7 @@ def text(settings: Settings, vocab: int) -> tuple[list[Fact], str, str]:
 
 
 def spoken(found: Text) -> Iterator[Fact]:
+    """Tokenizer, template and sampling defaults."""
     own = found.tokenizer
     framed, bare = own.encode("a"), own.encode("a", add_special_tokens=False)
     before = framed[: framed.index(bare[0])] if bare else framed
@@ -136,18 +137,20 @@ def spoken(found: Text) -> Iterator[Fact]:
     yield "ends at", show(own, sorted(own.eos))
     source = "" if found.template is None else found.template.source
     knows = [word for word in ("tools", "add_generation_prompt", "enable_thinking") if word in source]
-    told = f"{len(source):,} characters, knows {', '.join(knows) or 'messages only'}" if source else "none"
-    yield "chat template", told
+    template = f"{len(source):,} characters, knows {', '.join(knows) or 'messages only'}" if source else "none"
+    yield "chat template", template
     yield "tool calls", f"parsed as {found.tool_parser}; reasoning: {found.reasoning_parser}"
     defaults = ", ".join(f"{name} {value}" for name, value in found.defaults.items())
     yield "sampled by default", f"{defaults} (generation_config.json)" if defaults else "as OpenAI's API does"
 
 
 def show(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """Texts and ids of tokens."""
     return ", ".join(f"{tokenizer.token_text(token)[0]!r} ({token})" for token in tokens) or "nothing"
 
 
-def turn(rope: RopeConfig) -> str:
+def describe_rope(rope: RopeConfig) -> str:
+    """A rotary embedding in words."""
     if not rope.dim:
         return "none: positions are learned"
     scaled = "" if rope.kind == "default" else f", {rope.kind} scaling by {rope.factor:g}"
@@ -155,10 +158,12 @@ def turn(rope: RopeConfig) -> str:
 
 
 def short(dtype: torch.dtype) -> str:
+    """A dtype's name."""
     return str(dtype).removeprefix("torch.")
 
 
 def count(numbers: int) -> str:
+    """A large number, rounded: 1.24 B."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if numbers >= size:
             return f"{numbers / size:.3g} {unit}"
@@ -166,15 +171,15 @@ def count(numbers: int) -> str:
 
 
 def amount(size: float) -> str:
-    """Bytes, in words."""
+    """Bytes with a unit: 1.50 GiB."""
     for unit, each in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size >= each:
             return f"{size / each:.2f} {unit}"
     return f"{size:.0f} bytes"
 
 
-ENDLESS = 1000
-"""Columns where nobody looks: a program that reads the table must not meet folded lines."""
+WIDE = 1000
+"""Columns where the output is no terminal, so that programs read unfolded lines."""
 
 
 @click.command("inspect", cls=SettingsCommand, sections=("model",), positional=True)
@@ -183,17 +188,17 @@ def command(settings: Settings) -> None:
 
     The exit code is 2 where it could not be served, and the last line says why.
     """
-    looked = read_facts(settings)
-    spoken, mute, doubts = text(settings, looked.spec.vocab)
-    tell([*shapes(looked), *files(looked), *spoken])
-    if looked.trouble or mute:
-        raise InvalidModel(looked.trouble or mute)
+    facts = read_facts(settings)
+    spoken, mute, doubts = text(settings, facts.spec.vocab)
+    print_table([*shapes(facts), *files(facts), *spoken])
+    if facts.trouble or mute:
+        raise InvalidModel(facts.trouble or mute)
     if doubts:
         click.echo(f"WARNING: {doubts}", err=True)
 
 
-def tell(rows: list[Fact]) -> None:
-    """Two columns."""
+def print_table(rows: list[Fact]) -> None:
+    """Print two columns."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -201,5 +206,5 @@ def tell(rows: list[Fact]) -> None:
         table.add_row(name, value)
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console.width = ENDLESS
+        console.width = WIDE
     console.print(table)

@@ -11,7 +11,7 @@ import torch
 
 from quire.assembly.limits import LARGEST_GEMM_WORKSPACE, host_bytes, resolve, working_bytes
 from quire.cli.base import SettingsCommand
-from quire.cli.inspect import Fact, ModelFacts, amount, read_facts, tell
+from quire.cli.inspect import Fact, ModelFacts, amount, print_table, read_facts
 from quire.config import OPTIONS, Settings
 from quire.errors import InvalidConfig
 from quire.model_runner.memory import block_bytes, cpu_budget, layer_shapes, usable_blocks
@@ -45,10 +45,12 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
+        """Whether one whole sequence fits."""
         return self.blocks >= self.least
 
     @property
     def missing(self) -> int:
+        """Bytes that the pool lacks for one whole sequence."""
         return (self.least + 1) * self.page - self.pool
 
 
@@ -65,9 +67,10 @@ def command(settings: Settings, memory: str | None) -> None:
     The exit status says which: 0, it fits; 1, it does not.
     """
     device = device_of(settings)
-    rows = list(told(settings, read_facts(settings), free(device) if memory is None else size_of(memory), device))
-    tell(rows)
-    if "fits" in dict(rows):  # said only where it does not
+    rows = list(plan_lines(settings, read_facts(settings), free(device) if memory is None else size_of(memory), device))
+    print_table(rows)
+    # That line is there only if it does not fit.
+    if "fits" in dict(rows):
         raise SystemExit(1)
 
 
@@ -94,16 +97,16 @@ def free(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info()[0])
 
 
-def need(settings: Settings, looked: ModelFacts, room: int, device: torch.device) -> MemoryPlan:
+def need(settings: Settings, facts: ModelFacts, room: int, device: torch.device) -> MemoryPlan:
     """What these settings take of `room` bytes. Raises InvalidConfig for a context the model does not have."""
-    spec, cache = looked.spec, settings.cache
+    spec, cache = facts.spec, settings.cache
     limits, cpu = resolve(settings, spec, device), device.type == "cpu"
     captured = 0 if cpu or settings.execution.enforce_eager else LARGEST_GEMM_WORKSPACE
-    held = weights(settings, looked)
+    held = weights(settings, facts)
     work = working_bytes(
-        spec, looked.dtype, tokens=limits.max_num_batched_tokens, captured=captured, rows=limits.max_num_seqs
+        spec, facts.dtype, tokens=limits.max_num_batched_tokens, captured=captured, rows=limits.max_num_seqs
     )
-    kept = torch.float8_e4m3fn if cache.kv_cache_dtype == "fp8" else looked.dtype
+    kept = torch.float8_e4m3fn if cache.kv_cache_dtype == "fp8" else facts.dtype
     page = block_bytes(layer_shapes(spec.kv_shapes, kept), limits.block_size)
     left = max(0, int(room * (1 if cpu else cache.gpu_memory_utilization)) - held - work)
     pool = min(left, cpu_budget(max(0, room - held))) if cpu else left
@@ -122,23 +125,23 @@ def need(settings: Settings, looked: ModelFacts, room: int, device: torch.device
     )
 
 
-def weights(settings: Settings, looked: ModelFacts) -> int:
+def weights(settings: Settings, facts: ModelFacts) -> int:
     """Bytes once loaded: as stored where they are quantised, else at the dtype they are computed in."""
-    spec, checkpoint = looked.spec, looked.checkpoint
-    if read_scheme(looked.config) is not None and checkpoint is not None:
+    spec, checkpoint = facts.spec, facts.checkpoint
+    if read_scheme(facts.config) is not None and checkpoint is not None:
         return sum(entry.size for entry in checkpoint.entries.values())
-    whole = parameters(spec) * looked.dtype.itemsize
+    whole = parameters(spec) * facts.dtype.itemsize
     if settings.model.quantization not in ONLINE:
         return whole
-    delicate = spec.vocab * spec.hidden * (1 if spec.tie else 2)
-    return whole - (parameters(spec) - delicate) * (looked.dtype.itemsize - 1)
+    kept = spec.vocab * spec.hidden * (1 if spec.tie else 2)
+    return whole - (parameters(spec) - kept) * (facts.dtype.itemsize - 1)
 
 
-def told(settings: Settings, looked: ModelFacts, room: int, device: torch.device) -> Iterator[Fact]:
+def plan_lines(settings: Settings, facts: ModelFacts, room: int, device: torch.device) -> Iterator[Fact]:
     """The plan, line by line; first, what keeps the weights that are there from being loaded."""
-    asked = need(settings, looked, room, device)
-    if looked.trouble:
-        yield "loads", looked.trouble
+    asked = need(settings, facts, room, device)
+    if facts.trouble:
+        yield "loads", facts.trouble
     yield "memory", f"{amount(room)} ({device.type})"
     yield "weights", amount(asked.weights)
     yield "activations", f"{amount(asked.work)} at most"
@@ -152,16 +155,16 @@ def told(settings: Settings, looked: ModelFacts, room: int, device: torch.device
     taken = asked.weights + asked.work
     short = f"{amount(asked.missing)} more must be left for K/V"
     yield "fits", f"no: {short if taken < room else f'weights and activations take {amount(taken)}'}"
-    proposed = next(smaller(settings, looked, room, device), None)
+    proposed = next(smaller(settings, facts, room, device), None)
     flags = {OPTIONS[name].flag: value for name, value in (proposed or {}).items()}
     none = f"none is enough: the weights alone are {amount(asked.weights)}"
     yield "smallest change", " ".join(f"{flag} {value}" for flag, value in flags.items()) or none
 
 
-def smaller(settings: Settings, looked: ModelFacts, room: int, device: torch.device) -> Iterator[dict[str, Any]]:
+def smaller(settings: Settings, facts: ModelFacts, room: int, device: torch.device) -> Iterator[dict[str, Any]]:
     """Changes of settings that make it fit, the least first."""
-    asked = need(settings, looked, room, device)
-    plain = read_scheme(looked.config) is None and settings.model.quantization == AUTO
+    asked = need(settings, facts, room, device)
+    plain = read_scheme(facts.config) is None and settings.model.quantization == AUTO
     small_kv: dict[str, Any] = {"kv_cache_dtype": "fp8"}
     both = {**small_kv, **({"quantization": "fp8"} if plain else {})}
     whole = (
@@ -173,11 +176,11 @@ def smaller(settings: Settings, looked: ModelFacts, room: int, device: torch.dev
     for change in proposals:
         if (
             change
-            and need(changed(settings, change), looked, room, device).fits
+            and need(changed(settings, change), facts, room, device).fits
             and change.get("max_model_len", SHORTEST) >= SHORTEST
         ):
             yield change
-    last = longest(need(changed(settings, both), looked, room, device))
+    last = longest(need(changed(settings, both), facts, room, device))
     if last >= SHORTEST:
         yield {**both, "max_model_len": min(last, asked.length)}
 
@@ -188,4 +191,5 @@ def longest(asked: MemoryPlan) -> int:
 
 
 def changed(settings: Settings, change: dict[str, Any]) -> Settings:
+    """The settings with a change."""
     return Settings.of(**{**settings.flat(), **change})

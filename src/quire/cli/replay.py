@@ -28,8 +28,8 @@ from quire.tokenization.escape import escape_control
 @click.command("replay")
 @click.argument("path", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--run", "run", type=click.IntRange(1), help="Of several recordings, only this one (1: the oldest).")
-@click.option("--request", "request", metavar="ID", help="Tell the life of one request.")
-@click.option("--step", "step", type=click.IntRange(1), help="Tell what was decided in one step, and why.")
+@click.option("--request", "request", metavar="ID", help="Explain one request.")
+@click.option("--step", "step", type=click.IntRange(1), help="Show what was decided in one step, and why.")
 @click.option(
     "--scheduling-policy", metavar="module:Class", help="The policy class of your own that the recording was made with."
 )
@@ -47,44 +47,44 @@ def command(
     Each start of an engine is a recording. Exit code 0 if all decisions are the same, 1 where one departs, 2 if PATH
     cannot be read.
     """
-    reel, told = recording_format.RecordingReader(path), list[dict[str, Any]]()
+    reader, reports = recording_format.RecordingReader(path), list[dict[str, Any]]()
     show, known = _Shown(), dict(CLASSES)
     if scheduling_policy is not None:
         own = load_policy(scheduling_policy)
         known[class_path(own)] = own
-    while reel.next is not None:
-        tally = ReplayStats(request, step)
-        again = replay(reel, [tally], known=known, prepare=tally.begin)
-        notes, reel.notes = reel.notes, []
-        found = {"number": len(told) + 1, **report(again, tally, notes)}
-        told.append(found)
+    while reader.next is not None:
+        stats = ReplayStats(request, step)
+        again = replay(reader, [stats], known=known, prepare=stats.begin)
+        notes, reader.notes = reader.notes, []
+        found = {"number": len(reports) + 1, **report(again, stats, notes)}
+        reports.append(found)
         if not as_json and run in (None, found["number"]):
             show.recording(again, found)
-    if run is not None and run > len(told):
-        raise InvalidRequest(f"there is no recording {run}: there are {len(told)}")
-    told = [found for found in told if run in (None, found["number"])]
-    _missed(told, request, step)
-    same = all(found["same"] for found in told)
+    if run is not None and run > len(reports):
+        raise InvalidRequest(f"there is no recording {run}: there are {len(reports)}")
+    reports = [each for each in reports if run in (None, each["number"])]
+    _missed(reports, request, step)
+    same = all(found["same"] for found in reports)
     if as_json:
-        click.echo(json.dumps({"same": same, "recordings": told}))
+        click.echo(json.dumps({"same": same, "recordings": reports}))
     if not same:
         sys.exit(1)
 
 
-def _missed(told: list[dict[str, Any]], request: str | None, step: int | None) -> None:
-    """Raises InvalidRequest for what was asked for and is in no recording."""
-    if request is not None and not any("request" in found for found in told):
-        hint = nearest(request, [id for found in told for id in found["known"]])
+def _missed(reports: list[dict[str, Any]], request: str | None, step: int | None) -> None:
+    """Raise InvalidRequest for a request or step that is in no recording."""
+    if request is not None and not any("request" in each for each in reports):
+        hint = nearest(request, [id for found in reports for id in found["known"]])
         raise InvalidRequest(f"no request {escape_control(request)!r} is in this recording.{hint}")
-    departed = {found["departure"]["step"] for found in told if found["departure"]}
-    if step is not None and step not in departed and not any("step" in found for found in told):
-        has = " and ".join("{} to {}".format(*found["steps"]) for found in told)
+    departed = {found["departure"]["step"] for found in reports if found["departure"]}
+    if step is not None and step not in departed and not any("step" in each for each in reports):
+        has = " and ".join("{} to {}".format(*found["steps"]) for found in reports)
         raise InvalidRequest(f"no step {step} is in this recording: it has {has}")
 
 
-def report(again: Replay, tally: ReplayStats, notes: list[str]) -> dict[str, Any]:
+def report(again: Replay, stats: ReplayStats, notes: list[str]) -> dict[str, Any]:
     """Everything that a replay showed, plain JSON."""
-    began, out, lives = again.began, tally.report(), tally.to_json()
+    began, out, lives = again.began, stats.report(), stats.to_json()
     scheduler = again.engine.scheduler
     departure = again.divergence
     return {
@@ -113,7 +113,7 @@ def report(again: Replay, tally: ReplayStats, notes: list[str]) -> dict[str, Any
         "under_way": _under_way(again) if again.under_way else [],
         **out,
         **({"request": lives} if lives else {}),
-        **({"step": tally.step} if tally.step else {}),
+        **({"step": stats.step} if stats.step else {}),
     }
 
 
@@ -122,7 +122,7 @@ def _kind(part: Any) -> str:
 
 
 def _under_way(again: Replay) -> list[str]:
-    """The steps that had not come home when the recording ended."""
+    """The steps in flight when the recording ended."""
     out = []
     for step in again.engine.scheduler.inflight:
         ids = [seq.request.id for seq in step.seqs]
@@ -140,9 +140,11 @@ class _Shown:
         self.console = Console(highlight=False, soft_wrap=True)
 
     def say(self, line: str, style: str = "") -> None:
+        """Print a line."""
         self.console.print(Text(escape_control(line), style=style))
 
     def recording(self, again: Replay, said: dict[str, Any]) -> None:
+        """Print a recording's report."""
         say = self.say
         when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(said["began"]))
         say(f"recording {said['number']}: quire {said['quire']}, from {when} on, {said['seconds']:.3f} s", "bold")

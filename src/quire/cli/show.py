@@ -13,8 +13,8 @@ import quire
 from quire.cli.base import SettingsCommand
 from quire.config import OPTIONS, Settings
 
-ENDLESS = 1000
-"""Columns where nobody looks: a program that reads the table must not meet folded lines."""
+WIDE = 1000
+"""Columns where the output is no terminal, so that programs read unfolded lines."""
 
 
 @click.command("config", cls=SettingsCommand, positional=True)
@@ -29,7 +29,7 @@ def command(settings: Settings) -> None:
             table.add_row(known.flag.removeprefix("--"), known.show(settings.get(known.name)), source, style=style)
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = ENDLESS
+        console.width = WIDE
     console.print(table)
 
 

@@ -48,23 +48,24 @@ Answer = tuple[TokenLogprobs, ...]
 
 
 class ScheduleObserver:
-    """Sees what an engine does."""
+    """Counts the rows of steps, and chunks of prompts."""
 
     def __init__(self) -> None:
         self.rows = self.chunks = 0
 
     def on_submit(self, request: Request, now: float) -> None:
-        return
+        """Not counted."""
 
     def on_step(self, record: StepRecord) -> None:
+        """A step was committed."""
         self.rows = max(self.rows, len(record.plan.spans))
         self.chunks += sum(not span.num_samples for span in record.plan.spans)
 
     def on_end(self, ended: Completed) -> None:
-        return
+        """Not counted."""
 
     def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
-        return
+        """Not counted."""
 
 
 Seen = Callable[[ScheduleObserver, Gauges], tuple[int, str]]
@@ -89,7 +90,7 @@ def drafted(watch: ScheduleObserver, gauges: Gauges) -> tuple[int, str]:
 
 PLAIN = (
     Situation("alone, once more", lambda watch, gauges: (watch.rows, "at a time"), together=False),
-    Situation("in a crowd", lambda watch, gauges: (watch.rows if watch.rows > 1 else 0, "at a time")),
+    Situation("in a batch", lambda watch, gauges: (watch.rows if watch.rows > 1 else 0, "at a time")),
     Situation(
         "warm prefix cache", lambda watch, gauges: (gauges.prefix_hit, "tokens found"), together=False, twice=True
     ),
@@ -225,15 +226,15 @@ def engine(
 
 def ask(engine: Engine, asked: Sequence[Request]) -> dict[str, Answer]:
     """Raises QuireError where one fails."""
-    told: dict[str, list[TokenLogprobs]] = {request.id: [] for request in asked}
+    answers: dict[str, list[TokenLogprobs]] = {request.id: [] for request in asked}
     for request in asked:
         engine.add(request)
     while engine.has_pending_work:
         for event in engine.step():
             if event.error is not None:
                 raise QuireError(f"request {event.id} failed: {event.error}")
-            told[event.id] += event.logprobs
-    return {id: tuple(answer) for id, answer in told.items()}
+            answers[event.id] += event.logprobs
+    return {id: tuple(answer) for id, answer in answers.items()}
 
 
 def tried(
@@ -275,7 +276,7 @@ def scarce(asked: Sequence[Request], about: Description) -> int:
 
 
 def difference(request: str, alone: Answer, here: Answer) -> Difference | None:
-    """The first, if there is one. All that is told of a token counts: how likely it and the likeliest were, too."""
+    """The first difference, None without one; log-probabilities of a token and of the likeliest ones count too."""
     both = list(zip_longest(alone, here))
     if alone == here:
         return None

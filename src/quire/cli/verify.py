@@ -17,8 +17,8 @@ from quire.cli.verification import Difference, Price, Row, prices, verified
 from quire.config import Settings
 from quire.errors import InvalidConfig
 
-ENDLESS = 160
-"""Columns where nobody looks."""
+WIDE = 160
+"""Columns where the output is no terminal."""
 
 
 @click.command(
@@ -43,7 +43,7 @@ ENDLESS = 160
 )
 @click.pass_context
 def command(ctx: click.Context, settings: Settings, requests: int, new: int, repeat: int, as_json: bool) -> None:
-    """Answer the same requests alone, in a crowd, from a warm cache, in chunks, preempted and with drafts, and compare
+    """Answer the same requests alone, in a batch, from a warm cache, in chunks, preempted and with drafts, and compare
     tokens and log-probabilities to the bit. With --deterministic they must be equal: the exit code is 1 where any
     differs, in either mode."""
     console = Console(stderr=True)
@@ -88,10 +88,12 @@ def charged(settings: Settings, repeat: int) -> tuple[list[Price], str]:
 
 
 def equal(rows: Sequence[Row]) -> bool:
+    """Whether no answer differs."""
     return not any(row.differ for row in rows)
 
 
 def plain(row: Row) -> dict[str, Any]:
+    """A situation's row for JSON."""
     return {
         **row._asdict(),
         "happened": row.happened[0],
@@ -101,9 +103,10 @@ def plain(row: Row) -> dict[str, Any]:
 
 
 def show(settings: Settings, rows: Sequence[Row], cost: Sequence[Price], why: str) -> None:
+    """Print the tables. why: there is no price."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = ENDLESS
+        console.width = WIDE
     mode = "deterministic mode" if settings.execution.deterministic else "default mode"
     table = Table(title=f"{settings.model.model}, {mode}: beside what each request is answered alone")
     table.title_justify = "left"
@@ -113,8 +116,8 @@ def show(settings: Settings, rows: Sequence[Row], cost: Sequence[Price], why: st
     for row in rows:
         seen = f"{row.happened[0]:,} {row.happened[1]}" if row.happened[0] else "it did not come about"
         counts = (str(row.differ), str(row.changed), f"{row.apart:.1e}" if row.apart else "0")
-        told = (str(row.requests), f"{row.tokens:,}", seen, *counts, tell(row.first))
-        table.add_row(row.name, *(("", "", "not tried", "", "", "", row.why) if row.why else told))
+        cells = (str(row.requests), f"{row.tokens:,}", seen, *counts, describe(row.first))
+        table.add_row(row.name, *(("", "", "not tried", "", "", "", row.why) if row.why else cells))
     console.print(table)
     console.print(verdict(bool(settings.execution.deterministic), rows))
     if not cost:
@@ -128,8 +131,8 @@ def show(settings: Settings, rows: Sequence[Row], cost: Sequence[Price], why: st
     console.print(table)
 
 
-def tell(first: Difference | None) -> str:
-    """Where, and both tokens with how likely they were."""
+def describe(first: Difference | None) -> str:
+    """The position, and both tokens with their log-probabilities."""
     if first is None:
         return ""
     alone, here = ("the end" if each is None else f"{each[0]} ({each[1]:.9g})" for each in (first.alone, first.here))
@@ -137,6 +140,7 @@ def tell(first: Difference | None) -> str:
 
 
 def verdict(deterministic: bool, rows: Sequence[Row]) -> str:
+    """The conclusion, in a sentence."""
     idle = [row.name for row in rows if not row.happened[0]]
     rest = f" Not put to the test: {', '.join(idle)}." if idle else ""
     if equal(rows):

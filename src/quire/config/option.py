@@ -1,4 +1,4 @@
-"""One option: read off a dataclass field, and how words from a flag, a variable or a file become it."""
+"""Options: described by dataclass fields, and parsed from flags, variables and files."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def option(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What a field says of itself. `choices` come from a Literal type, `optional` from `| None`."""
+    """An option, from a dataclass field. `choices` come from a Literal type, `optional` from `| None`."""
 
     name: str
     section: str
@@ -80,14 +80,16 @@ class Option:
 
     @property
     def flag(self) -> str:
+        """The command line's flag."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def variable(self) -> str:
+        """The environment variable."""
         return PREFIX + self.name.upper()
 
     def show(self, value: Any) -> str:
-        """The value as a user would write it; a secret's never."""
+        """The value as a user writes it; never a secret."""
         if value is None:
             return self.unset
         if self.kind == "texts":
@@ -97,7 +99,7 @@ class Option:
         return str(value).lower() if self.kind == "switch" else str(value)
 
     def read(self, value: object, where: str) -> Any:
-        """What `value` stands for, checked.
+        """Parse and validate `value`.
 
         Raises InvalidConfig; its message begins with `where` (the flag, the variable, the file).
         """
@@ -127,7 +129,7 @@ class Option:
             raise InvalidConfig(f"{where}: {self.wants()}, not {value}", param=self.name)
 
     def wants(self) -> str:
-        """What a value must be, as the middle of a sentence."""
+        """What a value must be, for messages."""
         if self.choices:
             return "must be one of " + ", ".join(self.choices) + (", or module:Class" if self.registry else "")
         words = {
@@ -149,7 +151,7 @@ class Option:
 
 
 def options(section: str, config: type) -> Iterator[Option]:
-    """The options of one dataclass, in the order written."""
+    """The options of a dataclass, in order."""
     types = typing.get_type_hints(config)
     for entry in fields(config):
         yield _describe(section, entry, types[entry.name])

@@ -1,7 +1,7 @@
 """The options themselves: eight frozen sections, and what must hold between their fields.
 
 Names are vLLM's where users know them. None means 'auto' (or, where `unset` says so, 'none'): the composition
-root resolves it when it knows the device and the checkpoint, and nobody else does.
+root resolves it when it knows the device and the checkpoint.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from quire.types import UNLIMITED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessConfig:
-    """Keys beyond the clients' own, what each key may ask for, and TLS."""
+    """The admin key, host names, limits of each key, and TLS."""
 
     admin_key: tuple[str, ...] = option(
         (),
-        "A key that opens everything. Where there is one, only it opens what tells of other people's requests: "
-        "/stats, /metrics, /v1/requests and the live page. Where there is none, /v1/requests, /v1/recording, the live "
-        "page's events and /reset_prefix_cache are for the machine that the server runs on.",
+        "A key for all endpoints. If it is set, /stats, /metrics, /v1/requests and the live page, which show other "
+        "people's requests, need it. If not, /v1/requests, /v1/recording, the live page's events and "
+        "/reset_prefix_cache are only for clients on the server's machine.",
         secret=True,
         unset="none",
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
-        "Names by which clients may ask, beside localhost and IP addresses: quire.example.com, *.example.com, or * for "
-        "any. Unset: no others where the server listens on loopback and wants no --api-key, which keeps web pages out "
-        "that rebind their name; any elsewhere.",
+        "Host names that requests may name, beside localhost and IP addresses: quire.example.com, *.example.com, or * "
+        "for any. Unset: no others if the server listens on loopback without --api-key, against web pages that rebind "
+        "their name; otherwise any.",
         unset="none",
         metavar="NAME",
     )
@@ -72,7 +72,7 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d
 
 
 def check_access(config: AccessConfig, backend: str) -> None:
-    """Raises InvalidConfig for what is no host or origin, and for options that cannot go together."""
+    """Raise InvalidConfig for a bad host or origin, and for options that exclude each other."""
     for name in config.allowed_hosts:
         if not _HOST_NAME.fullmatch(name):
             raise InvalidConfig(
@@ -99,7 +99,7 @@ def check_access(config: AccessConfig, backend: str) -> None:
 
 
 def check_files(config: AccessConfig) -> None:
-    """Raises InvalidConfig unless TLS can be spoken with these files."""
+    """Raise InvalidConfig unless the TLS certificate and key can be loaded."""
     if config.ssl_certfile is None:
         return
     try:
@@ -139,7 +139,7 @@ class ExecutorConfig:
 
 
 def check_executor(config: ExecutorConfig) -> None:
-    """Raises InvalidConfig for options that do not go with the executor, or with each other."""
+    """Raise InvalidConfig for options that do not apply to the executor, or exclude each other."""
     if config.executor == "grpc" and config.executor_address is None:
         raise InvalidConfig(
             "executor grpc runs steps elsewhere: say where, with executor_address HOST:PORT", param="executor_address"
@@ -180,15 +180,15 @@ class ServerConfig:
     batch_dir: str | None = option(
         None, "Folder for files and batches, this server's alone; none: there are no batches.", unset="none"
     )
-    batch_concurrency: int = option(16, "Lines of a batch that are answered at once, in the gaps.", low=1, high=4096)
+    batch_concurrency: int = option(16, "Lines of a batch answered at once, in the background.", low=1, high=4096)
     max_header_bytes: int = option(
         32 << 10, "Largest head of a request accepted, first line and header fields together.", low=1024, high=1 << 30
     )
     max_n: int = option(128, "Most answers to one prompt: the largest n.", low=1, high=1024)
     max_connections: int = option(
         4096,
-        "Clients connected at once, as far as the process may open descriptors (ulimit -n, raised to its hard limit at "
-        "the start); one more is refused with 503 and a Retry-After.",
+        "Most connected clients, as far as the process may open descriptors (ulimit -n, raised to its hard limit at "
+        "the start); further ones are refused with 503 and a Retry-After.",
         low=1,
         high=1 << 20,
     )
@@ -249,7 +249,7 @@ class UpstreamConfig:
         600.0, "Seconds until a server must answer after the start.", low=0, high=86400
     )
     upstream_most: int = option(
-        2048, "Requests that may be with the servers; one more is refused with 429.", low=1, high=UNLIMITED
+        2048, "Most requests at the servers; further ones are refused with 429.", low=1, high=UNLIMITED
     )
     vllm_command: str = option("vllm", "The command that is vLLM, with leading arguments if it needs some.")
     vllm_args: tuple[str, ...] = option(
@@ -264,7 +264,7 @@ class UpstreamConfig:
 
 
 def check_upstream(config: UpstreamConfig) -> None:
-    """Raises InvalidConfig for options that do not go with the backend."""
+    """Raise InvalidConfig for options that do not apply to the backend."""
     if config.backend == "openai" and not config.upstream:
         raise InvalidConfig("backend openai passes requests on: say where to, with upstream", param="upstream")
     for entry in fields(config):
@@ -307,7 +307,7 @@ class ModelConfig:
     )
     canary: Literal["refuse", "warn", "off"] = option(
         "refuse",
-        "What happens when quantised weights or K/V answer a probe otherwise than they did before; off: not asked.",
+        "What happens when quantised weights or K/V answer a probe differently from unquantised ones; off: no probe.",
     )
     canary_min_agreement: float = option(
         0.6, "Least share of the probe's positions whose likeliest token must stay the same.", low=0, high=1
@@ -328,12 +328,12 @@ class ModelConfig:
     tokenizer: str | None = option(None, "Folder or repository of the tokenizer. Unset: the model's own.", unset="none")
     chat_template: str | None = option(None, "File with a jinja chat template. Unset: the model's own.", unset="none")
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "gemma"] = option(
-        "auto", "How the model writes calls of tools; auto: by its chat template."
+        "auto", "How the model writes tool calls; auto: by its chat template."
     )
     reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3"] = option(
         "auto",
-        "How the model marks its thoughts, which are told apart from the answer; auto: by its chat template; none: "
-        "they stay in the text.",
+        "How the model marks its reasoning, which is separated from the answer; auto: by its chat template; none: "
+        "it stays in the text.",
     )
     revision: str | None = option(
         None, "Branch, tag or commit of the Hugging Face repository. Unset: its main branch.", unset="none"
@@ -345,7 +345,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The paged KV cache. A block is a page."""
+    """The paged KV cache."""
 
     block_size: int | None = option(
         None, "Tokens in one KV block; auto: 16 on a CPU, 64 on a GPU.", low=1, high=1 << 20
@@ -372,14 +372,15 @@ class CacheConfig:
     )
     pressure_policy: Pressure = option(
         "foresee",
-        "Who is let in while blocks are short: foresee, who fits beside what all will soon take; preempt, who fits for "
-        "one step, and others lose their blocks; reserve, who fits to its end, and nobody loses any.",
+        "Which requests are admitted while blocks are short: foresee, those that fit beside what running ones will "
+        "soon take; preempt, those that fit for one step, and others may be preempted; reserve, those that fit to "
+        "their end, without preemption.",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Who runs in the next step, and with how many tokens."""
+    """Which requests run in the next step, and with how many tokens."""
 
     max_num_seqs: int | None = option(
         None, "Sequences that run at once; auto: 64 on a CPU, 256 on a GPU.", low=1, high=1 << 20
@@ -421,7 +422,7 @@ class SchedulerConfig:
         mapping=True,
     )
     max_num_queued_reqs: int = option(
-        2048, "Requests that may wait; one more is refused with 429 and a Retry-After.", low=1, high=UNLIMITED
+        2048, "Most waiting requests; further ones are refused with 429 and a Retry-After.", low=1, high=UNLIMITED
     )
 
 
@@ -436,7 +437,7 @@ class ExecutionConfig:
     enforce_eager: bool = option(False, "Launch every kernel of every step, without CUDA graphs; no meaning on a CPU.")
     deterministic: bool | None = option(
         None,
-        "The same bits of every token and log-probability alone, in a crowd, cold, warm, chunked, preempted and "
+        "The same bits of every token and log-probability alone, in a batch, cold, warm, chunked, preempted and "
         "speculated, for a price; auto: for the embedded model in its own dtype on a CPU, where the price is small.",
     )
     step_timeout: float | None = option(
@@ -462,7 +463,7 @@ class ExecutionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """All sections, checked one by one and together. `sources` tells where each value came from, by name.
+    """All sections, validated one by one and together. sources: where each value came from, by name.
 
     Raises InvalidConfig on construction, naming the field, or both fields of two that cannot go together.
     """
@@ -508,6 +509,7 @@ class Settings:
         return getattr(getattr(self, OPTIONS[name].section), name)
 
     def source(self, name: str) -> str:
+        """Where the option's value came from."""
         return self.sources.get(name, "default")
 
     def flat(self) -> dict[str, Any]:
@@ -534,7 +536,7 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
 
 
 def _check_together(settings: Settings) -> None:
-    """What must hold between options that were both set; what is auto, the composition root makes fit."""
+    """Raise InvalidConfig for values that exclude each other. Options at auto are made to fit later."""
     model, cache, scheduler = settings.model, settings.cache, settings.scheduler
     parse(scheduler.speculative_config)
     check_upstream(settings.upstream)

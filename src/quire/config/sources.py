@@ -1,4 +1,4 @@
-"""Where settings come from: defaults < file < environment < flags. What is not known is refused by name."""
+"""Settings from defaults < file < environment < flags. Unknown names are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.config.unknown import refuse
 from quire.errors import InvalidConfig
 
 FILE_VARIABLE = "QUIRE_CONFIG"
-"""Names the file, as `--config` does. The one variable that is not an option's."""
+"""Names the file, as `--config` does. The only variable that is not an option's."""
 
 _SERVICE = re.compile(r"QUIRE(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://\S+")
@@ -26,10 +26,10 @@ def load(
     file: str | Path | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Settings:
-    """Settings from `flags` (by option name, only those given), `environ` and `file`, the first winning.
+    """Settings from `flags` (by option name, only those given), `environ` and `file`, in order of precedence.
 
-    `environ` is handed in, never read here; without `file` its QUIRE_CONFIG names one.
-    Raises InvalidConfig: an unknown or impossible option, or a file that cannot be read.
+    Without `file`, `environ` may name one in QUIRE_CONFIG. Raises InvalidConfig for an unknown option, a bad value, or
+    a file that cannot be read.
     """
     environ = environ or {}
     file = file or environ.get(FILE_VARIABLE)
@@ -74,7 +74,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str
     for variable, value in sorted(environ.items()):
         if not variable.startswith(PREFIX) or variable == FILE_VARIABLE:
             continue
-        if _of_a_service(variable, value):
+        if _is_of_a_service(variable, value):
             continue
         if variable not in variables:
             raise refuse(variable, "environment", variables)
@@ -82,10 +82,10 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str
     return given
 
 
-def _of_a_service(variable: str, value: str) -> bool:
-    """Whether Kubernetes, or a Docker link, injects this for a Service whose name begins with `quire`.
+def _is_of_a_service(variable: str, value: str) -> bool:
+    """Whether Kubernetes, or a Docker link, set this for a Service whose name begins with `quire`.
 
-    It does so for every Service of a namespace, `QUIRE_PORT=tcp://10.0.0.1:8000` among them, which is no port.
+    It does so for every Service of a namespace: `QUIRE_PORT=tcp://10.0.0.1:8000`, for example, is no port.
     """
     if variable.endswith("_PORT") and _SERVICE_URL.fullmatch(value):
         return True

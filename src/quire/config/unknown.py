@@ -1,4 +1,4 @@
-"""Options we do not have: other servers', with the nearest thing or the reason, and hints for the misspelled."""
+"""Errors for unknown options: of other servers, with a replacement or the reason; misspelled, with the nearest name."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
         "logits_processors": _NO_CODE,
         "response_role": "the role is assistant",
         "return_tokens_as_token_ids": "send return_token_ids in the request",
-        "exclude_tools_when_tool_choice_none": "a template is told of tools only where they may be called",
+        "exclude_tools_when_tool_choice_none": "a template gets tools only where they may be called",
         "enable_auto_tool_choice": "models choose tools by themselves wherever a request brings some",
         "chat_template_content_format": "both forms of message content are accepted",
         "default_chat_template_kwargs": "send chat_template_kwargs in the request",
@@ -179,11 +179,11 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "ngl": "--device",
     }
 )
-"""What SGLang, llama.cpp and TGI call an option -> ours."""
+"""Options of SGLang, llama.cpp and TGI, by name, and Quire's."""
 
 
 def refuse(name: str, source: str, known: Iterable[str]) -> InvalidConfig:
-    """The error for an option we do not have; `name` and `known` are spelled alike: flags, variables or keys."""
+    """The error for an unknown option. name, known: both flags, variables or keys."""
     plain = re.sub(r"^-(\w)\d+$", r"\1", name).removeprefix(PREFIX).lstrip("-").replace("-", "_").lower()
     if plain in ELSEWHERE:
         return InvalidConfig(f"{source}: there is no option {name}: here it is {ELSEWHERE[plain]}", param=plain)
