@@ -1,7 +1,7 @@
-"""What `quire verify` does: the same requests in every situation an engine can be in, compared with each alone; and
-what deterministic mode costs.
+"""The core of `quire verify`: the same requests in every situation of an engine, compared with each alone; and the
+cost of deterministic mode.
 
-A situation that did not come about proves nothing, so each says what of it was seen.
+A situation that did not occur proves nothing, so each counts what occurred.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ScheduleObserver:
 
 
 Seen = Callable[[ScheduleObserver, Gauges], tuple[int, str]]
-"""What shows that a situation came about: how often, of what."""
+"""Counts what shows that a situation occurred: (how often, of what)."""
 
 
 class Situation(NamedTuple):
@@ -85,6 +85,7 @@ class Situation(NamedTuple):
 
 
 def drafted(watch: ScheduleObserver, gauges: Gauges) -> tuple[int, str]:
+    """Number of drafts, and how many were accepted."""
     return gauges.draft_totals[1], f"drafts, {gauges.draft_totals[2]:,} right"
 
 
@@ -100,6 +101,7 @@ PLAIN = (
 
 
 def drafting(name: str) -> tuple[Situation, ...]:
+    """Situations with speculation of this name."""
     return (
         Situation(name, drafted),
         Situation(f"{name}, all at once", drafted, twice=True, chunked=True, tight=True),
@@ -225,7 +227,7 @@ def engine(
 
 
 def ask(engine: Engine, asked: Sequence[Request]) -> dict[str, Answer]:
-    """Raises QuireError where one fails."""
+    """Run the requests to their end. Raises QuireError if one fails."""
     answers: dict[str, list[TokenLogprobs]] = {request.id: [] for request in asked}
     for request in asked:
         engine.add(request)
@@ -240,6 +242,7 @@ def ask(engine: Engine, asked: Sequence[Request]) -> dict[str, Answer]:
 def tried(
     settings: Settings, made: BuiltExecutor, situation: Situation, asked: Sequence[Request], alone: Mapping[str, Answer]
 ) -> Row:
+    """Answer the requests in a situation, and compare with the answers alone."""
     watch, pages = ScheduleObserver(), 0
     if situation.tight:
         asked = sorted(asked, key=lambda request: len(request.prompt))
@@ -264,7 +267,7 @@ def tried(
 
 
 def scarce(asked: Sequence[Request], about: Description) -> int:
-    """As few pages as the longest request takes, or more, if those who begin first then outgrow them."""
+    """The smallest number of blocks that holds the longest request and makes the others preempt each other."""
     least = max(-(-(len(r.prompt) + r.max_new_tokens + about.num_drafts) // about.block_size) for r in asked)
     begun = grown = 0
     for request in asked:
@@ -306,6 +309,7 @@ class Price(NamedTuple):
 
     @property
     def ratio(self) -> float:
+        """Speed in deterministic mode, as a share of the default mode's."""
         return self.on / self.off
 
 
@@ -325,6 +329,7 @@ def prices(settings: Settings, repeat: int) -> list[Price]:
 
 
 def workloads(vocab: int, room: int) -> list[tuple[str, Timed]]:
+    """(name, how to time it) of each workload."""
     some = [(f"decode, {batch} at once", partial(decode, vocab=vocab, batch=batch, room=room)) for batch in (1, 8)]
     return [*some, ("a prompt", partial(fill, vocab=vocab, room=room))]
 
@@ -341,6 +346,7 @@ def variant(settings: Settings, on: bool, longest: int) -> Settings:
 
 
 def price(name: str, modes: dict[bool, tuple[Settings, BuiltExecutor]], repeat: int, timed: Timed) -> Price:
+    """Time both modes in turns."""
     speeds: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(repeat + 1):
         for mode in (False, True) if turn % 2 else (True, False):
