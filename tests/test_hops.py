@@ -45,3 +45,12 @@ def test_an_architecture_is_in_one_file_and_in_the_shapes_that_test_it() -> None
     assert mentions("Olmo2") | mentions("olmo2") == {"src/quire/models/olmo.py"}
     assert files == {"src/quire/models/olmo.py", "tests/checkpoints.py"}
     assert "olmo2-" in (ROOT / "tests/checkpoints.py").read_text(encoding="utf-8")
+
+
+def test_a_known_layout_takes_one_file_and_a_new_one_three() -> None:
+    files = listed("A quantization format")
+    option = "src/quire/config/settings.py"
+    assert mentions("fbgemm_fp8") - {option} == {"src/quire/weights/schemes.py"}
+    assert mentions("Int4Scheme") == {file for file in files if file.startswith("src/")}
+    assert len(files) == 3
+    assert all((ROOT / file).is_file() for file in files)

@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from quire.assembly.engine import build_canary
 from quire.assembly.text import build_tokenizer
 from quire.config import Settings
-from quire.weights.canary import PROBE, answers, compare, probe
-from quire.weights.kv import float8_layers
+from quire.weights.canary import PROBE, answers, compare, float8_layers, probe
 from quire.weights.load import DType, load_model
 from quire.weights.locate import embedded
 from quire.weights.schemes import ONLINE

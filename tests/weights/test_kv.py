@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from quire.ops.quantized import E4M3
+from quire.weights.canary import float8_layers
 from quire.weights.files import SINGLE
-from quire.weights.kv import float8_layers
 from quire.weights.load import load_model
 from tests.checkpoints import make
 from tests.models.feeding import Feeder

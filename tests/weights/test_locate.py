@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from quire.errors import InvalidModel, Unavailable
-from quire.weights import hub, locate
+from quire.weights import locate
 
 
 def test_a_folder_is_itself(tmp_path: Path) -> None:
@@ -44,7 +45,7 @@ def test_a_hub_id_goes_to_the_hub_without_code_or_pickles(monkeypatch: pytest.Mo
         asked.append((name, revision, cache_dir, allow_patterns))
         return str(tmp_path)
 
-    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert locate.locate("owner/name", revision="main", cache="kept") == tmp_path
     [(name, revision, cache, patterns)] = asked
     assert (name, revision, cache) == ("owner/name", "main", "kept")
@@ -63,7 +64,7 @@ def test_a_broken_line_is_unavailable_too(monkeypatch: pytest.MonkeyPatch) -> No
     def snapshot(name: str, **options: object) -> str:
         raise LocalEntryNotFoundError("no connection")
 
-    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     with pytest.raises(Unavailable, match="offline or cannot be reached"):
         locate.locate("owner/name")
 

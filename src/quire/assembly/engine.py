@@ -35,8 +35,7 @@ from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.policy import SchedulingPolicy, make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.types import UNLIMITED
-from quire.weights.canary import PROBE, Canary, Threshold
-from quire.weights.kv import float8_layers
+from quire.weights.canary import PROBE, Canary, Threshold, float8_layers
 from quire.weights.load import load_model
 from quire.weights.locate import EMBEDDED, locate
 

@@ -196,8 +196,8 @@ def timeline(run: Run) -> Figure:
     for axes in (upper, lower):
         axes.set_ylim(bottom=0)
     upper.legend(upper.get_lines()[:2], ("running", "waiting"), loc="center left")
-    told = ("tokens a second", "K/V cache", "GPU busy") if run["levels"][0]["gpu"] else ("tokens a second", "K/V cache")
-    lower.legend((lower.get_lines()[0], *right.get_lines()[:2])[: len(told)], told, loc="center left")
+    names = ["tokens a second", "K/V cache", *(["GPU busy"] if run["levels"][0]["gpu"] else [])]
+    lower.legend((lower.get_lines()[0], *right.get_lines()[:2])[: len(names)], names, loc="center left")
     lower.set_xlabel("seconds")
     figure.tight_layout()
     return figure

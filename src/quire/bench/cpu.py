@@ -1,6 +1,6 @@
 """`quire bench cpu`: decode on this CPU beside transformers' generate, in one run, interleaved, random weights.
 
-Both get the same shape, dtype, threads, prompts and lengths; whoever was first goes second the next time. Ratios and
+Both get the same shape, dtype, threads, prompts and lengths; the order alternates. Ratios and
 medians are what to read: the speed of a shared CPU drifts.
 """
 

@@ -62,7 +62,7 @@ def command(
     **sizes: Any,
 ) -> None:
     """Run synthetic requests through the real engine, with metrics on, and say how fast it was."""
-    house = SimConfig(
+    config = SimConfig(
         pages=sizes["blocks"],
         page_size=sizes["block_size"],
         max_num_seqs=sizes["max_num_seqs"],
@@ -74,13 +74,13 @@ def command(
         pressure_policy=sizes["pressure_policy"],
         cost=StepCost(step_ms / 1e3, token_us / 1e6) if step_ms or token_us else SimConfig().cost,
     )
-    if virtual and not house.cost.seconds(1):
+    if virtual and not config.cost.seconds(1):
         raise click.UsageError("--virtual needs simulated time: give --step-ms or --token-us")
     loads = uniform(requests, prompt=prompt, new=new, rate=rate, seed=seed)
     make = Engine if recording_dir is None else recorded(recording_dir)
-    outcomes = [_run(house, loads, virtual, quiet=as_json, make=make) for _ in range(repeat)]
+    outcomes = [_run(config, loads, virtual, quiet=as_json, make=make) for _ in range(repeat)]
     outcome = sorted(outcomes, key=lambda o: o.tokens / o.seconds)[repeat // 2]
-    outcome.peak_bytes = peak_memory(lambda: _run(house, loads[:10_000], virtual=True, quiet=True))
+    outcome.peak_bytes = peak_memory(lambda: _run(config, loads[:10_000], virtual=True, quiet=True))
     found = report(outcome)
     if as_json:
         click.echo(json.dumps(found))
@@ -89,9 +89,9 @@ def command(
 
 
 def _run(
-    house: SimConfig, loads: list[Load], virtual: bool, quiet: bool, make: Callable[..., Engine] = Engine
+    config: SimConfig, loads: list[Load], virtual: bool, quiet: bool, make: Callable[..., Engine] = Engine
 ) -> Outcome:
-    engine = house.build(VirtualClock() if virtual else WallClock(), [EngineMetrics()], make)
+    engine = config.build(VirtualClock() if virtual else WallClock(), [EngineMetrics()], make)
     with Progress(console=Console(stderr=True), transient=True, disable=quiet) as bar:
         task = bar.add_task("requests", total=len(loads))
         return simulate(engine, loads, lambda done: bar.update(task, completed=done))

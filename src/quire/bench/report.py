@@ -125,9 +125,9 @@ def grid(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def about(run: Mapping[str, Any]) -> str:
-    told = {**run["about"], "goals, milliseconds": run["goals"] or "none"}
+    details = {**run["about"], "goals, milliseconds": run["goals"] or "none"}
     lines = (
         f"<dt>{escape(str(k))}</dt><dd>{escape(v if isinstance(v, str) else json.dumps(v))}</dd>"
-        for k, v in told.items()
+        for k, v in details.items()
     )
     return f"<details><summary>How it was measured</summary><dl>{''.join(lines)}</dl></details>"

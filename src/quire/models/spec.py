@@ -1,4 +1,4 @@
-"""ModelSpec: what a config.json says of a model, read once, in the words of this project. Torch-free."""
+"""ModelSpec: the shape of a model, read from a config.json."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ModelSpec:
     """A decoder's shape.
 
     hidden: width of the residual stream. mlp: inner width of an MLP. context: longest sequence it was made for, in
-    tokens. windows: per layer, how many positions a query sees (MANY: all). ropes: per layer, where they differ; empty
-    where all are `rope`. tie: the head is the embedding's table. qk_norm: each head's query and key is normed before
-    it is turned. scale: of attention's scores, 0 for 1 / sqrt(head_dim). score_cap, logit_cap: soft caps, 0 for none.
+    tokens. windows: per layer, how many positions a query sees (UNLIMITED: all). ropes: per layer, where they differ;
+    empty where all are `rope`. tie: the head is the embedding's table. qk_norm: each head's query and key is normed
+    before RoPE. scale: of attention's scores, 0 for 1 / sqrt(head_dim). score_cap, logit_cap: soft caps, 0 for none.
     experts: None where every layer has one MLP. dtype: the checkpoint's, as config.json names it, or empty. stop: its
     end-of-text ids.
     """
@@ -66,11 +66,11 @@ class ModelSpec:
 
 
 LARGEST, MOST_LAYERS = 1 << 24, 1 << 12
-"""Sizes beyond these are damage, and would fail as arithmetic on the way."""
+"""Larger sizes are damage, and would overflow later."""
 
 
 class Config:
-    """A config.json being read: every look names the field when it is missing or of the wrong kind."""
+    """A config.json being read. Errors name the field that is missing or of the wrong type."""
 
     def __init__(self, fields: Mapping[str, Any], where: str = "config.json") -> None:
         self.fields, self.where = fields, where
@@ -108,7 +108,7 @@ class Config:
 
 
 def check_sizes(spec: ModelSpec) -> ModelSpec:
-    """The spec, where every size can be meant. Raises InvalidModel naming the one that cannot."""
+    """Return `spec`. Raises InvalidModel naming a size that is impossible."""
     sizes = {
         "hidden_size": spec.hidden,
         "num_attention_heads": spec.heads,
@@ -126,7 +126,7 @@ def check_sizes(spec: ModelSpec) -> ModelSpec:
 
 
 def read_decoder(config: Config, architecture: str) -> ModelSpec:
-    """What Llama and those after it have in common; an architecture replaces what it does otherwise."""
+    """Read the fields that Llama and its successors share; architectures replace what differs."""
     hidden = config.get(int, "hidden_size")
     layers = config.get(int, "num_hidden_layers")
     heads = config.get(int, "num_attention_heads")
@@ -164,15 +164,15 @@ def read_decoder(config: Config, architecture: str) -> ModelSpec:
 
 
 def read_context(config: Config, rope: RopeConfig) -> int:
-    """`max_position_embeddings`, or what yarn makes of the length it was trained for where that is more."""
+    """`max_position_embeddings`, or the length that YaRN extends to where that is longer."""
     context = config.get(int, "max_position_embeddings", default=2048)
     return max(context, int(rope.original * rope.factor)) if rope.kind == "yarn" else context
 
 
 def read_rope(config: Config, head_dim: int, scaling: Config, *, theta: float = 0.0) -> RopeConfig:
-    """Both spellings: `rope_parameters`, and the older `rope_theta` beside `rope_scaling`; `scaling` is either.
+    """Read `rope_parameters`, or the older `rope_theta` and `rope_scaling`; `scaling` is either section.
 
-    theta: what holds where `scaling` names none; 0 for config's own.
+    theta: the base where `scaling` has none; 0 for config's own.
     """
     share = scaling.get(float, "partial_rotary_factor", default=0.0)
     share = share or config.get(float, "partial_rotary_factor", default=1.0)
@@ -205,7 +205,7 @@ def read_rope(config: Config, head_dim: int, scaling: Config, *, theta: float = 
 
 
 def read_original(config: Config, scaling: Config, kind: str) -> int:
-    """The length first trained for; yarn without one means `max_position_embeddings`."""
+    """The length of training; YaRN without one means `max_position_embeddings`."""
     named = scaling.get(int, "original_max_position_embeddings", default=0)
     if named or kind != "yarn":
         return named
@@ -213,7 +213,7 @@ def read_original(config: Config, scaling: Config, kind: str) -> int:
 
 
 def read_gain(scaling: Config, factor: float) -> float:
-    """Yarn's attention factor: as given, or from the two `mscale`, or 0.1 ln(factor) + 1."""
+    """YaRN's attention factor: as given, or from the two `mscale`, or 0.1 ln(factor) + 1."""
 
     def gain(strength: float) -> float:
         return 0.1 * strength * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -224,13 +224,13 @@ def read_gain(scaling: Config, factor: float) -> float:
 
 
 def read_windows(config: Config, layers: int) -> tuple[int, ...]:
-    """`sliding_window` positions for the layers `layer_types` says, or else for all; none where it is null."""
+    """Windows per layer: `sliding_window` for the local layers of `layer_types`, or for all; none where it is null."""
     width = config.get(int, "sliding_window", default=0) or UNLIMITED
     return tuple(width if local else UNLIMITED for local in read_locals(config, layers, every=0))
 
 
 def read_locals(config: Config, layers: int, *, every: int) -> tuple[bool, ...]:
-    """Which layers see a window only, by `layer_types`; without it all but each `every`-th, or all where that is 0."""
+    """Which layers are local, by `layer_types`; without it all but each `every`-th, or all where that is 0."""
     default = [FULL if every and not (i + 1) % every else SLIDING for i in range(layers)]
     kinds = config.fields.get("layer_types") or default
     if not isinstance(kinds, list) or len(kinds) != layers:

@@ -1,7 +1,7 @@
-"""The quality canary: does a quantised model still say what it said before?
+"""The quality canary: a check, after loading, that quantization has not broken the model.
 
-A probe is fed once in higher precision and once as it will be served. Compared are the likeliest next tokens and the
-distance of the two distributions; and, without any reference, scales no quantiser makes are looked for.
+A probe is run once in higher precision and once as it will be served, and the next-token distributions are compared.
+Without a reference, scales that no quantizer makes are looked for. K/V in float8 gets its scales from the same probe.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.layers.quantization.base import QuantizedWeight, WeightStorage
+from quire.model_runner.memory import LayerShape, allocate
 from quire.models.registry import Model
+from quire.ops.quantized import E4M3, E4M3_MAX, to_fp8
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.weights.files import listed
 
@@ -27,7 +29,7 @@ PROBE = (
     "five, six, seven. Paris is the capital of France, Rome of Italy, Madrid of Spain, and Lisbon of Portugal. "
     '{"name": "Ada", "age": 36, "languages": ["English", "French"]} She opened the letter, read it twice, and laughed.'
 )
-"""Prose, arithmetic, code and JSON: what a model is likely to be asked for."""
+"""Prose, arithmetic, code and JSON, as in real requests."""
 
 LONGEST = 256
 PAGE = 16
@@ -56,7 +58,7 @@ class Quality:
 
     @property
     def facts(self) -> dict[str, float]:
-        """As gauges."""
+        """The figures as gauges, by their names in /metrics."""
         return {
             "quire:canary_top1_agreement": self.agreement,
             "quire:canary_kl_nats": self.kl,
@@ -73,7 +75,7 @@ class Threshold:
     kl: float = 0.25
 
     def check(self, quality: Quality, what: str) -> None:
-        """Raises InvalidModel for a model that is not what it was."""
+        """Raise InvalidModel for a quality below the threshold."""
         broken = not (math.isfinite(quality.kl) and math.isfinite(quality.nll))
         if broken or quality.agreement < self.agreement or quality.kl > self.kl:
             raise InvalidModel(
@@ -84,7 +86,7 @@ class Threshold:
 
 
 def pages(model: Model, length: int, device: torch.device) -> list[LayerKV]:
-    """Room for one probe, in the model's own dtype."""
+    """K/V blocks for one probe, in the model's dtype."""
     count = -(-length // PAGE) + 1
 
     def zeros(heads: int, dim: int) -> Tensor:
@@ -95,7 +97,7 @@ def pages(model: Model, length: int, device: torch.device) -> list[LayerKV]:
 
 @torch.inference_mode()
 def answers(model: Model, tokens: Sequence[int], device: torch.device, kv: Sequence[LayerKV] | None = None) -> Tensor:
-    """Logits [n, V] float32 at every position, on the CPU. The probe is fed in two steps, so that K/V is read back."""
+    """Logits [n, V] float32 of every position, on the CPU. The probe runs in two steps, so that K/V is read back."""
     caches = pages(model, len(tokens), device) if kv is None else kv
     middle = len(tokens) // 2
     halves = [half for half in ((0, middle), (middle, len(tokens))) if half[0] < half[1]]
@@ -105,7 +107,7 @@ def answers(model: Model, tokens: Sequence[int], device: torch.device, kv: Seque
 
 
 def feed(tokens: Sequence[int], start: int, stop: int, device: torch.device) -> RaggedBatch:
-    """One sequence, in pages 1, 2, 3."""
+    """A step of one sequence, whose K/V is in blocks 1, 2, 3 and so on."""
     positions = torch.arange(start, stop, device=device)
     count = -(-len(tokens) // PAGE)
     return RaggedBatch(
@@ -136,15 +138,15 @@ def compare(reference: Tensor, served: Tensor, tokens: Sequence[int]) -> Quality
 
 
 def probe(vocab: int, encoded: Sequence[int]) -> tuple[int, ...]:
-    """The probe's tokens: the text's, as far as they are the model's; for lack of any, numbers from all over."""
+    """The probe's tokens: those of the text that are in the vocabulary; without any, ids from all of it."""
     known = tuple(token for token in encoded if 0 <= token < vocab)[:LONGEST]
     return known or tuple(i * 7919 % vocab for i in range(1, 65))
 
 
 class Canary:
-    """One loading's probe and what came of it. encoded: the probe's tokens; threshold None serves whatever it finds.
+    """The check of one model. encoded: the probe's tokens. threshold: None accepts any quality.
 
-    quality: None where nothing is quantised. suspects: matrices that cannot be meant as they are.
+    quality: None where nothing is quantized. suspects: matrices with impossible scales.
     """
 
     def __init__(self, encoded: Sequence[int] = (), threshold: Threshold | None = None) -> None:
@@ -153,13 +155,13 @@ class Canary:
         self.suspects: tuple[str, ...] = ()
 
     def record_reference(self, model: Model, device: torch.device) -> Tensor:
-        """The probe's logits as the model is now."""
+        """Logits of the probe with the present weights."""
         return answers(model, probe(model.spec.vocab, self.encoded), device)
 
     def check(
         self, model: Model, stored: Sequence[WeightStorage], device: torch.device, reference: Tensor | None
     ) -> None:
-        """Compare. Without a reference, with the same numbers multiplied in full precision.
+        """Compare with `reference`, or else with the same weights multiplied in full precision.
 
         Raises InvalidModel below the threshold.
         """
@@ -185,7 +187,7 @@ UNLIKE, SAMPLE = 100.0, 64
 
 
 def suspects(matrices: Mapping[str, QuantizedWeight]) -> list[str]:
-    """Those a hundred times as strong or weak as most, or not numbers."""
+    """Matrices whose gain is UNLIKE times the median or more, or 1 / UNLIKE of it, or not a number."""
     gains = {name: gain(matrix) for name, matrix in matrices.items()}
     middle = sorted(gains.values())[len(gains) // 2] if gains else 1.0
     return [
@@ -196,6 +198,49 @@ def suspects(matrices: Mapping[str, QuantizedWeight]) -> list[str]:
 
 
 def gain(matrix: QuantizedWeight) -> float:
-    """How much longer than its input a random vector's product is, by a sample of rows."""
+    """Root mean square of the norms of a sample of rows: how much the matrix amplifies a random vector."""
     rows = matrix.dequantize(slice(0, None, max(1, matrix.rows // SAMPLE)))
     return float(rows.square().sum(-1).mean().sqrt())
+
+
+# ---------------------------------------------------------------- K/V in float8
+
+ROOM = 4.0
+"""Other texts may have values this many times as large as the probe's largest."""
+
+MAX_RELATIVE_ERROR = 0.06
+"""Largest median relative error: 3 bits of mantissa have 0.02 to 0.03, values that underflow far more."""
+
+
+def float8_layers(model: Model, encoded: Sequence[int], device: torch.device) -> tuple[tuple[LayerShape, ...], Quality]:
+    """The shape and dtype of each layer's K/V, and the model's quality with it, compared with K/V in its own dtype.
+
+    Layers whose values float8 cannot hold keep the model's dtype.
+    """
+    tokens = probe(model.spec.vocab, encoded)
+    caches = pages(model, len(tokens), device)
+    reference = answers(model, tokens, device, caches)
+    layers = []
+    for cache in caches:
+        heads, _, dim = cache.k.shape[1:]
+        scales = [scale_of(written(pool, len(tokens))) for pool in (cache.k, cache.v)]
+        rough = any(scale is None for scale in scales)
+        kept = [1.0 if rough or scale is None else scale for scale in scales]
+        layers.append(LayerShape(heads, dim, model.dtype if rough else E4M3, *kept))
+    room = allocate(layers, pages=-(-len(tokens) // PAGE), page_size=PAGE, device=device)
+    return tuple(layers), compare(reference, answers(model, tokens, device, room), tokens)
+
+
+def written(pool: Tensor, count: int) -> Tensor:
+    """K or V of the probe's tokens: blocks [N, G, B, D] -> [count, G, D] float32."""
+    return pool[1:].transpose(1, 2).flatten(0, 1)[:count].float()
+
+
+def scale_of(found: Tensor) -> float | None:
+    """The scale of float8 values; None where rounding would lose too much."""
+    largest = float(found.abs().max())
+    if not 0 < largest < float("inf"):
+        return None
+    scale = largest * ROOM / E4M3_MAX
+    apart = (to_fp8(found, scale).float() * scale - found).abs() / found.abs().clamp(min=1e-30)
+    return scale if float(apart.median()) < MAX_RELATIVE_ERROR else None

@@ -3,138 +3,97 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
 
-
-class TensorEntry(Protocol):
-    """A tensor that can be read in part."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of what `read` gives."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def order(self) -> tuple[str, int]:
-        """Where it lies; entries read in this order read their files from front to back."""
-
-    @property
-    def kind(self) -> str:
-        """How it is stored, as its format calls that: 'BF16', 'Q4_K'."""
-
-    @property
-    def size(self) -> int:
-        """Bytes it takes on disk."""
-
-    def read(self, index: tuple[slice, ...]) -> Tensor:
-        """The cut of the tensor, on the CPU. Raises InvalidModel for a file that ends too soon."""
-
-    def read_into(self, index: tuple[slice, ...], target: Tensor) -> None:
-        """What `read` gives, into a tensor of its shape, of any dtype and on any device."""
-
-
-class Readable(Protocol):
-    def read(self, index: tuple[slice, ...]) -> Tensor: ...
-
-
-class CopiedEntry:
-    """An entry that is read first and copied then."""
-
-    __slots__ = ()
-
-    def read_into(self: Readable, index: tuple[slice, ...], target: Tensor) -> None:
-        target.copy_(self.read(index))
+Cut = tuple[slice, ...]
+"""Part of a tensor: a slice for each of the first dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
-class FileTensor:
-    """A tensor whose bytes lie in a file one after the other, from `start`."""
+class TensorEntry:
+    """A tensor that can be read in part.
 
-    file: Path
-    start: int
+    dtype: of what `read` returns. order: (file, position); entries read in this order read their files from front to
+    back. kind: how it is stored, as its format names it ('BF16', 'Q4_K'). size: bytes on disk. read: returns a cut of
+    the tensor on the CPU, and raises InvalidModel for a file that ends too soon. copy: what `read_into` does, where
+    there is a faster way than `read` and a copy.
+    """
+
     dtype: torch.dtype
     shape: tuple[int, ...]
-    kind: str = ""
+    order: tuple[str, int]
+    kind: str
+    size: int
+    read: Callable[[Cut], Tensor]
+    copy: Callable[[Cut, Tensor], None] | None = None
 
-    @property
-    def order(self) -> tuple[str, int]:
-        return self.file.name, self.start
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def read(self, index: tuple[slice, ...]) -> Tensor:
-        """Leading rows that are not wanted are not read."""
-        rows = index[0] if index else slice(None)
-        first, last, _ = rows.indices(self.shape[0]) if self.shape else (0, 1, 1)
-        inner = math.prod(self.shape[1:])
-        whole = torch.empty((max(0, last - first), *self.shape[1:]), dtype=self.dtype)
-        if whole.numel():
-            read_tensor(self.file, self.start + first * inner * self.dtype.itemsize, whole)
-        return whole.view(self.shape) if not self.shape else whole[(slice(None), *index[1:])]
-
-    def read_into(self, index: tuple[slice, ...], target: Tensor) -> None:
-        """Without a copy between, where the bytes are the same there."""
-        rows = (index[0] if index else slice(None)).indices(self.shape[0] if self.shape else 1)
-        alike = target.dtype is self.dtype and target.shape[1:] == self.shape[1:] and target.is_contiguous()
-        if alike and target.device.type == "cpu" and target.numel():
-            read_tensor(self.file, self.start + rows[0] * target[0].nbytes, target)
+    def read_into(self, cut: Cut, target: Tensor) -> None:
+        """Read a cut into a tensor of its shape, of any dtype and on any device."""
+        if self.copy is None:
+            target.copy_(self.read(cut))
         else:
-            target.copy_(self.read(index))
+            self.copy(cut, target)
+
+    def part(self, number: int = 0) -> TensorEntry:
+        """Index `number` of the first dimension: an expert of those that one tensor holds."""
+        size = self.size // self.shape[0]
+
+        def read(cut: Cut) -> Tensor:
+            return self.read((slice(number, number + 1), *cut))[0]
+
+        return replace(self, shape=self.shape[1:], size=size, read=read, copy=None)
+
+    def transformed(self, shape: tuple[int, ...], change: Callable[[Tensor], Tensor]) -> TensorEntry:
+        """The tensor of `shape` that `change` makes of the whole one."""
+        return replace(self, shape=shape, read=lambda cut: change(self.read(()))[cut], copy=None)
 
 
-@dataclass(frozen=True, slots=True)
-class SliceEntry(CopiedEntry):
-    """One of those that a tensor holds along its first dimension: an expert of a layer's, or the only one."""
+def file_entry(file: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...], kind: str = "") -> TensorEntry:
+    """A tensor whose numbers are in a file in row-major order, from byte `start` on."""
+    row = math.prod(shape[1:]) * dtype.itemsize
 
-    tensor: TensorEntry
-    number: int = 0
+    def rows(cut: Cut) -> tuple[int, int]:
+        first, last, _ = (cut[0] if cut else slice(None)).indices(shape[0] if shape else 1)
+        return first, max(first, last)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
+    def read(cut: Cut) -> Tensor:
+        first, last = rows(cut)
+        whole = torch.empty((last - first, *shape[1:]), dtype=dtype)
+        if whole.numel():
+            read_tensor(file, start + first * row, whole)
+        return whole[(slice(None), *cut[1:])] if shape else whole.view(shape)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape[1:]
+    def copy(cut: Cut, target: Tensor) -> None:
+        same = target.dtype is dtype and target.shape[1:] == shape[1:] and target.is_contiguous()
+        if same and target.device.type == "cpu" and target.numel():
+            read_tensor(file, start + rows(cut)[0] * target[0].nbytes, target)
+        else:
+            target.copy_(read(cut))
 
-    @property
-    def order(self) -> tuple[str, int]:
-        return self.tensor.order
-
-    @property
-    def kind(self) -> str:
-        return self.tensor.kind
-
-    @property
-    def size(self) -> int:
-        return self.tensor.size // self.tensor.shape[0]
-
-    def read(self, index: tuple[slice, ...]) -> Tensor:
-        return self.tensor.read((slice(self.number, self.number + 1), *index))[0]
+    size = math.prod(shape) * dtype.itemsize
+    return TensorEntry(dtype, shape, (file.name, start), kind, size, read, copy)
 
 
-def read_tensor(file: Path, start: int, into: Tensor) -> None:
-    """Fill a contiguous tensor with the bytes from `start` on."""
+def read_tensor(file: Path, start: int, target: Tensor) -> None:
+    """Fill a contiguous tensor with the bytes from `start` on. Raises InvalidModel where the file ends before."""
     with file.open("rb", buffering=0) as opened:
         opened.seek(start)
-        read_exactly(into.view(-1).view(torch.uint8).numpy().data, opened, file)
+        read_exactly(target.view(-1).view(torch.uint8).numpy().data, opened, file)
 
 
-def read_exactly(into: memoryview, file: Any, name: Path) -> None:
+def read_exactly(target: memoryview, file: Any, name: Path) -> None:
+    """Fill `target` from an open file. Raises InvalidModel where it ends before."""
     done = 0
-    while done < len(into):
-        count = file.readinto(into[done:])
+    while done < len(target):
+        count = file.readinto(target[done:])
         if not count:
             raise InvalidModel(f"{name.name} ends before its tensors do: it is truncated, download it again")
         done += count

@@ -1,31 +1,33 @@
-"""A model as it lies on disk: a folder of safetensors or PyTorch files, single or sharded, or a GGUF file.
+"""A checkpoint on disk: a folder of safetensors or PyTorch files, single or sharded, or a GGUF file.
 
-Reads headers only until asked.
-
-Tensors are read straight from the file into the memory they shall live in: no map of the file stays resident.
+Only headers are read at first. Tensors of safetensors and GGUF are read from the file into their final memory; the file
+is not mapped.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import pickle
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quire.errors import InvalidModel
-from quire.weights.entries import FileTensor, TensorEntry
+from quire.weights.entries import TensorEntry, file_entry
 from quire.weights.gguf import find_gguf, read_gguf
 from quire.weights.gguf_model import gguf_config, gguf_entries
-from quire.weights.names import translated
-from quire.weights.pickles import read_pickle
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+ZIP = b"PK\x03\x04"
 
 LARGEST_HEADER = 100 << 20
 """Bytes: the format's own limit."""
@@ -49,13 +51,13 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 
 class Checkpoint:
-    """A folder's tensors by name, found through their headers. Raises InvalidModel, in one line, for what is broken."""
+    """The tensors of a model folder or file by name, from headers. Raises InvalidModel, in one line, for damage."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         if not folder.is_dir() and find_gguf(folder) is None:
             raise InvalidModel(f"{folder} is not a model folder")
-        self.entries: Mapping[str, TensorEntry] = translated(self._entries())
+        self.entries: Mapping[str, TensorEntry] = transformers_names(self._entries())
 
     def _entries(self) -> Mapping[str, TensorEntry]:
         if (gguf := find_gguf(self.folder)) is not None:
@@ -88,7 +90,7 @@ class Checkpoint:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json as it stands, or what a GGUF file or GPT-2's authors have in its place. Raises InvalidModel."""
+    """Fields of config.json, or of what a GGUF file or OpenAI's GPT-2 has instead. Raises InvalidModel."""
     if (gguf := find_gguf(folder)) is not None:
         return gguf_config(read_gguf(gguf))
     if not (folder / "config.json").is_file():
@@ -102,12 +104,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def openai_config(hparams: dict[str, Any]) -> dict[str, Any]:
-    """GPT-2's hparams.json in the words of config.json."""
+    """OpenAI's hparams.json with config.json's names."""
     named = {"n_vocab": "vocab_size", "n_ctx": "n_positions"}
     return {"model_type": "gpt2", **{named.get(name, name): value for name, value in hparams.items()}}
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object of a file. Raises InvalidModel."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -143,6 +146,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def entry(path: Path, name: str, facts: Any, data: int, size: int) -> TensorEntry:
+    """A tensor of a safetensors header. data: where tensors begin. Raises InvalidModel where the header is wrong."""
     try:
         kind, shape, (start, stop) = facts["dtype"], tuple(facts["shape"]), facts["data_offsets"]
         sound = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
@@ -161,10 +165,85 @@ def entry(path: Path, name: str, facts: Any, data: int, size: int) -> TensorEntr
         raise InvalidModel(
             f"{path.name} is truncated: {name} ends at byte {data + stop:,} of {size:,}; download it again"
         )
-    return FileTensor(path, data + start, dtype, shape, kind)
+    return file_entry(path, data + start, dtype, shape, kind)
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
     """'a, b, c and 5 more'."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def read_pickle(path: Path) -> dict[str, TensorEntry]:
+    """Every tensor of a PyTorch file. Raises InvalidModel where it is broken or holds anything but tensors.
+
+    It is read as data only: code in it is never run.
+    """
+    try:
+        with path.open("rb") as file:
+            # Older files are one stream, which cannot be mapped.
+            mapped = file.read(4) == ZIP
+        held = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError:
+        raise InvalidModel(
+            f"{path.name} holds more than tensors, code perhaps, which is never run: ask for safetensors, or save the "
+            "state_dict alone"
+        ) from None
+    except (RuntimeError, ValueError, OSError, EOFError, KeyError) as error:
+        reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+        raise InvalidModel(f"{path.name} cannot be read, truncated perhaps: {reason}") from None
+    if isinstance(held, dict) and set(held) == {"state_dict"}:
+        held = held["state_dict"]
+    if not isinstance(held, dict) or not all(isinstance(each, Tensor) for each in held.values()):
+        raise InvalidModel(f"{path.name} is not a dictionary of tensors")
+    return {str(name): mapped_entry(path.name, i, tensor) for i, (name, tensor) in enumerate(held.items())}
+
+
+def mapped_entry(file: str, number: int, tensor: Tensor) -> TensorEntry:
+    """A tensor of a memory-mapped file: it takes memory when it is copied."""
+    kind = str(tensor.dtype).removeprefix("torch.")
+    shape = tuple(tensor.shape)
+    return TensorEntry(
+        tensor.dtype, shape, (file, number), kind, tensor.nbytes, lambda cut: tensor[cut] if cut else tensor
+    )
+
+
+# ---------------------------------------------------------------- names
+
+OPENAI = re.compile(r"(?:model/)?(?:h(\d+)/(?:(attn|mlp)/)?(\w+)|(ln_f))/(w|b|g)|(?:model/)?(wte|wpe)")
+"""GPT-2's variables as its authors named them: 'model/h0/attn/c_attn/w'."""
+
+SUFFIX: Mapping[str, str] = {"w": "weight", "b": "bias", "g": "weight"}
+
+
+def transformers_names(entries: Mapping[str, TensorEntry]) -> Mapping[str, TensorEntry]:
+    """The tensors under transformers' names. Raises InvalidModel for LoRA adapters."""
+    adapters = sorted(name for name in entries if ".lora_" in name or name.startswith("base_model.model."))
+    if adapters:
+        raise InvalidModel(
+            f"this is a LoRA adapter, or a model with one inside ({adapters[0]}): adapters are not applied at run "
+            "time; merge it into its model first"
+        )
+    if not any("/" in name for name in entries):
+        return entries
+    return {
+        openai_name(name): entry.part() if is_convolution(name, entry) else entry for name, entry in entries.items()
+    }
+
+
+def openai_name(name: str) -> str:
+    """'model/h0/attn/c_attn/w' -> 'transformer.h.0.attn.c_attn.weight'; any other name is itself."""
+    found = OPENAI.fullmatch(name)
+    if not found:
+        return name
+    layer, half, part, last, kind, table = found.groups()
+    if table:
+        return f"transformer.{table}.weight"
+    if last:
+        return f"transformer.{last}.{SUFFIX[kind]}"
+    return ".".join(("transformer.h", layer, *([half] if half else []), part, SUFFIX[kind]))
+
+
+def is_convolution(name: str, entry: TensorEntry) -> bool:
+    """Whether this is a matrix [1, in, out] of a convolution; its layer's matrix is [in, out]."""
+    return name.endswith("/w") and len(entry.shape) == 3 and entry.shape[0] == 1

@@ -1,4 +1,4 @@
-"""GGUF, llama.cpp's file: metadata and tensors in one. Reads headers only; no torch.
+"""GGUF, llama.cpp's file of metadata and tensors. Reads headers only, without torch.
 
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little endian.
 """
@@ -42,7 +42,7 @@ KINDS: Mapping[int, Kind] = MappingProxyType(
         14: Kind("Q6_K", 256, 210),
     }
 )
-"""Those that are read, by the number the file has for them."""
+"""Storage types that can be read, by their number in the file."""
 
 OTHERS: Mapping[int, str] = MappingProxyType(
     {3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 10: "Q2_K", 11: "Q3_K", 13: "Q5_K", 16: "IQ2_XXS", 20: "IQ4_NL", 23: "IQ4_XS"}
@@ -59,28 +59,30 @@ class GgufTensorInfo:
 
     @property
     def size(self) -> int:
+        """Bytes in the file."""
         return math.prod(self.shape) // self.kind.block * self.kind.size
 
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """A file's facts, by their own names ("llama.block_count"), and its tensors."""
+    """A file: its metadata by their own names ("llama.block_count"), and its tensors."""
 
     path: Path
     facts: Mapping[str, Any]
     tensors: Mapping[str, GgufTensorInfo]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A fact of this architecture, named without it ("block_count")."""
+        """A value of this architecture's metadata, named without it ("block_count")."""
         return self.facts.get(f"{self.architecture}.{name}", default)
 
     @property
     def architecture(self) -> str:
+        """llama.cpp's name of the architecture, '' where there is none."""
         return str(self.facts.get("general.architecture", ""))
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF file meant: the path itself, or the one file of a folder that has no config.json.
+    """The GGUF file at a path: the path itself, or the only one in a folder without config.json.
 
     Raises InvalidModel where there are several.
     """
@@ -95,7 +97,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def read_gguf(path: Path) -> Gguf:
-    """Facts and headers. Raises InvalidModel for a file that is none, is cut short, or holds what cannot be read."""
+    """Metadata and headers. Raises InvalidModel for a file that is not GGUF, is truncated, or cannot be read."""
     with path.open("rb") as file:
         reader = Reader(file, path.name)
         if file.read(4) != MAGIC:
@@ -126,24 +128,28 @@ def read_gguf(path: Path) -> Gguf:
 
 
 class Reader:
-    """The header, value by value."""
+    """Reads a header value by value. Raises InvalidModel where the file ends or makes no sense."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
         self.file, self.name = file, name
 
     def bytes(self, count: int) -> bytes:
+        """The next bytes."""
         data = self.file.read(count) if count <= MANY_ITEMS else b""
         if len(data) < count:
             raise InvalidModel(f"{self.name} ends within its header: it is truncated, download it again")
         return data
 
     def scalar(self, code: str) -> Any:
+        """The next number, by its code of `struct`."""
         return struct.unpack("<" + code, self.bytes(struct.calcsize("<" + code)))[0]
 
     def string(self) -> str:
+        """The next string."""
         return self.bytes(self.scalar("Q")).decode("utf-8", "replace")
 
     def value(self, kind: int) -> Any:
+        """The next value of a type by its number."""
         if kind == STRING:
             return self.string()
         if kind == ARRAY:
@@ -159,6 +165,7 @@ class Reader:
         return self.scalar(SCALARS[kind])
 
     def tensor(self) -> tuple[str, GgufTensorInfo]:
+        """The next tensor's name and description."""
         name, rank = self.string(), self.scalar("I")
         shape = tuple(self.scalar("Q") for _ in range(min(rank, 8)))[::-1]
         number, start = self.scalar("I"), self.scalar("Q")

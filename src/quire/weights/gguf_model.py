@@ -1,11 +1,9 @@
-"""A GGUF file as a config.json and a checkpoint: its facts in the words of config.json, its tensors under the names
-of transformers and turned back to where a converter found them."""
+"""A GGUF file as a config.json and a checkpoint of transformers: names, layouts, and numbers of quantized blocks."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -13,78 +11,12 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel, nearest
-from quire.weights.entries import CopiedEntry, FileTensor, SliceEntry, TensorEntry, read_tensor
+from quire.weights.entries import Cut, TensorEntry, file_entry, read_tensor
 from quire.weights.gguf import Gguf, GgufTensorInfo
-from quire.weights.gguf_blocks import BLOCKS
 
 PLAIN: Mapping[str, torch.dtype] = MappingProxyType(
     {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 )
-
-Change = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class GgufTensor(CopiedEntry):
-    """A tensor stored in blocks, read as float32, whole rows at a time."""
-
-    gguf: Gguf
-    held: GgufTensorInfo
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.held.shape
-
-    @property
-    def order(self) -> tuple[str, int]:
-        return self.gguf.path.name, self.held.start
-
-    @property
-    def kind(self) -> str:
-        return self.held.kind.name
-
-    @property
-    def size(self) -> int:
-        return self.held.size
-
-    def read(self, cut: tuple[slice, ...]) -> Tensor:
-        kind, shape = self.held.kind, self.shape
-        first, last, _ = (cut[0] if cut else slice(None)).indices(shape[0])
-        row = self.size // shape[0]
-        raw = torch.empty((last - first) * row // kind.size, kind.size, dtype=torch.uint8)
-        read_tensor(self.gguf.path, self.held.start + first * row, raw)
-        whole = BLOCKS[kind.name](raw).view(last - first, *shape[1:])
-        return whole[(slice(None), *cut[1:])]
-
-
-@dataclass(frozen=True, slots=True)
-class TransformedEntry(CopiedEntry):
-    """A tensor a converter has changed, changed back as it is read."""
-
-    whole: TensorEntry
-    shape: tuple[int, ...]
-    change: Change
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.whole.dtype
-
-    @property
-    def order(self) -> tuple[str, int]:
-        return self.whole.order
-
-    @property
-    def kind(self) -> str:
-        return self.whole.kind
-
-    @property
-    def size(self) -> int:
-        return self.whole.size
-
-    def read(self, cut: tuple[slice, ...]) -> Tensor:
-        return self.change(self.whole.read(()))[cut]
-
 
 LLAMA_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -146,20 +78,35 @@ GPT2_OUTER: Mapping[str, str] = MappingProxyType(
 NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
+def block_entry(gguf: Gguf, info: GgufTensorInfo) -> TensorEntry:
+    """A tensor stored in quantized blocks, read as float32, whole rows at a time."""
+    kind = info.kind
+    row = info.size // info.shape[0]
+
+    def read(cut: Cut) -> Tensor:
+        first, last, _ = (cut[0] if cut else slice(None)).indices(info.shape[0])
+        raw = torch.empty((last - first) * row // kind.size, kind.size, dtype=torch.uint8)
+        read_tensor(gguf.path, info.start + first * row, raw)
+        whole = BLOCKS[kind.name](raw).view(last - first, *info.shape[1:])
+        return whole[(slice(None), *cut[1:])]
+
+    return TensorEntry(torch.float32, info.shape, (gguf.path.name, info.start), kind.name, info.size, read)
+
+
 def gguf_entries(gguf: Gguf) -> dict[str, TensorEntry]:
-    """The file's tensors as transformers would have saved them."""
+    """The file's tensors with transformers' names and layouts."""
     entries: dict[str, TensorEntry] = {}
     for name, held in gguf.tensors.items():
         if held.kind.name in PLAIN:
-            entry: TensorEntry = FileTensor(gguf.path, held.start, PLAIN[held.kind.name], held.shape, held.kind.name)
+            entry = file_entry(gguf.path, held.start, PLAIN[held.kind.name], held.shape, held.kind.name)
         else:
-            entry = GgufTensor(gguf, held)
+            entry = block_entry(gguf, held)
         if name == "rope_freqs.weight":
             continue
         theirs = transformers_name(gguf, name)
         entry = restored(gguf, name, theirs, entry)
         if "#" in theirs:
-            entries |= {theirs.replace("#", str(e)): SliceEntry(entry, e) for e in range(entry.shape[0])}
+            entries |= {theirs.replace("#", str(e)): entry.part(e) for e in range(entry.shape[0])}
         else:
             entries[theirs] = entry
     return entries
@@ -185,28 +132,29 @@ def transformers_name(gguf: Gguf, name: str) -> str:
 
 
 def restored(gguf: Gguf, name: str, theirs: str, entry: TensorEntry) -> TensorEntry:
-    """What converters do to a tensor, undone: Llama's heads in pairs, Gemma's norms from 1, GPT-2's matrices turned."""
+    """Undo a converter's changes: Llama's interleaved heads, Gemma's norms plus 1, GPT-2's transposed matrices."""
     if gguf.architecture == "llama" and re.search(r"\.attn_[qk]\.", name):
         heads = gguf.get("attention.head_count") if ".attn_q." in name else kv_heads(gguf)
-        return TransformedEntry(entry, entry.shape, lambda whole: halves(whole, heads))
+        return entry.transformed(entry.shape, lambda whole: halves(whole, heads))
     if gguf.architecture.startswith("gemma") and name.endswith("norm.weight"):
-        return TransformedEntry(entry, entry.shape, lambda whole: whole.float() - 1.0)
+        return entry.transformed(entry.shape, lambda whole: whole.float() - 1.0)
     if gguf.architecture == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight$", theirs):
-        return TransformedEntry(entry, entry.shape[::-1], lambda whole: whole.t())
+        return entry.transformed(entry.shape[::-1], lambda whole: whole.t())
     return entry
 
 
 def halves(whole: Tensor, heads: int) -> Tensor:
-    """Rows of each head from pairs that turn together to halves that do."""
+    """Rows of each head, from RoPE's interleaved pairs to halves."""
     return whole.view(heads, whole.shape[0] // heads // 2, 2, *whole.shape[1:]).transpose(1, 2).reshape(whole.shape)
 
 
 def kv_heads(gguf: Gguf) -> int:
+    """Number of key/value heads."""
     return int(gguf.get("attention.head_count_kv") or gguf.get("attention.head_count"))
 
 
 def gguf_config(gguf: Gguf) -> dict[str, Any]:
-    """The file's facts as a config.json. Raises InvalidModel for an architecture we cannot map."""
+    """The metadata as fields of config.json. Raises InvalidModel for an unknown architecture."""
     name, get = gguf.architecture, gguf.get
     if name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -241,7 +189,8 @@ def gguf_config(gguf: Gguf) -> dict[str, Any]:
         "moe_intermediate_size": get("expert_feed_forward_length"),
         "norm_topk_prob": True,
     }
-    if name.startswith("gemma"):  # the widest of each generation scales scores by the width of a head's share
+    if name.startswith("gemma"):
+        # The largest model of each generation scales scores by hidden / heads, others by head_dim.
         share = hidden // max(1, heads) if get("block_count") == (46 if name == "gemma2" else 62) else head_dim
         fields |= {"query_pre_attn_scalar": share}
     if name == "gpt2":
@@ -260,10 +209,10 @@ def gguf_config(gguf: Gguf) -> dict[str, Any]:
 
 
 def scaling(gguf: Gguf) -> dict[str, Any] | None:
-    """rope_scaling: what Llama 3.1 does is in a tensor of factors, all else in facts."""
+    """rope_scaling: Llama 3.1's is in a tensor of factors, others are in the metadata."""
     held = gguf.tensors.get("rope_freqs.weight")
     if held is not None:
-        entry = FileTensor(gguf.path, held.start, torch.float32, held.shape)
+        entry = file_entry(gguf.path, held.start, torch.float32, held.shape)
         return {"rope_type": "factors", "factor": 1.0, "factors": entry.read(()).tolist()}
     kind = gguf.get("rope.scaling.type", "none")
     if kind == "none":
@@ -284,3 +233,51 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "gpt2": "GPT2LMHeadModel",
     }
 )
+
+
+# ---------------------------------------------------------------- blocks, as in ggml-common.h and ggml-quants.c
+
+
+def float16(raw: Tensor) -> Tensor:
+    """Bytes [N, 2 n] -> float32 [N, n]: the float16 they are."""
+    return raw.contiguous().view(torch.float16).float()
+
+
+def q8_0(raw: Tensor) -> Tensor:
+    """d float16, then 32 int8: d q."""
+    return raw[:, 2:].view(torch.int8).float() * float16(raw[:, :2])
+
+
+def q4_0(raw: Tensor) -> Tensor:
+    """d float16, then 16 bytes, low halves the first 16 numbers: d (q - 8)."""
+    numbers = torch.cat((raw[:, 2:] & 15, raw[:, 2:] >> 4), 1)
+    return (numbers.float() - 8) * float16(raw[:, :2])
+
+
+def q4_k(raw: Tensor) -> Tensor:
+    """d and dmin float16, 12 bytes of eight 6-bit scales and minima, 128 bytes of 4-bit numbers: d s q - dmin m."""
+    about, packed = raw[:, 4:16], raw[:, 16:]
+    low, high = about[:, :8] & 63, about[:, 8:]
+    upper = (about[:, :8] >> 6) << 4
+    scales = torch.cat((low[:, :4], (high & 15) | upper[:, :4]), 1).float() * float16(raw[:, :2])
+    minima = torch.cat((low[:, 4:], (high >> 4) | upper[:, 4:]), 1).float() * float16(raw[:, 2:4])
+    pairs = packed.view(-1, 4, 32)
+    numbers = torch.stack((pairs & 15, pairs >> 4), 2).view(-1, 8, 32).float()
+    return (numbers * scales[..., None] - minima[..., None]).flatten(1)
+
+
+def q6_k(raw: Tensor) -> Tensor:
+    """128 bytes of low halves, 64 of upper two bits, 16 int8 scales, d float16: d s (q - 32)."""
+    low, high = raw[:, :128].view(-1, 2, 64), raw[:, 128:192].view(-1, 2, 32)
+    scales = raw[:, 192:208].contiguous().view(torch.int8).float() * float16(raw[:, 208:])
+    fours = torch.stack((low[..., :32] & 15, low[..., 32:] & 15, low[..., :32] >> 4, low[..., 32:] >> 4), 2)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    twos = (high[:, :, None] >> shifts) & 3
+    numbers = (fours | (twos << 4)).reshape(-1, 16, 16).float() - 32
+    return (numbers * scales[..., None]).flatten(1)
+
+
+BLOCKS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {"Q8_0": q8_0, "Q4_0": q4_0, "Q4_K": q4_k, "Q6_K": q6_k}
+)
+"""Bytes [N, bytes a block] -> float32 [N, numbers a block]."""

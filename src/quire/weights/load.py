@@ -1,4 +1,4 @@
-"""From a model folder to a model: tensors stream one by one into the fused, formatted places they shall live in."""
+"""Load a model from a folder: tensors are streamed one by one into their final memory, fused and in their format."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all), the first time with 0 done."""
 
 READERS = 2
-"""Threads: while one waits for the disk, or copies out of the kernel, the other lays numbers out."""
+"""Threads: while one reads, the other converts and packs."""
 
 PIECE = 16 << 20
-"""Bytes filled at a time."""
+"""Bytes that are read at a time."""
 
 POOL = 1_048_573
-"""Random numbers made for dummy weights, a prime: tiled over a matrix, no two of its rows begin alike."""
+"""Random numbers for dummy weights: a prime, so that no two rows of a matrix begin alike."""
 
 
 def quiet(done: int, total: int) -> None:
-    """Tells nobody."""
+    """Report no progress."""
 
 
 def load_model(
@@ -66,10 +66,10 @@ def load_model(
 
     dtype "auto" is the checkpoint's own, but float32 for float16 on a CPU, which has no arithmetic for it.
     load_format "dummy" needs config.json only and draws weights from `seed`, at such scales that activations stay
-    finite and logits have a standard deviation near 1. quantization: see `schemes.choose`; what is quantised is
-    watched by `canary`. draft: it only guesses for another model, so its rows may round otherwise alone than in a
-    crowd, and small products take the quickest way. room: bytes of memory there are, where a device does not say so
-    itself: a CPU promises any. Raises InvalidModel, in one line, for what cannot be loaded.
+    finite and logits have a standard deviation near 1. quantization: see `schemes.choose_format`; `canary` checks
+    quantized models. draft: this is a draft model, whose rows may round differently alone and in a batch, so that
+    small products may take the fastest kernel. room: bytes of memory to load into, for devices that do not say so, such
+    as a CPU. Raises InvalidModel, in one line, for what cannot be loaded.
     """
     folder, device = Path(folder), torch.device(device)
     config = read_config(folder)
@@ -86,7 +86,8 @@ def load_model(
     with torch.inference_mode():
         try:
             model = build_model(spec, build)
-        except RuntimeError as error:  # torch has no narrower one for a CPU
+        except RuntimeError as error:
+            # torch has no narrower error for a CPU without memory.
             if "memory" not in str(error):
                 raise
             raise InvalidModel(f"there is no memory for {folder.name}: `quire plan` says what fits") from error
@@ -98,7 +99,8 @@ def load_model(
             random_init(build, seed, progress)
         else:
             load_weights(build, checkpoint, progress)
-        canary = None if checkpoint is None else canary  # random numbers say nothing about quality
+        # Random weights say nothing about quality.
+        canary = None if checkpoint is None else canary
         reference = (
             canary.record_reference(model, device) if canary and isinstance(format, OnlineQuantization) else None
         )
@@ -109,7 +111,7 @@ def load_model(
 
 
 def choose_dtype(asked: DType, spec: ModelSpec, checkpoint: Checkpoint | None, device: torch.device) -> torch.dtype:
-    """What numbers the model computes in."""
+    """dtype of activations and of plain weights."""
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if asked != "auto":
         return known[asked]
@@ -123,12 +125,13 @@ def choose_dtype(asked: DType, spec: ModelSpec, checkpoint: Checkpoint | None, d
 
 
 def choose_plain_format(dtype: torch.dtype, device: torch.device, draft: bool) -> Format:
+    """Format of plain weights: packed for oneDNN where the CPU can, else as they are."""
     least = SMALL if draft and dtype is torch.float32 else 0
     return partial(packed_if_large, spare=[], least=least) if can_pack(dtype, device) else Plain
 
 
 def load_weights(build: ModelBuilder, checkpoint: Checkpoint, progress: Progress) -> None:
-    """Fill every place from the checkpoint, in the order of the files."""
+    """Fill every slot from the checkpoint, in the order of the files."""
     entries = named(build, checkpoint)
     match(build, checkpoint.folder.name, entries)
     wanted = [(entry, place) for name, entry in entries.items() for place in build.slots.get(name, ())]
@@ -144,14 +147,13 @@ def load_weights(build: ModelBuilder, checkpoint: Checkpoint, progress: Progress
             progress(done, total)
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(
-            torch.get_num_threads()
-        )  # what the readers asked for themselves, new threads would inherit
+        # New threads would inherit what the readers have set for themselves.
+        torch.set_num_threads(torch.get_num_threads())
 
 
 @torch.inference_mode()
 def load_piece(job: tuple[TensorEntry, WeightSlot]) -> int:
-    """Read one piece and put it in its place -> its bytes in the file."""
+    """Read one piece into its slot; returns its bytes in the file."""
     entry, place = job
     if place.is_direct_copy:
         place.fill(partial(entry.read_into, place.shard))
@@ -161,6 +163,7 @@ def load_piece(job: tuple[TensorEntry, WeightSlot]) -> int:
 
 
 def size_of(place: WeightSlot, entry: TensorEntry) -> int:
+    """Bytes in the file of what a slot takes."""
     return place.target.numel() * entry.dtype.itemsize
 
 
@@ -191,11 +194,12 @@ def renamed(name: str, renames: Mapping[str, str]) -> str:
 
 
 def ignored(build: ModelBuilder, name: str) -> bool:
+    """Whether the model needs no tensor of this name."""
     return any(fnmatchcase(name, pattern) for pattern in build.ignored)
 
 
 def match(build: ModelBuilder, where: str, entries: Mapping[str, TensorEntry]) -> None:
-    """Every tensor has a place, every place its tensor, and their shapes agree. Raises InvalidModel naming those."""
+    """Check that tensors and slots match one to one in name, shape and dtype. Raises InvalidModel naming others."""
     missing = [name for name in build.slots if name not in entries]
     if missing:
         raise InvalidModel(f"{where} lacks {len(missing)} tensors of the model: {listed(missing)}")
@@ -212,11 +216,12 @@ def match(build: ModelBuilder, where: str, entries: Mapping[str, TensorEntry]) -
 
 
 def short(dtype: torch.dtype) -> str:
+    """'float16' for torch.float16."""
     return str(dtype).removeprefix("torch.")
 
 
 def random_init(build: ModelBuilder, seed: int, progress: Progress) -> None:
-    """Random numbers in every place: one pool of them, tiled from a different start each time, at memory speed."""
+    """Fill every slot with random numbers: one pool, tiled from a different start each time, at memory speed."""
     places = [place for places in build.slots.values() for place in places if place.target.numel()]
     total = sum(place.target.nbytes for place in places)
     generator = torch.Generator().manual_seed(seed)
@@ -231,6 +236,7 @@ def random_init(build: ModelBuilder, seed: int, progress: Progress) -> None:
 
 
 def fill_random(place: WeightSlot, into: torch.Tensor, pool: torch.Tensor, start: int) -> None:
+    """Fill `into` with numbers of the slot's mean and deviation."""
     flat = into.view(-1)
     once = min(POOL, flat.numel())
     scaled = torch.add(place.mean, pool[start : start + once], alpha=place.std).to(flat.dtype)

@@ -1,7 +1,7 @@
 """A decoder as ONNX graphs over a flat K/V pool: `body.onnx`, tokens to hidden states, and `head.onnx`, to logits.
 
-The pool of a layer is [rows, D], one row a (page, K/V head, place): the same memory as the CPU executor's pages. A step
-scatters what it computes into its rows and gathers those it attends to. Standard operators (opset 23), nothing traced.
+The pool of a layer is [rows, D], one row a (block, K/V head, position): the same memory as the CPU executor's blocks. A
+step scatters new K/V into its rows and gathers those it attends to. Standard operators (opset 23), nothing traced.
 
 Letters: S spans of n tokens each, L positions attended to, G key/value heads, D head dim.
 """
@@ -38,10 +38,10 @@ Weight = Callable[[str], Floats]
 
 
 def export(source: Path, target: Path, *, int8: bool = False) -> None:
-    """Write `target`: the graphs, their weights in float32, and what else serving needs of `source`.
+    """Write the graphs with float32 weights, and the other files of `source` that serving needs, to `target`.
 
-    int8: matrices in int8, by dynamic quantisation. Raises InvalidModel for a model that these
-    graphs cannot say.
+    int8: matrices in int8, by dynamic quantization. Raises InvalidModel for a model that these
+    graphs cannot express.
     """
     config = read_config(source)
     spec = read_spec(config)
@@ -64,7 +64,7 @@ def export(source: Path, target: Path, *, int8: bool = False) -> None:
 
 
 def check(spec: ModelSpec, quantised: bool) -> None:
-    """Raises InvalidModel unless the graphs can say this model."""
+    """Raise InvalidModel for a model that these graphs cannot express."""
     name = spec.architecture
     if name not in SUPPORTED:
         raise InvalidModel(f"export-onnx knows no {name} (known: {', '.join(SUPPORTED)}): use --executor local")
@@ -77,7 +77,7 @@ def check(spec: ModelSpec, quantised: bool) -> None:
 
 
 class Graph:
-    """Nodes in order. A method's result is the name of what it makes."""
+    """A graph being built. Methods append nodes and return the names of their results."""
 
     def __init__(self, weight: Weight) -> None:
         self.weight = weight
@@ -85,30 +85,35 @@ class Graph:
         self.constants: list[Any] = []
 
     def op(self, kind: str, *inputs: str, outputs: int = 1, to: str = "", **attributes: Any) -> Any:
+        """A node; returns the name of its output, or a list of them. to: a name of one's own."""
         at = len(self.nodes)
         names = [to] if to else [f"{kind}.{at}.{i}" for i in range(outputs)]
         self.nodes.append(helper.make_node(kind, list(inputs), names, **attributes))
         return names[0] if outputs == 1 else names
 
     def const(self, value: npt.NDArray[Any]) -> str:
+        """A constant."""
         name = f"const.{len(self.constants)}"
         self.constants.append(numpy_helper.from_array(np.ascontiguousarray(value), name))
         return name
 
     def ints(self, *values: int) -> str:
+        """A constant of int64."""
         return self.const(np.array(values, dtype=np.int64))
 
     def linear(self, x: str, *names: str, bias: bool = False) -> str:
-        """The matrices called `names`, side by side."""
+        """A product with the matrices `names`, concatenated."""
         y = self.op("MatMul", x, self.const(np.concatenate([self.weight(f"{n}.weight") for n in names]).T))
         if not bias:
             return str(y)
         return str(self.op("Add", y, self.const(np.concatenate([self.weight(f"{n}.bias") for n in names]))))
 
     def norm(self, x: str, name: str, eps: float) -> str:
+        """An RMS norm."""
         return str(self.op("RMSNormalization", x, self.const(self.weight(f"{name}.weight")), axis=-1, epsilon=eps))
 
     def model(self, inputs: list[Any], outputs: list[Any]) -> Any:
+        """The graph as an ONNX model."""
         graph = helper.make_graph(self.nodes, "quire", inputs, outputs, self.constants)
         return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR)
 
@@ -116,7 +121,7 @@ class Graph:
 def body(spec: ModelSpec, weight: Weight) -> Any:
     """tokens and positions [S, n], rows [S * n * G, 1] to write, keys [S, G, L] rows to read, mask [S, 1, R * n, L].
 
-    Beside them each layer's pool, in and out: bound to the same memory, nothing but the rows written moves.
+    Each layer's pool is an input and an output; bound to the same memory, only the new rows are written.
     """
     g = Graph(weight)
     angles = g.op(
@@ -151,7 +156,7 @@ def body(spec: ModelSpec, weight: Weight) -> Any:
 
 
 def attention(g: Graph, spec: ModelSpec, x: str, turn: tuple[str, ...], i: int) -> str:
-    """One layer's, of the normed stream x [S, n, hidden]. Query heads that share a K/V head count as more queries."""
+    """Attention of one layer; x [S, n, hidden] is normed. Query heads that share a K/V head count as more queries."""
     at, heads, groups, dim = f"model.layers.{i}.self_attn", spec.heads, spec.kv_heads, spec.head_dim
     each = heads // groups
     qkv = g.linear(x, *(f"{at}.{n}" for n in ("q_proj", "k_proj", "v_proj")), bias=spec.qkv_bias)
@@ -195,7 +200,7 @@ def head(spec: ModelSpec, weight: Weight) -> Any:
 
 
 def save(model: Any, path: Path, int8: bool) -> None:
-    """Weights go to a file beside the graph: a graph cannot hold 2 GiB."""
+    """Save a model with its weights in a file of their own: a graph cannot hold 2 GiB."""
     data = path.with_suffix(".onnx.data")
     data.unlink(missing_ok=True)
     if not int8:

@@ -1,4 +1,4 @@
-"""Which format a checkpoint's matrices are in, by its quantization_config, or which one is made of them on request."""
+"""Quantization formats: read from a checkpoint's quantization_config, or made while loading on request."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel, nearest
-from quire.layers.quantization.base import Format, Matrix, WeightStorage
-from quire.layers.quantization.int4 import Int4Scheme, Int4Storage
-from quire.layers.quantization.scaled import ROW, TILE, OnlineQuantization, ScaledStorage, ScaleScheme
+from quire.layers.quantization.base import Format, Layout, Matrix, WeightStorage
+from quire.layers.quantization.int4 import Int4Scheme
+from quire.layers.quantization.scaled import ROW, TILE, OnlineQuantization, ScaleScheme
 from quire.models.spec import Config
 from quire.ops.base import Ops
 from quire.ops.quantized import E4M3
@@ -31,7 +31,7 @@ ONLINE: Mapping[str, ScaleScheme] = MappingProxyType(
         "int8_w8a8": ScaleScheme(torch.int8, ROW, activations=True),
     }
 )
-"""What can be made of plain weights while loading."""
+"""Methods of `--quantization` for plain weights, made while loading."""
 
 IGNORED_TENSORS = (
     "*.input_scale",
@@ -41,24 +41,27 @@ IGNORED_TENSORS = (
     "*.weight_shape",
     "*.input_zero_point",
 )
-"""Tensors of quantised checkpoints that are not needed: activations are scaled as they come."""
+"""Tensors of quantized checkpoints that are not needed: activations are scaled dynamically."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What a quantization_config says. how: of a quantised matrix. skipped: modules that are not. name: the method."""
+    """A quantization_config. name: its quant_method. layout: of quantized matrices. skipped: modules left plain."""
 
     name: str
-    layout: ScaleScheme | Int4Scheme
+    layout: Layout
     skipped: Sequence[str] = ()
 
     def is_skipped(self, name: str) -> bool:
-        """Whether the config names this matrix, or one it is part of, among those left as they were."""
+        """Whether the config leaves this matrix, or a module that holds it, unquantized."""
         return any(named(name, rule) for rule in self.skipped)
 
 
 class CheckpointFormat:
-    """A format: each matrix as the checkpoint has it. entries: its tensors; without any (dummy weights), by name."""
+    """A format that keeps each matrix as the checkpoint stores it.
+
+    entries: the checkpoint's tensors; where there are none (dummy weights), the config's names decide.
+    """
 
     def __init__(self, scheme: Scheme, plain: Format, entries: Mapping[str, TensorEntry]) -> None:
         self.scheme, self.plain, self.entries = scheme, plain, entries
@@ -70,15 +73,14 @@ class CheckpointFormat:
         if any(plain):
             names = ", ".join(part.name for part in matrix.parts)
             raise InvalidModel(f"some of {names} are quantised and some not: they are multiplied as one, and cannot be")
-        how = self.scheme.layout
-        return ScaledStorage(matrix, ops, how) if isinstance(how, ScaleScheme) else Int4Storage(matrix, ops, how)
+        return self.scheme.layout.store(matrix, ops)
 
-    def _plain(self, name: str, delicate: bool) -> bool:
+    def _plain(self, name: str, keep_precision: bool) -> bool:
         entry = self.entries.get(f"{name}.weight")
         if entry is not None:
             return entry.dtype.is_floating_point and entry.dtype.itemsize > 1
         return self.scheme.is_skipped(name) or (
-            delicate and not any(key.startswith(f"{name}.") for key in self.entries)
+            keep_precision and not any(key.startswith(f"{name}.") for key in self.entries)
         )
 
 
@@ -124,7 +126,7 @@ CONFIG, COMPRESSION = "quantization_config", "compression_config"
 
 
 def read_fp8(config: Config) -> Scheme:
-    """Block-wise, as DeepSeek V3 and Qwen 3 are published, or one scale a matrix."""
+    """FP8 with a scale per block, as DeepSeek V3 and Qwen 3 are published, or per matrix."""
     skipped = names(config, "modules_to_not_convert", "ignored_layers")
     block = config.fields.get("weight_block_size")
     if block is None:
@@ -135,11 +137,12 @@ def read_fp8(config: Config) -> Scheme:
 
 
 def read_fbgemm(config: Config) -> Scheme:
+    """FP8 with a scale per row."""
     return Scheme("fbgemm_fp8", ScaleScheme(E4M3, ROW), names(config, "modules_to_not_convert"))
 
 
 def read_awq(config: Config) -> Scheme:
-    """Lin et al. 2023."""
+    """AWQ (Lin et al. 2023), 4 bits."""
     bits, version = config.get(int, "bits", "w_bit", default=4), config.get(str, "version", default="gemm").lower()
     if bits != 4 or version != "gemm":
         raise InvalidModel(
@@ -150,7 +153,7 @@ def read_awq(config: Config) -> Scheme:
 
 
 def read_gptq(config: Config) -> Scheme:
-    """Frantar et al. 2022. The first version of the layout stores zero points less 1."""
+    """GPTQ (Frantar et al. 2022), 4 bits. The first version of the layout stores zero points less 1."""
     bits = config.get(int, "bits", default=4)
     if bits != 4:
         raise InvalidModel(f"{config.where}: GPTQ of {bits} bits is not supported: only 4")
@@ -206,7 +209,7 @@ def block_of(weights: Config) -> tuple[int, int]:
 
 
 def size(config: Config, group: object) -> int:
-    """-1 is all columns."""
+    """Read a group size, where -1 means all columns."""
     if type(group) is not int or group == 0 or group < -1:
         raise InvalidModel(f"{config.where}: group_size must be a number of columns, or -1 for all")
     return UNLIMITED if group == -1 else group
@@ -221,7 +224,7 @@ def names(config: Config, *fields: str) -> tuple[str, ...]:
 
 
 def named(name: str, rule: str) -> bool:
-    """Whether a rule, a module's name or 're:' and an expression, means this module or one it is part of."""
+    """Whether a rule, a module's name or 're:' and an expression, matches this module or one that holds it."""
     if rule.startswith("re:"):
         return re.match(rule[3:], name) is not None
     return f".{rule}." in f".{name}."

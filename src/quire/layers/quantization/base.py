@@ -157,6 +157,13 @@ class WeightStorage(Protocol):
         """After `finalize`, the quantized form, if there is one."""
 
 
+class Layout(Protocol):
+    """How a checkpoint stores a quantized matrix."""
+
+    def store(self, matrix: Matrix, ops: Ops) -> WeightStorage:
+        """The storage of a matrix in this layout. Raises InvalidModel for a matrix that it cannot hold."""
+
+
 class QuantizedWeight(Protocol):
     """The final form of a quantized matrix.
 

@@ -40,6 +40,10 @@ class Int4Scheme:
     more: int = 0
     ordered: bool = False
 
+    def store(self, matrix: Matrix, ops: Ops) -> Int4Storage:
+        """See `Layout`."""
+        return Int4Storage(matrix, ops, self)
+
 
 class Int4Weight:
     """The final form, see `Ops.int4_linear`."""

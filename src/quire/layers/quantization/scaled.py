@@ -31,6 +31,10 @@ class ScaleScheme:
     packed: bool = False
     activations: bool = False
 
+    def store(self, matrix: Matrix, ops: Ops) -> ScaledStorage:
+        """See `Layout`."""
+        return ScaledStorage(matrix, ops, self)
+
 
 ENOUGH, FAR = 8, 1e4
 """Of ENOUGH scales or more, none is FAR times the median."""
