@@ -13,8 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.model_runner.sampling.sampler import BROKEN, NO_TOKEN_ALLOWED, Sampled, Sampler
-from quire.model_runner.sampling.truncation import Truncation, truncate
+from quire.model_runner.sampling.sampler import BROKEN, NO_TOKEN_ALLOWED, Sampled, Sampler, Truncation, truncate
 from quire.scheduler.plan import Mask, NewSequence, Plan
 from quire.types import GREEDY, SamplingParams, TokenLogprobs
 from tests.model_runner.bench_rows import opened

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quire.model_runner.sampling.features import COLUMNS
-from quire.model_runner.sampling.truncation import Truncation, truncate
+from quire.model_runner.sampling.sampler import Truncation, truncate
 from quire.types import SamplingParams
 from tests.model_runner.oracle import kept
 

@@ -1,4 +1,4 @@
-"""How large the KV pool is: computed from shapes, never found by trial, and never more than the limits can use."""
+"""The size of the KV pool: computed from shapes, not found by trial, and never more than the limits can use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GIB = 1 << 30
 
 
 class LayerShape(NamedTuple):
-    """What one layer keeps a token: `heads` keys and values of `dim` numbers, in `dtype`, in units of their scales."""
+    """K/V of one layer per token: `heads` keys and values of `dim` numbers in `dtype`, in units of their scales."""
 
     heads: int
     dim: int
@@ -24,24 +24,25 @@ class LayerShape(NamedTuple):
 
 
 def layer_shapes(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[LayerShape, ...]:
-    """One dtype for all layers. shapes: (K/V heads, head dim) a layer, as `ModelSpec.kv_shapes`."""
+    """The same dtype for all layers. shapes: (K/V heads, head dim) per layer, as `ModelSpec.kv_shapes`."""
     return tuple(LayerShape(heads, dim, dtype) for heads, dim in shapes)
 
 
 def block_bytes(layers: Sequence[LayerShape], block_size: int) -> int:
-    """Bytes of one page: keys and values of `page_size` tokens in every layer."""
+    """Bytes of one block: keys and values of `block_size` tokens in every layer."""
     return sum(2 * block_size * each.heads * each.dim * each.dtype.itemsize for each in layers)
 
 
 def usable_blocks(rows: int, max_model_len: int, page_size: int) -> int:
-    """The most pages that `rows` sequences of `max_model_len` tokens can hold. A sequence's last token is never fed."""
+    """The most blocks that `rows` sequences of `max_model_len` tokens can hold. A sequence's last token is never
+    fed."""
     return rows * -(-(max_model_len - 1) // page_size)
 
 
 def plan_blocks(layers: Sequence[LayerShape], *, page_size: int, rows: int, max_model_len: int, budget: int) -> int:
-    """Pages for `budget` bytes, capped at what the limits can use; the spare page comes out of the budget too.
+    """Blocks for `budget` bytes, at most what the limits can use; the null block is paid from the budget too.
 
-    Raises InvalidConfig when not even one sequence of `max_model_len` fits, saying what would.
+    Raises InvalidConfig if not even one sequence of `max_model_len` fits, and names a length that does.
     """
     each = block_bytes(layers, page_size)
     pages = min(budget // each - 1, usable_blocks(rows, max_model_len, page_size))
@@ -63,11 +64,11 @@ def _gib(size: int) -> str:
 
 
 def activation_bytes(*, tokens: int, logits: int, hidden: int, widest: int, vocab_size: int, dtype: torch.dtype) -> int:
-    """The most a step of `tokens` needs beside weights and K/V: an estimate from above.
+    """An upper estimate of the bytes that a step of `tokens` needs beside weights and K/V.
 
-    Alive at once are the residual, its normed copy and an output [tokens, hidden] each, the widest projection's result
-    [tokens, widest] twice (before and after its activation), then float32 logits [logits, vocab_size] with one copy
-    for sampling.
+    At once there are the residual, its normed copy and an output [tokens, hidden] each, the widest projection's result
+    [tokens, widest] twice (before and after its activation), then float32 logits [logits, vocab_size] with one copy for
+    sampling.
     """
     body = tokens * (3 * hidden + 2 * widest) * dtype.itemsize
     head = logits * (hidden * dtype.itemsize + 2 * 4 * vocab_size)
@@ -75,22 +76,24 @@ def activation_bytes(*, tokens: int, logits: int, hidden: int, widest: int, voca
 
 
 def cpu_budget(available: int) -> int:
-    """KV bytes to take by default on a CPU with `available` bytes of free memory: a quarter, at most 4 GiB."""
+    """Default bytes of K/V on a CPU with `available` bytes of free memory: a quarter, at most 4 GiB."""
     return min(4 * GIB, available // 4)
 
 
 def allocate(
     layers: Sequence[LayerShape], *, pages: int, page_size: int, device: torch.device | str = "cpu"
 ) -> list[LayerKV]:
-    """The pool: `pages` and the spare one, zeros. On a CPU large tensors take memory only as pages are written.
+    """The pool: `pages` blocks and the null block, zeros. On a CPU large tensors take memory only as blocks are
+    written.
 
-    Raises MemoryError where that much cannot be had.
+    Raises MemoryError if there is not that much.
     """
 
     def zeros(each: LayerShape) -> torch.Tensor:
         try:
             return torch.zeros((pages + 1, each.heads, page_size, each.dim), dtype=each.dtype, device=device)
-        except RuntimeError as error:  # on a CPU torch has no class of its own for it
+        except RuntimeError as error:
+            # On a CPU torch has no exception class of its own for it.
             whole = _gib((pages + 1) * block_bytes(layers, page_size))
             raise MemoryError(f"{pages:,} KV blocks of {page_size} tokens take {whole}") from error
 

@@ -1,7 +1,8 @@
-"""The host-side row store that CPU, ONNX and gRPC executors share: per-row state as a fold over plans. No torch.
+"""Rows on the host, for the CPU and ONNX executors and gRPC servers: state per row, changed by plans and results. No
+torch.
 
-Everything lives in numpy columns indexed by row, so that a step over many rows is a few gathers. A row's drafts are
-kept right behind its history, so what a span feeds is one slice: `tokens[row, length : length + n]`.
+Columns are numpy arrays indexed by row, so that a step over many rows is a few gathers. A row's drafts follow its
+history, so what a span feeds is one slice: `tokens[row, length : length + n]`.
 """
 
 from __future__ import annotations
@@ -21,50 +22,51 @@ Ints = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepShape:
-    """What follows from the spans alone, and therefore is the same, object and all, in every step of steady decode.
+    """What follows from the spans alone, and is therefore the same object in every step of steady decode.
 
-    Letters: S spans, T tokens fed, R sampled rows (all spans' `rows`, back to back), Q spans that sample.
+    Letters: S spans, T tokens fed, R samples (all spans' `num_samples`, one span after the other), Q spans that sample.
     """
 
     spans: tuple[Span, ...]
     row: Ints
-    """[S] store row of each span."""
+    """[S] row of each span."""
     num_tokens: Ints
-    """[S] tokens it feeds."""
+    """[S] tokens that it feeds."""
     num_samples: Ints
-    """[S] rows it samples."""
+    """[S] samples that it takes."""
     query_start: npt.NDArray[np.int32]
     """[S+1]"""
     token_span: Ints
-    """[T] which span a token belongs to..."""
+    """[T] span of each token."""
     token_offset: Ints
-    """[T] ...and its place in it."""
+    """[T] index of each token in its span."""
     token_row: Ints
     """[T]"""
     prompt_spans: Ints
-    """Spans with rows = 0: prompt chunks."""
+    """Spans without samples: prompt chunks."""
     sampling_spans: Ints
-    """[Q] spans with rows > 0..."""
+    """[Q] spans with samples."""
     sampling_row: Ints
-    """[Q] ...and their store rows."""
+    """[Q] their rows."""
     first_sample: Ints
-    """[Q] where each one's sampled rows begin."""
+    """[Q] index of each one's first sample."""
     sample_indices: Ints
-    """[R] the fed token whose hidden state gives the logits."""
+    """[R] index of the fed token whose hidden state gives the logits."""
     sample_row: Ints
-    """[R] store row."""
+    """[R] row."""
     sample_offset: Ints
-    """[R] 0 for a span's first sampled row, 1 for the one behind its first draft..."""
+    """[R] 0 for a span's first sample, 1 for the one after its first draft, and so on."""
     is_last_sample: npt.NDArray[np.bool_]
-    """[R] whether it is its span's last: no draft follows."""
+    """[R] whether no draft follows in its span."""
     scored_spans: tuple[int, ...]
-    """Spans that want logits of known tokens too (prompt log-probabilities)."""
+    """Spans that need logits of known tokens too (prompt log-probabilities)."""
     max_query: int
     one_sample_each: bool
-    """Every span samples one row: decode, and last chunks."""
+    """Every span has one sample: decode, and last chunks."""
 
     @staticmethod
     def of(spans: tuple[Span, ...]) -> StepShape:
+        """The shape of some spans."""
         table = np.array(spans, dtype=np.intp).reshape(-1, 4)
         row, n, rows, logits = (np.ascontiguousarray(column) for column in table.T)
         start = np.zeros(len(spans) + 1, dtype=np.intp)
@@ -99,16 +101,17 @@ class StepShape:
 
 
 class RowState:
-    """Row state: history, length, page table, sampling, seed, drafts. Opened, extended and fed by plans only.
+    """History, length, block table, sampling parameters, seed and drafts of each row. Changed by plans and `advance`
+    only.
 
-    count: rows. max_model_len: longest sequence, in tokens. page_size: tokens a page. drafts: tokens drafted a step.
-    The columns are zero pages until touched, so capacity that is never used costs nothing.
+    num_rows: sequences at once. max_model_len: longest sequence, in tokens. block_size: tokens per block. max_drafts:
+    the most drafts of a step. Memory of the columns is not touched until it is used, so unused capacity costs nothing.
     """
 
     def __init__(self, num_rows: int, max_model_len: int, block_size: int, max_drafts: int = 0) -> None:
         self.num_rows, self.block_size, self.max_drafts = num_rows, block_size, max_drafts
         self.max_history = max_model_len + max_drafts + 1
-        """History longer than this belongs to a row that is past its limit: it is no longer extended."""
+        """A history of this length belongs to a row past its limit and is not extended."""
         self.max_model_len = max_model_len
         width = self.max_history + max_drafts + 1
         self.tokens = np.zeros((num_rows, width), dtype=np.int32)
@@ -119,14 +122,15 @@ class RowState:
         self.prompt_length = np.zeros(num_rows, dtype=np.intp)
         self.num_drafted = np.zeros(num_rows, dtype=np.intp)
         self.is_new = np.ones(num_rows, dtype=np.bool_)
-        """Opened since a drafter last looked."""
+        """[rows] whether the row was opened after a drafter last fed it."""
         self.features = SamplingFeatures(num_rows)
         self.shape = StepShape.of(())
         self.epoch = 0
-        """Grows when the shape or who is in it changes: what was derived from them is stale."""
+        """Incremented when the shape or its rows change: what was derived from them is stale."""
 
     def apply_plan(self, plan: Plan) -> StepShape:
-        """Apply what a plan opens and grows; the shape of its spans. Raises StepFailed if they cannot be."""
+        """Apply what a plan opens and extends; returns the shape of its spans. Raises StepFailed if they are
+        impossible."""
         epoch = self.epoch
         shape = self.apply_changes(plan)
         if self.epoch != epoch:
@@ -134,7 +138,7 @@ class RowState:
         return shape
 
     def apply_changes(self, plan: Plan) -> StepShape:
-        """`fold` for whoever runs ahead of results: spans are not yet compared with what their rows have."""
+        """`apply_plan` for look-ahead, before results are known: spans are not compared with their rows yet."""
         for one in plan.new_sequences:
             self._open(one)
         for row, pages in plan.new_blocks:
@@ -164,13 +168,15 @@ class RowState:
         self.features.open(one)
 
     def check(self, shape: StepShape) -> None:
-        """Raises StepFailed unless every span feeds what its row has."""
-        unfed = self.num_known[shape.row] - self.num_computed[shape.row]
-        wrong = shape.num_samples != np.maximum(0, shape.num_tokens - unfed + 1)
+        """Raises StepFailed unless every span feeds tokens that its row has."""
+        remaining = self.num_known[shape.row] - self.num_computed[shape.row]
+        wrong = shape.num_samples != np.maximum(0, shape.num_tokens - remaining + 1)
         wrong |= (shape.num_tokens < 1) | (shape.num_samples > 1 + self.num_drafted[shape.row])
         if wrong.any():
             span = shape.spans[int(np.argmax(wrong))]
-            raise StepFailed(f"plan and rows disagree: {span} for a row with {unfed[np.argmax(wrong)]} tokens to feed")
+            raise StepFailed(
+                f"plan and rows disagree: {span} for a row with {remaining[np.argmax(wrong)]} tokens to feed"
+            )
 
     def advance(
         self,
@@ -179,17 +185,18 @@ class RowState:
         bad: npt.NDArray[np.bool_],
         draft_matches: npt.NDArray[np.bool_] | None = None,
     ) -> tuple[Ints, Ints]:
-        """Advance every row by what its span fed and sampled. sampled [R], bad [R]: rows without an answer.
+        """Advance each row by what its span fed and sampled. sampled [R], bad [R]: samples without an answer.
 
-        A draft is accepted when it is the token sampled at its place (sample-and-match), so the answer is the same
-        with any drafts. right [R]: whether the draft behind a row was, where the device has compared them itself.
-        Returns how many of its rows each sampling span keeps [Q], those before a bad one, and which sampled row failed
-        it [Q] (-1: none). The drafts of the next step are to be written behind the history.
+        A draft is accepted when it is the token sampled at its position (sample-and-match), so the answer is the same
+        with any drafts. draft_matches [R]: whether the draft after a sample was accepted, where the device has compared
+        them. Returns how many of its samples each sampling span keeps [Q], those before a bad one, and which sample
+        failed it [Q] (-1: none). The drafts of the next step are written after the history.
         """
         self.num_computed[shape.row[shape.prompt_spans]] += shape.num_tokens[shape.prompt_spans]
         row, first = shape.sampling_row, shape.first_sample
         position = self.num_known[shape.sample_row] + shape.sample_offset
-        if len(first) == len(sampled) and not bad.any():  # one row each: nothing to match
+        if len(first) == len(sampled) and not bad.any():
+            # One sample each: there are no drafts.
             num_kept, failed = np.ones_like(first), np.full_like(first, -1)
         else:
             match = (
@@ -208,14 +215,14 @@ class RowState:
         return num_kept, failed
 
     def set_drafts(self, row: Ints, drafts: npt.NDArray[np.int32], depth: Ints) -> None:
-        """Put drafts [Q, k] behind the history of rows [Q], the first `depth` [Q] of each meant."""
+        """Write drafts [Q, k] after the history of rows [Q], of which the first `depth` [Q] count."""
         if drafts.shape[1]:
             at = self.num_known[row][:, None] + np.arange(drafts.shape[1])
             self.tokens[row[:, None], at] = drafts
         self.num_drafted[row] = depth
 
     def drafts_of(self, row: int) -> list[int]:
-        """The drafts a row will feed next."""
+        """The drafts that a row feeds next."""
         known = self.num_known[row]
         return [int(t) for t in self.tokens[row, known : known + self.num_drafted[row]]]
 

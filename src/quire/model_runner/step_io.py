@@ -15,8 +15,7 @@ from torch import Tensor
 
 from quire.model_runner.device_state import DeviceState
 from quire.model_runner.row_state import Ints, RowState, StepShape
-from quire.model_runner.sampling.logprobs import score
-from quire.model_runner.sampling.sampler import BROKEN, Sampled
+from quire.model_runner.sampling.sampler import BROKEN, Sampled, score_tokens
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.scheduler.plan import NO_TOKEN_ALLOWED, Mask, Plan, Result
 from quire.types import Pooling, TokenLogprobs
@@ -122,7 +121,7 @@ def score_prompt(
         stop = min(at + piece, end)
         part = model.logits(hidden[first + at : first + stop]).float().cpu()
         targets = rows.tokens[row, at + 1 : stop + 1].astype(np.intp)
-        out += score(part, targets, np.full(stop - at, num_top))
+        out += score_tokens(part, targets, np.full(stop - at, num_top))
     return out
 
 

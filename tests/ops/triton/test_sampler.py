@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.model_runner.sampling.features import COLUMNS
 from quire.model_runner.sampling.noise import Draw, stream
-from quire.model_runner.sampling.truncation import Truncation, truncate
+from quire.model_runner.sampling.sampler import Truncation, truncate
 from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.noise import exponentials
 from quire.ops.triton.sampler import BROKEN, FINE, STUCK, RequestedFeatures, SamplingTensors, sample

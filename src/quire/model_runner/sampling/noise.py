@@ -35,6 +35,7 @@ _15, _16 = np.uint32(15), np.uint32(16)
 
 
 def mix(x: Words) -> Words:
+    """The finalizer of the hash."""
     x = (x ^ (x >> _16)) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> _15)) * np.uint32(0x846CA68B)
     return x ^ (x >> _16)
@@ -46,7 +47,7 @@ def fold(h: Words, v: Ids | Words) -> Words:
 
 
 def salted(v: Ids | Words) -> Words:
-    """What `fold` makes of its second argument."""
+    """`fold`'s second argument, mixed."""
     return mix(v.astype(np.uint32) + np.uint32(0x9E3779B9))
 
 
@@ -73,7 +74,7 @@ _HOLDER = salted(np.zeros(1, np.intp))
 
 
 class Draw:
-    """Draws tokens from rows of logits over one vocabulary, whose hashes it keeps."""
+    """Draws tokens from logits over one vocabulary, whose hashes are precomputed."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab = vocab_size

@@ -1,4 +1,4 @@
-"""The noise of `runner.noise`, token by token the same: integers are equal by definition, logarithms to rounding."""
+"""The noise of `sampling.noise`, token by token: integers are equal by definition, logarithms up to rounding."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def mix(x):
+    """The finalizer of the hash."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -27,7 +28,7 @@ def exponential(h):
 
 @triton.jit
 def least(key, block, BLOCK: tl.constexpr):
-    """The least exponential of each block of BLOCK tokens, and which of them has it."""
+    """The least exponential of each block of BLOCK tokens, and the token in the block that has it."""
     head = fold(key, (block + 1073741824).to(tl.uint32))
     holder = fold(head, (block * 0).to(tl.uint32)) & (BLOCK - 1)
     return exponential(head) / BLOCK, holder.to(tl.int32)
@@ -35,7 +36,7 @@ def least(key, block, BLOCK: tl.constexpr):
 
 @triton.jit
 def exponentials(key, block, BLOCK: tl.constexpr):
-    """Those of one block's tokens, [BLOCK]."""
+    """The exponentials of one block's tokens, [BLOCK]."""
     i = tl.arange(0, BLOCK)
     low, holder = least(key, block, BLOCK)
     return low + tl.where(i == holder, 0.0, exponential(fold(key, (block * BLOCK + i).to(tl.uint32))))
@@ -43,5 +44,5 @@ def exponentials(key, block, BLOCK: tl.constexpr):
 
 @triton.jit
 def scores(x, temperature, key, block, BLOCK: tl.constexpr):
-    """x [BLOCK], the logits of one block of tokens -> what each scores with its noise; the greatest of all wins."""
+    """x [BLOCK], the logits of one block of tokens -> their scores with noise; the greatest of all wins."""
     return tl.div_rn(x, temperature) - tl.log(exponentials(key, block, BLOCK))

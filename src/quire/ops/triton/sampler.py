@@ -96,10 +96,10 @@ def penalty_bias_kernel(
     logits, row_of, position_of, history, prompt, repetition, frequency, presence, listed, token, amount, until, tally,
     width, vocab, PROMPT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row: what its lists add, then penalties.
+    """One row: list entries are added, then penalties applied.
 
-    Each token of the row is counted at its place in the tally, PROMPT for one of the prompt's. Then whoever finds a
-    count there takes it, so that each token is penalised once and nothing stays behind.
+    Each token of the row is counted in the tally, with PROMPT for one of the prompt's. Then the first thread that finds
+    a count takes it, so that each token is penalised once and the tally is zero again.
     """
     r = tl.program_id(0)
     wait(DEPENDENT)
