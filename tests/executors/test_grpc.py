@@ -237,6 +237,21 @@ def test_a_step_that_takes_longer_than_its_deadline_fails_its_requests() -> None
     assert event.error == "the executor was lost while this request ran: it may be sent again"
 
 
+def test_after_a_step_without_an_answer_the_next_one_goes_over_a_new_connection() -> None:
+    executor = Stuck(**SIZES)
+    executor.free = threading.Event()
+    with served(executor, deadline=0.05) as remote:
+        hung = remote.wire
+        assert hung is not None
+        with pytest.raises(ExecutorLost, match=r"no answer to a step within 0\.05 s"):
+            remote.launch(Plan((), (), ())).result()
+        with pytest.raises(ExecutorLost, match="no answer to a step"):
+            hung.send(pb.Command())
+        remote.reset()
+        assert remote.wire is not hung
+        executor.free.set()
+
+
 def test_a_step_is_over_when_its_answer_is_here() -> None:
     executor = Stuck(**SIZES)
     executor.free = threading.Event()

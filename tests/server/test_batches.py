@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.errors import Interrupted, InvalidConfig, TooLarge
+from quire.errors import Interrupted, InvalidConfig, Overloaded, TooLarge, Unavailable
 from quire.server.app import create_app
 from quire.server.batch_api import batches, files
 from quire.server.batch_api.runner import BatchService
@@ -280,6 +280,22 @@ async def test_killed_while_it_finishes_a_batch_has_its_files_once(
     assert not list((tmp_path / "batches").glob("*.output")) and not list((tmp_path / "batches").glob("*.errors"))
 
 
+@pytest.mark.parametrize("status", ["cancelled", "expired"])
+async def test_a_batch_whose_server_was_killed_while_finishing_it_ends_as_it_was_going_to(
+    tmp_path: Path, status: str
+) -> None:
+    async with office(tmp_path) as here:
+        await here.service.stop()
+        batch = await here.begin(line("a"), line("b"))
+        batches = here.service._batches
+        batches.record_answer(batch, "a", 200, {}, "req")
+        batches.set_status(batches.store.get(batch["id"]), "finalizing", finishes_as=status)
+    async with office(tmp_path) as here:
+        batch = await here.until(batch["id"], "completed", "cancelled", "expired")
+        assert batch["status"] == status and batch[f"{status}_at"] and batch["completed_at"] is None
+        assert here.server.port.submitted == []
+
+
 async def test_lines_left_when_the_completion_window_ends_are_reported_as_expired(tmp_path: Path) -> None:
     async with office(tmp_path) as here:
         await here.service.stop()
@@ -325,6 +341,28 @@ async def test_a_line_that_breaks_something_costs_only_itself(tmp_path: Path) ->
         assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
         [bad] = await here.lines(batch["error_file_id"])
         assert bad["response"]["status_code"] == 500 and "secret" not in json.dumps(bad)
+
+
+@pytest.mark.parametrize("error", [Unavailable("the engine is not ready"), Overloaded("the queue is full")])
+async def test_a_line_refused_while_the_server_is_busy_or_not_ready_is_asked_again(
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.server.batch_api.runner._PAUSE", 0.01)
+    refused: list[bytes] = []
+
+    def twice(answer: Any) -> Any:
+        async def one(path: str, body: bytes) -> Any:
+            if refused.count(body) < 2:
+                refused.append(body)
+                raise error
+            return await answer(path, body)
+
+        return one
+
+    async with office(tmp_path, wrap=twice) as here:
+        batch = await here.until((await here.begin(line("a"), line("b")))["id"], "completed")
+        assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+        assert len(refused) == 4
 
 
 async def test_a_line_that_stops_the_engine_each_time_is_given_up_and_costs_no_other(tmp_path: Path) -> None:
@@ -460,6 +498,18 @@ async def test_concurrent_uploads_share_the_space_for_files(tmp_path: Path) -> N
         incoming.end(one)
         incoming.write(other, second, b"x" * 20)
     assert incoming.space == 50
+
+
+async def test_uploads_that_are_over_take_no_room_beyond_that_of_their_files(tmp_path: Path) -> None:
+    """Whether they failed, or their files were kept and deleted."""
+    async with office(tmp_path) as here:
+        incoming = here.service._files._incoming
+        incoming._max_total = 10_000
+        for _ in range(4):
+            id = (await here.upload(b"x" * 4000)).json()["id"]
+            assert (await here.client.delete(f"/v1/files/{id}")).status_code == 200
+            check_error(await here.upload(b"x" * 4000, purpose="assistants"), 400, "purpose")
+        assert incoming.space == 10_000
 
 
 async def test_files_are_listed_by_pages_and_deleted(tmp_path: Path) -> None:

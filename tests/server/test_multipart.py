@@ -60,6 +60,12 @@ def test_a_file_too_large_is_refused_before_its_end() -> None:
         read(upload(b"x" * 5000)[:3000], [100] * 20, most=1000)
 
 
+def test_a_file_of_exactly_the_largest_size_is_taken_and_one_byte_more_is_not() -> None:
+    assert read(upload(b"x" * 1000), [100] * 9, most=1000)[1] == b"x" * 1000
+    with pytest.raises(TooLarge, match="larger"):
+        read(upload(b"x" * 1001), [100] * 9, most=1000)
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [

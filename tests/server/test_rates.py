@@ -47,3 +47,15 @@ async def test_idle_minutes_buy_no_more_tokens_than_one_minute_has() -> None:
         for idle in (600.0, 86400.0):
             clock.now += idle
             assert await burst() == first
+
+
+async def test_a_client_refused_for_part_of_a_second_is_told_to_wait_a_whole_one() -> None:
+    clock = Clock()
+    async with served(rates=Rates(requests=60, clock=clock)) as server:
+        for _ in range(60):
+            assert (await server.post("/v1/completions", prompt="the")).status_code == 200
+        clock.now += 0.7
+        refused = await server.post("/v1/completions", prompt="the")
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        clock.now += int(refused.headers["retry-after"])
+        assert (await server.post("/v1/completions", prompt="the")).status_code == 200

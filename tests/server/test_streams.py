@@ -233,6 +233,17 @@ def test_what_is_ready_of_one_prompt_is_sent_before_another_fails(order: tuple[i
     assert all(part.closed for part in parts)
 
 
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_answers_to_several_prompts_end_with_the_last_of_them_whichever_it_is(late: int) -> None:
+    parts = [Part([Delta(0, "a")], None) for _ in range(3)]
+    parts[late] = Part([Delta(0, "b")], [], [Delta(0, "c")], None)
+    merged = answer_all(Answering(parts), [cast(Any, None)] * 3, 1)  # type: ignore[arg-type]
+    assert len(merged.take() or ()) == 3
+    assert merged.take() == []
+    assert [(delta.index, delta.text) for delta in merged.take() or ()] == [(late, "c")]
+    assert merged.take() is None
+
+
 async def test_an_engine_that_dies_before_the_first_token_is_unavailable() -> None:
     async with served(None) as server:
         task = asyncio.ensure_future(server.post("/v1/completions", prompt="a", stream=True))
