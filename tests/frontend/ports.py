@@ -15,7 +15,7 @@ Script = Callable[[Request], Sequence[int]]
 
 
 class FakePort:
-    """Keeps what it was told. With a `script` it steps by itself, one token a request a step."""
+    """Records its calls. With a `script` it steps by itself, one token a request a step."""
 
     def __init__(self, script: Script | None = None, *, pages: int = 1000, max_model_len: int = 128) -> None:
         self.about = Description(
@@ -32,7 +32,7 @@ class FakePort:
         self.stats: dict[str, Any] = {}
         self.stepping = asyncio.Event()
         self.stepping.set()
-        self.told: OnTokens = lambda batch: None
+        self.on_tokens: OnTokens = lambda batch: None
         self.died: OnDeath = lambda reason: None
         self._task: asyncio.Task[None] | None = None
 
@@ -66,7 +66,7 @@ class FakePort:
         self.resets += 1
 
     def subscribe(self, on_tokens: OnTokens, on_death: OnDeath) -> None:
-        self.told, self.died = on_tokens, on_death
+        self.on_tokens, self.died = on_tokens, on_death
 
     def snapshot(self) -> Mapping[str, Any]:
         return self.stats
@@ -85,7 +85,7 @@ class FakePort:
     def say(self, request: Request | str, *tokens: int, **rest: Any) -> None:
         """One step that brings something to one request only."""
         id = request if isinstance(request, str) else request.id
-        self.told([RequestStepOutput(id, tokens, **rest)])
+        self.on_tokens([RequestStepOutput(id, tokens, **rest)])
 
     def die(self, reason: str) -> None:
         self.up = False
@@ -101,7 +101,7 @@ class FakePort:
                 if event.finish is not None:
                     self.running.pop(event.id, None)
             if batch:
-                self.told(batch)
+                self.on_tokens(batch)
 
     def _one(self, request: Request, said: list[int]) -> RequestStepOutput:
         asks = request.sampling

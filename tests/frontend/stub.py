@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server that does what its request's prompt says, faults above all. No house behind it."""
+"""An OpenAI-compatible server that does what its request's prompt says, faults above all."""
 
 from __future__ import annotations
 
@@ -159,13 +159,13 @@ class Stub:
         writer.write(plain(200, WHOLE) * 2)
 
     async def do_one(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One event, and then none until it is told, or the client leaves."""
+        """One event, and then none until it is resumed, or the client disconnects."""
         writer.write(HEAD + chunk(EVENTS[0]) if asked.json.get("stream") else b"")
-        gone, told = asyncio.ensure_future(reader.read(1)), asyncio.ensure_future(self.hold.wait())
-        await asyncio.wait((gone, told), return_when=asyncio.FIRST_COMPLETED)
-        for task in (gone, told):
+        gone, resumed = asyncio.ensure_future(reader.read(1)), asyncio.ensure_future(self.hold.wait())
+        await asyncio.wait((gone, resumed), return_when=asyncio.FIRST_COMPLETED)
+        for task in (gone, resumed):
             task.cancel()
-        await asyncio.gather(gone, told, return_exceptions=True)
+        await asyncio.gather(gone, resumed, return_exceptions=True)
         if not self.hold.is_set():
             self.left.append("one")
             raise ConnectionError

@@ -33,7 +33,7 @@ CARD = ModelCard(id="tiny", created=1, max_model_len=128)
 
 
 class Watching:
-    """Keeps what the rim tells."""
+    """Records what the backend reports."""
 
     def __init__(self) -> None:
         self.ends: list[FinishedRequest] = []
@@ -57,10 +57,10 @@ class Watching:
         self.surplus += tokens
 
     def text(self) -> bytes:
-        return b"rim_things_total 2.0\n"
+        return b"frontend_things_total 2.0\n"
 
 
-async def rim(port: FakePort, observer: Watching | None = None, **rest: Any) -> NativeBackend:
+async def start_backend(port: FakePort, observer: Watching | None = None, **rest: Any) -> NativeBackend:
     made = NativeBackend(engine=port, tokenizer=TOKENIZER, card=CARD, observer=observer, **rest)
     await made.start()
     return made
@@ -86,14 +86,14 @@ async def settle() -> None:
 
 
 async def test_it_is_a_backend() -> None:
-    backend: Backend = await rim(FakePort())
+    backend: Backend = await start_backend(FakePort())
     assert backend.ready()
     assert backend.alive()
 
 
 async def test_an_answer_comes_as_text_with_its_tokens() -> None:
     watching = Watching()
-    backend = await rim(FakePort(lambda _: says("a dog and a boat")), watching)
+    backend = await start_backend(FakePort(lambda _: says("a dog and a boat")), watching)
     deltas = await collect(backend, call())
     assert "".join(d.text for d in deltas) == "a dog and a boat"
     assert sum((d.tokens for d in deltas), ()) == tuple(says("a dog and a boat"))
@@ -105,7 +105,7 @@ async def test_an_answer_comes_as_text_with_its_tokens() -> None:
 
 
 async def test_many_answers_do_not_mix() -> None:
-    backend = await rim(FakePort(lambda r: says("dog " * (1 + int(r.id[1:].split("-")[0]) % 7) + r.id)))
+    backend = await start_backend(FakePort(lambda r: says("dog " * (1 + int(r.id[1:].split("-")[0]) % 7) + r.id)))
     texts = await asyncio.gather(*(collect(backend, call(id=f"c{i}", n=2)) for i in range(64)))
     for i, deltas in enumerate(texts):
         for choice in (0, 1):
@@ -117,7 +117,7 @@ async def test_many_answers_do_not_mix() -> None:
 
 async def test_what_is_ready_together_comes_together() -> None:
     port = FakePort()
-    backend = await rim(port)
+    backend = await start_backend(port)
     with closing(backend.answer(call())) as said:
         stream = iterate(said)
         first = asyncio.ensure_future(anext(stream))
@@ -129,7 +129,7 @@ async def test_what_is_ready_together_comes_together() -> None:
 
 async def test_a_stop_string_ends_the_row_at_once_and_surplus_is_counted() -> None:
     port, watching = FakePort(), Watching()
-    backend = await rim(port, watching)
+    backend = await start_backend(port, watching)
     task = asyncio.ensure_future(collect(backend, call(stop=["dog"])))
     await settle()
     tokens = TOKENIZER.encode("the dog and")
@@ -145,7 +145,7 @@ async def test_a_stop_string_ends_the_row_at_once_and_surplus_is_counted() -> No
 
 async def test_a_reader_that_leaves_ends_its_answers() -> None:
     port, watching = FakePort(), Watching()
-    backend = await rim(port, watching)
+    backend = await start_backend(port, watching)
     said = backend.answer(call(n=2))
     first = asyncio.ensure_future(anext(iterate(said)))
     await settle()
@@ -158,7 +158,7 @@ async def test_a_reader_that_leaves_ends_its_answers() -> None:
 
 async def test_a_reader_that_is_cancelled_ends_its_answers() -> None:
     port = FakePort()
-    backend = await rim(port)
+    backend = await start_backend(port)
     task = asyncio.ensure_future(collect(backend, call()))
     await settle()
     task.cancel()
@@ -169,7 +169,7 @@ async def test_a_reader_that_is_cancelled_ends_its_answers() -> None:
 
 async def test_what_a_reader_does_not_read_is_bounded() -> None:
     port = FakePort()
-    backend = await rim(port, max_unread=10)
+    backend = await start_backend(port, max_unread=10)
     with closing(backend.answer(call())) as said:
         stream = iterate(said)
         first = asyncio.ensure_future(anext(stream))
@@ -177,8 +177,8 @@ async def test_what_a_reader_does_not_read_is_bounded() -> None:
         [request] = port.submitted
         port.say(request, *TOKENIZER.encode("dog"))
         await first
-        for told in range(20):
-            assert bool(port.aborted) == (told > 10)
+        for count in range(20):
+            assert bool(port.aborted) == (count > 10)
             port.say(request, *TOKENIZER.encode("cat"))
         rest = [delta async for ready in stream for delta in ready]
     assert port.aborted == [request.id]
@@ -188,11 +188,11 @@ async def test_what_a_reader_does_not_read_is_bounded() -> None:
 
 async def test_an_answer_that_cannot_be_put_into_words_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
     port = FakePort()
-    backend = await rim(port)
+    backend = await start_backend(port)
     bad, good = (asyncio.ensure_future(collect(backend, call(id=id))) for id in ("bad", "good"))
     await settle()
     both = {request.id: request for request in port.submitted}
-    port.told([RequestStepOutput("bad-0", ("x",)), RequestStepOutput("good-0", tuple(TOKENIZER.encode("dog")))])  # type: ignore[arg-type]
+    port.on_tokens([RequestStepOutput("bad-0", ("x",)), RequestStepOutput("good-0", tuple(TOKENIZER.encode("dog")))])  # type: ignore[arg-type]
     port.say(both["good-0"], 1, finish="stop", stop_token=1)
     with pytest.raises(StepFailed, match=r"could not be put into words \(TypeError\)"):
         await bad
@@ -202,7 +202,7 @@ async def test_an_answer_that_cannot_be_put_into_words_ends_alone(caplog: pytest
 
 async def test_a_full_queue_refuses_with_a_time_to_wait() -> None:
     port, watching = FakePort(), Watching()
-    backend = await rim(port, watching, max_queued=2)
+    backend = await start_backend(port, watching, max_queued=2)
     port.stats = {"active_requests": 1}
     readers = [asyncio.ensure_future(collect(backend, call(id=f"c{i}"))) for i in range(3)]
     await settle()
@@ -223,12 +223,12 @@ async def test_a_full_queue_refuses_with_a_time_to_wait() -> None:
 
 async def test_more_answers_than_the_queue_holds_can_never_be() -> None:
     with pytest.raises(InvalidRequest, match="more than may wait"):
-        await collect(await rim(FakePort(), max_queued=2), call(n=3))
+        await collect(await start_backend(FakePort(), max_queued=2), call(n=3))
 
 
 async def test_a_deadline_ends_with_what_there_is() -> None:
     port = FakePort()
-    backend = await rim(port)
+    backend = await start_backend(port)
     task = asyncio.ensure_future(collect(backend, call(timeout=0.02, n=2)))
     await settle()
     port.say("c-0", *TOKENIZER.encode("the"))
@@ -240,12 +240,12 @@ async def test_a_deadline_ends_with_what_there_is() -> None:
 
 async def test_a_deadline_before_any_token_is_an_error() -> None:
     with pytest.raises(DeadlineExceeded, match=r"nothing was made within 0\.01 s"):
-        await collect(await rim(FakePort()), call(timeout=0.01))
+        await collect(await start_backend(FakePort()), call(timeout=0.01))
 
 
 async def test_a_deadline_that_the_engine_saw_first_counts_too() -> None:
     port = FakePort()
-    backend = await rim(port)
+    backend = await start_backend(port)
     task = asyncio.ensure_future(collect(backend, call(timeout=5)))
     await settle()
     port.say("c-0", finish="timeout")
@@ -255,7 +255,7 @@ async def test_a_deadline_that_the_engine_saw_first_counts_too() -> None:
 
 async def test_the_engines_death_fails_what_is_in_flight_and_refuses_the_rest() -> None:
     port = FakePort()
-    backend = await rim(port)
+    backend = await start_backend(port)
     tasks = [asyncio.ensure_future(collect(backend, call(id=f"c{i}"))) for i in range(2)]
     await settle()
     port.die("signal 9")
@@ -272,7 +272,7 @@ async def test_the_engines_death_fails_what_is_in_flight_and_refuses_the_rest() 
 
 async def test_a_failed_request_fails_alone() -> None:
     port = FakePort()
-    backend = await rim(port)
+    backend = await start_backend(port)
     bad, good = (asyncio.ensure_future(collect(backend, call(id=id))) for id in ("bad", "good"))
     await settle()
     port.say("bad-0", finish="error", error="no such page")
@@ -283,17 +283,18 @@ async def test_a_failed_request_fails_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "kind"), [(400, InvalidRequest), (413, TooLarge), (500, StepFailed), (503, Interrupted), (418, StepFailed)]
+    ("status", "kind"),
+    [(400, InvalidRequest), (413, TooLarge), (500, StepFailed), (503, Interrupted), (418, StepFailed)],
 )
 async def test_whose_mistake_a_failure_is_comes_with_it_whether_or_not_a_field_is_to_blame(
-    told: int, kind: type[QuireError]
+    status: int, kind: type[QuireError]
 ) -> None:
     for param in (None, "prompt"):
         port = FakePort()
-        backend = await rim(port)
+        backend = await start_backend(port)
         bad = asyncio.ensure_future(collect(backend, call(id="bad")))
         await settle()
-        port.told([RequestStepOutput("bad-0", (), "error", error="no such page", param=param, status=told)])
+        port.on_tokens([RequestStepOutput("bad-0", (), "error", error="no such page", param=param, status=status)])
         with pytest.raises(kind, match="no such page") as caught:
             await bad
         assert type(caught.value) is kind and caught.value.param == param
@@ -301,7 +302,7 @@ async def test_whose_mistake_a_failure_is_comes_with_it_whether_or_not_a_field_i
 
 async def test_draining_refuses_the_new_and_finishes_the_old() -> None:
     port = FakePort()
-    backend = await rim(port)
+    backend = await start_backend(port)
     task = asyncio.ensure_future(collect(backend, call()))
     await settle()
     drain = asyncio.ensure_future(backend.drain(5))
@@ -319,7 +320,7 @@ async def test_draining_refuses_the_new_and_finishes_the_old() -> None:
 
 async def test_draining_aborts_what_takes_too_long() -> None:
     port = FakePort()
-    backend = await rim(port)
+    backend = await start_backend(port)
     task = asyncio.ensure_future(collect(backend, call()))
     await settle()
     await backend.drain(0.01)
@@ -328,13 +329,13 @@ async def test_draining_aborts_what_takes_too_long() -> None:
 
 
 async def test_an_idle_backend_drains_at_once() -> None:
-    backend = await rim(FakePort())
+    backend = await start_backend(FakePort())
     await asyncio.wait_for(backend.drain(1000), 100)
 
 
 async def test_seeds_are_drawn_here_when_the_call_brings_none() -> None:
     port = FakePort(lambda _: says("a"))
-    backend = await rim(port)
+    backend = await start_backend(port)
     for i in range(2):
         await collect(backend, call(id=f"c{i}"))
     await collect(backend, call(id="mine", seed=5))
@@ -344,7 +345,7 @@ async def test_seeds_are_drawn_here_when_the_call_brings_none() -> None:
 
 
 async def test_the_context_is_what_the_engine_can_hold() -> None:
-    backend = await rim(FakePort(lambda _: says("a"), pages=4))
+    backend = await start_backend(FakePort(lambda _: says("a"), pages=4))
     assert backend.model().max_model_len == 64
     assert backend.model().vocab_size == 512
     with pytest.raises(InvalidRequest, match="holds 64"):
@@ -352,13 +353,13 @@ async def test_the_context_is_what_the_engine_can_hold() -> None:
 
 
 async def test_chat_without_a_template_says_what_to_do() -> None:
-    backend = await rim(FakePort())
+    backend = await start_backend(FakePort())
     with pytest.raises(InvalidRequest, match="--chat-template"):
         backend.render([{"role": "user", "content": "hi"}])
 
 
 async def test_chat_messages_become_tokens() -> None:
-    backend = await rim(FakePort(), chat=ChatTemplate(CHATML))
+    backend = await start_backend(FakePort(), chat=ChatTemplate(CHATML))
     text = backend.render([{"role": "user", "content": [{"type": "text", "text": "hi"}]}])
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert backend.encode(text, add_special_tokens=False)[0] == 2
@@ -366,7 +367,7 @@ async def test_chat_messages_become_tokens() -> None:
 
 async def test_stats_have_all_fields_before_the_first_step() -> None:
     port = FakePort()
-    backend = await rim(port)
+    backend = await start_backend(port)
     before = backend.stats()
     assert before["running"] is True
     assert before["model"] == "tiny"
@@ -376,18 +377,20 @@ async def test_stats_have_all_fields_before_the_first_step() -> None:
 
 
 async def test_metrics_are_the_engines_and_the_rims() -> None:
-    assert b"fake_steps_total 1.0\nrim_things_total 2.0\n" in (await rim(FakePort(), Watching())).metrics()
+    assert (
+        b"fake_steps_total 1.0\nfrontend_things_total 2.0\n" in (await start_backend(FakePort(), Watching())).metrics()
+    )
 
 
 async def test_errors_are_the_known_ones() -> None:
-    backend = await rim(FakePort())
+    backend = await start_backend(FakePort())
     for bad in (call(prompt=""), call(max_tokens=1000)):
         with pytest.raises(QuireError):
             await collect(backend, bad)
 
 
-async def test_a_token_costs_the_rim_little_more_than_its_text() -> None:
-    """What a rim linear in text length, or with a task a token, would break; both times are taken in turn, here."""
+async def test_a_token_costs_the_frontend_little_more_than_its_text() -> None:
+    """What a frontend linear in text length, or with a task a token, would break; both are timed in turn."""
     made: list[str] = []
     loop = asyncio.get_running_loop()
 
@@ -408,7 +411,7 @@ async def test_a_token_costs_the_rim_little_more_than_its_text() -> None:
     for _ in range(20):
         began = time.thread_time()
         for _ in range(25):
-            port.told([RequestStepOutput(id, (token,)) for id in ids])
+            port.on_tokens([RequestStepOutput(id, (token,)) for id in ids])
             await asyncio.sleep(0)
         half = time.thread_time()
         for _ in range(25):
@@ -417,7 +420,7 @@ async def test_a_token_costs_the_rim_little_more_than_its_text() -> None:
         spent.append(half - began)
         control.append(time.thread_time() - half)
     loop.set_task_factory(None)
-    port.told([RequestStepOutput(id, (token,), "length") for id in ids])
+    port.on_tokens([RequestStepOutput(id, (token,), "length") for id in ids])
     await asyncio.gather(*tasks)
     assert not made
     ratio = [took / text for took, text in zip(spent, control, strict=True)]  # a busy machine slows both down

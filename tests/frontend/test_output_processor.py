@@ -28,7 +28,7 @@ def ids(text: str) -> tuple[int, ...]:
 
 
 def run(one: OutputProcessor, events: list[RequestStepOutput]) -> list[Delta]:
-    """As the rim reads them: nothing after the end."""
+    """As the backend reads them: nothing after the end."""
     deltas = []
     for event in events:
         delta = one.process(event)
@@ -72,8 +72,8 @@ def test_however_tokens_are_cut_into_steps_the_answer_is_the_same(
     assert steps == whole(run(answer(**fields), events([])))
     assert steps == whole(run(answer(**fields), events([99])))
     if steps[2] == "stop" and steps[3] in stops:
-        told, used = steps[0], steps[1]
-        assert TOKENIZER.decode(used).startswith(told)
+        emitted, used = steps[0], steps[1]
+        assert TOKENIZER.decode(used).startswith(emitted)
         assert used == tuple(tokens[: len(used)])
 
 
@@ -84,8 +84,8 @@ def test_the_end_token_is_counted_but_not_shown_and_not_named() -> None:
 
 def test_a_stop_token_of_the_request_is_named() -> None:
     token = ids("the")[0]
-    told = run(answer(stop_token_ids=[token]), [RequestStepOutput("a", (*ids("a"), token), "stop", token)])
-    assert whole(told) == ("a", (*ids("a"), token), "stop", token)
+    emitted = run(answer(stop_token_ids=[token]), [RequestStepOutput("a", (*ids("a"), token), "stop", token)])
+    assert whole(emitted) == ("a", (*ids("a"), token), "stop", token)
     shown = run(
         answer(stop_token_ids=[token], include_stop_str_in_output=True),
         [RequestStepOutput("a", (*ids("a"), token), "stop", token)],
@@ -110,14 +110,14 @@ def test_tokens_past_a_stop_string_are_surplus_and_not_counted() -> None:
     assert one.num_surplus == len(tokens) - len(used)
 
 
-def test_text_held_back_is_told_at_the_end() -> None:
+def test_text_held_back_is_emitted_at_the_end() -> None:
     one = answer(stop=["boats"])
     first = run(one, [RequestStepOutput("a", (t,)) for t in ids("a boat")])
     assert "".join(d.text for d in first) == "a "
     assert one.end("length").text == "boat"
 
 
-def test_half_a_character_is_told_only_at_the_end_and_its_tokens_with_it() -> None:
+def test_half_a_character_is_emitted_only_at_the_end_and_its_tokens_with_it() -> None:
     tokens = ids("🐸")[:-1]
     one = answer()
     assert run(one, [RequestStepOutput("a", tokens)]) == []
@@ -137,7 +137,7 @@ def test_log_probabilities_of_the_prompt_come_with_the_first_text() -> None:
     assert [d.prompt_logprobs for d in deltas] == [(None, score, score)]
 
 
-def test_cached_tokens_are_told_with_every_delta() -> None:
+def test_cached_tokens_are_in_every_delta() -> None:
     deltas = run(answer(), [RequestStepOutput("a", ids("a"), num_cached=16), RequestStepOutput("a", ids("b"))])
     assert [d.num_cached for d in deltas] == [16, 16]
 

@@ -74,7 +74,7 @@ async def until(true: Callable[[], bool], seconds: float = 100.0) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_it_is_started_again_when_it_dies_and_ends_when_told(fake: Path, tmp_path: Path) -> None:
+async def test_it_is_restarted_when_it_dies_and_ends_when_closed(fake: Path, tmp_path: Path) -> None:
     port = free_port()
     kept = tmp_path / "log"
     server = PrivateServer(

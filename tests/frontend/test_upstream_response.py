@@ -50,25 +50,25 @@ class Heard:
     def on_tokens(self, tokens: int) -> None:
         self.made += tokens
 
-    def on_end(self, passage: UpstreamResponse, error: str | None) -> None:
+    def on_end(self, response: UpstreamResponse, error: str | None) -> None:
         self.over.append(error)
 
 
 def passed(wire: Wire) -> tuple[list[bytes], UpstreamResponse, Heard, str]:
-    """The pieces that went on, the passage, what was heard, and the error at the end."""
+    """The pieces that went on, the response, what was heard, and the error at the end."""
     heard = Heard()
-    passage = UpstreamResponse(wire, lambda connection: None, heard, "there")  # type: ignore[arg-type]
+    response = UpstreamResponse(wire, lambda connection: None, heard, "there")  # type: ignore[arg-type]
     pieces: list[bytes] = []
 
     async def read() -> str:
         try:
-            while data := await passage.read():
+            while data := await response.read():
                 pieces.append(data)
         except Unavailable as error:
             return str(error)
         return ""
 
-    return pieces, passage, heard, asyncio.run(read())
+    return pieces, response, heard, asyncio.run(read())
 
 
 def cut(data: bytes, places: list[int]) -> list[bytes]:
@@ -79,10 +79,10 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
 @given(st.lists(st.integers(0, 10_000), max_size=40), st.sampled_from([b"\n\n", b"\r\n\r\n"]))
 def test_any_cut_passes_whole_events_and_counts_the_same(places: list[int], end: bytes) -> None:
     stream = b"".join([*EVENTS[:3], TRICKY, *EVENTS[3:]]).replace(b"\n\n", end)
-    pieces, passage, heard, error = passed(Wire(*cut(stream, places)))
+    pieces, response, heard, error = passed(Wire(*cut(stream, places)))
     assert b"".join(pieces) == stream and not error
     assert all(piece.endswith(end) for piece in pieces)
-    assert (passage.tokens, passage.prompt_tokens, passage.finish, passage.id) == (4, 3, "length", "cmpl-7")
+    assert (response.tokens, response.prompt_tokens, response.finish, response.id) == (4, 3, "length", "cmpl-7")
     assert heard.made == 5 and heard.over == [None]
 
 
@@ -96,8 +96,8 @@ def test_a_death_anywhere_cuts_no_event(place: int) -> None:
 
 
 def test_usage_with_every_event_is_the_last_ones() -> None:
-    _, passage, heard, _ = passed(Wire(b"\n\n".join([*CHAT, b""])))
-    assert (passage.tokens, passage.prompt_tokens, passage.finish) == (3, 2, "length")
+    _, response, heard, _ = passed(Wire(b"\n\n".join([*CHAT, b""])))
+    assert (response.tokens, response.prompt_tokens, response.finish) == (3, 2, "length")
     assert heard.made == 3
 
 
@@ -110,8 +110,8 @@ def test_usage_with_every_event_is_the_last_ones() -> None:
 )
 def test_usage_is_found_where_other_apis_put_it(last: dict[str, Any]) -> None:
     stream = b"event: x\ndata: {}\n\nevent: y\ndata: " + json.dumps(last).encode() + b"\n\n"
-    _, passage, _, _ = passed(Wire(stream))
-    assert (passage.tokens, passage.prompt_tokens) == (6, 5)
+    _, response, _, _ = passed(Wire(stream))
+    assert (response.tokens, response.prompt_tokens) == (6, 5)
 
 
 def test_an_event_without_end_is_held_only_so_long() -> None:
@@ -119,7 +119,7 @@ def test_an_event_without_end_is_held_only_so_long() -> None:
     assert [len(piece) for piece in pieces] == [MAX_HELD_BYTES, MAX_HELD_BYTES // 2]
 
 
-def test_a_stream_that_just_stops_is_told_from_one_that_ends() -> None:
+def test_a_stream_that_is_cut_short_differs_from_one_that_ends() -> None:
     *_, error = passed(Wire(EVENTS[0], until_closed=True))
     assert "in the middle of its answer" in error
     *_, error = passed(Wire(*EVENTS, until_closed=True))

@@ -1,4 +1,4 @@
-"""However an answer is cut into pieces, what is told of it is the same, and nothing is lost."""
+"""However an answer is cut into pieces, its parts are the same, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -110,11 +110,11 @@ def test_calls_that_are_well_written_are_read_as_they_were_meant(
     assert read == made
 
 
-Told = list[tuple[str, str]]
+Parts = list[tuple[str, str]]
 C: str = "content"
-CALL: Told = [("call", "now"), ("arguments", "{}")]
+CALL: Parts = [("call", "now"), ("arguments", "{}")]
 
-READ: list[tuple[str, str, Told]] = [
+READ: list[tuple[str, str, Parts]] = [
     ("hermes", 'Hi.\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n', [(C, "Hi."), *CALL]),
     ("hermes", '<tool_call>{"name": "now"}</tool_call>', CALL),
     ("hermes", '<tool_call>{"arguments": {}, "id": 3, "name": "now"}', CALL),
@@ -153,11 +153,11 @@ READ: list[tuple[str, str, Told]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "want"), READ)
-def test_each_style_is_read_as_its_family_writes_it(name: str, text: str, want: Told) -> None:
+def test_each_style_is_read_as_its_family_writes_it(name: str, text: str, want: Parts) -> None:
     assert [(part.kind, part.text) for part in tell(Reader(STYLES[name], TOOLS), text)] == want
 
 
-UNCLOSED: list[tuple[str, str, Told]] = [
+UNCLOSED: list[tuple[str, str, Parts]] = [
     ("hermes", '<tool_call>{"name": "now"}\n</tool_call>', CALL),
     ("hermes", '<tool_call>{"name": "now"}</tool_call></tool_call>', [*CALL, (C, "</tool_call>")]),
     ("hermes", '<tool_call>{"name": "now"}</tool_', [*CALL, (C, "</tool_")]),
@@ -174,12 +174,12 @@ UNCLOSED: list[tuple[str, str, Told]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "want"), READ + UNCLOSED)
-def test_a_mark_may_be_split_anywhere_within_and_behind_a_call(name: str, text: str, want: Told) -> None:
+def test_a_mark_may_be_split_anywhere_within_and_behind_a_call(name: str, text: str, want: Parts) -> None:
     for sizes in ([1] * len(text), *([i] for i in range(len(text))), *([i, 1] for i in range(len(text)))):
         assert [(part.kind, part.text) for part in tell(Reader(STYLES[name], TOOLS), text, sizes)] == want, sizes
 
 
-def test_arguments_are_told_while_they_are_written() -> None:
+def test_arguments_are_emitted_while_they_are_written() -> None:
     reader = Reader(STYLES["hermes"], TOOLS)
     assert reader.feed('<tool_call>{"name": "get_weather", "arguments": {"city": "Pa') == [
         TextPart("call", "get_weather"),
@@ -188,7 +188,7 @@ def test_arguments_are_told_while_they_are_written() -> None:
     assert reader.feed('ris"') == [TextPart("arguments", 'ris"')]
 
 
-def test_no_more_calls_are_told_than_may_be_made() -> None:
+def test_no_more_calls_are_emitted_than_may_be_made() -> None:
     text = '[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]'
     assert [part.kind for part in tell(Reader(STYLES["mistral"], TOOLS, most=1), text)] == ["call", "arguments"]
 
@@ -200,7 +200,7 @@ def test_deep_or_endless_arguments_end_a_call_and_are_kept() -> None:
     assert sum(part.text.count("[") for part in parts) == 5000
 
 
-THOUGHTS: list[tuple[bool, str, Told]] = [
+THOUGHTS: list[tuple[bool, str, Parts]] = [
     (False, "<think>\nhm\n</think>\n\nYes.", [("reasoning", "hm"), (C, "Yes.")]),
     (True, "hm\n</think>\n\nYes.", [("reasoning", "hm"), (C, "Yes.")]),
     (True, "<think>hm", [("reasoning", "hm")]),
@@ -211,7 +211,7 @@ THOUGHTS: list[tuple[bool, str, Told]] = [
 
 
 @pytest.mark.parametrize(("inside", "text", "want"), THOUGHTS)
-def test_thoughts_come_out_without_their_marks(inside: bool, text: str, want: Told) -> None:
+def test_thoughts_come_out_without_their_marks(inside: bool, text: str, want: Parts) -> None:
     assert [(part.kind, part.text) for part in tell(Thinking(inside=inside), text)] == want
 
 
@@ -232,7 +232,7 @@ def test_no_thoughts_no_tokens() -> None:
     assert thoughts.count == 0
 
 
-def test_a_prompt_tells_whether_the_answer_begins_with_thoughts() -> None:
+def test_a_prompt_shows_whether_the_answer_begins_with_thoughts() -> None:
     assert thinks_first("qwen3", "<|assistant|><think>\n")
     assert not thinks_first("qwen3", "<|assistant|>")
     assert not thinks_first("deepseek_r1", "<|assistant|><think>\n\n</think>\n\n")
@@ -243,7 +243,7 @@ def test_a_prompt_tells_whether_the_answer_begins_with_thoughts() -> None:
     )
 
 
-def test_a_template_tells_its_style() -> None:
+def test_a_template_shows_its_style() -> None:
     signs = {
         "hermes": "x<tool_call>",
         "mistral": "[TOOL_CALLS]",
@@ -259,7 +259,7 @@ def test_a_template_tells_its_style() -> None:
 
 
 @pytest.mark.parametrize("style", STYLES.values(), ids=lambda style: style.name)
-def test_a_template_without_tools_is_told_of_them_in_words(style: ToolStyle) -> None:
+def test_a_template_without_tools_gets_them_as_text(style: ToolStyle) -> None:
     tool = {"type": "function", "function": {"name": "now", "parameters": {}}}
     call = {"type": "function", "function": {"name": "now", "arguments": {"a": 1}}}
     history: list[dict[str, Any]] = [

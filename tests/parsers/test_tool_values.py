@@ -57,7 +57,7 @@ def pieces(parts: list[TextPart]) -> list[TextPart]:
     return joined(parts)
 
 
-def told(name: str, *texts: str) -> list[TextPart]:
+def parse(name: str, *texts: str) -> list[TextPart]:
     reader, parts = Reader(STYLES[name], TOOLS), []
     for text in texts:
         parts += reader.feed(text)
@@ -70,10 +70,10 @@ def refuse(constant: str) -> None:
 
 def check(name: str, text: str) -> None:
     text = text.encode(errors="replace").decode()  # as detokenised: no half of a pair
-    whole = told(name, text)
-    assert told(name, *text) == whole
+    whole = parse(name, text)
+    assert parse(name, *text) == whole
     for at in range(len(text)):
-        assert told(name, text[:at], text[at:]) == whole
+        assert parse(name, text[:at], text[at:]) == whole
     made = [part for part in whole if part.kind == "call"]
     arguments = [part for part in whole if part.kind == "arguments"]
     assert len(arguments) == len(made)
@@ -106,10 +106,10 @@ def test_any_json_at_length(name: str, call: Any, ascii: bool) -> None:
 @pytest.mark.parametrize("given", [[1], [], 7, 0, True, False, -1.5, "[1]", "7", "true", '"{}"', '{"a": NaN}'])
 def test_arguments_that_are_no_object_are_no_call(given: Any) -> None:
     text = json.dumps({"name": "weather", "arguments": given})
-    assert told("llama3_json", text) == [TextPart("content", text)]
+    assert parse("llama3_json", text) == [TextPart("content", text)]
 
 
 @pytest.mark.parametrize("given", [None, "null", "{}", {}])
 def test_arguments_that_are_null_or_empty_are_an_empty_object(given: Any) -> None:
     text = json.dumps({"name": "weather", "arguments": given})
-    assert told("llama3_json", text) == [TextPart("call", "weather"), TextPart("arguments", "{}")]
+    assert parse("llama3_json", text) == [TextPart("call", "weather"), TextPart("arguments", "{}")]

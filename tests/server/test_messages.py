@@ -198,9 +198,9 @@ async def test_the_client_raises_what_the_server_says_also_in_mid_stream() -> No
             while not server.port.submitted:
                 await asyncio.sleep(0)
             id = server.port.submitted[0].id
-            server.port.told([RequestStepOutput(id, (TOKENIZER.encode("a")[0],))])
+            server.port.on_tokens([RequestStepOutput(id, (TOKENIZER.encode("a")[0],))])
             await asyncio.sleep(0)
-            server.port.told([RequestStepOutput(id, (), "error", error="the card is on fire")])
+            server.port.on_tokens([RequestStepOutput(id, (), "error", error="the card is on fire")])
 
         breaking = asyncio.ensure_future(break_off())
         with pytest.raises(APIStatusError, match="on fire"):

@@ -305,7 +305,7 @@ async def test_a_token_is_written_by_the_step_that_brings_it() -> None:
         while len(server.port.submitted) < 6:
             await asyncio.sleep(0)
         step = [RequestStepOutput(request.id, TOKENIZER.encode("the")) for request in server.port.submitted]
-        server.port.told(step)
+        server.port.on_tokens(step)
         assert [[body.count(b'"text":"the"') for body in raw.bodies] for raw in raws] == [[2]] * 3
         for raw in raws:
             raw.left.set()
@@ -318,7 +318,9 @@ async def test_a_stream_whose_client_is_gone_takes_no_other_with_it() -> None:
         while len(server.port.submitted) < 2:
             await asyncio.sleep(0)
         broken.fails = True
-        server.port.told([RequestStepOutput(request.id, TOKENIZER.encode("the")) for request in server.port.submitted])
+        server.port.on_tokens(
+            [RequestStepOutput(request.id, TOKENIZER.encode("the")) for request in server.port.submitted]
+        )
         assert len(whole.bodies) == 1
         with pytest.raises(ConnectionError):
             await broken.ended

@@ -134,7 +134,7 @@ async def test_a_schema_the_engine_refuses_is_a_400_before_any_token_streaming_o
                 structure = request.sampling.structured_outputs
                 why = f"{structure.param}: the JSON schema cannot be used: Invalid type: strng"
                 event = RequestStepOutput(request.id, (), "error", error=why, param=structure.param, status=400)
-                asyncio.get_running_loop().call_soon(self.told, [event])
+                asyncio.get_running_loop().call_soon(self.on_tokens, [event])
 
     async with served(None, port=Refusing()) as server:
         for body in ({"response_format": {"type": "json_schema", "schema": {"type": "strng"}}}, {"guided_json": {}}):

@@ -1,6 +1,6 @@
 """A vocabulary of 61 tokens, byte-level, for the tiny model: letters, digits, JSON's marks, some pairs of them.
 
-It spells all of JSON but escapes: where a text is forced on that no token spells, the library cannot go on.
+It has all of JSON but escapes: where a text is forced on that no token has, the library cannot go on.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def allowed(mask: bytes | None) -> set[int]:
     return {t for t in range(VOCAB) if t >> 3 < len(mask) and mask[t >> 3] >> (t & 7) & 1}
 
 
-def spell(text: str) -> list[int]:
+def tokens_of(text: str) -> list[int]:
     """One token a character."""
     core = tokenizer()
     found = [core.id_of("Ġ" if c == " " else c) for c in text]

@@ -98,7 +98,7 @@ def any_of(rng: random.Random) -> Schema:
 
 
 def one_of(rng: random.Random) -> Schema:
-    """Told apart by a constant, as typed unions are."""
+    """Distinguished by a constant, as typed unions are."""
     return {"oneOf": [_tagged(rng, tag) for tag in ("cat", "dog", "bird")[: rng.randrange(2, 4)]]}
 
 

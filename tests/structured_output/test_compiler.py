@@ -1,4 +1,4 @@
-"""Compiling beside the loop: who waits, who is told, what is kept, and what happens when it takes too long."""
+"""Compiling beside the loop: which requests wait, what they get, what is cached, and what a timeout does."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Named:
 
 
 class Bench:
-    """A compiler that counts, waits when told to, and refuses what says so."""
+    """A compiler that counts, waits when asked to, and refuses what says so."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -66,7 +66,7 @@ def ask(id: str, regex: str, param: str = "structured_outputs") -> Request:
 
 
 @contextmanager
-def workshop(bench: Callable[[StructuredOutputsParams], Made], **rest: object) -> Iterator[GrammarCompiler]:
+def grammar_compiler(bench: Callable[[StructuredOutputsParams], Made], **rest: object) -> Iterator[GrammarCompiler]:
     shop = GrammarCompiler(bench, **rest)  # type: ignore[arg-type]
     try:
         yield shop
@@ -78,14 +78,14 @@ def hear(shop: GrammarCompiler, count: int = 1) -> dict[str, str]:
     """What has become of the next `count`: their sources, or the errors' words."""
     out: dict[str, str] = {}
     while len(out) < count:
-        assert select.select(shop.wait_fds(), [], [], 20)[0], "nobody called"
+        assert select.select(shop.wait_fds(), [], [], 20)[0], "not called"
         for id, made in shop.poll():
             out[id] = str(made) if isinstance(made, InvalidRequest) else made.source  # type: ignore[attr-defined]
     return out
 
 
 def test_a_request_without_structure_is_free_at_once() -> None:
-    with workshop(Bench()) as shop:
+    with grammar_compiler(Bench()) as shop:
         request = Request(id="a", prompt=(1,), max_new_tokens=1)
         assert shop.constraint_for(request) is FREE and shop.get_or_compile(request) is FREE
         assert shop.timeout() is None and shop.poll() == []
@@ -93,7 +93,7 @@ def test_a_request_without_structure_is_free_at_once() -> None:
 
 def test_who_asks_for_the_same_waits_for_one_compilation_and_later_ones_do_not_wait() -> None:
     bench = Bench()
-    with workshop(bench) as shop:
+    with grammar_compiler(bench) as shop:
         gate = bench.hold("a")
         assert [shop.constraint_for(ask(str(i), "a")) for i in range(3)] == [PENDING] * 3
         assert 0 < (shop.timeout() or 0) <= 10
@@ -104,15 +104,15 @@ def test_who_asks_for_the_same_waits_for_one_compilation_and_later_ones_do_not_w
 
 
 def test_each_request_has_a_constraint_of_its_own() -> None:
-    with workshop(Bench()) as shop:
+    with grammar_compiler(Bench()) as shop:
         shop.constraint_for(ask("x", "a"))
         hear(shop)
         assert shop.constraint_for(ask("y", "a")) is not shop.constraint_for(ask("z", "a"))
 
 
-def test_a_refusal_is_told_in_each_clients_own_words_and_remembered() -> None:
+def test_a_refusal_names_each_clients_own_field_and_is_cached() -> None:
     bench = Bench()
-    with workshop(bench) as shop:
+    with grammar_compiler(bench) as shop:
         gate = bench.hold("bad")
         shop.constraint_for(ask("1", "bad"))
         shop.constraint_for(ask("2", "bad", "guided_regex"))
@@ -125,8 +125,8 @@ def test_a_refusal_is_told_in_each_clients_own_words_and_remembered() -> None:
             shop.get_or_compile(ask("4", "bad"))
 
 
-def test_a_surprise_in_the_compiler_costs_its_request_only_and_is_not_told() -> None:
-    with workshop(Bench()) as shop:
+def test_a_surprise_in_the_compiler_costs_its_request_only_and_is_not_shown() -> None:
+    with grammar_compiler(Bench()) as shop:
         shop.constraint_for(ask("1", "odd"))
         assert hear(shop) == {"1": "structured_outputs: it cannot be compiled: ZeroDivisionError"}
         shop.constraint_for(ask("2", "odd model"))
@@ -138,7 +138,7 @@ def test_a_surprise_in_the_compiler_costs_its_request_only_and_is_not_told() -> 
 def test_one_that_takes_too_long_is_refused_in_time_and_the_next_ones_are_compiled() -> None:
     now = [0.0]
     bench = Bench()
-    with workshop(bench, timeout=5.0, clock=lambda: now[0]) as shop:
+    with grammar_compiler(bench, timeout=5.0, clock=lambda: now[0]) as shop:
         gate = bench.hold("slow")
         shop.constraint_for(ask("1", "slow"))
         while bench.done == [] and not shop._jobs[StructuredOutputsParams(regex="slow")].started:
@@ -162,7 +162,7 @@ def test_one_that_takes_too_long_is_refused_in_time_and_the_next_ones_are_compil
 def test_workers_left_behind_are_replaced_so_often_and_no_oftener() -> None:
     now = [0.0]
     bench = Bench()
-    with workshop(bench, timeout=1.0, spare_workers=2, clock=lambda: now[0]) as shop:
+    with grammar_compiler(bench, timeout=1.0, spare_workers=2, clock=lambda: now[0]) as shop:
         gates = [bench.hold(f"slow {i}") for i in range(5)]
         before = threading.active_count()
         for i in range(5):
@@ -171,7 +171,7 @@ def test_workers_left_behind_are_replaced_so_often_and_no_oftener() -> None:
             while i < 3 and not job.started:
                 pass
             now[0] += 1.0
-            assert [id for id, _ in shop.poll()] == [str(i)], "told in time, compiled or not"
+            assert [id for id, _ in shop.poll()] == [str(i)], "reported in time, compiled or not"
         assert threading.active_count() - before <= 3
         for gate in gates:
             gate.set()
@@ -179,7 +179,7 @@ def test_workers_left_behind_are_replaced_so_often_and_no_oftener() -> None:
 
 def test_what_was_used_last_is_kept_and_the_rest_forgotten() -> None:
     bench = Bench()
-    with workshop(bench, max_entries=2) as shop:
+    with grammar_compiler(bench, max_entries=2) as shop:
         for source in ("a", "b", "a", "c", "a", "b"):
             shop.get_or_compile(ask("x", source))
         assert bench.done == ["a", "b", "c", "b"]
@@ -187,7 +187,7 @@ def test_what_was_used_last_is_kept_and_the_rest_forgotten() -> None:
 
 def test_the_sources_kept_are_bounded_together() -> None:
     bench = Bench()
-    with workshop(bench, max_chars=10) as shop:
+    with grammar_compiler(bench, max_chars=10) as shop:
         for source in ("a" * 6, "b" * 6, "a" * 6, "c" * 30, "c" * 30):
             shop.get_or_compile(ask("x", source))
         assert [source[0] for source in bench.done] == ["a", "b", "a", "c"]

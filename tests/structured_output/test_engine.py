@@ -106,8 +106,8 @@ class Scripted:
         """The script stays."""
 
 
-class House:
-    """The waist and the CPU executor around the tiny model; every so many launches fail."""
+class CoreUnderTest:
+    """The core and the CPU executor around the tiny model; every so many launches fail."""
 
     def __init__(
         self,
@@ -184,15 +184,15 @@ COMBOS = [dict(zip(AXES, v, strict=True)) for v in itertools.product(*AXES.value
 CHOSEN = random.Random(2).sample(COMBOS, 72)
 
 
-def hold(combo: dict[str, Any]) -> House:
-    house = House(**combo)
-    assert house.answer(random.Random(str(combo))) == WANT
+def hold(combo: dict[str, Any]) -> CoreUnderTest:
+    core = CoreUnderTest(**combo)
+    assert core.answer(random.Random(str(combo))) == WANT
     for id, made in WANT.items():
-        assert house.finish[id] == ("stop" if made[-1] == END else "length")
-    assert house.scheduler.kv.block_pool.num_free == house.scheduler.kv.block_pool.num_blocks and not len(
-        house.scheduler.waiting
+        assert core.finish[id] == ("stop" if made[-1] == END else "length")
+    assert core.scheduler.kv.block_pool.num_free == core.scheduler.kv.block_pool.num_blocks and not len(
+        core.scheduler.waiting
     )
-    return house
+    return core
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_pressure_preempts_constrained_rows() -> None:
     assert sum(hold(combo).scheduler.num_preemptions for combo in combos) > 60
 
 
-def test_the_workload_tells_grammars_apart() -> None:
+def test_the_workload_distinguishes_grammars() -> None:
     free = {
         r.id: naive(
             MODEL, Request(id=r.id, prompt=r.prompt, max_new_tokens=14, stop=r.stop, seed=r.seed, choice=r.choice)
@@ -245,45 +245,45 @@ def run(engine: Engine) -> list[RequestStepOutput]:
     return out
 
 
-def test_who_waits_for_a_grammar_holds_nobody_up_and_says_why() -> None:
-    house, seen = engine(), []
-    house.observers = (type("Watch", (), {"on_submit": lambda *_: None, "on_step": lambda _, r: seen.append(r)})(),)
-    house.add(ask("late"), PENDING)
-    house.add(ask("free", None))
-    assert {e.id for e in run(house)} == {"free"}
-    assert house.has_pending_work and not house.can_step and house.metrics_snapshot()["waiting_requests"] == 1
+def test_a_request_that_waits_for_a_grammar_delays_no_other_and_says_why() -> None:
+    core, seen = engine(), []
+    core.observers = (type("Watch", (), {"on_submit": lambda *_: None, "on_step": lambda _, r: seen.append(r)})(),)
+    core.add(ask("late"), PENDING)
+    core.add(ask("free", None))
+    assert {e.id for e in run(core)} == {"free"}
+    assert core.has_pending_work and not core.can_step and core.metrics_snapshot()["waiting_requests"] == 1
     assert all(("waits", "late", "grammar", 0) in record.decisions for record in seen)
-    house.set_constraint("late", compiler()(STRUCTURES[0]).constraint())
-    assert {e.id for e in run(house)} == {"late"}
-    assert not house.has_pending_work
+    core.set_constraint("late", compiler()(STRUCTURES[0]).constraint())
+    assert {e.id for e in run(core)} == {"late"}
+    assert not core.has_pending_work
 
 
 def test_a_request_may_end_before_its_grammar_is_made() -> None:
-    house = engine()
+    core = engine()
     for id in ("gone", "refused", "expired"):
-        house.add(ask(id, deadline=-1.0 if id == "expired" else float("inf")), PENDING)
-    house.abort("gone")
-    house.fail("refused", InvalidRequest("no such grammar", param="guided_regex"))
-    events = {e.id: e for e in house.step()}
+        core.add(ask(id, deadline=-1.0 if id == "expired" else float("inf")), PENDING)
+    core.abort("gone")
+    core.fail("refused", InvalidRequest("no such grammar", param="guided_regex"))
+    events = {e.id: e for e in core.step()}
     assert [events[id].finish for id in ("gone", "refused", "expired")] == ["abort", "error", "timeout"]
     assert (events["refused"].param, events["refused"].status) == ("guided_regex", 400)
     assert events["gone"].param is None
-    assert not house.has_pending_work and not house.scheduler.waiting.awaiting_grammar(), "nobody is waited for"
+    assert not core.has_pending_work and not core.scheduler.waiting.awaiting_grammar(), "none is waited for"
     for id in events:
-        house.set_constraint(id, compiler()(STRUCTURES[0]).constraint())
-    assert not house.has_pending_work and not house.can_step
+        core.set_constraint(id, compiler()(STRUCTURES[0]).constraint())
+    assert not core.has_pending_work and not core.can_step
 
 
 def test_the_choices_of_n_wait_each_for_its_own_constraint() -> None:
-    house = engine()
+    core = engine()
     compiled = compiler()(STRUCTURES[0])
     for choice in range(3):
-        house.add(ask(f"c{choice}", choice=choice), PENDING)
-    house.set_constraint("c2", compiled.constraint())
-    assert {e.id for e in run(house) if e.finish} == {"c2"}
-    house.set_constraint("c0", compiled.constraint())
-    house.set_constraint("c1", compiled.constraint())
-    assert {e.id for e in run(house) if e.finish} == {"c0", "c1"}
+        core.add(ask(f"c{choice}", choice=choice), PENDING)
+    core.set_constraint("c2", compiled.constraint())
+    assert {e.id for e in run(core) if e.finish} == {"c2"}
+    core.set_constraint("c0", compiled.constraint())
+    core.set_constraint("c1", compiled.constraint())
+    assert {e.id for e in run(core) if e.finish} == {"c0", "c1"}
 
 
 def test_an_engine_that_cannot_obey_says_so_rather_than_answer_without() -> None:
@@ -305,8 +305,8 @@ def test_an_engine_that_cannot_obey_says_so_rather_than_answer_without() -> None
 def test_fields_that_exclude_each_other_are_the_requests_fault(
     sampling: dict[str, Any], structure: StructuredOutputsParams | None, param: str
 ) -> None:
-    house = engine()
+    core = engine()
     request = ask("a", structure, sampling=sampling)
-    house.add(request, FREE if structure is None else compiler()(structure).constraint())
-    [event] = run(house)
+    core.add(request, FREE if structure is None else compiler()(structure).constraint())
+    [event] = run(core)
     assert event.finish == "error" and event.param == param and "exclude each other" in (event.error or "")

@@ -15,14 +15,14 @@ from quire.scheduler.sequence import Sequence
 from quire.structured_output.llguidance import LlguidanceCompiler
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import Request, SamplingParams, StructuredOutputsParams
-from tests.structured_output.little import END, allowed, compiler, spell, tokenizer
+from tests.structured_output.little import END, allowed, compiler, tokenizer, tokens_of
 from tests.tokenization.vocabulary import byte_level, sentencepiece, wordpiece
 
 
 def obeys(text: str, **structure: Any) -> bool:
     """Whether `text`, token by token and then the end, is allowed."""
     matcher = compiler()(StructuredOutputsParams(**structure)).constraint()
-    tokens = [*spell(text), END]
+    tokens = [*tokens_of(text), END]
     return all(token in allowed(matcher.masks(tokens[:i], ())[0]) for i, token in enumerate(tokens))
 
 
@@ -141,12 +141,12 @@ def test_a_choice_may_have_as_many_texts_as_there_is_room_for() -> None:
     texts = [f"c{i}" for i in range(9000)]
     matcher = compiler()(StructuredOutputsParams(choice=tuple(texts))).constraint()
     for text in ("c0", "c7", "c4321", "c8999"):
-        tokens = spell(text)
+        tokens = tokens_of(text)
         assert all(tokens[i] in allowed(matcher.masks(tokens[:i], ())[0]) for i in range(len(tokens)))
         assert END in allowed(matcher.masks(tokens, ())[0])
-    assert END not in allowed(matcher.masks(spell("c"), ())[0])
-    assert spell("c9")[-1] in allowed(matcher.masks(spell("c"), ())[0])
-    assert not set(spell("0")) & allowed(matcher.masks(spell("c8999"), ())[0])
+    assert END not in allowed(matcher.masks(tokens_of("c"), ())[0])
+    assert tokens_of("c9")[-1] in allowed(matcher.masks(tokens_of("c"), ())[0])
+    assert not set(tokens_of("0")) & allowed(matcher.masks(tokens_of("c8999"), ())[0])
     assert matcher.why() == ""
 
 
@@ -168,9 +168,9 @@ def test_a_grammar_that_ends_in_the_middle_of_an_answer_says_why() -> None:
     late = {"type": "object", "properties": {"a": {"const": "a" * 30}, "b": alternatives(1200)}, "required": ["a", "b"]}
     structure = StructuredOutputsParams(json=late, param="response_format")
     matcher = compiler()(structure).constraint()
-    begun, told = spell('{"a": "' + "a" * 30), spell('{"a": "' + "a" * 30 + '", "b": {')
+    begun, over = tokens_of('{"a": "' + "a" * 30), tokens_of('{"a": "' + "a" * 30 + '", "b": {')
     assert allowed(matcher.masks(begun, ())[0]) and matcher.why() == ""
-    assert not allowed(matcher.masks(told, ())[0])
+    assert not allowed(matcher.masks(over, ())[0])
     request = Request(id="r", prompt=(1,), max_new_tokens=9, sampling=SamplingParams(structured_outputs=structure))
     failed = Sequence(request, 0, [1], 10, matcher).error_output(NO_TOKEN_ALLOWED)
     assert (failed.status, failed.param) == (400, "response_format")

@@ -12,7 +12,7 @@ from quire.scheduler.plan import Mask
 from quire.structured_output.llguidance import EMPTY_MASK, Matcher, TimeBudget
 from quire.types import StructuredOutputsParams
 from tests.model_runner.tiny import VOCAB
-from tests.structured_output.little import END, allowed, compiler, spell
+from tests.structured_output.little import END, allowed, compiler, tokens_of
 
 STRUCTURES = (
     StructuredOutputsParams(regex="(ab|b){2,5}1*"),
@@ -81,22 +81,22 @@ def test_an_output_that_is_no_continuation_starts_again(
 
 def test_when_it_is_complete_only_the_end_is_allowed_for_ever_after() -> None:
     matcher = fresh(StructuredOutputsParams(choice=("ab",)))
-    assert allowed(matcher.masks(spell("ab"), ())[0]) == {END}
-    assert allowed(matcher.masks([*spell("ab"), END], ())[0]) == {END}, "an end that was ignored"
-    assert allowed(matcher.masks([*spell("ab"), END, END], (END,))[0]) == {END}
+    assert allowed(matcher.masks(tokens_of("ab"), ())[0]) == {END}
+    assert allowed(matcher.masks([*tokens_of("ab"), END], ())[0]) == {END}, "an end that was ignored"
+    assert allowed(matcher.masks([*tokens_of("ab"), END, END], (END,))[0]) == {END}
 
 
 def test_behind_an_end_among_the_drafts_which_may_be_ignored_only_ends_are_walked_and_all_is_taken_back() -> None:
     matcher = fresh(StructuredOutputsParams(regex="a*"))
-    made = matcher.masks(spell("a"), [*spell("a"), END, END, *spell("a")])
+    made = matcher.masks(tokens_of("a"), [*tokens_of("a"), END, END, *tokens_of("a")])
     assert [allowed(mask) for mask in made[2:]] == [{END}, {END}]
-    assert allowed(matcher.masks(spell("aa"), ())[0]) >= {END, *spell("a")}
+    assert allowed(matcher.masks(tokens_of("aa"), ())[0]) >= {END, *tokens_of("a")}
 
 
 def test_a_token_that_was_never_allowed_leaves_nothing_allowed_rather_than_an_early_end() -> None:
     matcher = fresh(StructuredOutputsParams(regex="a{5}"))
-    assert matcher.masks(spell("ab"), ()) == [EMPTY_MASK]
-    assert matcher.masks(spell("ab"), spell("a")) == [EMPTY_MASK]
+    assert matcher.masks(tokens_of("ab"), ()) == [EMPTY_MASK]
+    assert matcher.masks(tokens_of("ab"), tokens_of("a")) == [EMPTY_MASK]
 
 
 def test_special_tokens_are_never_part_of_an_answer() -> None:
@@ -106,7 +106,7 @@ def test_special_tokens_are_never_part_of_an_answer() -> None:
 
 
 @pytest.mark.parametrize(("tick", "fails"), [(0.2, True), (1e-4, False)])
-def test_masks_that_take_too_long_end_the_answer_and_nobody_elses(tick: float, fails: bool) -> None:
+def test_masks_that_take_too_long_end_the_answer_and_no_other(tick: float, fails: bool) -> None:
     now = [0.0]
 
     def clock() -> float:
@@ -115,6 +115,6 @@ def test_masks_that_take_too_long_end_the_answer_and_nobody_elses(tick: float, f
 
     one = compiler()(StructuredOutputsParams(regex="a*"))
     slow = Matcher(one._first.deep_copy(), frozenset({END}), TimeBudget(clock=clock))
-    said = [slow.masks(spell("a" * n), ()) for n in range(8)]
+    said = [slow.masks(tokens_of("a" * n), ()) for n in range(8)]
     assert (said[-1] == [EMPTY_MASK]) is fails
     assert one.constraint().masks((), ()) != [EMPTY_MASK]

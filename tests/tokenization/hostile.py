@@ -42,9 +42,9 @@ def alone(source: str) -> dict[str, object]:
         os._exit(0)
     os.close(here)
     with os.fdopen(there, "rb") as pipe:
-        told = pipe.read()
+        output = pipe.read()
     _, status = os.waitpid(child, 0)
-    made: dict[str, object] = json.loads(told) if told else {"said": f"died of {status}", "mib": 0}
+    made: dict[str, object] = json.loads(output) if output else {"said": f"died of {status}", "mib": 0}
     return made
 
 

@@ -15,8 +15,8 @@ BYTES = Tokenizer(byte_level())
 PIECES = Tokenizer(sentencepiece())
 
 
-def told(detokenizer: Detokenizer, tokens: list[int], cuts: list[int]) -> list[str]:
-    """What is told when `tokens` come in chunks that end at `cuts`."""
+def emitted(detokenizer: Detokenizer, tokens: list[int], cuts: list[int]) -> list[str]:
+    """What is emitted when `tokens` come in chunks that end at `cuts`."""
     ends = [0, *sorted(c % (len(tokens) + 1) for c in cuts), len(tokens)]
     texts = [detokenizer.feed(tokens[a:b]) for a, b in itertools.pairwise(ends)]
     return [*texts, detokenizer.flush()]
@@ -35,25 +35,25 @@ def test_any_tokens_in_any_chunks_make_the_same_text_as_the_whole(
     detokenizer = tokenizer.detokenizer(skip_special_tokens=skip, context=context)
     before = tokenizer.decode(context, skip_special_tokens=skip)
     whole = tokenizer.decode(context + tokens, skip_special_tokens=skip)
-    assert before + "".join(told(detokenizer, tokens, cuts)) == whole
+    assert before + "".join(emitted(detokenizer, tokens, cuts)) == whole
 
 
 @given(text=st.text(max_size=40), cuts=st.lists(st.integers(0, 80), max_size=20))
 @settings(max_examples=150, deadline=None)
 def test_text_comes_back_and_no_chunk_has_half_a_character(text: str, cuts: list[int]) -> None:
     tokens = list(BYTES.encode(text.replace("�", "")))
-    texts = told(BYTES.detokenizer(), tokens, cuts)
+    texts = emitted(BYTES.detokenizer(), tokens, cuts)
     assert "�" not in "".join(texts)
     assert "".join(texts) == BYTES.decode(tokens)
 
 
-def test_a_character_of_four_tokens_is_told_when_it_is_whole() -> None:
+def test_a_character_of_four_tokens_is_emitted_when_it_is_complete() -> None:
     detokenizer = BYTES.detokenizer()
     tokens = [BYTES.id_of(c) or 0 for c in "ðŁĲ¸"]  # the frog, byte by byte
     assert [detokenizer.feed([t]) for t in tokens] == ["", "", "", "🐸"]
 
 
-def test_a_character_cut_off_at_the_end_is_told_once_as_a_replacement() -> None:
+def test_a_character_cut_off_at_the_end_is_emitted_once_as_a_replacement() -> None:
     detokenizer = BYTES.detokenizer()
     tokens = [BYTES.id_of(c) or 0 for c in "ðŁ"]
     assert detokenizer.feed(tokens) == ""
@@ -82,16 +82,16 @@ def test_the_library_agrees_on_whole_texts() -> None:
 def test_other_decoders_are_followed_through_a_window(words: list[int], cuts: list[int]) -> None:
     tokenizer = Tokenizer(wordpiece())
     context = [1, 2]
-    texts = told(tokenizer.detokenizer(context=context), words, cuts)
+    texts = emitted(tokenizer.detokenizer(context=context), words, cuts)
     assert tokenizer.decode(context) + "".join(texts) == tokenizer.decode(context + words)
 
 
 @given(text=st.text(alphabet="the dogs é日本😀", max_size=30), cuts=st.lists(st.integers(0, 60), max_size=8))
 @settings(max_examples=60, deadline=None)
-def test_the_window_too_never_tells_half_a_character(text: str, cuts: list[int]) -> None:
+def test_the_window_never_emits_half_a_character(text: str, cuts: list[int]) -> None:
     core = sentencepiece(strip=False)
     tokens = core.encode(text).ids
-    texts = told(WindowDetokenizer(lambda ids: str(core.decode(list(ids)))), tokens, cuts)
+    texts = emitted(WindowDetokenizer(lambda ids: str(core.decode(list(ids)))), tokens, cuts)
     assert "".join(texts) == core.decode(tokens)
     assert "�" not in "".join(texts)
 

@@ -12,13 +12,13 @@ chunks = st.lists(st.text(alphabet="ab\nc", max_size=5), max_size=12)
 
 
 def run(finder: StopFinder, pieces: list[str]) -> tuple[list[str], str | None]:
-    told = []
+    emitted = []
     for piece in pieces:
         text, stop = finder.feed(piece)
-        told.append(text)
+        emitted.append(text)
         if stop is not None:
-            return told, stop
-    return [*told, finder.flush()], None
+            return emitted, stop
+    return [*emitted, finder.flush()], None
 
 
 def first_stop(text: str, strings: list[str]) -> tuple[int, str] | None:
@@ -33,40 +33,40 @@ def first_stop(text: str, strings: list[str]) -> tuple[int, str] | None:
 @settings(max_examples=400, deadline=None)
 def test_any_chunks_are_cut_where_the_whole_text_is(strings: list[str], pieces: list[str], include: bool) -> None:
     whole = "".join(pieces)
-    told, stop = run(StopFinder(StopStrings(strings), include=include), pieces)
+    emitted, stop = run(StopFinder(StopStrings(strings), include=include), pieces)
     expected = first_stop(whole, strings)
     if expected is None:
-        assert (stop, "".join(told)) == (None, whole)
+        assert (stop, "".join(emitted)) == (None, whole)
     else:
         end, string = expected
         assert stop == string
-        assert "".join(told) == whole[: end if include else end - len(string)]
+        assert "".join(emitted) == whole[: end if include else end - len(string)]
 
 
 @given(stops, chunks)
 @settings(max_examples=200, deadline=None)
 def test_only_what_may_still_become_a_stop_string_is_held(strings: list[str], pieces: list[str]) -> None:
     finder = StopFinder(StopStrings(strings))
-    seen = told = ""
+    seen = emitted = ""
     for piece in pieces:
         seen += piece
         text, stop = finder.feed(piece)
-        told += text
+        emitted += text
         if stop is not None:
             break
-        held = seen[len(told) :]
+        held = seen[len(emitted) :]
         possible = [e for e in range(len(seen) + 1) if any(s.startswith(seen[e:]) and s != seen[e:] for s in strings)]
         assert held == seen[min(possible) :]
 
 
 def test_nothing_of_a_stop_string_leaks_when_it_comes_letter_by_letter() -> None:
     finder = StopFinder(StopStrings(["</answer>"]))
-    told = [finder.feed(c) for c in "42 < 43</answer>"]
-    assert "".join(t.text for t in told) == "42 < 43"
-    assert told[-1].stop == "</answer>"
+    emitted = [finder.feed(c) for c in "42 < 43</answer>"]
+    assert "".join(t.text for t in emitted) == "42 < 43"
+    assert emitted[-1].stop == "</answer>"
 
 
-def test_a_false_start_is_told_as_soon_as_it_is_one() -> None:
+def test_a_false_start_is_emitted_as_soon_as_it_is_one() -> None:
     finder = StopFinder(StopStrings(["\n\nUser:"]))
     assert finder.feed("hi\n") == ("hi", None)
     assert finder.feed("\n\nU") == ("\n", None)
