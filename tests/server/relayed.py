@@ -24,7 +24,7 @@ from tests.frontend.stub import Stub
 @dataclass
 class Relayed:
     backend: UpstreamBackend
-    lanes: RequestTimeline
+    timeline: RequestTimeline
     client: httpx.AsyncClient
 
     async def complete(self, prompt: str, **rest: Any) -> httpx.Response:
@@ -46,14 +46,14 @@ class Relayed:
 
 
 def backend_of(
-    *stubs: Stub | str, key: str | None = None, lanes: RequestTimeline | None = None, **rest: Any
+    *stubs: Stub | str, key: str | None = None, timeline: RequestTimeline | None = None, **rest: Any
 ) -> UpstreamBackend:
     settings: dict[str, Any] = {"max_outstanding": 100, "affinity": False, "start_timeout": 0.3, **rest}
     return UpstreamBackend(
         [Origin.parse(one if isinstance(one, str) else one.url) for one in stubs],
         supervisor=None,
         observer=FrontendMetrics("stub"),
-        request_observer=lanes or RequestTimeline("stubs"),
+        request_observer=timeline or RequestTimeline("stubs"),
         kind="openai",
         headers=[(b"authorization", b"Bearer " + key.encode())] if key else [],
         **settings,
@@ -71,15 +71,15 @@ async def relaying(
     rates: Rates | None = None,
     **rest: Any,
 ) -> AsyncIterator[Relayed]:
-    lanes = RequestTimeline("stubs")
-    backend = backend_of(*stubs, key=key, lanes=lanes, **rest)
+    timeline = RequestTimeline("stubs")
+    backend = backend_of(*stubs, key=key, timeline=timeline, **rest)
     app = create_relay_app(
         backend,
         limits=limits or Limits(),
         keys=Keys(api_keys, admin_keys),
         rates=rates or Rates(),
         version="test",
-        view=Broadcaster(lanes),
+        view=Broadcaster(timeline),
     )
     sock, up = listen("127.0.0.1", 0), asyncio.Event()
     where = url(sock)
@@ -93,7 +93,7 @@ async def relaying(
         task.result()
     try:
         async with httpx.AsyncClient(base_url=where, trust_env=False, timeout=100) as client:
-            yield Relayed(backend, lanes, client)
+            yield Relayed(backend, timeline, client)
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

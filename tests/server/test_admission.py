@@ -45,14 +45,14 @@ async def test_requests_beyond_the_queues_limit_are_refused_before_others_are_pa
             assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
             seen.append(len(encoded))
 
-        crowd = [asyncio.ensure_future(one()) for _ in range(256)]
+        requests = [asyncio.ensure_future(one()) for _ in range(256)]
         await until(lambda: len(seen) == 128)
         assert sorted(seen)[-8] < 16, "refusals waited until others had been read"
         await until(lambda: len(server.port.submitted) == 128)
         assert len(encoded) < 128 + 8, "what is refused is not tokenised"
-        for task in crowd:
+        for task in requests:
             task.cancel()
-        await asyncio.gather(*crowd, return_exceptions=True)
+        await asyncio.gather(*requests, return_exceptions=True)
         assert not server.backend._active
 
 

@@ -230,9 +230,9 @@ async def test_requests_keep_the_id_their_client_gave() -> None:
 async def test_ids_that_are_not_harmless_are_replaced(given: str) -> None:
     async with served() as server:
         response = await server.client.get("/health", headers=[(b"x-request-id", given.encode())])
-    told = response.headers["x-request-id"]
-    assert told != given
-    assert len(told) == 32
+    sent = response.headers["x-request-id"]
+    assert sent != given
+    assert len(sent) == 32
 
 
 async def test_two_requests_with_one_id_do_not_meet() -> None:
@@ -261,4 +261,4 @@ async def test_errors_of_our_own_tell_nothing_about_the_inside() -> None:
     error = check_error(response, 500)
     assert error["type"] == QuireError.kind
     assert "secret" not in response.text
-    assert response.headers["connection"] == "close", "who is told so does not send the next request into a reset"
+    assert response.headers["connection"] == "close", "so that the client does not send the next request into a reset"

@@ -1,4 +1,4 @@
-"""The folder of files and batches: a full disk, files of somebody else, and who may read it."""
+"""The folder of files and batches: a full disk, files of other programs, and who may read it."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def modes(folder: Path) -> set[tuple[str, int]]:
 
 
 async def test_files_and_batches_are_for_the_servers_own_user_alone(tmp_path: Path) -> None:
-    """Also those that an earlier version wrote for everybody to read."""
+    """Also those that an earlier version wrote readable for all users."""
     before = os.umask(0o022)
     try:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""However an answer is cut into steps, its stream says what the whole answer says, at every door."""
+"""However an answer is cut into steps, its stream says what the whole answer says, at every endpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TWO = {
 
 PIECES = ("a dog", " ", "\n", "€5 😀", "e\u0301", "<think>", "</think>", CALL, "<tool_call>", "</tool_", "{", '"a": 1')
 
-Told = dict[str, Any]
+Parsed = dict[str, Any]
 
 
 async def begun(server: Served, asked: asyncio.Future[httpx.Response]) -> Request:
@@ -38,12 +38,12 @@ async def begun(server: Served, asked: asyncio.Future[httpx.Response]) -> Reques
     return server.port.submitted[-1]
 
 
-async def streamed(server: Served, path: str, body: Told, steps: list[list[int]]) -> str:
+async def streamed(server: Served, path: str, body: Parsed, steps: list[list[int]]) -> str:
     """The stream of an answer that is made in these steps."""
     asked = asyncio.ensure_future(server.post(path, **body, stream=True))
     request = await begun(server, asked)
     for i, step in enumerate(steps):
-        last: Told = {"finish": "stop", "stop_token": EOS} if i == len(steps) - 1 else {}
+        last: Parsed = {"finish": "stop", "stop_token": EOS} if i == len(steps) - 1 else {}
         server.port.say(request, *step, **last)
         for _ in range(len(step) % 3):  # some steps are heard together
             await asyncio.sleep(0)
@@ -52,23 +52,23 @@ async def streamed(server: Served, path: str, body: Told, steps: list[list[int]]
     return response.text
 
 
-def data(text: str) -> list[Told]:
+def data(text: str) -> list[Parsed]:
     lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
-def completion(chunks: list[Told]) -> Told:
+def completion(chunks: list[Parsed]) -> Parsed:
     choices = [chunk["choices"][0] for chunk in chunks]
     return {"text": "".join(c["text"] for c in choices), "finish": choices[-1]["finish_reason"]}
 
 
-def completion_whole(answer: Told) -> Told:
+def completion_whole(answer: Parsed) -> Parsed:
     [choice] = answer["choices"]
     return {"text": choice["text"], "finish": choice["finish_reason"]}
 
 
-def chat(chunks: list[Told]) -> Told:
-    said: Told = {"content": "", "reasoning": "", "calls": []}
+def chat(chunks: list[Parsed]) -> Parsed:
+    said: Parsed = {"content": "", "reasoning": "", "calls": []}
     for chunk in chunks:
         [choice] = chunk["choices"]
         delta = choice["delta"]
@@ -83,7 +83,7 @@ def chat(chunks: list[Told]) -> Told:
     return {**said, "finish": chunks[-1]["choices"][0]["finish_reason"]}
 
 
-def chat_whole(answer: Told) -> Told:
+def chat_whole(answer: Parsed) -> Parsed:
     [choice] = answer["choices"]
     message = choice["message"]
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or ()]
@@ -95,8 +95,8 @@ def chat_whole(answer: Told) -> Told:
     }
 
 
-def responses(events: list[Told]) -> Told:
-    said: Told = {"text": "", "reasoning": "", "calls": {}}
+def responses(events: list[Parsed]) -> Parsed:
+    said: Parsed = {"text": "", "reasoning": "", "calls": {}}
     for event in events:
         kind = event["type"]
         if kind == "response.output_text.delta":
@@ -109,8 +109,8 @@ def responses(events: list[Told]) -> Told:
     return {**said, "calls": list(said["calls"].values())}
 
 
-def responses_whole(answer: Told) -> Told:
-    said: Told = {"text": "", "reasoning": "", "calls": []}
+def responses_whole(answer: Parsed) -> Parsed:
+    said: Parsed = {"text": "", "reasoning": "", "calls": []}
     for item in answer["output"]:
         if item["type"] == "message":
             said["text"] += "".join(part["text"] for part in item["content"])
@@ -121,8 +121,8 @@ def responses_whole(answer: Told) -> Told:
     return said
 
 
-def messages(events: list[Told]) -> Told:
-    said: Told = {"text": "", "thinking": "", "calls": {}}
+def messages(events: list[Parsed]) -> Parsed:
+    said: Parsed = {"text": "", "thinking": "", "calls": {}}
     for event in events:
         if event["type"] == "content_block_delta":
             delta = event["delta"]
@@ -134,8 +134,8 @@ def messages(events: list[Told]) -> Told:
     return {**said, "calls": [json.loads(call or "{}") for call in said["calls"].values()]}
 
 
-def messages_whole(answer: Told) -> Told:
-    said: Told = {"text": "", "thinking": "", "calls": []}
+def messages_whole(answer: Parsed) -> Parsed:
+    said: Parsed = {"text": "", "thinking": "", "calls": []}
     for block in answer["content"]:
         if block["type"] == "tool_use":
             said["calls"].append(block["input"])
@@ -145,7 +145,7 @@ def messages_whole(answer: Told) -> Told:
 
 
 FUNCTION = {"type": "function", "function": TOOL}
-DOORS = (
+ENDPOINTS = (
     ("/v1/completions", {"prompt": "the"}, completion, completion_whole),
     ("/v1/chat/completions", {"messages": HI, "tools": [FUNCTION]}, chat, chat_whole),
     ("/v1/responses", {"input": "hi", "tools": [{"type": "function", **TOOL}]}, responses, responses_whole),
@@ -181,13 +181,13 @@ def test_however_an_answer_is_cut_its_stream_adds_up_to_the_whole(
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize("family", sorted(TWO))
 def test_two_calls_of_every_family_come_as_two_at_every_endpoint(family: str, size: int) -> None:
-    told = asyncio.run(cut([TWO[family]], [size] * 400, {"tool_parser": family}))
-    for path, said in told.items():
+    parsed = asyncio.run(cut([TWO[family]], [size] * 400, {"tool_parser": family}))
+    for path, said in parsed.items():
         assert path == "/v1/completions" or len(said["calls"]) == 2, (path, said)
 
 
-async def cut(pieces: list[str], cuts: list[int], about: Told) -> dict[str, Told]:
-    """What each door's stream says of an answer made in these steps: what its whole answer says."""
+async def cut(pieces: list[str], cuts: list[int], about: Parsed) -> dict[str, Parsed]:
+    """What each endpoint's stream says of an answer made in these steps: what its whole answer says."""
     tokens = [*TOKENIZER.encode("".join(pieces)), EOS]
     steps = []
     while tokens:
@@ -195,12 +195,12 @@ async def cut(pieces: list[str], cuts: list[int], about: Told) -> dict[str, Told
         steps.append(tokens[:size])
         tokens = tokens[size:]
 
-    told = {}
+    parsed = {}
     async with served(None, room=4000, about=about) as server:
-        for path, body, parts, whole in DOORS:
-            told[path] = stream = parts(data(await streamed(server, path, body, steps)))
+        for path, body, parts, whole in ENDPOINTS:
+            parsed[path] = stream = parts(data(await streamed(server, path, body, steps)))
             at_once = asyncio.ensure_future(server.post(path, **body))
             everything = [token for step in steps for token in step]
             server.port.say(await begun(server, at_once), *everything, finish="stop", stop_token=EOS)
             assert stream == whole((await at_once).json()), path
-    return told
+    return parsed

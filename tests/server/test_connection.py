@@ -29,12 +29,12 @@ STREAM = request("POST", "/v1/completions", {**ASK, "stream": True}, {"Connectio
 
 
 @asynccontextmanager
-async def listening(script: Any = "answers", *, limits: Limits | None = None, **patience: Any) -> AsyncIterator[Any]:
+async def listening(script: Any = "answers", *, limits: Limits | None = None, **timeouts: Any) -> AsyncIterator[Any]:
     """(the served doubles, the port)."""
     rest: dict[str, Any] = {} if script == "answers" else {"script": script}
     if limits is not None:
         rest["limits"] = limits
-    async with running(patience=Timeouts(**patience), **rest) as (server, where, _):
+    async with running(timeouts=Timeouts(**timeouts), **rest) as (server, where, _):
         yield server, urlsplit(where).port
 
 

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.anyio
 
 @asynccontextmanager
 async def running(
-    script: Script | None = answers, *, patience: Timeouts | None = None, shutdown_timeout: float = 2, **rest: object
+    script: Script | None = answers, *, timeouts: Timeouts | None = None, shutdown_timeout: float = 2, **rest: object
 ) -> AsyncIterator[tuple[Served, str, asyncio.Task[None]]]:
     """A server on a free port, until the test ends it or leaves."""
     async with served(script, **rest) as server:  # type: ignore[arg-type]
@@ -42,7 +42,7 @@ async def running(
                 server.app,
                 server.backend,
                 sock,
-                timeouts=patience,
+                timeouts=timeouts,
                 shutdown_timeout=shutdown_timeout,
                 log_level="error",
                 on_ready=lambda at: up.set() if at == where else None,

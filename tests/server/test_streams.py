@@ -126,8 +126,8 @@ async def test_chat_logprobs_stream_token_by_token() -> None:
     async with served() as server:
         whole = await server.chat(logprobs=True, top_logprobs=1)
         said = await server.stream("/v1/chat/completions", messages=HI, logprobs=True, top_logprobs=1)
-    told = [one for e in said if (lp := e["choices"][0]["logprobs"]) for one in lp["content"]]
-    assert told == whole["choices"][0]["logprobs"]["content"]
+    taken = [one for e in said if (lp := e["choices"][0]["logprobs"]) for one in lp["content"]]
+    assert taken == whole["choices"][0]["logprobs"]["content"]
 
 
 async def test_completion_logprobs_stream_only_where_they_are_asked_for() -> None:
@@ -135,10 +135,10 @@ async def test_completion_logprobs_stream_only_where_they_are_asked_for() -> Non
         whole = (await server.complete(logprobs=1))["choices"][0]["logprobs"]
         said = await server.stream("/v1/completions", prompt="the", max_tokens=64, logprobs=1)
         plain = await server.stream("/v1/completions", prompt="the", max_tokens=64)
-    told = [one for e in said for c in e["choices"] if (one := c["logprobs"])]
-    assert whole["tokens"] and told
+    taken = [one for e in said for c in e["choices"] if (one := c["logprobs"])]
+    assert whole["tokens"] and taken
     for field in whole:
-        assert [x for one in told for x in one[field]] == whole[field], field
+        assert [x for one in taken for x in one[field]] == whole[field], field
     assert all(c["logprobs"] is None for e in plain for c in e["choices"])
 
 
@@ -222,9 +222,9 @@ def test_what_is_ready_of_one_prompt_is_sent_before_another_fails(order: tuple[i
     before = order[: order.index(1)]
     both = answer_all(Answering(placed), [cast(Any, None)] * 3, 1)  # type: ignore[arg-type]
     if before:
-        told = both.take()
+        taken = both.take()
         want = [("a" if i == 0 else "c", order.index(i)) for i in before]
-        assert [(delta.text, delta.index) for delta in told or ()] == want
+        assert [(delta.text, delta.index) for delta in taken or ()] == want
         if 0 in before:
             assert [delta.text for delta in both.take() or ()] == ["b"]
     with pytest.raises(Unavailable, match="gone"):
@@ -382,7 +382,7 @@ class Raw:
     async def _send(self, message: dict[str, Any]) -> None:
         await self.readable.wait()
         if self.fails:
-            raise ConnectionError("nobody is there")
+            raise ConnectionError("the client is gone")
         if message["type"] == "http.response.body":
             self.bodies.append(message["body"])
 

@@ -107,8 +107,8 @@ async def test_a_template_without_tools_is_refused_with_a_reason() -> None:
         await server.chat(tools=TOOLS)
         said = TOKENIZER.decode(server.port.submitted[-1].prompt)
         assert "How it is" in said and "<tool_call>" in said
-        told = await server.post("/tokenize", messages=HI, tools=TOOLS)
-        assert told.json()["tokens"] == list(server.port.submitted[-1].prompt)
+        shown = await server.post("/tokenize", messages=HI, tools=TOOLS)
+        assert shown.json()["tokens"] == list(server.port.submitted[-1].prompt)
 
 
 async def test_parallel_tool_calls_false_returns_one_call() -> None:
@@ -248,11 +248,11 @@ async def test_thoughts_sent_back_reach_the_template_under_either_name() -> None
 
 async def test_effective_sampling_parameters_are_shown_with_their_source() -> None:
     async with served(defaults={"top_k": 7, "temperature": 0.5}) as server:
-        told = (await server.complete(return_sampling_params=True, temperature=0.2))["sampling_params"]
-        assert told["temperature"] == {"value": 0.2, "source": "request"}
-        assert told["top_k"] == {"value": 7, "source": "generation_config"}
-        assert told["min_p"] == {"value": 0.0, "source": "default"}
-        assert told["max_tokens"] == {"value": 64, "source": "request"}
+        shown = (await server.complete(return_sampling_params=True, temperature=0.2))["sampling_params"]
+        assert shown["temperature"] == {"value": 0.2, "source": "request"}
+        assert shown["top_k"] == {"value": 7, "source": "generation_config"}
+        assert shown["min_p"] == {"value": 0.0, "source": "default"}
+        assert shown["max_tokens"] == {"value": 64, "source": "request"}
         chat = (await server.chat(return_sampling_params=True, max_completion_tokens=9))["sampling_params"]
         assert chat["max_tokens"] == {"value": 9, "source": "request"}
         chunks = await server.stream("/v1/chat/completions", messages=HI, return_sampling_params=True)

@@ -75,130 +75,132 @@ class Job:
         return [part for part in parts if part.kind != "reasoning" or self.reasons]
 
 
-def completion(asked: CompletionRequest, backend: Backend, limits: Limits) -> Job:
+def completion(request: CompletionRequest, backend: Backend, limits: Limits) -> Job:
     """The job of a completion. Raises InvalidRequest or UnknownModel naming the field."""
-    card = model(asked.model, backend)
-    if asked.best_of is not None and asked.best_of != (asked.n or 1):
+    card = model(request.model, backend)
+    if request.best_of is not None and request.best_of != (request.n or 1):
         raise InvalidRequest("best_of must equal n: answers are not ranked", param="best_of")
-    check_logprobs("logprobs", asked.logprobs, limits)
-    scored_only = bool(asked.echo) and asked.max_tokens == 0
-    echoed = asked.logprobs if asked.echo else None
-    given = prompts(asked.prompt, card, limits)
-    check_answers(len(given), asked.n, limits)
-    encoded = encode(given, asked.add_special_tokens is not False, backend, max_prompt_tokens(asked, card))
-    max_tokens = 1 if scored_only else asked.max_tokens
-    shared = shared_params(asked, backend, card, limits)
+    check_logprobs("logprobs", request.logprobs, limits)
+    scored_only = bool(request.echo) and request.max_tokens == 0
+    echoed = request.logprobs if request.echo else None
+    given = prompts(request.prompt, card, limits)
+    check_answers(len(given), request.n, limits)
+    encoded = encode(given, request.add_special_tokens is not False, backend, max_prompt_tokens(request, card))
+    max_tokens = 1 if scored_only else request.max_tokens
+    shared = shared_params(request, backend, card, limits)
     calls = []
     num_truncated = 0
     for text, whole in encoded:
-        ids = truncate(whole, asked, card, max_tokens or 16)
+        ids = truncate(whole, request, card, max_tokens or 16)
         if len(ids) < len(whole):
             text = None
             num_truncated += len(whole) - len(ids)
         params = sampling_params(
-            asked, ids, card, limits, max_tokens, 16, logprobs=asked.logprobs, echoed=echoed, shared=shared
+            request, ids, card, limits, max_tokens, 16, logprobs=request.logprobs, echoed=echoed, shared=shared
         )
-        calls.append(make_call("cmpl-", text, ids, asked, params, limits))
-    if asked.echo:
+        calls.append(make_call("cmpl-", text, ids, request, params, limits))
+    if request.echo:
         calls = [replace(call, text=backend.decode(call.prompt)) if call.text is None else call for call in calls]
-    shown = effective_params(asked, calls[0].sampling, card, "max_tokens")
-    return _job(asked, card, calls, num_truncated, top=asked.logprobs, scored_only=scored_only, params=shown)
+    shown = effective_params(request, calls[0].sampling, card, "max_tokens")
+    return _job(request, card, calls, num_truncated, top=request.logprobs, scored_only=scored_only, params=shown)
 
 
-def chat(asked: ChatRequest, backend: Backend, limits: Limits, prefix: str = "chatcmpl-") -> Job:
+def chat(request: ChatRequest, backend: Backend, limits: Limits, prefix: str = "chatcmpl-") -> Job:
     """The job of a chat completion. prefix: of the answer's id. Raises InvalidRequest or UnknownModel naming the
     field."""
-    card = model(asked.model, backend)
-    top = (asked.top_logprobs or 0) if asked.logprobs else None
-    check_answers(1, asked.n, limits)
-    if asked.top_logprobs and top is None:
+    card = model(request.model, backend)
+    top = (request.top_logprobs or 0) if request.logprobs else None
+    check_answers(1, request.n, limits)
+    if request.top_logprobs and top is None:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    check_logprobs("top_logprobs", asked.top_logprobs, limits)
-    max_tokens, name = asked.max_tokens, "max_tokens"
+    check_logprobs("top_logprobs", request.top_logprobs, limits)
+    max_tokens, name = request.max_tokens, "max_tokens"
     # The newer of the two names goes first.
-    if asked.max_completion_tokens is not None:
-        max_tokens, name = asked.max_completion_tokens, "max_completion_tokens"
-    tools = make_tool_set(asked.tools, asked.tool_choice, asked.parallel_tool_calls, STYLES[card.tool_parser])
-    text, whole = render(asked.messages, asked, backend, tools.for_template, max_prompt_tokens(asked, card))
-    shared = shared_params(asked, backend, card, limits)
+    if request.max_completion_tokens is not None:
+        max_tokens, name = request.max_completion_tokens, "max_completion_tokens"
+    tools = make_tool_set(request.tools, request.tool_choice, request.parallel_tool_calls, STYLES[card.tool_parser])
+    text, whole = render(request.messages, request, backend, tools.for_template, max_prompt_tokens(request, card))
+    shared = shared_params(request, backend, card, limits)
     form = tools.structure(shared["structured_outputs"])
-    off = form is not None and (asked.chat_template_kwargs or {}).get("enable_thinking") is False
-    ahead = thoughts_ahead(card.reasoning_parser, text, _continued(asked), off=off)
-    ids = truncate(whole, asked, card, max_tokens)
+    off = form is not None and (request.chat_template_kwargs or {}).get("enable_thinking") is False
+    ahead = thoughts_ahead(card.reasoning_parser, text, _continued(request), off=off)
+    ids = truncate(whole, request, card, max_tokens)
     shared["structured_outputs"] = form and replace(form, thoughts=ahead)
-    if tools.parameters and tools.style.special and asked.skip_special_tokens is None:
+    if tools.parameters and tools.style.special and request.skip_special_tokens is None:
         shared["skip_special_tokens"] = False
-    params = sampling_params(asked, ids, card, limits, max_tokens, None, logprobs=top, name=name, shared=shared)
+    params = sampling_params(request, ids, card, limits, max_tokens, None, logprobs=top, name=name, shared=shared)
     return _job(
-        asked,
+        request,
         card,
-        [make_call(prefix, _continued(asked), ids, asked, params, limits)],
+        [make_call(prefix, _continued(request), ids, request, params, limits)],
         len(whole) - len(ids),
         top=top,
         thinking=None if card.reasoning_parser == "none" else ahead == "open",
         tools=tools,
-        reasons=asked.include_reasoning is not False,
-        params=effective_params(asked, params, card, name),
+        reasons=request.include_reasoning is not False,
+        params=effective_params(request, params, card, name),
     )
 
 
-def generate(asked: GenerateRequest, backend: Backend, limits: Limits) -> Job:
+def generate(request: GenerateRequest, backend: Backend, limits: Limits) -> Job:
     """The job of `/v1/generate`. Raises InvalidRequest or UnknownModel naming the field."""
-    card = model(asked.model, backend)
-    given = prompts(asked.prompt, card, limits)
+    card = model(request.model, backend)
+    given = prompts(request.prompt, card, limits)
     if len(given) != 1:
         raise InvalidRequest("prompt: one prompt at a time here; /v1/completions takes several", param="prompt")
-    [(text, ids)] = encode(given, asked.add_special_tokens is not False, backend, card.max_model_len)
-    shared = shared_params(asked, backend, card, limits)
-    params = sampling_params(asked, ids, card, limits, asked.max_new_tokens, 16, name="max_new_tokens", shared=shared)
-    call = make_call("gen-", text, ids, asked, params, limits)
+    [(text, ids)] = encode(given, request.add_special_tokens is not False, backend, card.max_model_len)
+    shared = shared_params(request, backend, card, limits)
+    params = sampling_params(
+        request, ids, card, limits, request.max_new_tokens, 16, name="max_new_tokens", shared=shared
+    )
+    call = make_call("gen-", text, ids, request, params, limits)
     return Job(id=call.id, model=card.id, calls=[call])
 
 
-def _continued(asked: ChatRequest) -> str:
+def _continued(request: ChatRequest) -> str:
     """The last message where the answer continues it, which `echo` puts before the answer."""
-    content = asked.messages[-1].get("content")
-    return content if asked.continue_final_message and isinstance(content, str) else ""
+    content = request.messages[-1].get("content")
+    return content if request.continue_final_message and isinstance(content, str) else ""
 
 
 def make_call(
     prefix: str,
     text: str | None,
     ids: tuple[int, ...],
-    asked: Any,
+    request: Any,
     params: SamplingParams,
     limits: Limits,
 ) -> Call:
-    """A call with an id that begins with `prefix`. asked: a request with priority, cache_salt and timeout."""
+    """A call with an id that begins with `prefix`. request: has priority, cache_salt and timeout."""
     return Call(
         id=f"{prefix}{uuid.uuid4().hex}",
         prompt=ids,
         text=text,
         sampling=params,
-        priority=asked.priority or 0,
-        cache_salt=hashed_salt(asked.cache_salt or ""),
-        timeout=limits.timeout if asked.timeout is None else asked.timeout,
+        priority=request.priority or 0,
+        cache_salt=hashed_salt(request.cache_salt or ""),
+        timeout=limits.timeout if request.timeout is None else request.timeout,
     )
 
 
-def _job(asked: Answers, card: ModelCard, calls: list[Call], num_truncated: int, **shown: Any) -> Job:
+def _job(request: Answers, card: ModelCard, calls: list[Call], num_truncated: int, **shown: Any) -> Job:
     """A job with the fields that completions and chat completions share. shown: the other fields."""
-    options = asked.stream_options
-    if options is not None and not asked.stream:
+    options = request.stream_options
+    if options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
     usage = options is not None and bool(options.include_usage)
     return Job(
         id=calls[0].id,
         model=card.id,
         calls=calls,
-        n=asked.n or 1,
-        stream=bool(asked.stream),
+        n=request.n or 1,
+        stream=bool(request.stream),
         usage=usage,
         every_usage=usage and options is not None and bool(options.continuous_usage_stats),
-        echo=bool(asked.echo),
-        prompt_top=asked.prompt_logprobs,
-        token_ids=bool(asked.return_token_ids),
-        as_ids=bool(asked.return_tokens_as_token_ids),
-        truncated=None if asked.truncate_prompt_tokens is None else num_truncated,
+        echo=bool(request.echo),
+        prompt_top=request.prompt_logprobs,
+        token_ids=bool(request.return_token_ids),
+        as_ids=bool(request.return_tokens_as_token_ids),
+        truncated=None if request.truncate_prompt_tokens is None else num_truncated,
         **shown,
     )

@@ -36,39 +36,39 @@ class EmbeddingsRequest(msgspec.Struct, kw_only=True):
     timeout: float | None = None
 
 
-def embedding(asked: EmbeddingsRequest, backend: Backend, limits: Limits) -> Job:
+def embedding(request: EmbeddingsRequest, backend: Backend, limits: Limits) -> Job:
     """A job with one call for each text. Raises InvalidRequest or UnknownModel naming the field."""
-    card = model(asked.model, backend)
-    check_embedding(asked.dimensions, pools=card.pools)
-    if asked.encoding_format not in (None, *_FORMATS):
+    card = model(request.model, backend)
+    check_embedding(request.dimensions, pools=card.pools)
+    if request.encoding_format not in (None, *_FORMATS):
         raise InvalidRequest(f"encoding_format must be one of {', '.join(_FORMATS)}", param="encoding_format")
-    check_priority_and_timeout(asked.priority, asked.timeout, limits)
-    texts = _encode(asked, backend, card, limits)
-    if asked.pooling not in (None, "mean", "last"):
+    check_priority_and_timeout(request.priority, request.timeout, limits)
+    texts = _encode(request, backend, card, limits)
+    if request.pooling not in (None, "mean", "last"):
         raise InvalidRequest("pooling must be one of mean, last", param="pooling")
-    pooling: Pooling = "last" if asked.pooling == "last" else "mean"
+    pooling: Pooling = "last" if request.pooling == "last" else "mean"
     params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooling=pooling)
-    calls = [make_call("embd-", None, ids, asked, params, limits) for ids in texts]
+    calls = [make_call("embd-", None, ids, request, params, limits) for ids in texts]
     return Job(id=calls[0].id, model=card.id, calls=calls)
 
 
-def _encode(asked: EmbeddingsRequest, backend: Backend, card: ModelCard, limits: Limits) -> list[tuple[int, ...]]:
+def _encode(request: EmbeddingsRequest, backend: Backend, card: ModelCard, limits: Limits) -> list[tuple[int, ...]]:
     """The token ids of each text. Raises InvalidRequest naming `input`."""
     try:
-        given = prompts(asked.input, card, limits)
+        given = prompts(request.input, card, limits)
         check_answers(len(given), 1, limits)
-        encoded = encode(given, asked.add_special_tokens is not False, backend, card.max_model_len)
+        encoded = encode(given, request.add_special_tokens is not False, backend, card.max_model_len)
     except InvalidRequest as error:
         raise InvalidRequest(str(error).replace("prompt", "input"), param="input", code=error.code) from error
     return [ids for _, ids in encoded]
 
 
-def embeddings(asked: EmbeddingsRequest, job: Job, made: Sequence[ChoiceBuilder], usage: Usage) -> dict[str, Any]:
+def embeddings(request: EmbeddingsRequest, job: Job, made: Sequence[ChoiceBuilder], usage: Usage) -> dict[str, Any]:
     """OpenAI's list of embeddings. Raises InvalidRequest for more dimensions than the model has."""
     data = []
     for i, one in enumerate(made):
-        values = embedding_vector(one.pooled, asked.dimensions, normalize=asked.normalize is not False)
-        shown = base64.b64encode(values.tobytes()).decode() if asked.encoding_format == "base64" else values.tolist()
+        values = embedding_vector(one.pooled, request.dimensions, normalize=request.normalize is not False)
+        shown = base64.b64encode(values.tobytes()).decode() if request.encoding_format == "base64" else values.tolist()
         data.append({"object": "embedding", "index": i, "embedding": shown})
     counted = {"prompt_tokens": usage.prompt, "total_tokens": usage.prompt}
     return {"object": "list", "data": data, "model": job.model, "usage": counted}

@@ -75,7 +75,7 @@ _MESSAGES_NAMES = MappingProxyType({"stop": "stop_sequences", "prompt": "message
 
 
 @contextmanager
-def rename_params(asked: Any, names: Mapping[str, str]) -> Iterator[None]:
+def rename_params(request: Any, names: Mapping[str, str]) -> Iterator[None]:
     """Within, errors name fields as this API does. names: from a chat request's name to this API's.
 
     Not where the request itself has the field by the first name.
@@ -84,27 +84,27 @@ def rename_params(asked: Any, names: Mapping[str, str]) -> Iterator[None]:
         yield
     except InvalidRequest as error:
         old, dot, rest = (error.param or "").partition(".")
-        if type(error) is not InvalidRequest or old not in names or getattr(asked, old, None) is not None:
+        if type(error) is not InvalidRequest or old not in names or getattr(request, old, None) is not None:
             raise
         # Not `messages[3]`, whose numbers differ from those of items, nor "the prompt", which either API has.
         message = re.sub(rf"(?<!the )\b{old}\b(?!\[)", names[old], str(error))
         raise InvalidRequest(message, param=names[old] + dot + rest, code=error.code) from error
 
 
-def _chat_job(asked: schemas.ChatRequest, backend: Backend, limits: Limits) -> Job:
-    with rename_params(asked, _CHAT_NAMES):
-        return calls.chat(asked, backend, limits)
+def _chat_job(request: schemas.ChatRequest, backend: Backend, limits: Limits) -> Job:
+    with rename_params(request, _CHAT_NAMES):
+        return calls.chat(request, backend, limits)
 
 
-def _responses_job(asked: responses.ResponsesRequest, backend: Backend, limits: Limits) -> Job:
-    with rename_params(asked, _RESPONSES_NAMES):
-        return calls.chat(responses.as_chat(asked), backend, limits, "resp_")
+def _responses_job(request: responses.ResponsesRequest, backend: Backend, limits: Limits) -> Job:
+    with rename_params(request, _RESPONSES_NAMES):
+        return calls.chat(responses.as_chat(request), backend, limits, "resp_")
 
 
-def _messages_job(asked: messages.CountRequest, backend: Backend, limits: Limits) -> Job:
+def _messages_job(request: messages.CountRequest, backend: Backend, limits: Limits) -> Job:
     thinks = backend.model().reasoning_parser != "none"
-    with rename_params(asked, _MESSAGES_NAMES):
-        return calls.chat(messages.as_chat(asked, thinks=thinks), backend, limits, "msg_")
+    with rename_params(request, _MESSAGES_NAMES):
+        return calls.chat(messages.as_chat(request, thinks=thinks), backend, limits, "msg_")
 
 
 TOKEN_COUNT_ENDPOINTS: Mapping[str, TokenCountEndpoint] = MappingProxyType(
@@ -125,32 +125,32 @@ ENDPOINTS: Mapping[str, Endpoint] = MappingProxyType(
         "/v1/completions": Endpoint(
             schemas.CompletionRequest,
             calls.completion,
-            lambda asked, job, text: CompletionChunks(job, text),
-            lambda asked, job, made, usage, text, by: outputs.completion(job, made, usage, text, by),
+            lambda request, job, text: CompletionChunks(job, text),
+            lambda request, job, made, usage, text, by: outputs.completion(job, made, usage, text, by),
         ),
         "/v1/chat/completions": Endpoint(
             schemas.ChatRequest,
             _chat_job,
-            lambda asked, job, text: ChatChunks(job, text),
-            lambda asked, job, made, usage, text, by: outputs.chat(job, made, usage, text, by),
+            lambda request, job, text: ChatChunks(job, text),
+            lambda request, job, made, usage, text, by: outputs.chat(job, made, usage, text, by),
         ),
         "/v1/responses": Endpoint(
             responses.ResponsesRequest,
             _responses_job,
             responses.ResponseChunks,
-            lambda asked, job, made, usage, text, by: responses.response(asked, job, made[0], usage, text),
+            lambda request, job, made, usage, text, by: responses.response(request, job, made[0], usage, text),
         ),
         "/v1/messages": Endpoint(
             messages.MessagesRequest,
             _messages_job,
-            lambda asked, job, text: messages.MessageChunks(job, text),
-            lambda asked, job, made, usage, text, by: messages.message(job, made[0], usage),
+            lambda request, job, text: messages.MessageChunks(job, text),
+            lambda request, job, made, usage, text, by: messages.message(job, made[0], usage),
         ),
         "/v1/embeddings": Endpoint(
             EmbeddingsRequest,
             embedding,
             None,
-            lambda asked, job, made, usage, text, by: embeddings(asked, job, made, usage),
+            lambda request, job, made, usage, text, by: embeddings(request, job, made, usage),
         ),
     }
 )
@@ -169,17 +169,17 @@ def answerer(
         endpoint = ENDPOINTS[path]
 
         def parse() -> tuple[Any, Job]:
-            asked = schemas.parse(body, endpoint.request_type, limits)
-            job = endpoint.make_job(asked, backend, limits)
-            return asked, with_fields(job, priority=BACKGROUND, trace_context=TraceContext(tenant=tenant))
+            request = schemas.parse(body, endpoint.request_type, limits)
+            job = endpoint.make_job(request, backend, limits)
+            return request, with_fields(job, priority=BACKGROUND, trace_context=TraceContext(tenant=tenant))
 
-        asked, job = await offload(len(body), parse)
+        request, job = await offload(len(body), parse)
         if job.stream:
             raise InvalidRequest("stream: batches take no streams: leave it out", param="stream")
         made, usage = await gather(job, partial(answer_all, backend, job.calls, job.n), backend.token_text)
         if any(one.finish_reason == "abort" for one in made):
             raise Interrupted("the answer was aborted")
-        encode = partial(endpoint.response, asked, job, made, usage, backend.token_text, by)
+        encode = partial(endpoint.response, request, job, made, usage, backend.token_text, by)
         return await offload(len(body) + outputs.cost(job, made), encode)
 
     return answer

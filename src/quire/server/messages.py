@@ -39,26 +39,26 @@ class MessagesRequest(CountRequest, kw_only=True):
     stream: bool | None = None
 
 
-def as_chat(asked: CountRequest, *, thinks: bool) -> ChatRequest:
+def as_chat(request: CountRequest, *, thinks: bool) -> ChatRequest:
     """The same as a chat request. thinks: whether the model reasons. Raises InvalidRequest naming the field."""
-    messages = [{"role": "system", "content": _text(asked.system, "system")}] if asked.system else []
-    for i, message in enumerate(asked.messages):
+    messages = [{"role": "system", "content": _text(request.system, "system")}] if request.system else []
+    for i, message in enumerate(request.messages):
         messages += _messages(message, f"messages[{i}]")
-    choice, parallel = _choice(asked.tool_choice)
+    choice, parallel = _choice(request.tool_choice)
     chat = ChatRequest(
-        **{name: getattr(asked, name) for name in Sampling.__struct_fields__},
+        **{name: getattr(request, name) for name in Sampling.__struct_fields__},
         messages=messages,
-        tools=None if asked.tools is None else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(asked.tools)],
+        tools=None if request.tools is None else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)],
         tool_choice=choice,
         parallel_tool_calls=parallel,
         continue_final_message=bool(messages) and messages[-1]["role"] == "assistant",
-        chat_template_kwargs=_thinking(asked.thinking, thinks),
+        chat_template_kwargs=_thinking(request.thinking, thinks),
     )
-    if isinstance(asked, MessagesRequest):
-        if asked.stop is not None and asked.stop_sequences is not None:
+    if isinstance(request, MessagesRequest):
+        if request.stop is not None and request.stop_sequences is not None:
             raise InvalidRequest("stop and stop_sequences are the same: send one", param="stop_sequences")
-        chat.max_tokens, chat.stream = asked.max_tokens, asked.stream
-        chat.stop = asked.stop_sequences if asked.stop is None else asked.stop
+        chat.max_tokens, chat.stream = request.max_tokens, request.stream
+        chat.stop = request.stop_sequences if request.stop is None else request.stop
     return chat
 
 
@@ -134,11 +134,11 @@ def _choice(choice: Mapping[str, Any] | None) -> tuple[str | dict[str, Any] | No
     return known[kind], parallel
 
 
-def _thinking(asked: Mapping[str, Any] | None, thinks: bool) -> dict[str, Any] | None:
+def _thinking(thinking: Mapping[str, Any] | None, thinks: bool) -> dict[str, Any] | None:
     """The template's arguments. The budget is not used: thoughts and answer share max_tokens."""
-    if asked is None:
+    if thinking is None:
         return None
-    kind = asked.get("type")
+    kind = thinking.get("type")
     if kind not in ("enabled", "adaptive", "disabled"):
         raise InvalidRequest("thinking.type must be enabled, adaptive or disabled", param="thinking")
     if kind != "disabled" and not thinks:

@@ -27,21 +27,21 @@ _SAME = (
 _REPORTED_PARAMS = ("n", "max_tokens", *_SAME, "logit_bias")
 
 
-def shared_params(asked: Sampling, backend: Backend, card: ModelCard, limits: Limits) -> dict[str, Any]:
+def shared_params(request: Sampling, backend: Backend, card: ModelCard, limits: Limits) -> dict[str, Any]:
     """The fields of SamplingParams that all prompts of a request share, and that take time to make.
 
-    Checks the counts and ranges of `asked` too. Raises InvalidRequest naming the field.
+    Checks the counts and ranges of `request` too. Raises InvalidRequest naming the field.
     """
-    _check_counts(asked, card, limits)
+    _check_counts(request, card, limits)
     return {
-        "structured_outputs": _structured_outputs(asked),
-        "logit_bias": None if asked.logit_bias is None else _logit_bias(asked.logit_bias, card),
-        "bad_words_token_ids": bad_words(asked.bad_words, backend) if asked.bad_words else None,
+        "structured_outputs": _structured_outputs(request),
+        "logit_bias": None if request.logit_bias is None else _logit_bias(request.logit_bias, card),
+        "bad_words_token_ids": bad_words(request.bad_words, backend) if request.bad_words else None,
     }
 
 
 def sampling_params(
-    asked: Sampling,
+    request: Sampling,
     prompt: Sequence[int],
     card: ModelCard,
     limits: Limits,
@@ -58,10 +58,10 @@ def sampling_params(
     echoed: log-probabilities of a prompt that the answer repeats. name: the request's name for max_tokens. shared:
     what `shared_params` returned, which overrides the fields of the request.
     """
-    given = {field: getattr(asked, field) for field in _SAME}
+    given = {field: getattr(request, field) for field in _SAME}
     given |= {field: card.defaults.get(field) for field in _RECOMMENDED if given[field] is None}
-    if isinstance(asked, Answers):
-        given |= {"n": asked.n, "prompt_logprobs": _prompt_logprobs(asked, echoed, limits)}
+    if isinstance(request, Answers):
+        given |= {"n": request.n, "prompt_logprobs": _prompt_logprobs(request, echoed, limits)}
     if max_tokens is None:
         name = "max_tokens"
         max_tokens = card.defaults.get("max_tokens", default_max_tokens)
@@ -79,14 +79,16 @@ def sampling_params(
     return made
 
 
-def effective_params(asked: Answers, made: SamplingParams, card: ModelCard, name: str | None) -> dict[str, Any] | None:
+def effective_params(
+    request: Answers, made: SamplingParams, card: ModelCard, name: str | None
+) -> dict[str, Any] | None:
     """The value and the source of each sampling field, if the request asks for them. name: of its max_tokens."""
-    if not asked.return_sampling_params:
+    if not request.return_sampling_params:
         return None
     rows = {}
     for field in _REPORTED_PARAMS:
         sent = name if field == "max_tokens" else field
-        if sent is not None and getattr(asked, sent, None) is not None:
+        if sent is not None and getattr(request, sent, None) is not None:
             source = "request"
         else:
             known = field in (*_RECOMMENDED, "max_tokens") and card.defaults.get(field) is not None
@@ -99,17 +101,17 @@ def effective_params(asked: Answers, made: SamplingParams, card: ModelCard, name
     return rows
 
 
-def max_prompt_tokens(asked: Answers, card: ModelCard) -> int:
+def max_prompt_tokens(request: Answers, card: ModelCard) -> int:
     """Prompts of this many tokens and more are refused. UNLIMITED where the prompt is to be truncated."""
-    return card.max_model_len if asked.truncate_prompt_tokens is None else UNLIMITED
+    return card.max_model_len if request.truncate_prompt_tokens is None else UNLIMITED
 
 
-def truncate(prompt: tuple[int, ...], asked: Answers, card: ModelCard, max_tokens: int | None) -> tuple[int, ...]:
+def truncate(prompt: tuple[int, ...], request: Answers, card: ModelCard, max_tokens: int | None) -> tuple[int, ...]:
     """The prompt with at most truncate_prompt_tokens; -1: as many as leave space for the answer.
 
     Raises InvalidRequest naming the field.
     """
-    keep, side = asked.truncate_prompt_tokens, asked.truncation_side
+    keep, side = request.truncate_prompt_tokens, request.truncation_side
     if side not in (None, "left", "right"):
         raise InvalidRequest("truncation_side must be left or right", param="truncation_side")
     if keep is None:
@@ -123,23 +125,23 @@ def truncate(prompt: tuple[int, ...], asked: Answers, card: ModelCard, max_token
     return prompt[:keep] if side == "right" else prompt[-keep:]
 
 
-def _check_counts(asked: Sampling, card: ModelCard, limits: Limits) -> None:
-    stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+def _check_counts(request: Sampling, card: ModelCard, limits: Limits) -> None:
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if len(stops) > limits.max_stop_strings or sum(map(len, stops)) > limits.max_stop_chars:
         most = f"{limits.max_stop_strings} strings and {limits.max_stop_chars} characters"
         raise InvalidRequest(f"stop: at most {most} in all", param="stop")
-    if len(asked.bad_words or ()) > limits.max_bad_words:
+    if len(request.bad_words or ()) > limits.max_bad_words:
         raise InvalidRequest(f"bad_words: at most {limits.max_bad_words}", param="bad_words")
-    if sum(map(len, asked.bad_words or ())) > limits.max_bad_chars:
+    if sum(map(len, request.bad_words or ())) > limits.max_bad_chars:
         raise InvalidRequest(f"bad_words: at most {limits.max_bad_chars} characters in all", param="bad_words")
-    if len(asked.allowed_token_ids or ()) > card.vocab_size > 0:
+    if len(request.allowed_token_ids or ()) > card.vocab_size > 0:
         raise InvalidRequest(f"allowed_token_ids: the vocabulary has {card.vocab_size}", param="allowed_token_ids")
     for name in ("stop_token_ids", "allowed_token_ids"):
-        in_vocabulary(getattr(asked, name) or (), name, card)
+        in_vocabulary(getattr(request, name) or (), name, card)
     for name in ("stop_token_ids", "logit_bias"):
-        if len(getattr(asked, name) or ()) > limits.max_token_ids:
+        if len(getattr(request, name) or ()) > limits.max_token_ids:
             raise InvalidRequest(f"{name}: at most {limits.max_token_ids} token ids", param=name)
-    check_priority_and_timeout(asked.priority, asked.timeout, limits)
+    check_priority_and_timeout(request.priority, request.timeout, limits)
 
 
 def _logit_bias(given: dict[str, float], card: ModelCard) -> dict[int, float]:
@@ -158,32 +160,32 @@ def check_logprobs(name: str, count: int | None, limits: Limits) -> None:
         raise InvalidRequest(f"{name} must be between 0 and {limits.max_logprobs}, not {count}", param=name)
 
 
-def _prompt_logprobs(asked: Answers, echoed: int | None, limits: Limits) -> int | None:
-    check_logprobs("prompt_logprobs", asked.prompt_logprobs, limits)
-    if asked.prompt_logprobs is not None and asked.stream:
+def _prompt_logprobs(request: Answers, echoed: int | None, limits: Limits) -> int | None:
+    check_logprobs("prompt_logprobs", request.prompt_logprobs, limits)
+    if request.prompt_logprobs is not None and request.stream:
         raise InvalidRequest("prompt_logprobs are not sent in streams: use stream: false", param="prompt_logprobs")
-    return max((x for x in (asked.prompt_logprobs, echoed) if x is not None), default=None)
+    return max((x for x in (request.prompt_logprobs, echoed) if x is not None), default=None)
 
 
 # ---------------------------------------------------------------- structured outputs
 
 
-def _structured_outputs(asked: Sampling) -> StructuredOutputsParams | None:
+def _structured_outputs(request: Sampling) -> StructuredOutputsParams | None:
     """The structure that the answer must have, by any of its fields. Raises InvalidRequest naming the field."""
-    given = [name for name in _STRUCTURES if _is_set(getattr(asked, name))]
+    given = [name for name in _STRUCTURES if _is_set(getattr(request, name))]
     if len(given) > 1:
         raise InvalidRequest(f"{given[0]} and {given[1]} exclude each other: send one", param=given[1])
-    if asked.guided_whitespace_pattern is not None and given != ["guided_json"]:
+    if request.guided_whitespace_pattern is not None and given != ["guided_json"]:
         raise InvalidRequest("guided_whitespace_pattern needs guided_json", param="guided_whitespace_pattern")
-    return _STRUCTURES[given[0]](asked) if given else None
+    return _STRUCTURES[given[0]](request) if given else None
 
 
 def _is_set(value: Any) -> bool:
     return value is not None and not (isinstance(value, ResponseFormat) and value.type == "text")
 
 
-def _from_response_format(asked: Sampling) -> StructuredOutputsParams:
-    form, param = asked.response_format, "response_format"
+def _from_response_format(request: Sampling) -> StructuredOutputsParams:
+    form, param = request.response_format, "response_format"
     assert form is not None
     inner = form.json_schema.schema if form.json_schema is not None else None
     if form.type not in ("json_object", "json_schema"):
@@ -199,8 +201,8 @@ def _from_response_format(asked: Sampling) -> StructuredOutputsParams:
     return StructuredOutputsParams(json_object=True, param=param)
 
 
-def _from_structured_outputs(asked: Sampling) -> StructuredOutputsParams:
-    given = asked.structured_outputs
+def _from_structured_outputs(request: Sampling) -> StructuredOutputsParams:
+    given = request.structured_outputs
     assert given is not None
     return StructuredOutputsParams(
         json=given.json,
@@ -216,10 +218,10 @@ def _from_structured_outputs(asked: Sampling) -> StructuredOutputsParams:
 def _from_guided(kind: str) -> Callable[[Sampling], StructuredOutputsParams]:
     name = f"guided_{kind}"
 
-    def make(asked: Sampling) -> StructuredOutputsParams:
-        value = getattr(asked, name)
+    def make(request: Sampling) -> StructuredOutputsParams:
+        value = getattr(request, name)
         one: dict[str, Any] = {kind: tuple(value) if isinstance(value, list) else value}
-        return StructuredOutputsParams(**one, whitespace_pattern=asked.guided_whitespace_pattern, param=name)
+        return StructuredOutputsParams(**one, whitespace_pattern=request.guided_whitespace_pattern, param=name)
 
     return make
 

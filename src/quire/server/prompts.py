@@ -127,7 +127,7 @@ def encode(
 
 def render(
     messages: list[dict[str, Any]],
-    asked: ChatRequest | TokenizeRequest,
+    request: ChatRequest | TokenizeRequest,
     backend: Backend,
     tools: list[dict[str, Any]] | None = None,
     context: int = UNLIMITED,
@@ -139,8 +139,8 @@ def render(
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     if not messages:
         raise InvalidRequest("messages is empty: give at least one message", param="messages")
-    continues = bool(asked.continue_final_message)
-    begins = not continues if asked.add_generation_prompt is None else asked.add_generation_prompt
+    continues = bool(request.continue_final_message)
+    begins = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     if continues and begins:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
@@ -151,12 +151,12 @@ def render(
         tools=tools,
         add_generation_prompt=begins,
         continue_final_message=continues,
-        chat_template_kwargs=asked.chat_template_kwargs or {},
+        chat_template_kwargs=request.chat_template_kwargs or {},
     )
     # Checked again: the rendered text contains tool calls, lists of content and tools too.
     _check_length([text], backend, context)
     # Not by default: most templates write the begin token themselves.
-    special = bool(asked.add_special_tokens)
+    special = bool(request.add_special_tokens)
     return text, backend.encode(text, add_special_tokens=special)
 
 

@@ -41,31 +41,31 @@ class ResponsesRequest(Sampling, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def as_chat(asked: ResponsesRequest) -> ChatRequest:
+def as_chat(request: ResponsesRequest) -> ChatRequest:
     """The same as a chat request. Raises InvalidRequest naming the field."""
     messages: list[dict[str, Any]] = []
-    if asked.instructions:
-        messages.append({"role": "system", "content": asked.instructions})
-    items = [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input
+    if request.instructions:
+        messages.append({"role": "system", "content": request.instructions})
+    items = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
     for i, item in enumerate(items):
         _item(item, f"input[{i}]", messages)
-    for name in set(asked.include or ()) - {_LOGPROBS}:
+    for name in set(request.include or ()) - {_LOGPROBS}:
         raise InvalidRequest(f"include: {name[:64]!r} is not kept here", param="include")
-    logprobs = _LOGPROBS in (asked.include or ()) or asked.top_logprobs is not None
-    rest = {name: getattr(asked, name) for name in Sampling.__struct_fields__ if name != "response_format"}
+    logprobs = _LOGPROBS in (request.include or ()) or request.top_logprobs is not None
+    rest = {name: getattr(request, name) for name in Sampling.__struct_fields__ if name != "response_format"}
     return ChatRequest(
         **rest,
         messages=messages,
-        max_completion_tokens=asked.max_output_tokens,
-        stream=asked.stream,
-        tools=None if asked.tools is None else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(asked.tools)],
-        tool_choice=_choice(asked.tool_choice),
-        parallel_tool_calls=asked.parallel_tool_calls,
-        response_format=_format(asked),
+        max_completion_tokens=request.max_output_tokens,
+        stream=request.stream,
+        tools=None if request.tools is None else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)],
+        tool_choice=_choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls,
+        response_format=_format(request),
         logprobs=logprobs or None,
-        top_logprobs=asked.top_logprobs,
-        include_reasoning=asked.include_reasoning,
-        chat_template_kwargs=asked.chat_template_kwargs,
+        top_logprobs=request.top_logprobs,
+        include_reasoning=request.include_reasoning,
+        chat_template_kwargs=request.chat_template_kwargs,
     )
 
 
@@ -134,13 +134,13 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     return choice
 
 
-def _format(asked: ResponsesRequest) -> ResponseFormat | None:
+def _format(request: ResponsesRequest) -> ResponseFormat | None:
     """The format in `text`, or vLLM's response_format."""
-    text = check(asked.text or {}, ("format",), where="text.")
+    text = check(request.text or {}, ("format",), where="text.")
     given = text.get("format")
     if given is None:
-        return asked.response_format
-    if asked.response_format is not None:
+        return request.response_format
+    if request.response_format is not None:
         raise InvalidRequest("text.format and response_format exclude each other", param="text")
     if not isinstance(given, dict) or not isinstance(given.get("type"), str):
         raise InvalidRequest("text.format must be an object with a type", param="text")
@@ -158,14 +158,14 @@ def _format(asked: ResponsesRequest) -> ResponseFormat | None:
 class ResponseBuilder:
     """The response object of one answer, put together from its parts."""
 
-    def __init__(self, asked: ResponsesRequest, job: Job, token_text: TokenText) -> None:
-        self._asked = asked
+    def __init__(self, request: ResponsesRequest, job: Job, token_text: TokenText) -> None:
+        self._asked = request
         self._job = job
         self._text = token_text
         self.usage = Usage(job, token_text)
         self.output: list[dict[str, Any]] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._repeated_size = len(_json((asked.instructions, asked.tools, asked.text, asked.tool_choice)))
+        self._repeated_size = len(_json((request.instructions, request.tools, request.text, request.tool_choice)))
 
     @property
     def size(self) -> int:
@@ -221,7 +221,7 @@ class ResponseBuilder:
 
     def response(self, finish: str | None, error: Exception | None = None) -> dict[str, Any]:
         """The object. finish: the finish reason; None while the answer goes on."""
-        asked, params = self._asked, self._job.calls[0].sampling
+        request, params = self._asked, self._job.calls[0].sampling
         status = _status(finish)
         incomplete = None
         if status == "incomplete":
@@ -239,20 +239,20 @@ class ResponseBuilder:
             "background": False,
             "error": failure,
             "incomplete_details": incomplete,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
             "max_tool_calls": None,
             "model": self._job.model,
             "output": self.output,
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
             "temperature": params.temperature,
-            "text": asked.text or {"format": {"type": "text"}},
-            "tool_choice": asked.tool_choice or "auto",
-            "tools": asked.tools or [],
-            "top_logprobs": asked.top_logprobs or 0,
+            "text": request.text or {"format": {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "top_logprobs": request.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None if status == "in_progress" else self._used(),
@@ -276,10 +276,10 @@ def _status(finish: str | None) -> str:
 
 
 def response(
-    asked: ResponsesRequest, job: Job, made: ChoiceBuilder, usage: Usage, token_text: TokenText
+    request: ResponsesRequest, job: Job, made: ChoiceBuilder, usage: Usage, token_text: TokenText
 ) -> dict[str, Any]:
     """The response object of an answer that is not streamed."""
-    builder = ResponseBuilder(asked, job, token_text)
+    builder = ResponseBuilder(request, job, token_text)
     builder.usage = usage
     builder.count(Delta(0, "", (), tuple(made.logprobs)))
     for part in made.parts:
@@ -293,9 +293,9 @@ def response(
 class ResponseChunks(Chunks[Delta]):
     """Numbered events: items, their parts, and their deltas."""
 
-    def __init__(self, asked: ResponsesRequest, job: Job, token_text: TokenText) -> None:
+    def __init__(self, request: ResponsesRequest, job: Job, token_text: TokenText) -> None:
         self._job = job
-        self._builder = ResponseBuilder(asked, job, token_text)
+        self._builder = ResponseBuilder(request, job, token_text)
         self._splitter = job.splitter()
         self._number = 0
         self._finish: str | None = None
