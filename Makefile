@@ -53,7 +53,7 @@ LOWEST := $(or $(TMPDIR),/tmp)/quire-lowest
 lowest:
 	rm -rf $(LOWEST) && $(PYTHON) -m tests.lowest > $(LOWEST).txt
 	$(PYTHON) -m pip install -q --no-deps --target $(LOWEST) -r $(LOWEST).txt
-	PYTHONPATH=$(LOWEST):$(CURDIR)/src OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n 2 tests/server tests/frontend tests/structured_output tests/tokenization tests/config tests/cli tests/test_serving.py
+	PYTHONPATH=$(LOWEST):$(CURDIR)/src OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n 2 tests/server tests/frontend tests/structured_output tests/tokenization tests/cli tests/test_config.py tests/test_serving.py
 
 wheel:
 	$(PYTHON) -m pip wheel --no-deps --wheel-dir dist .

@@ -19,7 +19,7 @@ EXEMPT = {"src/quire/deprecated.py"}
 _WORDS = """
     told tells nobody somebody anybody everybody whoever whomever lest nought twofold thereof
     grave graves bury buries buried waist rim house desk poured pour spell spells passage keeper
-    lane lanes arena shelf ledger panes unfed patience foresee foreseen storyteller workshop disguise reel
+    lane lanes arena shelf ledger panes unfed patience foreseen storyteller workshop disguise reel
     unheard kin guilty strike strikes delicate rehearsal crowd crowded door doors
 """
 WITHDRAWN = frozenset(_WORDS.split())
