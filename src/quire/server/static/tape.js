@@ -86,6 +86,8 @@ export class Tape {
 }
 
 function kept(frame) {
+  // Files that were saved before version 0.2 have another name for events.
+  frame.events ??= frame.told;
   return { at: frame.at / 1e6, whole: Boolean(frame.whole), epoch: frame.whole?.epoch, text: JSON.stringify(frame) };
 }
 
