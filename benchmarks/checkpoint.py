@@ -55,14 +55,14 @@ torch.nn.functional.linear(torch.ones(4, 64).bfloat16(), torch.ones(64, 64).bflo
 def peak():
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
-before, began, told = peak(), time.monotonic(), []
+before, began, calls = peak(), time.monotonic(), []
 with loading("checkpoint") as bar:
     def progress(done, total):
-        told.append(done)
+        calls.append(done)
         bar(done, total)
     model = load_model(sys.argv[1], progress=progress)
 whole = time.monotonic() - began
-print(json.dumps({"whole": whole, "before": before, "peak": peak(), "told": len(told)}))
+print(json.dumps({"whole": whole, "before": before, "peak": peak(), "calls": len(calls)}))
 """
 
 KEEP = """
@@ -115,17 +115,17 @@ def measure(folder: Path, size: int, threads: int) -> dict[str, float]:
     forget(folder)
     kept = size / json.loads(child(KEEP, folder))
     forget(folder)
-    told = json.loads(child(LOAD, folder, threads))
+    found = json.loads(child(LOAD, folder, threads))
     disk = size / statistics.mean((first, sequential(folder)))
     return {
         "disk_gb_s": round(disk / 1e9, 3),
-        "load_gb_s": round(size / told["whole"] / 1e9, 3),
+        "load_gb_s": round(size / found["whole"] / 1e9, 3),
         "kept_gb_s": round(kept / 1e9, 3),
-        "share_of_disk": round(size / told["whole"] / disk, 3),
-        "share_of_kept": round(size / told["whole"] / kept, 3),
-        "peak_share_of_model": round(told["peak"] / size, 4),
-        "peak_grown_share_of_model": round((told["peak"] - told["before"]) / size, 4),
-        "progress_told": told["told"],
+        "share_of_disk": round(size / found["whole"] / disk, 3),
+        "share_of_kept": round(size / found["whole"] / kept, 3),
+        "peak_share_of_model": round(found["peak"] / size, 4),
+        "peak_grown_share_of_model": round((found["peak"] - found["before"]) / size, 4),
+        "progress_calls": found["calls"],
         "busy": os.getloadavg()[0],
     }
 

@@ -57,8 +57,8 @@ def command(levels: tuple[int, ...], rounds: int, chat: bool, against: Path | No
                     row = measure(pid, at, level, chat, step, sizes)
                     if turn:  # the first warms
                         found[name].append(row)
-        told = {"revision": revision(), "streams": level, "step_ms": step, "chat": chat, **compare(found)}
-        click.echo(json.dumps(told))
+        result = {"revision": revision(), "streams": level, "step_ms": step, "chat": chat, **compare(found)}
+        click.echo(json.dumps(result))
 
 
 def compare(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
@@ -66,11 +66,11 @@ def compare(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     medians = {
         name: {what: statistics.median(row[what] for row in rows) for what in rows[0]} for name, rows in found.items()
     }
-    told: dict[str, Any] = {name: {what: round(x, 3) for what, x in row.items()} for name, row in medians.items()}
+    result: dict[str, Any] = {name: {what: round(x, 3) for what, x in row.items()} for name, row in medians.items()}
     if "that" in medians:
         that = medians["that"]
-        told["ratios"] = {what: round(x / that[what], 3) for what, x in medians["this"].items() if that[what]}
-    return told
+        result["ratios"] = {what: round(x / that[what], 3) for what, x in medians["this"].items() if that[what]}
+    return result
 
 
 def measure(pid: int, port: int, level: int, chat: bool, step: float, sizes: dict[str, Any]) -> dict[str, float]:

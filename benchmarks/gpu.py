@@ -44,7 +44,7 @@ def command(
     latency_target_ms: float,
     path: Path | None,
 ) -> None:
-    """Run workloads offline, through the library's door, and say how fast they were."""
+    """Run workloads offline, through `LLM`, and print their speed."""
     needed("for a CPU there is `quire bench cpu`")
     found: list[Row] = []
     options = {"enforce_eager": eager, "latency_target_ms": latency_target_ms} | (

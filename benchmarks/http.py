@@ -89,9 +89,9 @@ def measure(model: str, level: int, count: int, processes: int, port: int, *, se
     ids, new = prompts(count, (128, 256), (32, 64), seed=seed)
     job = LoadJob(host="127.0.0.1", port=port, model=model, streams=level, prompts=ids, output_lens=new)
     found = summarize(run_clients(job, processes))
-    told = {name: found[name] for name in ("failed", "tokens_an_event", "ttft_ms", "itl_ms", "ms_a_token_mean")}
+    figures = {name: found[name] for name in ("failed", "tokens_an_event", "ttft_ms", "itl_ms", "ms_a_token_mean")}
     row = {"workload": f"http {model}", "concurrency": level, "requests": count, "ours": found["tokens_s"]}
-    return row | told
+    return row | figures
 
 
 async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -72,7 +72,7 @@ class Load:
     "--salt/--no-salt",
     default=True,
     show_default=True,
-    help="Send a cache_salt of its own with each round of each side, so that whoever is second finds nothing cached.",
+    help="Send a cache_salt of its own with each round of each side, so that the second finds nothing cached.",
 )
 @click.option("--gate", default=0.91, show_default=True, help="Least ratio of tokens/s; less ends with code 1.")
 @click.option(
@@ -117,7 +117,7 @@ def command(
 
 
 def _side_by_side(load: Load, repeat: int, direct: str, front: str | None, out: Path) -> list[dict[str, Any]]:
-    """Both run at once and are asked in turn; whoever was first goes second the next time."""
+    """Both run at once and are asked in turn; the order alternates."""
     rows = []
     with _front(direct, front, out) as other:
         sides = [("direct", direct), ("through", other)]
@@ -194,8 +194,8 @@ def compared(rows: Sequence[Mapping[str, Any]], level: int) -> dict[str, Any]:
         direct, other = (sides[side].get(number, {}) for side in ("direct", "through"))
         for what in ("model", "inputs", "asked", "prompted", "tokens"):
             if direct.get(what) != other.get(what):
-                told = f"{direct.get(what)} directly and {other.get(what)} through"
-                raise Unlike(f"concurrency {level}, round {number}: {what} differ ({told}): nothing can be compared")
+                values = f"{direct.get(what)} directly and {other.get(what)} through"
+                raise Unlike(f"concurrency {level}, round {number}: {what} differ ({values}): nothing can be compared")
         if direct["failed"] or other["failed"] or direct["tokens"] != direct["asked"]:
             failed = f"{direct['failed']} failed directly and {other['failed']} through"
             raise Unlike(f"concurrency {level}, round {number}: not every answer came ({failed})")

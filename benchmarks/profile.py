@@ -108,7 +108,7 @@ def profiled(
 
 
 def run(engine: Engine, spec: ModelSpec, batch: int, prompt: int, new: int) -> dict[str, Phase]:
-    """All at once: prefill is until everybody has a first token, decode what follows."""
+    """All at once: prefill is until all have a first token, decode what follows."""
     rng = random.Random(7)
     waiting = {engine.submit([rng.randrange(5, 400) for _ in range(prompt)], new) for _ in range(batch)}
     began = half = time.perf_counter()

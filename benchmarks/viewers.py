@@ -35,7 +35,7 @@ _SETTLE = 0.5
 """Seconds after a change that are not measured."""
 
 _ENOUGH = 100_000
-"""Prompts: more than are answered while anybody measures."""
+"""Prompts: more than are answered while the benchmark runs."""
 
 _STOPPED_BUFFER = 4096
 """Bytes that the kernel takes in for a viewer who does not read."""
@@ -131,16 +131,16 @@ def watching(port: int, viewers: int) -> Iterator[Callable[[str], None]]:
     arguments = [sys.executable, "-c", VIEWERS, str(port), str(viewers)]
     process = subprocess.Popen(arguments, stdin=subprocess.PIPE, text=True)
     assert process.stdin is not None
-    told = process.stdin
+    stdin = process.stdin
 
     def switch(kind: str) -> None:
-        told.write(f"{kind}\n")
-        told.flush()
+        stdin.write(f"{kind}\n")
+        stdin.flush()
 
     try:
         yield switch
     finally:
-        told.close()
+        stdin.close()
         process.wait()
 
 

@@ -1,4 +1,4 @@
-"""`quire bench serve` asks what it was told to and keeps all it saw; `quire bench report` draws it."""
+"""`quire bench serve` sends what its options say and saves every timing; `quire bench report` draws it."""
 
 from __future__ import annotations
 

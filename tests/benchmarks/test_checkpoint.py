@@ -28,20 +28,20 @@ def test_it_is_of_the_size_asked_for_and_sharded(tmp_path: Path) -> None:
     assert len({entry.order[0] for entry in entries.values()}) > 3
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
-    told: list[int] = []
-    model = load_model(tmp_path, progress=lambda done, total: told.append(done))
+    calls: list[int] = []
+    model = load_model(tmp_path, progress=lambda done, total: calls.append(done))
     with ThreadPoolExecutor() as pool:
         assert (torch.get_num_threads(), pool.submit(torch.get_num_threads).result()) == (3, 3)
     torch.set_num_threads(threads)
     assert model.spec.layers > 2
-    assert told == sorted(told)
-    assert told[-1] == sum(entry.size for entry in entries.values())
+    assert calls == sorted(calls)
+    assert calls[-1] == sum(entry.size for entry in entries.values())
 
 
 def test_loading_takes_little_more_memory_than_the_model(tmp_path: Path) -> None:
     found = checkpoint.measure(tmp_path, checkpoint.write(tmp_path, 0.4), 1)
     assert 0.95 < found["peak_grown_share_of_model"] < 1.25
-    assert found["progress_told"] > 10
+    assert found["progress_calls"] > 10
 
 
 @pytest.mark.nightly

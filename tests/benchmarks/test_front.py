@@ -41,7 +41,7 @@ def test_the_engine_is_the_process_that_the_front_started() -> None:
         assert process.pid == child(os.getpid())
 
 
-def test_steps_take_as_long_as_they_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_take_as_long_as_the_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(STEP, "20")
     executor = timed(SyntheticExecutor(vocab_size=7))
     assert executor.description.vocab_size == 7

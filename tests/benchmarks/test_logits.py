@@ -1,4 +1,4 @@
-"""Logits against float32: zero where both are the same, and told apart where one is not."""
+"""Logits against float32: zero where both are the same, and above it where one is not."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_both_are_started_in_turn_where_there_is_a_model(tmp_path: Path) -> None
         assert said.startswith("serve m --host 127.0.0.1 --port") and said.endswith("--seed 3"), log
 
 
-def test_a_server_that_cannot_start_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_a_server_that_cannot_start_is_reported_with_its_last_words(tmp_path: Path) -> None:
     said = r"ended with code 2(.|\n)*there is no option --wrong"
     with pytest.raises(click.ClickException, match=said), through(["--wrong"], free_port(), tmp_path / "log"):
         pass

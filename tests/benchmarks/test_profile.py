@@ -1,4 +1,4 @@
-"""`python -m benchmarks.profile`: operations are counted as the model does them, and phases are told apart."""
+"""`python -m benchmarks.profile`: operations are counted as the model does them, and phases are kept apart."""
 
 from __future__ import annotations
 

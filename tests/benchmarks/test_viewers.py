@@ -15,12 +15,12 @@ def test_ratios_are_of_medians_and_to_none() -> None:
         "none": [{"tokens_per_s": rate, "cpu_ms": 0.5} for rate in (90.0, 100.0, 500.0)],
         "reading": [{"tokens_per_s": rate, "cpu_ms": 0.51} for rate in (99.0, 10.0, 120.0)],
     }
-    told = compare(found)
-    assert told["medians"]["none"]["tokens_per_s"] == 100.0
-    assert told["ratios"] == {"reading": {"tokens_per_s": 0.99, "cpu_ms": 1.02}}
+    compared = compare(found)
+    assert compared["medians"]["none"]["tokens_per_s"] == 100.0
+    assert compared["ratios"] == {"reading": {"tokens_per_s": 0.99, "cpu_ms": 1.02}}
 
 
-def test_viewers_come_and_go_as_they_are_told() -> None:
+def test_viewers_come_and_go_as_standard_input_says() -> None:
     asked: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 

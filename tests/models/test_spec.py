@@ -133,7 +133,7 @@ def test_gemma3_is_read_as_published_nested_and_with_its_defaults() -> None:
     assert (spec.score_cap, spec.logit_cap) == (0.0, 0.0)
 
 
-def test_gemma2_caps_unless_told_not_to() -> None:
+def test_gemma2_caps_unless_config_says_null() -> None:
     config = CONFIG | {"architectures": ["Gemma2ForCausalLM"], "num_hidden_layers": 3, "sliding_window": 8}
     spec = read_spec(config)
     assert (spec.score_cap, spec.logit_cap, spec.windows) == (50.0, 30.0, (8, UNLIMITED, 8))

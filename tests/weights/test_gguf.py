@@ -88,7 +88,7 @@ def test_every_type_means_what_the_gguf_package_says_it_does(tmp_path: Path, kin
         assert Feeder(ours, page_size=16).greedy(PROMPTS, 24) == [greedy(model, p, 24) for p in PROMPTS]
 
 
-def test_a_folder_with_one_file_is_that_file_and_with_several_must_be_told(tmp_path: Path) -> None:
+def test_a_folder_with_one_file_is_that_file_and_with_several_must_be_named(tmp_path: Path) -> None:
     model = make(tmp_path / "source", "llama-gqa-tied")
     (tmp_path / "folder").mkdir()
     write(tmp_path / "folder" / "a.gguf", model)

@@ -70,13 +70,13 @@ def test_shards_make_the_same_model_as_one_file(folder: Path, tmp_path_factory: 
     assert torch.equal(answer(load_model(folder)), answer(load_model(pieces)))
 
 
-def test_progress_ends_with_every_byte_told(sharded: Path) -> None:
-    told: list[tuple[int, int]] = []
-    load_model(sharded, progress=lambda done, total: told.append((done, total)))
+def test_progress_ends_with_every_byte(sharded: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    load_model(sharded, progress=lambda done, total: calls.append((done, total)))
     total = sum(len(t.numpy().tobytes()) for f in sharded.glob("*.safetensors") for t in load_file(f).values())
-    assert told[0] == (0, total)
-    assert told[-1] == (total, total)
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert calls[0] == (0, total)
+    assert calls[-1] == (total, total)
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
 
 
 def test_auto_dtype_is_the_checkpoints_and_float32_for_half_precision_on_a_cpu(folder: Path) -> None:

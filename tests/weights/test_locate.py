@@ -69,7 +69,7 @@ def test_a_broken_line_is_unavailable_too(monkeypatch: pytest.MonkeyPatch) -> No
         locate.locate("owner/name")
 
 
-def test_a_folder_without_a_model_is_told_from_one_with(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_distinguished_from_one_with(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InvalidModel, match=r"there is no model in .*: it has neither config\.json nor a \.gguf file"):
         locate.check(tmp_path)

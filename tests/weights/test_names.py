@@ -1,4 +1,4 @@
-"""Tensors under other names are the same tensors, and adapters are told from models."""
+"""Tensors under other names are the same tensors, and adapters are not models."""
 
 from __future__ import annotations
 

@@ -162,10 +162,10 @@ def test_a_broken_scale_on_the_way_is_caught_by_the_canary(folder: Path, monkeyp
     monkeypatch.setattr(scaled, "quantize", broken)
     with pytest.raises(InvalidModel, match="quantisation has spoiled the model"):
         load_model(folder, dtype="float32", quantization="fp8", canary=Canary(threshold=Threshold()))
-    told = Canary()
-    load_model(folder, dtype="float32", quantization="fp8", canary=told)
-    assert told.quality is not None
-    assert told.quality.kl > 0.25, "with a threshold of nothing it is measured and served"
+    canary = Canary()
+    load_model(folder, dtype="float32", quantization="fp8", canary=canary)
+    assert canary.quality is not None
+    assert canary.quality.kl > 0.25, "with a threshold of nothing it is measured and served"
 
 
 @pytest.mark.parametrize(
