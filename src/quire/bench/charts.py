@@ -1,4 +1,4 @@
-"""Charts as SVG that a page holds: of load tests, and of benchmarks beside a peer.
+"""Charts as SVG: of load tests, and of benchmarks beside a peer.
 
 Grey on nothing, so that they read on light and dark alike. Needs matplotlib (extra `report`).
 """
@@ -100,22 +100,26 @@ def times(row: Row, value: float) -> float:
 
 
 def rounded(value: float) -> float:
+    """Three significant digits, or a whole number from 100 on."""
     return round(value) if value >= 100 else float(f"{value:.3g}")
 
 
 def named(row: Row) -> str:
+    """Label of a workload."""
     if "concurrency" in row:
         return f"{row['workload']}, {row['concurrency']} at once"
     return str(row["workload"]) + (f", batch {row['batch']}" if row["batch"] else "")
 
 
 def svg(figure: Figure) -> str:
+    """The figure as an SVG element, the same for the same data."""
     with io.StringIO() as out:
         figure.savefig(out, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
         return "<svg" + out.getvalue().partition("<svg")[2]
 
 
 def plot(title: str, width: float = 5.2, height: float = 2.9) -> tuple[Figure, Axes]:
+    """A figure with one pair of axes."""
     figure = Figure(figsize=(width, height))
     axes = figure.add_subplot()
     axes.set_title(title)
@@ -210,6 +214,7 @@ def speeds(seen: Sequence[Mapping[str, float]]) -> list[tuple[float, float]]:
 
 
 def plain(value: float, _: int | None) -> str:
+    """A tick label without exponent."""
     return f"{value:,g}"
 
 
@@ -219,4 +224,5 @@ def sparse(value: float, at: int | None) -> str:
 
 
 def colours(count: int) -> list[str]:
+    """Colours of `count` lines; they repeat after eight."""
     return [COLOURS[i % len(COLOURS)] for i in range(count)]

@@ -75,6 +75,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def page(runs: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], charts: Sequence[str]) -> str:
+    """The whole report as HTML with its charts inside."""
     names = escape(" and ".join(run["about"]["label"] for run in runs)) or "beside a peer"
     parts = [
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Quire bench: {names}</title>',
@@ -90,6 +91,7 @@ def page(runs: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], c
 
 
 def beside(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table of workloads beside a peer."""
     heads = ("workload", "at once", "ours", "peer", "target", "ceiling")
     shown = []
     for row in rows:
@@ -100,6 +102,7 @@ def beside(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def table(run: Mapping[str, Any]) -> str:
+    """A table with a row for each level."""
     rows = []
     for level in run["levels"]:
         refused = ", ".join(f"{count} x {status}" for status, count in level["statuses"].items() if status != "200")
@@ -119,12 +122,14 @@ def times(run: Mapping[str, Any]) -> str:
 
 
 def grid(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """An HTML table."""
     top = "".join(f"<th>{escape(head)}</th>" for head in heads)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="wide"><table><tr>{top}</tr>{body}</table></div>'
 
 
 def about(run: Mapping[str, Any]) -> str:
+    """Versions, options and hardware of a run."""
     details = {**run["about"], "goals, milliseconds": run["goals"] or "none"}
     lines = (
         f"<dt>{escape(str(k))}</dt><dd>{escape(v if isinstance(v, str) else json.dumps(v))}</dd>"
