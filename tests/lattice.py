@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.engine import engine
+from quire.scheduler import block_pool, scheduler
 from quire.scheduler import kv_cache as kv_room
-from quire.scheduler import prefix_cache, scheduler
 from quire.scheduler.block_pool import EVICTION_POLICIES
 from quire.scheduler.constraint import FREE
 from quire.scheduler.policy import make_policy
@@ -28,8 +28,8 @@ class House:
     KVCacheManager: Any = kv_room.KVCacheManager
     Scheduler: Any = scheduler.Scheduler
     Engine: Any = engine.Engine
-    NoPrefixCache: Any = prefix_cache.NoPrefixCache
-    RadixPrefixCache: Any = prefix_cache.RadixPrefixCache
+    NoPrefixCache: Any = block_pool.NoPrefixCache
+    RadixPrefixCache: Any = block_pool.RadixPrefixCache
 
 
 STOP = frozenset(t for t in range(VOCAB) if t % 17 == 0)

@@ -11,14 +11,11 @@ from typing import NamedTuple
 from tests.lattice import House
 
 _REBUILT = (
-    "quire.scheduler.prefix_cache",
-    "quire.scheduler.sequence",
     "quire.scheduler.block_pool",
+    "quire.scheduler.sequence",
     "quire.scheduler.kv_cache",
-    "quire.scheduler.queue",
     "quire.scheduler.scheduler",
     "quire.engine.events",
-    "quire.engine.stats",
     "quire.engine.recovery",
     "quire.engine.engine",
 )
@@ -254,7 +251,7 @@ def plant(bug: Bug) -> House:
             sys.modules[name] = module
             package, _, leaf = name.rpartition(".")
             setattr(sys.modules[package], leaf, module)
-    reuse = new["quire.scheduler.prefix_cache"]
+    reuse = new["quire.scheduler.block_pool"]
     return House(
         KVCacheManager=new["quire.scheduler.kv_cache"].KVCacheManager,
         Scheduler=new["quire.scheduler.scheduler"].Scheduler,

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from quire import LLM, SamplingParams
 from quire.cli import main
 from quire.config import load
-from quire.engine.clock import VirtualClock
+from quire.engine.timing import VirtualClock
 from quire.errors import InvalidConfig
 from quire.observability.recorder import recorded
 from quire.scheduler.kv_cache import KVCacheManager

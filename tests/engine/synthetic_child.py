@@ -1,7 +1,7 @@
 """An engine process for tests: `quire.assembly.engine_child` with a synthetic executor. `bad` in the settings: refuse.
 
 step, token: seconds a step costs, and a token. timeout: seconds any step may take. sticks: hang on some requests.
-window: frames are sent while somebody watches.
+window: frames are sent while it is watched.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import time
 
 from quire.engine.engine import Engine
 from quire.engine.executor import Executor, StepHandle
-from quire.engine.live_view import NoLiveView
 from quire.engine.process import EngineLoop
 from quire.engine.protocol import BuildFailed, Configure, FrameReader, Ready, encode_frame
 from quire.engine.step_watch import StepWatch
@@ -38,8 +37,8 @@ class Sticking:
         return self.inner.launch(plan)
 
 
-class Telling(NoLiveView):
-    """A frame a step while somebody watches."""
+class Frames:
+    """A frame a step while it is watched."""
 
     on = False
 
@@ -48,6 +47,9 @@ class Telling(NoLiveView):
 
     def frame(self, engine: Engine, now: float, *, last: bool) -> tuple[bytes, bool] | None:
         return (b"{}", True) if self.on else None
+
+    def explain(self, id: str, now: float) -> bytes:
+        return b"null"
 
 
 def main() -> None:
@@ -68,7 +70,7 @@ def main() -> None:
         engine.executor = Sticking(engine.executor)
     watch.install_signal_handler(engine)
     link.sendall(encode_frame(Ready(engine.description)))
-    window = Telling() if said.settings.get("window") else None
+    window = Frames() if said.settings.get("window") else None
     EngineLoop(engine, link, lambda: metrics.snapshot(engine), watch, live_view=window).run()
 
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
+from quire.engine.timing import VirtualClock
 from quire.errors import InvalidRequest
 from quire.scheduler.step_time import StepCost
 from quire.sim.run import SimConfig

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
 from quire.engine.events import StepRecord
 from quire.engine.step_watch import StepWatch
-from quire.engine.timing import PlanDelay
+from quire.engine.timing import PlanDelay, VirtualClock
 from quire.executors.synthetic import SyntheticHandle
 from quire.scheduler.plan import Plan, Span
 from quire.scheduler.step_time import StepCost, StepTimeModel

@@ -19,12 +19,11 @@ import pytest
 from quire import heap
 from quire.engine import client
 from quire.engine.client import EngineProcess, StallDetector
-from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
 from quire.engine.process import EngineLoop
 from quire.engine.protocol import Abort, Submit, Update, encode_frame
 from quire.engine.step_watch import StepWatch
-from quire.engine.timing import PlanDelay, RestartBackoff
+from quire.engine.timing import PlanDelay, RestartBackoff, VirtualClock
 from quire.errors import InvalidModel, QuireError, Unavailable
 from quire.scheduler.step_time import StepCost, StepTimeModel
 from quire.sim.run import SimConfig

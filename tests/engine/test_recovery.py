@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
 from quire.engine.executor import Executor, StepHandle
+from quire.engine.timing import VirtualClock
 from quire.errors import StepFailed
 from quire.scheduler.plan import Plan
 from quire.scheduler.step_time import StepCost

@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
-from quire.engine.timing import LatencyController
+from quire.engine.timing import LatencyController, VirtualClock
 from quire.scheduler.plan import Plan, Span
 from quire.scheduler.step_time import StepCost, StepTimeModel
 from quire.sim.run import SimConfig

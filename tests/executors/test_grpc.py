@@ -18,8 +18,9 @@ from quire.engine.engine import Engine
 from quire.engine.executor import Description
 from quire.errors import ExecutorLost, InvalidConfig, StepFailed
 from quire.executors.contract import executor_pb2 as pb
-from quire.executors.contract.methods import RUN, SERVICE
 from quire.executors.contract.translate import (
+    RUN,
+    SERVICE,
     describe,
     described,
     read_masks,

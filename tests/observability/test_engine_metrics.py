@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.engine.clock import VirtualClock
+from quire.engine.timing import VirtualClock
 from quire.observability.engine_metrics import EngineMetrics, render
 from quire.scheduler.step_time import StepCost
 from quire.sim.run import SimConfig, simulate

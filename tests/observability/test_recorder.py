@@ -18,8 +18,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from quire.cli import main
-from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
+from quire.engine.timing import VirtualClock
 from quire.errors import InvalidConfig
 from quire.observability import recording_format
 from quire.observability.checkpoint import Anonymizer

@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
+from quire.engine.timing import VirtualClock
 from quire.observability.history import History
 from quire.observability.live_view import EngineLiveView
 from quire.scheduler.step_time import StepCost

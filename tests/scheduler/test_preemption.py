@@ -8,8 +8,8 @@ from typing import get_args
 
 import pytest
 
-from quire.engine.clock import VirtualClock
 from quire.engine.events import Completed, StepRecord
+from quire.engine.timing import VirtualClock
 from quire.scheduler.policy import Pressure
 from quire.scheduler.sequence import Decision
 from quire.sim.run import SimConfig

@@ -6,8 +6,8 @@ from itertools import count
 
 import pytest
 
-from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
+from quire.engine.timing import VirtualClock
 from quire.executors.synthetic import SyntheticExecutor
 from quire.observability.prometheus import percentile
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache

@@ -14,9 +14,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from quire.cli import main
-from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
-from quire.engine.timing import LatencyController, PlanDelay
+from quire.engine.timing import LatencyController, PlanDelay, VirtualClock
 from quire.executors.synthetic import SyntheticHandle
 from quire.observability import recording_format
 from quire.observability.checkpoint import CLASSES

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from quire.engine.clock import VirtualClock, WallClock
 from quire.engine.engine import Engine
+from quire.engine.timing import VirtualClock, WallClock
 from quire.observability.engine_metrics import EngineMetrics
 from quire.observability.prometheus import percentile
 from quire.observability.recorder import recorded

@@ -19,9 +19,8 @@ from quire.observability import recording_format
 from quire.observability.checkpoint import CLASSES
 from quire.observability.explain import MISSING
 from quire.scheduler.policy import class_path, load_policy, policy_name
-from quire.sim.replay import Divergence, Replay, replay
+from quire.sim.replay import Divergence, Replay, replay, step_lines, step_summary
 from quire.sim.replay_stats import ReplayStats
-from quire.sim.step_words import lines, step_words
 from quire.tokenization.escape import escape_control
 
 
@@ -126,7 +125,7 @@ def _under_way(again: Replay) -> list[str]:
     out = []
     for step in again.engine.scheduler.inflight:
         ids = [seq.request.id for seq in step.seqs]
-        out += lines(step_words(step.plan, ids, step.decisions), ids)
+        out += step_lines(step_summary(step.plan, ids, step.decisions), ids)
     return out
 
 

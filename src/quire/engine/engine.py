@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import Any, ParamSpec, TypeVar
 
-from quire.engine.clock import Clock, WallClock
-from quire.engine.events import Completed, Gauges, Observer, StepRecord
+from quire.engine.events import Completed, EngineStats, Gauges, Observer, StepRecord
 from quire.engine.executor import Executor, StepHandle
 from quire.engine.recovery import Recovery
-from quire.engine.stats import EngineStats
-from quire.engine.timing import LatencyController, PlanDelay
+from quire.engine.timing import Clock, LatencyController, PlanDelay, WallClock
 from quire.errors import ExecutorLost, InvalidRequest, QuireError, StepFailed, Unavailable
 from quire.scheduler.constraint import FREE, Constraint
 from quire.scheduler.scheduler import Scheduler

@@ -17,8 +17,17 @@ import grpc
 from quire.engine.executor import Description
 from quire.errors import ExecutorLost, InvalidConfig, StepFailed
 from quire.executors.contract import executor_pb2 as pb
-from quire.executors.contract.methods import DESCRIBE, OPTIONS, RUN, SERVICE
-from quire.executors.contract.translate import VERSION, described, read_result, send_masks, send_plan
+from quire.executors.contract.translate import (
+    DESCRIBE,
+    OPTIONS,
+    RUN,
+    SERVICE,
+    VERSION,
+    described,
+    read_result,
+    send_masks,
+    send_plan,
+)
 from quire.scheduler.plan import Mask, Plan, Result, Span
 
 

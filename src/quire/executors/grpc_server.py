@@ -15,8 +15,17 @@ import grpc
 from quire.engine.executor import Executor, StepHandle
 from quire.errors import InvalidConfig, StepFailed
 from quire.executors.contract import executor_pb2 as pb
-from quire.executors.contract.methods import DESCRIBE, OPTIONS, RUN, SERVICE
-from quire.executors.contract.translate import VERSION, describe, read_masks, read_plan, send_result
+from quire.executors.contract.translate import (
+    DESCRIBE,
+    OPTIONS,
+    RUN,
+    SERVICE,
+    VERSION,
+    describe,
+    read_masks,
+    read_plan,
+    send_result,
+)
 from quire.scheduler.plan import Span
 
 PATIENCE = 5.0

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.engine.clock import Clock, WallClock
 from quire.engine.executor import Description
+from quire.engine.timing import Clock, WallClock
 from quire.scheduler.plan import Mask, Plan, Result, Span
 from quire.scheduler.step_time import StepCost
 

@@ -19,9 +19,9 @@ from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any
 
-from quire.engine import recovery, stats, timing
+from quire.engine import events, recovery, timing
 from quire.errors import InvalidConfig
-from quire.scheduler import block_pool, kv_cache, prefix_cache, queue, scheduler, sequence, speculation, step_time
+from quire.scheduler import block_pool, kv_cache, scheduler, sequence, speculation, step_time
 from quire.scheduler.constraint import FREE, PENDING, Constraint
 from quire.scheduler.plan import NewSequence, Plan, Span
 from quire.scheduler.policy import POLICIES, SchedulingPolicy, policy_name
@@ -117,9 +117,9 @@ CLASSES: Classes = MappingProxyType(
             block_pool.BlockPool,
             block_pool.Lru,
             block_pool.Fifo,
-            prefix_cache.NoPrefixCache,
-            prefix_cache.RadixPrefixCache,
-            queue.WaitingQueue,
+            block_pool.NoPrefixCache,
+            block_pool.RadixPrefixCache,
+            scheduler.WaitingQueue,
             sequence.Sequence,
             speculation.DraftStats,
             speculation.FixedDrafts,
@@ -127,8 +127,8 @@ CLASSES: Classes = MappingProxyType(
             step_time.StepTimeModel,
             timing.LatencyController,
             recovery.Recovery,
-            stats.EngineStats,
-            stats.RequestTimes,
+            events.EngineStats,
+            events.RequestTimes,
         )
     }
 )

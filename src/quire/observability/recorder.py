@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 from quire import __version__
-from quire.engine.clock import Clock, WallClock
 from quire.engine.engine import Engine
 from quire.engine.events import Completed, Observer, StepRecord
 from quire.engine.executor import Description, Executor, StepHandle
+from quire.engine.timing import Clock, WallClock
 from quire.errors import ExecutorLost, QuireError
 from quire.observability import recording_format
 from quire.observability.checkpoint import ENGINE_STATE, Anonymizer, HashChain, constraint_of, pack, request_fields

@@ -1,4 +1,4 @@
-"""What tokens a sequence may have next. Structured output is a Constraint; having none is FREE."""
+"""Which tokens a sequence may have next. Structured output is a `Constraint`; without one a sequence has FREE."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from quire.types import Request
 
 
 class Constraint(Protocol):
-    """Asked once a sampling step, while the forward pass of that very step runs."""
+    """Called once for each sampling step, while that step's forward pass runs."""
 
     def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[Mask]:
-        """The mask after `output`, then after each of `drafts` in turn: 1 + len(drafts) masks.
+        """The masks after `output` and after each of `drafts` in turn: 1 + len(drafts).
 
-        `output` are the tokens made so far, all committed. A draft that breaks the constraint ends the walk;
-        masks past it are never used and may be None.
+        output: the tokens generated so far, all committed. Masks behind a draft that breaks the constraint are not used
+        and may be None.
         """
 
     def why(self) -> str:
-        """Why the last mask allows nothing, where the constraint itself came to an end; empty where it did not."""
+        """Why the last mask allows no token, where the constraint itself has ended; otherwise empty."""
 
 
 class NoConstraint:
-    """No constraint: the scheduler recognises FREE and plans no masks at all."""
+    """All tokens are allowed. The scheduler compares with FREE and plans no masks."""
 
     def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[Mask]:
+        """None for each: all tokens are allowed."""
         return [None] * (1 + len(drafts))
 
     def why(self) -> str:
+        """Empty: it never ends."""
         return ""
 
 
@@ -38,12 +40,14 @@ FREE = NoConstraint()
 
 
 class Pending:
-    """A constraint in the making: who has it waits, and holds nobody up. It is never asked."""
+    """A constraint that is still being compiled. Its sequence waits beside the queue and is not planned."""
 
     def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[Mask]:
+        """Raises AssertionError: a sequence that waits for its grammar has no step."""
         raise AssertionError("a sequence was planned before its constraint was made")
 
     def why(self) -> str:
+        """Empty: nothing is known yet."""
         return ""
 
 
@@ -51,32 +55,16 @@ PENDING = Pending()
 
 
 class Constraints(Protocol):
-    """Makes constraints beside the engine's loop, which never waits for one."""
+    """Compiles constraints beside the engine's loop, which never waits for one."""
 
     def constraint_for(self, request: Request) -> Constraint:
-        """FREE where nothing is asked for, PENDING where it takes a while: `made` brings it. Raises InvalidRequest."""
+        """FREE for a request without one; PENDING while it is compiled, see `poll`. Raises InvalidRequest."""
 
     def poll(self) -> list[tuple[str, Constraint | InvalidRequest]]:
-        """By request id, what has become of those that were pending, since the last call."""
+        """By request id, the constraints compiled since the last call, and errors of those that cannot be."""
 
     def wait_fds(self) -> Sequence[int]:
-        """File descriptors that can be read from when `made` has something."""
+        """File descriptors that become readable when `poll` has something."""
 
     def timeout(self) -> float | None:
-        """Seconds after which `made` has something to say whatever happens; None: nothing is pending."""
-
-
-class NoConstraints:
-    """An engine that obeys none; `Engine.add` refuses who asks for one."""
-
-    def constraint_for(self, request: Request) -> Constraint:
-        return FREE
-
-    def poll(self) -> list[tuple[str, Constraint | InvalidRequest]]:
-        return []
-
-    def wait_fds(self) -> Sequence[int]:
-        return ()
-
-    def timeout(self) -> float | None:
-        return None
+        """Seconds after which `poll` has a result in any case; None: nothing is pending."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from quire.errors import InvalidRequest
-from quire.scheduler.block_pool import BlockPool, EvictionPolicy
-from quire.scheduler.prefix_cache import NoPrefixCache, PrefixCache, RadixPrefixCache
+from quire.scheduler.block_pool import BlockPool, EvictionPolicy, NoPrefixCache, PrefixCache, RadixPrefixCache
 from quire.scheduler.sequence import PrefixKey, Sequence
 from quire.types import UNLIMITED, Request
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from quire.errors import InvalidRequest, StepFailed
+from quire.scheduler.block_pool import BlockKey, RadixNode
 from quire.scheduler.constraint import FREE, Constraint
 from quire.scheduler.plan import NO_TOKEN_ALLOWED, NewSequence, Plan, Span
-from quire.scheduler.prefix_cache import BlockKey, RadixNode
 from quire.types import UNLIMITED, FinishReason, Request, RequestStepOutput, TokenLogprobs, error_output
 
 PrefixKey: TypeAlias = tuple[int, BlockKey]

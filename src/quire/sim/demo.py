@@ -10,9 +10,9 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from quire.engine.clock import VirtualClock
 from quire.engine.engine import Engine
 from quire.engine.events import StepRecord
+from quire.engine.timing import VirtualClock
 from quire.scheduler.policy import Pressure
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step_time import StepCost

@@ -25,7 +25,7 @@ from quire.observability.checkpoint import (
     restore,
 )
 from quire.scheduler.plan import Mask, Plan, Result
-from quire.sim.step_words import StepWords, lines, step_words
+from quire.scheduler.sequence import Decision
 from quire.types import TokenLogprobs
 
 _LARGE = 1 << 16
@@ -158,13 +158,13 @@ class ScriptedExecutor:
 
     def launch(self, plan: Plan) -> ScriptedHandle:
         step, frame = self.scheduler.inflight[-1], self.script.next
-        decided = step_words(plan, [seq.request.id for seq in step.seqs], step.decisions)
+        decided = step_summary(plan, [seq.request.id for seq in step.seqs], step.decisions)
         if not isinstance(frame, recording_format.Launched):
-            raise _Diverged(f"it plans a step where {_said(frame)}", [], lines(decided))
+            raise _Diverged(f"it plans a step where {_said(frame)}", [], step_lines(decided))
         self._spans = frame.spans or self._spans
-        recorded = StepWords(frame.opened, frame.grown, self._spans, frame.masked, frame.drafts, frame.why)
+        recorded = StepSummary(frame.opened, frame.grown, self._spans, frame.masked, frame.drafts, frame.why)
         if recorded.plan != decided.plan:
-            raise _Diverged("it plans another step", lines(recorded), lines(decided))
+            raise _Diverged("it plans another step", step_lines(recorded), step_lines(decided))
         self.script.take()
         self.fails("launch")
         return ScriptedHandle(self)
@@ -315,8 +315,8 @@ def _step(engine: Engine, script: Script, frame: recording_format.AnyFrame) -> N
     if not isinstance(frame, recording_format.Idled):
         recorded = []
         if isinstance(frame, recording_format.Launched):
-            recorded = lines(
-                StepWords(frame.opened, frame.grown, frame.spans or (), frame.masked, frame.drafts, frame.why)
+            recorded = step_lines(
+                StepSummary(frame.opened, frame.grown, frame.spans or (), frame.masked, frame.drafts, frame.why)
             )
         raise _Diverged(f"it has nothing to do where {_said(frame)}", recorded, [])
     script.take()
@@ -338,3 +338,55 @@ def _engine(script: Script, observers: Iterable[Observer], known: Classes, make:
     except (KeyError, TypeError, AttributeError) as error:
         raise InvalidConfig(f"the recording begins with no state of an engine: {error!r}") from error
     return engine
+
+
+@dataclass(frozen=True, slots=True)
+class StepSummary:
+    """A plan and why, as recordings have them."""
+
+    opened: Any
+    grown: Any
+    spans: Any
+    masked: Any
+    drafts: Any
+    why: Sequence[Decision]
+
+    @property
+    def plan(self) -> tuple[Any, ...]:
+        return (list(self.opened), self.grown, self.spans, self.masked, self.drafts)
+
+
+def step_summary(plan: Plan, ids: Iterable[str], decisions: Sequence[Decision]) -> StepSummary:
+    """As the recorder writes it. ids: whose spans the plan's are."""
+    whose = {span.row: id for id, span in zip(ids, plan.spans, strict=True)}
+    opened = [
+        (whose[o.row], o.row, len(o.tokens), o.num_computed, o.prompt_length, o.max_length) for o in plan.new_sequences
+    ]
+    return StepSummary(opened, plan.new_blocks, plan.spans, plan.masked_spans, plan.num_drafts, decisions)
+
+
+def step_lines(told: StepSummary, ids: Sequence[str] = ()) -> list[str]:
+    """A plan and why it was made so, a line for each row that opens, feeds or grows. ids: whose the spans are."""
+    out = [
+        f"open    row {row}: {id}, {tokens} tokens, {start} of them cached, at most {limit}"
+        for id, row, tokens, start, _, limit in told.opened
+    ]
+    drafts = told.drafts or (0,) * len(told.spans)
+    for j, ((row, n, rows, logits), draft) in enumerate(zip(told.spans, drafts, strict=False)):
+        more = f", drafts {draft}" * bool(draft) + ", masked" * (j in told.masked)
+        more += f", logits {logits}" * (logits != rows) + (f"  {ids[j]}" if ids else "")
+        out.append(f"feed    row {row}: {n} tokens, sample {rows}{more}")
+    out += [f"pages   row {row}: {' '.join(map(str, pages))}" for row, pages in told.grown]
+    return out + [f"because {decision_text(decision)}" for decision in told.why]
+
+
+def decision_text(decision: Sequence[Any]) -> str:
+    """A decision as a sentence."""
+    what, id, by, n = decision
+    return {
+        "opened": f"{id} gets a row" + f", {n} tokens found in the prefix cache" * bool(n),
+        "follows": f"{id} waits for the first {n} tokens that {by} is computing",
+        "waits": f"{id} waits for {by}",
+        "preempted": f"{id} is preempted for {by}, with {n} tokens computed",
+        "sat-out": f"{id} sits this step out: its {by} are on their way home",
+    }.get(what, f"{what} {id} {by} {n}")

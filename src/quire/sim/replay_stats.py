@@ -12,7 +12,7 @@ from quire.engine.events import Completed, Gauges, StepRecord
 from quire.observability.explain import explain
 from quire.observability.history import History
 from quire.observability.recording_format import Began
-from quire.sim import step_words
+from quire.sim.replay import decision_text, step_lines, step_summary
 from quire.types import Request
 
 KEPT = 200
@@ -90,7 +90,7 @@ class ReplayStats:
                 self.again += n
                 if len(self.preempted) < KEPT:
                     told = {"step": record.number, "request": id, "for": by, "tokens": n}
-                    self.preempted.append(told | {"says": step_words.why((what, id, by, n))})
+                    self.preempted.append(told | {"says": decision_text((what, id, by, n))})
         for ended in record.ended:
             self._end(ended)
         if record.number == self.asked:
@@ -126,12 +126,12 @@ class ReplayStats:
         (heapq.heappush if len(self.longest) < LONGEST else heapq.heappushpop)(self.longest, item)
 
     def _shown(self, record: StepRecord) -> dict[str, Any]:
-        plan = step_words.step_words(record.plan, record.ids, record.decisions)
+        plan = step_summary(record.plan, record.ids, record.decisions)
         return {
             "step": record.number,
             "planned": record.planned - self.first,
             "seconds": record.committed - record.planned,
-            "plan": step_words.lines(plan, record.ids),
+            "plan": step_lines(plan, record.ids),
             "requests": record.ids,
             "tokens": {event.id: len(event.tokens) for event in record.events},
             "ended": {ended.id: ended.finish for ended in record.ended},

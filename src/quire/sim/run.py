@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.deprecated import aliases
-from quire.engine.clock import Clock, WallClock
 from quire.engine.engine import Engine
 from quire.engine.events import Observer
+from quire.engine.timing import Clock, WallClock
 from quire.executors.synthetic import FREE, SyntheticExecutor
 from quire.observability.engine_metrics import pool_state
 from quire.scheduler.block_pool import EVICTION_POLICIES
