@@ -20,7 +20,7 @@ from quire.scheduler.plan import Mask, Plan, Result
 from quire.scheduler.scheduler import Scheduler
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer
-from quire.types import UNLIMITED, CompletionOutput, TokenLogprobs
+from quire.types import UNLIMITED, CompletionOutput, StructuredOutputsParams, TokenLogprobs
 
 CONTEXT = 40
 LETTERS = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -365,3 +365,22 @@ def test_options_are_checked_before_anything_is_loaded(llm: LLM) -> None:
 def test_closing_gives_the_device_back(llm: LLM, alphabet: Alphabet) -> None:
     llm.close()
     assert alphabet.closed
+
+
+@pytest.mark.parametrize(("options", "thoughts"), [({"enable_thinking": False}, "none"), ({}, "open"), (None, "open")])
+def test_a_structure_binds_a_chat_from_its_first_token_where_thinking_is_disabled(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any] | None, thoughts: str
+) -> None:
+    bound: list[Any] = []
+
+    def refused(request: Any) -> Any:
+        bound.append(request.sampling.structured_outputs.thoughts)
+        raise InvalidRequest("seen")
+
+    monkeypatch.setattr(llm._text, "reasoning_parser", "deepseek_r1", raising=False)
+    monkeypatch.setattr(llm._grammars, "get_or_compile", refused)
+    params = SamplingParams(max_tokens=2, structured_outputs=StructuredOutputsParams(regex="[a-z]+"))
+    for messages in ([{"role": "user", "content": "a"}], [[{"role": "user", "content": one}] for one in "ab"]):
+        with pytest.raises(InvalidRequest, match="seen"):
+            llm.chat(messages, params, chat_template_kwargs=options)
+    assert bound == [thoughts] * 2

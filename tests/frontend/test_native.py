@@ -22,7 +22,7 @@ from quire.frontend.interface import Backend, Call, Delta, ModelCard, iterate
 from quire.frontend.native import NativeBackend
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer
-from quire.types import FinishedRequest, RequestStepOutput, SamplingParams
+from quire.types import BACKGROUND, FinishedRequest, RequestStepOutput, SamplingParams
 from tests.frontend.ports import FakePort
 from tests.tokenization.vocabulary import CHATML, byte_level
 
@@ -219,6 +219,30 @@ async def test_a_full_queue_refuses_with_a_time_to_wait() -> None:
     for reader in [*readers, last]:
         reader.cancel()
     await asyncio.gather(*readers, last, return_exceptions=True)
+
+
+@pytest.mark.parametrize("how", ["finish", "close", "abort", "die"])
+async def test_the_queue_is_as_long_after_background_requests_have_ended_as_before(how: str) -> None:
+    port = FakePort()
+    backend = await start_backend(port, max_queued=2)
+    lines = [backend.answer(replace(call(id=f"line{i}", n=2), priority=BACKGROUND)) for i in range(2)]
+    backend.admit(2)
+    if how == "finish":
+        for request in list(port.running.values()):
+            port.say(request[0], 1, finish="stop", stop_token=1)
+    elif how == "abort":
+        for line in lines:
+            backend._end(line, "abort")
+    elif how == "die":
+        port.die("signal 9")
+        port.up = True
+    for line in lines:
+        line.close()
+    people = [backend.answer(call(id=f"c{i}")) for i in range(2)]
+    with pytest.raises(Overloaded, match="2 answers wait and 1 more"):
+        backend.admit(1)
+    for one in people:
+        one.close()
 
 
 async def test_more_answers_than_the_queue_holds_can_never_be() -> None:

@@ -137,3 +137,14 @@ def test_a_prepared_batch_is_prepared_once_and_shared_by_layers_of_other_head_co
         torch.testing.assert_close(
             shared[3:].double(), naive(q[3:], k[3:], k[3:], 1.0, UNLIMITED, 0.0), atol=1e-5, rtol=1e-5
         )
+
+
+def test_a_prepared_batch_is_shared_by_layers_with_different_windows() -> None:
+    torch.manual_seed(3)
+    prepared = OPS.prepare(Pages(8, 4).batch([(0, 0, [1] * 9), (1, 0, [4, 5])]))
+    q, k, kv = torch.randn(11, 2, 6), torch.randn(11, 1, 6), poisoned(8, 1, 4, 6)
+    OPS.write_kv(kv, k, k, prepared)
+    for window in (UNLIMITED, 3, 5, UNLIMITED):
+        got = OPS.attention(q, kv, prepared, 1.0, window)
+        want = torch.cat([naive(q[at], k[at], k[at], 1.0, window, 0.0) for at in (slice(0, 9), slice(9, 11))])
+        torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)

@@ -188,9 +188,23 @@ def test_arguments_are_emitted_while_they_are_written() -> None:
     assert reader.feed('ris"') == [TextPart("arguments", 'ris"')]
 
 
+@pytest.mark.parametrize("between", ["", " ", "\n\nAnd then:\n"])
+def test_after_a_list_of_calls_another_marked_list_is_calls_too(between: str) -> None:
+    listed = '[TOOL_CALLS] [{"name": "now", "arguments": {}}]'
+    parts = tell(Reader(STYLES["mistral"], TOOLS), listed + between + listed)
+    said = [(C, between.strip())] if between.strip() else []
+    assert [(part.kind, part.text) for part in parts] == [*CALL, *said, *CALL]
+    assert [part.call for part in parts if part.kind == "call"] == [0, 1]
+
+
 def test_no_more_calls_are_emitted_than_may_be_made() -> None:
     text = '[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]'
     assert [part.kind for part in tell(Reader(STYLES["mistral"], TOOLS, most=1), text)] == ["call", "arguments"]
+
+
+@pytest.mark.parametrize("text", ["[get_weather('x', city='y')]", "[get_weather(city='x', city='y')]"])
+def test_a_call_with_an_argument_given_twice_is_content(text: str) -> None:
+    assert tell(Reader(STYLES["gemma"], TOOLS), text) == [TextPart("content", text)]
 
 
 def test_deep_or_endless_arguments_end_a_call_and_are_kept() -> None:
@@ -204,6 +218,9 @@ THOUGHTS: list[tuple[bool, str, Parts]] = [
     (False, "<think>\nhm\n</think>\n\nYes.", [("reasoning", "hm"), (C, "Yes.")]),
     (True, "hm\n</think>\n\nYes.", [("reasoning", "hm"), (C, "Yes.")]),
     (True, "<think>hm", [("reasoning", "hm")]),
+    (True, "<thi", [("reasoning", "<thi")]),
+    (True, "", []),
+    (False, "<thi", [(C, "<thi")]),
     (False, "Yes <think>", [(C, "Yes <think>")]),
     (False, "<think></think>Yes", [(C, "Yes")]),
     (False, "  ", [(C, "  ")]),
@@ -241,6 +258,20 @@ def test_a_prompt_shows_whether_the_answer_begins_with_thoughts() -> None:
     assert thinks_first("qwen3", "x", begun="<think>I was") and not thinks_first(
         "qwen3", "x", begun="<think>a</think>b"
     )
+
+
+@pytest.mark.parametrize(
+    ("begun", "thinks"),
+    [
+        ("<think>a</think>b<think>c", True),
+        ("<think>a</think>b<think>c</think>d", False),
+        ("a</think>b", False),
+        ("plain", False),
+    ],
+)
+def test_a_continued_answer_thinks_on_if_the_last_mark_in_it_opens_thoughts(begun: str, thinks: bool) -> None:
+    for parser in ("qwen3", "deepseek_r1"):
+        assert thinks_first(parser, "x", begun=begun) is thinks
 
 
 def test_a_template_shows_its_style() -> None:

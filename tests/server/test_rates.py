@@ -49,7 +49,7 @@ async def test_idle_minutes_buy_no_more_tokens_than_one_minute_has() -> None:
             assert await burst() == first
 
 
-async def test_a_client_refused_for_part_of_a_second_is_told_to_wait_a_whole_one() -> None:
+async def test_a_client_refused_for_part_of_a_second_is_asked_to_wait_a_whole_one() -> None:
     clock = Clock()
     async with served(rates=Rates(requests=60, clock=clock)) as server:
         for _ in range(60):

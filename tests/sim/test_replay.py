@@ -234,6 +234,7 @@ def test_the_summary_says_what_happened_and_why(tmp_path: Path) -> None:
     assert found["settings"]["pages"] == 12 and found["settings"]["budget"] == 16
     assert len(found["preemptions"]["each"]) == engine.scheduler.num_preemptions
     assert found["time"]["executor"] == pytest.approx(engine.stats.num_steps * 0.01)
+    assert sum(found["time"].values()) == pytest.approx(found["seconds"]), "every moment is counted once"
 
 
 def test_one_request_and_one_step_are_told(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import threading
 from collections.abc import Callable, Iterator
@@ -191,3 +192,15 @@ def test_the_sources_kept_are_bounded_together() -> None:
         for source in ("a" * 6, "b" * 6, "a" * 6, "c" * 30, "c" * 30):
             shop.get_or_compile(ask("x", source))
         assert [source[0] for source in bench.done] == ["a", "b", "a", "c"]
+
+
+def test_as_much_is_kept_after_many_grammars_as_at_first() -> None:
+    bench = Bench()
+    with grammar_compiler(bench, max_chars=10) as shop:
+        for source in ("aaaa", "bbbb", "cccc", "bad", "dddd", "eeee"):
+            with contextlib.suppress(InvalidRequest):
+                shop.get_or_compile(ask("x", source))
+        bench.done.clear()
+        for source in ("dddd", "eeee", "dddd", "eeee"):
+            shop.get_or_compile(ask("x", source))
+        assert bench.done == [], "two of four characters fit into ten"

@@ -102,6 +102,13 @@ def test_a_window_does_not_wait_for_ever_for_bytes_that_are_no_character() -> No
     assert any(detokenizer.feed([3 + 0x80]) for _ in range(20))
 
 
+@pytest.mark.parametrize("before", [0, 1, 15, 16, 40])
+def test_a_window_waits_for_a_whole_character_however_long_the_prompt_was(before: int) -> None:
+    core = sentencepiece(strip=False)
+    detokenizer = WindowDetokenizer(lambda ids: str(core.decode(list(ids))), [core.token_to_id("a")] * before)
+    assert [detokenizer.feed([3 + byte]) for byte in "🐸".encode()] == ["", "", "", "🐸"]
+
+
 @pytest.mark.parametrize("tokenizer", [BYTES, Tokenizer(wordpiece())], ids=["bytes", "window"])
 def test_a_token_costs_the_same_at_the_end_of_a_long_text(tokenizer: Tokenizer) -> None:
     detokenizer = tokenizer.detokenizer()

@@ -32,6 +32,14 @@ def test_long_texts_encode_like_short_ones() -> None:
     assert tokenizer.encode(line)[:200] == tokenizer.encode(line[:4000])[:200]
 
 
+@pytest.mark.parametrize("size", [16_383, 16_384])
+@pytest.mark.parametrize("special", [True, False])
+def test_a_long_text_has_its_begin_token_once_or_not_at_all(size: int, special: bool) -> None:
+    tokenizer = with_bos()
+    ids = tokenizer.encode(("the dog " * 4000)[:size], add_special_tokens=special)
+    assert ids.count(0) == special and (ids[0] == 0) == special
+
+
 def test_a_tokenizer_of_another_size_than_the_models_may_be_another_models() -> None:
     tokenizer = Tokenizer(byte_level())
     size = tokenizer.vocab_size
