@@ -54,3 +54,16 @@ def test_a_known_layout_takes_one_file_and_a_new_one_three() -> None:
     assert mentions("Int4Scheme") == {file for file in files if file.startswith("src/")}
     assert len(files) == 3
     assert all((ROOT / file).is_file() for file in files)
+
+
+def named(text: str) -> set[str]:
+    """Files of the package that contain a text, but for the page of prose about metrics."""
+    page = "src/quire/observability/document.py"
+    paths = (ROOT / "src" / "quire").rglob("*.py")
+    return {path.relative_to(ROOT).as_posix() for path in paths if text in path.read_text(encoding="utf-8")} - {page}
+
+
+def test_a_metric_takes_one_file() -> None:
+    engine, frontend = sorted(listed("A new metric"))
+    assert named("quire:queue_tokens") == {engine}
+    assert named("vllm:e2e_request_latency_seconds") == {frontend}
