@@ -22,7 +22,7 @@ from quire.engine.client import EngineProcess
 from quire.frontend.interface import ModelCard
 from quire.frontend.native import NativeBackend
 from quire.frontend.observer import ObserverGroup
-from quire.observability.engine_metrics import render
+from quire.observability import engine_metrics
 from quire.observability.frontend_metrics import FrontendMetrics
 from quire.observability.live_view import Broadcaster
 from quire.observability.logs import RequestLogger, log_config, run_with_stats
@@ -215,7 +215,7 @@ def engine_process(settings: Settings, name: str, child: str = "quire.assembly.e
     return EngineProcess(
         [sys.executable, "-m", child],
         options,
-        partial(render, model=name),
+        partial(engine_metrics.METRICS.text, model=name),
         environment=ENGINE_ENVIRONMENT,
         standby_after=STANDBY_DELAY if settings.server.standby_engine else None,
     )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from quire.observability.engine_metrics import BUCKETS, COUNTERS, GAUGES, HISTOGRAMS, LABEL, SECONDS
-from quire.observability.frontend_metrics import FrontendMetrics
+from quire.observability import engine_metrics, frontend_metrics
 
 HEAD = """# Metrics
 
@@ -30,36 +29,25 @@ figures are `deploy/prometheus/rules.yml`. With API keys, give Prometheus one (`
 |---|---|---|---|
 """
 
+_PARTS = (engine_metrics.METRICS, frontend_metrics.METRICS)
+
 Row = tuple[str, str, Sequence[str], str]
 
 
 def rows() -> Iterator[Row]:
     """Every metric that there can be: name in Prometheus, kind, labels besides the common two, meaning."""
-    for name, about in COUNTERS.items():
-        yield f"{name}_total", "counter", _label(name), about
-    for name, about in GAUGES.items():
-        yield name, "gauge", _label(name), about
-    for name, about in HISTOGRAMS.items():
-        yield name, "histogram", (), about
-    for family in FrontendMetrics("").collect():
-        more = {label for sample in family.samples for label in sample.labels} - {"model_name", "engine", "le"}
-        name = family.name + "_total" * (family.type == "counter")
-        yield name, family.type, sorted(more), family.documentation
-
-
-def _label(name: str) -> tuple[str, ...]:
-    return (LABEL[name],) if name in LABEL else ()
+    for counters, gauges, histograms in _PARTS:
+        for name, (label, about) in counters.items():
+            yield f"{name}_total", "counter", [label] if label else [], about
+        for name, (label, about) in gauges.items():
+            yield name, "gauge", [label] if label else [], about
+        for name, (_, about) in histograms.items():
+            yield name, "histogram", [], about
 
 
 def buckets() -> Mapping[str, Sequence[float]]:
     """Upper bounds of each histogram, +Inf left out."""
-    found = {name: BUCKETS.get(name, SECONDS) for name in HISTOGRAMS}
-    for family in FrontendMetrics("").collect():
-        if family.type == "histogram":
-            found[family.name] = tuple(
-                float(sample.labels["le"]) for sample in family.samples if sample.labels.get("le", "+Inf") != "+Inf"
-            )
-    return found
+    return {name: bounds for part in _PARTS for name, (bounds, _) in part.histograms.items()}
 
 
 def markdown() -> str:

@@ -5,101 +5,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
-
 from quire.engine.engine import Engine
 from quire.engine.events import Completed, StepRecord
-from quire.observability.prometheus import Histogram, histogram_family, labelled_family
+from quire.observability.prometheus import COUNTS, Histogram, Metrics
 from quire.scheduler.scheduler import Scheduler
 from quire.types import Request
 
 _SHORT = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5)
-SECONDS: tuple[float, ...] = (*_SHORT, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_SECONDS: tuple[float, ...] = (*_SHORT, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _STEP = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
-_COUNTS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 _ITERATION = tuple(1 << i for i in range(15))
 
-COUNTERS: Mapping[str, str] = {
-    "vllm:prompt_tokens": "Prompt tokens of requests whose first token was made.",
-    "vllm:prompt_tokens_by_source": "Prompt tokens by where their K/V came from.",
-    "vllm:prompt_tokens_cached": "Prompt tokens whose K/V came from the prefix cache.",
-    "vllm:prompt_tokens_cached_by_source": "The same, by where it was kept.",
-    "vllm:generation_tokens": "Tokens made.",
-    "vllm:num_preemptions": "Sequences that lost their KV blocks to another and were queued again.",
-    "vllm:prefix_cache_queries": "Tokens looked up in the prefix cache.",
-    "vllm:prefix_cache_hits": "Tokens found there.",
-    "vllm:gpu_prefix_cache_queries": "Old name of vllm:prefix_cache_queries.",
-    "vllm:gpu_prefix_cache_hits": "Old name of vllm:prefix_cache_hits.",
-    "vllm:spec_decode_num_drafts": "Times drafts were verified.",
-    "vllm:spec_decode_num_draft_tokens": "Drafts fed.",
-    "vllm:spec_decode_num_accepted_tokens": "Drafts that were right.",
-    "vllm:spec_decode_num_accepted_tokens_per_pos": "Drafts that were right, by position.",
-    "quire:steps": "Steps committed.",
-    "quire:decode_steps": "Steps in which at least one request that had its first token got another.",
-    "quire:pressure_events": "Times KV blocks were short: a sequence preempted, a step skipped, a wait begun.",
-    "quire:jit_compiles_after_ready": "Kernels compiled after the engine was ready: should stay 0.",
-    "quire:discarded_spans": "Spans whose result came after their request had ended.",
-    "quire:page_evictions": "Cached KV blocks evicted for other requests.",
-    "quire:step_failures": "Steps that could not be run.",
+_COUNTERS: Mapping[str, tuple[str, str]] = {
+    "vllm:prompt_tokens": ("", "Prompt tokens of requests whose first token was made."),
+    "vllm:prompt_tokens_by_source": ("source", "Prompt tokens by where their K/V came from."),
+    "vllm:prompt_tokens_cached": ("", "Prompt tokens whose K/V came from the prefix cache."),
+    "vllm:prompt_tokens_cached_by_source": ("source", "The same, by where it was kept."),
+    "vllm:generation_tokens": ("", "Tokens made."),
+    "vllm:num_preemptions": ("", "Sequences that lost their KV blocks to another and were queued again."),
+    "vllm:prefix_cache_queries": ("", "Tokens looked up in the prefix cache."),
+    "vllm:prefix_cache_hits": ("", "Tokens found there."),
+    "vllm:gpu_prefix_cache_queries": ("", "Old name of vllm:prefix_cache_queries."),
+    "vllm:gpu_prefix_cache_hits": ("", "Old name of vllm:prefix_cache_hits."),
+    "vllm:spec_decode_num_drafts": ("", "Times drafts were verified."),
+    "vllm:spec_decode_num_draft_tokens": ("", "Drafts fed."),
+    "vllm:spec_decode_num_accepted_tokens": ("", "Drafts that were right."),
+    "vllm:spec_decode_num_accepted_tokens_per_pos": ("position", "Drafts that were right, by position."),
+    "quire:steps": ("", "Steps committed."),
+    "quire:decode_steps": ("", "Steps in which at least one request that had its first token got another."),
+    "quire:pressure_events": (
+        "kind",
+        "Times KV blocks were short: a sequence preempted, a step skipped, a wait begun.",
+    ),
+    "quire:jit_compiles_after_ready": ("", "Kernels compiled after the engine was ready: should stay 0."),
+    "quire:discarded_spans": ("", "Spans whose result came after their request had ended."),
+    "quire:page_evictions": ("", "Cached KV blocks evicted for other requests."),
+    "quire:step_failures": ("", "Steps that could not be run."),
 }
-GAUGES: Mapping[str, str] = {
-    "vllm:num_requests_running": "Requests that are scheduled on the device.",
-    "vllm:num_requests_waiting": "Requests waiting to be scheduled.",
-    "vllm:num_requests_waiting_by_reason": "Requests waiting for capacity, or for something of their own (deferred).",
-    "vllm:cache_config_info": "The KV cache's settings, as labels.",
-    "vllm:kv_cache_usage_perc": "Share of KV blocks in use, 0 to 1.",
-    "vllm:gpu_cache_usage_perc": "Old name of vllm:kv_cache_usage_perc.",
-    "quire:pages": "KV blocks by state: held by sequences, cached for later ones, or free (blank).",
-    "quire:pages_shared": "KV blocks that more than one sequence holds.",
-    "quire:fragmentation_internal": "Share of the positions in held KV blocks that hold no token.",
-    "quire:fragmentation_external": "Share of the free KV blocks outside the longest run of them.",
-    "quire:queue_tokens": "Tokens of waiting requests, before any hit in the prefix cache.",
-    "quire:canary_top1_agreement": "Share of a probe's positions whose likeliest token quantising the weights kept.",
-    "quire:canary_kl_nats": "How far quantising the weights moved next-token distributions, mean KL divergence.",
-    "quire:canary_loss_nats": "Mean negative log-likelihood of the probe with quantised weights.",
-    "quire:canary_reference_loss_nats": "The same in higher precision.",
-    "quire:canary_kv_top1_agreement": "As quire:canary_top1_agreement, for K/V in float8.",
-    "quire:canary_kv_kl_nats": "As quire:canary_kl_nats, for K/V in float8.",
-    "quire:canary_kv_loss_nats": "As quire:canary_loss_nats, for K/V in float8.",
-    "quire:canary_kv_reference_loss_nats": "The same with K/V as the model makes it.",
-    "quire:kv_cache_float8_layers": "Layers whose K/V is kept in float8.",
+_GAUGES: Mapping[str, tuple[str, str]] = {
+    "vllm:num_requests_running": ("", "Requests that are scheduled on the device."),
+    "vllm:num_requests_waiting": ("", "Requests waiting to be scheduled."),
+    "vllm:num_requests_waiting_by_reason": (
+        "reason",
+        "Requests waiting for capacity, or for something of their own (deferred).",
+    ),
+    "vllm:cache_config_info": ("", "The KV cache's settings, as labels."),
+    "vllm:kv_cache_usage_perc": ("", "Share of KV blocks in use, 0 to 1."),
+    "vllm:gpu_cache_usage_perc": ("", "Old name of vllm:kv_cache_usage_perc."),
+    "quire:pages": ("state", "KV blocks by state: held by sequences, cached for later ones, or free (blank)."),
+    "quire:pages_shared": ("", "KV blocks that more than one sequence holds."),
+    "quire:fragmentation_internal": ("", "Share of the positions in held KV blocks that hold no token."),
+    "quire:fragmentation_external": ("", "Share of the free KV blocks outside the longest run of them."),
+    "quire:queue_tokens": ("", "Tokens of waiting requests, before any hit in the prefix cache."),
+    "quire:canary_top1_agreement": (
+        "",
+        "Share of a probe's positions whose likeliest token quantising the weights kept.",
+    ),
+    "quire:canary_kl_nats": ("", "How far quantising the weights moved next-token distributions, mean KL divergence."),
+    "quire:canary_loss_nats": ("", "Mean negative log-likelihood of the probe with quantised weights."),
+    "quire:canary_reference_loss_nats": ("", "The same in higher precision."),
+    "quire:canary_kv_top1_agreement": ("", "As quire:canary_top1_agreement, for K/V in float8."),
+    "quire:canary_kv_kl_nats": ("", "As quire:canary_kl_nats, for K/V in float8."),
+    "quire:canary_kv_loss_nats": ("", "As quire:canary_loss_nats, for K/V in float8."),
+    "quire:canary_kv_reference_loss_nats": ("", "The same with K/V as the model makes it."),
+    "quire:kv_cache_float8_layers": ("", "Layers whose K/V is kept in float8."),
 }
-HISTOGRAMS: Mapping[str, str] = {
-    "vllm:iteration_tokens_total": "Tokens fed a step.",
-    "vllm:request_queue_time_seconds": "From submission to being scheduled.",
-    "vllm:request_prefill_time_seconds": "From being scheduled to the first token.",
-    "vllm:request_decode_time_seconds": "From the first token to the last.",
-    "vllm:request_inference_time_seconds": "From being scheduled to the last token.",
-    "vllm:request_prompt_tokens": "Prompt tokens a request.",
-    "vllm:request_prefill_kv_computed_tokens": "Prompt tokens a request whose K/V was computed, not found.",
-    "vllm:request_generation_tokens": "Tokens made a request.",
-    "vllm:request_num_preemptions": "Preemptions a request.",
-    "quire:step_seconds": "From launch to commit of a step.",
+_HISTOGRAMS: Mapping[str, tuple[Sequence[float], str]] = {
+    "vllm:iteration_tokens_total": (_ITERATION, "Tokens fed a step."),
+    "vllm:request_queue_time_seconds": (_SECONDS, "From submission to being scheduled."),
+    "vllm:request_prefill_time_seconds": (_SECONDS, "From being scheduled to the first token."),
+    "vllm:request_decode_time_seconds": (_SECONDS, "From the first token to the last."),
+    "vllm:request_inference_time_seconds": (_SECONDS, "From being scheduled to the last token."),
+    "vllm:request_prompt_tokens": (COUNTS, "Prompt tokens a request."),
+    "vllm:request_prefill_kv_computed_tokens": (COUNTS, "Prompt tokens a request whose K/V was computed, not found."),
+    "vllm:request_generation_tokens": (COUNTS, "Tokens made a request."),
+    "vllm:request_num_preemptions": ((0, 1, 2, 5, 10, 20, 50), "Preemptions a request."),
+    "quire:step_seconds": (_STEP, "From launch to commit of a step."),
 }
-BUCKETS: Mapping[str, tuple[float, ...]] = {
-    "vllm:iteration_tokens_total": _ITERATION,
-    "vllm:request_prompt_tokens": _COUNTS,
-    "vllm:request_prefill_kv_computed_tokens": _COUNTS,
-    "vllm:request_generation_tokens": _COUNTS,
-    "vllm:request_num_preemptions": (0, 1, 2, 5, 10, 20, 50),
-    "quire:step_seconds": _STEP,
-}
-
-LABEL: Mapping[str, str] = {
-    "vllm:prompt_tokens_by_source": "source",
-    "vllm:prompt_tokens_cached_by_source": "source",
-    "vllm:spec_decode_num_accepted_tokens_per_pos": "position",
-    "vllm:num_requests_waiting_by_reason": "reason",
-    "quire:pressure_events": "kind",
-    "quire:pages": "state",
-}
-"""The label of metrics that have several values."""
+METRICS = Metrics(_COUNTERS, _GAUGES, _HISTOGRAMS)
 
 
 class PoolState(NamedTuple):
@@ -135,7 +122,7 @@ class EngineMetrics:
     """Counts what an engine does: an observer. Costs a few microseconds a step."""
 
     def __init__(self) -> None:
-        self.histograms = {name: Histogram(BUCKETS.get(name, SECONDS)) for name in HISTOGRAMS}
+        self.histograms = {name: Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
         self.failures = self.decode_steps = 0
         self.pressure = {"preempted": 0, "sat-out": 0, "waits": 0}
         self.static_gauges: Mapping[str, float] = MappingProxyType({})
@@ -200,12 +187,12 @@ class EngineMetrics:
         self.failures += 1
 
     def snapshot(self, engine: Engine) -> dict[str, Any]:
-        """All metrics of the engine as they are now, plain data for `render`."""
+        """All metrics of the engine as they are now, plain data for `METRICS.text`."""
         return {
-            "counters": self._counters(engine),
-            "gauges": self._gauges(engine),
-            "histograms": {name: [h.counts, h.sum] for name, h in self.histograms.items()},
-            "cache": dict(self.cache),
+            **self._counters(engine),
+            **self._gauges(engine),
+            **{name: histogram.value for name, histogram in self.histograms.items()},
+            "vllm:cache_config_info": dict(self.cache),
         }
 
     def _counters(self, engine: Engine) -> dict[str, Any]:
@@ -264,32 +251,3 @@ class EngineMetrics:
             "quire:queue_tokens": sum([len(seq.tokens) for seq in scheduler.sequences.values() if seq.row is None]),
             **self.static_gauges,
         }
-
-
-_CACHE_INFO = "vllm:cache_config_info"
-
-
-class _Snapshot(Collector):
-    """The metrics of a snapshot. labels: of every sample."""
-
-    def __init__(self, snapshot: Mapping[str, Any], labels: Mapping[str, str]) -> None:
-        self.snapshot, self.labels = snapshot, labels
-
-    def collect(self) -> Iterator[Metric]:
-        """All metrics."""
-        for name, value in self.snapshot["counters"].items():
-            yield labelled_family(CounterMetricFamily, name, COUNTERS[name], self.labels, value, LABEL.get(name))
-        for name, value in self.snapshot["gauges"].items():
-            yield labelled_family(GaugeMetricFamily, name, GAUGES[name], self.labels, value, LABEL.get(name))
-        for name, (counts, total) in self.snapshot["histograms"].items():
-            bounds = BUCKETS.get(name, SECONDS)
-            yield histogram_family(name, HISTOGRAMS[name], self.labels, bounds, counts, total)
-        labels = {**self.labels, **self.snapshot["cache"]}
-        yield labelled_family(GaugeMetricFamily, _CACHE_INFO, GAUGES[_CACHE_INFO], labels, 1)
-
-
-def render(snapshot: Mapping[str, Any], model: str, engine: str = "0") -> bytes:
-    """Prometheus text of a snapshot."""
-    registry = CollectorRegistry()
-    registry.register(_Snapshot(snapshot, {"model_name": model, "engine": engine}))
-    return bytes(generate_latest(registry))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from quire.observability.history import History, Note, RequestHistory
@@ -23,53 +23,58 @@ def explain(history: History, id: str, now: float) -> dict[str, Any] | None:
     story = history.requests.get(id)
     if story is None:
         return None
-    begin, request = story.submitted, story.request
     until = story.ended if story.ended is not None else now
     waits, prefix = _waits(history, story, until), _prefix(history, story)
+    return details(
+        story,
+        until,
+        prefill=None if story.opened is None else _span(story.opened, story.first, until),
+        prefix=prefix,
+        chunks=story.chunks,
+        waits=waits,
+        events=list(_events(story, waits, prefix)),
+        summary=_summary(story, waits, until),
+    )
+
+
+def details(story: RequestHistory, until: float, *, prefill: float | None, **more: Any) -> dict[str, Any]:
+    """An explanation: what every request's history has, and `more`. until: when it ended, or now."""
+    begin, about = story.submitted, _common_fields(story, until)
     return {
-        "id": id,
-        "number": story.number,
-        "state": state_of(story),
-        "finish_reason": story.finish,
-        "prompt_tokens": len(request.prompt),
-        "max_tokens": request.max_new_tokens,
-        "generated_tokens": len(story.times),
-        "priority": request.priority,
-        "choice": request.choice,
+        **about,
+        "max_tokens": story.request.max_new_tokens,
+        "priority": story.request.priority,
+        "choice": story.request.choice,
         "seconds": {
-            "queued": _span(begin, story.opened, until),
-            "prefill": None if story.opened is None else _span(story.opened, story.first, until),
-            "first_token": None if story.first is None else _short(story.first - begin),
-            "decode": None if story.first is None else _short(until - story.first),
-            "total": _short(until - begin),
+            **about["seconds"],
+            "prefill": prefill,
+            "decode": None if story.first is None else short(until - story.first),
         },
-        "prefix": prefix,
-        "chunks": story.chunks,
-        "preemptions": story.preemptions,
-        "waits": waits,
-        "events": list(_events(story, waits, prefix, history)),
         "events_left_out": story.unnoted,
-        "token_times": [_short(t - begin) for t in story.times],
-        "summary": _summary(story, waits, until),
+        "token_times": [short(t - begin) for t in story.times],
+        **more,
     }
 
 
 def summary_of(story: RequestHistory, now: float) -> dict[str, Any]:
     """A line about a request, as plain JSON; times in seconds from its submission."""
+    return {**_common_fields(story, now), "cached_tokens": story.cached}
+
+
+def _common_fields(story: RequestHistory, now: float) -> dict[str, Any]:
     begin, until = story.submitted, story.ended if story.ended is not None else now
     return {
         "id": story.request.id,
         "number": story.number,
         "state": state_of(story),
         "finish_reason": story.finish,
-        "prompt_tokens": len(story.request.prompt),
-        "cached_tokens": story.cached,
-        "generated_tokens": len(story.times),
+        "prompt_tokens": story.prompt_tokens,
+        "generated_tokens": story.generated,
         "preemptions": story.preemptions,
         "seconds": {
             "queued": _span(begin, story.opened, until),
-            "first_token": None if story.first is None else _short(story.first - begin),
-            "total": _short(until - begin),
+            "first_token": None if story.first is None else short(story.first - begin),
+            "total": short(until - begin),
         },
     }
 
@@ -83,12 +88,13 @@ def state_of(story: RequestHistory) -> str:
     return "prefill" if story.first is None else "decode"
 
 
-def _short(seconds: float) -> float:
+def short(seconds: float) -> float:
+    """Rounded to microseconds."""
     return round(seconds, 6)
 
 
 def _span(begin: float, end: float | None, until: float) -> float:
-    return _short((until if end is None else end) - begin)
+    return short((until if end is None else end) - begin)
 
 
 # -------------------------------------------------------------------- waiting
@@ -107,7 +113,7 @@ def _waits(history: History, story: RequestHistory, until: float) -> list[dict[s
             behind[key] = behind.get(key, 0.0) + overlap
     found = sorted(behind.items(), key=lambda item: -item[1])
     return [
-        {"for": missing, "behind": head or None, "seconds": _short(seconds), "says": _waiting(missing, head, seconds)}
+        {"for": missing, "behind": head or None, "seconds": short(seconds), "says": _waiting(missing, head, seconds)}
         for (missing, head), seconds in found[:16]
     ]
 
@@ -124,15 +130,15 @@ def _waiting(missing: str, head: str, seconds: float) -> str:
 
 def _prefix(history: History, story: RequestHistory) -> dict[str, Any]:
     """How many prompt tokens were cached, where the match ended, and why it was not longer."""
-    prompt, hits, size = story.request.prompt, story.cached, history.block_size
-    found: dict[str, Any] = {"hit_tokens": hits, "prompt_tokens": len(prompt), "diverged_at": None, "from": None}
+    prompt, hits, size = story.prompt_tokens, story.cached, history.block_size
+    found: dict[str, Any] = {"hit_tokens": hits, "prompt_tokens": prompt, "diverged_at": None, "from": None}
     if story.opened is None:
         return {**found, "why": "not looked up yet"}
     if story.request.sampling.prompt_logprobs is not None:
         return {**found, "why": "log-probabilities of the prompt were asked for, so all of it had to be computed"}
     if story.request.sampling.pooling == "mean":
         return {**found, "why": "the mean of all its hidden states was asked for, so all of it had to be computed"}
-    most = (len(prompt) - 1) // size * size
+    most = (prompt - 1) // size * size
     if hits >= most:
         why = "all that could be reused was" if hits else f"a prompt this short fills no block of {size} tokens"
         return {**found, "why": why}
@@ -158,15 +164,13 @@ def _prefix(history: History, story: RequestHistory) -> dict[str, Any]:
 
 def _closest(history: History, story: RequestHistory) -> tuple[int, RequestHistory | None]:
     """The length of the longest common prefix with a request that was scheduled before this one, and that request."""
-    prompt = story.tokens[: len(story.request.prompt)]
+    prompt = story.tokens[: story.prompt_tokens]
     found: tuple[int, RequestHistory | None] = (0, None)
     for other in history.requests.values():
         if other is story or other.opened is None or other.opened > (story.resumed or 0.0):
             continue
-        if (
-            other.request.cache_salt != story.request.cache_salt
-            or prompt[: found[0] + 1] != other.tokens[: found[0] + 1]
-        ):
+        known = found[0] + 1
+        if other.request.cache_salt != story.request.cache_salt or prompt[:known] != other.tokens[:known]:
             continue
         common = _common(prompt, other.tokens, found[0])
         if common > found[0]:
@@ -185,75 +189,46 @@ def _common(a: array[int], b: array[int], known: int) -> int:
 # -------------------------------------------------------------------- sentences
 
 
-def _events(
-    story: RequestHistory, waits: Sequence[dict[str, Any]], prefix: dict[str, Any], history: History
-) -> Iterable[dict[str, Any]]:
+def _events(story: RequestHistory, waits: Sequence[dict[str, Any]], prefix: dict[str, Any]) -> Iterable[dict[str, Any]]:
     """Events in order of time."""
-    begin, prompt = story.submitted, len(story.request.prompt)
+    begin, prompt = story.submitted, _count(story.prompt_tokens, "prompt token")
 
     def event(at: float, what: str, says: str, **more: Any) -> dict[str, Any]:
-        return {"at": _short(at - begin), "what": what, "says": says, **more}
+        return {"at": short(at - begin), "what": what, "says": says, **more}
 
-    yield event(
-        begin,
-        "submitted",
-        f"submitted: {_count(prompt, 'prompt token')}, at most {story.request.max_new_tokens} new ones",
-    )
+    yield event(begin, "submitted", f"submitted: {prompt}, at most {story.request.max_new_tokens} new ones")
     for wait in waits[:4]:
         yield event(begin, "waited", f"waited {wait['says']}", behind=wait["behind"])
     for note in story.notes:
-        says = _SAYS[note.what](story, note, history)
-        yield event(note.at, note.what, says, step=note.step, by=note.by or None, tokens=note.n)
+        yield event(note.at, note.what, _says(story, note), step=note.step, by=note.by or None, tokens=note.n)
         if note.what == "opened" and note.at == story.resumed:
             yield event(note.at, "prefix", f"prefix cache: {prefix['why']}")
     if story.first is not None:
         yield event(story.first, "first_token", f"first token after {_time(story.first - begin)}")
     if story.ended is not None:
-        made = _count(len(story.times), "token")
+        made = _count(story.generated, "token")
         yield event(story.ended, "finished", f"{_ENDS.get(str(story.finish), str(story.finish))}, with {made} made")
 
 
-def _opened(story: RequestHistory, note: Note, history: History) -> str:
-    prompt = len(story.request.prompt)
-    cached, again = min(note.n, prompt), note.n - prompt
-    hit = f"{cached} of {_count(prompt, 'prompt token')} came from the prefix cache"
-    hit += f", and {again} of its answer" if again > 0 else ""
-    return f"got a place on the device, with {_count(note.width - 1, 'other')} in the step: {hit}"
-
-
-def _chunk(story: RequestHistory, note: Note, history: History) -> str:
+def _says(story: RequestHistory, note: Note) -> str:
+    """A note as a sentence."""
     others = f"the step fed {note.fed} tokens of {note.width} requests" if note.width > 1 else "that is a step's fill"
-    return f"{note.n} of its prompt's tokens were fed, the rest later: {others}"
-
-
-def _follows(story: RequestHistory, note: Note, history: History) -> str:
-    return f"waited for {note.by}, which was computing the {note.n} tokens that both begin with"
-
-
-def _preempted(story: RequestHistory, note: Note, history: History) -> str:
+    cached, again = min(note.n, story.prompt_tokens), note.n - story.prompt_tokens
+    hit = f"{cached} of {_count(story.prompt_tokens, 'prompt token')} came from the prefix cache"
+    hit += f", and {again} of its answer" if again > 0 else ""
+    lost = f"lost its KV blocks to {note.by}, which is more urgent or had more to lose"
     if note.by == story.request.id:
-        return f"gave up its own KV blocks, for there were none to grow into: {note.n} tokens to compute again"
-    return (
-        f"lost its KV blocks to {note.by}, which is more urgent or had more to lose: {note.n} tokens to compute again"
-    )
+        lost = "gave up its own KV blocks, for there were none to grow into"
+    return {
+        "opened": f"got a place on the device, with {_count(note.width - 1, 'other')} in the step: {hit}",
+        "chunk": f"{note.n} of its prompt's tokens were fed, the rest later: {others}",
+        "follows": f"waited for {note.by}, which was computing the {note.n} tokens that both begin with",
+        "preempted": f"{lost}: {note.n} tokens to compute again",
+        "sat-out": "skipped a step: the KV blocks it needed were still used by a step in flight",
+        "failed": f"a step failed ({note.by}): started again from what was committed",
+    }[note.what]
 
 
-def _skipped(story: RequestHistory, note: Note, history: History) -> str:
-    return "skipped a step: the KV blocks it needed were still used by a step in flight"
-
-
-def _failed(story: RequestHistory, note: Note, history: History) -> str:
-    return f"a step failed ({note.by}): started again from what was committed"
-
-
-_SAYS: Mapping[str, Callable[[RequestHistory, Note, History], str]] = {
-    "opened": _opened,
-    "chunk": _chunk,
-    "follows": _follows,
-    "preempted": _preempted,
-    "sat-out": _skipped,
-    "failed": _failed,
-}
 _ENDS: Mapping[str, str] = {
     "stop": "ended at a stop token or stop string",
     "length": "ended at its limit",

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
-from prometheus_client.registry import Collector
-
-from quire.observability.prometheus import Histogram, histogram_family, labelled_family
+from quire.observability.prometheus import COUNTS, Histogram, Metrics
 from quire.types import FinishedRequest
 
 # vLLM's bounds, for its dashboards, and finer ones below for small models.
@@ -18,37 +14,44 @@ _TTFT: tuple[float, ...] = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.0
 _TTFT += (0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 _E2E: tuple[float, ...] = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50)
 _E2E += (60, 120, 240, 480, 960, 1920, 7680)
-_COUNTS: tuple[float, ...] = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
-_N: tuple[float, ...] = (1, 2, 5, 10, 20)
 
 _HISTOGRAMS: Mapping[str, tuple[tuple[float, ...], str]] = {
     "vllm:time_to_first_token_seconds": (_TTFT, "From a request's arrival to its first token."),
     "vllm:inter_token_latency_seconds": (_ITL, "Between one token and the next, per token."),
+    "vllm:time_per_output_token_seconds": (_ITL, "Old name of vllm:inter_token_latency_seconds."),
     "vllm:request_time_per_output_token_seconds": (_ITL, "A request's mean time per token after the first."),
     "vllm:e2e_request_latency_seconds": (_E2E, "From a request's arrival to its last token."),
-    "vllm:request_params_n": (_N, "The n of a request."),
-    "vllm:request_params_max_tokens": (_COUNTS, "The most tokens a request may get."),
-    "vllm:request_max_num_generation_tokens": (_COUNTS, "The longest of a request's answers, in tokens."),
+    "vllm:request_params_n": ((1, 2, 5, 10, 20), "The n of a request."),
+    "vllm:request_params_max_tokens": (COUNTS, "The most tokens a request may get."),
+    "vllm:request_max_num_generation_tokens": (COUNTS, "The longest of a request's answers, in tokens."),
 }
+METRICS = Metrics(
+    {
+        "vllm:request_success": ("finished_reason", "Answers that ended, by reason."),
+        "vllm:admission_rejections": ("reason", "Requests refused on arrival."),
+        "quire:surplus_tokens": ("", "Tokens generated past a stop string, or for a client that had left."),
+    },
+    {},
+    _HISTOGRAMS,
+)
 _REASONS = ("stop", "length", "abort", "error", "timeout", "repetition")
 _REFUSALS = ("max_num_queued_reqs", "max_num_queued_tokens", "draining", "unavailable")
 
 
-class FrontendMetrics(Collector):
+class FrontendMetrics:
     """A `FrontendObserver` that counts, for one model and one engine."""
 
     def __init__(self, model: str, engine: str = "0") -> None:
-        self._labels = {"model_name": model, "engine": engine}
+        self._model, self._engine = model, engine
         self._histograms = {name: Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
         self._first = self._histograms["vllm:time_to_first_token_seconds"]
         self._gap = self._histograms["vllm:inter_token_latency_seconds"]
+        self._histograms["vllm:time_per_output_token_seconds"] = self._gap
         self._ended = dict.fromkeys(_REASONS, 0)
         self._refused = dict.fromkeys(_REFUSALS, 0)
         self._surplus = 0
         self._unfinished: dict[str, tuple[int, int]] = {}
         """By id of a call of which some answers have ended: answers left, and tokens of the longest."""
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
 
     def on_first(self, seconds: float) -> None:
         """An answer got its first token."""
@@ -86,23 +89,10 @@ class FrontendMetrics(Collector):
 
     def text(self) -> bytes:
         """Prometheus text."""
-        return bytes(generate_latest(self._registry))
-
-    def collect(self) -> Iterator[Metric]:
-        """All metrics as they are now."""
-        for name, help, value, label in (
-            ("vllm:request_success", "Answers that ended, by reason.", self._ended, "finished_reason"),
-            ("vllm:admission_rejections", "Requests refused on arrival.", self._refused, "reason"),
-            (
-                "quire:surplus_tokens",
-                "Tokens generated past a stop string, or for a client that had left.",
-                self._surplus,
-                None,
-            ),
-        ):
-            yield labelled_family(CounterMetricFamily, name, help, self._labels, value, label)
-        for name, (bounds, help) in _HISTOGRAMS.items():
-            histogram = self._histograms[name]
-            yield histogram_family(name, help, self._labels, bounds, histogram.counts, histogram.sum)
-        old, help = "vllm:time_per_output_token_seconds", "Old name of vllm:inter_token_latency_seconds."
-        yield histogram_family(old, help, self._labels, _ITL, self._gap.counts, self._gap.sum)
+        values = {
+            "vllm:request_success": self._ended,
+            "vllm:admission_rejections": self._refused,
+            "quire:surplus_tokens": self._surplus,
+            **{name: histogram.value for name, histogram in self._histograms.items()},
+        }
+        return METRICS.text(values, self._model, self._engine)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.engine.events import Completed, StepRecord
 from quire.scheduler.kv_cache import KVCacheManager
-from quire.types import FinishReason, Request
+from quire.types import Request
 
 MOST_NOTES = 64
 """Notes kept of a request; the rest is counted."""
@@ -39,51 +40,42 @@ class Wait(NamedTuple):
     missing: str
 
 
+@dataclass(slots=True, eq=False)
 class RequestHistory:
-    """One request's history. Times are the engine clock's; `times` has one for each generated token."""
+    """One request's history. Times are the engine clock's."""
 
-    __slots__ = (
-        "cached",
-        "chunks",
-        "ended",
-        "finish",
-        "first",
-        "held",
-        "hits",
-        "lost",
-        "made",
-        "notes",
-        "number",
-        "opened",
-        "preemptions",
-        "request",
-        "resumed",
-        "submitted",
-        "times",
-        "tokens",
-        "unnoted",
-        "waiting",
-    )
+    number: int
+    request: Request
+    submitted: float
+    prompt_tokens: int = field(init=False)
+    opened: float | None = None
+    resumed: float | None = None
+    """When it was last scheduled before its first token."""
+    first: float | None = None
+    ended: float | None = None
+    finish: str | None = None
+    hits: int = 0
+    """Tokens found in the prefix cache when it was last scheduled."""
+    cached: int = 0
+    """Tokens found there when it was scheduled at `resumed`."""
+    chunks: int = 0
+    preemptions: int = 0
+    generated: int = 0
+    waiting: bool = True
+    held: list[int] = field(default_factory=list)
+    """Blocks it holds, cached ones first."""
+    notes: list[Note] = field(default_factory=list)
+    unnoted: int = 0
+    times: array[float] = field(default_factory=lambda: array("d"))
+    """When each of its tokens was generated."""
+    tokens: array[int] = field(init=False)
+    """The prompt, and the answer once it has ended, for comparison with other prompts."""
+    lost: dict[int, tuple[float, str]] = field(default_factory=dict)
+    """By index of a block: when the block was given to another request, and its id."""
 
-    def __init__(self, number: int, request: Request, now: float) -> None:
-        self.number, self.request, self.submitted = number, request, now
-        self.opened: float | None = None
-        self.resumed: float | None = None
-        """When it was last scheduled before its first token."""
-        self.first: float | None = None
-        self.ended: float | None = None
-        self.finish: FinishReason | None = None
-        self.hits = self.cached = self.chunks = self.preemptions = self.unnoted = 0
-        """hits: tokens found in the prefix cache when it was last scheduled; cached: when it was at `resumed`."""
-        self.waiting = True
-        self.held: list[int] = []
-        """Blocks it holds, cached ones first."""
-        self.notes: list[Note] = []
-        self.times = array("d")
-        self.tokens = array("q", request.prompt)
-        """The prompt, and the answer once it has ended, for comparison with other prompts."""
-        self.lost: dict[int, tuple[float, str]] = {}
-        """By index of a block: when the block was given to another request, and its id."""
+    def __post_init__(self) -> None:
+        self.tokens = array("q", self.request.prompt)
+        self.prompt_tokens = len(self.tokens)
 
     def note(self, note: Note) -> None:
         """Keep a note, or count it."""
@@ -145,8 +137,8 @@ class History:
                 story = stories[event[0]]
                 if story.first is None:
                     story.first = now
-                for _ in event[1]:
-                    story.times.append(now)
+                story.generated += len(event[1])
+                story.times.extend([now] * len(event[1]))
         for ended in record.ended:
             self.on_end(ended)
 
@@ -179,18 +171,16 @@ class History:
         opened = iter(record.plan.new_sequences)
         for what, id, by, n in record.decisions:
             story = self.requests.get(id)
+            row = next(opened).row if what == "opened" else -1
+            if story is None or story.ended is not None:
+                continue
             if what == "opened":
-                row = next(opened).row
-                if story is None or story.ended is not None:
-                    continue
                 story.held, story.hits, story.waiting = [], n, False
                 if story.first is None:
                     story.cached, story.resumed = n, record.planned
                 self._rows[row] = story
                 if story.opened is None:
                     story.opened = record.planned
-            elif story is None or story.ended is not None:
-                continue
             elif what == "waits":
                 self._add_wait(record, id, by)
                 continue

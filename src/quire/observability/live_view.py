@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import Any
 
@@ -20,8 +21,8 @@ from quire.engine.client import LiveViewClient, OnFrame
 from quire.engine.engine import Engine
 from quire.engine.events import Completed, StepRecord
 from quire.errors import Overloaded
-from quire.observability.explain import explain, state_of, summary_of
-from quire.observability.history import History, RequestHistory
+from quire.observability.explain import details, explain, short, state_of, summary_of
+from quire.observability.history import History, Note, RequestHistory
 from quire.types import Request
 
 FRAME_INTERVAL = 0.15
@@ -51,34 +52,67 @@ MAX_VIEWERS = 64
 _encode = msgspec.json.Encoder().encode
 
 
-class _Events:
-    """Events of requests since the last frame, at most `MAX_EVENTS`; none while there is no viewer."""
+class _Frames:
+    """Makes frames of the events since the last one, at most `MAX_EVENTS`; none while there is no viewer."""
 
     def __init__(self, base: float) -> None:
         self.base, self.epoch = base, time.time()
         self.watched = False
         self._whole = False
         self._last_whole = float("-inf")
-        self._events: list[list[Any]] = []
-        self._omitted = 0
+        self._clear()
 
     def _at(self, seconds: float | None) -> int | None:
         return None if seconds is None else int((seconds - self.base) * 1e6)
 
-    def _add(self, event: list[Any]) -> None:
-        if not self.watched:
-            return
-        if len(self._events) < MAX_EVENTS:
-            self._events.append(event)
+    def _add(self, what: str, at: float, *rest: Any) -> None:
+        if self.watched and len(self._events) < MAX_EVENTS:
+            self._events.append([what, self._at(at), *rest])
         else:
-            self._omitted += 1
+            self._omitted += self.watched
 
     def _clear(self) -> None:
-        self._events = []
+        self._events: list[list[Any]] = []
         self._omitted = 0
 
+    def _frame(self, at: float, whole: dict[str, Any] | None, **parts: Any) -> tuple[bytes, bool]:
+        """A frame, and whether it is whole."""
+        frame = {"at": self._at(at), "events": self._events, **parts}
+        if self._omitted:
+            frame["omitted"] = self._omitted
+        if whole is not None:
+            self._whole, self._last_whole = False, at
+            frame["whole"] = whole
+        self._clear()
+        return _encode(frame), whole is not None
 
-class EngineLiveView(_Events):
+    def _state(self, facts: dict[str, Any], alive: list[Any], ended: Iterable[Any]) -> dict[str, Any]:
+        """What a whole frame has more, but for blocks."""
+        shown = [*list(ended)[-RECENT:], *alive]
+        requests = [self._request(story) for story in shown[:MAX_EVENTS]]
+        complete = len(shown) <= MAX_EVENTS
+        return {"epoch": self.epoch, "facts": facts, "pages": [], "requests": requests, "complete": complete}
+
+    def _new(self, story: RequestHistory) -> tuple[Any, ...]:
+        request = story.request
+        return story.number, request.id, story.prompt_tokens, request.max_new_tokens, request.priority
+
+    def _request(self, story: RequestHistory) -> dict[str, Any]:
+        """A request's state in a whole frame."""
+        return {
+            "new": ["new", self._at(story.submitted), *self._new(story)],
+            "state": state_of(story),
+            "opened": self._at(story.opened),
+            "first": self._at(story.first),
+            "ended": self._at(story.ended),
+            "finish": story.finish,
+            "hit": story.cached,
+            "made": story.generated,
+            "preempted": story.preemptions,
+        }
+
+
+class EngineLiveView(_Frames):
     """Makes an engine's frames: an observer, which must come after `history`, and the engine's `LiveView`."""
 
     def __init__(self, history: History) -> None:
@@ -88,7 +122,6 @@ class EngineLiveView(_Events):
         self._leaving: list[tuple[int, list[int]]] = []
         self._waiting = ""
         self._resets = 0
-        self._clear()
 
     def _clear(self) -> None:
         super()._clear()
@@ -105,8 +138,7 @@ class EngineLiveView(_Events):
 
     def on_submit(self, request: Request, now: float) -> None:
         """A request was submitted."""
-        if self.watched:
-            self._add(self._new(self.history.requests[request.id]))
+        self._add("new", now, *self._new(self.history.requests[request.id]))
 
     def on_step(self, record: StepRecord) -> None:
         """A step was committed."""
@@ -127,13 +159,12 @@ class EngineLiveView(_Events):
         story = self.history.requests.get(ended.id)
         if self.watched and story is not None:
             self._leaving.append((LINGER, story.held))
-            self._add(["end", self._at(ended.finished), story.number, ended.finish, len(ended.tokens)])
+            self._add("end", ended.finished, story.number, ended.finish, len(ended.tokens))
 
     def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
         """A step failed: the next frame is whole."""
-        if self.watched:
-            self._whole = True
-            self._add(["failed", self._at(now), [self.history.requests[id].number for id in suspects], reason])
+        self._whole = self.watched
+        self._add("failed", now, [self.history.requests[id].number for id in suspects], reason)
 
     def _add_step(self, record: StepRecord) -> None:
         if len(self._steps) >= MAX_STEPS:
@@ -151,7 +182,7 @@ class EngineLiveView(_Events):
         self._steps.append([record.number, *times, spans, sum([len(event[1]) for event in record.events])])
 
     def _add_decisions(self, record: StepRecord) -> None:
-        at = self._at(record.planned)
+        at = record.planned
         for what, id, by, n in record.decisions:
             number = self._number(id)
             if not number:
@@ -159,16 +190,15 @@ class EngineLiveView(_Events):
             if what == "waits":
                 if self._waiting != id + by:
                     self._waiting = id + by
-                    self._add(["wait", at, number, by])
-            elif what == "preempted":
-                self._leaving.append((LINGER, self.history.dropped))
-                self._add(["out", at, number, self._number(by), n])
+                    self._add("wait", at, number, by)
             elif what == "opened":
-                self._add(["open", at, number, n])
-            elif what == "follows":
-                self._add(["hold", at, number, self._number(by), n])
+                self._add("open", at, number, n)
+            elif what == "sat-out":
+                self._add("sat", at, number)
             else:
-                self._add(["sat", at, number])
+                self._add("hold" if what == "follows" else "out", at, number, self._number(by), n)
+                if what == "preempted":
+                    self._leaving.append((LINGER, self.history.dropped))
 
     def _add_first_tokens(self, record: StepRecord) -> None:
         """Requests that got their first token. There are none in a step whose spans equal the last step's."""
@@ -176,7 +206,7 @@ class EngineLiveView(_Events):
         for event in record.events:
             story = stories.get(event[0]) if event[1] else None
             if story is not None and story.first == now:
-                self._add(["first", self._at(now), story.number])
+                self._add("first", now, story.number)
 
     # ---------------------------------------------------------------- frames
 
@@ -199,19 +229,13 @@ class EngineLiveView(_Events):
             return None
         self._last = now
         whole = self._whole or now - self._last_whole >= WHOLE_INTERVAL
-        frame = {"at": self._at(now), "now": self._now(engine), "steps": self._steps, "events": self._events}
+        parts: dict[str, Any] = {"now": self._now(engine), "steps": self._steps}
         if self._skipped:
-            frame["skipped"] = self._skipped
-        if self._omitted:
-            frame["omitted"] = self._omitted
-        if whole:
-            self._whole, self._last_whole = False, now
-            frame["whole"] = self._everything(engine)
-            self._waiting = ""
-        else:
-            frame["pages"] = self._changed_blocks(engine)
-        self._clear()
-        return _encode(frame), whole
+            parts["skipped"] = self._skipped
+        if not whole:
+            return self._frame(now, None, **parts, pages=self._changed_blocks(engine))
+        self._waiting = ""
+        return self._frame(now, self._everything(engine), **parts)
 
     def explain(self, id: str, now: float) -> bytes:
         """Explanations of a call's answers, or of one answer, as JSON; `null` for an unknown id.
@@ -263,81 +287,35 @@ class EngineLiveView(_Events):
         return [block, refs, 0 if story is None else story.number, index]
 
     def _everything(self, engine: Engine) -> dict[str, Any]:
-        kv, scheduler, stories = engine.scheduler.kv, engine.scheduler, self.history.requests
-        pool, description = kv.block_pool, engine.description
-        alive = [story for story in stories.values() if story.ended is None]
-        ended = list(self.history.ended)[-RECENT:]
+        kv, scheduler, description = engine.scheduler.kv, engine.scheduler, engine.description
+        pool = kv.block_pool
         blocks = min(pool.num_blocks, MAX_BLOCKS)
-        return {
-            "epoch": self.epoch,
-            "facts": {
-                "pages": blocks,
-                "all_pages": pool.num_blocks,
-                "page_size": kv.block_size,
-                "seats": scheduler.max_num_seqs,
-                "budget": scheduler.max_num_batched_tokens,
-                "max_model_len": description.max_model_len,
-                "device": description.device,
-                "dtype": description.dtype,
-                "lookahead": engine.lookahead,
-                "drafts": description.num_drafts,
-            },
-            "pages": [
-                self._block(engine, block)
-                for block in range(1, blocks + 1)
-                if pool.ref_counts[block] or pool.prefix_cache.contains(block)
-            ],
-            "requests": [self._standing(story) for story in (*ended, *alive)][:MAX_EVENTS],
-            "complete": len(ended) + len(alive) <= MAX_EVENTS,
+        facts = {
+            "pages": blocks,
+            "all_pages": pool.num_blocks,
+            "page_size": kv.block_size,
+            "seats": scheduler.max_num_seqs,
+            "budget": scheduler.max_num_batched_tokens,
+            "max_model_len": description.max_model_len,
+            "device": description.device,
+            "dtype": description.dtype,
+            "lookahead": engine.lookahead,
+            "drafts": description.num_drafts,
         }
-
-    def _new(self, story: RequestHistory) -> list[Any]:
-        request = story.request
-        prompt, most = len(request.prompt), request.max_new_tokens
-        return ["new", self._at(story.submitted), story.number, request.id, prompt, most, request.priority]
-
-    def _standing(self, story: RequestHistory) -> dict[str, Any]:
-        """A request's state in a whole frame."""
-        return {
-            "new": self._new(story),
-            "state": state_of(story),
-            "opened": self._at(story.opened),
-            "first": self._at(story.first),
-            "ended": self._at(story.ended),
-            "finish": story.finish,
-            "hit": story.cached,
-            "made": len(story.times),
-            "preempted": story.preemptions,
-        }
+        alive = [story for story in self.history.requests.values() if story.ended is None]
+        refs, cached = pool.ref_counts, pool.prefix_cache.contains
+        pages = [self._block(engine, block) for block in range(1, blocks + 1) if refs[block] or cached(block)]
+        return self._state(facts, alive, self.history.ended) | {"pages": pages}
 
 
-class _UpstreamRequest:
-    """One request. Times are seconds of the timeline's clock; sent: (time, server) of each attempt."""
+@dataclass(slots=True, eq=False)
+class _UpstreamRequest(RequestHistory):
+    """A request that upstreams answer; its notes are the attempts, by server. answer_id: the upstream's, '' if none."""
 
-    def __init__(self, id: str, number: int, most: int, now: float) -> None:
-        self.id, self.number, self.most, self.submitted = id, number, most, now
-        self.names = [id]
-        self.sent: list[tuple[float, str]] = []
-        self.first: float | None = None
-        self.ended: float | None = None
-        self.finish: str | None = None
-        self.prompt = self.made = 0
-        self.times: list[float] = []
-
-    @property
-    def state(self) -> str:
-        if self.ended is not None:
-            return "finished"
-        if not self.sent:
-            return "waiting"
-        return "prefill" if self.first is None else "decode"
-
-    def first_sent(self, until: float) -> float:
-        """When it was first sent to a server; `until` if it was not."""
-        return self.sent[0][0] if self.sent else until
+    answer_id: str = ""
 
 
-class RequestTimeline(_Events):
+class RequestTimeline(_Frames):
     """The live page where answers come from upstreams: a `RequestObserver`, and a `LiveViewClient` for a `Broadcaster`.
 
     Frames are like an engine's, without steps and blocks. about: what the page says of the server.
@@ -347,10 +325,8 @@ class RequestTimeline(_Events):
         super().__init__(clock())
         self.about, self.clock = about, clock
         self._running: dict[int, _UpstreamRequest] = {}
-        self._ended: deque[_UpstreamRequest] = deque()
-        self._names: dict[str, _UpstreamRequest] = {}
+        self._ended: deque[_UpstreamRequest] = deque(maxlen=MAX_FINISHED)
         self._number = self._generated = self._prompted = 0
-        self._fresh: dict[int, int] = {}
         self._on_frame: OnFrame = lambda frame, whole: None
         self._timer: asyncio.Handle | None = None
 
@@ -359,47 +335,43 @@ class RequestTimeline(_Events):
     def on_ask(self, id: str, most: int, now: float) -> int:
         """A request arrived, for at most `most` tokens. Returns its number."""
         self._number += 1
-        request = _UpstreamRequest(id, self._number, most, now)
-        self._running[request.number] = self._names[id] = request
-        self._add(self._new(request))
-        return request.number
+        request = Request(id=id, prompt=(), max_new_tokens=most)
+        story = self._running[self._number] = _UpstreamRequest(self._number, request, now)
+        self._add("new", now, *self._new(story))
+        return self._number
 
     def on_sent(self, number: int, where: str, now: float) -> None:
         """The request was sent to a server."""
-        self._running[number].sent.append((now, where))
-        self._add(["open", self._at(now), number, 0])
+        story = self._running[number]
+        story.waiting = False
+        if story.opened is None:
+            story.opened = now
+        story.notes.append(Note(now, 0, "opened", where))
+        self._add("open", now, number, 0)
 
     def on_made(self, number: int, tokens: int, now: float) -> None:
         """The request got more tokens."""
-        request = self._running[number]
-        if request.first is None:
-            request.first = now
-            self._add(["first", self._at(now), number])
-        request.made += tokens
+        story = self._running[number]
+        if story.first is None:
+            story.first = now
+            self._add("first", now, number)
+        story.generated += tokens
         self._generated += tokens
-        if len(request.times) < MAX_TOKEN_TIMES:
-            request.times.append(now)
+        if len(story.times) < MAX_TOKEN_TIMES:
+            story.times.append(now)
         if self.watched:
             self._fresh[number] = self._fresh.get(number, 0) + tokens
 
     def on_end(self, number: int, known_as: str, reason: str, prompt: int, tokens: int, now: float) -> None:
         """The request ended. known_as: the upstream's id of the answer, '' if there was none."""
-        request = self._running.pop(number)
-        self._generated += tokens - request.made
+        story = self._running.pop(number)
+        self._generated += tokens - story.generated
         self._prompted += prompt
-        request.ended, request.finish = now, reason
-        request.prompt, request.made = prompt, tokens
-        if known_as:
-            request.names.append(known_as)
-            self._names[known_as] = request
+        story.ended, story.finish, story.answer_id = now, reason, known_as
+        story.prompt_tokens, story.generated = prompt, tokens
         self._fresh.pop(number, None)
-        self._add(["end", self._at(now), number, reason, tokens])
-        self._ended.append(request)
-        if len(self._ended) > MAX_FINISHED:
-            dropped = self._ended.popleft()
-            for name in dropped.names:
-                if self._names.get(name) is dropped:
-                    del self._names[name]
+        self._add("end", now, number, reason, tokens)
+        self._ended.append(story)
 
     # ---------------------------------------------------------------- frames
 
@@ -418,33 +390,25 @@ class RequestTimeline(_Events):
 
     async def explain(self, id: str) -> bytes:
         """The explanation of a request as JSON, `null` for an unknown id; without an id a summary of every request."""
+        newest_first = sorted([*self._running.values(), *self._ended], key=lambda story: -story.number)
         if not id:
-            known = sorted({*self._running.values(), *self._ended}, key=lambda request: -request.number)
-            return bytes(_encode({"requests": [self._summary(request) for request in known]}))
-        found = self._names.get(id)
+            return bytes(_encode({"requests": [summary_of(story, self.clock()) for story in newest_first]}))
+        found = next((story for story in newest_first if id in (story.request.id, story.answer_id)), None)
         return b"null" if found is None else bytes(_encode({"id": id, "answers": [self._explain(found)]}))
 
     def _tick(self) -> None:
         now = self.clock()
         whole = self._whole or now - self._last_whole >= WHOLE_INTERVAL
         if whole or self._events or self._fresh:
-            self._on_frame(self._frame(now, whole), whole)
+            self._events += [["made", self._at(now), number, n] for number, n in self._fresh.items()]
+            everything = self._everything() if whole else None
+            self._on_frame(*self._frame(now, everything, now=self._now(), steps=[], pages=[]))
         self._timer = asyncio.get_running_loop().call_later(FRAME_INTERVAL, self._tick)
-
-    def _frame(self, now: float, whole: bool) -> bytes:
-        events = [*self._events, *(["made", self._at(now), number, n] for number, n in self._fresh.items())]
-        frame: dict[str, Any] = {"at": self._at(now), "now": self._now(), "steps": [], "events": events, "pages": []}
-        if self._omitted:
-            frame["omitted"] = self._omitted
-        if whole:
-            self._whole, self._last_whole = False, now
-            frame["whole"] = self._everything()
-        self._clear()
-        return bytes(_encode(frame))
 
     def _clear(self) -> None:
         super()._clear()
-        self._fresh = {}
+        self._fresh: dict[int, int] = {}
+        """Tokens of each request since the last frame."""
 
     def _now(self) -> dict[str, int]:
         empty = ("waiting", "used", "free", "evictions", "preemptions", "queried", "hit", "steps", "drafted")
@@ -453,86 +417,36 @@ class RequestTimeline(_Events):
 
     def _everything(self) -> dict[str, Any]:
         empty = ("pages", "all_pages", "page_size", "seats", "budget", "max_model_len", "lookahead", "drafts")
-        shown = [*list(self._ended)[-RECENT:], *self._running.values()][:MAX_EVENTS]
-        return {
-            "epoch": self.epoch,
-            "facts": {**dict.fromkeys(empty, 0), "device": "", "dtype": "", "about": self.about},
-            "pages": [],
-            "requests": [self._standing(request) for request in shown],
-            "complete": len(self._running) + RECENT <= MAX_EVENTS,
-        }
+        facts = {**dict.fromkeys(empty, 0), "device": "", "dtype": "", "about": self.about}
+        return self._state(facts, list(self._running.values()), self._ended)
 
-    def _new(self, request: _UpstreamRequest) -> list[Any]:
-        at = self._at(request.submitted)
-        return ["new", at, request.number, request.id, request.prompt, request.most, 0]
-
-    def _standing(self, request: _UpstreamRequest) -> dict[str, Any]:
-        return {
-            "new": self._new(request),
-            "state": request.state,
-            "opened": self._at(request.sent[0][0]) if request.sent else None,
-            "first": self._at(request.first),
-            "ended": self._at(request.ended),
-            "finish": request.finish,
-            "hit": 0,
-            "made": request.made,
-            "preempted": 0,
-        }
-
-    # ---------------------------------------------------------------- explanations
-
-    def _summary(self, request: _UpstreamRequest) -> dict[str, Any]:
-        begin, first = request.submitted, request.first
-        until = self.clock() if request.ended is None else request.ended
-        return {
-            "id": request.id,
-            "number": request.number,
-            "state": request.state,
-            "finish_reason": request.finish,
-            "prompt_tokens": request.prompt,
-            "cached_tokens": 0,
-            "generated_tokens": request.made,
-            "preemptions": 0,
-            "seconds": {
-                "queued": round(request.first_sent(until) - begin, 6),
-                "first_token": None if first is None else round(first - begin, 6),
-                "total": round(until - begin, 6),
-            },
-        }
-
-    def _explain(self, request: _UpstreamRequest) -> dict[str, Any]:
-        summary, begin, first = self._summary(request), request.submitted, request.first
-        until = self.clock() if request.ended is None else request.ended
+    def _explain(self, story: _UpstreamRequest) -> dict[str, Any]:
+        begin, first = story.submitted, story.first
+        until = self.clock() if story.ended is None else story.ended
         events = [_event(0.0, "submitted", "came in")]
-        for attempt, (at, where) in enumerate(request.sent):
+        for attempt, (at, _, what, where, *_) in enumerate(story.notes):
             again = ", for the one before took no connection" if attempt else ""
-            events.append(_event(at - begin, "opened", f"sent to {where}{again}"))
+            events.append(_event(at - begin, what, f"sent to {where}{again}"))
         if first is not None:
             events.append(_event(first - begin, "first_token", f"first token after {first - begin:.3f} s"))
-        if request.ended is not None:
-            events.append(_event(until - begin, "finished", f"{request.finish}, with {request.made} tokens made"))
-        prefill = (first or until) - request.first_sent(until)
-        decode = None if first is None else round(until - first, 6)
-        where = f"{until - begin:.3f} s in all, most of it at {request.sent[-1][1]}" if request.sent else "not sent on"
-        return {
-            **summary,
-            "max_tokens": request.most,
-            "priority": 0,
-            "choice": 0,
-            "seconds": {**summary["seconds"], "prefill": round(prefill, 6), "decode": decode},
-            "prefix": {"hit_tokens": 0, "prompt_tokens": request.prompt, "why": "the upstream knows"},
-            "chunks": 1,
-            "preemptions": 0,
-            "waits": [],
-            "events": events,
-            "events_left_out": 0,
-            "token_times": [round(at - begin, 6) for at in request.times],
-            "summary": where,
-        }
+        if story.ended is not None:
+            events.append(_event(until - begin, "finished", f"{story.finish}, with {story.generated} tokens made"))
+        where = f"{until - begin:.3f} s in all, most of it at {story.notes[-1].by}" if story.notes else "not sent on"
+        return details(
+            story,
+            until,
+            prefill=short((first or until) - (story.opened or until)),
+            cached_tokens=0,
+            prefix={"hit_tokens": 0, "prompt_tokens": story.prompt_tokens, "why": "the upstream knows"},
+            chunks=1,
+            waits=[],
+            events=events,
+            summary=where,
+        )
 
 
 def _event(at: float, what: str, says: str) -> dict[str, Any]:
-    return {"at": round(at, 6), "what": what, "says": says, "step": None, "by": None, "tokens": 0}
+    return {"at": short(at), "what": what, "says": says, "step": None, "by": None, "tokens": 0}
 
 
 class _Viewer:

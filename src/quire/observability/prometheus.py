@@ -1,12 +1,19 @@
-"""Prometheus: histograms, percentiles, and the metrics of several servers as one text."""
+"""Prometheus: histograms, percentiles, and the metrics as text, and those of several servers as one."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, NamedTuple
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+COUNTS: tuple[float, ...] = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+"""Buckets of numbers of tokens."""
 
 
 class Histogram:
@@ -25,9 +32,9 @@ class Histogram:
         self.sum += value * times
 
     @property
-    def total(self) -> int:
-        """Number of values."""
-        return sum(self.counts)
+    def value(self) -> tuple[list[int], float]:
+        """Counts by bucket, and the sum of the values."""
+        return self.counts, self.sum
 
 
 def percentile(values: Sequence[float], q: float) -> float:
@@ -38,33 +45,58 @@ def percentile(values: Sequence[float], q: float) -> float:
     return ordered[min(len(ordered) - 1, int(q / 100 * len(ordered)))]
 
 
-def histogram_family(
-    name: str, help: str, labels: Mapping[str, str], bounds: Sequence[float], counts: Sequence[int], total: float
-) -> HistogramMetricFamily:
-    """A histogram's metric. counts: by bucket, one more than `bounds`; total: sum of the values."""
-    family = HistogramMetricFamily(name, help, labels=list(labels))
-    limits = [*(str(float(bound)) for bound in bounds), "+Inf"]
-    buckets = [(limit, float(count)) for limit, count in zip(limits, accumulate(counts), strict=True)]
-    family.add_metric(list(labels.values()), buckets, total)
-    return family
+class Metrics(NamedTuple):
+    """The metrics of a part of the server. A label distinguishes the samples of a metric; '' if there is only one."""
+
+    counters: Mapping[str, tuple[str, str]]
+    """Label and meaning by name."""
+    gauges: Mapping[str, tuple[str, str]]
+    """Label and meaning by name."""
+    histograms: Mapping[str, tuple[Sequence[float], str]]
+    """Upper limits of the buckets and meaning by name."""
+
+    def text(self, values: Mapping[str, Any], model: str, engine: str = "0") -> bytes:
+        """Prometheus text.
+
+        values: by name, a number; a number by value of the label, or all labels if the metric has none; or a
+        histogram's counts and sum.
+        """
+        return bytes(generate_latest(_Families(self, values, {"model_name": model, "engine": engine})))
 
 
-def labelled_family(
-    kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
-    name: str,
-    help: str,
-    labels: Mapping[str, str],
-    value: float | Mapping[str, float],
-    label: str | None = None,
-) -> Metric:
-    """A counter or gauge: one value, or one for each value of `label`."""
-    family = kind(name, help, labels=[*labels, label] if label else list(labels))
-    if isinstance(value, Mapping):
-        for label_value, each in value.items():
-            family.add_metric([*labels.values(), label_value], each)
+@dataclass
+class _Families(Collector):
+    metrics: Metrics
+    values: Mapping[str, Any]
+    labels: Mapping[str, str]
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics that have a value."""
+        for kind, table in zip(("counter", "gauge", "histogram"), self.metrics, strict=True):
+            for name, (about, help) in table.items():
+                if name in self.values:
+                    family = Metric(name, help, kind)
+                    for suffix, labels, value in _samples(kind, about, self.values[name]):
+                        family.add_sample(name + suffix, {**self.labels, **labels}, value)
+                    yield family
+
+
+def _samples(kind: str, about: Any, value: Any) -> Iterator[tuple[str, Mapping[str, str], float]]:
+    """(suffix of the name, labels, value) of a metric's samples. about: a label, or upper limits of buckets."""
+    suffix = "_total" if kind == "counter" else ""
+    if kind == "histogram":
+        counts, total = value
+        for bound, count in zip([*map(float, about), "+Inf"], accumulate(counts), strict=True):
+            yield "_bucket", {"le": str(bound)}, count
+        yield "_count", {}, sum(counts)
+        yield "_sum", {}, total
+    elif not isinstance(value, Mapping):
+        yield suffix, {}, value
+    elif about:
+        for each, number in value.items():
+            yield suffix, {about: each}, number
     else:
-        family.add_metric(list(labels.values()), value)
-    return family
+        yield suffix, value, 1
 
 
 Families = dict[str, tuple[list[str], list[str]]]
