@@ -32,23 +32,10 @@ STOP = 1
 """Stands for a token that ends its request. A block's last token is the block's name, any other token is 0."""
 
 
-class HashChain:
-    """Names the blocks of one sequence in order."""
-
-    __slots__ = ("_hash",)
-
-    def __init__(self, hash: blake2b) -> None:
-        self._hash = hash
-
-    def name(self, tokens: Sequence[int]) -> int:
-        """The name of the next block, which has these tokens; 2 or more."""
-        hash = self._hash
-        hash.update(array("q", tokens))
-        return int.from_bytes(hash.copy().digest(), "little") >> 1 | 2
-
-    def copy(self) -> HashChain:
-        """A chain that goes on from the same blocks."""
-        return HashChain(self._hash.copy())
+def block_name(chain: blake2b, tokens: Sequence[int]) -> int:
+    """The name of the next block of a sequence, which has these tokens; 2 or more. chain: of the blocks before it."""
+    chain.update(array("q", tokens))
+    return int.from_bytes(chain.copy().digest(), "little") >> 1 | 2
 
 
 class Anonymizer:
@@ -59,18 +46,10 @@ class Anonymizer:
         self._key = secrets.token_bytes(32)
         self._root = blake2b(digest_size=8, key=self._key)
 
-    def chain(self) -> HashChain:
-        """A chain for the first block of a sequence."""
-        return HashChain(self._root.copy())
-
-    def chain_after(self, tokens: Sequence[int]) -> tuple[HashChain, list[int]]:
+    def chain_after(self, tokens: Sequence[int]) -> tuple[blake2b, list[int]]:
         """The chain of a sequence that begins with these tokens, and the names of their full blocks."""
-        size, chain = self.block_size, self.chain()
-        return chain, [chain.name(tokens[end - size : end]) for end in range(size, len(tokens) + 1, size)]
-
-    def block_names(self, tokens: Sequence[int]) -> list[int]:
-        """The names of the full blocks of a sequence with these tokens."""
-        return self.chain_after(tokens)[1]
+        size, chain = self.block_size, self._root.copy()
+        return chain, [block_name(chain, tokens[end - size : end]) for end in range(size, len(tokens) + 1, size)]
 
     def salt(self, salt: str) -> str:
         """A keyed hash of a cache salt; an empty salt stays empty."""
@@ -108,39 +87,24 @@ FRESH: Mapping[str, Callable[[Classes], Any]] = MappingProxyType(
 )
 """How to construct classes whose constructors need arguments. Fields are set afterwards."""
 
-CLASSES: Classes = MappingProxyType(
-    {
-        kind.__name__: kind
-        for kind in (
-            scheduler.Scheduler,
-            kv_cache.KVCacheManager,
-            block_pool.BlockPool,
-            block_pool.Lru,
-            block_pool.Fifo,
-            block_pool.NoPrefixCache,
-            block_pool.RadixPrefixCache,
-            scheduler.WaitingQueue,
-            sequence.Sequence,
-            speculation.DraftStats,
-            speculation.FixedDrafts,
-            speculation.AdaptiveDrafts,
-            step_time.StepTimeModel,
-            timing.LatencyController,
-            recovery.Recovery,
-            events.EngineStats,
-            events.RequestTimes,
-        )
-    }
+_KINDS = (
+    *(scheduler.Scheduler, scheduler.WaitingQueue, sequence.Sequence, step_time.StepTimeModel, kv_cache.KVCacheManager),
+    *(block_pool.BlockPool, block_pool.Lru, block_pool.Fifo, block_pool.NoPrefixCache, block_pool.RadixPrefixCache),
+    *(speculation.DraftStats, speculation.FixedDrafts, speculation.AdaptiveDrafts, timing.LatencyController),
+    *(recovery.Recovery, events.EngineStats, events.RequestTimes),
 )
+CLASSES: Classes = MappingProxyType({kind.__name__: kind for kind in _KINDS})
 """The classes of a state, by name."""
 
 _TUPLES = MappingProxyType({kind.__name__: kind for kind in (Plan, Span, NewSequence, InflightStep, Decision)})
 _PLAIN = (int, float, str, bool, type(None))
-_REBUILT = MappingProxyType(
-    {"KVCacheManager": {"inflight_prefixes"}, "EngineStats": {"completed"}, "RadixPrefixCache": {"edges"}}
-)
-"""Fields that are rebuilt from others, or that no decision depends on."""
-_SEQUENCE_FIELDS = frozenset({"request", "tokens", "constraint", "inflight_prefix", "draft_tokens"})
+_SPECIAL: Mapping[str, frozenset[str]] = {
+    "KVCacheManager": frozenset({"inflight_prefixes"}),
+    "EngineStats": frozenset({"completed"}),
+    "RadixPrefixCache": frozenset({"edges"}),
+    "Sequence": frozenset({"request", "tokens", "constraint", "inflight_prefix", "draft_tokens"}),
+}
+"""Fields that are written in another way, rebuilt from others, or that no decision depends on."""
 
 MAX_STATE_TOKENS = 1 << 27
 """Most tokens of all sequences of a state that is read."""
@@ -214,28 +178,26 @@ class _Packer:
         cache = scheduler.kv.prefix_cache
         if type(cache).__name__ != "RadixPrefixCache":
             return
-        self._walk(cache.root, self.anonymizer.chain())
+        self._walk(cache.root, [])
         inflight = [s for step in scheduler.inflight for s in (*step.seqs, *step.deferred_frees)]
         for seq in (*inflight, *scheduler.sequences.values()):
-            if seq.prefix_node is not None and id(seq.prefix_node) not in self.names:
-                self._walk(
-                    seq.prefix_node, self.anonymizer.chain_after(seq.tokens[: seq.next_cache_at - cache.block_size])[0]
-                )
+            if seq.prefix_node is not None:
+                self._walk(seq.prefix_node, seq.tokens[: seq.next_cache_at - cache.block_size])
         for node, _ in cache.edges.values():
-            if id(node) not in self.names:
-                chain = self.anonymizer.chain()
-                chain.name([id(node)])
-                self._walk(node, chain)
+            self._walk(node, [id(node)] * cache.block_size)
 
-    def _walk(self, node: Any, chain: HashChain) -> None:
-        size, todo = self.anonymizer.block_size, [(node, chain, 0)]
+    def _walk(self, node: Any, tokens: list[int]) -> None:
+        """Name the nodes below one to which these tokens lead, unless it has a name."""
+        if id(node) in self.names:
+            return
+        size, todo = self.anonymizer.block_size, [(node, self.anonymizer.chain_after(tokens)[0], 0)]
         while todo:
             node, chain, name = todo.pop()
             if id(node) not in self.names:
                 self.names[id(node)] = name
                 for key, (_, child) in node.items():
                     own = chain.copy()
-                    todo.append((child, own, own.name(key[-size:])))
+                    todo.append((child, own, block_name(own, key[-size:])))
 
     def _node(self, it: Any) -> list[Any]:
         kind = type(it).__name__
@@ -243,14 +205,13 @@ class _Packer:
             return ["place", [self._edge(key, block, child) for key, (block, child) in it.items()]]
         if isinstance(it, dict):
             return [kind, [[self._value(k), self._value(v)] for k, v in it.items()]]
-        if isinstance(it, deque):
-            return [kind, [it.maxlen, [self._value(v) for v in it]]]
-        if isinstance(it, list | set):
-            return [kind, [self._value(v) for v in it]]
+        if isinstance(it, list | set | deque):
+            values = [self._value(v) for v in it]
+            return [kind, [it.maxlen, values] if isinstance(it, deque) else values]
         if kind not in CLASSES:
             return ["unknown", kind]
-        skipped = _REBUILT.get(kind, _SEQUENCE_FIELDS if kind == "Sequence" else ())
-        fields = [[name, self._value(value)] for name, value in _fields(it) if name not in skipped]
+        special = _SPECIAL.get(kind, ())
+        fields = [[name, self._value(value)] for name, value in _fields(it) if name not in special]
         if kind == "Sequence":
             fields += self._sequence(it)
         elif kind == "RadixPrefixCache":
@@ -262,7 +223,7 @@ class _Packer:
         return [block, self.names[id(child)], self.anonymizer.salt(key[0]) if salted else "", *self._value(child)]
 
     def _sequence(self, seq: Any) -> list[Any]:
-        names = self.anonymizer.block_names(seq.tokens)
+        names = self.anonymizer.chain_after(seq.tokens)[1]
         prompt_names = names[: len(seq.request.prompt) // self.anonymizer.block_size]
         request = request_fields(seq.request, prompt_names, self.anonymizer.salt(seq.request.cache_salt))
         return [
@@ -315,19 +276,18 @@ class _Restorer:
     def __init__(self, nodes: Any, known: Classes) -> None:
         self.known, self.tokens = known, 0
         self.made = [self._make(*node) for node in nodes]
-        self.block_size = next(
-            it.prefix_cache.block_size for it in self._filled(nodes) if isinstance(it, known["KVCacheManager"])
-        )
-        for it, node in zip(self.made, nodes, strict=True):
-            if node[0] == "place":
-                self._link(it, node[1])
-        for it, node in zip(self.made, nodes, strict=True):
-            if node[0] == "Sequence":
-                self._sequence(it, dict(node[1]))
-            elif node[0] == "RadixPrefixCache":
-                self._index(it, dict(node[1])["edges"])
+        self._fill_all(nodes)
         self.roots: dict[str, Any] = self.made[0]
-        self._restore_inflight_prefixes()
+        self.kv = self.roots["scheduler"].kv
+        self.block_size = self.kv.prefix_cache.block_size
+        for it, (kind, data) in zip(self.made, nodes, strict=True):
+            if kind == "place":
+                self._link(it, data)
+        for it, (kind, data) in zip(self.made, nodes, strict=True):
+            if kind == "Sequence":
+                self._sequence(it, dict(data))
+            elif kind == "RadixPrefixCache":
+                self._index(it, dict(data)["edges"])
 
     def _make(self, kind: str, data: Any) -> Any:
         if kind == "unknown":
@@ -341,7 +301,7 @@ class _Restorer:
             raise InvalidConfig(f"the recording's engine has a {kind!r}, which this quire does not know")
         return FRESH[kind](self.known) if kind in FRESH else self.known[kind]()
 
-    def _filled(self, nodes: Any) -> list[Any]:
+    def _fill_all(self, nodes: Any) -> None:
         for it, (kind, data) in zip(self.made, nodes, strict=True):
             if kind in ("dict", "OrderedDict"):
                 it.update((self._value(k), self._value(v)) for k, v in data)
@@ -351,13 +311,11 @@ class _Restorer:
                 it.update(map(self._value, data))
             elif kind not in ("place", "unknown"):
                 self._fill(it, kind, data)
-        return self.made
 
     def _fill(self, it: Any, kind: str, data: Any) -> None:
         known = {name for name, _ in _fields(it)} | set(vars(type(it)))
-        special = _SEQUENCE_FIELDS if kind == "Sequence" else _REBUILT.get(kind, ())
         for name, value in data:
-            if name in known and name not in special:
+            if name in known and name not in _SPECIAL.get(kind, ()):
                 setattr(it, name, self._value(value))
 
     def _value(self, data: Any) -> Any:
@@ -401,15 +359,8 @@ class _Restorer:
         seq.request = recorded_request(fields["request"], self.block_size)
         seq.tokens = anonymized_tokens(count, names, self.block_size)
         seq.constraint = CONSTRAINTS[fields["constraint"]]
-        seq.inflight_prefix = fields["inflight_prefix"] or None
-
-    def _restore_inflight_prefixes(self) -> None:
-        kv = self.roots["scheduler"].kv
-        for seq in self.made:
-            if isinstance(seq, self.known["Sequence"]) and seq.inflight_prefix is not None:
-                start = seq.next_cache_at - kv.block_size
-                seq.inflight_prefix = (
-                    id(seq.prefix_node),
-                    kv.prefix_cache.key(seq.tokens, start, seq.request.cache_salt),
-                )
-                kv.inflight_prefixes[seq.inflight_prefix] = seq
+        if fields["inflight_prefix"]:
+            start = seq.next_cache_at - self.block_size
+            key = self.kv.prefix_cache.key(seq.tokens, start, seq.request.cache_salt)
+            seq.inflight_prefix = id(seq.prefix_node), key
+            self.kv.inflight_prefixes[seq.inflight_prefix] = seq

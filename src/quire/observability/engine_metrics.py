@@ -20,7 +20,7 @@ _SECONDS: tuple[float, ...] = (*_SHORT, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240,
 _STEP = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _ITERATION = tuple(1 << i for i in range(15))
 
-_COUNTERS: Mapping[str, tuple[str, str]] = {
+COUNTERS: Mapping[str, tuple[str, str]] = {
     "vllm:prompt_tokens": ("", "Prompt tokens of requests whose first token was made."),
     "vllm:prompt_tokens_by_source": ("source", "Prompt tokens by where their K/V came from."),
     "vllm:prompt_tokens_cached": ("", "Prompt tokens whose K/V came from the prefix cache."),
@@ -46,7 +46,7 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "quire:page_evictions": ("", "Cached KV blocks evicted for other requests."),
     "quire:step_failures": ("", "Steps that could not be run."),
 }
-_GAUGES: Mapping[str, tuple[str, str]] = {
+GAUGES: Mapping[str, tuple[str, str]] = {
     "vllm:num_requests_running": ("", "Requests that are scheduled on the device."),
     "vllm:num_requests_waiting": ("", "Requests waiting to be scheduled."),
     "vllm:num_requests_waiting_by_reason": (
@@ -74,7 +74,7 @@ _GAUGES: Mapping[str, tuple[str, str]] = {
     "quire:canary_kv_reference_loss_nats": ("", "The same with K/V as the model makes it."),
     "quire:kv_cache_float8_layers": ("", "Layers whose K/V is kept in float8."),
 }
-_HISTOGRAMS: Mapping[str, tuple[Sequence[float], str]] = {
+HISTOGRAMS: Mapping[str, tuple[Sequence[float], str]] = {
     "vllm:iteration_tokens_total": (_ITERATION, "Tokens fed a step."),
     "vllm:request_queue_time_seconds": (_SECONDS, "From submission to being scheduled."),
     "vllm:request_prefill_time_seconds": (_SECONDS, "From being scheduled to the first token."),
@@ -86,7 +86,7 @@ _HISTOGRAMS: Mapping[str, tuple[Sequence[float], str]] = {
     "vllm:request_num_preemptions": ((0, 1, 2, 5, 10, 20, 50), "Preemptions a request."),
     "quire:step_seconds": (_STEP, "From launch to commit of a step."),
 }
-METRICS = Metrics(_COUNTERS, _GAUGES, _HISTOGRAMS)
+METRICS = Metrics(COUNTERS, GAUGES, HISTOGRAMS)
 
 
 class PoolState(NamedTuple):
@@ -122,7 +122,7 @@ class EngineMetrics:
     """Counts what an engine does: an observer. Costs a few microseconds a step."""
 
     def __init__(self) -> None:
-        self.histograms = {name: Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
+        self.histograms = {name: Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
         self.failures = self.decode_steps = 0
         self.pressure = {"preempted": 0, "sat-out": 0, "waits": 0}
         self.static_gauges: Mapping[str, float] = MappingProxyType({})
@@ -230,6 +230,7 @@ class EngineMetrics:
     def _gauges(self, engine: Engine) -> dict[str, Any]:
         gauges, scheduler = engine.gauges(), engine.scheduler
         pool, queued = scheduler.kv.block_pool, scheduler.waiting.num_queued
+        cached = len(pool.eviction_policy)
         usage = gauges.used_blocks / pool.num_blocks if pool.num_blocks else 0.0
         now = engine.clock.now()
         if not scheduler.running or now - self._pool_time >= _POOL_STATE_INTERVAL:
@@ -240,11 +241,7 @@ class EngineMetrics:
             "vllm:num_requests_waiting_by_reason": {"capacity": queued, "deferred": gauges.waiting - queued},
             "vllm:kv_cache_usage_perc": usage,
             "vllm:gpu_cache_usage_perc": usage,
-            "quire:pages": {
-                "held": gauges.used_blocks,
-                "cached": len(pool.eviction_policy),
-                "blank": len(pool.free_list),
-            },
+            "quire:pages": {"held": gauges.used_blocks, "cached": cached, "blank": len(pool.free_list)},
             "quire:pages_shared": self._pool.shared,
             "quire:fragmentation_internal": self._pool.internal,
             "quire:fragmentation_external": self._pool.external,

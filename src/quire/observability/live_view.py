@@ -452,12 +452,9 @@ def _event(at: float, what: str, says: str) -> dict[str, Any]:
 class _Viewer:
     """needs_whole: it waits for a whole frame. behind: it missed frames, and has not read since."""
 
-    __slots__ = ("behind", "frames", "needs_whole", "news")
-
     def __init__(self) -> None:
-        self.frames: deque[bytes] = deque()
+        self.frames = asyncio.Queue[bytes](MAX_VIEWER_FRAMES)
         self.needs_whole, self.behind = True, False
-        self.news = asyncio.Event()
 
 
 class Broadcaster:
@@ -493,15 +490,12 @@ class Broadcaster:
                 if viewer.behind:
                     viewer.behind, viewer.needs_whole = False, True
                     self._start()
-                while viewer.frames:
-                    yield viewer.frames.popleft()
-                if not viewer.behind:
-                    viewer.news.clear()
-                    try:
-                        async with asyncio.timeout(KEEPALIVE_INTERVAL):
-                            await viewer.news.wait()
-                    except TimeoutError:
-                        yield b""
+                try:
+                    async with asyncio.timeout(KEEPALIVE_INTERVAL):
+                        frame = await viewer.frames.get()
+                except TimeoutError:
+                    frame = b""
+                yield frame
         finally:
             self._viewers.discard(viewer)
             self._stop_if_unread()
@@ -524,10 +518,9 @@ class Broadcaster:
             if viewer.behind or (viewer.needs_whole and not whole):
                 continue
             viewer.needs_whole = False
-            if len(viewer.frames) < MAX_VIEWER_FRAMES:
-                viewer.frames.append(frame)
+            viewer.behind = viewer.frames.full()
+            if viewer.behind:
+                viewer.frames = asyncio.Queue(MAX_VIEWER_FRAMES)
             else:
-                viewer.frames.clear()
-                viewer.behind = True
-            viewer.news.set()
+                viewer.frames.put_nowait(frame)
         self._stop_if_unread()

@@ -90,22 +90,23 @@ class RequestLogger:
 
     def on_end(self, ended: FinishedRequest) -> None:
         """Log an answer that ended."""
-        self._log.info(
-            "%s (request %s): answer %d of %d ended (%s): %d prompt tokens (%d cached), %d of at most %d new ones, "
-            "first after %s, all after %.3f s",
-            ended.id,
-            ended.origin.request_id or "-",
-            ended.choice + 1,
-            ended.sampling.n,
-            ended.reason,
-            ended.prompt,
-            ended.cached,
-            ended.tokens,
-            ended.max_tokens,
-            "-" if ended.first is None else f"{ended.first:.3f} s",
-            ended.seconds,
-            extra={"fields": _fields(ended)},
-        )
+        fields = {
+            "id": ended.id,
+            "request_id": ended.origin.request_id or None,
+            "choice": ended.choice,
+            "finish_reason": ended.reason,
+            "prompt_tokens": ended.prompt,
+            "cached_tokens": ended.cached,
+            "completion_tokens": ended.tokens,
+            "first_token_seconds": ended.first,
+            "seconds": ended.seconds,
+        }
+        answer = f"{ended.id} (request {ended.origin.request_id or '-'}): answer {ended.choice + 1}"
+        counts = f"{ended.prompt} prompt tokens ({ended.cached} cached), {ended.tokens} of at most {ended.max_tokens}"
+        first = "-" if ended.first is None else f"{ended.first:.3f} s"
+        times = f"first after {first}, all after {ended.seconds:.3f} s"
+        message = f"{answer} of {ended.sampling.n} ended ({ended.reason}): {counts} new ones, {times}"
+        self._log.info(message, extra={"fields": fields})
 
     def on_refused(self, reason: str) -> None:
         """Log a refused request."""
@@ -114,20 +115,6 @@ class RequestLogger:
     def text(self) -> bytes:
         """No metrics."""
         return b""
-
-
-def _fields(ended: FinishedRequest) -> dict[str, Any]:
-    return {
-        "id": ended.id,
-        "request_id": ended.origin.request_id or None,
-        "choice": ended.choice,
-        "finish_reason": ended.reason,
-        "prompt_tokens": ended.prompt,
-        "cached_tokens": ended.cached,
-        "completion_tokens": ended.tokens,
-        "first_token_seconds": ended.first,
-        "seconds": ended.seconds,
-    }
 
 
 async def log_stats(stats: Callable[[], Mapping[str, Any]], log: logging.Logger, every: float = EVERY) -> None:

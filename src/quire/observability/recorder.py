@@ -10,7 +10,10 @@ import logging
 import secrets
 import time
 from collections import abc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
@@ -21,7 +24,7 @@ from quire.engine.executor import Description, Executor, StepHandle
 from quire.engine.timing import Clock, WallClock
 from quire.errors import ExecutorLost, QuireError
 from quire.observability import recording_format
-from quire.observability.checkpoint import ENGINE_STATE, Anonymizer, HashChain, constraint_of, pack, request_fields
+from quire.observability.checkpoint import ENGINE_STATE, Anonymizer, block_name, constraint_of, pack, request_fields
 from quire.observability.recording_format import Ring
 from quire.scheduler.constraint import FREE, Constraint
 from quire.scheduler.plan import Mask, Plan, Result, Span
@@ -48,13 +51,14 @@ def _safely(record: Callable[Concatenate[Recorder, P], None]) -> Callable[Concat
     return recording
 
 
+@dataclass(slots=True)
 class _Filling:
     """A sequence whose blocks are to be named. end: of its next full block. due: step at which to look again."""
 
-    __slots__ = ("chain", "due", "end", "seq")
-
-    def __init__(self, seq: Sequence, chain: HashChain, end: int) -> None:
-        self.seq, self.chain, self.end, self.due = seq, chain, end, -1
+    seq: Sequence
+    chain: blake2b
+    end: int
+    due: int = -1
 
 
 class Recorder:
@@ -90,13 +94,8 @@ class Recorder:
     @_safely
     def begin(self, clock: float, about: Description, state: Callable[[], dict[str, Any]]) -> None:
         """Begin a segment, which can be read without those before it."""
-        sizes = {
-            "vocab_size": about.vocab_size,
-            "max_model_len": about.max_model_len,
-            "page_size": about.block_size,
-            "pages": about.num_blocks,
-            "rows": about.num_rows,
-        }
+        sizes = {"vocab_size": about.vocab_size, "max_model_len": about.max_model_len}
+        sizes |= {"page_size": about.block_size, "pages": about.num_blocks, "rows": about.num_rows}
         head = (recording_format.VERSION, __version__, self.run, self.ring.segments, time.time(), clock, sizes)
         self.ring.begin(recording_format.encode(recording_format.Began([], *head, pack(state(), self.anonymizer))))
         self._spans = None
@@ -117,12 +116,11 @@ class Recorder:
         """Record a plan."""
         step = self.scheduler.inflight[-1]
         # Decisions and new sequences are in the same order.
+        ids = [why.request_id for why in step.decisions if why.kind == "opened"]
         opened = []
-        if plan.new_sequences:
-            ids = [why.request_id for why in step.decisions if why.kind == "opened"]
-            for id, o in zip(ids, plan.new_sequences, strict=True):
-                opened.append((id, o.row, len(o.tokens), o.num_computed, o.prompt_length, o.max_length))
-                self._arm(self._filling[id])
+        for id, o in zip(ids, plan.new_sequences, strict=True):
+            opened.append((id, o.row, len(o.tokens), o.num_computed, o.prompt_length, o.max_length))
+            self._arm(self._filling[id])
         spans = None if plan.spans is self._spans else plan.spans
         self._spans = plan.spans
         self.write(
@@ -136,17 +134,20 @@ class Recorder:
         """Keep a result until its step is committed."""
         self._counts = list(map(len, result.tokens))
         self._errors = list(result.errors)
-        self._prompt_logprobs = (
-            {j: len(rows) for j, rows in result.prompt_logprobs.items()} if result.prompt_logprobs else {}
-        )
+        self._prompt_logprobs = {j: len(rows) for j, rows in result.prompt_logprobs.items()}
         self._landing = True
 
-    def failed(self, where: str, error: BaseException) -> None:
-        """Keep the cause of a failed step until the executor is reset."""
-        lost = isinstance(error, ExecutorLost)
-        while error.__cause__ is not None:
-            error = error.__cause__
-        self._failed = (where, type(error).__name__, lost)
+    @contextmanager
+    def failing(self, where: str) -> Iterator[None]:
+        """Keep the cause of a step that fails inside, until the executor is reset."""
+        try:
+            yield
+        except Exception as error:
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            self._failed = (where, type(cause).__name__, isinstance(error, ExecutorLost))
+            raise
 
     @_safely
     def reset(self) -> None:
@@ -173,21 +174,17 @@ class Recorder:
         """Record a committed step, with the names of the blocks that it filled."""
         self.steps = step = self.steps + 1
         pages: list[tuple[int, int, int]] = []
-        if (fillings := self._due.pop(step, None)) is not None:
-            size = self.anonymizer.block_size
-            for filling in fillings:
-                if filling.due == step:
-                    seq, end = filling.seq, filling.end
-                    tokens = seq.tokens
-                    while end <= len(tokens):
-                        pages.append((seq.arrival, end - 1, filling.chain.name(tokens[end - size : end])))
-                        filling.end = end = end + size
-                    self._arm(filling)
-        stops = []
+        size = self.anonymizer.block_size
+        for filling in self._due.pop(step, ()):
+            if filling.due == step:
+                arrival, tokens = filling.seq.arrival, filling.seq.tokens
+                for end in range(filling.end, len(tokens) + 1, size):
+                    pages.append((arrival, end - 1, block_name(filling.chain, tokens[end - size : end])))
+                    filling.end = end + size
+                self._arm(filling)
         for ended in record.ended:
             del self._filling[ended.id]
-            if ended.finish == "stop":
-                stops.append((ended.id, ended.prompt_tokens + len(ended.tokens) - 1))
+        stops = [(e.id, e.prompt_tokens + len(e.tokens) - 1) for e in record.ended if e.finish == "stop"]
         self._land(pages, stops)
 
     def on_end(self, ended: Completed) -> None:
@@ -234,21 +231,17 @@ class RecordedClock:
         self.inner.sleep_until(when)
 
 
+@dataclass(slots=True)
 class RecordedHandle:
     """A step in flight; records its result or failure."""
 
-    __slots__ = ("inner", "recorder")
-
-    def __init__(self, inner: StepHandle, recorder: Recorder) -> None:
-        self.inner, self.recorder = inner, recorder
+    inner: StepHandle
+    recorder: Recorder
 
     def sample(self, masks: abc.Sequence[abc.Sequence[Mask]]) -> None:
         """Sample with these masks."""
-        try:
+        with self.recorder.failing("masks"):
             self.inner.sample(masks)
-        except Exception as error:
-            self.recorder.failed("masks", error)
-            raise
 
     def is_done(self) -> bool:
         """Whether the result is there."""
@@ -256,11 +249,8 @@ class RecordedHandle:
 
     def result(self) -> Result:
         """Wait for the result."""
-        try:
+        with self.recorder.failing("result"):
             result = self.inner.result()
-        except Exception as error:
-            self.recorder.failed("result", error)
-            raise
         self.recorder.finished(result)
         return result
 
@@ -275,11 +265,8 @@ class RecordedExecutor:
     def launch(self, plan: Plan) -> StepHandle:
         """Record the plan, then launch it."""
         self.recorder.launched(plan)
-        try:
+        with self.recorder.failing("launch"):
             return RecordedHandle(self.inner.launch(plan), self.recorder)
-        except Exception as error:
-            self.recorder.failed("launch", error)
-            raise
 
     def reset(self) -> None:
         """Drop all steps in flight."""
@@ -307,9 +294,8 @@ class RecordedEngine(Engine):
     ) -> None:
         self.recorder = recorder
         self._clock = RecordedClock(WallClock() if clock is None else clock, recorder)
-        super().__init__(
-            scheduler, RecordedExecutor(executor, recorder), clock=self._clock, observers=(*observers, recorder), **rest
-        )
+        recorded, observers = RecordedExecutor(executor, recorder), (*observers, recorder)
+        super().__init__(scheduler, recorded, clock=self._clock, observers=observers, **rest)
         recorder.attach(scheduler, self.lookahead)
         self._begin()
 
@@ -332,8 +318,7 @@ class RecordedEngine(Engine):
             clock.deciding = False
         if recorder.frames == before:
             recorder.write(recording_format.Idled(recorder.at))
-        if recorder.ring.full and recorder.on:
-            self._begin()
+        self._begin_if_full()
         return out
 
     def add(self, request: Request, constraint: Constraint = FREE) -> None:
@@ -344,8 +329,7 @@ class RecordedEngine(Engine):
         finally:
             self._clock.deciding = False
         self.recorder.arrived(request, self.scheduler.sequences[request.id])
-        if self.recorder.ring.full and self.recorder.on:
-            self._begin()
+        self._begin_if_full()
 
     def set_constraint(self, id: str, constraint: Constraint) -> None:
         """As `Engine.set_constraint`, recorded."""
@@ -354,17 +338,11 @@ class RecordedEngine(Engine):
 
     def abort(self, id: str, why: FinishReason = "abort") -> None:
         """As `Engine.abort`, recorded unless the engine calls it itself, at a deadline."""
-        if self._clock.deciding:
-            super().abort(id, why)
-        else:
-            self._end_request(id, why, super().abort, why)
+        self._end_request(id, why, super().abort, why)
 
     def fail(self, id: str, error: QuireError) -> None:
         """As `Engine.fail`, recorded unless the engine calls it itself."""
-        if self._clock.deciding:
-            super().fail(id, error)
-        else:
-            self._end_request(id, "error", super().fail, error)
+        self._end_request(id, "error", super().fail, error)
 
     def reset_prefix_cache(self) -> None:
         """As `Engine.reset_prefix_cache`, recorded."""
@@ -372,13 +350,19 @@ class RecordedEngine(Engine):
         self.recorder.write(recording_format.PrefixCacheReset(self.recorder.at))
 
     def _end_request(self, id: str, why: FinishReason, end: Callable[[str, Any], None], how: Any) -> None:
-        if id in self.scheduler.sequences:
+        if self._clock.deciding:
+            end(id, how)
+        elif id in self.scheduler.sequences:
             self._clock.deciding = True
             try:
                 end(id, how)
             finally:
                 self._clock.deciding = False
             self.recorder.write(recording_format.Left(self.recorder.at, id, why))
+
+    def _begin_if_full(self) -> None:
+        if self.recorder.ring.full and self.recorder.on:
+            self._begin()
 
     def _begin(self) -> None:
         self.recorder.begin(self.clock.now(), self.description, self._state)

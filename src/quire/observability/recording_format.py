@@ -148,19 +148,9 @@ class PrefixCacheReset(RecordFrame, tag=10, frozen=True):
     """The prefix cache was reset."""
 
 
-AnyFrame: TypeAlias = (
-    Began
-    | Launched
-    | Landed
-    | Reset
-    | Idled
-    | Arrived
-    | ConstraintSet
-    | Left
-    | LookaheadChanged
-    | Crashed
-    | PrefixCacheReset
-)
+StepFrame: TypeAlias = Launched | Landed | Reset | Idled | Crashed
+InputFrame: TypeAlias = Arrived | ConstraintSet | Left | LookaheadChanged | PrefixCacheReset
+AnyFrame: TypeAlias = Began | StepFrame | InputFrame
 
 encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(AnyFrame).decode

@@ -15,7 +15,7 @@ from typing import Any
 
 from quire import __version__
 from quire.errors import InvalidConfig
-from quire.types import FinishedRequest, SamplingParams
+from quire.types import FinishedRequest
 
 Explain = Callable[[str], Coroutine[Any, Any, bytes]]
 """The explanation of a call's answers, as JSON: `LiveViewClient.explain`."""
@@ -96,12 +96,9 @@ class Traces:
             f"{operation} {self._model}",
             context=self._extract({name: value for name, value in headers.items() if value}),
             kind=self._server_kind,
-            attributes=dict(_request_attributes(first, operation, self._model)),
+            attributes=_attributes(answers, operation, self._model),
             start_time=min(at - _ns(ended.seconds) for at, ended in answers),
         )
-        root.set_attributes(_response_attributes(answers))
-        if any(ended.reason == "error" for _, ended in answers):
-            root.set_attribute("error.type", "error")
         context = self._inside(root)
         for at, ended in answers:
             attributes = {"gen_ai.response.id": ended.id, "quire.choice": ended.choice}
@@ -129,38 +126,38 @@ def _parts(at: int, ended: FinishedRequest, seconds: Mapping[str, float | None])
         yield "detokenise", at - _ns(min(ended.detokenize_seconds, ended.seconds)), at
 
 
-def _request_attributes(ended: FinishedRequest, operation: str, model: str) -> Iterator[tuple[str, Any]]:
-    sampling: SamplingParams = ended.sampling
-    yield "gen_ai.operation.name", operation
-    yield "gen_ai.provider.name", "quire"
-    yield "gen_ai.request.model", model
-    yield "gen_ai.response.model", model
-    yield "gen_ai.response.id", ended.id
-    yield "gen_ai.request.max_tokens", ended.max_tokens
-    yield "gen_ai.request.temperature", sampling.temperature
-    yield "gen_ai.request.top_p", sampling.top_p
-    yield "gen_ai.request.frequency_penalty", sampling.frequency_penalty
-    yield "gen_ai.request.presence_penalty", sampling.presence_penalty
-    if sampling.n > 1:
-        yield "gen_ai.request.choice.count", sampling.n
-    if sampling.seed is not None and math.fabs(sampling.seed) < 1 << 63:
-        yield "gen_ai.request.seed", sampling.seed
-    if ended.origin.request_id:
-        yield "http.request.header.x-request-id", [ended.origin.request_id]
-
-
-def _response_attributes(answers: list[tuple[int, FinishedRequest]]) -> dict[str, Any]:
+def _attributes(answers: list[tuple[int, FinishedRequest]], operation: str, model: str) -> dict[str, Any]:
+    """Attributes of a call's span; answers: when each ended, and how."""
     ended = sorted((each for _, each in answers), key=lambda each: each.choice)
-    first_tokens = [each.first for each in ended if each.first is not None]
-    attributes: dict[str, Any] = {
+    request = answers[0][1]
+    sampling, first_tokens = request.sampling, [each.first for each in ended if each.first is not None]
+    found: dict[str, Any] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "quire",
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.response.id": request.id,
+        "gen_ai.request.max_tokens": request.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
+        "gen_ai.request.presence_penalty": sampling.presence_penalty,
         "gen_ai.usage.input_tokens": ended[0].prompt,
         "gen_ai.usage.cache_read.input_tokens": max(each.cached for each in ended),
         "gen_ai.usage.output_tokens": sum(each.tokens for each in ended),
         "gen_ai.response.finish_reasons": [each.reason for each in ended],
     }
+    if sampling.n > 1:
+        found["gen_ai.request.choice.count"] = sampling.n
+    if sampling.seed is not None and math.fabs(sampling.seed) < 1 << 63:
+        found["gen_ai.request.seed"] = sampling.seed
+    if request.origin.request_id:
+        found["http.request.header.x-request-id"] = [request.origin.request_id]
     if first_tokens:
-        attributes["gen_ai.response.time_to_first_chunk"] = min(first_tokens)
-    return attributes
+        found["gen_ai.response.time_to_first_chunk"] = min(first_tokens)
+    if "error" in found["gen_ai.response.finish_reasons"]:
+        found["error.type"] = "error"
+    return found
 
 
 def build_traces(endpoint: str | None, explain: Explain, *, model: str) -> Traces | None:
