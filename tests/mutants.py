@@ -86,7 +86,7 @@ BUGS = [
         "preempted row opened while still in flight",
         S,
         "rows = self.free_rows and seq.row is None",
-        "num_samples = self.free_rows",
+        "rows = self.free_rows",
     ),
     Bug(
         "who runs in the gaps does not make way",
@@ -109,14 +109,14 @@ BUGS = [
     Bug(
         "abort forgets a preempted row on its way home",
         S,
-        "        else:  # its row is on the way home already; it may have been preempted into the queue\n            self.waiting.discard(seq)\n",
+        "        else:  # its row is freed already with a step in flight; it may have been preempted into the queue\n            self.waiting.discard(seq)\n",
         "",
     ),
     Bug(
         "masks made before the step ahead is committed",
         E,
         _MASKS,
-        "            scheduler.inflight.rotate(1)\n            masks = scheduler.supports_masks()\n            scheduler.inflight.rotate(-1)\n            flight[-1][2].sample(masks)",
+        "            scheduler.inflight.rotate(1)\n            masks = scheduler.masks()\n            scheduler.inflight.rotate(-1)\n            flight[-1][2].sample(masks)",
     ),
     Bug("masks do not walk the drafts", S, "seq.draft_tokens[: num_samples - 1])\n", "[])\n"),
     Bug(
@@ -136,8 +136,8 @@ BUGS = [
     Bug(
         "'same spans' compares lengths only",
         S,
-        "if self._last_spans != (same :=",
-        "if len(self._last_spans) != len(same :=",
+        "if self._last_spans != (current :=",
+        "if len(self._last_spans) != len(current :=",
     ),
     Bug("prefix hits not sent", K, "num_sent = seq.capacity // self.block_size", "num_sent = len(seq.blocks)"),
     Bug(
@@ -201,7 +201,7 @@ BUGS = [
         "recovery blames a failure in company",
         V,
         "        if len(lost) == 1 and beside <= {id(lost[0])}:\n",
-        "        if on_executor_lost:\n",
+        "        if lost:\n",
     ),
     Bug(
         "recovery forgets those it held back",

@@ -253,7 +253,7 @@ def test_requests_of_several_threads_run_in_the_same_steps(llm: LLM, executor: G
     def ask(number: int) -> object:
         if number == 9:  # lets the others go once all of them have asked
             executor.reached.wait(GUARD)
-            while llm._thread._asked.qsize() + len(llm._thread._listeners) < 9:  # some may be in the step already
+            while llm._thread._calls.qsize() + len(llm._thread._listeners) < 9:  # some may be in the step already
                 time.sleep(0.001)
             executor.gate.set()
             return None
@@ -289,7 +289,7 @@ def test_close_ends_the_calls_of_other_threads_with_interrupted(llm: LLM, execut
                 time.sleep(0.001)
             executor.gate.set()
         elif number == 3:
-            while len(llm._thread._listeners) + llm._thread._asked.qsize() < 2:
+            while len(llm._thread._listeners) + llm._thread._calls.qsize() < 2:
                 time.sleep(0.001)
             llm.close()
         return None

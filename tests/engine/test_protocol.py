@@ -54,7 +54,7 @@ def test_requests_of_any_kinds_arrive_as_they_were() -> None:
 
 
 def test_an_answer_without_a_request_before_it_is_no_submission() -> None:
-    with pytest.raises(ValueError, match="says nothing but its id"):
+    with pytest.raises(ValueError, match="has nothing but its id"):
         list(submitted(Submit([("a", 1)])))
 
 

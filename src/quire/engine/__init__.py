@@ -1,0 +1,1 @@
+"""The loop around a scheduler and an executor, in this process or another."""

@@ -1,7 +1,4 @@
-"""The engine's surface as the front sees it, wherever the engine runs.
-
-The front's side of the engine process: starts it, talks to it, notices its death or stall and starts it again.
-"""
+"""The engine as the frontend sees it, wherever it runs, and the frontend's side of an engine process."""
 
 from __future__ import annotations
 
@@ -47,25 +44,26 @@ OnFrame = Callable[[bytes, bool], None]
 
 
 class EngineClient(Protocol):
-    """Used from one event loop. Nothing here blocks; answers come through `subscribe`."""
+    """Used from one event loop. Nothing here blocks; outputs come through `subscribe`."""
 
     async def start(self) -> Description:
-        """Return when requests are taken. Raises InvalidModel, InvalidConfig or Unavailable."""
+        """Return when requests are accepted. Raises InvalidModel, InvalidConfig or Unavailable."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End the engine."""
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests. One that can never run comes back as Tokens with finish 'error'."""
+        """Queue requests. One that can never run gets an output with finish 'error'."""
 
     def abort(self, ids: Sequence[str], why: FinishReason = "abort") -> None:
-        """End these, for this reason; their pages are free within a step. Unknown ids are fine."""
+        """End these, for this reason; their blocks are free within a step. Unknown ids are ignored."""
 
     def reset_prefix_cache(self) -> None:
         """Requests submitted from now on find nothing computed before. Raises Unavailable where there is no engine."""
 
     def subscribe(self, on_tokens: OnTokens, on_death: OnDeath) -> None:
-        """`on_tokens` hears once a step, or once of several; `on_death` when everything in flight was lost, with the
-        reason."""
+        """`on_tokens` is called once a step or once for several; `on_death` when all requests in flight were lost,
+        with the reason."""
 
     def snapshot(self) -> Mapping[str, Any]:
         """The engine's latest counters: `Engine.metrics_snapshot`, plain JSON."""
@@ -74,19 +72,20 @@ class EngineClient(Protocol):
         """The engine's share of /metrics."""
 
     def alive(self) -> bool:
-        """Progress: nothing is outstanding, or steps are being committed."""
+        """Whether it makes progress: no request is outstanding, or steps are being committed."""
 
-    def ready(self) -> bool: ...
+    def ready(self) -> bool:
+        """Whether requests are accepted."""
 
 
 class LiveViewClient(Protocol):
-    """The front's side of an engine's window."""
+    """The frontend's side of an engine's live view."""
 
     def watch(self, on: bool) -> None:
-        """Frames from now on, a whole one first; or none any more. Lasts over the engine's restarts."""
+        """Send frames from now on, a whole one first; or stop. Lasts over the engine's restarts."""
 
     def on_frames(self, on_frame: OnFrame) -> None:
-        """`on_frame` hears every frame, as JSON, and whether it is a whole picture."""
+        """`on_frame` is called with every frame, as JSON, and whether it is a whole one."""
 
     async def explain(self, id: str) -> bytes:
         """What happened to a request (to all known, if `id` is empty), as JSON. Raises Unavailable."""
@@ -95,51 +94,51 @@ class LiveViewClient(Protocol):
 log = logging.getLogger("uvicorn.error")
 
 _CHECK_INTERVAL = 1.0
-"""Seconds between two looks at an engine that has work."""
+"""Seconds between two checks of an engine that has work."""
 
 
 class StallDetector:
-    """Of one engine process, from its start at `now` on. Times are one clock's seconds."""
+    """Whether an engine process is late with its next step. Times are seconds of one clock, `now` the start."""
 
     def __init__(self, now: float) -> None:
         self.idle = True
         self.step_timeout = math.inf
-        """Seconds that the engine gives its next step; it says so with its first word."""
-        self._num_taken = False
+        """Seconds that the engine allows its next step, sent with each update."""
+        self.reported = False
         """Whether it has been asked where it is stuck."""
         self._since, self._step, self._num_submitted = now, 0, 0
 
     def on_submit(self, now: float) -> None:
-        """It is about to be sent work."""
+        """Work is about to be sent."""
         self._num_submitted += 1
         if self.idle:
             self.idle, self._since = False, now
 
     def on_update(self, update: Update, now: float) -> None:
-        """It has spoken. That it was idle means nothing if it had not taken all it was sent."""
+        """The engine has sent an update. One that says idle counts only if it had taken all that was sent."""
         self.idle, self.step_timeout = update.idle and update.num_submits == self._num_submitted, update.step_timeout
         if update.num_steps != self._step or self.idle:
-            self._step, self._since, self._num_taken = update.num_steps, now, False
+            self._step, self._since, self.reported = update.num_steps, now, False
 
     def is_stalled(self, now: float) -> float:
-        """By how many seconds the next step is late; 0 and below: it is not."""
+        """By how many seconds the next step is late; 0 or less: it is not."""
         return 0.0 if self.idle else now - self._since - self.step_timeout
 
 
 class _Spawned(NamedTuple):
-    """A process that builds an engine as soon as it is sent settings, and our end of its socket."""
+    """A process that builds an engine once it is sent settings, and our end of its socket."""
 
     process: subprocess.Popen[bytes]
     sock: socket.socket
 
 
 class EngineProcess:
-    """A `Port` to an engine in a process of its own.
+    """An `EngineClient` of an engine in another process.
 
-    argv: the command that starts it; the number of an inherited socket is appended. settings: what it is built
-    from. render: /metrics text of a metrics snapshot. environment: variables for it, where they are not set already.
-    standby_after: seconds after an engine is ready until a second process is started, which imports what an engine
-    needs and waits to replace it; None: none is started.
+    argv: the command that starts it; the number of an inherited socket is appended. settings: what it is built from.
+    render: /metrics text of a metrics snapshot. backoff: seconds before the second restart of one that keeps dying.
+    environment: variables for it, where they are not set already. standby_after: seconds after an engine is ready until
+    a second process is started, which imports what an engine needs and waits to replace it; None: none is started.
     """
 
     def __init__(
@@ -152,8 +151,11 @@ class EngineProcess:
         environment: Mapping[str, str] = MappingProxyType({}),
         standby_after: float | None = None,
     ) -> None:
-        self.environment, self.standby_after = dict(environment), standby_after
-        self.argv, self.settings, self.render = list(argv), dict(settings), render
+        self.argv = list(argv)
+        self.settings = dict(settings)
+        self.render = render
+        self.environment = dict(environment)
+        self.standby_after = standby_after
         self.process: subprocess.Popen[bytes] | None = None
         self.restarts = 0
         self._on_tokens: OnTokens = lambda events: None
@@ -176,7 +178,7 @@ class EngineProcess:
     # ---------------------------------------------------------------- life
 
     async def start(self) -> Description:
-        """Start the process and wait until it is ready. Raises what the engine could not be built for."""
+        """Start the process and wait until it is ready. Raises the error for which the engine could not be built."""
         self.process, here = self._take_standby() or self._spawn()
         self._stall_detector = StallDetector(time.monotonic())
         loop = asyncio.get_running_loop()
@@ -214,7 +216,8 @@ class EngineProcess:
         return _Spawned(process, here)
 
     def _start_standby(self) -> None:
-        """Only for an engine that has lived for a while: one that dies young is not to cost two processes a time."""
+        """Only for an engine that has lived for a while: one that dies young should not cost two processes each
+        time."""
         if self.ready() and self._standby is None:
             try:
                 self._standby = self._spawn()
@@ -232,7 +235,7 @@ class EngineProcess:
         return standby
 
     async def close(self) -> None:
-        """Let the process go; it ends by itself when its socket closes."""
+        """End the process; it exits when its socket closes."""
         self._closing = True
         for under_way in (self._restart, self._timer):
             if under_way is not None:
@@ -245,7 +248,7 @@ class EngineProcess:
         await self._reap()
 
     async def _reap(self, timeout: float = 5.0) -> None:
-        """See the process off: it ends when its socket does; one that will not is killed."""
+        """Wait for the process to exit, which it does when its socket closes; kill it after `timeout`."""
         if self._link is not None:
             self._link.close()
             self._link = None
@@ -257,7 +260,7 @@ class EngineProcess:
                 await asyncio.to_thread(self.process.wait)
 
     def on_connection_lost(self, link: _EngineConnection) -> None:
-        """The process is gone: say so, and start another."""
+        """The process is gone: report it, and start another."""
         if self._closing or link is not self._link:
             return
         self._link = None
@@ -284,9 +287,10 @@ class EngineProcess:
             except Exception as error:  # whatever it is, the next try may do better
                 log.error("the engine cannot be started: %s; again in %.1f s", error, self._backoff.delay)
 
-    # ---------------------------------------------------------------- the port
+    # ---------------------------------------------------------------- EngineClient
 
     def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests. Raises Unavailable while no engine is ready."""
         link = self._ready_link()
         self._stall_detector.on_submit(time.monotonic())
         link.send(submission(requests))
@@ -294,44 +298,51 @@ class EngineProcess:
             self._check_progress()
 
     def abort(self, ids: Sequence[str], why: FinishReason = "abort") -> None:
+        """End these; ignored while there is no engine."""
         if self._link is not None:
             self._link.send(Abort(list(ids), why))
 
     def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache. Raises Unavailable while no engine is ready."""
         self._ready_link().send(ResetPrefixCache())
 
     def _ready_link(self) -> _EngineConnection:
-        """Raises Unavailable while there is no engine to speak to."""
+        """Raises Unavailable while no engine is ready."""
         if self._link is None or not self._link.was_ready:
             raise Unavailable("the engine is starting: try again in a moment", code="engine_starting")
         return self._link
 
     def subscribe(self, on_tokens: OnTokens, on_death: OnDeath) -> None:
+        """Set the callbacks for outputs and for the engine's death."""
         self._on_tokens, self._on_death = on_tokens, on_death
 
     def snapshot(self) -> Mapping[str, Any]:
+        """The counters of the last update that had them."""
         return self._stats
 
     def prometheus(self) -> bytes:
+        """The metrics of the last update that had them, rendered."""
         return self.render(self._metrics) if self._metrics is not None else b""
 
     def ready(self) -> bool:
+        """Whether an engine is connected and built."""
         return self._link is not None and self._link.was_ready
 
     def alive(self) -> bool:
+        """Whether it is ready and its next step is not late."""
         return self.ready() and self._stall_detector.is_stalled(time.monotonic()) <= 0
 
     def _check_progress(self) -> None:
-        """Once a second while there is work: an engine that is stuck has to tell where, and later to go."""
+        """Once a second while there is work: an engine that is stuck must report where, and later exit."""
         self._timer = None
         progress, process = self._stall_detector, self.process
         if self._closing or progress.idle or process is None or not self.ready():
             return
         late = progress.is_stalled(time.monotonic())
-        if late > 0 and not progress._num_taken:
-            progress._num_taken = True
+        if late > 0 and not progress.reported:
+            progress.reported = True
             log.error(
-                "no step for %.1f s with work outstanding: the engine tells what it is doing",
+                "no step for %.1f s with work outstanding: the engine reports what it is doing",
                 late + progress.step_timeout,
             )
             process.send_signal(REPORT_SIGNAL)
@@ -341,17 +352,20 @@ class EngineProcess:
             return
         self._timer = asyncio.get_running_loop().call_later(_CHECK_INTERVAL, self._check_progress)
 
-    # ---------------------------------------------------------------- the window
+    # ---------------------------------------------------------------- live view
 
     def watch(self, on: bool) -> None:
+        """Start or stop frames, for this engine and the next ones."""
         self._watching = on
         if self._link is not None and self._link.was_ready:
             self._link.send(WatchLive(on))
 
     def on_frames(self, on_frame: OnFrame) -> None:
+        """Set the callback for frames."""
         self._on_frame = on_frame
 
     async def explain(self, id: str) -> bytes:
+        """Ask the engine and wait for its answer. Raises Unavailable."""
         link = self._ready_link()
         number = next(self._call_ids)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -375,7 +389,7 @@ class EngineProcess:
             answer.set_result(message.body)
 
     def on_updates(self, updates: Sequence[Update]) -> None:
-        """The messages of steps that came together: whoever was slow for a while has less to do for each of them."""
+        """Updates that arrived together: a front that was slow has less to do for each."""
         now, events = time.monotonic(), []
         for update in updates:
             self._stall_detector.on_update(update, now)

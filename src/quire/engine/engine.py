@@ -31,7 +31,8 @@ R = TypeVar("R")
 class Engine:
     """Continuous batching over any executor.
 
-    depth: steps launched ahead of results; a number, not a mode. keep: completed requests remembered for
+    lookahead: steps launched before the results of earlier ones. step_budget: bounds the tokens of steps; None: the
+    scheduler's limit alone. plan_delay: when plans are due; None: at once. keep: completed requests remembered for
     `completed_requests` (a server keeps none).
     """
 
@@ -65,7 +66,7 @@ class Engine:
     # ---------------------------------------------------------------- the loop
 
     def step(self) -> list[RequestStepOutput]:
-        """Plan, launch, and commit what is due. What each request got; empty when idle. Never blocks when idle."""
+        """Plan, launch, and commit what is due. Returns what each request got; empty when idle, without blocking."""
         self._expire()
         try:
             self._step()
@@ -83,13 +84,12 @@ class Engine:
         num_running = len(scheduler.running)
         plan = scheduler.plan(UNLIMITED if budget is None else budget.max_tokens(num_running, scheduler.step_times))
         if plan:
-            flight.append(
-                (planned, self.clock.now(), _as_step_failure(self.executor.launch, plan))
-            )  # its forward starts now
+            launched = self.clock.now()
+            flight.append((planned, launched, _as_step_failure(self.executor.launch, plan)))
             if self.plan_delay is not None:
                 self.plan_delay.on_launch(planned)
         elif flight:
-            self._commit()  # nothing to add: let one come home
+            self._commit()  # nothing to add: wait for a step in flight
         if plan and plan.masked_spans:  # masks need every token before them
             while len(flight) > 1:
                 self._commit()
@@ -160,7 +160,7 @@ class Engine:
         return id
 
     def add(self, request: Request, constraint: Constraint = FREE) -> None:
-        """Queue a request as the rim makes them; a PENDING constraint is provided later.
+        """Queue a request; a PENDING constraint is set later by `set_constraint`.
 
         Raises InvalidRequest naming the field that cannot work.
         """
@@ -186,18 +186,18 @@ class Engine:
             _notify(observer.on_submit, request, now)
 
     def set_constraint(self, id: str, constraint: Constraint) -> None:
-        """The constraint that a request waited for is made. Requests that have ended are fine."""
+        """The constraint of a waiting request is compiled. Requests that have ended are ignored."""
         seq = self.scheduler.sequences.get(id)
         if seq is not None:
             self.scheduler.waiting.constraint_ready(seq, constraint)
             self.recovery.admit(seq)
 
     def abort(self, id: str, reason: FinishReason = "abort") -> None:
-        """End a request now; its pages are free within a step. Unknown and ended ids are fine."""
+        """End a request now; its blocks are free within a step. Unknown and ended ids are ignored."""
         self._finish(RequestStepOutput(id, (), reason), reason)
 
     def fail(self, id: str, error: QuireError) -> None:
-        """The same, for a request that cannot be answered; its status says whose mistake that is."""
+        """End a request with an error, whose status says whose mistake it is."""
         self._finish(error_output(id, error), "error")
 
     def _finish(self, output: RequestStepOutput, reason: FinishReason) -> None:
@@ -218,7 +218,7 @@ class Engine:
         return self._deadlines[0][0] <= self.clock.now()
 
     def reset_prefix_cache(self) -> None:
-        """Whoever is opened from now on finds nothing of what was computed until now; who runs goes on."""
+        """Sequences admitted from now on find nothing computed before; running ones go on."""
         self.scheduler.kv.invalidate(self.scheduler.sequences.values())
 
     # ---------------------------------------------------------------- failure
@@ -236,7 +236,7 @@ class Engine:
             self.fail(culprit.request.id, StepFailed(f"the engine could not run this request ({_root_cause(failure)})"))
 
     def _executor_lost(self, lost: ExecutorLost) -> None:
-        """Every row is lost and nobody to blame: who had one fails, who waits may find the executor back."""
+        """Every row is lost, and no request is to blame: those with a row fail, those that wait may run later."""
         self.inflight.clear()
         self.executor.reset()
         self.failures += 1
@@ -247,7 +247,7 @@ class Engine:
             self.fail(seq.request.id, Unavailable("the executor was lost while this request ran: it may be sent again"))
 
     def abandon(self) -> None:
-        """End every request and forget every step in flight: for who closes, and after a `step` that raised.
+        """End every request and forget every step in flight: on close, and after a `step` that raised.
 
         Raises what keeps the executor from starting again.
         """
@@ -267,16 +267,18 @@ class Engine:
 
     @property
     def has_pending_work(self) -> bool:
+        """Whether a request has not ended, or outputs have not been returned."""
         return self.scheduler.has_work or bool(self._outputs)
 
     @property
     def can_step(self) -> bool:
-        """Whether `step` has anything to do: not so while all that is left waits for a constraint."""
+        """Whether `step` has anything to do; not while all that is left waits for grammars."""
         scheduler = self.scheduler
         return bool(scheduler.waiting.num_queued or scheduler.running or scheduler.inflight or self._outputs)
 
     def time_to_next_plan(self) -> float:
-        """Seconds for which the next `step` can wait, so that who comes meanwhile is in it; 0: it is due."""
+        """Seconds by which the next `step` can be delayed, so that requests arriving meanwhile are in it; 0: it is
+        due."""
         if not self.inflight or self.plan_delay is None:
             return 0.0
         _, launched, _ = self.inflight[0]
@@ -284,6 +286,7 @@ class Engine:
         return self.plan_delay.remaining(num_tokens, max(launched, self._last_commit), self.scheduler.step_times)
 
     def gauges(self) -> Gauges:
+        """The state after the last step."""
         scheduler = self.scheduler
         kv, drafted = scheduler.kv, scheduler.draft_stats
         pool = kv.block_pool
@@ -305,35 +308,37 @@ class Engine:
 
     def metrics_snapshot(self) -> dict[str, Any]:
         """The counters of `/stats`, plain JSON."""
-        gauges, ledger = self.gauges(), self.stats
-        pages = self.scheduler.kv.block_pool.num_blocks
+        gauges = self.gauges()
+        stats = self.stats
+        num_blocks = self.scheduler.kv.block_pool.num_blocks
         return {
             "waiting_requests": gauges.waiting,
             "active_requests": gauges.running,
-            "completed_requests": ledger.num_finished,
-            "generated_tokens": ledger.num_generated_tokens,
-            "decode_steps": ledger.num_steps,
-            "average_batch_size": ledger.num_spans / ledger.num_steps if ledger.num_steps else 0.0,
-            "max_batch_observed": ledger.max_batch_size,
+            "completed_requests": stats.num_finished,
+            "generated_tokens": stats.num_generated_tokens,
+            "decode_steps": stats.num_steps,
+            "average_batch_size": stats.num_spans / stats.num_steps if stats.num_steps else 0.0,
+            "max_batch_observed": stats.max_batch_size,
             "cache": {
                 "page_size": self.scheduler.kv.block_size,
-                "max_pages": pages,
+                "max_pages": num_blocks,
                 "used_pages": gauges.used_blocks,
                 "free_pages": gauges.free_blocks,
                 "active_sequences": gauges.running,
                 "pressure_events": gauges.preemptions,
                 "evictions": gauges.evictions,
-                "utilization": gauges.used_blocks / pages if pages else 0.0,
+                "utilization": gauges.used_blocks / num_blocks if num_blocks else 0.0,
                 "policy": type(self.scheduler.kv.block_pool.eviction_policy).__name__.lower(),
             },
         }
 
     def close(self) -> None:
+        """Close the executor."""
         self.executor.close()
 
 
 def _as_step_failure(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """`run(...)`. Raises StepFailed for whatever goes wrong, in a kernel or a grammar: one request is to pay."""
+    """`run(...)`. Raises StepFailed for any exception, of a kernel or a grammar, so that one request is blamed."""
     try:
         return run(*args, **kwargs)
     except StepFailed:
@@ -343,7 +348,7 @@ def _as_step_failure(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> 
 
 
 def _notify(observe: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Tell an observer; what it cannot take is said, and is nobody else's affair."""
+    """Call an observer; print what it raises, since observers must not end the engine."""
     try:
         observe(*args, **kwargs)
     except Exception:
@@ -351,7 +356,7 @@ def _notify(observe: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> No
 
 
 def _root_cause(failure: BaseException) -> str:
-    """What kind of error is at the bottom of it."""
+    """The class of the innermost exception."""
     while failure.__cause__ is not None:
         failure = failure.__cause__
     return type(failure).__name__

@@ -1,4 +1,4 @@
-"""What an engine tells its observers. Observers watch; nothing they do changes a decision."""
+"""What an engine reports to its observers, and its totals. Observers cannot change a decision."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.types import FinishReason, Request, RequestStepOutput
 
 
 class Gauges(NamedTuple):
-    """How things stood after a step. Pages are KV blocks; `used_tokens` are positions written in used pages."""
+    """The state after a step."""
 
     running: int
     waiting: int
@@ -32,7 +32,7 @@ class Gauges(NamedTuple):
 
 
 class Completed(NamedTuple):
-    """A request that ended, as the library surface keeps it. Times are the engine clock's, in seconds."""
+    """A request that ended. Times are seconds of the engine's clock."""
 
     id: str
     prompt_tokens: int
@@ -47,7 +47,7 @@ class Completed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One committed step. Times are the engine clock's seconds: planned -> launched -> committed."""
+    """One committed step. Times are seconds of the engine's clock: planned -> launched -> committed."""
 
     number: int
     planned: float
@@ -62,16 +62,18 @@ class StepRecord:
 
     @property
     def ids(self) -> list[str]:
-        """Whose spans the plan's are."""
+        """The request of each span."""
         return [s.request.id for s in self.seqs]
 
 
 class Observer(Protocol):
     """Metrics, traces, the live page, the flight recorder."""
 
-    def on_submit(self, request: Request, now: float) -> None: ...
+    def on_submit(self, request: Request, now: float) -> None:
+        """A request is queued."""
 
-    def on_step(self, record: StepRecord) -> None: ...
+    def on_step(self, record: StepRecord) -> None:
+        """A step is committed."""
 
     def on_end(self, ended: Completed) -> None:
         """A request ended outside a step: aborted, timed out, or failed."""
@@ -91,7 +93,10 @@ class RequestTimes:
 
 
 class EngineStats:
-    """Totals since the start. `keep`: how many completed requests are remembered."""
+    """Totals since the start, and the times of requests that have not ended.
+
+    keep: how many completed requests are remembered.
+    """
 
     def __init__(self, keep: int) -> None:
         self.requests_by_id: dict[str, RequestTimes] = {}
@@ -100,39 +105,49 @@ class EngineStats:
         self.num_steps = self.num_spans = self.max_batch_size = self.num_fed_tokens = 0
 
     def on_submit(self, seq: Sequence, now: float) -> None:
+        """A request is queued."""
         self.requests_by_id[seq.request.id] = RequestTimes(seq, now)
 
     def on_commit(
         self, step: InflightStep, events: list[RequestStepOutput], planned: float, now: float
     ) -> list[Completed]:
-        """Enter one step; those that it ended."""
-        width, lives, ended = len(step.seqs), self.requests_by_id, []
+        """Count one step. Returns the requests that it ended."""
+        width = len(step.seqs)
+        times_by_id = self.requests_by_id
+        ended = []
         self.num_steps += 1
         self.num_spans += width
         self.max_batch_size = max(self.max_batch_size, width)
-        for what, id, _, _ in step.decisions:
-            if what == "opened" and (life := lives.get(id)) is not None and life.opened is None:
-                life.opened = planned
+        for kind, id, _, _ in step.decisions:
+            if kind == "opened" and (times := times_by_id.get(id)) is not None and times.opened is None:
+                times.opened = planned
         for id, tokens, finish, _, _, _, cached, *_ in events:
-            life = lives[id]
+            times = times_by_id[id]
             if tokens:
                 self.num_generated_tokens += len(tokens)
-                if life.first_token is None:
-                    life.first_token = now
-                    self.num_prompt_tokens += life.seq.prompt_length
+                if times.first_token is None:
+                    times.first_token = now
+                    self.num_prompt_tokens += times.seq.prompt_length
                     self.num_cached_tokens += cached
             if finish is not None:
                 ended.append(self.on_finish(id, finish, now))
         return ended
 
     def on_finish(self, id: str, finish: FinishReason, now: float) -> Completed:
-        """A request is over, for whatever reason."""
-        life = self.requests_by_id.pop(id)
-        seq = life.seq
+        """A request has ended, for whatever reason."""
+        times = self.requests_by_id.pop(id)
+        seq = times.seq
         self.num_finished += 1
-        made = tuple(seq.tokens[seq.prompt_length :])
         done = Completed(
-            id, seq.prompt_length, made, finish, life.submitted, life.opened, life.first_token, now, seq.preemptions
+            id,
+            seq.prompt_length,
+            tuple(seq.tokens[seq.prompt_length :]),
+            finish,
+            times.submitted,
+            times.opened,
+            times.first_token,
+            now,
+            seq.preemptions,
         )
         self.completed.append(done)
         return done

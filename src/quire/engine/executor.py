@@ -1,6 +1,6 @@
-"""THE LOWER DOOR: what can run steps. Local torch, tensor-parallel, gRPC, ONNX Runtime, synthetic: all are this.
+"""The interface of what runs steps: local torch, gRPC, ONNX Runtime, transformers, or a synthetic executor.
 
-An executor folds plans, in the order launched. `launch` returns at once where it can; `Handle.result` waits.
+Plans take effect in the order launched. `launch` returns at once where it can; `StepHandle.result` waits.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from quire.types import UNLIMITED
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What an executor can do. Read once, by the composition root.
+    """What an executor can do. Read once, when an engine is built.
 
-    pages: pages it has, page 0 (which is nobody's) not counted. page_size: tokens a page. rows: sequences at once.
-    max_model_len: longest sequence, in tokens. depth: steps to launch ahead of results (0 on a CPU, 1 on a GPU).
-    tokens: the most a step may feed. drafts: tokens drafted a step. pools: whether prompts become vectors. masks:
-    whether spans may be masked. kv_bytes: of one page, all layers.
-    paces: seconds of a decode step by (rows, drafts), as measured at the start with no context; empty: not measured.
-    catch_up: seconds a token that a draft model has not been fed takes it. draft_kv: its K/V bytes, as a share of the
-    model's.
-    facts: gauges that stay as they are, by the names they have in /metrics.
+    num_blocks: KV blocks without NULL_BLOCK. block_size: tokens of a block. num_rows: sequences at once. max_model_len:
+    longest sequence, in tokens. lookahead: steps to launch before earlier results (0 on a CPU, 1 on a GPU).
+    max_step_tokens: most tokens of a step. num_drafts: most tokens drafted for a sequence. supports_masks: whether
+    spans may be masked. supports_pooling: whether prompts become vectors. block_bytes: of one block, all layers.
+
+    step_times: seconds of a decode step by (rows, drafts), measured at the start without context; empty: not measured.
+    draft_catch_up_seconds: for each token that a draft model has not been fed. draft_kv_share: the draft model's K/V
+    bytes, as a share of the model's. static_gauges: gauges that never change, by their names in /metrics.
     """
 
     num_blocks: int
@@ -50,25 +50,27 @@ class StepHandle(Protocol):
     """One launched step."""
 
     def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
-        """Hand in the masks of `plan.masked`, in order: one mask per sampled row. Called once, before `result`."""
+        """Hand in the masks of `plan.masked_spans`, in order: one for each sampled row. Called once, before
+        `result`."""
 
     def is_done(self) -> bool:
-        """Whether the device is through with the step, or it failed: `result` has nothing to wait for."""
+        """Whether the device has finished the step, or it failed: `result` does not wait."""
 
     def result(self) -> Result:
-        """Wait for the step. Raises StepFailed if it could not be run; then only `Executor.reset` helps."""
+        """Wait for the step. Raises StepFailed if it could not run; then only `Executor.reset` helps."""
 
 
 class Executor(Protocol):
     """Runs plans. Results are read in the order launched."""
 
-    def describe(self) -> Description: ...
+    def describe(self) -> Description:
+        """What it can do."""
 
     def launch(self, plan: Plan) -> StepHandle:
-        """Start one step. Its forward may run before its masks are there, its sampling may not."""
+        """Start one step. Its forward pass may run before its masks arrive, its sampling may not."""
 
     def reset(self) -> None:
         """Forget every row and every step in flight; K/V contents are lost."""
 
     def close(self) -> None:
-        """Give everything back. Called once."""
+        """Free everything. Called once."""

@@ -1,4 +1,4 @@
-"""What the front and the engine process say to each other: msgpack frames, one message a step each way. No pickle."""
+"""Messages between the frontend and the engine process: msgpack frames, one a step each way. No pickle."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from quire.types import FinishReason, Request, RequestStepOutput
 
 
 class Configure(msgspec.Struct, tag=True, frozen=True):
-    """The first word: the settings to build from, by option name."""
+    """The first message: the settings to build from, by option name."""
 
     settings: dict[str, Any]
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
-    """Requests. (id, choice) stands for one that differs from the one before it in nothing else, as the answers to one
-    prompt do: a prompt of 100,000 tokens is not sent 128 times. Made by `submission`, read by `submitted`."""
+    """Requests. (id, choice) stands for one that differs from the one before it in these alone, as the answers to
+    one prompt do: a prompt of 100,000 tokens is not sent 128 times. Made by `submission`, read by `submitted`."""
 
     requests: list[Request | tuple[str, int]]
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """End these. why: what the front calls their end, so that the engine's records say the same."""
+    """End these requests. reason: recorded as the reason of their end."""
 
     ids: list[str]
     reason: FinishReason = "abort"
@@ -39,13 +39,13 @@ class ResetPrefixCache(msgspec.Struct, tag=True, frozen=True):
 
 
 class WatchLive(msgspec.Struct, tag=True, frozen=True):
-    """Somebody watches and begins with a whole picture; or nobody does any more."""
+    """Start sending live frames, a whole one first; or stop."""
 
     on: bool
 
 
 class Explain(msgspec.Struct, tag=True, frozen=True):
-    """What happened to a request; to all that are known, if `id` is empty. Answered by a Told of the same number."""
+    """What happened to a request; to all known, if `id` is empty. Answered by an Explanation with the same call_id."""
 
     call_id: int
     id: str
@@ -65,10 +65,11 @@ class BuildFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Update(msgspec.Struct, tag=True, frozen=True):
-    """After a step. stats and metrics come now and then, and always when the engine falls idle.
+    """Sent after a step. stats and metrics are in some, and always when the engine becomes idle.
 
-    step: steps tried so far. idle: there is nothing to step. taken: Submits taken so far, without which an idle engine
-    may be one that has not heard yet. due: seconds within which the next step must be over.
+    num_steps: steps tried so far. idle: there is nothing to step. num_submits: Submit messages taken so far; without it
+    an idle engine could be one that has not read its last. step_timeout: seconds within which the next step must be
+    over.
     """
 
     num_steps: int
@@ -81,6 +82,7 @@ class Update(msgspec.Struct, tag=True, frozen=True):
 
 
 def submission(requests: Iterable[Request]) -> Submit:
+    """The message for these requests."""
     sent: list[Request | tuple[str, int]] = []
     before: Request | None = None
     for request in requests:
@@ -91,6 +93,7 @@ def submission(requests: Iterable[Request]) -> Submit:
 
 
 def submitted(message: Submit) -> Iterator[Request]:
+    """The requests of a message. Raises ValueError if the first one is not whole."""
     before: Request | None = None
     for one in message.requests:
         if isinstance(one, Request):
@@ -98,23 +101,23 @@ def submitted(message: Submit) -> Iterator[Request]:
         elif before is not None:
             before = replace(before, id=one[0], choice=one[1])
         else:
-            raise ValueError("the first of several requests says nothing but its id")
+            raise ValueError("the first of several requests has nothing but its id")
         yield before
 
 
 REPORT_SIGNAL = signal.SIGUSR1
-"""The signal that makes the engine's process say where it is stuck. A person may send it too."""
+"""The signal that makes the engine process report where it is stuck. A person may send it too."""
 
 
 class LiveFrame(msgspec.Struct, tag=True, frozen=True):
-    """What those who watch are told: JSON that nobody here reads. whole: a viewer can begin with it."""
+    """A frame for viewers of the live page, as JSON. whole: a viewer can begin with it."""
 
     frame: bytes
     whole: bool
 
 
 class Explanation(msgspec.Struct, tag=True, frozen=True):
-    """The answer to an Ask, as JSON."""
+    """The answer to Explain, as JSON."""
 
     call_id: int
     body: bytes
@@ -134,9 +137,10 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """Messages that `data` completes."""
-        buffer, at = self._buffer, 0
+        """The messages that `data` completes."""
+        buffer = self._buffer
         buffer += data
+        at = 0
         while len(buffer) - at >= 4:
             (length,) = _HEAD.unpack_from(buffer, at)
             if len(buffer) - at - 4 < length:

@@ -1,4 +1,4 @@
-"""Whose fault was it? After a failed step, halve the suspects until one fails alone."""
+"""Which request makes a step fail: halve the suspects until one fails alone."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from quire.scheduler.sequence import Sequence
 
 
 class Recovery:
-    """Runs suspects in ever smaller groups, everybody else held back, until the culprit stands alone.
+    """Runs suspects in ever smaller groups, with all others held back, until the culprit runs alone.
 
-    A group that gets one committed step each past the failure is innocent. A failure that needs many rows at once
-    (memory, say) disappears by halving and costs nobody.
+    A group of which each gets one committed step past the failure is cleared. A failure that needs many rows at once
+    (for lack of memory, say) disappears by halving and fails no request.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -24,29 +24,30 @@ class Recovery:
 
     @property
     def active(self) -> bool:
+        """Whether suspects are being tried."""
         return bool(self.groups)
 
     def admit(self, seq: Sequence) -> None:
-        """A newcomer waits while suspects are tried."""
+        """A new request waits while suspects are tried."""
         if self.active and seq in self.scheduler.waiting:
             self.scheduler.waiting.discard(seq)
             self.parked.append(seq)
 
     def on_step_failed(self) -> tuple[list[Sequence], Sequence | None]:
-        """A step failed: all rows go back to the queue. The suspects, and the culprit if it is found.
+        """A step failed: all rows go back to the queue. Returns the suspects, and the culprit if it is found.
 
-        Those that ran beside the group on trial had passed; still nobody is blamed for a failure in company, nor
-        for a single one: guilty is who fails twice, alone on the device, at the same place.
+        The culprit is a request that fails twice, alone on the device, at the same position. Requests that ran beside
+        the group on trial had passed; none is blamed for a failure with others, nor for a single one.
         """
-        beside = {id(seq) for step in self.scheduler.inflight for seq in step.seqs}  # also who has left meanwhile
+        beside = {id(seq) for step in self.scheduler.inflight for seq in step.seqs}  # ended ones included
         lost = self.scheduler.recover()
         trial = {s.arrival for s in (self.groups.pop(0) if self.groups else lost)}
         suspects = [s for s in lost if s.arrival in trial]
         culprit = None
         if len(lost) == 1 and beside <= {id(lost[0])}:
-            strike = (lost[0].arrival, lost[0].num_computed)
-            culprit = lost[0] if strike == self.failure_point else None
-            self.failure_point = strike
+            failure = (lost[0].arrival, lost[0].num_computed)
+            culprit = lost[0] if failure == self.failure_point else None
+            self.failure_point = failure
         if culprit is None:
             half = (len(suspects) + 1) // 2
             self.groups[:0] = [group for group in (suspects[:half], suspects[half:]) if group]
@@ -54,7 +55,7 @@ class Recovery:
         return suspects, culprit
 
     def on_executor_lost(self) -> list[Sequence]:
-        """The device is gone, and no trial goes on. Who was on it."""
+        """The device is gone, and no trial goes on. Returns the sequences that were on it."""
         lost = self.scheduler.recover()
         self.groups.clear()
         self._next_group()
@@ -70,7 +71,7 @@ class Recovery:
             self._next_group()
 
     def _next_group(self) -> None:
-        """Let only the next group run; with none left, everybody."""
+        """Let only the next group run; with none left, all."""
         waiting = self.scheduler.waiting
         while self.groups and all(s.finish_reason is not None for s in self.groups[0]):
             self.groups.pop(0)

@@ -1,8 +1,8 @@
-"""How long the next step may take, judged by those before; and, when it takes longer, what the engine is doing.
+"""How long the next step may take, judged by those before, and a report of what the engine does when it takes longer.
 
-Liveness is progress: the front waits for a step as long as `Watch.due` says, no longer. Then it sends the engine's
-process a signal, and the process says where every thread is and what was decided last, even where it is stuck in a
-library: the stacks are written by a C handler, the decisions by a thread that is woken by the signal's arrival.
+The front waits for a step as long as `StepWatch.step_timeout`. Then it sends the engine process a signal, and the
+process writes where every thread is and what was decided last, even when it is stuck in a library: the stacks are
+written by a C handler, the decisions by a thread that the signal wakes.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from quire.tokenization.escape import escape_control
 from quire.types import Request
 
 _UNKNOWN = 0.1
-"""Seconds a token, before anything was measured: slower than any model that somebody would wait for."""
+"""Seconds a token before anything was measured: slower than any usable model."""
 
 _MARGIN = 10.0
-"""A step may take so many times what the slowest seen would suggest: attention costs more the longer a context is."""
+"""A step may take so many times what the slowest one suggests: attention costs more the longer a context is."""
 
-_SHORT, _LONG = 10.0, 30.0
+_SHORT = 10.0
+_LONG = 30.0
 """Seconds that any step may take, unless an option says otherwise: once steps have been measured, and before."""
 
 
 class StepWatch:
-    """An observer that learns what steps cost and keeps the last few.
+    """An observer that keeps the last steps and says how long the next may take.
 
     timeout: seconds that any step may take; None: 10 where steps are known to be short, 30 before any was measured.
     keep: steps remembered. out: where failures and reports are written.
@@ -62,22 +63,24 @@ class StepWatch:
     # ---------------------------------------------------------------- an observer
 
     def on_submit(self, request: Request, now: float) -> None:
-        """Nothing is learnt from those who wait."""
+        """Nothing to do."""
 
     def on_step(self, record: StepRecord) -> None:
+        """Remember it for reports."""
         self.last.append(record)
 
     def on_end(self, ended: Completed) -> None:
-        """Nothing is learnt from those who leave."""
+        """Nothing to do."""
 
     def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
+        """Print why a step failed and which requests were on the device."""
         who = ", ".join(suspects[:8]) + (f" and {len(suspects) - 8} more" if len(suspects) > 8 else "")
         print(f"a step failed: {escape_control(reason)}\n  on the device: {who}", file=self.out, flush=True)
 
     # ---------------------------------------------------------------- a report
 
     def report(self, engine: Engine) -> str:
-        """What was decided last and what is under way. Read from another thread: a little torn, never wrong."""
+        """What was decided last and what is in flight. Read from another thread, so it may mix two steps."""
         return "\n".join(self._report_lines(engine))
 
     def _report_lines(self, engine: Engine) -> Iterator[str]:
@@ -98,28 +101,28 @@ class StepWatch:
     # ---------------------------------------------------------------- a signal
 
     def install_signal_handler(self, engine: Engine) -> Callable[[], None]:
-        """From now on TELL makes this process tell. To be called in its main thread; undone by what it returns."""
-        heard, ring = os.pipe()
-        os.set_blocking(ring, False)
+        """From now on REPORT_SIGNAL prints a report. Call it in the main thread; the function returned undoes it."""
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
         before = signal.signal(REPORT_SIGNAL, lambda number, frame: None)
         faulthandler.register(REPORT_SIGNAL, file=self.out, all_threads=True, chain=True)
-        signal.set_wakeup_fd(ring, warn_on_full_buffer=False)
-        thread = threading.Thread(target=self._report_on_signal, args=(heard, engine), name="watch", daemon=True)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        thread = threading.Thread(target=self._report_on_signal, args=(read_end, engine), name="watch", daemon=True)
         thread.start()
 
         def stop() -> None:
             signal.set_wakeup_fd(-1)
             faulthandler.unregister(REPORT_SIGNAL)
             signal.signal(REPORT_SIGNAL, before)
-            os.close(ring)
+            os.close(write_end)
             thread.join()
-            os.close(heard)
+            os.close(read_end)
 
         return stop
 
-    def _report_on_signal(self, heard: int, engine: Engine) -> None:
-        while said := os.read(heard, 64):
-            if REPORT_SIGNAL in said:
+    def _report_on_signal(self, read_end: int, engine: Engine) -> None:
+        while signals := os.read(read_end, 64):
+            if REPORT_SIGNAL in signals:
                 try:
                     print(self.report(engine), file=self.out, flush=True)
                 except Exception:  # it is read while it changes
@@ -127,7 +130,7 @@ class StepWatch:
 
 
 def _step_line(plan: Plan, ids: list[str], decisions: list[Decision]) -> str:
-    """One step in a line: what each was fed, and why others were not."""
+    """One step in a line: the tokens that each request was fed, and the decisions."""
     fed = [
         f"{id}+{span.num_tokens}" + ("*" if span.num_samples else "") for id, span in zip(ids, plan.spans, strict=False)
     ]

@@ -1,9 +1,9 @@
-"""An engine in a thread of its own, for callers in any thread: what they ask is queued and done between two steps.
+"""An engine in a thread of its own, for callers in any thread: calls are queued and made between two steps.
 
 Python runs signal handlers in the main thread, between any two of its bytecodes, and what a handler raises there can
-leave half a step behind. Here nothing of the engine runs in a caller's thread, so neither Ctrl-C nor any other signal
-can fall into a step, and a caller that is interrupted leaves behind a request that is ended, not an engine that is not
-to be used again. Requests of several callers run in the same steps.
+leave half a step behind. Nothing of the engine runs in a caller's thread: neither Ctrl-C nor another signal can
+interrupt a step, and an interrupted caller leaves an aborted request behind, not a broken engine. Requests of several
+callers run in the same steps.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from quire.types import FinishReason, Request, RequestStepOutput
 
 R = TypeVar("R")
 
-_LOOK = 0.2
-"""Seconds after which a waiting thread looks for signals."""
+_POLL_INTERVAL = 0.2
+"""Seconds after which a waiting thread checks for signals."""
 
-_PATIENCE = 5.0
-"""Seconds that a process which ends waits for the step under way."""
+_EXIT_TIMEOUT = 5.0
+"""Seconds for which an exiting process waits for the current step."""
 
 
 def wait_for(answers: SimpleQueue[R]) -> R:
-    """What comes next. A signal that arrives just before a thread goes to sleep does not wake it: so it looks again."""
+    """The next item. A signal that arrives just before a thread goes to sleep does not wake it, so this polls."""
     while True:
         with contextlib.suppress(Empty):
-            return answers.get(timeout=_LOOK)
+            return answers.get(timeout=_POLL_INTERVAL)
 
 
 class Listener(Protocol):
-    """Who hears what becomes of a request. Called in the engine's thread."""
+    """Gets one request's outputs. Called in the engine's thread."""
 
     def take(self, event: RequestStepOutput) -> FinishReason | None:
-        """None while more is wanted, else why the request is to end."""
+        """None while more is wanted, else the reason for which the request is to end."""
 
     def lost(self, error: QuireError) -> None:
         """Nothing more will come."""
 
 
 class EngineThread:
-    """Runs `engine` until `close`. begin: called first in the new thread, for what a library keeps for each thread.
+    """Runs `engine` until `close`. begin: called first in the new thread, for thread-local state of libraries.
 
     Methods may be called from any thread and be interrupted anywhere. After `close` they raise Closed.
     """
@@ -58,18 +58,18 @@ class EngineThread:
     def __init__(self, engine: Engine, begin: Callable[[], None] = lambda: None) -> None:
         self._engine, self._begin = engine, begin
         self._listeners: dict[str, Listener] = {}
-        self._asked: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._closed: str | None = None
         self._failure: Exception | None = None
-        self._over = False
+        self._finished = False
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._thread.start()
 
-    # ---------------------------------------------------------------- asked by callers
+    # ---------------------------------------------------------------- in callers' threads
 
     def check(self) -> None:
-        """Raises Closed if nothing can be asked any more."""
+        """Raises Closed if no call can be made any more."""
         if self._closed is not None:
             raise Closed(self._closed)
         if os.getpid() != self._process:
@@ -80,19 +80,19 @@ class EngineThread:
         self._call(lambda: self._submit(requests))
 
     def end(self, ids: Sequence[str], *, wait: bool) -> None:
-        """End what still runs of these. wait: until the engine is at rest, or busy with other requests."""
-        with contextlib.suppress(Closed):  # everything has ended then
-            if wait and self._elsewhere():
+        """End those that still run. wait: until the engine is idle, or busy with other requests."""
+        with contextlib.suppress(Closed):  # everything has ended already
+            if wait and self._in_other_thread():
                 self._call(lambda: self._end(ids, settle=True))
             else:
-                self._do(lambda: self._end(ids))
+                self._enqueue(lambda: self._end(ids))
 
     def reset_prefix_cache(self) -> None:
         """Requests submitted from now on find nothing computed before."""
         self._call(self._reset)
 
     def close(self) -> None:
-        """End every request, with Interrupted for those waiting, and close the engine; again: wait until that is done.
+        """End every request, with Interrupted for those waiting, and close the engine. Again: wait until that is done.
 
         Raises what closing the engine raised.
         """
@@ -101,41 +101,41 @@ class EngineThread:
             raise self._failure
 
     def leave(self) -> None:
-        """As `close`, when nothing refers to it any more or the process ends: a step that hangs is left behind."""
+        """As `close`, when no reference is left or the process exits: a step that hangs is not waited for."""
         with contextlib.suppress(Empty):
-            self._stop(lambda over: over.get(timeout=_PATIENCE))
+            self._stop(lambda done: done.get(timeout=_EXIT_TIMEOUT))
 
     def _stop(self, wait: Callable[[SimpleQueue[None]], None] = wait_for) -> None:
         self._closed = self._closed or "this LLM has been closed: make another"
         self._put(None)
-        if self._elsewhere():
-            over: SimpleQueue[None] = SimpleQueue()
-            self._put(lambda: over.put(None))
-            wait(over)
+        if self._in_other_thread():
+            done: SimpleQueue[None] = SimpleQueue()
+            self._put(lambda: done.put(None))
+            wait(done)
 
-    def _elsewhere(self) -> bool:
+    def _in_other_thread(self) -> bool:
         return threading.current_thread() is not self._thread and os.getpid() == self._process
 
-    def _do(self, work: Callable[[], None]) -> None:
+    def _enqueue(self, work: Callable[[], None]) -> None:
         self.check()
         self._put(work)
 
     def _put(self, work: Callable[[], None] | None) -> None:
-        """No lock, for a signal could leave it locked: what comes too late for the thread is answered here."""
-        self._asked.put(work)
-        if self._over:
-            self._refuse()
+        """Without a lock, which a signal could leave locked: what comes too late for the thread is answered here."""
+        self._calls.put(work)
+        if self._finished:
+            self._run_late_calls()
 
-    def _refuse(self) -> None:
-        """Do what is asked of a thread that is over: it raises Closed, and nobody is left waiting."""
+    def _run_late_calls(self) -> None:
+        """Make the calls left when the thread is over: they raise Closed, and no caller waits for ever."""
         with contextlib.suppress(Empty):
             while True:
-                work = self._asked.get_nowait()
+                work = self._calls.get_nowait()
                 if work is not None:
                     work()
 
     def _call(self, work: Callable[[], None]) -> None:
-        """`work` done in the engine's thread; raises what it raised."""
+        """Run `work` in the engine's thread; raises what it raised."""
         answers: SimpleQueue[Exception | None] = SimpleQueue()
 
         def answer() -> None:
@@ -146,7 +146,7 @@ class EngineThread:
             else:
                 answers.put(None)
 
-        self._do(answer)
+        self._enqueue(answer)
         error = wait_for(answers)
         if error is not None:
             raise error
@@ -156,26 +156,26 @@ class EngineThread:
     def _run(self) -> None:
         try:
             self._begin()
-            while self._obey():
+            while self._run_calls():
                 self._step()
-            self._leave()
+            self._finish()
         except Exception as error:
             self._fail(error)
-        self._over = True
-        self._refuse()
+        self._finished = True
+        self._run_late_calls()
 
     def _fail(self, error: Exception) -> None:
-        """The engine could not be closed, or this module is wrong: `close` says so, and nobody is left waiting."""
+        """The engine could not be closed, or this module is wrong: `close` raises it, and no caller waits for ever."""
         self._failure = error
         self._closed = self._closed or f"the engine's thread failed ({type(error).__name__})"
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
             listener.lost(Interrupted(self._closed))
 
-    def _obey(self) -> bool:
-        """Do what was asked; wait for it while there is nothing to run. False when it is to end."""
-        while not self._engine.has_pending_work or not self._asked.empty():
-            work = self._asked.get()
+    def _run_calls(self) -> bool:
+        """Make the calls queued; wait for one while there is nothing to run. False when the thread is to end."""
+        while not self._engine.has_pending_work or not self._calls.empty():
+            work = self._calls.get()
             if work is None:
                 return False
             work()
@@ -203,8 +203,8 @@ class EngineThread:
             self._settle()
 
     def _settle(self) -> None:
-        """Steps whose tokens nobody waits for; whatever is asked meanwhile goes first."""
-        while self._engine.has_pending_work and not self._listeners and self._asked.empty() and self._closed is None:
+        """Steps whose tokens no caller waits for; calls made meanwhile go first."""
+        while self._engine.has_pending_work and not self._listeners and self._calls.empty() and self._closed is None:
             self._step()
 
     def _step(self) -> None:
@@ -226,17 +226,17 @@ class EngineThread:
                 self._engine.abort(event.id, why)
 
     def _lose(self, error: QuireError) -> None:
-        """Every request ends with `error`. Where the engine cannot start again, so does everything asked later."""
+        """Every request ends with `error`. Where the engine cannot start again, so does every later call."""
         listeners, self._listeners = self._listeners, {}
         try:
             self._engine.abandon()
         except Exception as failure:
             print(escape_control_lines(traceback.format_exc()), file=sys.stderr, flush=True)
             self._closed = f"the engine failed and could not be started again ({type(failure).__name__})"
-            self._asked.put(None)
+            self._calls.put(None)
         for listener in listeners.values():
             listener.lost(error)
 
-    def _leave(self) -> None:
+    def _finish(self) -> None:
         self._lose(Interrupted(self._closed or ""))
         self._engine.close()

@@ -1,4 +1,4 @@
-"""When to plan the next step, how many tokens it may feed, and when to start a process again that has died."""
+"""Clocks; when to plan the next step and how many tokens it may feed; when to restart a process that has died."""
 
 from __future__ import annotations
 
@@ -11,34 +11,40 @@ from quire.types import UNLIMITED
 
 
 class Clock(Protocol):
-    """Seconds from an arbitrary start, never backwards."""
+    """Seconds from an arbitrary start, never backwards. A simulation has its own."""
 
-    def now(self) -> float: ...
+    def now(self) -> float:
+        """Seconds."""
 
-    def sleep_until(self, when: float) -> None: ...
+    def sleep_until(self, when: float) -> None:
+        """Return when `now` is at least `when`."""
 
 
 class WallClock:
     """The machine's monotonic clock."""
 
     def now(self) -> float:
+        """Seconds of time.monotonic."""
         return time.monotonic()
 
     def sleep_until(self, when: float) -> None:
+        """Sleep."""
         if (wait := when - time.monotonic()) > 0:
             time.sleep(wait)
 
 
 class VirtualClock:
-    """Time that passes only when somebody waits for it."""
+    """Time that passes only by `sleep_until`."""
 
     def __init__(self, start: float = 0.0) -> None:
         self.time = start
 
     def now(self) -> float:
+        """The time set last."""
         return self.time
 
     def sleep_until(self, when: float) -> None:
+        """Time passes at once."""
         self.time = max(self.time, when)
 
 

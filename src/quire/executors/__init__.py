@@ -1,0 +1,1 @@
+"""What runs steps: local torch, ONNX Runtime, transformers, gRPC, and a synthetic one."""

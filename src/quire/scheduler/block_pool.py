@@ -1,4 +1,7 @@
-"""The page pool. A page nobody holds keeps its contents, and its place in the prefix index, until it is taken."""
+"""KV blocks: reference counts, eviction, and the prefix cache that finds blocks by their tokens.
+
+A free block keeps its contents, and its place in the prefix cache, until it is allocated again.
+"""
 
 from __future__ import annotations
 
@@ -14,62 +17,67 @@ BlockKey = tuple[int | str, ...]
 
 
 RadixNode: TypeAlias = "dict[BlockKey, tuple[int, RadixNode]]"
-"""A place in the radix tree: its edges are whole pages of tokens, each leading to (page, next place)."""
+"""A node of the radix tree. Its edges are whole blocks of tokens, each leading to (block, next node)."""
 
 
 class PrefixCache(Protocol):
-    """What the scheduler needs of a prefix index."""
+    """What the scheduler needs of an index from tokens to the blocks that hold their K/V."""
 
     block_size: int
-    """Tokens after which a page may be published; MANY: never."""
+    """Tokens of a block; UNLIMITED: none is ever cached."""
 
     def key(self, tokens: Seq[int], start: int, salt: str) -> BlockKey:
-        """The edge for the page of tokens that begins at `start`."""
+        """The edge of the block whose tokens begin at `start`."""
 
     def match(self, tokens: Seq[int], salt: str) -> tuple[list[int], RadixNode | None]:
-        """Pages holding the longest known prefix of `tokens`, and where to publish the next one."""
+        """The blocks that hold the longest known prefix of `tokens`, and the node at which the next one is inserted."""
 
     def insert(self, node: RadixNode, tokens: Seq[int], start: int, salt: str, block: int) -> RadixNode:
-        """Offer `page`, which holds tokens[start : start + every]. One already there stays; where the next goes."""
+        """Offer `block`, which holds tokens[start : start + block_size]. A block already there stays. The node for
+        the next one."""
 
     def remove(self, block: int) -> None:
-        """`page` is about to be overwritten."""
+        """`block` is about to be overwritten."""
 
     def contains(self, block: int) -> bool:
-        """Whether `page` is in the index, so worth keeping when nobody holds it."""
+        """Whether `block` is in the index, and therefore worth keeping while it is free."""
 
     def clear(self) -> None:
-        """The device lost its K/V."""
+        """Forget every block: the device lost its K/V."""
 
 
 class NoPrefixCache:
-    """Prefix caching off."""
+    """Prefix caching is off."""
 
     block_size = UNLIMITED
 
     def key(self, tokens: Seq[int], start: int, salt: str) -> BlockKey:
+        """No edge."""
         return ()
 
     def match(self, tokens: Seq[int], salt: str) -> tuple[list[int], RadixNode | None]:
+        """Nothing is known."""
         return [], None
 
     def insert(self, node: RadixNode, tokens: Seq[int], start: int, salt: str, block: int) -> RadixNode:
+        """Nothing is kept."""
         return node
 
     def remove(self, block: int) -> None:
-        pass
+        """Nothing is kept."""
 
     def contains(self, block: int) -> bool:
+        """Never."""
         return False
 
     def clear(self) -> None:
-        pass
+        """Nothing is kept."""
 
 
 class RadixPrefixCache:
-    """A radix tree whose edges are whole pages, as in SGLang's RadixAttention (arXiv:2312.07104), block-granular.
+    """A radix tree whose edges are whole blocks, as in SGLang's RadixAttention (arXiv:2312.07104).
 
-    The salt is part of the first edge's key, so tenants never meet and an unused salt costs nothing.
+    The salt is part of the first edge's key: tenants with different salts share nothing, and no salt costs nothing.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -78,10 +86,12 @@ class RadixPrefixCache:
         self.edges: dict[int, tuple[RadixNode, BlockKey]] = {}
 
     def key(self, tokens: Seq[int], start: int, salt: str) -> BlockKey:
+        """The block's tokens, after the salt for the first block."""
         page = tuple(tokens[start : start + self.block_size])
         return (salt, *page) if salt and start == 0 else page
 
     def match(self, tokens: Seq[int], salt: str) -> tuple[list[int], RadixNode | None]:
+        """Walk from the root, a block at a time."""
         node, hit = self.root, []
         for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
             found = node.get(self.key(tokens, start, salt))
@@ -92,6 +102,7 @@ class RadixPrefixCache:
         return hit, node
 
     def insert(self, node: RadixNode, tokens: Seq[int], start: int, salt: str, block: int) -> RadixNode:
+        """Add an edge, unless there is one."""
         key = self.key(tokens, start, salt)
         found = node.get(key)
         if found is None:
@@ -100,40 +111,53 @@ class RadixPrefixCache:
         return found[1]
 
     def remove(self, block: int) -> None:
+        """Cut the edge to `block`. Blocks below it are found no more, until they are evicted."""
         if (place := self.edges.pop(block, None)) is not None:
             node, key = place
             del node[key]
 
     def contains(self, block: int) -> bool:
+        """Whether an edge leads to `block`."""
         return block in self.edges
 
     def clear(self) -> None:
+        """Cut every edge."""
         self.root = {}
         self.edges.clear()
 
 
 class EvictionPolicy(Protocol):
-    """Cached pages nobody holds, in the order they will be given up."""
+    """The order in which free blocks with cached contents are evicted."""
 
-    def add(self, block: int, allocated_at: int) -> None: ...
-    def evict(self) -> int: ...
-    def remove(self, block: int) -> None: ...
+    def add(self, block: int, allocated_at: int) -> None:
+        """`block`, allocated at this count of allocations, is free now."""
+
+    def evict(self) -> int:
+        """Take out the block to overwrite."""
+
+    def remove(self, block: int) -> None:
+        """`block` is in use again."""
+
     def __len__(self) -> int: ...
 
 
 class Lru:
-    """Least recently used first. An OrderedDict, for a dict looks for its first key past all that were deleted."""
+    """Least recently used first. An OrderedDict, since a plain dict searches for its first key past all deleted
+    ones."""
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def add(self, block: int, allocated_at: int) -> None:
+        """Behind all others."""
         self._blocks[block] = None
 
     def evict(self) -> int:
+        """The first."""
         return self._blocks.popitem(last=False)[0]
 
     def remove(self, block: int) -> None:
+        """Take it out of the order."""
         del self._blocks[block]
 
     def __len__(self) -> int:
@@ -141,13 +165,14 @@ class Lru:
 
 
 class Fifo:
-    """Oldest contents first, however often they were used since. Removal is lazy: stale heap entries are skipped."""
+    """Oldest contents first, however often they were used. Removal is lazy: stale heap entries are skipped."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int]] = []
         self._allocated_at: dict[int, int] = {}
 
     def add(self, block: int, allocated_at: int) -> None:
+        """In the order of allocation."""
         self._allocated_at[block] = allocated_at
         heapq.heappush(self._heap, (allocated_at, block))
         if len(self._heap) > 64 + 4 * len(self._allocated_at):
@@ -155,6 +180,7 @@ class Fifo:
             heapq.heapify(self._heap)
 
     def evict(self) -> int:
+        """The one allocated longest ago."""
         while True:
             allocated_at, block = heapq.heappop(self._heap)
             if self._allocated_at.get(block) == allocated_at:
@@ -162,6 +188,7 @@ class Fifo:
                 return block
 
     def remove(self, block: int) -> None:
+        """Its heap entry is stale from now on."""
         del self._allocated_at[block]
 
     def __len__(self) -> int:
@@ -172,10 +199,10 @@ EVICTION_POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {"lru": Lru, "fi
 
 
 class BlockPool:
-    """Pages 1..pages with reference counts; page 0 (SPARE) belongs to nobody and is never given out.
+    """Blocks 1..num_blocks with reference counts. Block 0 is NULL_BLOCK and never allocated.
 
-    Blank pages (contents worth nothing) are given out before cached ones, so a partial last page that was dropped
-    never pushes a prefix out of the cache.
+    Free blocks without cached contents are allocated before those with, so that a partial last block never evicts a
+    cached prefix.
     """
 
     def __init__(
@@ -192,16 +219,16 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Pages that can be taken now, cached ones included."""
+        """Blocks that can be allocated now, cached ones included."""
         return len(self.free_list) + len(self.eviction_policy)
 
     @property
     def num_used(self) -> int:
-        """Pages that sequences hold."""
+        """Blocks that sequences hold."""
         return self.num_blocks - self.num_free
 
     def allocate(self) -> int:
-        """A page for one new holder. There must be a free one."""
+        """A block with one reference. There must be a free one."""
         if self.free_list:
             block = self.free_list.pop()
         else:
@@ -214,13 +241,13 @@ class BlockPool:
         return block
 
     def incref(self, block: int) -> None:
-        """One more holder of a cached page."""
+        """One reference more to a cached block."""
         if self.ref_counts[block] == 0:
             self.eviction_policy.remove(block)
         self.ref_counts[block] += 1
 
     def decref(self, block: int) -> None:
-        """One holder fewer."""
+        """One reference fewer; at none the block is free."""
         self.ref_counts[block] -= 1
         if self.ref_counts[block] == 0:
             if self.prefix_cache.contains(block):
@@ -229,7 +256,7 @@ class BlockPool:
                 self.free_list.append(block)
 
     def clear_cache(self) -> None:
-        """Every page that nobody holds is blank, and every other will be: what they hold is not found again."""
+        """Forget all cached contents: free blocks at once, others when they become free."""
         self.prefix_cache.clear()
         while len(self.eviction_policy):
             self.free_list.append(self.eviction_policy.evict())

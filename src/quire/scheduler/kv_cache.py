@@ -1,4 +1,4 @@
-"""A sequence's pages: opened with what the prefix cache has, extended as it grows, published when committed."""
+"""The blocks of sequences: matched with the prefix cache, allocated as they grow, cached once committed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from quire.types import UNLIMITED, Request
 
 
 class KVCacheManager:
-    """Page accounting for all sequences. `page_size` is in tokens; contiguous KV is one page as long as the context.
+    """Block accounting for all sequences. Contiguous KV is one block as long as the context.
 
-    worth: prompt tokens that another sequence is computing just now, from which on it pays to wait for them.
+    block_size: tokens of a block. min_shared_tokens: prompt tokens that another sequence is computing, from which on it
+    pays to wait for them.
     """
 
     def __init__(
@@ -34,11 +35,11 @@ class KVCacheManager:
         self.num_resets = 0
 
     def blocks_for(self, length: int) -> int:
-        """Pages a sequence that ends at `length` tokens needs at most: its last token is never fed."""
+        """Most blocks of a sequence that ends at `length` tokens: its last token is never fed."""
         return -(-(length - 1) // self.block_size)
 
     def check_fits(self, request: Request) -> None:
-        """Raises InvalidRequest for what can never fit, however empty the pool is."""
+        """Raises InvalidRequest for a request that cannot fit even into an empty pool."""
         need = self.blocks_for(len(request.prompt) + request.max_new_tokens)
         if need > self.block_pool.num_blocks:
             raise InvalidRequest(
@@ -49,7 +50,7 @@ class KVCacheManager:
             )
 
     def match_prefix(self, seq: Sequence) -> None:
-        """Take what the cache has of its tokens."""
+        """Take the cached blocks of its tokens."""
         known = self._cacheable_tokens(seq)
         seq.blocks, seq.prefix_node = self.prefix_cache.match(known, seq.request.cache_salt)
         for block in seq.blocks:
@@ -59,14 +60,15 @@ class KVCacheManager:
         seq.next_cache_at = (len(seq.blocks) + 1) * self.prefix_cache.block_size
 
     def _cacheable_tokens(self, seq: Sequence) -> list[int]:
-        """What may be reused: all tokens but the last, which must be fed to have logits.
+        """All tokens but the last, which must be fed to have logits.
 
-        Whoever wants something of all its prompt tokens bypasses the hits, for those rows would never be computed.
+        None for a request that needs something of each prompt token: cached rows are not computed.
         """
         return [] if seq.needs_prompt_logits or seq.request.sampling.pooling == "mean" else seq.tokens[:-1]
 
     def find_inflight_prefix(self, seq: Sequence) -> tuple[Sequence, int] | None:
-        """Who is computing what `seq` would compute next, and up to which length, if that is worth waiting for."""
+        """The running sequence that computes what `seq` would compute next, and up to which length, if that is worth
+        waiting for."""
         known = self._cacheable_tokens(seq)
         if not self.inflight_prefixes or len(known) < self.min_shared_tokens:
             return None
@@ -81,7 +83,7 @@ class KVCacheManager:
         return (other, length) if length - start >= self.min_shared_tokens else None
 
     def record_admission(self, seq: Sequence) -> None:
-        """It is opened for good: count its lookup, and let others know which page of its prompt it computes next."""
+        """Count the lookup of an admitted sequence, and register the block of its prompt that it computes next."""
         self.num_queried_tokens += len(seq.tokens)
         self.num_hit_tokens += seq.num_cached
         self._add_inflight_prefix(seq)
@@ -94,17 +96,18 @@ class KVCacheManager:
                 seq.inflight_prefix = key
 
     def drop_inflight_prefix(self, seq: Sequence) -> None:
-        """What it was about to compute is for somebody else to claim."""
+        """Another sequence may register the block that this one was about to compute."""
         if seq.inflight_prefix is not None:
             del self.inflight_prefixes[seq.inflight_prefix]
             seq.inflight_prefix = None
 
     def num_blocks_needed(self, seq: Sequence, length: int) -> int:
-        """Pages missing to write positions below `upto`."""
+        """Blocks missing to write positions below `length`."""
         return max(0, -(-min(length, seq.max_length - 1) // self.block_size) - len(seq.blocks))
 
     def allocate(self, seq: Sequence, num_blocks: int) -> tuple[int, ...]:
-        """Take `need` pages; the pages to send: the first time all of them, prefix hits included."""
+        """Allocate blocks. Returns those that the device does not know yet: the first time all, cached ones
+        included."""
         num_sent = seq.capacity // self.block_size
         allocate = self.block_pool.allocate
         seq.blocks += [allocate() for _ in range(num_blocks)]
@@ -115,8 +118,9 @@ class KVCacheManager:
         return new_blocks
 
     def cache_blocks(self, seq: Sequence) -> None:
-        """Offer full pages to others: only what is committed, so that a write in flight is always past it."""
-        size, claimed = self.block_size, seq.inflight_prefix is not None
+        """Put full blocks into the prefix cache, only committed ones: a write in flight is always past them."""
+        size = self.block_size
+        was_registered = seq.inflight_prefix is not None
         self.drop_inflight_prefix(seq)
         while seq.next_cache_at <= seq.num_computed and seq.prefix_node is not None:
             start = seq.next_cache_at - size
@@ -125,24 +129,24 @@ class KVCacheManager:
                 seq.prefix_node, seq.tokens, start, seq.request.cache_salt, block
             )
             seq.next_cache_at += size
-        if claimed:
+        if was_registered:
             self._add_inflight_prefix(seq)
 
     def free(self, seq: Sequence) -> None:
-        """Give the pages back tail first, so that leaves are evicted before their parents."""
+        """Free the blocks from the last to the first, so that leaves are evicted before their parents."""
         decref = self.block_pool.decref
         for block in reversed(seq.blocks):
             decref(block)
         seq.blocks = []
 
     def reset(self) -> None:
-        """The device lost its K/V."""
+        """Forget all cached contents: the device lost its K/V."""
         for seq in list(self.inflight_prefixes.values()):
             self.drop_inflight_prefix(seq)
         self.block_pool.clear_cache()
 
     def invalidate(self, seqs: Iterable[Sequence]) -> None:
-        """What was computed until now is found by nobody again; `seqs`, who go on, keep their pages to themselves."""
+        """Empty the prefix cache; `seqs`, which go on, keep their blocks to themselves."""
         for seq in seqs:
             self.drop_inflight_prefix(seq)
             seq.prefix_node, seq.next_cache_at = None, UNLIMITED
@@ -151,5 +155,5 @@ class KVCacheManager:
 
 
 def make_prefix_cache(block_size: int, enabled: bool) -> PrefixCache:
-    """The index for a switch: RadixReuse, or NoReuse for off."""
+    """The prefix cache for an option that is on or off."""
     return RadixPrefixCache(block_size) if enabled else NoPrefixCache()

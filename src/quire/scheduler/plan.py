@@ -1,7 +1,8 @@
-"""What crosses the lower door: plain ints, so that a plan can be sent, kept, compared and replayed.
+"""Steps as the scheduler plans them and executors run them: plain ints, so that a plan can be sent, kept and replayed.
 
-A plan fixes every shape; the device fixes every value. `Span(row, n, ...)` says "feed this row its next n tokens":
-no start, no tokens, no pages. Token ids travel down once, when a row opens, and up once, when they are sampled.
+A plan fixes every shape; the device fixes every value. `Span(row, n, ...)` feeds a row its next n tokens: it names no
+start, no tokens, no blocks. Token ids go to the device once, when a row is opened, and come back once, when they are
+sampled.
 """
 
 from __future__ import annotations
@@ -11,19 +12,20 @@ from typing import NamedTuple
 from quire.types import GREEDY, SamplingParams, TokenLogprobs
 
 Mask = bytes | None
-"""Tokens allowed at one logits row: bit t of the little-endian bit string is token t. None allows all."""
+"""The tokens allowed at one row of logits: bit t of a little-endian bit string is token t. None allows all."""
 
 NULL_BLOCK = 0
-"""The page nobody owns: an empty place in a page table points here, and it takes stray writes."""
+"""A block of no sequence: unused entries of block tables point to it, and stray writes go there."""
 
 NO_TOKEN_ALLOWED = (
     "no token is allowed here: the grammar, allowed_token_ids, bad_words and min_tokens exclude each other"
 )
-"""The error of a row in which every token is forbidden: the one error of a row that is its request's fault."""
+"""The error of a row in which every token is forbidden: the only row error that is the request's own fault."""
 
 
 class NewSequence(NamedTuple):
-    """A row begins. `tokens[:start]` already have K/V in the first pages; `tokens[:prompt]` are the prompt."""
+    """Opens a row. The first blocks already hold K/V of tokens[:num_computed]; tokens[:prompt_length] are the
+    prompt."""
 
     row: int
     tokens: tuple[int, ...]
@@ -37,10 +39,10 @@ class NewSequence(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Feed `row` its next `n` tokens; sample at the last `rows` of them; keep logits of the last `logits`.
+    """Feed `row` its next `num_tokens` tokens, sample at the last `num_samples`, keep logits of the last `num_logits`.
 
-    rows = 0: a prompt chunk. rows = 1: the last chunk, or a decode. rows = 1 + k: verify k drafts.
-    `logits` is `rows` unless prompt log-probabilities are wanted, then n.
+    num_samples: 0 for a prompt chunk; 1 for the last chunk, or a decode; 1 + k to verify k drafts. num_logits:
+    num_samples, or num_tokens where log-probabilities of the prompt are wanted.
     """
 
     row: int
@@ -50,11 +52,11 @@ class Span(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One step. An executor is a fold over plans: rows are opened, extended and fed by nothing else.
+    """One step. Only plans change an executor's rows: they open, extend and feed them.
 
-    grown: (row, new pages) pairs, opened rows' prefix hits included. masked: indices of spans that must not be
-    sampled before their masks arrive. drafts: by span, how many tokens to draft once it has sampled; empty: none.
-    `spans` is the *same object* as the step before's when equal.
+    new_blocks: (row, blocks added) pairs, with the cached blocks of new rows. masked_spans: indices of spans that must
+    not be sampled before their masks arrive. num_drafts: by span, how many tokens to draft once it has sampled; empty:
+    none. `spans` is the same object as the previous step's if equal.
     """
 
     new_sequences: tuple[NewSequence, ...]
@@ -65,11 +67,11 @@ class Plan(NamedTuple):
 
 
 class Result(NamedTuple):
-    """One step's answer. tokens: per span, what was sampled (drafts accepted, then one more).
+    """What one step computed.
 
-    drafts: per masked span, the drafts its row will feed next. logprobs and prompt_logprobs: by span index, only
-    where asked for. pooled: by span index, vectors of prompts that end. errors: by span
-    index, why that row has no further answer; its tokens are those before it had none.
+    tokens: by span, the tokens sampled (accepted drafts, then one more). draft_tokens: by masked span, the drafts that
+    its row feeds next. logprobs, prompt_logprobs: by span index, where asked for. pooled: by span index, vectors of
+    prompts that are complete. errors: by span index, why the row cannot go on; its tokens are those before the error.
     """
 
     tokens: list[list[int]]

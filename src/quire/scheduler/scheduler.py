@@ -1,7 +1,8 @@
-"""The scheduler: who feeds how many tokens this step. No clock, no I/O, no torch; plain ints in and out.
+"""The scheduler: which sequences feed how many tokens in this step. No clock, no I/O, no torch; plain ints in and out.
 
-Six rules carry look-ahead: shapes from the host, values from the device; whoever leaves is buried with the last plan
-launched; sure to end is not planned; published means committed; reserve the furthest reach; page 0 is nobody's.
+Six rules make look-ahead work: shapes are fixed by the host, values by the device; a sequence that leaves is freed with
+the last plan launched; one that is sure to end is not planned; only committed blocks are cached; blocks are reserved
+for the furthest position that a step may write; block 0 belongs to no sequence.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from quire.types import BACKGROUND, UNLIMITED, FinishReason, Request, RequestSte
 
 
 class WaitingQueue:
-    """A heap with lazy removal: push, pop and discard stay O(log n) with a hundred thousand waiting.
+    """A heap by (priority, arrival), so that a preempted sequence returns to its own place.
 
-    `held` counts sequences that wait elsewhere: behind one that computes what they begin with. Those whose constraint
-    is still being made wait beside the queue, and take their place in it when it is `ready`.
+    Removal is lazy: push, pop and discard stay O(log n) with a hundred thousand waiting. Two kinds wait beside the
+    heap: `num_parked` sequences behind one that computes the beginning of their prompts, and those whose grammar is
+    still being compiled.
     """
 
     def __init__(self) -> None:
@@ -34,7 +36,7 @@ class WaitingQueue:
         self.num_parked = 0
 
     def push(self, seq: Sequence) -> None:
-        """Queue it; nothing happens if it is queued already."""
+        """Queue it; no effect if it is queued already."""
         if seq.constraint is PENDING:
             self._awaiting_grammar[seq.arrival] = seq
         elif seq.arrival not in self._members:
@@ -42,39 +44,39 @@ class WaitingQueue:
             heapq.heappush(self._heap, (seq.priority, seq.arrival, seq))
 
     def constraint_ready(self, seq: Sequence, constraint: Constraint) -> None:
-        """Its constraint is made: it may run when its turn comes."""
+        """Its grammar is compiled: it takes its place in the queue."""
         seq.constraint = constraint
         if self._awaiting_grammar.pop(seq.arrival, None) is not None:
             self.push(seq)
 
     def awaiting_grammar(self) -> list[Decision]:
-        """Why those wait who are not in the queue yet."""
+        """A decision for each sequence that waits for its grammar."""
         return [Decision("waits", seq.request.id, "grammar") for seq in self._awaiting_grammar.values()]
 
     def peek(self) -> Sequence | None:
-        """Who is next, left in place."""
+        """The next one, left in place."""
         heap = self._heap
         while heap and heap[0][1] not in self._members:
             heapq.heappop(heap)
         return heap[0][2] if heap else None
 
     def pop(self) -> None:
-        """Take out what `first` returned."""
+        """Take out what `peek` returned."""
         self._members.discard(heapq.heappop(self._heap)[1])
 
     def discard(self, seq: Sequence) -> None:
-        """Take it out if it is there; its place in the heap is cleaned up when it comes to the top."""
+        """Take it out if it is there; its heap entry is dropped when it comes to the top."""
         self._members.discard(seq.arrival)
         self._awaiting_grammar.pop(seq.arrival, None)
 
     def park(self, leader: Sequence, length: int) -> None:
-        """The first one waits beside the queue until `leader` has computed its first `upto` tokens."""
+        """The first one waits beside the queue until `leader` has computed `length` tokens."""
         leader.waiters.append((length, self._heap[0][2]))
         self.pop()
         self.num_parked += 1
 
     def unpark(self, leader: Sequence) -> None:
-        """Those who waited for what it computes take their places in the queue again."""
+        """The sequences that waited for `leader` take their places in the queue again."""
         for _, seq in leader.waiters:
             self.num_parked -= 1
             if seq.finish_reason is None:
@@ -85,7 +87,7 @@ class WaitingQueue:
         return seq.arrival in self._members
 
     def drain(self) -> list[Sequence]:
-        """Take everyone out, in order."""
+        """Take all out, in order."""
         out = [seq for _, order, seq in sorted(self._heap, key=lambda e: e[:2]) if order in self._members]
         self._heap, self._members = [], set()
         return out
@@ -102,8 +104,10 @@ class WaitingQueue:
 class Scheduler:
     """Plans steps and commits their results.
 
-    kv: the pages. rows: places on the device. cap: sequences running at once. budget: tokens a step; gap: of those in
-    the gaps. chunk: prompt tokens a span (MANY: whole prompts). speculation: how many tokens to draft, for whom.
+    rows: places on the device. max_num_seqs: sequences running at once. max_num_batched_tokens: tokens of a step;
+    max_background_tokens: of a step of background requests. max_chunk_tokens: prompt tokens of a span (UNLIMITED: whole
+    prompts). policy: admission, order, victims and reservations. speculation: how many tokens to draft, for which
+    sequences.
     """
 
     def __init__(
@@ -118,13 +122,11 @@ class Scheduler:
         policy: SchedulingPolicy | None = None,
         speculation: SpeculationPolicy | None = None,
     ) -> None:
-        self.kv, self.max_num_seqs, self.max_num_batched_tokens, self.max_background_tokens, self.max_chunk_tokens = (
-            kv,
-            min(max_num_seqs, rows),
-            max_num_batched_tokens,
-            min(max_background_tokens, max_num_batched_tokens),
-            max_chunk_tokens,
-        )
+        self.kv = kv
+        self.max_num_seqs = min(max_num_seqs, rows)
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_background_tokens = min(max_background_tokens, max_num_batched_tokens)
+        self.max_chunk_tokens = max_chunk_tokens
         self.policy = SchedulingPolicy() if policy is None else policy
         self.speculation: SpeculationPolicy = FixedDrafts(0) if speculation is None else speculation
         self.free_rows = list(range(rows - 1, -1, -1))
@@ -144,7 +146,7 @@ class Scheduler:
     # ---------------------------------------------------------------- requests come and go
 
     def add(self, request: Request, constraint: Constraint = FREE) -> Sequence:
-        """Queue a request. Raises InvalidRequest if it could never run, or its id is taken."""
+        """Queue a request. Raises InvalidRequest if it can never run, or its id is taken."""
         max_length = len(request.prompt) + request.max_new_tokens
         if not request.prompt:
             raise InvalidRequest("the prompt is empty: give at least one token", param="prompt")
@@ -168,7 +170,7 @@ class Scheduler:
         return key
 
     def abort(self, id: str, reason: FinishReason = "abort") -> Sequence | None:
-        """End a request wherever it is: waiting, running, or on its way out. Returns it unless it had ended."""
+        """End a request wherever it is. Returns its sequence, or None if it had ended."""
         seq = self.sequences.get(id)
         if seq is None or seq.finish_reason is not None:
             return None
@@ -185,11 +187,11 @@ class Scheduler:
         elif seq in self.running:
             self.running.remove(seq)
             self._release(seq)
-        else:  # its row is on the way home already; it may have been preempted into the queue
+        else:  # its row is freed already with a step in flight; it may have been preempted into the queue
             self.waiting.discard(seq)
 
     def _release(self, seq: Sequence) -> None:
-        """Row and pages go home with the last plan launched, for no later one can touch them."""
+        """Free row and blocks with the last plan launched: no later one can touch them."""
         self.kv.drop_inflight_prefix(seq)
         if self.inflight:
             self.inflight[-1].deferred_frees.append(seq)
@@ -210,9 +212,10 @@ class Scheduler:
     # ---------------------------------------------------------------- plan
 
     def plan(self, max_tokens: int = UNLIMITED) -> Plan | None:
-        """The next step, or None when nobody can be fed. budget: tokens, below the scheduler's own if smaller.
+        """The next step, or None when no sequence can run. max_tokens: a limit below the scheduler's own.
 
-        Planned head first, preempted tail first: a victim never has a span in the plan being made.
+        Running sequences are planned from the first and preempted from the last: a victim never has a span in the plan
+        being made.
         """
         spans, seqs, new_sequences = list[Span](), list[Sequence](), list[NewSequence]()
         masked, drafts_by_span, new_blocks = list[int](), list[int](), list[tuple[int, tuple[int, ...]]]()
@@ -240,7 +243,7 @@ class Scheduler:
                 num_tokens = min(self.max_chunk_tokens, tokens_left)
             num_samples = max(0, num_tokens - seq.num_unscheduled + 1)
             num_drafts = speculation.num_drafts(seq) if num_samples and speculation.max_drafts else 0
-            # its furthest reach, whatever is accepted before it; a draft model writes there as soon as it has sampled
+            # the furthest position, whatever is accepted before it; a draft model writes there once it has sampled
             target = length + seq.max_inflight - seq.num_unscheduled + num_tokens + num_drafts
             i += 1
             if target > seq.capacity and not self._allocate(seq, target, i, new_blocks):
@@ -261,8 +264,8 @@ class Scheduler:
             tokens_left -= num_tokens
         if not spans:
             return None
-        if self._last_spans != (same := tuple(spans)):
-            self._last_spans = same  # steady decoding is not a mode, it is an equality
+        if self._last_spans != (current := tuple(spans)):
+            self._last_spans = current  # while spans stay equal, the object stays the same
         plan = Plan(
             tuple(new_sequences),
             tuple(new_blocks),
@@ -275,7 +278,7 @@ class Scheduler:
         return plan
 
     def _span(self, seq: Sequence, num_tokens: int, num_samples: int) -> Span:
-        """The last one if it is equal: a decoding row's span never changes, so it is made once."""
+        """The last one if it is equal: a decoding row's span never changes."""
         span, num_logits = seq.span, num_tokens if seq.needs_prompt_logits else num_samples
         if (
             span.num_tokens != num_tokens
@@ -288,16 +291,16 @@ class Scheduler:
         return span
 
     def _preempt_background(self) -> int:
-        """Who runs in the gaps leaves as soon as anybody else could run. Tokens that who is left may feed."""
+        """Preempt background sequences as soon as another request could run. Returns the tokens of this step."""
         running, first = self.running, self.waiting.peek()
         if running and running[0].priority >= BACKGROUND and first is not None and first.priority < BACKGROUND:
             for seq in running[:]:
                 self._preempt(seq, first)
-        on = running[0] if running else first
-        return self.max_num_batched_tokens if on is None or on.priority < BACKGROUND else self.max_background_tokens
+        head = running[0] if running else first
+        return self.max_num_batched_tokens if head is None or head.priority < BACKGROUND else self.max_background_tokens
 
     def _preempt(self, victim: Sequence, by: Sequence) -> None:
-        """Back into the queue, with what was committed."""
+        """Back into the queue, with the committed tokens."""
         self.running.remove(victim)
         self._release(victim)
         self.waiting.unpark(victim)
@@ -306,16 +309,16 @@ class Scheduler:
         self.num_preemptions += 1
         self._decisions.append(Decision("preempted", victim.request.id, by.request.id, victim.num_computed))
 
-    def _admit_next(self, slots: int, tokens_left: int, others: bool, new_sequences: list[NewSequence]) -> bool:
-        """Let in the next one that has no reason to wait."""
+    def _admit_next(self, slots: int, tokens_left: int, has_spans: bool, new_sequences: list[NewSequence]) -> bool:
+        """Admit the next waiting sequence that nothing blocks. False: none can be."""
         while (seq := self.waiting.peek()) is not None and not self._out_of_blocks:
             reason = self._blocked_by(seq, slots)
             if reason is not None:
                 return self._note_waiting(seq, reason)
             inflight = self.kv.find_inflight_prefix(seq)
             if inflight is None:
-                return self._admit(seq, tokens_left, others, new_sequences)
-            self.waiting.park(*inflight)  # and whoever is behind it may go first
+                return self._admit(seq, tokens_left, has_spans, new_sequences)
+            self.waiting.park(*inflight)  # those behind it may go first
             self._decisions.append(Decision("follows", seq.request.id, inflight[0].request.id, inflight[1]))
         return False
 
@@ -325,22 +328,21 @@ class Scheduler:
         rows = self.free_rows and seq.row is None  # a preempted one's last step may be in flight
         return "seats" if slots <= 0 else None if rows else "rows"
 
-    def _admit(self, seq: Sequence, tokens_left: int, others: bool, new_sequences: list[NewSequence]) -> bool:
+    def _admit(self, seq: Sequence, tokens_left: int, has_spans: bool, new_sequences: list[NewSequence]) -> bool:
         kv = self.kv
         kv.match_prefix(seq)
         num_tokens = min(seq.num_unscheduled, self.max_chunk_tokens, tokens_left)
-        whole = (
-            others and num_tokens < seq.num_unscheduled and self.max_chunk_tokens == UNLIMITED
-        )  # whole prompts wait for a step of their own
+        # without chunks a prompt that is too long for this step waits for a step of its own
+        too_long = has_spans and num_tokens < seq.num_unscheduled and self.max_chunk_tokens == UNLIMITED
         if self._reserved_blocks < 0:
             self._reserved_blocks = sum(map(self._num_blocks_reserved, self.running))
         needed = max(
             kv.num_blocks_needed(seq, seq.num_computed + num_tokens + self.speculation.max_drafts),
             reserved := self._num_blocks_reserved(seq),
         )
-        if whole or needed > kv.block_pool.num_free - self._reserved_blocks:
+        if too_long or needed > kv.block_pool.num_free - self._reserved_blocks:
             kv.free(seq)
-            return self._note_waiting(seq, "budget" if whole else "pages")
+            return self._note_waiting(seq, "budget" if too_long else "pages")
         kv.record_admission(seq)
         self._reserved_blocks += reserved
         self.waiting.pop()
@@ -355,7 +357,10 @@ class Scheduler:
         return False
 
     def _allocate(self, seq: Sequence, target: int, i: int, new_blocks: list[tuple[int, tuple[int, ...]]]) -> bool:
-        """Pages for `upto` positions; `i` is where the rows not yet planned begin. False: it sits this step out."""
+        """Blocks for `target` positions. False: it is skipped in this step.
+
+        i: where the running sequences that are not yet planned begin.
+        """
         needed, pool = self.kv.num_blocks_needed(seq, target), self.kv.block_pool
         while needed > pool.num_free:
             self._out_of_blocks = True
@@ -389,7 +394,7 @@ class Scheduler:
     # ---------------------------------------------------------------- masks and results
 
     def masks(self) -> list[list[Mask]]:
-        """For the oldest step in flight, by masked span: every token before its samples is known."""
+        """For the oldest step in flight, by masked span. Every token before its samples must be committed."""
         step = self.inflight[0]
         return [
             self._sequence_masks(s, step.plan.spans[j].num_samples)
@@ -403,7 +408,7 @@ class Scheduler:
         return masks + [None] * (num_samples - len(masks))
 
     def commit(self, result: Result) -> list[RequestStepOutput]:
-        """The oldest step came home. What each live request got; discarded spans are counted in `wasted`."""
+        """Take the oldest step's result. Returns what each request got; spans of ended ones count as discarded."""
         step = self.inflight.popleft()
         outputs: list[RequestStepOutput] = []
         for j, (seq, span, new_tokens) in enumerate(zip(step.seqs, step.plan.spans, result.tokens, strict=True)):
@@ -414,7 +419,7 @@ class Scheduler:
                 self.discarded_spans[seq.finish_reason] = self.discarded_spans.get(seq.finish_reason, 0) + 1
             elif new_tokens or j not in result.errors:
                 self._advance(seq, span, new_tokens, j, result, outputs)
-            if seq.finish_reason is None and j in result.errors:  # what fails past a limit or a stop is nobody's
+            if seq.finish_reason is None and j in result.errors:  # errors after the sequence finished are ignored
                 self._finish(seq, "error")
                 outputs.append(seq.error_output(result.errors[j]))
         for seq, drafts in zip(step.masked_seqs, result.draft_tokens, strict=True):
@@ -426,7 +431,7 @@ class Scheduler:
     def _advance(
         self, seq: Sequence, span: Span, new_tokens: list[int], j: int, result: Result, outputs: list[RequestStepOutput]
     ) -> None:
-        """Decode, last chunk, verify (any acceptance), running or preempted since: the same lines."""
+        """One span of a live sequence: prompt chunk, decode or verification, running or preempted since."""
         prompt_logprobs = seq.take_prompt_logprobs(result.prompt_logprobs.get(j, ())) if seq.needs_prompt_logits else ()
         finish: FinishReason | None = None
         if not span.num_samples:
@@ -466,9 +471,9 @@ class Scheduler:
     # ---------------------------------------------------------------- after a failed step
 
     def recover(self) -> list[Sequence]:
-        """The device lost everything: take all rows home and queue them again from committed tokens.
+        """The device lost everything: free all rows and queue their sequences again from committed tokens.
 
-        Returns the sequences that were on the device, oldest first: the suspects.
+        Returns the sequences that were on the device, oldest first.
         """
         lost = {id(s): s for step in self.inflight for s in (*step.seqs, *step.deferred_frees) if s.row is not None}
         lost |= {id(s): s for s in self.running}
@@ -486,4 +491,5 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
+        """Whether any request waits or runs, or a step is in flight."""
         return bool(self.waiting or self.running or self.inflight)

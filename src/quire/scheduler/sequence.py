@@ -1,7 +1,4 @@
-"""The only mutable record of a request. Owned by the scheduler alone; everything else sees frozen values.
-
-What the host remembers of a plan in flight, and why it was made so.
-"""
+"""The scheduler's record of a request, its decisions, and what it remembers of a step in flight."""
 
 from __future__ import annotations
 
@@ -16,70 +13,73 @@ from quire.scheduler.plan import NO_TOKEN_ALLOWED, NewSequence, Plan, Span
 from quire.types import UNLIMITED, FinishReason, Request, RequestStepOutput, TokenLogprobs, error_output
 
 PrefixKey: TypeAlias = tuple[int, BlockKey]
-"""A node of the prefix index (by identity) and the page of tokens that would follow it."""
+"""A node of the prefix cache (by identity) and the block of tokens that would follow it."""
 
 NO_SPAN = Span(-1, 0, 0, 0)
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Tokens known and tokens computed; a step lets the second catch up with the first.
+    """Tokens known and tokens computed; each step lets the second catch up with the first. Only the scheduler changes
+    it.
 
-    There is no prefill phase and no decode phase. `pending` is all that look-ahead costs the host: how many
-    sampling spans are in flight, each of which will bring 1 to 1 + drafts tokens.
+    There is no prefill phase and no decode phase. `num_inflight` is all that look-ahead costs the host: how many
+    sampling spans are in flight, each of which brings 1 to 1 + num_drafts tokens.
     """
 
     request: Request
     arrival: int
-    """Arrival number: the tie-break of every queue, and the place a preempted sequence returns to."""
+    """Arrival number: breaks ties in the queue, and is the place to which a preempted sequence returns."""
     tokens: list[int]
     max_length: int
-    """Length at which it ends: prompt + max_new."""
+    """Length at which it ends: the prompt and max_new_tokens."""
     constraint: Constraint = FREE
     priority: float = 0
     """The scheduling policy's key; lower is sooner, and from BACKGROUND on it runs only while nothing else does."""
 
     row: int | None = None
-    """Its place on the device; None: it has none."""
+    """Its row on the device; None: it has none."""
     blocks: list[int] = field(default_factory=list)
     capacity: int = 0
-    """Positions its pages can take; MANY once it can never need another."""
+    """Positions for which it has blocks; UNLIMITED once it cannot need another."""
     num_unscheduled: int = 0
-    """Tokens the device knows and no plan has fed: the prompt's rest, then always 1, the feedback."""
+    """Tokens that the device knows and no plan has fed: the rest of the prompt, later always 1, the last one
+    sampled."""
     num_drafts: int = 0
-    """Drafts the device holds for it: 0 until it has sampled once."""
+    """Drafts that the device holds for it; 0 until it has sampled once."""
     num_inflight: int = 0
     max_inflight: int = 0
-    """Most tokens that the pending spans can bring."""
+    """Most tokens that the spans in flight can bring."""
     num_computed: int = 0
-    """Committed: K/V written, and of the right tokens."""
+    """Committed tokens: their K/V is written."""
     draft_tokens: list[int] = field(default_factory=list)
-    """Told to the host for masked rows only."""
+    """The drafts themselves, known to the host for masked rows only."""
     span: Span = NO_SPAN
     """The last one planned. A decoding row's span never changes, so it is made once."""
     prefix_node: RadixNode | None = None
-    """Where its next full page goes in the prefix index..."""
+    """Where its next full block goes in the prefix cache."""
     next_cache_at: int = UNLIMITED
-    """...and the length at which it does."""
+    """The length at which that block is full."""
     num_cached: int = 0
     """Tokens found in the prefix cache when its row was last opened."""
     prompt_logprobs_sent: int = 0
     """Prompt positions whose log-probabilities have been reported."""
     needs_prompt_logits: bool = False
-    """Still wants logits of prompt tokens."""
+    """Whether log-probabilities of prompt tokens are still wanted."""
     preemptions: int = 0
     inflight_prefix: PrefixKey | None = None
-    """The next page of its prompt, where nobody else has claimed it."""
+    """The next block of its prompt, where no other sequence has registered it."""
     waiters: list[tuple[int, Sequence]] = field(default_factory=list)
-    """Who waits for pages of this one's prompt, and up to which length: they will hit them."""
+    """(length, sequence) of those that wait until it has computed so much of their prompts."""
     finish_reason: FinishReason | None = None
 
     @property
     def prompt_length(self) -> int:
+        """Tokens of the prompt."""
         return len(self.request.prompt)
 
     def new_sequence(self, row: int) -> NewSequence:
-        """What the device is told when it gets its row."""
+        """What the device needs to open its row."""
         request = self.request
         return NewSequence(
             row=row,
@@ -94,7 +94,7 @@ class Sequence:
         )
 
     def error_output(self, reason: str) -> RequestStepOutput:
-        """What is told of an error in its row. Where nothing was allowed, a field of the request is to blame."""
+        """The output for an error in its row. Where no token was allowed, a field of the request is to blame."""
         sampling = self.request.sampling
         structure, allowed = sampling.structured_outputs, sampling.allowed_token_ids
         field = structure.param if structure else "bad_words" if allowed is None else "allowed_token_ids"
@@ -108,7 +108,7 @@ class Sequence:
         self.needs_prompt_logits = self.request.sampling.prompt_logprobs is not None and self.prompt_length > 1
 
     def take_prompt_logprobs(self, rows: Seq[TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
-        """Those of `rows`, of prompt positions from computed + 1, that were not told before a preemption."""
+        """Those of `rows`, of prompt positions from num_computed + 1, that were not sent before a preemption."""
         prompt = self.prompt_length
         unsent = tuple(rows[max(0, self.prompt_logprobs_sent - self.num_computed) : prompt - 1 - self.num_computed])
         self.prompt_logprobs_sent = max(self.prompt_logprobs_sent, min(self.num_computed + len(rows), prompt - 1))
@@ -116,9 +116,9 @@ class Sequence:
         return unsent
 
     def truncate_at_stop(self, new_tokens: list[int]) -> tuple[FinishReason, int | None]:
-        """End at the first stop token of `got`, the newest tokens, or at the limit; what a verify brought past it goes.
+        """End at the first stop token of `new_tokens`, or at the limit; tokens behind it are dropped.
 
-        Why it ended, and the stop token if that was it.
+        Returns why it ended, and the stop token if that was the reason.
         """
         base, stop = len(self.tokens) - len(new_tokens), self.request.stop
         end = next(j for j, t in enumerate(new_tokens, 1) if t in stop or base + j == self.max_length)
@@ -128,12 +128,12 @@ class Sequence:
 
 
 class Decision(NamedTuple):
-    """Why something happened to a request. what: opened (n = prefix tokens hit), follows (whose first n tokens it needs
-    too), waits, preempted, sat-out.
+    """Why something happened to a request.
 
-    by: the request it happened for (who needed the pages, who computes them), or what is missing: seats (the cap on
-    sequences), rows (one is still on its way home), pages, budget (tokens a step), gap (others run), grammar (it is
-    being compiled).
+    kind: opened (n: cached tokens), follows (n: tokens of its prompt that `cause` is computing), waits, preempted,
+    sat-out. cause: the request for whose sake it happened, or what is missing: seats (max_num_seqs), rows (one is still
+    in use by a step in flight), pages (KV blocks), budget (tokens of the step), gap (other requests run), grammar (it
+    is being compiled).
     """
 
     kind: str
@@ -143,7 +143,8 @@ class Decision(NamedTuple):
 
 
 class InflightStep(NamedTuple):
-    """The host's half of a plan in flight: whose spans, which wait for masks, who goes home with it, and why."""
+    """The host's half of a plan in flight: its sequences, those that wait for masks, rows to free with it, and
+    decisions."""
 
     plan: Plan
     seqs: list[Sequence]

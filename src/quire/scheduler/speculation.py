@@ -22,26 +22,27 @@ class SpeculationPolicy(Protocol):
     """What steps take. The engine records them."""
 
     def begin_plan(self, width: int) -> None:
-        """A plan is begun, with so many sequences that run or could."""
+        """A plan is begun, with `width` sequences that run or could."""
 
     def num_drafts(self, seq: Sequence) -> int:
         """Drafts to make for `seq` once the step being planned has sampled."""
 
     def record_acceptance(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
-        """Of `fed` drafts in a row `accepted` were right."""
+        """Of `num_drafted` drafts in a row `num_accepted` were right."""
 
     def remove(self, seq: Sequence) -> None:
-        """It ended."""
+        """The sequence has ended."""
 
 
 class DraftStats:
-    """Totals, as vLLM's spec_decode counters: verify spans, drafts fed, drafts accepted, and accepted by position."""
+    """Totals, as vLLM's spec_decode counters: verified spans, drafts, accepted drafts, and those by position."""
 
     def __init__(self) -> None:
         self.num_verified = self.num_drafted = self.num_accepted = 0
         self.accepted_by_position: list[int] = []
 
     def record(self, num_drafted: int, num_accepted: int) -> None:
+        """Count one verified span."""
         self.num_verified += 1
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
@@ -61,50 +62,52 @@ class FixedDrafts:
         """Nothing to decide."""
 
     def num_drafts(self, seq: Sequence) -> int:
+        """Always `max_drafts`."""
         return self.max_drafts
 
     def record_acceptance(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Nothing changes."""
 
     def remove(self, seq: Sequence) -> None:
-        """Nothing is known of it."""
+        """Nothing is kept."""
 
 
 def draft_counts(max_drafts: int) -> tuple[int, ...]:
-    """Those that are tried where `most` can be drafted."""
+    """The numbers of drafts that are tried where up to `max_drafts` are possible."""
     return tuple(sorted({0, 1, 2, max_drafts // 2, 3 * max_drafts // 4, max_drafts} & set(range(max_drafts + 1))))
 
 
 class AdaptiveDrafts:
-    """The depth with the most expected tokens a second, 0 unless drafting pays by `MARGIN`.
+    """Chooses the number of drafts with the most expected tokens a second; 0 unless drafting pays by `MARGIN`.
 
-    Depth d brings 1 + a1 + a1 a2 + ... tokens when draft number i is right with probability ai where those before it
-    were (with one probability for all of them: Leviathan et al., arXiv:2211.17192); they are measured. What a step
-    costs at each depth is measured too, by width (rounded up to a power of two), since verifying is nearly free for one
-    row and dear for many. A sequence whose own drafts keep missing is drafted less than the rest.
+    d drafts bring 1 + a1 + a1 a2 + ... tokens, where ai is the probability that draft i is right if those before it
+    were (with one probability for all: Leviathan et al., arXiv:2211.17192). The probabilities are measured. So is the
+    time of a step for each number of drafts and width, since verification is nearly free for one row and expensive for
+    many. A sequence whose own drafts keep missing is drafted less than the rest.
 
-    paces: what the executor measured at its start, see `Description`: a depth not seen yet is expected to take as much
-    more than none, and `share` of what context adds to that for each draft, so none is tried that is not expected to
-    pay. Without them each is tried for a few steps, as long as those before do not speak against it, and one again
+    step_times: with times that the executor measured at its start, only numbers of drafts that are expected to pay are
+    tried. Without, each is tried for a few steps, as long as the ones before do not speak against it, and one again
     ever more rarely.
-    catch_up: seconds a token that a draft model lacks takes; a sequence is not drafted for if what is left of it cannot
-    pay that back twice.
+
+    catch_up_seconds: seconds for each token that a draft model has not been fed. A sequence is not drafted for if what
+    is left of it cannot pay that back twice.
     """
 
     MARGIN = 1.05
     TRIES = 6
-    """Steps for which a depth is tried: the first two are not alike in what they feed and what they draft."""
-    SOON, AGAIN = 64, 1024
-    """Steps after which drafting is tried again where it is off, then twice as many; sooner where it is off by what is
-    foreseen, since how often drafts are right is not: a few sequences tell, by one draft each..."""
+    """Steps for which a number of drafts is tried: the first two feed and draft different numbers."""
+    SOON = 64
+    AGAIN = 1024
+    """Steps after which drafting is tried again where it is off, then twice as many. SOON where it is off by
+    prediction: how often drafts are right is not predicted, and a few sequences with one draft each measure it."""
     CHECK = 128
-    """...and another depth where it is on, twice as many up to AGAIN while that changes nothing: what was measured in a
-    slow moment must not last."""
+    """Steps after which another number is tried where drafting is on, twice as many up to AGAIN while that changes
+    nothing: what was measured in a slow moment must not last."""
     PROBES = 4
-    """Sequences drafted for in such a try, where it is only to learn whether drafts are right."""
+    """Sequences drafted for in a trial that only measures whether drafts are right."""
     HOPELESS = 0.25
     PRIOR = 8
-    """Tests that what is assumed of a position counts for; in the long run the last fifty count."""
+    """Weight of the assumed acceptance rate, in tests; in the long run the last fifty count."""
 
     def __init__(
         self,
@@ -119,8 +122,8 @@ class AdaptiveDrafts:
         has_initial = self.step_times.has_initial
         self.draft_counts = draft_counts(max_drafts)
         self.acceptance_rates = [0.7] * max_drafts
-        """How often a draft is right where those before it were, by position: easy stretches make them rise. One that
-        was never put to the test is taken for as good as the last that was."""
+        """How often a draft is right where those before it were, by position. A position that was never tested has the
+        rate of the last that was."""
         self._tests = [0] * max_drafts
         self.chosen = 0 if has_initial else max_drafts
         self._acceptance_by_sequence: dict[int, float] = {}
@@ -132,6 +135,7 @@ class AdaptiveDrafts:
         self._settled = self._turn = 0
 
     def begin_plan(self, width: int) -> None:
+        """Choose a number of drafts, by trial or by prediction."""
         self._waited += 1
         if self._left > 0:
             self._left -= 1
@@ -152,7 +156,7 @@ class AdaptiveDrafts:
             self._retry(width)
 
     def _retry(self, width: int) -> None:
-        """Measure another depth anew, each in its turn; where paces say how they differ, the least other one."""
+        """Measure another number of drafts anew, each in its turn; with initial times only the smallest other one."""
         if not self.chosen:
             self._again *= 2
         else:
@@ -164,11 +168,14 @@ class AdaptiveDrafts:
         self._start_trial(self._turn)
 
     def _untried(self, width: int) -> int | None:
-        """The next depth to try, from 0 up: where one loses much, or two say that the next will, deeper ones do."""
+        """The next number of drafts to try, from 0 up.
+
+        None where one loses much, or where two say that the next loses: larger numbers lose too.
+        """
         typical, before = self.step_times.decode(width), list[int]()
         for d in self.draft_counts[
             : 1 if self.step_times.has_initial else None
-        ]:  # what is foreseen wants no trying, but for where it starts
+        ]:  # numbers with a prediction need no trial, but for 0, from which they are predicted
             tried = self.step_times.num_decode(width, d) >= self.TRIES - 2
             if len(before) > 1 and not tried:
                 near, far = before[-2:]
@@ -177,7 +184,7 @@ class AdaptiveDrafts:
                     return None
             if not tried:
                 return d
-            if self._gain(typical, d, typical[d]) < 0.75:  # a first draft bears what drafting costs at all
+            if self._gain(typical, d, typical[d]) < 0.75:  # the first draft pays for drafting at all
                 return None
             before.append(d)
         return None
@@ -190,23 +197,24 @@ class AdaptiveDrafts:
         self._left, self._waited = self.TRIES - 1, 0
 
     def best(self, seconds: Mapping[int, float]) -> int:
-        """The depth to choose when steps take `seconds` by depth."""
+        """The number of drafts to choose when steps take `seconds` by number of drafts."""
         speed = {d: self.expected_tokens(d) / took for d, took in seconds.items() if took > 0}
         found = max(speed, key=lambda d: speed[d], default=0)
         return found if found and speed[found] > self.MARGIN * speed[0] else 0
 
     def expected_tokens(self, num_drafts: int) -> float:
-        """Expected tokens of a row's step at this depth."""
+        """Expected tokens of a row's step with so many drafts."""
         return sum(accumulate(self.acceptance_rates[:num_drafts], mul, initial=1.0))
 
     def num_drafts(self, seq: Sequence) -> int:
+        """Drafts for one sequence: the chosen number, fewer near its end or where its own drafts miss."""
         order, length = seq.arrival, len(seq.tokens)
         tokens_left = seq.max_length - length
         # The step brings one token at least, and one ends the sequence.
         max_drafts = min(self.chosen, tokens_left - seq.num_inflight - 2)
         if max_drafts < 1:
             return 0
-        chosen = self.draft_counts[bisect_right(self.draft_counts, max_drafts) - 1]  # nothing was made ready for others
+        chosen = self.draft_counts[bisect_right(self.draft_counts, max_drafts) - 1]  # no graph is captured for others
         if self._left > 0 and self.step_times.has_initial:
             if len(self._probed) < self.PROBES:
                 self._probed.add(order)
@@ -219,8 +227,10 @@ class AdaptiveDrafts:
         return chosen if own > self.HOPELESS or self._left else 1
 
     def record_acceptance(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """Update the acceptance rates of positions, and of the sequence."""
         own = self._acceptance_by_sequence.get(seq.arrival, self.acceptance_rates[0])
-        for i in range(min(num_drafted, num_accepted + 1)):  # those past the first wrong one were never put to the test
+        # drafts behind the first wrong one are not tested
+        for i in range(min(num_drafted, num_accepted + 1)):
             hit = float(i < num_accepted)
             own += 0.1 * (hit - own)
             self._tests[i] += 1
@@ -232,5 +242,6 @@ class AdaptiveDrafts:
         self._acceptance_by_sequence[seq.arrival] = own
 
     def remove(self, seq: Sequence) -> None:
+        """Forget a sequence that ended."""
         self._acceptance_by_sequence.pop(seq.arrival, None)
         self._followed.discard(seq.arrival)

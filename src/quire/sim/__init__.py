@@ -1,0 +1,1 @@
+"""Simulations, replays and a demonstration of the scheduler, without a model."""

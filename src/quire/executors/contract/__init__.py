@@ -1,0 +1,1 @@
+"""The gRPC contract between an engine and an executor on another machine."""
