@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from quire.engine import client
 from quire.engine.client import EngineProcess, StallDetector
 from quire.engine.engine import Engine
 from quire.engine.process import EngineLoop
-from quire.engine.protocol import Abort, Submit, Update, encode_frame
+from quire.engine.protocol import REPORT_SIGNAL, Abort, Explanation, Submit, Update, encode_frame
 from quire.engine.step_watch import StepWatch
 from quire.engine.timing import PlanDelay, RestartBackoff, VirtualClock
 from quire.errors import InvalidModel, QuireError, Unavailable
@@ -308,6 +309,51 @@ def test_updates_without_a_step_are_no_progress() -> None:
     for second in range(5):
         progress.on_update(Update(1, [], False, 1, 2.0), float(second))
     assert progress.is_stalled(5.0) == 3.0
+
+
+def test_an_engine_that_gets_stuck_a_second_time_is_asked_again_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, said = [0.0], list[object]()
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    async def story() -> None:
+        port = EngineProcess([], {}, lambda metrics: b"")
+        port._link = SimpleNamespace(was_ready=True)  # type: ignore[assignment]
+        port.process = SimpleNamespace(send_signal=said.append, kill=lambda: said.append("kill"))  # type: ignore[assignment]
+
+        def check(at: float) -> list[object]:
+            now[0] = at
+            port._check_progress()
+            if port._timer is not None:
+                port._timer.cancel()
+            return said
+
+        port._stall_detector.on_submit(0.0)
+        port._stall_detector.on_update(Update(1, [], False, 1, 2.0), 0.0)
+        assert check(1.9) == []
+        assert check(2.1) == check(3.9) == [REPORT_SIGNAL], "once for one step"
+        port._stall_detector.on_update(Update(2, [], False, 1, 2.0), 4.0)
+        assert check(5.9) == [REPORT_SIGNAL]
+        assert check(6.1) == check(7.9) == [REPORT_SIGNAL] * 2
+        assert check(8.1) == [REPORT_SIGNAL, REPORT_SIGNAL, "kill"]
+
+    asyncio.run(story())
+
+
+def test_who_stops_waiting_for_an_explanation_leaves_nothing_behind() -> None:
+    async def story() -> None:
+        port = EngineProcess([], {}, lambda metrics: b"")
+        sent: list[Any] = []
+        port._link = SimpleNamespace(was_ready=True, send=sent.append)  # type: ignore[assignment]
+        tasks = [asyncio.ensure_future(port.explain(id)) for id in "abc"]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        port.on_live_message(Explanation(sent[1].call_id, b"{}"))
+        port._cancel_explanations()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(result) for result in results] == [asyncio.CancelledError, bytes, Unavailable]
+        assert port._pending_explanations == {}
+
+    asyncio.run(story())
 
 
 class Pauses:

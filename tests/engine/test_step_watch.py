@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 
 from quire.assembly.engine_child import _step_timeout
@@ -58,3 +60,10 @@ def test_the_time_is_an_option() -> None:
     assert _step_timeout(Settings.of()) is None
     grpc = Settings.of(executor="grpc", executor_address="localhost:1", executor_step_timeout=45)
     assert _step_timeout(grpc) == 45
+
+
+def test_a_failed_step_names_eight_of_those_in_it_and_counts_the_others() -> None:
+    for count, shown in ((8, "6, 7\n"), (9, "6, 7 and 1 more\n"), (20, "6, 7 and 12 more\n")):
+        out = io.StringIO()
+        StepWatch(out=out).on_failure("no\x1b memory", [str(i) for i in range(count)], 0.0)
+        assert out.getvalue().endswith(shown) and "\x1b" not in out.getvalue()

@@ -24,3 +24,9 @@ def test_the_wait_stays_within_reason() -> None:
     assert leaving(0.001, 50).wait(3, 100.05) == 1
     assert leaving(30, 5).wait(2048, 300) == 60
     assert DrainRate().wait(2048, 5) == 1
+
+
+def test_the_wait_is_never_shorter_than_the_backlog_takes() -> None:
+    """Rounded up: a client that comes back a moment too early is refused again."""
+    departures = leaving(0.5, 10)
+    assert [departures.wait(backlog, 104.5) for backlog in (1, 3, 7, 20, 21)] == [1, 2, 4, 9, 10]

@@ -105,3 +105,16 @@ async def test_a_connection_rests_no_longer_than_its_server_says() -> None:
         await ask(one, "POST")
         await ask(one, "POST")
         assert server.connections == 2
+
+
+async def test_a_connection_rests_no_longer_because_its_server_would_wait_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server, loop = Server(answers=9, more=b"Keep-Alive: timeout=100\r\n"), asyncio.get_running_loop()
+    now = loop.time()
+    monkeypatch.setattr(loop, "time", lambda: now)
+    async with pool(server) as one:
+        await ask(one, "POST")
+        monkeypatch.setattr(loop, "time", lambda: now + 4.5)
+        await ask(one, "POST")
+        assert server.connections == 2

@@ -104,6 +104,18 @@ async def test_an_answer_comes_as_text_with_its_tokens() -> None:
     assert watching.ends[0].tokens == tokens
 
 
+async def test_gaps_are_counted_for_each_of_the_answers_that_get_tokens_in_one_step() -> None:
+    port, watching = FakePort(), Watching()
+    backend = await start_backend(port, watching)
+    calls = [backend.answer(call(id=f"c{i}", n=2)) for i in range(3)]
+    ids = list(port.running)
+    for _ in range(3):
+        port.on_tokens([RequestStepOutput(id, TOKENIZER.encode("dog")[:1]) for id in ids])
+    assert (watching.firsts, watching.gaps) == (6, 12)
+    for one in calls:
+        one.close()
+
+
 async def test_many_answers_do_not_mix() -> None:
     backend = await start_backend(FakePort(lambda r: says("dog " * (1 + int(r.id[1:].split("-")[0]) % 7) + r.id)))
     texts = await asyncio.gather(*(collect(backend, call(id=f"c{i}", n=2)) for i in range(64)))

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire.errors import InvalidRequest
 from quire.frontend.interface import Call
-from quire.frontend.processor import bad_words, requests
+from quire.frontend.processor import bad_words, embedding_vector, requests
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import Request, SamplingParams
 from tests.tokenization.vocabulary import byte_level
@@ -69,3 +70,12 @@ def test_bad_words_are_spelled_with_and_without_a_space() -> None:
 def test_an_empty_bad_word_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="not a word"):
         bad_words([" "], TOKENIZER)
+
+
+def test_a_vector_may_be_cut_to_any_number_of_its_dimensions_but_not_to_more() -> None:
+    pooled = np.array([3, 4, 12], "<f4").tobytes()
+    assert embedding_vector(pooled, 3, normalize=False).tolist() == [3, 4, 12]
+    assert embedding_vector(pooled, 2).tolist() == pytest.approx([0.6, 0.8])
+    assert embedding_vector(pooled, 1).tolist() == [1]
+    with pytest.raises(InvalidRequest, match="at most 3"):
+        embedding_vector(pooled, 4)

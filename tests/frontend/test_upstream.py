@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from quire.errors import InvalidConfig
 from quire.frontend.http_client import Origin
 from quire.frontend.upstream import Upstream, UpstreamBackend, UpstreamDown, prompt_prefix
 from tests.server.relayed import backend_of
@@ -100,3 +101,18 @@ def test_a_prefix_is_the_beginning_of_the_prompt_whatever_stands_before_it() -> 
     for name in (b"messages", b"input"):
         assert prompt_prefix(b'{"%s": [1]}' % name) == b": [1]}"
     assert prompt_prefix(b'{"model": "a"}') == b""
+
+
+@pytest.mark.parametrize("body", [None, b"<html>", b"{}", b'{"data": []}', b'{"data": 3}', b"[]", b'{"data": [3]}'])
+async def test_a_start_names_an_upstream_whose_list_of_models_makes_no_sense(body: bytes | None) -> None:
+    backend = backend_of(*HOSTS[:1])
+    upstream = backend.upstreams[0]
+
+    async def get(path: str, *, timeout: float = 0.0) -> tuple[int, bytes]:
+        if path == "/v1/models" and body is None:
+            raise UpstreamDown("no answer")
+        return 200, body or b""
+
+    upstream.get = get  # type: ignore[method-assign]
+    with pytest.raises(InvalidConfig, match="upstream-0:8000 does not speak OpenAI's API: its /v1/models"):
+        await backend.start()

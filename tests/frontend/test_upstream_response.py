@@ -86,6 +86,13 @@ def test_any_cut_passes_whole_events_and_counts_the_same(places: list[int], end:
     assert heard.made == 5 and heard.over == [None]
 
 
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\r\r"])
+def test_an_event_passes_as_soon_as_it_is_whole_whatever_ends_its_lines(end: bytes) -> None:
+    events = [b"data: " + str(i).encode() + end for i in range(4)]
+    pieces, *_ = passed(Wire(*(event + b"data:" for event in events)))
+    assert pieces == [events[0], *(b"data:" + event for event in events[1:]), b"data:"]
+
+
 @given(st.integers(1, 10_000))
 def test_a_death_anywhere_cuts_no_event(place: int) -> None:
     stream = b"".join(EVENTS)

@@ -74,6 +74,19 @@ def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
 
 
+def test_a_recorder_forgets_requests_however_they_end(tmp_path: Path) -> None:
+    engine = SimConfig(pages=16, page_size=4, max_num_seqs=1, depth=1).build(VirtualClock(), make=recorded(tmp_path))
+    for i in range(8):
+        engine.submit((1, 2, i), 9, id=str(i))
+    engine.abort("7")
+    engine.step()
+    engine.abort("0")
+    while engine.has_pending_work:
+        engine.step()
+    assert engine.recorder.on and engine.recorder._filling == {}  # type: ignore[attr-defined]
+    engine.close()
+
+
 def test_names_keep_beginnings_and_nothing_else() -> None:
     one, other = Anonymizer(4), Anonymizer(4)
     tokens = [5, 6, 7, 8, 5, 6, 7, 8, 9]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.parsers.parts import Splitter, TextPart, joined
 from quire.parsers.reasoning import AnswerSplitter, ReasoningCounter, Thinking, parser_of, thinks_first
-from quire.parsers.tools.reader import Reader
+from quire.parsers.tools.reader import Reader, python_calls
 from quire.parsers.tools.styles import STYLES, ToolStyle, calls_text, describe_tools, style_of
 
 TOOLS = {"get_weather": ("city", "days"), "now": ()}
@@ -212,6 +212,42 @@ def test_deep_or_endless_arguments_end_a_call_and_are_kept() -> None:
     parts = tell(Reader(STYLES["hermes"], TOOLS), text)
     assert [part.kind for part in parts] == ["call", "arguments", "content"]
     assert sum(part.text.count("[") for part in parts) == 5000
+
+
+@pytest.mark.parametrize(("depth", "reads"), [(199, True), (200, False)])
+def test_arguments_may_be_nested_as_deep_as_the_limit_and_no_deeper(depth: int, reads: bool) -> None:
+    """The object of the arguments is one level itself."""
+    text = '<tool_call>{"name": "now", "arguments": {"a": ' + "[" * depth + "]" * depth + "}}</tool_call>"
+    kinds = [part.kind for part in tell(Reader(STYLES["hermes"], TOOLS), text)]
+    assert kinds == (["call", "arguments"] if reads else ["call", "arguments", "content"])
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["{[]: 1}", "{1, 2}", "b'x'", "{(1, 2): 3}", "1+" * 4000 + "1", "-" * 16_000 + "1", "'\\ud800'", "nothing"],
+    ids=["unhashable", "set", "bytes", "tuple as key", "deep sum", "too many signs", "lone surrogate", "name"],
+)
+def test_python_whose_arguments_are_not_json_is_content(value: str) -> None:
+    text = f"```tool_code\nget_weather(city={value})\n```"
+    assert tell(Reader(STYLES["gemma"], TOOLS), text) == [TextPart("content", text)]
+    assert python_calls("now" + ".a" * 5000 + "()", TOOLS) is None
+
+
+def test_arguments_in_a_string_that_are_nested_without_end_are_content() -> None:
+    text = json.dumps({"name": "now", "parameters": "[" * 100_000})
+    assert tell(Reader(STYLES["llama3_json"], TOOLS), text) == [TextPart("content", text)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "now", "name": "get_weather", "arguments": {}}</tool_call>',
+        '<tool_call>{"arguments": {}, "parameters": {}, "name": "now"}</tool_call>',
+        '<tool_call>{"arguments": "{}", "arguments": "{}", "name": "now"}</tool_call>',
+    ],
+)
+def test_a_call_with_two_names_or_two_sets_of_arguments_is_content(text: str) -> None:
+    assert tell(Reader(STYLES["hermes"], TOOLS), text) == [TextPart("content", text)]
 
 
 THOUGHTS: list[tuple[bool, str, Parts]] = [

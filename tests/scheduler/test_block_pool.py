@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+from quire.errors import InvalidRequest
 from quire.scheduler.block_pool import Fifo
+from quire.scheduler.kv_cache import KVCacheManager
+from quire.types import Request
 
 
 def taken(shelf: Fifo) -> list[int]:
@@ -28,3 +33,10 @@ def test_entries_that_count_no_more_are_cleared_away_and_the_order_stays() -> No
         shelf.add(page, allocated_at=born)
     assert len(shelf._heap) <= 64 + 4 * 5 + 1
     assert taken(shelf) == [0, 1, 2, 3, 4]
+
+
+def test_a_request_may_need_every_block_there_is_and_no_more() -> None:
+    kv = KVCacheManager(4, 4)
+    kv.check_fits(Request(id="a", prompt=(1,) * 9, max_new_tokens=8))
+    with pytest.raises(InvalidRequest, match="need 5 KV blocks, and there are 4"):
+        kv.check_fits(Request(id="a", prompt=(1,) * 9, max_new_tokens=9))

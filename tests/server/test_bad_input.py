@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from quire.errors import InvalidRequest
+from quire.server import prompts
 from quire.server.limits import Limits
 from tests.server.doubles import ANSWER, HI, check_error, served
 
@@ -374,3 +377,23 @@ async def test_a_list_of_prompts_as_text_and_as_token_ids_is_refused_by_name(pro
     async with served() as server:
         check_error(await server.post(COMPLETIONS, prompt=prompts), 400, "prompt", f"prompt[0] is {first}: send all")
         assert not server.port.submitted
+
+
+def test_a_long_text_of_few_tokens_is_no_prompt_too_long() -> None:
+    """Only the beginning of a text of more than 16 characters a token of the context is encoded at first."""
+    encoded: list[int] = []
+
+    def encode(text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        encoded.append(len(text))
+        return (1,) * min(len(text), most)
+
+    backend: Any = SimpleNamespace(encode=encode)
+    most = 99
+    assert prompts.encode(["x" * 1601], True, backend, 100)[0][1] == (1,) * 99 and encoded == [800, 1601]
+    most = 200
+    with pytest.raises(InvalidRequest, match="has 200 tokens"):
+        prompts.encode(["x" * 1601], True, backend, 100)
+    most = 201
+    with pytest.raises(InvalidRequest, match="has more than 201 tokens"):
+        prompts.encode(["x" * 1608], True, backend, 100)
+    assert encoded[-1] == 800, "the rest is not encoded"

@@ -14,7 +14,7 @@ import pytest
 
 from quire.errors import InvalidConfig
 from quire.server.batch_api.runner import BatchService
-from quire.server.batch_api.store import WriteFailed, new_id
+from quire.server.batch_api.store import Store, WriteFailed, new_id, newest_first, page_of
 from quire.server.limits import Limits
 from tests.server.doubles import check_error
 from tests.server.test_batches import jsonl, line, office
@@ -141,6 +141,41 @@ async def test_what_a_killed_server_left_half_written_is_deleted(tmp_path: Path)
         (tmp_path / name).write_text("{")
     async with office(tmp_path):
         assert [name for name in left if (tmp_path / name).exists()] == []
+
+
+@pytest.mark.parametrize("broken", [b'{"id": "\xff"}', b'{"a": ' + b"[" * 100_000, b"{"])
+async def test_a_document_that_cannot_be_read_is_left_alone_and_the_others_are_served(
+    tmp_path: Path, broken: bytes
+) -> None:
+    async with office(tmp_path) as here:
+        whole = (await here.upload(jsonl(line("a")))).json()
+    path = tmp_path / "files" / f"{new_id('file-')}.json"
+    path.write_bytes(broken)
+    async with office(tmp_path) as here:
+        assert (await here.client.get("/v1/files")).json()["data"] == [whole]
+    assert path.read_bytes() == broken
+
+
+def test_a_store_counts_the_bytes_of_its_documents_once_however_often_they_are_replaced(tmp_path: Path) -> None:
+    store = Store(tmp_path, "file")
+    ids = [new_id("file-") for _ in range(2)]
+    for size in (10_000, 20_000, 5_000):
+        for id in ids:
+            store.put({"id": id, "created_at": 1, "bytes": size})
+        assert store.bytes == 2 * size == Store(tmp_path, "file").bytes
+    for id in ids:
+        store.delete(id)
+    assert store.bytes == 0
+
+
+def test_lists_are_in_order_of_creation_and_say_whether_there_are_more() -> None:
+    documents = [{"id": id, "created_at": at} for id, at in (("c", 1), ("a", 3), ("b", 2), ("d", 2))]
+    ordered = newest_first(documents)
+    assert [one["id"] for one in ordered] == ["a", "d", "b", "c"]
+    for limit, more in ((3, True), (4, False), (5, False)):
+        assert page_of(ordered, limit, None, bool)["has_more"] is more
+    assert not page_of(ordered, 2, "d", bool)["has_more"] and page_of(ordered, 1, "d", bool)["has_more"]
+    assert page_of(ordered, 2, "c", bool)["data"] == []
 
 
 @pytest.mark.parametrize("taken", ["", "files", "batches", "lock/x"])

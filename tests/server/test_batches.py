@@ -146,6 +146,14 @@ async def test_an_input_with_a_fault_fails_whole_and_says_where(
         assert error["line"] == (len(lines) or None)
 
 
+async def test_lines_are_numbered_as_an_editor_does_however_many_blank_ones_there_are(tmp_path: Path) -> None:
+    blank = b"\n" * 5000 + b"  \n\r\n"
+    async with office(tmp_path) as here:
+        batch = await here.until((await here.begin(blank, line("a"), b"\n\n", b"nothing\n"))["id"], "failed")
+        [error] = batch["errors"]["data"]
+        assert error["line"] == 5000 + 2 + 1 + 2 + 1
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -166,6 +174,28 @@ async def test_a_batch_that_cannot_be_is_refused_by_name(tmp_path: Path, change:
         response = await here.client.post("/v1/batches", json=body)
         error = check_error(response, 404 if param == "id" else 400)
         assert error["param"].startswith(param)
+
+
+async def test_custom_ids_metadata_and_lines_may_be_as_long_as_the_limits_say(tmp_path: Path) -> None:
+    metadata = {f"{i:064}": "x" * 512 for i in range(16)}
+    longest = jsonl(line("i" * 512)).strip().ljust((1 << 14) - 1) + b"\n"
+    async with office(tmp_path, limits=Limits(max_body_bytes=1 << 14)) as here:
+        batch = await here.until((await here.begin(longest, metadata=metadata))["id"], "completed", "failed")
+        assert (batch["status"], batch["errors"], batch["metadata"]) == ("completed", None, metadata)
+        batch = await here.until((await here.begin(b" " + longest))["id"], "completed", "failed")
+        assert batch["errors"]["data"][0]["message"] == "a line has at most 16384 bytes"
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [b'{"custom_id": "\xff"}\n', b'{"custom_id": "b", "method": "POST", "url": "x", "body": ' + b"[" * 100_000 + b"\n"],
+    ids=["not UTF-8", "nested too deep"],
+)
+async def test_a_line_that_no_parser_takes_fails_the_batch_and_is_named(tmp_path: Path, broken: bytes) -> None:
+    async with office(tmp_path) as here:
+        batch = await here.until((await here.begin(line("a"), broken))["id"], "failed", "completed")
+        [error] = batch["errors"]["data"]
+        assert (error["code"], error["line"]) == ("invalid_line", 2) and "not a request" in error["message"]
 
 
 async def test_a_cancelled_batch_keeps_what_was_answered(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -277,6 +278,21 @@ def test_what_has_left_for_a_client_is_what_was_written_and_is_held_no_more() ->
     line.write(b"9")
     inner.held = b""
     assert line.sent == 9
+
+
+def test_a_slow_reader_has_the_whole_timeout_again_after_each_kilobyte() -> None:
+    out = SimpleNamespace(sent=0, aborted=0, get_write_buffer_size=lambda: 9999, is_closing=lambda: False)
+    out.abort = lambda: setattr(out, "aborted", out.aborted + 1)
+    connection: Any = object.__new__(Connection)
+    connection.transport, connection._timeouts = out, Timeouts(write=60.0)
+    connection._reading, connection._reading_since, connection._reserved = "", 0.0, False
+    connection._sent, connection._writing_since = 0, 0.0
+    for now, sent in ((0.0, 0), (50.0, 1024), (100.0, 2047), (110.0, 2047)):
+        out.sent = sent
+        connection.check_timeouts(now)
+        assert not out.aborted
+    connection.check_timeouts(110.1)
+    assert out.aborted == 1
 
 
 async def test_a_connection_that_is_lost_is_freed_at_once_not_by_the_garbage_collector(

@@ -66,6 +66,12 @@ def test_a_file_of_exactly_the_largest_size_is_taken_and_one_byte_more_is_not() 
         read(upload(b"x" * 1001), [100] * 9, most=1000)
 
 
+def test_a_field_of_exactly_the_longest_size_is_taken_and_one_byte_more_is_not() -> None:
+    assert read(upload(b"", purpose="x" * 4096), [])[0]["purpose"] == "x" * 4096
+    with pytest.raises(TooLarge, match="purpose"):
+        read(upload(b"", purpose="x" * 4097), [])
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [

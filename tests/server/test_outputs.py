@@ -256,3 +256,11 @@ async def test_several_prompts_fail_together() -> None:
         assert int(response.headers["retry-after"]) >= 1
         assert sorted(server.port.aborted) == sorted(request.id for request in server.port.submitted)
         assert (await server.complete())["choices"][0]["text"] == ANSWER
+
+
+async def test_of_two_names_for_the_most_tokens_the_newer_one_counts() -> None:
+    async with served() as server:
+        await server.chat(max_tokens=3, max_completion_tokens=5)
+        await server.chat(max_completion_tokens=5)
+        await server.chat(max_tokens=3)
+        assert [request.max_new_tokens for request in server.port.submitted] == [5, 5, 3]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from quire.server.prompts import _message
 from quire.structured_output.llguidance import LlguidanceCompiler
 from quire.types import Request, SamplingParams
 from tests.server.doubles import HI, TOKENIZER, check_error, says, served
@@ -328,3 +329,10 @@ async def test_arguments_of_another_kind_that_a_client_sends_back_are_no_500(arg
                 assert response.status_code == 200, response.text
             else:
                 check_error(response, 400, "messages", "template")
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, '{"a": ', "\x00"])
+async def test_arguments_that_no_parser_takes_are_shown_to_the_template_as_they_are(arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": arguments}}
+    checked = _message({"role": "assistant", "content": None, "tool_calls": [call]}, "messages[0]")
+    assert checked["tool_calls"][0]["function"] == {"name": "now", "arguments": arguments}

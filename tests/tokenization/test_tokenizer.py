@@ -115,6 +115,19 @@ def test_a_declared_token_that_cannot_have_its_id_is_an_error() -> None:
         Tokenizer(byte_level(), {"added_tokens_decoder": {"9999": {"content": "<|tool|>"}}})
 
 
+@pytest.mark.parametrize("declared", [[1], {"x": {"content": "a"}}, {"1": {}}, {"1": 3}, {"1": []}, {"1": None}])
+def test_a_table_of_added_tokens_that_makes_no_sense_is_an_error(declared: object) -> None:
+    with pytest.raises(InvalidModel, match="added_tokens_decoder must map ids to tokens"):
+        Tokenizer(byte_level(), {"added_tokens_decoder": declared})
+
+
+def test_a_file_nested_without_end_is_named(tmp_path: Path) -> None:
+    save(tmp_path, byte_level())
+    (tmp_path / "generation_config.json").write_text("[" * 100_000)
+    with pytest.raises(InvalidModel, match=r"generation_config\.json is not JSON"):
+        Tokenizer.from_folder(tmp_path)
+
+
 def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     with pytest.raises(InvalidModel, match=r"no tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
