@@ -46,7 +46,7 @@ TORCH_FREE = (
     *("types", "errors", "heap", "checks", "config", "tokenization", "parsers", "scheduler", "engine"),
     *("observability", "frontend", "server", "sim", "cli"),
 )
-NEEDS_TORCH = {f"quire.cli.{name}" for name in ("diff", "inspect", "plan", "verification", "verify")}
+NEEDS_TORCH = {f"quire.cli.{name}" for name in ("diff", "inspect", "plan", "verify")}
 """Commands that look at a model: they are imported when they are asked for."""
 TORCH_FREE_MODULES = (
     *("quire.executors.synthetic", "quire.bench.engine"),

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from quire.cli import main
-from quire.cli.verification import Difference, difference
+from quire.cli.verify import Difference, difference
 from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from quire.assembly.engine import make_executor
-from quire.assembly.limits import BuiltExecutor, Limits, choose_device
+from quire.assembly.limits import BuiltExecutor, Limits, choose_device, sized
 from quire.config import OPTIONS, Settings
 from quire.engine.executor import Description
 from quire.errors import InvalidConfig
 from quire.executors.grpc_client import RemoteExecutor, TlsConfig
 from quire.executors.grpc_server import Credentials, ExecutorServer
-from quire.types import UNLIMITED
 
 SERVER_OPTIONS = (
     *("deterministic", "device", "threads", "enforce_eager"),
@@ -47,33 +45,24 @@ def make(settings: Settings) -> BuiltExecutor:
 
 def limits_of(settings: Settings, description: Description) -> Limits:
     """The limits of an engine for an executor of this description. Raises InvalidConfig where settings exceed them."""
-    scheduler = settings.scheduler
     max_rows = description.num_rows // (1 + description.lookahead)
-    max_num_seqs = scheduler.max_num_seqs or max_rows
-    default = 512 if description.device == "cpu" else 8192
-    tokens = max(max_num_seqs, scheduler.max_num_batched_tokens or min(default, description.max_step_tokens))
-    chunked = scheduler.enable_chunked_prefill
-    if not chunked:
-        tokens = max(tokens, description.max_model_len)
-    for name, value, bound in (
-        ("max_num_seqs", max_num_seqs, max_rows),
-        ("max_num_batched_tokens", tokens, description.max_step_tokens),
-    ):
-        if value > bound:
+    limits = sized(
+        settings,
+        default_tokens=min(512 if description.device == "cpu" else 8192, description.max_step_tokens),
+        max_model_len=description.max_model_len,
+        block_size=description.block_size,
+        max_num_seqs=settings.scheduler.max_num_seqs or max_rows,
+        num_rows=description.num_rows,
+        lookahead=description.lookahead,
+    )
+    for name, bound in (("max_num_seqs", max_rows), ("max_num_batched_tokens", description.max_step_tokens)):
+        if (value := getattr(limits, name)) > bound:
             raise InvalidConfig(
                 f"the executor was started for {name} {bound}, and here it would be {value}: lower it here, or raise "
                 "it there",
                 param=name,
             )
-    return Limits(
-        max_model_len=description.max_model_len,
-        block_size=description.block_size,
-        max_num_seqs=max_num_seqs,
-        num_rows=description.num_rows,
-        lookahead=description.lookahead,
-        max_num_batched_tokens=tokens,
-        max_chunk_tokens=(scheduler.long_prefill_token_threshold or tokens) if chunked else UNLIMITED,
-    )
+    return limits
 
 
 def host(settings: Settings, address: str, credentials: Credentials | None = None) -> ExecutorServer:
@@ -83,7 +72,7 @@ def host(settings: Settings, address: str, credentials: Credentials | None = Non
     """
     if settings.scheduler.lookahead is None:
         lookahead = 1 if choose_device(settings.execution.device).type == "cpu" else 2
-        settings = replace(settings, scheduler=replace(settings.scheduler, lookahead=lookahead))
+        settings = settings.changed(lookahead=lookahead)
     return ExecutorServer(make_executor(settings).executor, address, credentials)
 
 

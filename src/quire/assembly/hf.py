@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -42,7 +41,7 @@ def make(settings: Settings) -> BuiltExecutor:
     model = HfModel(folder, config.dtype, device)
     if settings.execution.threads:
         torch.set_num_threads(settings.execution.threads)
-    limits = resolve(replace(settings, scheduler=replace(settings.scheduler, lookahead=0)), model.spec, device)
+    limits = resolve(settings.changed(lookahead=0), model.spec, device)
     # A block holds a whole sequence.
     limits = limits._replace(block_size=limits.max_model_len)
     executor = LocalExecutor(

@@ -84,18 +84,26 @@ def resolve(settings: Settings, spec: ModelSpec, device: torch.device) -> Limits
     max_model_len = max_model_len or spec.context
     max_num_seqs = scheduler.max_num_seqs or (64 if cpu else 256)
     lookahead = scheduler.lookahead if scheduler.lookahead is not None else (0 if cpu else 1)
-    tokens = max(max_num_seqs, scheduler.max_num_batched_tokens or (512 if cpu else 8192))
-    chunk = scheduler.long_prefill_token_threshold or tokens
-    chunked = scheduler.enable_chunked_prefill
-    return Limits(
+    return sized(
+        settings,
+        default_tokens=512 if cpu else 8192,
         max_model_len=max_model_len,
         block_size=settings.cache.block_size or (16 if cpu else 64),
         max_num_seqs=max_num_seqs,
         num_rows=max_num_seqs * (1 + lookahead),
         lookahead=lookahead,
-        max_num_batched_tokens=tokens if chunked else max(tokens, max_model_len),
-        max_chunk_tokens=chunk if chunked else UNLIMITED,
     )
+
+
+def sized(settings: Settings, *, default_tokens: int, max_num_seqs: int, max_model_len: int, **sizes: int) -> Limits:
+    """Limits of these sizes, and of a step's and a span's tokens from settings. default_tokens: of a step."""
+    scheduler = settings.scheduler
+    tokens = max(max_num_seqs, scheduler.max_num_batched_tokens or default_tokens)
+    chunk = scheduler.long_prefill_token_threshold or tokens
+    if not scheduler.enable_chunked_prefill:
+        tokens, chunk = max(tokens, max_model_len), UNLIMITED
+    limits = {"max_num_batched_tokens": tokens, "max_chunk_tokens": chunk}
+    return Limits(max_num_seqs=max_num_seqs, max_model_len=max_model_len, **limits, **sizes)
 
 
 def working_bytes(spec: ModelSpec, dtype: torch.dtype, *, tokens: int, captured: int, rows: int) -> int:

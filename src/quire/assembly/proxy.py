@@ -11,16 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from quire import __version__
-from quire.assembly.server import (
-    build_hosts,
-    build_keys,
-    build_observer,
-    build_rates,
-    connection_timeouts,
-    run,
-    serve_options,
-)
+from quire.assembly.server import app_parts, build_observer, run
 from quire.config import OPTIONS, Settings
 from quire.errors import InvalidConfig
 from quire.frontend.http_client import Origin
@@ -28,15 +19,12 @@ from quire.frontend.supervisor import PrivateServer, free_port
 from quire.frontend.upstream import UpstreamBackend
 from quire.observability.live_view import Broadcaster, RequestTimeline
 from quire.observability.tracing import build_traces
+from quire.server.access import Keys
 from quire.server.limits import Limits
 from quire.server.proxy import create_relay_app
 from quire.server.serve import listen
-from quire.server.serve import serve as serve_app
 
 log = logging.getLogger("uvicorn.error")
-
-WITHOUT_ENGINE = frozenset({"debug"})
-"""Options outside `server`, `access` and `upstream` that have an effect without an engine."""
 
 NATIVE_ONLY: Mapping[str, str] = MappingProxyType(
     {
@@ -46,19 +34,16 @@ NATIVE_ONLY: Mapping[str, str] = MappingProxyType(
 )
 """Options of the server that only Quire's own engine supports, and why."""
 
-VLLM_FLAGS: Mapping[str, str] = MappingProxyType(
-    {
-        name: "--" + name.replace("_", "-")
-        for name in (
-            *("served_model_name", "dtype", "load_format", "quantization", "max_model_len", "seed", "tokenizer"),
-            *("chat_template", "revision", "download_dir", "block_size", "num_gpu_blocks_override"),
-            *("kv_cache_memory_bytes", "gpu_memory_utilization", "kv_cache_dtype", "enable_prefix_caching"),
-            *("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "long_prefill_token_threshold"),
-            *("scheduling_policy", "enforce_eager", "speculative_config"),
-        )
-    }
+VLLM_OPTIONS = frozenset(
+    (
+        *("served_model_name", "dtype", "load_format", "quantization", "max_model_len", "seed", "tokenizer"),
+        *("chat_template", "revision", "download_dir", "block_size", "num_gpu_blocks_override"),
+        *("kv_cache_memory_bytes", "gpu_memory_utilization", "kv_cache_dtype", "enable_prefix_caching"),
+        *("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "long_prefill_token_threshold"),
+        *("scheduling_policy", "enforce_eager", "speculative_config"),
+    )
 )
-"""vLLM's flags for options that it has with the same meaning: they are passed on."""
+"""Options that vLLM has with the same name and meaning: they are passed on."""
 
 
 def relay(settings: Settings) -> None:
@@ -74,7 +59,8 @@ def relay(settings: Settings) -> None:
         key = key or secrets.token_urlsafe(24)
         supervisor = _vllm(settings, port, key, vllm_flags)
         urls = (f"http://127.0.0.1:{port}",)
-    name = _name(settings)
+    # In metrics and traces, which need a name before an upstream is asked.
+    name = settings.model.served_model_name or (settings.model.model if supervisor is not None else "upstream")
     timeline = RequestTimeline(f"answered by {', '.join(urls)}")
     traces = build_traces(server.otlp_traces_endpoint, timeline.explain, model=name)
     backend = UpstreamBackend(
@@ -88,54 +74,36 @@ def relay(settings: Settings) -> None:
         affinity=upstream.upstream_affinity,
         start_timeout=upstream.upstream_start_timeout,
     )
-    app = create_relay_app(
-        backend,
-        limits=Limits(max_body_bytes=server.max_body_bytes),
-        keys=build_keys(settings),
-        rates=build_rates(settings.access),
-        version=__version__,
-        view=Broadcaster(timeline),
-        hosts=build_hosts(settings),
-        origins=settings.access.allowed_origins,
-    )
+    keys = Keys(server.api_key, settings.access.admin_key)
+    limits = Limits(max_body_bytes=server.max_body_bytes)
+    app = create_relay_app(backend, **app_parts(settings, keys, limits, Broadcaster(timeline)))
 
     def log_ready(url: str) -> None:
         seconds = time.monotonic() - started
         log.info("%s is ready at %s after %.1f s; answers come from %s", backend.name, url, seconds, ", ".join(urls))
 
-    timeouts = connection_timeouts(server, relays=True)
-    running = serve_app(app, backend, sock, **serve_options(settings), timeouts=timeouts, on_ready=log_ready)
-    run(settings, running, backend.stats, traces)
-
-
-def _name(settings: Settings) -> str:
-    """The model's name in metrics and traces, which is needed before an upstream is asked."""
-    model = settings.model
-    return model.served_model_name or (model.model if settings.upstream.backend == "vllm" else "upstream")
+    run(settings, app, backend, sock, log_ready, traces)
 
 
 def _vllm_flags(settings: Settings) -> list[str]:
-    """Flags for `vllm serve`. Raises InvalidConfig for an option that would have no effect."""
+    """Flags for `vllm serve`. Raises InvalidConfig for an option that has no effect here."""
     kind, flags = settings.upstream.backend, []
     for name in settings.sources:
         option, value = OPTIONS[name], settings.get(name)
         if name in NATIVE_ONLY and value != option.default:
             raise InvalidConfig(f"{option.flag}: {NATIVE_ONLY[name]}", param=name)
-        if (
-            option.section in ("server", "access", "upstream")
-            or name in WITHOUT_ENGINE
-            or settings.source(name) == "default"
-        ):
+        # Without an engine these have an effect.
+        if option.section in ("server", "access", "upstream") or name == "debug":
             continue
         if (kind, name) in (("vllm", "model"), ("openai", "served_model_name")):
             continue
-        if kind != "vllm" or name not in VLLM_FLAGS:
+        if kind != "vllm" or name not in VLLM_OPTIONS:
             where = "give vLLM's own option after --" if kind == "vllm" else "set it where the upstream is started"
             raise InvalidConfig(f"{option.flag} is for our own engine, and backend is {kind}: {where}", param=name)
         if option.kind == "switch":
-            flags.append(VLLM_FLAGS[name] if value else "--no-" + VLLM_FLAGS[name].removeprefix("--"))
+            flags.append(option.flag if value else "--no-" + option.flag.removeprefix("--"))
         elif value is not None:
-            flags += [VLLM_FLAGS[name], str(value)]
+            flags += [option.flag, str(value)]
     return flags
 
 

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import uvloop
+from starlette.types import ASGIApp
 
 from quire import __version__, heap
 from quire.assembly.text import Text, build_text
 from quire.config import OPTIONS, Settings
-from quire.config.settings import AccessConfig, ServerConfig, check_files
+from quire.config.settings import ServerConfig, check_files
 from quire.engine.client import EngineProcess
 from quire.frontend.interface import ModelCard
 from quire.frontend.native import NativeBackend
 from quire.frontend.observer import ObserverGroup
+from quire.frontend.upstream import UpstreamBackend
 from quire.observability import engine_metrics
 from quire.observability.frontend_metrics import FrontendMetrics
 from quire.observability.live_view import Broadcaster
@@ -30,7 +33,7 @@ from quire.observability.recording_format import recording_folder
 from quire.observability.tracing import Traces, build_traces
 from quire.server.access import BATCHES, Hosts, Keys, Rates, loopback
 from quire.server.app import create_app
-from quire.server.batch_api.runner import Answer, BatchService
+from quire.server.batch_api.runner import BatchService
 from quire.server.connection import Timeouts
 from quire.server.endpoints import answerer
 from quire.server.limits import Limits
@@ -59,11 +62,20 @@ def serve(settings: Settings, *, child: str = "quire.assembly.engine_child") -> 
     name = settings.model.served_model_name or settings.model.model
     engine = engine_process(settings, name, child)
     traces = build_traces(server.otlp_traces_endpoint, engine.explain, model=name)
+    card = ModelCard(
+        id=name,
+        created=int(time.time()),
+        max_model_len=UNLIMITED,
+        root=settings.model.model,
+        defaults=text.defaults,
+        tool_parser=text.tool_parser,
+        reasoning_parser=text.reasoning_parser,
+    )
     backend = NativeBackend(
         engine=engine,
         tokenizer=text.tokenizer,
         chat=text.template,
-        card=_card(name, settings.model.model, text),
+        card=card,
         observer=build_observer(settings, name, traces),
         max_queued=scheduler.max_num_queued_reqs,
     )
@@ -73,58 +85,69 @@ def serve(settings: Settings, *, child: str = "quire.assembly.engine_child") -> 
         max_answers=min(1024, scheduler.max_num_queued_reqs),
         priorities=scheduler.scheduling_policy != "fcfs",
     )
-    keys = build_keys(settings)
-    batches = _batch_service(server, answerer(backend, limits, f"quire-{__version__}", keys.tenant(BATCHES)), limits)
-    app = create_app(
-        backend,
-        limits=limits,
-        keys=keys,
-        rates=build_rates(settings.access),
-        version=__version__,
-        view=Broadcaster(engine),
-        batch_service=batches,
-        recording=recording_folder(settings.execution.recording_dir),
-        hosts=build_hosts(settings),
-        origins=settings.access.allowed_origins,
-    )
-    running = serve_app(
-        app,
-        backend,
-        listen(server.host, server.port),
-        **serve_options(settings),
-        timeouts=connection_timeouts(server),
-        batch_service=batches,
-        on_ready=partial(_log_ready, text, backend, started),
-    )
-    run(settings, running, backend.stats, traces)
+    keys = Keys(server.api_key, settings.access.admin_key)
+    batches = None
+    if server.batch_dir is not None:
+        answer = answerer(backend, limits, f"quire-{__version__}", keys.tenant(BATCHES))
+        folder = Path(server.batch_dir).expanduser()
+        batches = BatchService(folder, answer, limits, width=server.batch_concurrency)
+    parts = app_parts(settings, keys, limits, Broadcaster(engine))
+    recording = recording_folder(settings.execution.recording_dir)
+    app = create_app(backend, **parts, batch_service=batches, recording=recording)
+    on_ready = partial(_log_ready, text, backend, started)
+    run(settings, app, backend, listen(server.host, server.port), on_ready, traces, batch_service=batches)
 
 
-def serve_options(settings: Settings) -> dict[str, Any]:
-    """Arguments of `serve_app` that are the same for every backend."""
-    server = settings.server
+def app_parts(settings: Settings, keys: Keys, limits: Limits, view: Broadcaster) -> dict[str, Any]:
+    """Arguments that `create_app` and `create_relay_app` have in common."""
+    access = settings.access
     return {
-        "shutdown_timeout": server.shutdown_timeout,
-        "log_level": server.uvicorn_log_level,
-        "log_config": log_config(server.log_format),
-        "root_path": server.root_path,
-        "tls": build_tls(settings.access),
-        "address_file": server.address_file,
+        "limits": limits,
+        "keys": keys,
+        "rates": Rates(access.max_requests_per_minute or math.inf, access.max_tokens_per_minute or math.inf),
+        "version": __version__,
+        "view": view,
+        "hosts": build_hosts(settings),
+        "origins": access.allowed_origins,
     }
 
 
 def run(
     settings: Settings,
-    server: Coroutine[Any, Any, None],
-    stats: Callable[[], Mapping[str, Any]],
+    app: ASGIApp,
+    backend: NativeBackend | UpstreamBackend,
+    sock: socket.socket,
+    on_ready: Callable[[str], None],
     traces: Traces | None,
+    *,
+    batch_service: BatchService | None = None,
 ) -> None:
-    """Run the server to its end, with traces and statistics in the log as settings say."""
+    """Serve `app` on `sock` to the end, with traces and statistics in the log as settings say.
+
+    on_ready: called with the server's address. Raises InvalidConfig if the files for TLS cannot be used.
+    """
+    server, access = settings.server, settings.access
+    check_files(access)
+    running = serve_app(
+        app,
+        backend,
+        sock,
+        timeouts=connection_timeouts(server, relays=settings.upstream.backend != "native"),
+        shutdown_timeout=server.shutdown_timeout,
+        log_level=server.uvicorn_log_level,
+        log_config=log_config(server.log_format),
+        root_path=server.root_path,
+        tls=(access.ssl_keyfile, access.ssl_certfile) if access.ssl_keyfile and access.ssl_certfile else None,
+        batch_service=batch_service,
+        address_file=server.address_file,
+        on_ready=on_ready,
+    )
     if traces is not None:
-        server = traces.run(server)
-    if not settings.server.disable_log_stats:
-        server = run_with_stats(server, stats, log)
+        running = traces.run(running)
+    if not server.disable_log_stats:
+        running = run_with_stats(running, backend.stats, log)
     heap.settled()
-    uvloop.run(server)
+    uvloop.run(running)
 
 
 def build_observer(settings: Settings, model: str, traces: Traces | None) -> ObserverGroup:
@@ -139,29 +162,8 @@ def _log_ready(text: Text, backend: NativeBackend, started: float, url: str) -> 
         log.warning(doubts)
     log.info(
         "%s is ready at %s after %.1f s; calls of tools: %s, thoughts: %s",
-        card.id,
-        url,
-        time.monotonic() - started,
-        text.tool_parser,
-        text.reasoning_parser,
+        *(card.id, url, time.monotonic() - started, text.tool_parser, text.reasoning_parser),
     )
-
-
-def _card(name: str, root: str, text: Text) -> ModelCard:
-    return ModelCard(
-        id=name,
-        created=int(time.time()),
-        max_model_len=UNLIMITED,
-        root=root,
-        defaults=text.defaults,
-        tool_parser=text.tool_parser,
-        reasoning_parser=text.reasoning_parser,
-    )
-
-
-def build_keys(settings: Settings) -> Keys:
-    """The API keys and admin keys."""
-    return Keys(settings.server.api_key, settings.access.admin_key)
 
 
 def build_hosts(settings: Settings) -> Hosts:
@@ -173,19 +175,6 @@ def build_hosts(settings: Settings) -> Hosts:
     host, allowed = settings.server.host, settings.access.allowed_hosts
     any_name = not allowed and (settings.server.api_key or not loopback(host))
     return Hosts(("*",) if any_name else (*allowed, host))
-
-
-def build_rates(access: AccessConfig) -> Rates:
-    """The limits of requests and tokens a minute."""
-    return Rates(access.max_requests_per_minute or math.inf, access.max_tokens_per_minute or math.inf)
-
-
-def build_tls(access: AccessConfig) -> tuple[str, str] | None:
-    """(key file, certificate file), None without TLS. Raises InvalidConfig if they cannot be used."""
-    check_files(access)
-    if access.ssl_keyfile is None or access.ssl_certfile is None:
-        return None
-    return access.ssl_keyfile, access.ssl_certfile
 
 
 def connection_timeouts(server: ServerConfig, *, relays: bool = False) -> Timeouts:
@@ -201,12 +190,6 @@ def connection_timeouts(server: ServerConfig, *, relays: bool = False) -> Timeou
         read=server.read_timeout,
         write=server.write_timeout,
     )
-
-
-def _batch_service(server: ServerConfig, answer: Answer, limits: Limits) -> BatchService | None:
-    if server.batch_dir is None:
-        return None
-    return BatchService(Path(server.batch_dir).expanduser(), answer, limits, width=server.batch_concurrency)
 
 
 def engine_process(settings: Settings, name: str, child: str = "quire.assembly.engine_child") -> EngineProcess:

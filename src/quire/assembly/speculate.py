@@ -13,14 +13,7 @@ from quire.errors import InvalidConfig
 from quire.model_runner.graphs import GraphKey, bucket_seqs, bucket_tokens, padding
 from quire.model_runner.memory import LayerShape, allocate, layer_shapes
 from quire.model_runner.sampling.features import RANDOM, TRUNCATED
-from quire.model_runner.speculative import (
-    Drafter,
-    ModelDrafter,
-    ModelProposer,
-    NgramDrafter,
-    NgramProposer,
-    Proposer,
-)
+from quire.model_runner.speculative import Drafter, ModelDrafter, ModelProposer, NgramDrafter, NgramProposer, Proposer
 from quire.models.registry import Model
 from quire.ops.base import Ops
 from quire.scheduler.speculation import AdaptiveDrafts, FixedDrafts, SpeculationPolicy, draft_counts

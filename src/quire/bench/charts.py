@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 from matplotlib import rc_context
@@ -22,20 +22,15 @@ STYLE: Mapping[str, Any] = {
     "svg.hashsalt": "quire",
     "font.family": "sans-serif",
     "font.size": 9,
-    "axes.edgecolor": GREY,
-    "axes.labelcolor": GREY,
-    "axes.titlecolor": GREY,
     "axes.titlesize": 10,
     "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "text.color": GREY,
+    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "axes.titlecolor"), GREY),
+    **dict.fromkeys(("xtick.color", "ytick.color", "text.color", "grid.color"), GREY),
     "legend.frameon": False,
     "legend.fontsize": 8,
     "axes.grid": True,
-    "grid.color": GREY,
     "grid.alpha": 0.2,
     "grid.linewidth": 0.6,
     "lines.linewidth": 1.6,
@@ -134,7 +129,7 @@ def load_of(level: Mapping[str, Any]) -> float:
 def by_load(runs: Sequence[Run], title: str, what: Sequence[tuple[str, int | None]]) -> Figure:
     """A line a run and quantity: solid for the first of `what`, dashed for others. An int picks a quantile."""
     figure, axes = plot(title)
-    for run, colour in zip(runs, colours(len(runs)), strict=True):
+    for run, colour in zip(runs, cycle(COLOURS), strict=False):
         levels = sorted((level for level in run["levels"] if level["ok"]), key=load_of)
         for i, (name, quantile) in enumerate(what):
             values = [level[name] if quantile is None else level["ms"][name][quantile] for level in levels]
@@ -160,7 +155,7 @@ def spread(run: Run, what: str, title: str) -> Figure:
     """Which share of a level's requests took how long."""
     figure, axes = plot(f"{run['about']['label']}: {title}", 4.5)
     levels = [level for level in run["levels"] if level["ok"]]
-    for level, colour in zip(levels, colours(len(levels)), strict=True):
+    for level, colour in zip(levels, cycle(COLOURS), strict=False):
         end = 1 if what == "ttft" else 2
         took = sorted(1e3 * (one[end] - one[0]) for one in level["asked"] if one[5] == 200 and one[1])
         axes.step(took, [(i + 1) / len(took) for i in range(len(took))], color=colour, label=level["level"])
@@ -221,8 +216,3 @@ def plain(value: float, _: int | None) -> str:
 def sparse(value: float, at: int | None) -> str:
     """Of ten parts of a decade three are named."""
     return plain(value, at) if f"{value:e}"[0] in "25" else ""
-
-
-def colours(count: int) -> list[str]:
-    """Colours of `count` lines; they repeat after eight."""
-    return [COLOURS[i % len(COLOURS)] for i in range(count)]

@@ -22,32 +22,20 @@ import click
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from quire.assembly.engine import build_engine
+from quire.cli.tables import numbers
 from quire.config import Settings
 from quire.engine.engine import Engine
 
+_FIELDS = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("intermediate_size", "vocab_size", "max_position_embeddings"),
+)
 SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "smollm2-135m": {
-            "hidden_size": 576,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-            "intermediate_size": 1536,
-            "vocab_size": 49152,
-            "max_position_embeddings": 2048,
-        },
-        "llama-3.2-1b": {
-            "hidden_size": 2048,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "intermediate_size": 8192,
-            "vocab_size": 128256,
-            "max_position_embeddings": 8192,
-        },
+        "smollm2-135m": dict(zip(_FIELDS, (576, 30, 9, 3, 1536, 49152, 2048), strict=True)),
+        "llama-3.2-1b": dict(zip(_FIELDS, (2048, 16, 32, 8, 8192, 128256, 8192), strict=True)),
     }
 )
 """Public shapes, all Llama, tied heads."""
@@ -171,9 +159,8 @@ def _cpu() -> str:
 
 def _show(found: dict[str, Any]) -> None:
     title = f"decode, {found['shape']} {found['dtype']}, {found['threads']} threads, {found['cpu']}"
-    table = Table(title=title, title_justify="left", caption=f"torch {found['torch']}", caption_justify="left")
-    for heading in ("batch", "quire tok/s", f"transformers {found['transformers']} tok/s", "ratio"):
-        table.add_column(heading, justify="right")
+    table = numbers(title, "batch", "quire tok/s", f"transformers {found['transformers']} tok/s", "ratio")
+    table.caption, table.caption_justify = f"torch {found['torch']}", "left"
     for row in found["rows"]:
         table.add_row(str(row["batch"]), f"{row['quire']:.1f}", f"{row['transformers']:.1f}", f"{row['ratio']:.2f}")
     Console().print(table)

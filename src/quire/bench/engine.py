@@ -12,8 +12,8 @@ from typing import Any, get_args
 import click
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
+from quire.cli.tables import numbers
 from quire.engine.engine import Engine
 from quire.engine.timing import VirtualClock, WallClock
 from quire.observability.engine_metrics import EngineMetrics
@@ -82,10 +82,7 @@ def command(
     outcome = sorted(outcomes, key=lambda o: o.tokens / o.seconds)[repeat // 2]
     outcome.peak_bytes = peak_memory(lambda: _run(config, loads[:10_000], virtual=True, quiet=True))
     found = report(outcome)
-    if as_json:
-        click.echo(json.dumps(found))
-    else:
-        _show(found)
+    click.echo(json.dumps(found)) if as_json else _show(found)
 
 
 def _run(
@@ -125,9 +122,7 @@ def _spread(seconds: list[float]) -> dict[str, float]:
 
 
 def _show(found: dict[str, Any]) -> None:
-    table = Table(title="engine loop, no weights", title_justify="left")
-    table.add_column("what")
-    table.add_column("figure", justify="right")
+    table = numbers("engine loop, no weights", "what", "figure", left=("what",))
     for name, value in found.items():
         table.add_row(name.replace("_", " "), _figure(value))
     Console().print(table)

@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from quire.bench.offline import check_lengths, check_writable, offline_command, percentiles, report, time_generate
+from quire.bench.offline import check_lengths, offline_command, percentiles, report, time_generate
+from quire.cli.base import integer
 from quire.config import Settings
 from quire.llm import LLM
 
@@ -17,18 +18,12 @@ from quire.llm import LLM
 @offline_command(
     "latency",
     [
-        click.Option(["--input-len"], type=click.IntRange(1), default=32, show_default=True, help="Prompt tokens."),
-        click.Option(["--output-len"], type=click.IntRange(1), default=128, show_default=True, help="New tokens."),
-        click.Option(["--batch-size"], type=click.IntRange(1), default=8, show_default=True, help="Prompts at once."),
-        click.Option(["--n"], type=click.IntRange(1), default=1, show_default=True, help="Answers to each prompt."),
-        click.Option(
-            ["--num-iters-warmup"],
-            type=click.IntRange(0),
-            default=10,
-            show_default=True,
-            help="Batches before, not counted.",
-        ),
-        click.Option(["--num-iters"], type=click.IntRange(1), default=30, show_default=True, help="Batches measured."),
+        integer("--input-len", 32, "Prompt tokens."),
+        integer("--output-len", 128, "New tokens."),
+        integer("--batch-size", 8, "Prompts at once."),
+        integer("--n", 1, "Answers to each prompt."),
+        integer("--num-iters-warmup", 10, "Batches before, not counted.", low=0),
+        integer("--num-iters", 30, "Batches measured."),
         click.Option(["--disable-detokenize"], is_flag=True, help="Leave out the time of turning tokens into text."),
     ],
 )
@@ -37,8 +32,6 @@ def command(settings: Settings, output_json: Path | None, as_json: bool, **given
 
     Prompts are random, and new in each iteration, so that none is found in the prefix cache.
     """
-    if output_json is not None:
-        check_writable(output_json, "--output-json")
     with LLM(settings=settings) as llm:
         result = {"model": settings.model.model, **given, **measure(llm, settings.model.seed, **given)}
     lines = [f"Avg latency: {result['avg_latency']:.4f} seconds"]

@@ -31,21 +31,26 @@ def offline_command(name: str, params: Sequence[click.Parameter]) -> Callable[[C
     The function is called with `settings`, `output_json` and `as_json`, and the values of `params`.
     """
     output = [
-        click.Option(["--output-json"], type=FILE, metavar="FILE", help="Save the results there, as JSON."),
+        click.Option(
+            ["--output-json"], type=FILE, callback=writable, metavar="FILE", help="Save the results there, as JSON."
+        ),
         click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object."),
     ]
     return click.command(name, cls=SettingsCommand, sections=OFFLINE, positional=True, params=[*params, *output])
 
 
-def check_writable(path: Path, option: str) -> None:
-    """Raise BadParameter naming `option` where `path` cannot be written. Creates no file."""
+def writable(context: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+    """Callback of an option for a file to write. Raises BadParameter if it cannot be written; creates no file."""
+    if path is None:
+        return None
     existed = path.exists()
     try:
         path.open("ab").close()
     except OSError as error:
-        raise click.BadParameter(f"{path}: {error.strerror}", param_hint=option) from error
+        raise click.BadParameter(f"{path}: {error.strerror}", param_hint=param.opts[0]) from error
     if not existed:
         path.unlink()
+    return path
 
 
 def report(result: Mapping[str, Any], text: str, output_json: Path | None, as_json: bool) -> None:

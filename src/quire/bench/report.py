@@ -38,12 +38,7 @@ _COLUMNS = (
     "tokens an event",
     "within goals",
 )
-_TIMES: Mapping[str, str] = {
-    "ttft": "first token",
-    "tpot": "a token",
-    "itl": "between events",
-    "e2el": "whole answer",
-}
+_TIMES: Mapping[str, str] = {"ttft": "first token", "tpot": "a token", "itl": "between events", "e2el": "whole answer"}
 
 
 @click.command("report")

@@ -21,13 +21,13 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from quire import __version__
 from quire.bench.load_client import ClientResult, LoadJob, RequestTiming, encode_request, run_clients, summarize
 from quire.bench.load_levels import load_levels, parse_counts, parse_goodput, parse_range, parse_rates
 from quire.bench.monitor import GPUMonitor, MetricsMonitor, environment, fetch, served_model
-from quire.bench.offline import FILE, check_writable
+from quire.bench.offline import FILE, writable
+from quire.cli.tables import numbers
 from quire.errors import InvalidConfig
 from quire.frontend.http_client import Origin
 from quire.observability.prometheus import percentile
@@ -35,6 +35,7 @@ from quire.observability.prometheus import percentile
 USERS = "1,2,4,8,16,32,64,128"
 QUANTILES = (50, 90, 95, 99)
 SHOWN: Any = MappingProxyType({"metavar": "TEXT", "show_default": True})
+OUTPUT: Any = MappingProxyType({"show_default": True, "help": "Where all of it goes, for `quire bench report`."})
 HELP: Mapping[str, str] = MappingProxyType(
     {
         "users": "Users, each asking again when answered: one measurement for each number.",
@@ -44,7 +45,6 @@ HELP: Mapping[str, str] = MappingProxyType(
         "count": "Requests a measurement. Unset: four a user and 20 at least; 200 at a rate; the whole trace.",
         "shared": "Tokens that all prompts begin with, besides; 0 unless given.",
         "goals": "Count the requests within ttft:MS,tpot:MS,e2el:MS.",
-        "path": "Where all of it goes, for `quire bench report`.",
     }
 )
 
@@ -72,7 +72,7 @@ HELP: Mapping[str, str] = MappingProxyType(
 @click.option("--seed", default=7, show_default=True)
 @click.option("--processes", type=click.IntRange(1), default=min(4, os.cpu_count() or 1), show_default=True)
 @click.option("--label", help="What the report calls this run. Unset: the model.")
-@click.option("--save-result", "path", type=FILE, default=Path("load.json"), show_default=True, help=HELP["path"])
+@click.option("--save-result", "path", type=FILE, callback=writable, default="load.json", **OUTPUT)
 def command(base_url: str, model: str | None, api_key: str, path: Path, processes: int, **given: Any) -> None:
     """Load-test a server that runs: tokens/s and times by number of users, by rate, or along a recorded trace."""
     try:
@@ -80,7 +80,6 @@ def command(base_url: str, model: str | None, api_key: str, path: Path, processe
     except InvalidConfig as error:
         raise click.BadParameter(str(error).removeprefix("upstream: "), param_hint="--base-url") from error
     base_url = str(origin)
-    check_writable(path, "--save-result")
     model = model or served_model(base_url, api_key)
     job = LoadJob(host=origin.host, port=origin.port, model=model, streams=1, prompts=[], output_lens=[], key=api_key)
     job = replace(job, path=origin.prefix, tls=origin.tls)
@@ -190,9 +189,10 @@ def summary_line(row: Mapping[str, Any]) -> str:
 
 def show(found: Sequence[Mapping[str, Any]]) -> None:
     """Print a table with a row for each level."""
-    table = Table(title="times in milliseconds, p50 / p99", title_justify="left")
-    for column in ("load", "answered", "requests/s", "tokens/s", "first token", "a token", "whole answer", "good"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = numbers(
+        "times in milliseconds, p50 / p99",
+        *("load", "answered", "requests/s", "tokens/s", "first token", "a token", "whole answer", "good"),
+    )
     for row in found:
         ms = [f"{row['ms'][what][0]:,.1f} / {row['ms'][what][-1]:,.1f}" for what in ("ttft", "tpot", "e2el")]
         good = "" if row["good"] is None else f"{100 * row['good'] / row['requests']:.0f} %"

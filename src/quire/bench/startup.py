@@ -22,7 +22,8 @@ import click
 from rich.console import Console
 from rich.progress import track
 
-from quire.bench.offline import check_writable, offline_command, percentiles, report
+from quire.bench.offline import offline_command, percentiles, report
+from quire.cli.base import integer
 from quire.config import Settings
 from quire.errors import InvalidModel, QuireError
 from quire.llm import LLM
@@ -41,19 +42,9 @@ MEASURES = {READY: "startup", FIRST_TOKEN: "first_token"}.items()
 @offline_command(
     "startup",
     [
-        click.Option(
-            ["--num-iters-cold"], type=click.IntRange(0), default=3, show_default=True, help="Cold starts measured."
-        ),
-        click.Option(
-            ["--num-iters-warmup"],
-            type=click.IntRange(0),
-            default=1,
-            show_default=True,
-            help="Starts before the warm ones, not counted.",
-        ),
-        click.Option(
-            ["--num-iters-warm"], type=click.IntRange(0), default=3, show_default=True, help="Warm starts measured."
-        ),
+        integer("--num-iters-cold", 3, "Cold starts measured.", low=0),
+        integer("--num-iters-warmup", 1, "Starts before the warm ones, not counted.", low=0),
+        integer("--num-iters-warm", 3, "Warm starts measured.", low=0),
     ],
 )
 def command(
@@ -67,8 +58,6 @@ def command(
     """Measure the time from process start to a ready engine, and to its first token, each time in a new process."""
     if not num_iters_cold and not num_iters_warm:
         raise click.BadParameter("0, as is --num-iters-warm: nothing to measure", param_hint="--num-iters-cold")
-    if output_json is not None:
-        check_writable(output_json, "--output-json")
     folder = locate(settings.model.model, revision=settings.model.revision, cache=settings.model.download_dir)
     check(folder)
     phases = ["cold"] * num_iters_cold + ["warmup"] * num_iters_warmup * bool(num_iters_warm)
@@ -80,8 +69,7 @@ def command(
     lines = []
     for phase in ("cold", "warm"):
         for _, measure in MEASURES:
-            times = [one[measure] for one in starts[phase]]
-            if times:
+            if times := [one[measure] for one in starts[phase]]:
                 result[f"avg_{phase}_{measure}_time"] = statistics.fmean(times)
                 result[f"{phase}_{measure}_times"] = times
                 result[f"{phase}_{measure}_percentiles"] = percentiles(times)

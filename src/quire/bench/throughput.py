@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from quire.bench.offline import FILE, check_lengths, check_writable, offline_command, report, time_generate
+from quire.bench.offline import FILE, check_lengths, offline_command, report, time_generate
+from quire.cli.base import integer
 from quire.config import Settings
 from quire.errors import InvalidRequest
 from quire.llm import LLM
@@ -42,9 +43,9 @@ class SampleRequest(NamedTuple):
             "wished, `output_tokens`. [sharegpt with --dataset-path, random without]",
         ),
         click.Option(["--dataset-path"], type=FILE, help="The dataset's file."),
-        click.Option(["--num-prompts"], type=click.IntRange(1), default=1000, show_default=True, help="At most."),
-        click.Option(["--input-len"], type=click.IntRange(1), help="Tokens of random prompts. [128]"),
-        click.Option(["--output-len"], type=click.IntRange(1), help="New tokens. [the dataset's, or 128]"),
+        integer("--num-prompts", 1000, "At most."),
+        integer("--input-len", None, "Tokens of random prompts. [128]"),
+        integer("--output-len", None, "New tokens. [the dataset's, or 128]"),
         click.Option(
             ["--random-range-ratio"],
             type=click.FloatRange(0, 1, max_open=True),
@@ -52,21 +53,9 @@ class SampleRequest(NamedTuple):
             show_default=True,
             help="Random lengths are uniform from LEN * (1 - RATIO) to LEN * (1 + RATIO).",
         ),
-        click.Option(
-            ["--prefix-len"],
-            type=click.IntRange(0),
-            default=0,
-            show_default=True,
-            help="Tokens that all random prompts begin with, besides.",
-        ),
-        click.Option(["--n"], type=click.IntRange(1), default=1, show_default=True, help="Answers to each prompt."),
-        click.Option(
-            ["--num-warmups"],
-            type=click.IntRange(0),
-            default=8,
-            show_default=True,
-            help="Requests before, not counted.",
-        ),
+        integer("--prefix-len", 0, "Tokens that all random prompts begin with, besides.", low=0),
+        integer("--n", 1, "Answers to each prompt."),
+        integer("--num-warmups", 8, "Requests before, not counted.", low=0),
         click.Option(["--disable-detokenize"], is_flag=True, help="Leave out the time of turning tokens into text."),
     ],
 )
@@ -85,8 +74,6 @@ def command(
     if (name == "random") != (path is None):
         wrong = "takes no --dataset-path" if path is not None else "needs --dataset-path FILE"
         raise click.BadParameter(f"{name} {wrong}", param_hint="--dataset-name")
-    if output_json is not None:
-        check_writable(output_json, "--output-json")
     detokenize = not disable_detokenize
     with LLM(settings=settings) as llm:
         requests = sample_requests(llm, settings.model.seed, **given)

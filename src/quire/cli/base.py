@@ -205,15 +205,17 @@ def _click_option(known: Option) -> click.Option:
     )
 
 
+def integer(flag: str, default: int | None, help: str, *, low: int = 1, high: int | None = None) -> click.Option:
+    """An option for a whole number from `low` to `high`."""
+    return click.Option([flag], type=click.IntRange(low, high), default=default, show_default=True, help=help)
+
+
 def sampling_options() -> list[click.Option]:
     """New options, named as the fields of SamplingParams; `--seed` is an option of the engine's configuration."""
+    numeric = [each for each in NUMERIC_PARAMETERS if each.help]
     return [
         click.Option(["--max-tokens"], type=int, help="Longest answer, in tokens."),
-        *(
-            click.Option([f"--{each.name.replace('_', '-')}"], type=type(each.low), help=each.help)
-            for each in NUMERIC_PARAMETERS
-            if each.help
-        ),
+        *(click.Option([f"--{_dashes(each.name)}"], type=type(each.low), help=each.help) for each in numeric),
         click.Option(["--stop"], multiple=True, help="End where this text appears; may be repeated."),
     ]
 

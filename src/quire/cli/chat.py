@@ -58,18 +58,17 @@ class ChatClient:
         asked = {"model": self._model, "messages": messages, "stream": True, **sampling}
         with self._send("POST", "/v1/chat/completions", asked) as answer:
             for line in answer:
-                if line.startswith(b"data:"):
-                    if (data := line[5:].strip()) == b"[DONE]":
-                        return
-                    yield from self._pieces(json.loads(data))
+                if not line.startswith(b"data:"):
+                    continue
+                if (data := line[5:].strip()) == b"[DONE]":
+                    return
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    raise Unavailable(f"{self._url}: {chunk['error'].get('message')}")
+                for choice in chunk.get("choices", ()):
+                    if text := choice["delta"].get("content"):
+                        yield text
         raise Unavailable(f"{self._url} broke off its answer")
-
-    def _pieces(self, chunk: dict[str, Any]) -> Iterator[str]:
-        if "error" in chunk:
-            raise Unavailable(f"{self._url}: {chunk['error'].get('message')}")
-        for choice in chunk.get("choices", ()):
-            if text := choice["delta"].get("content"):
-                yield text
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None) -> http.client.HTTPResponse:
         connection = self._kind(self._place, timeout=600)
@@ -77,11 +76,10 @@ class ChatClient:
             sent = None if body is None else json.dumps(body)
             connection.request(method, self._path + path, body=sent, headers={**self._headers, "Connection": "close"})
             answer = connection.getresponse()
-        except http.client.HTTPException:
+        except (OSError, http.client.HTTPException) as error:
             connection.close()
-            raise
-        except OSError as error:
-            connection.close()
+            if isinstance(error, http.client.HTTPException):
+                raise
             raise Unavailable(f"no server answers at {self._url}: {error}") from error
         if answer.status != 200:
             with answer:
@@ -173,9 +171,8 @@ def answer_within_context(
             yield from answer(messages)
             return
         except InvalidRequest as error:
-            if (
-                "context" not in str(error) or len(messages) < fixed + 3
-            ):  # no word is in every server's message but this
+            # No other word is in every server's message.
+            if "context" not in str(error) or len(messages) < fixed + 3:
                 raise
             del messages[fixed : fixed + 2]
             console.print("(too long for the model: the oldest question and its answer are forgotten)", style="dim")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.assembly.text import build_tokenizer
 from quire.cli.base import SettingsCommand
-from quire.cli.inspect import print_table
+from quire.cli.tables import print_pairs
 from quire.config import Settings
 from quire.errors import InvalidConfig, InvalidModel
 from quire.models import gemma
@@ -44,7 +44,7 @@ def command(settings: Settings) -> None:
         encoded = ()
     model = load_model(folder, dtype="float32")
     found = list(compare(model, folder, probe(model.spec.vocab, encoded)))
-    print_table([(layer.name, f"{layer.most:.2e}  ({layer.share:.1e} of its deviation)") for layer in found])
+    print_pairs([(layer.name, f"{layer.most:.2e}  ({layer.share:.1e} of its deviation)") for layer in found])
     first = departs(found)
     if first is not None:
         raise InvalidModel(f"{first.name} is the first that departs: by {first.share:.1e} of its deviation")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import signal
 import threading
 from pathlib import Path
@@ -13,6 +12,7 @@ from quire.assembly import extra
 from quire.cli.base import SettingsCommand
 from quire.config import Settings
 from quire.errors import InvalidConfig
+from quire.server.access import loopback
 from quire.weights.locate import locate
 
 
@@ -40,7 +40,7 @@ def command(
         raise InvalidConfig(f"--listen must look like 127.0.0.1:50051, not {listen}", param="listen")
     if (tls_cert is None) != (tls_key is None) or (tls_client_ca is not None and tls_cert is None):
         raise InvalidConfig("TLS needs both --tls-cert and --tls-key", param="tls_cert")
-    if tls_client_ca is None and not _loopback(name):
+    if tls_client_ca is None and not loopback(name):
         click.echo(
             f"warning: anyone who reaches {name} can use this executor: set --tls-cert, --tls-key and --tls-client-ca",
             err=True,
@@ -62,13 +62,6 @@ def command(
     over.wait()
     host.stop()
     host.executor.close()
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 @click.command("export-onnx")

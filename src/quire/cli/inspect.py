@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import click
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from quire.assembly.text import Text, build_text
 from quire.cli.base import SettingsCommand
+from quire.cli.tables import print_pairs
 from quire.config import Settings
 from quire.errors import InvalidModel
 from quire.layers.basic import RopeConfig
@@ -164,10 +163,8 @@ def short(dtype: torch.dtype) -> str:
 
 def count(numbers: int) -> str:
     """A large number, rounded: 1.24 B."""
-    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if numbers >= size:
-            return f"{numbers / size:.3g} {unit}"
-    return str(numbers)
+    unit, size = next((each for each in (("B", 1e9), ("M", 1e6), ("k", 1e3)) if numbers >= each[1]), ("", 1))
+    return f"{numbers / size:.3g} {unit}".rstrip()
 
 
 def amount(size: float) -> str:
@@ -178,10 +175,6 @@ def amount(size: float) -> str:
     return f"{size:.0f} bytes"
 
 
-WIDE = 1000
-"""Columns where the output is no terminal, so that programs read unfolded lines."""
-
-
 @click.command("inspect", cls=SettingsCommand, sections=("model",), positional=True)
 def command(settings: Settings) -> None:
     """Print what MODEL is, from headers alone: architecture, shapes, formats, tokenizer, template, KV bytes a token.
@@ -190,21 +183,8 @@ def command(settings: Settings) -> None:
     """
     facts = read_facts(settings)
     spoken, mute, doubts = text(settings, facts.spec.vocab)
-    print_table([*shapes(facts), *files(facts), *spoken])
+    print_pairs([*shapes(facts), *files(facts), *spoken])
     if facts.trouble or mute:
         raise InvalidModel(facts.trouble or mute)
     if doubts:
         click.echo(f"WARNING: {doubts}", err=True)
-
-
-def print_table(rows: list[Fact]) -> None:
-    """Print two columns."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, value)
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = WIDE
-    console.print(table)

@@ -11,7 +11,8 @@ import torch
 
 from quire.assembly.limits import LARGEST_GEMM_WORKSPACE, host_bytes, resolve, working_bytes
 from quire.cli.base import SettingsCommand
-from quire.cli.inspect import Fact, ModelFacts, amount, print_table, read_facts
+from quire.cli.inspect import Fact, ModelFacts, amount, read_facts
+from quire.cli.tables import print_pairs
 from quire.config import OPTIONS, Settings
 from quire.errors import InvalidConfig
 from quire.model_runner.memory import block_bytes, cpu_budget, layer_shapes, usable_blocks
@@ -68,7 +69,7 @@ def command(settings: Settings, memory: str | None) -> None:
     """
     device = device_of(settings)
     rows = list(plan_lines(settings, read_facts(settings), free(device) if memory is None else size_of(memory), device))
-    print_table(rows)
+    print_pairs(rows)
     # That line is there only if it does not fit.
     if "fits" in dict(rows):
         raise SystemExit(1)
@@ -167,20 +168,15 @@ def smaller(settings: Settings, facts: ModelFacts, room: int, device: torch.devi
     plain = read_scheme(facts.config) is None and settings.model.quantization == AUTO
     small_kv: dict[str, Any] = {"kv_cache_dtype": "fp8"}
     both = {**small_kv, **({"quantization": "fp8"} if plain else {})}
-    whole = (
-        {"kv_cache_memory_bytes": (asked.least + 1) * asked.page} if not settings.cache.num_gpu_blocks_override else {}
-    )
+    whole = {} if settings.cache.num_gpu_blocks_override else {"kv_cache_memory_bytes": (asked.least + 1) * asked.page}
     length = longest(asked)
     shorter = {"max_model_len": length}
-    proposals = [whole, shorter if length > asked.length // 2 else {}, small_kv, shorter, both]
-    for change in proposals:
-        if (
-            change
-            and need(changed(settings, change), facts, room, device).fits
-            and change.get("max_model_len", SHORTEST) >= SHORTEST
-        ):
+    for change in (whole, shorter if length > asked.length // 2 else {}, small_kv, shorter, both):
+        if not change or change.get("max_model_len", SHORTEST) < SHORTEST:
+            continue
+        if need(settings.changed(**change), facts, room, device).fits:
             yield change
-    last = longest(need(changed(settings, both), facts, room, device))
+    last = longest(need(settings.changed(**both), facts, room, device))
     if last >= SHORTEST:
         yield {**both, "max_model_len": min(last, asked.length)}
 
@@ -188,8 +184,3 @@ def smaller(settings: Settings, facts: ModelFacts, room: int, device: torch.devi
 def longest(asked: MemoryPlan) -> int:
     """Tokens of a sequence that the pool holds."""
     return max(1, (asked.pool // asked.page - 1) * asked.size + 1)
-
-
-def changed(settings: Settings, change: dict[str, Any]) -> Settings:
-    """The settings with a change."""
-    return Settings.of(**{**settings.flat(), **change})

@@ -47,7 +47,7 @@ def command(
     cannot be read.
     """
     reader, reports = recording_format.RecordingReader(path), list[dict[str, Any]]()
-    show, known = _Shown(), dict(CLASSES)
+    console, known = Console(highlight=False, soft_wrap=True), dict(CLASSES)
     if scheduling_policy is not None:
         own = load_policy(scheduling_policy)
         known[class_path(own)] = own
@@ -58,7 +58,7 @@ def command(
         found = {"number": len(reports) + 1, **report(again, stats, notes)}
         reports.append(found)
         if not as_json and run in (None, found["number"]):
-            show.recording(again, found)
+            _show(again, found, console)
     if run is not None and run > len(reports):
         raise InvalidRequest(f"there is no recording {run}: there are {len(reports)}")
     reports = [each for each in reports if run in (None, each["number"])]
@@ -132,37 +132,32 @@ def _under_way(again: Replay) -> list[str]:
 # -------------------------------------------------------------------- for people
 
 
-class _Shown:
-    """Prints recordings as they are replayed."""
+def _show(again: Replay, said: dict[str, Any], console: Console) -> None:
+    """Print a recording's report."""
 
-    def __init__(self) -> None:
-        self.console = Console(highlight=False, soft_wrap=True)
+    def say(line: str, style: str = "") -> None:
+        console.print(Text(escape_control(line), style=style))
 
-    def say(self, line: str, style: str = "") -> None:
-        """Print a line."""
-        self.console.print(Text(escape_control(line), style=style))
-
-    def recording(self, again: Replay, said: dict[str, Any]) -> None:
-        """Print a recording's report."""
-        say = self.say
-        when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(said["began"]))
-        say(f"recording {said['number']}: quire {said['quire']}, from {when} on, {said['seconds']:.3f} s", "bold")
-        for note in said["notes"]:
-            say(f"note: {note}", "yellow")
-        if "step" in said:
-            _step(said["step"], say)
-        elif "request" in said:
-            for life in said["request"]:
-                _request_lines(life, say)
-        elif said["requests"]:
-            _summary(said, say)
-        else:
-            say("nothing was asked of it")
-        if said["under_way"]:
-            say("under way when the recording ended:", "bold")
-            for line in said["under_way"]:
-                say(f"  {line}")
-        _verdict(again, said, self.console)
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(said["began"]))
+    say(f"recording {said['number']}: quire {said['quire']}, from {when} on, {said['seconds']:.3f} s", "bold")
+    for note in said["notes"]:
+        say(f"note: {note}", "yellow")
+    if "step" in said:
+        _step(said["step"], say)
+    elif "request" in said:
+        for life in said["request"]:
+            say(f"{life['id']}: {life['summary']}", "bold")
+            for event in life["events"]:
+                say(f"  {event['at'] * 1e3:10.2f} ms  {event['says']}")
+    elif said["requests"]:
+        _summary(said, say)
+    else:
+        say("nothing was asked of it")
+    if said["under_way"]:
+        say("under way when the recording ended:", "bold")
+        for line in said["under_way"]:
+            say(f"  {line}")
+    _verdict(again, said, say, console)
 
 
 def _summary(said: dict[str, Any], say: Any) -> None:
@@ -204,24 +199,18 @@ def _step(step: dict[str, Any], say: Any) -> None:
     say("  after it: " + ", ".join(f"{name} {value}" for name, value in step["after"].items()))
 
 
-def _request_lines(story: dict[str, Any], say: Any) -> None:
-    say(f"{story['id']}: {story['summary']}", "bold")
-    for event in story["events"]:
-        say(f"  {event['at'] * 1e3:10.2f} ms  {event['says']}")
-
-
-def _verdict(again: Replay, said: dict[str, Any], console: Console) -> None:
+def _verdict(again: Replay, said: dict[str, Any], say: Any, console: Console) -> None:
     departure = again.divergence
     if departure is None:
         broke = f"; the engine broke as it did then: {said['crash']}" if said["crash"] else ""
-        console.print(Text(f"every decision is the same{broke}", style="bold green"))
+        say(f"every decision is the same{broke}", "bold green")
         return
-    console.print(Text(escape_control(f"departs at step {departure.step}: {departure.what}"), style="bold red"))
+    say(f"departs at step {departure.step}: {departure.what}", "bold red")
     if departure.recorded or departure.decided:
         table = Table("recorded", "decided now")
-        for left, right in _beside(departure.recorded, departure.decided):
-            style = "" if left == right else "bold"
-            table.add_row(Text(escape_control(left), style=style), Text(escape_control(right), style=style))
+        for pair in _beside(departure.recorded, departure.decided):
+            style = "" if pair[0] == pair[1] else "bold"
+            table.add_row(*(Text(escape_control(line), style=style) for line in pair))
         console.print(table)
 
 

@@ -6,15 +6,12 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 import quire
 from quire.cli.base import SettingsCommand
+from quire.cli.tables import console
 from quire.config import OPTIONS, Settings
-
-WIDE = 1000
-"""Columns where the output is no terminal, so that programs read unfolded lines."""
 
 
 @click.command("config", cls=SettingsCommand, positional=True)
@@ -23,14 +20,11 @@ def command(settings: Settings) -> None:
     table = Table("option", "value", "from", box=None, pad_edge=False, header_style="bold")
     for section in dict.fromkeys(known.section for known in OPTIONS.values()):
         table.add_section()
-        for known in (known for known in OPTIONS.values() if known.section == section):
+        for known in filter(lambda known: known.section == section, OPTIONS.values()):
             source = settings.source(known.name)
             style = "dim" if source == "default" else "bold"
             table.add_row(known.flag.removeprefix("--"), known.show(settings.get(known.name)), source, style=style)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = WIDE
-    console.print(table)
+    console().print(table)
 
 
 @click.command("version")

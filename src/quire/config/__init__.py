@@ -3,31 +3,8 @@
 from __future__ import annotations
 
 from quire.config.option import Option
-from quire.config.settings import (
-    OPTIONS,
-    AccessConfig,
-    CacheConfig,
-    ExecutionConfig,
-    ModelConfig,
-    SchedulerConfig,
-    ServerConfig,
-    Settings,
-    UpstreamConfig,
-)
+from quire.config.settings import OPTIONS, SchedulerConfig, ServerConfig, Settings
 from quire.config.sources import load
 from quire.config.unknown import refuse
 
-__all__ = [
-    "OPTIONS",
-    "AccessConfig",
-    "CacheConfig",
-    "ExecutionConfig",
-    "ModelConfig",
-    "Option",
-    "SchedulerConfig",
-    "ServerConfig",
-    "Settings",
-    "UpstreamConfig",
-    "load",
-    "refuse",
-]
+__all__ = ["OPTIONS", "Option", "SchedulerConfig", "ServerConfig", "Settings", "load", "refuse"]

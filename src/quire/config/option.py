@@ -7,8 +7,8 @@ import math
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
-from types import MappingProxyType, UnionType
+from dataclasses import MISSING, dataclass, field, fields
+from types import MappingProxyType
 from typing import Any, Literal
 
 from quire.errors import InvalidConfig, nearest
@@ -33,50 +33,36 @@ _UNITS = MappingProxyType(
 _WHOLE = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*([A-Za-z]{0,3})")
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    low: float = -math.inf,
-    high: float = math.inf,
-    secret: bool = False,
-    unset: str = "auto",
-    metavar: str = "",
-    verbatim: bool = False,
-    mapping: bool = False,
-    registry: tuple[str, ...] = (),
-) -> Any:
-    """A dataclass field that is an option. `unset` is the word for None; `low` and `high` are included.
-
-    A `secret` is never printed, not even in a repr. verbatim: a list's texts are taken as they are; in others commas
-    part, space around is dropped, and none may be empty. mapping: the text is a JSON object, which Python and files may
-    also give as what it stands for. registry: names of registered classes, the choices; any
-    other class is given as module:Class.
-    """
-    notes = {"help": help, "low": low, "high": high, "secret": secret, "unset": unset, "metavar": metavar}
-    notes |= {"verbatim": verbatim, "mapping": mapping, "registry": registry}
-    return field(default=default, repr=not secret, metadata=notes)
+def option(default: Any, help: str, *, secret: bool = False, **attributes: Any) -> Any:
+    """A dataclass field that is an option. attributes: fields of Option that do not follow from the field's type."""
+    return field(default=default, repr=not secret, metadata={"help": help, "secret": secret, **attributes})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """An option, from a dataclass field. `choices` come from a Literal type, `optional` from `| None`."""
+    """An option, from a dataclass field. `choices` come from a Literal type or `registry`, `optional` from `| None`.
+
+    `unset` is the word for None, by default none for text and auto otherwise; `low` and `high` are included. A `secret`
+    is never printed, not even in a repr. verbatim: a list's texts are taken as they are; in others commas part, space
+    around is dropped, and none may be empty. mapping: the text is a JSON object, which Python and files may also give
+    as what it stands for. registry: names of registered classes, the choices; any other class is given as module:Class.
+    """
 
     name: str
     section: str
     kind: Kind
     default: Any
     help: str
-    low: float
-    high: float
     optional: bool
     choices: tuple[str, ...]
-    secret: bool
     unset: str
-    metavar: str
-    verbatim: bool
-    mapping: bool
-    registry: tuple[str, ...]
+    low: float = -math.inf
+    high: float = math.inf
+    secret: bool = False
+    metavar: str = ""
+    verbatim: bool = False
+    mapping: bool = False
+    registry: tuple[str, ...] = ()
 
     @property
     def flag(self) -> str:
@@ -117,16 +103,17 @@ class Option:
         """Raises InvalidConfig if the value is of the wrong type, not one of the choices, or out of range."""
         if value is None and self.optional:
             return
-        right = _TYPES[self.kind]
-        if not isinstance(value, right) or (isinstance(value, bool) and self.kind != "switch"):
-            raise InvalidConfig(f"{where}: {self.wants()}, not {self._quote(value)}", param=self.name)
-        if self.kind == "texts" and not self.verbatim and not all(value):
-            raise InvalidConfig(f"{where}: {self.wants()}: leave it out where there is none", param=self.name)
-        if self.choices and value not in self.choices and not (self.registry and ":" in value):
-            hint = nearest(value, self.choices)
-            raise InvalidConfig(f"{where}: {self.wants()}, not {value!r}.{hint}", param=self.name)
-        if self.kind in ("whole", "number") and not self.low <= value <= self.high:
-            raise InvalidConfig(f"{where}: {self.wants()}, not {value}", param=self.name)
+        if not isinstance(value, _TYPES[self.kind]) or (isinstance(value, bool) and self.kind != "switch"):
+            wrong = f", not {self._quote(value)}"
+        elif self.kind == "texts" and not self.verbatim and not all(value):
+            wrong = ": leave it out where there is none"
+        elif self.choices and value not in self.choices and not (self.registry and ":" in value):
+            wrong = f", not {value!r}.{nearest(value, self.choices)}"
+        elif self.kind in ("whole", "number") and not self.low <= value <= self.high:
+            wrong = f", not {value}"
+        else:
+            return
+        raise InvalidConfig(f"{where}: {self.wants()}{wrong}", param=self.name)
 
     def wants(self) -> str:
         """What a value must be, for messages."""
@@ -151,35 +138,32 @@ class Option:
 
 
 def options(section: str, config: type) -> Iterator[Option]:
-    """The options of a dataclass, in order."""
+    """The options of a dataclass, in order. Raises TypeError for a field without a default."""
     types = typing.get_type_hints(config)
     for entry in fields(config):
-        yield _describe(section, entry, types[entry.name])
+        if entry.default is MISSING:
+            raise TypeError(f"option {entry.name} has no default")
+        inner, alternatives = types[entry.name], typing.get_args(types[entry.name])
+        optional = type(None) in alternatives
+        if optional:
+            inner = next(each for each in alternatives if each is not type(None))
+        literal = typing.get_args(inner) if typing.get_origin(inner) is Literal else ()
+        choices = literal or entry.metadata.get("registry", ())
+        kind: Kind = "text" if choices else _KINDS[inner]
+        yield Option(
+            name=entry.name,
+            section=section,
+            kind=kind,
+            default=entry.default,
+            optional=optional,
+            choices=choices,
+            **{"unset": "none" if kind == "text" else "auto", **entry.metadata},
+        )
 
 
-def _describe(section: str, entry: Field[Any], annotation: Any) -> Option:
-    optional = isinstance(annotation, UnionType) or typing.get_origin(annotation) is typing.Union
-    inner = next((a for a in typing.get_args(annotation) if a is not type(None)), str) if optional else annotation
-    literal = typing.get_args(inner) if typing.get_origin(inner) is Literal else ()
-    choices = literal or entry.metadata["registry"]
-    kinds: dict[Any, Kind] = {
-        str: "text",
-        tuple[str, ...]: "texts",
-        int: "whole",
-        float: "number",
-        bool: "switch",
-    }
-    if entry.default is MISSING:
-        raise TypeError(f"option {entry.name} has no default")
-    return Option(
-        name=entry.name,
-        section=section,
-        kind="text" if choices else kinds[inner],
-        default=entry.default,
-        optional=optional,
-        choices=choices,
-        **entry.metadata,
-    )
+_KINDS: Mapping[Any, Kind] = MappingProxyType(
+    {str: "text", tuple[str, ...]: "texts", int: "whole", float: "number", bool: "switch"}
+)
 
 
 def _text(value: object) -> str | None:
@@ -197,7 +181,7 @@ def _object(value: object) -> str | None:
 
 def _texts(value: object) -> tuple[str, ...] | None:
     if isinstance(value, str):
-        return tuple(part for part in (piece.strip() for piece in value.split(",")) if part)
+        return tuple(part.strip() for part in value.split(",") if part.strip())
     if isinstance(value, list | tuple) and all(isinstance(piece, str) for piece in value):
         return tuple(value)
     return None
@@ -205,10 +189,8 @@ def _texts(value: object) -> tuple[str, ...] | None:
 
 def _whole(value: object) -> int | None:
     """`32k` is 32,000 and `32K` 32,768, as in vLLM; `4GB` is decimal and `4GiB` binary."""
-    if isinstance(value, bool):
-        return None
     if isinstance(value, int):
-        return value
+        return None if isinstance(value, bool) else value
     match = _WHOLE.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None or match[2] not in _UNITS:
         return None

@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from quire.config.option import Option, option, options
 from quire.config.speculative import parse
@@ -31,20 +31,17 @@ class AccessConfig:
         "people's requests, need it. If not, /v1/requests, /v1/recording, the live page's events and "
         "/reset_prefix_cache are only for clients on the server's machine.",
         secret=True,
-        unset="none",
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
         "Host names that requests may name, beside localhost and IP addresses: quire.example.com, *.example.com, or * "
         "for any. Unset: no others if the server listens on loopback without --api-key, against web pages that rebind "
         "their name; otherwise any.",
-        unset="none",
         metavar="NAME",
     )
     allowed_origins: tuple[str, ...] = option(
         (),
         "Origins of web pages that may use the server from a browser (CORS): https://chat.example.com, or * for any.",
-        unset="none",
         metavar="ORIGIN",
     )
     max_requests_per_minute: int | None = option(
@@ -61,8 +58,8 @@ class AccessConfig:
         high=UNLIMITED,
         unset="none",
     )
-    ssl_keyfile: str | None = option(None, "Private key for TLS, a PEM file; none: plain HTTP.", unset="none")
-    ssl_certfile: str | None = option(None, "Certificate for TLS, a PEM file with its chain.", unset="none")
+    ssl_keyfile: str | None = option(None, "Private key for TLS, a PEM file; none: plain HTTP.")
+    ssl_certfile: str | None = option(None, "Certificate for TLS, a PEM file with its chain.")
 
 
 _HOST_NAME = re.compile(
@@ -119,7 +116,7 @@ class ExecutorConfig:
         "hf, Hugging Face transformers, slowly, for models we have no layers for; grpc, a `quire executor` elsewhere.",
     )
     executor_address: str | None = option(
-        None, "HOST:PORT of the `quire executor` that runs the steps, for --executor grpc.", unset="none"
+        None, "HOST:PORT of the `quire executor` that runs the steps, for --executor grpc."
     )
     executor_start_timeout: float = option(
         60.0, "Seconds until the executor at --executor-address must answer after the start.", low=0.1, high=86400
@@ -128,14 +125,12 @@ class ExecutorConfig:
         60.0, "Seconds that a step may take there before the executor counts as lost.", low=0.1, high=86400
     )
     executor_tls_ca: str | None = option(
-        None,
-        "File with the certificate (PEM) of who signed the executor's. Unset: the connection is in the clear.",
-        unset="none",
+        None, "File with the certificate (PEM) of who signed the executor's. Unset: the connection is in the clear."
     )
     executor_tls_cert: str | None = option(
-        None, "File with this engine's own certificate (PEM), if the executor asks for one.", unset="none"
+        None, "File with this engine's own certificate (PEM), if the executor asks for one."
     )
-    executor_tls_key: str | None = option(None, "File with the key (PEM) of that certificate.", unset="none")
+    executor_tls_key: str | None = option(None, "File with the key (PEM) of that certificate.")
 
 
 def check_executor(config: ExecutorConfig) -> None:
@@ -165,20 +160,15 @@ class ServerConfig:
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 opens the server to the network.")
     port: int = option(8000, "Port to listen on; 0 lets the system choose.", low=0, high=65535)
     api_key: tuple[str, ...] = option(
-        (),
-        "A key that clients must send; several are allowed (repeat the flag, or use commas).",
-        secret=True,
-        unset="none",
+        (), "A key that clients must send; several are allowed (repeat the flag, or use commas).", secret=True
     )
     address_file: str | None = option(
-        None,
-        "File that holds the server's address (https://127.0.0.1:8000, say) while it answers, for health checks.",
-        unset="none",
+        None, "File that holds the server's address (https://127.0.0.1:8000, say) while it answers, for health checks."
     )
     root_path: str = option("", "Path prefix that a proxy in front removes.")
     max_body_bytes: int = option(4 << 20, "Largest request body accepted (4MiB works).", low=1024, high=1 << 40)
     batch_dir: str | None = option(
-        None, "Folder for files and batches, this server's alone; none: there are no batches.", unset="none"
+        None, "Folder for files and batches, this server's alone; none: there are no batches."
     )
     batch_concurrency: int = option(16, "Lines of a batch answered at once, in the background.", low=1, high=4096)
     max_header_bytes: int = option(
@@ -217,7 +207,6 @@ class ServerConfig:
         None,
         "Where a trace of each request is sent, OTLP over HTTP (http://127.0.0.1:4318/v1/traces); "
         "needs quire-llm[otel].",
-        unset="none",
     )
 
 
@@ -233,14 +222,10 @@ class UpstreamConfig:
     upstream: tuple[str, ...] = option(
         (),
         "Address of a running server, http://HOST:PORT; several are allowed (repeat the flag, or use commas).",
-        unset="none",
         metavar="URL",
     )
     upstream_api_key: str | None = option(
-        None,
-        "Key that is sent to the servers. Unset: the client's own, where this server wants none.",
-        secret=True,
-        unset="none",
+        None, "Key that is sent to the servers. Unset: the client's own, where this server wants none.", secret=True
     )
     upstream_affinity: bool = option(
         False, "Send requests that begin alike to the same server, while it is not much busier than the others."
@@ -253,13 +238,10 @@ class UpstreamConfig:
     )
     vllm_command: str = option("vllm", "The command that is vLLM, with leading arguments if it needs some.")
     vllm_args: tuple[str, ...] = option(
-        (),
-        "Arguments of `vllm serve`, as they are; on the command line also whatever follows --.",
-        unset="none",
-        verbatim=True,
+        (), "Arguments of `vllm serve`, as they are; on the command line also whatever follows --.", verbatim=True
     )
     vllm_log: str | None = option(
-        None, "File that what vLLM says is added to. Unset: a new one among the temporary files.", unset="none"
+        None, "File that what vLLM says is added to. Unset: a new one among the temporary files."
     )
 
 
@@ -270,11 +252,7 @@ def check_upstream(config: UpstreamConfig) -> None:
     for entry in fields(config):
         name = entry.name
         of_vllm, of_others = name.startswith("vllm_"), name == "upstream"
-        wrong = {
-            "native": name != "backend",
-            "openai": of_vllm,
-            "vllm": of_others,
-        }[config.backend]
+        wrong = {"native": name != "backend", "openai": of_vllm, "vllm": of_others}[config.backend]
         if wrong and getattr(config, name) != entry.default:
             wants = "vllm" if of_vllm else "openai" if of_others else "openai or vllm"
             raise InvalidConfig(f"{name} is for backend {wants}, but backend is {config.backend}", param=name)
@@ -289,9 +267,7 @@ class ModelConfig:
         "The model: 'embedded' (shipped with Quire), a folder, or a Hugging Face repository.",
         metavar="MODEL",
     )
-    served_model_name: str | None = option(
-        None, "The name clients use for the model. Unset: as given by --model.", unset="none"
-    )
+    served_model_name: str | None = option(None, "The name clients use for the model. Unset: as given by --model.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Type of weights and activations; auto: what suits the device and the checkpoint."
     )
@@ -325,8 +301,8 @@ class ModelConfig:
         high=UNLIMITED,
     )
     seed: int = option(0, "Seed of everything random whose request brings none.", low=0, high=2**64 - 1)
-    tokenizer: str | None = option(None, "Folder or repository of the tokenizer. Unset: the model's own.", unset="none")
-    chat_template: str | None = option(None, "File with a jinja chat template. Unset: the model's own.", unset="none")
+    tokenizer: str | None = option(None, "Folder or repository of the tokenizer. Unset: the model's own.")
+    chat_template: str | None = option(None, "File with a jinja chat template. Unset: the model's own.")
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "gemma"] = option(
         "auto", "How the model writes tool calls; auto: by its chat template."
     )
@@ -335,12 +311,8 @@ class ModelConfig:
         "How the model marks its reasoning, which is separated from the answer; auto: by its chat template; none: "
         "it stays in the text.",
     )
-    revision: str | None = option(
-        None, "Branch, tag or commit of the Hugging Face repository. Unset: its main branch.", unset="none"
-    )
-    download_dir: str | None = option(
-        None, "Where downloaded models are kept. Unset: Hugging Face's own cache.", unset="none"
-    )
+    revision: str | None = option(None, "Branch, tag or commit of the Hugging Face repository. Unset: its main branch.")
+    download_dir: str | None = option(None, "Where downloaded models are kept. Unset: Hugging Face's own cache.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,9 +326,7 @@ class CacheConfig:
         None, "Number of KV blocks, on whatever device; auto: from the memory there is.", low=1, high=UNLIMITED
     )
     kv_cache_memory_bytes: int | None = option(
-        None,
-        "Memory for KV blocks (4GiB works); auto: what is left, and no more than the limits can use.",
-        low=1,
+        None, "Memory for KV blocks (4GiB works); auto: what is left, and no more than the limits can use.", low=1
     )
     gpu_memory_utilization: float = option(
         0.92, "Share of the GPU's memory to use in all; no meaning on a CPU.", low=0.01, high=1
@@ -386,10 +356,7 @@ class SchedulerConfig:
         None, "Sequences that run at once; auto: 64 on a CPU, 256 on a GPU.", low=1, high=1 << 20
     )
     max_num_batched_tokens: int | None = option(
-        None,
-        "Tokens fed in one step, over all sequences; auto: 512 on a CPU, 8192 on a GPU.",
-        low=1,
-        high=UNLIMITED,
+        None, "Tokens fed in one step, over all sequences; auto: 512 on a CPU, 8192 on a GPU.", low=1, high=UNLIMITED
     )
     enable_chunked_prefill: bool = option(True, "Feed long prompts over several steps, so that others go on.")
     long_prefill_token_threshold: int = option(
@@ -418,7 +385,6 @@ class SchedulerConfig:
         None,
         'Draft tokens ahead and verify them, answers unchanged: a JSON object, such as {"method": "ngram"} or '
         '{"method": "draft_model", "num_speculative_tokens": 4}. Unset: no speculation.',
-        unset="none",
         mapping=True,
     )
     max_num_queued_reqs: int = option(
@@ -454,7 +420,6 @@ class ExecutionConfig:
         None,
         "Folder for a recording of what the scheduler decided and why, without prompts or answers, for `quire replay`; "
         "none: nothing is recorded.",
-        unset="none",
     )
     recording_max_bytes: int = option(
         256 << 20, "Largest size of all recordings in that folder: the oldest go first (64MiB works).", low=1 << 20
@@ -499,7 +464,7 @@ class Settings:
             if name not in OPTIONS:
                 raise refuse(name, source, OPTIONS)
             known = OPTIONS[name]
-            where = name if source in ("call", "default") else f"{name} ({source})"
+            where = name if source == "call" else f"{name} ({source})"
             sections[known.section][name] = known.read(value, where)
         made: dict[str, Any] = {section: kind(**sections[section]) for section, kind in SECTIONS.items()}
         return cls(**made, sources={name: source for name, (_, source) in given.items()})
@@ -512,22 +477,17 @@ class Settings:
         """Where the option's value came from."""
         return self.sources.get(name, "default")
 
+    def changed(self, **values: object) -> Settings:
+        """These settings with other values by name. Raises InvalidConfig as `of` does."""
+        return self.of(**{**self.flat(), **values})
+
     def flat(self) -> dict[str, Any]:
         """Every option by name, as plain values: `Settings.of(**settings.flat())` equals `settings`."""
         return {name: self.get(name) for name in OPTIONS}
 
 
 SECTIONS: Mapping[str, type] = MappingProxyType(
-    {
-        "model": ModelConfig,
-        "cache": CacheConfig,
-        "scheduler": SchedulerConfig,
-        "execution": ExecutionConfig,
-        "executor": ExecutorConfig,
-        "server": ServerConfig,
-        "access": AccessConfig,
-        "upstream": UpstreamConfig,
-    }
+    {name: kind for name, kind in get_type_hints(Settings).items() if name != "sources"}
 )
 
 OPTIONS: Mapping[str, Option] = MappingProxyType(
@@ -566,12 +526,10 @@ def _check_together(settings: Settings) -> None:
             "num_gpu_blocks_override and kv_cache_memory_bytes both set the size of the KV cache: set one of them",
             param="kv_cache_memory_bytes",
         )
-    if cache.num_gpu_blocks_override and cache.block_size and longest:
-        room = cache.num_gpu_blocks_override * cache.block_size
-        if room < longest:
-            raise InvalidConfig(
-                f"num_gpu_blocks_override ({cache.num_gpu_blocks_override}) blocks of block_size"
-                f" ({cache.block_size}) hold {room} tokens, but max_model_len is {longest}:"
-                " no sequence of that length could ever run",
-                param="num_gpu_blocks_override",
-            )
+    room = (cache.num_gpu_blocks_override or 0) * (cache.block_size or 0)
+    if room and longest and room < longest:
+        raise InvalidConfig(
+            f"num_gpu_blocks_override ({cache.num_gpu_blocks_override}) blocks of block_size ({cache.block_size}) hold "
+            f"{room} tokens, but max_model_len is {longest}: no sequence of that length could ever run",
+            param="num_gpu_blocks_override",
+        )
