@@ -257,21 +257,15 @@ def sampler_case(ops: TritonOps, rows: int, what: str) -> Case:
             for name, value in values.items()
         },
         stream=torch.arange(rows, device="cuda"),
-        masked=full(-1, torch.int32),
-        masks=torch.zeros(1, 1, dtype=torch.int32, device="cuda"),
-        listed=torch.zeros(rows + 1, dtype=torch.int32, device="cuda"),
-        token=full(0, torch.int32),
-        amount=full(0.0),
-        until=full(0, torch.int32),
     )
     history = torch.randint(vocab, (rows, 1024), dtype=torch.int32, device="cuda")
     which = torch.arange(rows, dtype=torch.int32, device="cuda")
-    asked = RequestedFeatures(random=what != "greedy", truncated="top" in what, processed=what == "penalties")
-    tally = torch.zeros(rows, vocab if asked.processed else 1, dtype=torch.int32, device="cuda")
+    asked = RequestedFeatures(random=what != "greedy", truncated="top" in what, penalised=what == "penalties")
+    tally = torch.zeros(rows, vocab if asked.penalised else 1, dtype=torch.int32, device="cuda")
     context = (which, full(1000, torch.int32), history, full(500, torch.int32), settings, ops.card, asked)
 
     def check() -> float:
-        got = sample(logits[0].clone(), *context, tally=tally).tokens.long()
+        got = sample(logits[0].clone(), *context, tally=tally)[0].long()
         if what == "greedy":
             return float((got != logits[0].argmax(1)).float().mean())
         return float(((got < 0) | (got >= vocab)).float().mean())

@@ -11,7 +11,6 @@ from click.testing import CliRunner, Result
 from quire.cli import main
 from quire.cli.verify import Difference, difference
 from quire.ops.batch_invariant import BatchInvariantOps
-from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
 from quire.types import UNLIMITED, TokenLogprobs
 
@@ -51,16 +50,7 @@ def test_deterministic_mode_keeps_its_promise_in_every_situation_and_every_one_c
 class Crowded(BatchInvariantOps):
     """A planted bug: attention sums as the shape of the batch has it."""
 
-    def attention(
-        self,
-        q: Any,
-        kv: LayerKV,
-        batch: RaggedBatch,
-        scale: float,
-        window: int = UNLIMITED,
-        soft_cap: float = 0.0,
-    ) -> Any:
-        return ReferenceOps.attention(self, q, kv, batch, scale, window, soft_cap)
+    attend = ReferenceOps.attend
 
 
 class Untiled(BatchInvariantOps):

@@ -319,6 +319,20 @@ def test_the_forward_runs_ahead_of_the_masks_and_sampling_does_not() -> None:
     assert step.result().tokens == [[only]]
 
 
+@pytest.mark.parametrize("masked", [(), (0,)], ids=["without masks", "with masks"])
+def test_a_step_that_a_reset_dropped_has_failed(masked: tuple[int, ...]) -> None:
+    it = executor()
+    dropped = it.launch(OPENING._replace(masked_spans=masked))
+    it.reset()
+    with pytest.raises(StepFailed, match="dropped by a reset"):
+        dropped.result()
+    after = it.launch(OPENING)
+    dropped.sample([[None]])
+    with pytest.raises(StepFailed, match="dropped by a reset"):
+        dropped.result()
+    assert after.result().tokens == executor().launch(OPENING).result().tokens
+
+
 def test_steady_decode_sends_nothing_but_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     it = executor(length=64, pages=32)
     sent: list[int] = []

@@ -11,30 +11,24 @@ from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
-from quire.layers.linear import ParallelGroup, SingleRank, shard_of
+from quire.layers.linear import ParallelGroup, shard_of
 from quire.layers.quantization import packed
 from quire.layers.quantization.base import Format, Plain, WeightSlot
 from quire.layers.quantization.packed import Packed
 from quire.ops.reference import ReferenceOps
 
 
-class Rank:
+class Rank(ParallelGroup):
     """One of several ranks, alone in its process: its sums stay partial, its gathers its own."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return x
-
 
 def build(parallel: ParallelGroup | None = None, format: Format = Plain) -> ModelBuilder:
     return ModelBuilder(
         ops=ReferenceOps(),
-        parallel=parallel or SingleRank(),
+        parallel=parallel or ParallelGroup(),
         dtype=torch.float32,
         device=torch.device("cpu"),
         format=format,

@@ -17,7 +17,7 @@ from quire.config import Settings
 from quire.errors import InvalidModel
 from quire.layers.basic import RopeConfig
 from quire.layers.builder import ModelBuilder
-from quire.layers.linear import SingleRank
+from quire.layers.linear import ParallelGroup
 from quire.layers.quantization.base import Plain
 from quire.model_runner.memory import block_bytes, layer_shapes
 from quire.models.registry import active_parameters, build_model, parameters, read_spec
@@ -65,7 +65,7 @@ def check(config: Mapping[str, Any], spec: ModelSpec, checkpoint: Checkpoint, qu
     """Every tensor has a place of its shape. Raises InvalidModel naming those that have not."""
     format = choose_format(config, quantization, Plain, checkpoint.entries)
     build = ModelBuilder(
-        ops=ReferenceOps(), parallel=SingleRank(), dtype=torch.bfloat16, device=torch.device("meta"), format=format
+        ops=ReferenceOps(), parallel=ParallelGroup(), dtype=torch.bfloat16, device=torch.device("meta"), format=format
     )
     build.ignore(*(IGNORED_TENSORS if isinstance(format, CheckpointFormat) else ()))
     build_model(spec, build)

@@ -7,6 +7,8 @@ part of this rank, in which format. The loader then only matches names.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -16,9 +18,10 @@ from torch import Tensor
 from quire.errors import InvalidModel, nearest
 from quire.layers.basic import MLP, Attention, Embedding, GatedMLP, Heads, LayerNorm, RMSNorm, RopeConfig, Rotary
 from quire.layers.linear import ColumnParallelLinear, LMHead, ParallelGroup, RowParallelLinear, shard_of
-from quire.layers.moe import ExpertWeights, GroupedExperts, MoE, MoEConfig, UngroupedExperts
+from quire.layers.moe import ExpertLinear, MoE, MoEConfig
 from quire.layers.quantization.base import Format, Matrix, MatrixPart, Plain, WeightSlot, WeightStorage
 from quire.ops.base import Gate, Ops
+from quire.ops.matmul import by_expert
 
 Kind = TypeVar("Kind")
 
@@ -40,27 +43,19 @@ class ModelBuilder:
         dtype: torch.dtype,
         device: torch.device,
         format: Format = Plain,
-        prefix: str = "",
-        parent: ModelBuilder | None = None,
     ) -> None:
         self.ops, self.parallel, self.dtype, self.device, self.format = ops, parallel, dtype, device, format
-        self.prefix = prefix
-        self.slots: dict[str, list[WeightSlot]] = {} if parent is None else parent.slots
-        self.matrices: list[WeightStorage] = [] if parent is None else parent.matrices
-        self.ignored: list[str] = [] if parent is None else parent.ignored
-        self.renames: dict[str, str] = {} if parent is None else parent.renames
+        self.prefix = ""
+        self.slots: dict[str, list[WeightSlot]] = {}
+        self.matrices: list[WeightStorage] = []
+        self.ignored: list[str] = []
+        self.renames: dict[str, str] = {}
 
     def scope(self, name: str) -> ModelBuilder:
         """The same builder with a longer prefix: `build.scope("layers.0")`."""
-        return ModelBuilder(
-            ops=self.ops,
-            parallel=self.parallel,
-            dtype=self.dtype,
-            device=self.device,
-            format=self.format,
-            prefix=f"{self.prefix}{name}.",
-            parent=self,
-        )
+        inner = copy(self)
+        inner.prefix = f"{self.prefix}{name}."
+        return inner
 
     def ignore(self, *patterns: str) -> None:
         """Note patterns of checkpoint names that are not loaded."""
@@ -171,14 +166,7 @@ class ModelBuilder:
         k_norm, if any.
         """
         size = self.parallel.size
-        own = Heads(
-            count=heads.count // size,
-            kv=max(1, heads.kv // size),
-            dim=heads.dim,
-            scale=heads.scale,
-            window=heads.window,
-            soft_cap=heads.soft_cap,
-        )
+        own = replace(heads, count=heads.count // size, kv=max(1, heads.kv // size))
         outputs = ((heads.count, heads.dim), (heads.kv, heads.dim), (heads.kv, heads.dim))
         qkv = self.column_parallel(names, hidden, outputs, bias=bias, transposed=transposed)
         norms = None
@@ -225,10 +213,11 @@ class ModelBuilder:
         part = MatrixPart(self.prefix + name, count, slice(0, count))
         return ColumnParallelLinear(self._store([part], hidden, slice(0, hidden), keep_precision=True))
 
-    def _bank(self, experts: Sequence[Sequence[MatrixPart]], columns: int, cut: slice) -> ExpertWeights:
+    def _bank(self, experts: Sequence[Sequence[MatrixPart]], columns: int, cut: slice) -> ExpertLinear:
         """One matrix of each expert: in one tensor where the format is plain, else each in its own storage."""
         if self.format is not Plain:
-            return UngroupedExperts([self._store(parts, columns, cut) for parts in experts])
+            stored = [self._store(parts, columns, cut) for parts in experts]
+            return lambda x, ends: by_expert(x, stored, ends, lambda rows, expert: expert.apply(rows))
         rows = sum(part.shard.stop - part.shard.start for part in experts[0])
         weight = torch.empty(len(experts), rows, cut.stop - cut.start, dtype=self.dtype, device=self.device)
         for parts, own in zip(experts, weight, strict=True):
@@ -237,7 +226,8 @@ class ModelBuilder:
                 into = own[row : row + kept.stop - kept.start]
                 row += len(into)
                 self._add_slot(WeightSlot(f"{name}.weight", (height, columns), (kept, cut), into, std=columns**-0.5))
-        return GroupedExperts(weight, self.ops)
+        ops = self.ops
+        return lambda x, ends: ops.grouped_linear(x, weight, ends)
 
     def mlp(self, up: str, down: str, hidden: int, width: int, activation: str, *, transposed: bool = False) -> MLP:
         """Two matrices with biases."""

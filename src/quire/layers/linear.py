@@ -5,8 +5,6 @@ Without tensor parallelism the group has one rank.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -15,36 +13,18 @@ from quire.layers.quantization.base import WeightStorage
 from quire.ops.base import Gate
 
 
-class ParallelGroup(Protocol):
-    """A tensor-parallel group (Shoeybi et al. 2019). `rank` is from 0 to `size` - 1."""
+class ParallelGroup:
+    """A tensor-parallel group (Shoeybi et al. 2019), `rank` being from 0 to `size` - 1. This one has one rank."""
 
-    @property
-    def rank(self) -> int:
-        """This rank's number."""
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
+    rank: int = 0
+    size: int = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of every rank's x, on every rank."""
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """Every rank's x side by side along the last dimension, in rank order."""
-
-
-class SingleRank:
-    """A group of one."""
-
-    rank = 0
-    size = 1
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """x itself."""
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """x itself."""
+        """Every rank's x side by side along the last dimension, in rank order."""
         return x
 
 

@@ -6,16 +6,14 @@ depend on where tokens go, so a step can be captured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.layers.linear import ColumnParallelLinear, ParallelGroup
-from quire.layers.quantization.base import WeightStorage
 from quire.ops.base import Ops
 
 
@@ -43,44 +41,9 @@ class MoEConfig:
         return self
 
 
-class ExpertWeights(Protocol):
-    """One matrix of every expert of a layer."""
-
-    def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Rows ends[e - 1] to ends[e] of x [N, in] go through expert e -> [N, out]. ends [E] int32, ascending."""
-
-
-class GroupedExperts:
-    """Unquantized matrices in one tensor [E, out, in]: one grouped product for all experts."""
-
-    def __init__(self, weight: Tensor, ops: Ops) -> None:
-        self.weight, self.grouped = weight, ops.grouped_linear
-
-    def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
-        return self.grouped(x, self.weight, ends)
-
-
-class UngroupedExperts:
-    """Matrices of any format, one product each. On a GPU, which must not be waited for, every expert computes every
-    row."""
-
-    def __init__(self, experts: Sequence[WeightStorage]) -> None:
-        self.experts = experts
-
-    def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
-        if x.is_cuda:
-            return self._everywhere(x, ends)
-        stops = ends.tolist()
-        runs = zip(self.experts, [0, *stops], stops, strict=False)
-        return torch.cat([expert.apply(x[start:stop]) for expert, start, stop in runs if start < stop])
-
-    def _everywhere(self, x: Tensor, ends: Tensor) -> Tensor:
-        owner = torch.searchsorted(ends, torch.arange(len(x), device=x.device, dtype=ends.dtype), right=True)[:, None]
-        parts = (torch.where(owner == e, expert.apply(x), 0) for e, expert in enumerate(self.experts))
-        total = next(parts)
-        for part in parts:
-            total = total + part
-        return total
+ExpertLinear = Callable[[Tensor, Tensor], Tensor]
+"""One matrix of every expert of a layer: (x [N, in], ends [E] int32, ascending) -> [N, out], where rows ends[e - 1] to
+ends[e] of x go through expert e."""
 
 
 class MoE:
@@ -89,8 +52,8 @@ class MoE:
     def __init__(
         self,
         router: ColumnParallelLinear,
-        gate_up: ExpertWeights,
-        down: ExpertWeights,
+        gate_up: ExpertLinear,
+        down: ExpertLinear,
         mixture: MoEConfig,
         activation: Callable[[Tensor], Tensor],
         parallel: ParallelGroup,

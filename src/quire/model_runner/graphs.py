@@ -7,8 +7,7 @@ Graph and eager execution are the same call: `run(key, work)` does `work`, and m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -86,9 +85,7 @@ class WorkQueue:
     def __enter__(self) -> WorkQueue:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         return
 
     def precompile(self, works: Works) -> None:
@@ -134,10 +131,8 @@ class CudaQueue(WorkQueue):
         self.entered.__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.entered.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self.entered.__exit__(*error)
 
     def precompile(self, works: Works) -> None:
         """Compile what all of these launch."""

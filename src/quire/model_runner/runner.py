@@ -85,6 +85,8 @@ class LaunchedStep:
         if self.failure is not None:
             reason = str(self.failure) or type(self.failure).__name__
             raise StepFailed(f"the step failed: {reason.splitlines()[0]}") from self.failure
+        if self.outcome is None and self not in self.runner.inflight:
+            raise StepFailed("the step was dropped by a reset")
         if self.outcome is None:
             raise StepFailed("the step waits for masks that have not been handed in")
         return self.outcome

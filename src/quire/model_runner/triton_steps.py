@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.model_runner.device_state import DeviceState, StepInputs
 from quire.model_runner.device_steps import DROPPED
-from quire.model_runner.sampling.features import COLUMNS, PENALISED, RANDOM, TRUNCATED
+from quire.model_runner.sampling.features import PENALISED, RANDOM, TRUNCATED
 from quire.ops.ragged import RaggedBatch
 from quire.ops.triton import step
 from quire.ops.triton.launch import DeviceInfo
@@ -66,7 +66,7 @@ class TritonSteps:
             RequestedFeatures(
                 random=bool(features & RANDOM),
                 truncated=bool(features & TRUNCATED),
-                processed=bool(features & PENALISED),
+                penalised=bool(features & PENALISED),
             ),
             tally=self.tally,
             out=tokens,
@@ -96,7 +96,8 @@ class TritonSteps:
     def _views(self, state: DeviceState) -> Views:
         """Made once for a state, whose memory stays where it is."""
         if self.views is None or self.views.state is not state:
-            self.views = Views(state, rows_of(state, state.step), rows_of(state, state.draft), settings_of(state))
+            settings = SamplingTensors(**{name: state.columns[name] for name in SamplingTensors._fields})
+            self.views = Views(state, rows_of(state, state.step), rows_of(state, state.draft), settings)
         return self.views
 
 
@@ -124,20 +125,4 @@ def rows_of(state: DeviceState, inputs: StepInputs) -> step.DeviceRows:
         wanted_drafts=state.wanted_drafts,
         max_history=state.max_history,
         drafts=state.max_drafts,
-    )
-
-
-def settings_of(state: DeviceState) -> SamplingTensors:
-    """The columns of sampling settings. No row has a mask or a list."""
-    no_masks = torch.full((state.num_rows + 1,), -1, dtype=torch.int32, device=state.device)
-    empty = torch.zeros(state.num_rows + 2, dtype=torch.int32, device=state.device)
-    return SamplingTensors(
-        **{name: state.columns[name] for name in COLUMNS},
-        stream=state.columns["stream"],
-        masked=no_masks,
-        masks=empty[:1].view(1, 1),
-        listed=empty,
-        token=empty[:1],
-        amount=empty[:1].float(),
-        until=empty[:1],
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire import models
 from quire.errors import InvalidModel, nearest
 from quire.layers.builder import ModelBuilder
-from quire.layers.linear import SingleRank
+from quire.layers.linear import ParallelGroup
 from quire.models.spec import Config, ModelSpec, check_sizes
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
@@ -87,7 +87,9 @@ def build_model(spec: ModelSpec, build: ModelBuilder) -> Model:
 
 def parameters(spec: ModelSpec) -> int:
     """Number of parameters of the checkpoint; a tied head counts once."""
-    build = ModelBuilder(ops=ReferenceOps(), parallel=SingleRank(), dtype=torch.bfloat16, device=torch.device("meta"))
+    build = ModelBuilder(
+        ops=ReferenceOps(), parallel=ParallelGroup(), dtype=torch.bfloat16, device=torch.device("meta")
+    )
     build_model(spec, build)
     return sum(slot.target.numel() for slots in build.slots.values() for slot in slots)
 

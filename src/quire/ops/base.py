@@ -75,9 +75,11 @@ class Ops(Protocol):
         scale [out, G] float32, zero [out, G], groups [in] int64: each column's group.
         """
 
-    def int8_linear(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Each token of x is rounded to int8 by its own largest number and multiplied by weight [out, in] int8 with
-        integer sums; the result is scaled back. scale [out, 1] float32."""
+    def int8_linear(
+        self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, gate: Gate = ""
+    ) -> Tensor:
+        """As `linear`, but each token of x is rounded to int8 by its own largest number and multiplied by weight
+        [out, in] int8 with integer sums; the result is scaled back. scale [out, 1] float32."""
 
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """x [N, in], weight [E, out, in], ends [E] int32 -> [N, out]: rows ends[e - 1] to ends[e] times weight[e]."""
@@ -103,6 +105,9 @@ class Ops(Protocol):
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension."""
+
+    def apply_gate(self, y: Tensor, gate: Gate) -> Tensor:
+        """y [T, out] itself, or what a gate makes of its halves, [T, out / 2]."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2F], gate first -> silu(gate) * up, [T, F] (SwiGLU, Shazeer 2020)."""

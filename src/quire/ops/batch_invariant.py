@@ -88,20 +88,28 @@ class BatchInvariantOps(ReferenceOps):
         """See `Ops.combine_experts`."""
         return combine_experts_in_order(made, shares, whole=whole)
 
-    def attention(
-        self,
-        q: Tensor,
-        kv: LayerKV,
-        batch: RaggedBatch,
-        scale: float,
-        window: int = UNLIMITED,
-        soft_cap: float = 0.0,
+    def attend(
+        self, q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, i: int, scale: float, window: int, soft_cap: float
     ) -> Tensor:
-        """See `Ops.attention`."""
-        paged, out = self.prepare(batch), torch.zeros_like(q)
-        for index, group in enumerate(paged.groups):
-            out[group.rows] = attend(q[group.rows], kv, paged, index, scale, window, soft_cap)
-        return out
+        """See `ReferenceOps.attend`."""
+        group, (_, heads, dim), groups = paged.groups[i], q.shape, kv.k.shape[1]
+        spans, share = len(group.kv_len), heads // groups
+        each = max(1, TILE_ROWS // share)
+        last = -(-group.longest // KEYS)
+        k, v = (
+            paged.read(pool, i, by, q.dtype)[:, :, : last * KEYS].float()
+            for pool, by in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))
+        )
+        step, parts = max(1, AT_ONCE // (each * share)) * each, []
+        for start in range(0, group.n, step):
+            part = Queries(start, min(step, group.n - start), each, share, window)
+            some = q.view(spans, group.n, groups, share, dim)[:, start : start + part.n].float()
+            first, seen = visible(paged, i, part)
+            keys, values = (x[:, :, first * KEYS : (first + seen.shape[1]) * KEYS] for x in (k, v))
+            made = weigh(tiles(some, each), keys, values, seen, scale, soft_cap)[:, :, :, : each * share]
+            made = made.reshape(spans, groups, -1, share, dim)[:, :, : part.n]
+            parts.append(made.permute(0, 2, 1, 3, 4).reshape(spans, part.n, heads, dim))
+        return torch.cat(parts, 1).view(-1, heads, dim).to(q.dtype)
 
 
 class Queries(NamedTuple):
@@ -113,30 +121,6 @@ class Queries(NamedTuple):
     each: int
     share: int
     window: int
-
-
-def attend(
-    q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, index: int, scale: float, window: int, soft_cap: float
-) -> Tensor:
-    """Attention of one group's queries [S * n, H, D] over its blocks -> the same shape."""
-    group, (_, heads, dim), groups = paged.groups[index], q.shape, kv.k.shape[1]
-    spans, share = len(group.kv_len), heads // groups
-    each = max(1, TILE_ROWS // share)
-    last = -(-group.longest // KEYS)
-    k, v = (
-        paged.read(pool, index, by, q.dtype)[:, :, : last * KEYS].float()
-        for pool, by in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))
-    )
-    step, parts = max(1, AT_ONCE // (each * share)) * each, []
-    for start in range(0, group.n, step):
-        part = Queries(start, min(step, group.n - start), each, share, window)
-        some = q.view(spans, group.n, groups, share, dim)[:, start : start + part.n].float()
-        first, seen = visible(paged, index, part)
-        keys, values = (x[:, :, first * KEYS : (first + seen.shape[1]) * KEYS] for x in (k, v))
-        made = weigh(tiles(some, each), keys, values, seen, scale, soft_cap)[:, :, :, : each * share]
-        made = made.reshape(spans, groups, -1, share, dim)[:, :, : part.n]
-        parts.append(made.permute(0, 2, 1, 3, 4).reshape(spans, part.n, heads, dim))
-    return torch.cat(parts, 1).view(-1, heads, dim).to(q.dtype)
 
 
 def tiles(q: Tensor, each: int) -> Tensor:
@@ -223,44 +207,26 @@ class SteadyOps(BatchInvariantOps):
         """See `Ops.prepare`."""
         return batch if isinstance(batch, PagedAttentionMetadata) else PagedAttentionMetadata.cut(batch, RUN)
 
-    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """As `ReferenceOps`, which is invariant."""
-        return ReferenceOps.rope(self, q, k, cos, sin)
+    # These are invariant as they are.
+    rope = ReferenceOps.rope
+    silu_mul = ReferenceOps.silu_mul
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """See `Ops.silu_mul`."""
-        return ReferenceOps.silu_mul(self, gate_up)
-
-    def attention(
-        self,
-        q: Tensor,
-        kv: LayerKV,
-        batch: RaggedBatch,
-        scale: float,
-        window: int = UNLIMITED,
-        soft_cap: float = 0.0,
+    def attend(
+        self, q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, i: int, scale: float, window: int, soft_cap: float
     ) -> Tensor:
-        """See `Ops.attention`."""
-        paged = self.prepare(batch)
+        """See `ReferenceOps.attend`."""
         if soft_cap or window < UNLIMITED:
-            return super().attention(q, kv, paged, scale, window, soft_cap)
-        parts = [attend_runs(q, kv, paged, index, scale) for index in range(len(paged.groups))]
-        if len(parts) == 1 and len(parts[0]) == len(q) and isinstance(paged.groups[0].rows, slice):
-            return parts[0]
-        out = torch.zeros_like(q)
-        for group, part in zip(paged.groups, parts, strict=True):
-            out[group.rows] = part
-        return out
+            return super().attend(q, kv, paged, i, scale, window, soft_cap)
+        return attend_runs(q, kv, paged, i, scale)
 
 
 def attend_runs(q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, index: int, scale: float) -> Tensor:
     """Attention of one group's queries over its blocks -> [S * n, H, D]."""
     group, (_, heads, dim), groups = paged.groups[index], q.shape, kv.k.shape[1]
     spans, n, share = len(group.kv_len), group.n, heads // groups
-    k = paged.read(kv.k, index, kv.k_scale, q.dtype)[:, :, : group.longest]
-    v = paged.read(kv.v, index, kv.v_scale, q.dtype)[:, :, : group.longest]
+    k, v = paged.read_kv(kv, index, q.dtype)
     rows = n * share
-    some = q[group.rows].view(spans, n, groups, share, dim).permute(0, 2, 3, 1, 4).reshape(spans, groups, rows, dim)
+    some = q.view(spans, n, groups, share, dim).permute(0, 2, 3, 1, 4).reshape(spans, groups, rows, dim)
     some = pad_rows(some)
     seen = additive_mask(paged, index, share, q.dtype)
     out = F.scaled_dot_product_attention(some, k, v, seen, scale=scale)[:, :, :rows]

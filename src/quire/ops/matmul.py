@@ -12,7 +12,8 @@ read from memory, [3072, 576] at 1, 8 and 64 rows: bfloat16 77, 88 and 282 us ag
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -61,30 +62,40 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
-Product = Callable[[Tensor, Tensor], Tensor]
-"""(x [T, in], weight [out, in]) -> [T, out]."""
+Expert = TypeVar("Expert")
 
 
-def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, product: Product = F.linear) -> Tensor:
-    """See `Ops.grouped_linear`. On a GPU, bfloat16 rows whose size is a multiple of 16 bytes take torch's grouped
-    GEMM."""
-    if not x.is_cuda:
-        stops = ends.tolist()
-        runs = zip(weight, [0, *stops], stops, strict=False)
-        return torch.cat([product(x[start:stop], each) for each, start, stop in runs if start < stop])
-    if x.dtype is torch.bfloat16 and all(size % 8 == 0 for size in weight.shape[1:]):
-        return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    return by_owner(x, weight, ends, product)
+def by_expert(
+    x: Tensor, experts: Iterable[Expert], ends: Tensor, product: Callable[[Tensor, Expert], Tensor]
+) -> Tensor:
+    """Rows ends[e - 1] to ends[e] of x [N, in] by `product` with expert number e -> [N, out].
+
+    On a GPU, which must not be waited for, every expert computes every row.
+    """
+    if x.is_cuda:
+        return by_owner(x, experts, ends, product)
+    stops = ends.tolist()
+    runs = zip(experts, [0, *stops], stops, strict=False)
+    return torch.cat([product(x[start:stop], each) for each, start, stop in runs if start < stop])
 
 
-def by_owner(x: Tensor, weight: Tensor, ends: Tensor, product: Product) -> Tensor:
-    """The same with every matrix multiplying every row, for which rows belong to which matrix is known on the device
-    alone."""
+def by_owner(x: Tensor, experts: Iterable[Expert], ends: Tensor, product: Callable[[Tensor, Expert], Tensor]) -> Tensor:
+    """`by_expert` where only the device knows which rows are whose: every expert computes every row."""
     owner = torch.searchsorted(ends, torch.arange(len(x), device=x.device, dtype=ends.dtype), right=True)[:, None]
-    total = x.new_zeros(len(x), weight.shape[1])
-    for e, each in enumerate(weight):
+    total = x.new_zeros(())
+    for e, each in enumerate(experts):
         total = torch.where(owner == e, product(x, each), total)
     return total
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, ends: Tensor, product: Callable[[Tensor, Tensor], Tensor] = F.linear
+) -> Tensor:
+    """See `Ops.grouped_linear`. On a GPU, bfloat16 rows whose size is a multiple of 16 bytes take torch's grouped
+    GEMM."""
+    if x.is_cuda and x.dtype is torch.bfloat16 and all(size % 8 == 0 for size in weight.shape[1:]):
+        return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    return by_expert(x, weight, ends, product)
 
 
 def combine_experts(made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:

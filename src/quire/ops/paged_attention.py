@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.quantized import E4M3, to_fp8
-from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.ragged import LayerKV, RaggedBatch, fields_of
 
 FEW = 32
 """Spans of up to this many queries are attended together with others that have as many, one by one above."""
@@ -111,20 +111,7 @@ class PagedAttentionMetadata(RaggedBatch):
             if n and last % size and last // size * size >= last - n
         ]
         at = torch.tensor(begun, dtype=torch.int64, device=table.device).view(-1, 2)
-        return cls(
-            tokens=batch.tokens,
-            positions=batch.positions,
-            slots=batch.slots,
-            query_start=batch.query_start,
-            kv_len=batch.kv_len,
-            page_table=table,
-            page_size=size,
-            max_query=batch.max_query,
-            max_kv=batch.max_kv,
-            output_indices=batch.output_indices,
-            groups=groups,
-            begun=table[at[:, 0], at[:, 1]].long(),
-        )
+        return cls(**fields_of(batch), groups=groups, begun=table[at[:, 0], at[:, 1]].long())
 
     def read(self, pool: Tensor, index: int, scale: float, dtype: torch.dtype) -> Tensor:
         """Group `index`'s part of pool [N, G, B, D], times its scale -> [S, G, P * B, D] of `dtype`."""
@@ -137,6 +124,12 @@ class PagedAttentionMetadata(RaggedBatch):
         found = pool.view(pages * heads, size * dim).index_select(0, tiles)
         found = found.view(picked.shape[0], heads, -1, dim)
         return found if pool.dtype is dtype else found.to(dtype).mul_(scale)
+
+    def read_kv(self, kv: LayerKV, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """K and V of group `index`, as far as its longest span: [S, G, L, D] each, of `dtype`."""
+        longest = self.groups[index].longest
+        k, v = self.read(kv.k, index, kv.k_scale, dtype), self.read(kv.v, index, kv.v_scale, dtype)
+        return k[:, :, :longest], v[:, :, :longest]
 
     def write(self, kv: LayerKV, k: Tensor, v: Tensor) -> None:
         """Write k and v [T, G, D] into the batch's slots.

@@ -11,9 +11,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.base import Gate
+from quire.ops.matmul import combine_experts
+from quire.types import UNLIMITED
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -53,18 +56,34 @@ LEAST = 32
 """Rows that a card's library wants for products of integers, at least."""
 
 
-def at_least(rows: int, x: Tensor) -> Tensor:
-    """x with rows of zeros appended until there are `rows`."""
-    return torch.nn.functional.pad(x, (0, 0, 0, max(0, rows - len(x))))
+class BaseOps(ABC):
+    """What implementations of `Ops` have in common; quantized products dequantize the matrix at each call."""
 
-
-class DequantizingOps(ABC):
-    """The quantized products of `Ops`, by dequantizing the matrix at each call."""
+    rows = UNLIMITED
 
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
-        """See
-        `Ops.linear`."""
+        """See `Ops.linear`."""
+
+    @abstractmethod
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.silu_mul`."""
+
+    @abstractmethod
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.gelu_mul`."""
+
+    def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        """See `Ops.embedding`."""
+        return F.embedding(tokens, weight)
+
+    def apply_gate(self, y: Tensor, gate: Gate) -> Tensor:
+        """See `Ops.apply_gate`."""
+        return y if not gate else self.silu_mul(y) if gate == "silu" else self.gelu_mul(y)
+
+    def combine_experts(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
+        """See `Ops.combine_experts`."""
+        return combine_experts(made, shares, whole=whole)
 
     def scaled_linear(
         self,
@@ -92,12 +111,15 @@ class DequantizingOps(ABC):
         """See `Ops.int4_linear`."""
         return self.linear(x, dequantize_int4(weight, scale, zero, groups).to(x.dtype), bias, gate)
 
-    def int8_linear(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    def int8_linear(
+        self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, gate: Gate = ""
+    ) -> Tensor:
         """See `Ops.int8_linear`."""
         rounded, steps = quantize_tokens(x)
         if x.is_cuda and any(size % 8 for size in weight.shape):
             sums = self.linear(rounded.float(), weight.float())
         else:
-            sums = torch._int_mm(at_least(LEAST if x.is_cuda else 0, rounded), weight.t())[: len(x)].float()
+            missing = max(0, LEAST - len(x)) if x.is_cuda else 0
+            sums = torch._int_mm(F.pad(rounded, (0, 0, 0, missing)), weight.t())[: len(x)].float()
         out = (sums * steps * scale.t()).to(x.dtype)
-        return out if bias is None else out + bias
+        return self.apply_gate(out if bias is None else out + bias, gate)

@@ -6,7 +6,8 @@ H query heads, G key/value heads, D head dim, N pages in the pool, B tokens a pa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
@@ -41,6 +42,14 @@ class RaggedBatch:
             return hidden
         whole = hidden.new_empty(len(self.positions), hidden.shape[1])
         return whole.index_copy_(0, self.output_indices.long(), hidden)
+
+
+FIELDS = tuple(each.name for each in fields(RaggedBatch))
+
+
+def fields_of(batch: RaggedBatch) -> dict[str, Any]:
+    """The fields of a batch, for a subclass that adds to them."""
+    return {name: getattr(batch, name) for name in FIELDS}
 
 
 def select_rows(x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.base import Angles, Gate, Norm, Norms
-from quire.ops.matmul import combine_experts, grouped_linear
+from quire.ops.matmul import grouped_linear
 from quire.ops.paged_attention import FEW, PagedAttentionMetadata, SpanGroup
-from quire.ops.quantized import DequantizingOps
+from quire.ops.quantized import BaseOps
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.types import UNLIMITED
 
@@ -17,20 +17,15 @@ TILE = 256
 """Queries of one long span attended at once: bounds the mask, and skips the keys after the tile."""
 
 
-class ReferenceOps(DequantizingOps):
+class ReferenceOps(BaseOps):
     """`Ops` in plain torch, for any device, floating-point dtype, number of heads and head dim."""
 
-    rows = UNLIMITED
     reach = 1
-    """See `Paged.of`."""
+    """See `PagedAttentionMetadata.of`."""
 
     def prepare(self, batch: RaggedBatch) -> PagedAttentionMetadata:
         """See `Ops.prepare`."""
         return batch if isinstance(batch, PagedAttentionMetadata) else PagedAttentionMetadata.of(batch, self.reach)
-
-    def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """See `Ops.embedding`."""
-        return F.embedding(tokens, weight)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The product of `linear` and `grouped_linear`, without a gate."""
@@ -38,16 +33,11 @@ class ReferenceOps(DequantizingOps):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """See `Ops.linear`."""
-        y = self.product(x, weight, bias)
-        return y if not gate else self.silu_mul(y) if gate == "silu" else self.gelu_mul(y)
+        return self.apply_gate(self.product(x, weight, bias), gate)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """See `Ops.grouped_linear`."""
         return grouped_linear(x, weight, ends, self.product)
-
-    def combine_experts(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
-        """See `Ops.combine_experts`."""
-        return combine_experts(made, shares, whole=whole)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Ops.rms_norm`."""
@@ -123,7 +113,9 @@ class ReferenceOps(DequantizingOps):
     ) -> Tensor:
         """See `Ops.attention`."""
         paged = self.prepare(batch)
-        parts = [attend(q, kv, paged, index, scale, window, soft_cap) for index in range(len(paged.groups))]
+        parts = [
+            self.attend(q[group.rows], kv, paged, i, scale, window, soft_cap) for i, group in enumerate(paged.groups)
+        ]
         if len(parts) == 1 and len(parts[0]) == len(q):
             return parts[0]
         out = torch.zeros_like(q)
@@ -131,19 +123,16 @@ class ReferenceOps(DequantizingOps):
             out[group.rows] = part
         return out
 
-
-def attend(
-    q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, index: int, scale: float, window: int, soft_cap: float
-) -> Tensor:
-    """Attention of one group's queries over its blocks -> [S * n, H, D]."""
-    group = paged.groups[index]
-    q = q[group.rows]
-    k = paged.read(kv.k, index, kv.k_scale, q.dtype)[:, :, : group.longest]
-    v = paged.read(kv.v, index, kv.v_scale, q.dtype)[:, :, : group.longest]
-    if group.n > FEW:
-        return long(q, k[0], v[0], group, scale, window, soft_cap)
-    mask = paged.mask(index, window, q.shape[1] // k.shape[1])
-    return short(q, k, v, mask, scale, soft_cap, group.n)
+    def attend(
+        self, q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, i: int, scale: float, window: int, soft_cap: float
+    ) -> Tensor:
+        """Attention of the queries q [S * n, H, D] of group number i over its blocks -> as q."""
+        group = paged.groups[i]
+        k, v = paged.read_kv(kv, i, q.dtype)
+        if group.n > FEW:
+            return long(q, k[0], v[0], group, scale, window, soft_cap)
+        mask = paged.mask(i, window, q.shape[1] // k.shape[1])
+        return short(q, k, v, mask, scale, soft_cap, group.n)
 
 
 def short(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float, n: int) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
-from quire.layers.linear import ParallelGroup, SingleRank
+from quire.layers.linear import ParallelGroup
 from quire.layers.quantization.base import Format, Plain, WeightSlot
 from quire.layers.quantization.packed import SMALL, packed_if_large
 from quire.layers.quantization.scaled import OnlineQuantization
@@ -80,7 +80,7 @@ def load_model(
         config, quantization, choose_plain_format(number, device, draft), checkpoint.entries if checkpoint else {}
     )
     build = ModelBuilder(
-        ops=ops or ReferenceOps(), parallel=parallel or SingleRank(), dtype=number, device=device, format=format
+        ops=ops or ReferenceOps(), parallel=parallel or ParallelGroup(), dtype=number, device=device, format=format
     )
     build.ignore(*(IGNORED_TENSORS if isinstance(format, CheckpointFormat) else ()))
     with torch.inference_mode():

@@ -30,7 +30,7 @@ from quire.model_runner.triton_steps import ForcedSteps
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton.launch import HOPPER, DeviceInfo
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
-from quire.ops.triton.sampler import SamplingTensors, sample
+from quire.ops.triton.sampler import RequestedFeatures, SamplingTensors, sample
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 CAPABILITY, SHARED = int(sys.argv[1]), int(sys.argv[2])
@@ -105,12 +105,11 @@ def everything(ops: TritonOps) -> None:
         ops.int4_linear(halves(rows, 4096), weight, scale, scale, groups)
         ops.scaled_linear(halves(rows, 4096), weight.view(torch.int8), torch.empty(6144, 1), 4096, gate="silu")
     floats = [torch.empty(8) for _ in range(6)]
-    listed = (ints(8), ints(8, 4748), ints(9), ints(9), torch.empty(9), ints(9))
     temperature, *rest = floats
     columns = (temperature, torch.empty(8, dtype=torch.int64), ints(8), *rest)
-    settings = SamplingTensors(*columns, *listed)
+    settings = SamplingTensors(*columns)
     at = ints(8), ints(8), ints(8, 4096), ints(8)
-    sample(torch.empty(8, 151936), *at, settings, ops.card, tally=ints(8, 151936))
+    sample(torch.empty(8, 151936), *at, settings, ops.card, RequestedFeatures(), tally=ints(8, 151936))
 
 
 def alike(ops: BatchInvariantTritonOps) -> None:

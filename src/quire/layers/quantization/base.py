@@ -22,29 +22,14 @@ class WeightBuffer(Protocol):
         """The numbers of `target` have been written."""
 
 
-class AllocatedBuffer:
-    """Memory that is allocated from the start."""
-
-    def acquire(self, target: Tensor) -> Tensor:
-        """target itself."""
-        return target
-
-    def release(self, target: Tensor) -> None:
-        """Nothing to do."""
-        return
-
-
-ALLOCATED = AllocatedBuffer()
-
-
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
     """Where one checkpoint tensor goes: `target` takes its part `shard`, transposed if `transposed`.
 
     shape: of the whole tensor in the checkpoint; with `ignore_unit_dims`, dimensions of size 1 do not count.
     stored_dtype: the only dtype that it may have there; None for any floating-point one of two bytes or more. mean and
-    std: of the random init. shift: is added while copying. buffer: whose memory `target` is part of; `target` may be a
-    meta tensor until it is filled.
+    std: of the random init. shift: is added while copying. buffer: of which `target`, a meta tensor, is part; None: it
+    has memory from the start.
     """
 
     name: str
@@ -57,7 +42,7 @@ class WeightSlot:
     shift: float = 0.0
     stored_dtype: torch.dtype | None = None
     ignore_unit_dims: bool = False
-    buffer: WeightBuffer = ALLOCATED
+    buffer: WeightBuffer | None = None
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether the checkpoint's tensor may have this shape."""
@@ -88,6 +73,9 @@ class WeightSlot:
 
     def fill(self, write: Callable[[Tensor], object]) -> None:
         """Let `write` fill the target."""
+        if self.buffer is None:
+            write(self.target)
+            return
         write(self.buffer.acquire(self.target))
         self.buffer.release(self.target)
 
@@ -205,6 +193,17 @@ Format = Callable[[Matrix, Ops, Tensor | None], WeightStorage]
 """Creates a matrix's storage. A tensor given (of a tied head) is the matrix, which the embedding fills."""
 
 
+def weight_slot(
+    matrix: Matrix, part: MatrixPart, kept: slice, target: Tensor, buffer: WeightBuffer | None = None
+) -> WeightSlot:
+    """The slot of rows `kept` of an unquantized part."""
+    shape, cuts = (part.rows, matrix.columns), (kept, matrix.shard)
+    if matrix.transposed:
+        shape, cuts = shape[::-1], cuts[::-1]
+    std = matrix.columns**-0.5
+    return WeightSlot(f"{part.name}.weight", shape, cuts, target, matrix.transposed, std=std, buffer=buffer)
+
+
 class Plain:
     """Unquantized values, one row per output, parts one below the other."""
 
@@ -225,15 +224,11 @@ class Plain:
         """One slot for each part, and for each bias."""
         matrix, places, row = self.matrix, list[WeightSlot](), 0
         biases = bias_slots(matrix, self.bias)
-        for i, (name, rows, cut) in enumerate(matrix.parts):
-            own = slice(row, row + cut.stop - cut.start)
+        for i, part in enumerate(matrix.parts):
+            own = slice(row, row + part.shard.stop - part.shard.start)
             row = own.stop
             if not self.tied_weight:
-                shape, cuts = (rows, matrix.columns), (cut, matrix.shard)
-                if matrix.transposed:
-                    shape, cuts = shape[::-1], cuts[::-1]
-                std = matrix.columns**-0.5
-                places.append(WeightSlot(f"{name}.weight", shape, cuts, self.weight[own], matrix.transposed, std=std))
+                places.append(weight_slot(matrix, part, part.shard, self.weight[own]))
             places += biases[i : i + 1]
         return places
 

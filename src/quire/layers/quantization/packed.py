@@ -9,7 +9,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from quire.layers.quantization.base import Matrix, Plain, QuantizedWeight, WeightSlot, bias_of, bias_slots
+from quire.layers.quantization.base import Matrix, Plain, QuantizedWeight, WeightSlot, bias_of, bias_slots, weight_slot
 from quire.ops.base import Gate, Ops
 from quire.ops.matmul import in_tiles, pack, packed_linear
 
@@ -99,19 +99,15 @@ class Packed:
         """Slots of each part's rows in each tile, and of the biases."""
         matrix, places, row = self.matrix, list[WeightSlot](), 0
         biases = bias_slots(matrix, self.bias)
-        for i, (name, rows, cut) in enumerate(matrix.parts):
-            shape = (matrix.columns, rows) if matrix.transposed else (rows, matrix.columns)
+        for i, part in enumerate(matrix.parts):
+            cut = part.shard
             stop = row + cut.stop - cut.start
             for tile in self.tiles if self.tied_weight is None else ():
                 first, last = max(row, tile.rows.start), min(stop, tile.rows.stop)
                 if first < last:
                     kept = slice(cut.start + first - row, cut.start + last - row)
-                    cuts = (matrix.shard, kept) if matrix.transposed else (kept, matrix.shard)
                     into = tile.outline[first - tile.rows.start : last - tile.rows.start]
-                    std = matrix.columns**-0.5
-                    places.append(
-                        WeightSlot(f"{name}.weight", shape, cuts, into, matrix.transposed, std=std, buffer=tile)
-                    )
+                    places.append(weight_slot(matrix, part, kept, into, tile))
             row = stop
             places += biases[i : i + 1]
         return places
@@ -134,4 +130,4 @@ class Packed:
             else:
                 parts.append(in_tiles(partial(packed_linear, weight=tile.packed, bias=bias), x, self.ops.rows))
         y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        return y if not gate else self.ops.silu_mul(y) if gate == "silu" else self.ops.gelu_mul(y)
+        return self.ops.apply_gate(y, gate)

@@ -40,23 +40,18 @@ ENOUGH, FAR = 8, 1e4
 """Of ENOUGH scales or more, none is FAR times the median."""
 
 
+@dataclass(slots=True, eq=False)
 class ScaledWeight:
     """The final form: weight [out, in] and scale [out, G], see `Ops.scaled_linear`. `exact` rounds no activations."""
 
-    def __init__(
-        self,
-        ops: Ops,
-        weight: Tensor,
-        scale: Tensor,
-        bias: Tensor | None,
-        *,
-        width: int,
-        offset: int = 0,
-        activations: bool = False,
-    ) -> None:
-        self.ops, self.weight, self.scale, self.bias = ops, weight, scale, bias
-        self.width, self.offset, self.activations = width, offset, activations
-        self.exact = False
+    ops: Ops
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    width: int
+    offset: int = 0
+    activations: bool = False
+    exact: bool = False
 
     @property
     def rows(self) -> int:
@@ -67,8 +62,7 @@ class ScaledWeight:
         """As `WeightStorage.apply`."""
         if not self.activations or self.exact:
             return self.ops.scaled_linear(x, self.weight, self.scale, self.width, self.offset, self.bias, gate)
-        y = self.ops.int8_linear(x, self.weight, self.scale, self.bias)
-        return y if not gate else self.ops.silu_mul(y) if gate == "silu" else self.ops.gelu_mul(y)
+        return self.ops.int8_linear(x, self.weight, self.scale, self.bias, gate)
 
     def dequantize(self, rows: slice = slice(None)) -> Tensor:
         """Values of some rows, float32."""
@@ -128,13 +122,7 @@ class ScaledStorage:
         weight = unpack(self.raw, 8, 1).to(torch.int16).sub_(128).to(torch.int8) if self.scheme.packed else self.raw
         scale, offset = torch.cat(spread).contiguous(), cut.start - first * across
         self.quantized = ScaledWeight(
-            self.ops,
-            weight,
-            scale,
-            self.bias,
-            width=across,
-            offset=offset,
-            activations=self.scheme.activations,
+            self.ops, weight, scale, self.bias, across, offset, activations=self.scheme.activations
         )
         self.scales.clear()
         del self.raw

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.ragged import RaggedBatch
+from quire.ops.ragged import RaggedBatch, fields_of
 from quire.ops.triton.launch import DeviceInfo, block, kernel
 from quire.types import UNLIMITED
 
@@ -344,18 +344,7 @@ class AttentionPlan(RaggedBatch):
     @classmethod
     def of(cls, batch: RaggedBatch) -> AttentionPlan:
         """A batch without lists."""
-        return cls(
-            tokens=batch.tokens,
-            positions=batch.positions,
-            slots=batch.slots,
-            query_start=batch.query_start,
-            kv_len=batch.kv_len,
-            page_table=batch.page_table,
-            page_size=batch.page_size,
-            max_query=batch.max_query,
-            max_kv=batch.max_kv,
-            output_indices=batch.output_indices,
-        )
+        return cls(**fields_of(batch))
 
     def work(self, tiling: Tiling, groups: int) -> tuple[AttentionSchedule, bool]:
         """The list for a tiling, and whether it has just been made."""

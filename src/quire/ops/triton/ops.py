@@ -12,14 +12,13 @@ import logging
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.base import Angles, Gate, Norm, Norms
 from quire.ops.cublaslt import CublasLt
 from quire.ops.gemm import GemmAutotuner, on_the_card
-from quire.ops.matmul import by_owner, combine_experts, combine_experts_in_order, grouped_linear
-from quire.ops.quantized import E4M3, DequantizingOps
+from quire.ops.matmul import by_owner, combine_experts_in_order, grouped_linear
+from quire.ops.quantized import E4M3, BaseOps
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton import gemv, quantized_gemm, rows
 from quire.ops.triton.attention import attention, cascade_attention
@@ -42,11 +41,9 @@ def gemm_library(device: torch.device) -> GemmAutotuner:
     return GemmAutotuner(products, on_the_card)
 
 
-class TritonOps(DequantizingOps):
+class TritonOps(BaseOps):
     """`Ops`. Launches depend on shapes and on the batch's `max_query` and `max_kv` alone: lengths, query starts, blocks
     and slots are read on the device, so a captured step serves any batch within them."""
-
-    rows = UNLIMITED
 
     def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
         """dependent: use programmatic dependent launch where the GPU has it."""
@@ -59,25 +56,16 @@ class TritonOps(DequantizingOps):
         """See `Ops.prepare`."""
         return batch if isinstance(batch, AttentionPlan) else AttentionPlan.of(batch)
 
-    def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """See `Ops.embedding`."""
-        return F.embedding(tokens, weight)
-
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """See `Ops.linear`."""
         how = gemv.gemm_config(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
         if how is not None and x.dtype is torch.bfloat16:
             return gemv.gemv_linear(x, weight, bias, how, self.card, gate, arrived=self.arrived)
-        y = self.gemm.linear(x, weight, bias)
-        return y if not gate else self.silu_mul(y) if gate == "silu" else self.gelu_mul(y)
+        return self.apply_gate(self.gemm.linear(x, weight, bias), gate)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """See `Ops.grouped_linear`."""
         return grouped_linear(x, weight, ends)
-
-    def combine_experts(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
-        """See `Ops.combine_experts`."""
-        return combine_experts(made, shares, whole=whole)
 
     def scaled_linear(
         self,
@@ -105,9 +93,8 @@ class TritonOps(DequantizingOps):
         gate: Gate = "",
     ) -> Tensor:
         """See `Ops.int4_linear`."""
-        return self.quantised_linear(
-            x, quantized_gemm.QuantizedMatrix(weight, scale, zero=zero, groups=groups), bias, gate
-        )
+        matrix = quantized_gemm.QuantizedMatrix(weight, scale, zero=zero, groups=groups)
+        return self.quantised_linear(x, matrix, bias, gate)
 
     def quantised_linear(
         self, x: Tensor, matrix: quantized_gemm.QuantizedMatrix, bias: Tensor | None, gate: Gate

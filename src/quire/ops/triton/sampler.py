@@ -3,8 +3,8 @@
 `survey_kernel` reads every chunk of every row: the greatest logit, and for each block of 32 tokens an upper bound on
 their scores. `choose_kernel` takes a row's greatest logit, or opens its blocks, the highest bound first, until no other
 block can hold a higher score: a handful of the vocabulary. For a row that truncates, the threshold is found first, by
-bisection (`limited`). Logits processors run before both. What no row asks for is not launched; what one row asks for
-changes nothing for another.
+bisection (`limited`). Penalties are applied before both. What no row asks for is not launched; what one row asks for
+changes nothing for another. The host samples rows with a mask or with lists of tokens (bias, bans, allowed tokens).
 """
 
 from __future__ import annotations
@@ -26,18 +26,15 @@ BLOCK = 32
 """Tokens that share a hash, as in `model_runner.sampling.noise`."""
 
 FINE, BROKEN, STUCK = 0, 1, 2
-"""What became of a row: it has a token; its logits are not finite; nothing is allowed."""
+"""What became of a row: it has a token; its logits are not finite; all are -inf after the penalties."""
 
 
 class SamplingTensors(NamedTuple):
-    """How each row is sampled: a column on the device for each parameter, and lists.
+    """How each row is sampled: a column on the device for each parameter.
 
     temperature float32 [rows], 0: greedy. stream int64 [rows]: of `model_runner.sampling.noise.stream`, a uint32. top_k
     int32 [rows], off: the vocabulary's size or more. top_p, min_p float32 [rows], off: above 1, and 0. The penalties
-    float32 [rows], off: 1, 0, 0. masked int32 [rows]: the row of `masks` that applies, -1 for none. masks int32
-    [., ceil(V / 32)]: bit t says whether token t is allowed. listed int32 [rows + 1]: where each row's entries of the
-    lists begin. token int32, amount float32, until int32 [entries]: `amount` is added to a token's logit while fewer
-    than `until` tokens of the answer are there (a ban is -inf).
+    float32 [rows], off: 1, 0, 0.
     """
 
     temperature: Tensor
@@ -48,59 +45,39 @@ class SamplingTensors(NamedTuple):
     repetition_penalty: Tensor
     frequency_penalty: Tensor
     presence_penalty: Tensor
-    masked: Tensor
-    masks: Tensor
-    listed: Tensor
-    token: Tensor
-    amount: Tensor
-    until: Tensor
 
 
 class RequestedFeatures(NamedTuple):
-    """What any of the rows may ask for; kernels for the rest are not launched.
+    """What any of the rows may ask for: a temperature; top_k, top_p or min_p; a penalty.
 
-    random: a temperature. truncated: top_k, top_p or min_p. processed: a mask, an entry of the lists, a penalty.
+    Kernels for the rest are not launched.
     """
 
     random: bool = True
     truncated: bool = True
-    processed: bool = True
-
-
-ALL_FEATURES = RequestedFeatures()
+    penalised: bool = True
 
 
 @kernel
-def mask_kernel(
-    logits, row_of, masked, masks, raw, words, vocab, chunks, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr
-):  # fmt: skip
-    """One chunk of a row: its greatest logit as the model made it to raw [R, chunks] (NaN counts as inf); the mask."""
+def raw_peak_kernel(logits, row_of, raw, vocab, chunks, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """One chunk of a row: its greatest logit as the model made it to raw [R, chunks] (NaN counts as inf)."""
     r, chunk = tl.program_id(0), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     wait(DEPENDENT)
     release(DEPENDENT)
-    row = tl.load(row_of + r)
-    if row < 0:
+    if tl.load(row_of + r) < 0:
         return
-    place = logits + r.to(tl.int64) * vocab + at
-    x = tl.load(place, mask=at < vocab, other=float("-inf"))
+    x = tl.load(logits + r.to(tl.int64) * vocab + at, mask=at < vocab, other=float("-inf"))
     tl.store(raw + r * chunks + chunk, tl.max(tl.where(x != x, float("inf"), x), 0))
-    line = tl.load(masked + row)
-    if line >= 0:
-        word = tl.load(masks + line.to(tl.int64) * words + at // 32, mask=at // 32 < words, other=0)
-        tl.store(place, float("-inf"), mask=(at < vocab) & ((word >> (at % 32)) & 1 == 0))
 
 
 @kernel
-def penalty_bias_kernel(
-    logits, row_of, position_of, history, prompt, repetition, frequency, presence, listed, token, amount, until, tally,
-    width, vocab, PROMPT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+def penalty_kernel(
+    logits, row_of, position_of, history, prompt, repetition, frequency, presence, tally, width, vocab,
+    PROMPT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row: list entries are added, then penalties applied.
-
-    Each token of the row is counted in the tally, with PROMPT for one of the prompt's. Then the first thread that finds
-    a count takes it, so that each token is penalised once and the tally is zero again.
-    """
+    """One row. Each token of it is counted in the tally, with PROMPT for one of the prompt's. Then the first thread
+    that finds a count takes it, so that each token is penalised once and the tally is zero again."""
     r = tl.program_id(0)
     wait(DEPENDENT)
     release(DEPENDENT)
@@ -109,14 +86,6 @@ def penalty_bias_kernel(
         return
     mine, counts = logits + r.to(tl.int64) * vocab, tally + r.to(tl.int64) * vocab
     position, start = tl.load(position_of + r), tl.load(prompt + row)
-    stop = tl.load(listed + row + 1)
-    for first in range(tl.load(listed + row), stop, BLOCK):
-        entry = first + tl.arange(0, BLOCK)
-        which = tl.load(token + entry, mask=entry < stop, other=0)
-        applies = (entry < stop) & (position - start < tl.load(until + entry, mask=entry < stop, other=0))
-        tl.atomic_add(
-            mine + which, tl.load(amount + entry, mask=entry < stop, other=0.0), mask=applies & (which < vocab)
-        )
     by, often, once = tl.load(repetition + row), tl.load(frequency + row), tl.load(presence + row)
     if (by != 1.0) | (often != 0.0) | (once != 0.0):
         tokens = history + row.to(tl.int64) * width
@@ -137,21 +106,21 @@ def penalty_bias_kernel(
             tl.store(mine + known, x, mask=found)
 
 
-def process_logits(
+def penalise(
     logits: Tensor, rows: Tensor, positions: Tensor, history: Tensor, prompt: Tensor, settings: SamplingTensors,
     card: DeviceInfo,
     tally: Tensor, raw: Tensor,
 ) -> None:  # fmt: skip
-    """Mask, lists, penalties, in place; the greatest logits as they were go to raw [R, chunks]. See `sample`."""
+    """Apply penalties in place; the greatest logits as they were go to raw [R, chunks]. See `sample`."""
     count, vocab = logits.shape
     s = settings
-    mask_kernel[(count, raw.shape[1])](
-        *(logits, rows, s.masked, s.masks, raw, s.masks.shape[1], vocab, raw.shape[1]),
+    raw_peak_kernel[(count, raw.shape[1])](
+        *(logits, rows, raw, vocab, raw.shape[1]),
         CHUNK=CHUNK, DEPENDENT=card.dependent, num_warps=4, **card.options,
     )  # fmt: skip
-    penalty_bias_kernel[(count,)](
+    penalty_kernel[(count,)](
         *(logits, rows, positions, history, prompt, s.repetition_penalty, s.frequency_penalty, s.presence_penalty),
-        *(s.listed, s.token, s.amount, s.until, tally, history.shape[1], vocab),
+        *(tally, history.shape[1], vocab),
         PROMPT=1 << 20, BLOCK=1024, DEPENDENT=card.dependent, num_warps=8, **card.options,
     )  # fmt: skip
 
@@ -355,28 +324,24 @@ def opened(
     return token
 
 
-class Drawn(NamedTuple):
-    """tokens [R] int32, -state for a row that has none; state [R] int32: FINE, BROKEN or STUCK."""
-
-    tokens: Tensor
-    state: Tensor
-
-
 def sample(
     logits: Tensor, rows: Tensor, positions: Tensor, history: Tensor, prompt: Tensor, settings: SamplingTensors,
     card: DeviceInfo,
-    asked: RequestedFeatures = ALL_FEATURES, *, tally: Tensor, out: Tensor | None = None,
-) -> Drawn:  # fmt: skip
+    asked: RequestedFeatures, *, tally: Tensor, out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One token for each row of logits [R, V], widened as they are read; they may be changed. Nothing is read back.
+
+    Returns tokens [R] int32, -state for a row that has none, and state [R] int32: FINE, BROKEN or STUCK.
 
     rows [R] int32: the store's row of each, below 0 for none. positions [R] int32: the index in its sequence of the
     token drawn. history [., L] int32: the tokens of each of the store's rows, all before `positions` there; prompt [.]
-    int32: how many of them are the prompt's. tally int32 [at least R, V], 0 before and after; unused without edits.
+    int32: how many of them are the prompt's. tally int32 [at least R, V], 0 before and after; unused without
+    penalties.
     out [R] int32: where the tokens are to be.
     """
     count, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
-    logits = logits.float() if asked.processed else logits  # edits are not rounded
+    logits = logits.float() if asked.penalised else logits  # penalised logits are not rounded
     peak, held, raw = logits.new_empty(3, count, chunks, dtype=torch.float32).unbind()
     winner, holder = logits.new_empty(2, count, chunks, dtype=torch.int32).unbind()
     blocks = chunks * (CHUNK // BLOCK)
@@ -385,17 +350,17 @@ def sample(
     out = torch.zeros_like(state) if out is None else out
     s = settings
     same = {"DEPENDENT": card.dependent, **card.options}
-    if asked.processed:
-        process_logits(logits, rows, positions, history, prompt, settings, card, tally, raw)
+    if asked.penalised:
+        penalise(logits, rows, positions, history, prompt, settings, card, tally, raw)
     survey_kernel[(count, chunks)](
         *(logits, rows, positions, s.temperature, s.stream, peak, winner, held, holder, bounds, peaks, vocab, chunks),
         HOT=asked.random, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=4, **same,
     )  # fmt: skip
     choose_kernel[(count,)](
         *(logits, rows, positions, s.temperature, s.stream, s.top_k, s.top_p, s.min_p),
-        raw if asked.processed else peak,
+        raw if asked.penalised else peak,
         *(peak, winner, held, holder, bounds, peaks, out, state, vocab, chunks),
         HOT=asked.random, CUT=asked.truncated and asked.random, CHUNKS=block(chunks), BLOCKS=block(blocks), CHUNK=CHUNK,
         BLOCK=BLOCK, num_warps=16 if asked.truncated and asked.random else 8 if asked.random else 1, **same,
     )  # fmt: skip
-    return Drawn(out, state)
+    return out, state
