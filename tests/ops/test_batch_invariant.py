@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.ops import batch_invariant
+from quire.ops.base import QuantizedMatrix
 from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.matmul import TILE_ROWS, can_pack, in_tiles, pack, packed_linear
 from quire.ops.reference import ReferenceOps
@@ -39,7 +40,7 @@ def test_whatever_is_done_to_a_row_has_the_same_bits_in_any_company(dtype: torch
         "gated": lambda x: OPS.linear(x, weight, gate="silu"),
         "narrow": lambda x: OPS.linear(x, weight[:6], weight[:6, 0]),
         "narrow gated": lambda x: OPS.linear(x, weight[:10], gate="gelu"),
-        "scaled": lambda x: OPS.scaled_linear(x, eighth, scale, UNLIMITED),
+        "scaled": lambda x: OPS.quantized_linear(x, QuantizedMatrix(eighth, scale, UNLIMITED)),
         "int8": lambda x: OPS.int8_linear(x, weight.clamp(-1, 1).mul(99).to(torch.int8), scale),
         "silu": OPS.silu_mul,
         "gelu gate": OPS.gelu_mul,

@@ -16,7 +16,8 @@ from quire.layers.builder import ModelBuilder
 from quire.layers.quantization import scaled
 from quire.layers.quantization.base import Plain
 from quire.models.registry import build_model, read_spec
-from quire.ops.quantized import dequantize_scaled, quantize_tokens
+from quire.ops.base import QuantizedMatrix
+from quire.ops.quantized import dequantize, quantize_tokens
 from quire.ops.reference import ReferenceOps
 from quire.weights.canary import Canary, Threshold
 from quire.weights.files import SINGLE, Checkpoint, read_config
@@ -238,4 +239,4 @@ def test_dummy_weights_of_a_quantised_checkpoint_are_lively(folder: Path) -> Non
 
 def test_a_scale_counts_for_its_columns_only() -> None:
     weight, scale = torch.ones(2, 5, dtype=torch.int8), torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    assert dequantize_scaled(weight, scale, 2, 1).tolist() == [[1, 2, 2, 3, 3], [4, 5, 5, 6, 6]]
+    assert dequantize(QuantizedMatrix(weight, scale, 2, 1)).tolist() == [[1, 2, 2, 3, 3], [4, 5, 5, 6, 6]]

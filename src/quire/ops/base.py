@@ -6,7 +6,7 @@ of an MLP. Results have the dtype of the first argument; sums are float32.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -24,6 +24,32 @@ Norm = tuple[Tensor, float]
 
 Norms = tuple[Norm, Norm]
 """The norms of q and of k, over D."""
+
+
+class QuantizedMatrix(NamedTuple):
+    """A matrix [out, in] in one of two layouts. scale: float32 [out, G], G scales per row.
+
+    Scaled: weight [out, in] int8 or float8_e4m3, times its scale: column c has scale number (c + offset) // width. INT4
+    (zero and groups are not None): weight uint8 [out, in / 2], even columns in the low bits; (w - zero) scale with zero
+    [out, G]. groups [in] int64: each column's group, which is the number of its scale and zero.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    width: int = 1
+    offset: int = 0
+    zero: Tensor | None = None
+    groups: Tensor | None = None
+
+    @property
+    def is_int4(self) -> bool:
+        """Whether it has two numbers per byte."""
+        return self.groups is not None
+
+    def rows(self, which: slice) -> QuantizedMatrix:
+        """Some of its rows."""
+        zero = None if self.zero is None else self.zero[which]
+        return self._replace(weight=self.weight[which], scale=self.scale[which], zero=zero)
 
 
 class Ops(Protocol):
@@ -45,35 +71,10 @@ class Ops(Protocol):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """x [T, in], weight [out, in], bias [out] -> [T, out]; with a gate [T, out / 2], see `Gate`."""
 
-    def scaled_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        scale: Tensor,
-        width: int,
-        offset: int = 0,
-        bias: Tensor | None = None,
-        gate: Gate = "",
+    def quantized_linear(
+        self, x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None = None, gate: Gate = ""
     ) -> Tensor:
-        """As `linear`, with weight [out, in] int8 or float8_e4m3 times scale [out, G] float32.
-
-        Column c has scale number (c + offset) // width: G is 1 where a row has one scale.
-        """
-
-    def int4_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        scale: Tensor,
-        zero: Tensor,
-        groups: Tensor,
-        bias: Tensor | None = None,
-        gate: Gate = "",
-    ) -> Tensor:
-        """As `linear`, with weight uint8 [out, in / 2], even columns in the low bits: (w - zero) scale.
-
-        scale [out, G] float32, zero [out, G], groups [in] int64: each column's group.
-        """
+        """As `linear`, with a quantized matrix."""
 
     def int8_linear(
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, gate: Gate = ""

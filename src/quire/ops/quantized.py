@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import Gate
+from quire.ops.base import Gate, QuantizedMatrix
 from quire.ops.matmul import combine_experts
 from quire.types import UNLIMITED
 
@@ -30,19 +30,18 @@ def to_fp8(x: Tensor, scale: float) -> Tensor:
 INT8_MAX = 127.0
 
 
-def dequantize_scaled(weight: Tensor, scale: Tensor, width: int, offset: int = 0) -> Tensor:
-    """weight [out, in] times its scale [out, G] -> float32. Column c has scale number (c + offset) // width."""
+def dequantize(matrix: QuantizedMatrix) -> Tensor:
+    """The numbers of a matrix, float32 [out, in]."""
+    weight, scale = matrix.weight, matrix.scale
+    if matrix.zero is not None and matrix.groups is not None:
+        numbers = torch.stack((weight & 15, weight >> 4), -1).flatten(1).float()
+        zero = matrix.zero.float().index_select(1, matrix.groups)
+        return numbers.sub_(zero).mul_(scale.index_select(1, matrix.groups))
     exact = weight.float()
     if scale.shape[1] == 1:
         return exact.mul_(scale)
-    column = (torch.arange(weight.shape[1], device=weight.device) + offset) // width
+    column = (torch.arange(weight.shape[1], device=weight.device) + matrix.offset) // matrix.width
     return exact.mul_(scale.index_select(1, column))
-
-
-def dequantize_int4(weight: Tensor, scale: Tensor, zero: Tensor, groups: Tensor) -> Tensor:
-    """weight uint8 [out, in / 2], scale and zero [out, G], groups [in]: of each column -> (w - zero) scale, float32."""
-    numbers = torch.stack((weight & 15, weight >> 4), -1).flatten(1).float()
-    return numbers.sub_(zero.float().index_select(1, groups)).mul_(scale.index_select(1, groups))
 
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,31 +84,11 @@ class BaseOps(ABC):
         """See `Ops.combine_experts`."""
         return combine_experts(made, shares, whole=whole)
 
-    def scaled_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        scale: Tensor,
-        width: int,
-        offset: int = 0,
-        bias: Tensor | None = None,
-        gate: Gate = "",
+    def quantized_linear(
+        self, x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None = None, gate: Gate = ""
     ) -> Tensor:
-        """See `Ops.scaled_linear`."""
-        return self.linear(x, dequantize_scaled(weight, scale, width, offset).to(x.dtype), bias, gate)
-
-    def int4_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        scale: Tensor,
-        zero: Tensor,
-        groups: Tensor,
-        bias: Tensor | None = None,
-        gate: Gate = "",
-    ) -> Tensor:
-        """See `Ops.int4_linear`."""
-        return self.linear(x, dequantize_int4(weight, scale, zero, groups).to(x.dtype), bias, gate)
+        """See `Ops.quantized_linear`."""
+        return self.linear(x, dequantize(matrix).to(x.dtype), bias, gate)
 
     def int8_linear(
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, gate: Gate = ""

@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 from quire.model_runner.device_state import DeviceState
 from quire.model_runner.row_state import RowState
 from quire.model_runner.triton_steps import ForcedSteps
+from quire.ops.base import QuantizedMatrix
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton.launch import HOPPER, DeviceInfo
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
@@ -92,18 +93,26 @@ def everything(ops: TritonOps) -> None:
             ops.attention(halves(spans * n, 32, 128), small, batch(spans, n), 0.1)
         weight = torch.empty(6144, 4096, dtype=E4M3)
         for rows in (1, 16):
-            ops.scaled_linear(halves(rows, 4096), weight, torch.empty(6144, 1), 4096, gate="silu")
-            ops.scaled_linear(halves(rows, 4096), weight, torch.empty(6144, 1), 4096)
+            ops.quantized_linear(halves(rows, 4096), QuantizedMatrix(weight, torch.empty(6144, 1), 4096), gate="silu")
+            ops.quantized_linear(halves(rows, 4096), QuantizedMatrix(weight, torch.empty(6144, 1), 4096))
         for rows in (1, 16, 64, 300):
-            ops.scaled_linear(halves(rows, 4096), weight, torch.empty(6144, 32), 128)
-        ops.scaled_linear(halves(1, 12288), torch.empty(4096, 12288, dtype=E4M3), torch.empty(4096, 1), 12288)
-        ops.scaled_linear(halves(8, 12288), torch.empty(4096, 12288, dtype=E4M3), torch.empty(4096, 1), 12288)
-        ops.scaled_linear(halves(64, 12288), torch.zeros(32, 12288, dtype=E4M3), torch.empty(32, 1), 12288)
+            ops.quantized_linear(halves(rows, 4096), QuantizedMatrix(weight, torch.empty(6144, 32), 128))
+        ops.quantized_linear(
+            halves(1, 12288), QuantizedMatrix(torch.empty(4096, 12288, dtype=E4M3), torch.empty(4096, 1), 12288)
+        )
+        ops.quantized_linear(
+            halves(8, 12288), QuantizedMatrix(torch.empty(4096, 12288, dtype=E4M3), torch.empty(4096, 1), 12288)
+        )
+        ops.quantized_linear(
+            halves(64, 12288), QuantizedMatrix(torch.zeros(32, 12288, dtype=E4M3), torch.empty(32, 1), 12288)
+        )
     for rows in (1, 16, 64):
         weight = torch.empty(6144, 2048, dtype=torch.uint8)
         scale, groups = torch.empty(6144, 32), torch.empty(4096, dtype=torch.int64)
-        ops.int4_linear(halves(rows, 4096), weight, scale, scale, groups)
-        ops.scaled_linear(halves(rows, 4096), weight.view(torch.int8), torch.empty(6144, 1), 4096, gate="silu")
+        ops.quantized_linear(halves(rows, 4096), QuantizedMatrix(weight, scale, zero=scale, groups=groups))
+        ops.quantized_linear(
+            halves(rows, 4096), QuantizedMatrix(weight.view(torch.int8), torch.empty(6144, 1), 4096), gate="silu"
+        )
     floats = [torch.empty(8) for _ in range(6)]
     temperature, *rest = floats
     columns = (temperature, torch.empty(8, dtype=torch.int64), ints(8), *rest)
@@ -118,11 +127,15 @@ def alike(ops: BatchInvariantTritonOps) -> None:
         x = halves(4, 4096, dtype=dtype)
         ops.linear(x, halves(6144, 4096, dtype=dtype))
         ops.linear(x, halves(6144, 4096, dtype=dtype), None, "silu")
-        ops.scaled_linear(x, torch.empty(6144, 4096, dtype=torch.int8), torch.empty(6144, 1), 4096, gate="silu")
+        ops.quantized_linear(
+            x, QuantizedMatrix(torch.empty(6144, 4096, dtype=torch.int8), torch.empty(6144, 1), 4096), gate="silu"
+        )
         if CAPABILITY >= 89:
-            ops.scaled_linear(x, torch.empty(6144, 4096, dtype=E4M3), torch.empty(6144, 32), 128)
+            ops.quantized_linear(x, QuantizedMatrix(torch.empty(6144, 4096, dtype=E4M3), torch.empty(6144, 32), 128))
         scale, groups = torch.empty(6144, 32), torch.empty(4096, dtype=torch.int64)
-        ops.int4_linear(x, torch.empty(6144, 2048, dtype=torch.uint8), scale, scale, groups)
+        ops.quantized_linear(
+            x, QuantizedMatrix(torch.empty(6144, 2048, dtype=torch.uint8), scale, zero=scale, groups=groups)
+        )
         pool = LayerKV(*(halves(4, 8, 64, 128, dtype=dtype) for _ in "kv"))
         ops.attention(halves(4, 32, 128, dtype=dtype), pool, batch(4, 1), 0.1)
     angles, weight = (torch.empty(4, 64), torch.empty(4, 64)), halves(128)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
+from quire.ops.base import QuantizedMatrix
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import BatchInvariantTritonOps
@@ -61,9 +62,9 @@ def ways() -> dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Ten
     return {
         "plain": of("linear", weight, bias),
         "gated": of("linear", weight, bias, "silu"),
-        "scaled": of("scaled_linear", eighth, scale, UNLIMITED),
-        "blocks": of("scaled_linear", eighth, torch.rand(OUT, 3, device=DEVICE), 48, gate="gelu"),
-        "halved": of("int4_linear", halved, scales, zeros, groups),
+        "scaled": of("quantized_linear", QuantizedMatrix(eighth, scale, UNLIMITED)),
+        "blocks": of("quantized_linear", QuantizedMatrix(eighth, torch.rand(OUT, 3, device=DEVICE), 48), gate="gelu"),
+        "halved": of("quantized_linear", QuantizedMatrix(halved, scales, zero=zeros, groups=groups)),
         "int8": of("int8_linear", whole, scale),
         "norm": of("rms_norm", weight[0], 1e-6),
         "silu": of("silu_mul"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.ops.base import Gate
+from quire.ops.base import Gate, QuantizedMatrix
 from quire.ops.quantized import E4M3
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton import quantized_gemm
@@ -48,7 +48,7 @@ def test_a_product_and_what_stands_around_it(
     weight, scale = torch.randn(48, 192, device=DEVICE).to(E4M3), torch.rand(48, 1, device=DEVICE) + 0.1
     shift = torch.randn(48, device=DEVICE) if bias else None
     got = quantized_gemm.fp8_linear(x, weight, scale, shift, ONE, CARD, gate)
-    want = REFERENCE.scaled_linear(x, weight, scale, 192, 0, shift, gate)
+    want = REFERENCE.quantized_linear(x, QuantizedMatrix(weight, scale, 192), shift, gate)
     assert float((got - want).norm() / want.norm()) < (1e-5 if DEVICE.type == "cpu" else 1e-3)
 
 
@@ -70,6 +70,6 @@ def test_cards_and_shapes_that_the_library_does_not_take_are_left_to_others() ->
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 12288), (2048, 14336)])
 def test_eight_bits_on_the_card(rows: int, gate: Gate, outputs: int, inputs: int) -> None:
     x, stored, scale = in_eight_bits(rows, outputs, inputs)
-    want = REFERENCE.scaled_linear(x.float(), stored, scale, inputs, 0, None, gate)
-    got = TritonOps(DEVICE).scaled_linear(x, stored, scale, inputs, 0, None, gate)
+    want = REFERENCE.quantized_linear(x.float(), QuantizedMatrix(stored, scale, inputs), None, gate)
+    got = TritonOps(DEVICE).quantized_linear(x, QuantizedMatrix(stored, scale, inputs), None, gate)
     assert float((got.float() - want).norm() / want.norm()) < (2.5e-3 if not gate else 4e-3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.ops.base import Gate
+from quire.ops.base import Gate, QuantizedMatrix
 from quire.ops.quantized import E4M3
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.gemv import (
@@ -59,7 +59,7 @@ def test_a_matrix_of_eight_bits(how: GemmConfig, rows: int, gate: Gate) -> None:
     x, bias = torch.randn(rows, 192, device=DEVICE), torch.randn(24, device=DEVICE)
     weight, scale = torch.randn(24, 192, device=DEVICE).to(E4M3), torch.rand(24, 1, device=DEVICE) + 0.1
     got = gemv_linear(x, weight, bias, how, CARD, gate, scale)
-    want = REFERENCE.scaled_linear(x, weight, scale, 192, 0, bias, gate)
+    want = REFERENCE.quantized_linear(x, QuantizedMatrix(weight, scale, 192), bias, gate)
     assert float((got - want).norm() / want.norm()) < 1e-3
 
 
@@ -77,7 +77,7 @@ def test_inputs_cut_into_runs_add_up(
     want = REFERENCE.linear(x, weight, shift, gate)
     if scaled:
         weight = weight.to(E4M3)
-        want = REFERENCE.scaled_linear(x, weight, scale, inputs, 0, shift, gate)
+        want = REFERENCE.quantized_linear(x, QuantizedMatrix(weight, scale, inputs), shift, gate)
     for _ in range(2):
         got = gemv_linear(x, weight, shift, how, CARD, gate, scale if scaled else None, ARRIVED)
         assert float((got - want).norm() / want.norm()) < 1e-3
@@ -165,7 +165,7 @@ def test_eight_bits_on_the_card(rows: int, gate: Gate, outputs: int, inputs: int
     x, stored, scale = in_eight_bits(rows, outputs, inputs)
     how = scaled_gemm_config(rows, outputs // (2 if gate else 1), inputs, gate != "")
     assert how is not None
-    want = REFERENCE.scaled_linear(x.float(), stored, scale, inputs, 0, None, gate)
+    want = REFERENCE.quantized_linear(x.float(), QuantizedMatrix(stored, scale, inputs), None, gate)
     first, *more = (gemv_linear(x, stored, None, how, CARD, gate, scale, ARRIVED) for _ in range(20))
     assert float((first.float() - want).norm() / want.norm()) < 1e-2
     assert all(torch.equal(first, again) for again in more), "whoever ends last adds up in the same order"

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.ops.base import Gate
+from quire.ops.base import Gate, QuantizedMatrix
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
 from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.ops import TritonOps
-from quire.ops.triton.quantized_gemm import QuantizedMatrix, num_splits, quantized_gemm_config, quantized_linear
+from quire.ops.triton.quantized_gemm import num_splits, quantized_gemm_config, quantized_linear
 from tests.ops.triton.device import DEVICE
 
 CARD, REFERENCE, E4M3 = DeviceInfo.of(DEVICE), ReferenceOps(), torch.float8_e4m3fn
@@ -42,7 +42,7 @@ def test_a_byte_a_number(width: int, offset: int, dtype: torch.dtype, gate: Gate
     groups = 1 if width == 100 else -(-(100 + offset) // width)
     weight = (exact * 20).round().to(dtype) if dtype is torch.int8 else exact.to(dtype)
     scale = torch.rand(20, groups, device=DEVICE) + 0.1
-    want = REFERENCE.scaled_linear(x, weight, scale, width, offset, bias, gate)
+    want = REFERENCE.quantized_linear(x, QuantizedMatrix(weight, scale, width, offset), bias, gate)
     got = quantized_linear(x, QuantizedMatrix(weight, scale, width, offset), bias, how, CARD, ARRIVED, gate)
     torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-4)
 
@@ -54,7 +54,7 @@ def test_half_a_byte_a_number(gate: Gate, how: GemmConfig, rows: int) -> None:
     weight = torch.randint(0, 256, (20, 48), dtype=torch.uint8, device=DEVICE)
     scale, zero = torch.rand(20, 3, device=DEVICE) + 0.1, torch.randint(0, 16, (20, 3), device=DEVICE)
     groups = torch.randint(0, 3, (96,), device=DEVICE)
-    want = REFERENCE.int4_linear(x, weight, scale, zero, groups, bias, gate)
+    want = REFERENCE.quantized_linear(x, QuantizedMatrix(weight, scale, zero=zero, groups=groups), bias, gate)
     got = quantized_linear(x, QuantizedMatrix(weight, scale, zero=zero, groups=groups), bias, how, CARD, ARRIVED, gate)
     torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-4)
 
@@ -71,7 +71,7 @@ def test_inputs_cut_into_runs_add_up_whoever_ends_last(width: int, gate: Gate) -
     )
     scale = torch.rand(40, -(-500 // width), device=DEVICE) + 0.1
     weight = exact.to(E4M3)
-    want = REFERENCE.scaled_linear(x, weight, scale, width, 0, bias, gate)
+    want = REFERENCE.quantized_linear(x, QuantizedMatrix(weight, scale, width), bias, gate)
     for _ in range(2):
         got = quantized_linear(x, QuantizedMatrix(weight, scale, width), bias, how, wide, ARRIVED, gate)
         torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-4)
@@ -94,7 +94,7 @@ def test_bfloat16_on_the_card(width: int, rows: int, gate: Gate) -> None:
     scale = exact.abs().view(6144, -1, width).amax(2) / 448
     matrix = QuantizedMatrix((exact / scale.repeat_interleave(width, 1)).to(E4M3), scale / 64, width)
     ops = TritonOps(DEVICE)
-    got = ops.scaled_linear(x.bfloat16(), matrix.weight, matrix.scale, width, 0, None, gate).float()
+    got = ops.quantized_linear(x.bfloat16(), matrix, None, gate).float()
     assert not ops.arrived.any()
-    want = REFERENCE.scaled_linear(x.bfloat16().float(), matrix.weight, matrix.scale, width, 0, None, gate)
+    want = REFERENCE.quantized_linear(x.bfloat16().float(), matrix, None, gate)
     assert float((got - want).norm() / want.norm()) < 1e-2

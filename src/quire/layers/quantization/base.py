@@ -9,7 +9,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from quire.ops.base import Gate, Ops
+from quire.ops.base import Gate, Ops, QuantizedMatrix
+from quire.ops.quantized import dequantize
 
 
 class WeightBuffer(Protocol):
@@ -152,23 +153,34 @@ class Layout(Protocol):
         """The storage of a matrix in this layout. Raises InvalidModel for a matrix that it cannot hold."""
 
 
-class QuantizedWeight(Protocol):
+@dataclass(slots=True, eq=False)
+class QuantizedWeight:
     """The final form of a quantized matrix.
 
-    exact: multiply without rounding activations, where the format rounds them: the reference of the quality check.
+    activations: each token is rounded to int8 too. exact: it is not, in spite of that: the reference of the quality
+    check.
     """
 
-    exact: bool
+    ops: Ops
+    matrix: QuantizedMatrix
+    bias: Tensor | None
+    activations: bool = False
+    exact: bool = False
 
     @property
     def rows(self) -> int:
         """Rows of the matrix."""
+        return len(self.matrix.weight)
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
         """As `WeightStorage.apply`."""
+        if self.activations and not self.exact:
+            return self.ops.int8_linear(x, self.matrix.weight, self.matrix.scale, self.bias, gate)
+        return self.ops.quantized_linear(x, self.matrix, self.bias, gate)
 
     def dequantize(self, rows: slice = slice(None)) -> Tensor:
         """The values that it represents, [rows, columns] float32."""
+        return dequantize(self.matrix.rows(rows))
 
 
 def bias_of(matrix: Matrix) -> Tensor | None:

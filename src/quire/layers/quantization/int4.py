@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
-from quire.layers.quantization.base import Matrix, MatrixPart, WeightSlot, bias_of, bias_slots
+from quire.layers.quantization.base import Matrix, MatrixPart, QuantizedWeight, WeightSlot, bias_of, bias_slots
 from quire.layers.quantization.scaled import check_aligned, check_scale, unpack
-from quire.ops.base import Gate, Ops
-from quire.ops.quantized import dequantize_int4
+from quire.ops.base import Gate, Ops, QuantizedMatrix
 
 VALUES_PER_INT32 = 8
 """Numbers in an int32."""
@@ -45,29 +44,6 @@ class Int4Scheme:
         return Int4Storage(matrix, ops, self)
 
 
-class Int4Weight:
-    """The final form, see `Ops.int4_linear`."""
-
-    def __init__(
-        self, ops: Ops, weight: Tensor, scale: Tensor, zero: Tensor, groups: Tensor, bias: Tensor | None
-    ) -> None:
-        self.ops, self.weight, self.scale, self.zero, self.groups, self.bias = ops, weight, scale, zero, groups, bias
-        self.exact = True
-
-    @property
-    def rows(self) -> int:
-        """Rows of the matrix."""
-        return self.weight.shape[0]
-
-    def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
-        """As `WeightStorage.apply`."""
-        return self.ops.int4_linear(x, self.weight, self.scale, self.zero, self.groups, self.bias, gate)
-
-    def dequantize(self, rows: slice = slice(None)) -> Tensor:
-        """Values of some rows, float32."""
-        return dequantize_int4(self.weight[rows], self.scale[rows], self.zero[rows], self.groups)
-
-
 class Int4Storage:
     """Read from a checkpoint, each part by itself. Scales are kept for all groups, whatever columns the rank keeps."""
 
@@ -77,7 +53,7 @@ class Int4Storage:
         self.matrix, self.ops, self.scheme = matrix, ops, halving
         self.bias = bias_of(matrix)
         self.parts = [Int4Tensors(part, matrix, halving) for part in matrix.parts]
-        self.quantized: Int4Weight | None = None
+        self.quantized: QuantizedWeight | None = None
 
     def slots(self) -> list[WeightSlot]:
         """Slots of every part's tensors, and of the biases."""
@@ -93,7 +69,8 @@ class Int4Storage:
                 )
         weight = pack_pairs(torch.cat([part.numbers() for part in self.parts]))
         scale, zero = (torch.cat([part.scales()[i] for part in self.parts]).contiguous() for i in (0, 1))
-        self.quantized = Int4Weight(self.ops, weight, scale, zero, groups, self.bias)
+        quantized = QuantizedMatrix(weight, scale, zero=zero, groups=groups)
+        self.quantized = QuantizedWeight(self.ops, quantized, self.bias)
         self.parts.clear()
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:

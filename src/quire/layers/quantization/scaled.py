@@ -10,9 +10,18 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
-from quire.layers.quantization.base import Format, Matrix, Plain, WeightSlot, WeightStorage, bias_of, bias_slots
-from quire.ops.base import Gate, Ops
-from quire.ops.quantized import E4M3, E4M3_MAX, INT8_MAX, dequantize_scaled
+from quire.layers.quantization.base import (
+    Format,
+    Matrix,
+    Plain,
+    QuantizedWeight,
+    WeightSlot,
+    WeightStorage,
+    bias_of,
+    bias_slots,
+)
+from quire.ops.base import Gate, Ops, QuantizedMatrix
+from quire.ops.quantized import E4M3, E4M3_MAX, INT8_MAX
 from quire.types import UNLIMITED
 
 
@@ -40,35 +49,6 @@ ENOUGH, FAR = 8, 1e4
 """Of ENOUGH scales or more, none is FAR times the median."""
 
 
-@dataclass(slots=True, eq=False)
-class ScaledWeight:
-    """The final form: weight [out, in] and scale [out, G], see `Ops.scaled_linear`. `exact` rounds no activations."""
-
-    ops: Ops
-    weight: Tensor
-    scale: Tensor
-    bias: Tensor | None
-    width: int
-    offset: int = 0
-    activations: bool = False
-    exact: bool = False
-
-    @property
-    def rows(self) -> int:
-        """Rows of the matrix."""
-        return self.weight.shape[0]
-
-    def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
-        """As `WeightStorage.apply`."""
-        if not self.activations or self.exact:
-            return self.ops.scaled_linear(x, self.weight, self.scale, self.width, self.offset, self.bias, gate)
-        return self.ops.int8_linear(x, self.weight, self.scale, self.bias, gate)
-
-    def dequantize(self, rows: slice = slice(None)) -> Tensor:
-        """Values of some rows, float32."""
-        return dequantize_scaled(self.weight[rows], self.scale[rows], self.width, self.offset)
-
-
 class ScaledStorage:
     """Read from a checkpoint: numbers as they are, scales expanded to one per row and block of columns.
 
@@ -91,7 +71,7 @@ class ScaledStorage:
             torch.empty(-(-part.rows // down), -(-matrix.columns // across), dtype=torch.float32, device=matrix.device)
             for part in matrix.parts
         ]
-        self.quantized: ScaledWeight | None = None
+        self.quantized: QuantizedWeight | None = None
 
     def slots(self) -> list[WeightSlot]:
         """Slots of numbers, scales and biases."""
@@ -121,9 +101,8 @@ class ScaledStorage:
             spread.append(scale[row, first : -(-cut.stop // across)])
         weight = unpack(self.raw, 8, 1).to(torch.int16).sub_(128).to(torch.int8) if self.scheme.packed else self.raw
         scale, offset = torch.cat(spread).contiguous(), cut.start - first * across
-        self.quantized = ScaledWeight(
-            self.ops, weight, scale, self.bias, across, offset, activations=self.scheme.activations
-        )
+        quantized = QuantizedMatrix(weight, scale, across, offset)
+        self.quantized = QuantizedWeight(self.ops, quantized, self.bias, self.scheme.activations)
         self.scales.clear()
         del self.raw
 
@@ -202,9 +181,8 @@ class OnlineQuantized(Plain):
             scales.append(scale[torch.arange(len(own), device=own.device) // down])
             row += len(own)
         scale = torch.cat(scales).contiguous()
-        self.quantized = ScaledWeight(
-            self.ops, numbers, scale, self.bias, width=across, activations=self.scheme.activations
-        )
+        quantized = QuantizedMatrix(numbers, scale, across)
+        self.quantized = QuantizedWeight(self.ops, quantized, self.bias, self.scheme.activations)
         del self.weight
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.ops.base import Angles, Gate, Norm, Norms
+from quire.ops.base import Angles, Gate, Norm, Norms, QuantizedMatrix
 from quire.ops.cublaslt import CublasLt
 from quire.ops.gemm import GemmAutotuner, on_the_card
 from quire.ops.matmul import by_owner, combine_experts_in_order, grouped_linear
@@ -67,38 +67,15 @@ class TritonOps(BaseOps):
         """See `Ops.grouped_linear`."""
         return grouped_linear(x, weight, ends)
 
-    def scaled_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        scale: Tensor,
-        width: int,
-        offset: int = 0,
-        bias: Tensor | None = None,
-        gate: Gate = "",
+    def quantized_linear(
+        self, x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None = None, gate: Gate = ""
     ) -> Tensor:
-        """See `Ops.scaled_linear`."""
-        if weight.dtype is E4M3 and not self.card.float8:
-            return super().scaled_linear(x, weight, scale, width, offset, bias, gate)
-        return self.quantised_linear(x, quantized_gemm.QuantizedMatrix(weight, scale, width, offset), bias, gate)
+        """See `Ops.quantized_linear`."""
+        if matrix.weight.dtype is E4M3 and not self.card.float8:
+            return super().quantized_linear(x, matrix, bias, gate)
+        return self.fused_linear(x, matrix, bias, gate)
 
-    def int4_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        scale: Tensor,
-        zero: Tensor,
-        groups: Tensor,
-        bias: Tensor | None = None,
-        gate: Gate = "",
-    ) -> Tensor:
-        """See `Ops.int4_linear`."""
-        matrix = quantized_gemm.QuantizedMatrix(weight, scale, zero=zero, groups=groups)
-        return self.quantised_linear(x, matrix, bias, gate)
-
-    def quantised_linear(
-        self, x: Tensor, matrix: quantized_gemm.QuantizedMatrix, bias: Tensor | None, gate: Gate
-    ) -> Tensor:
+    def fused_linear(self, x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
         """As `linear`. Many rows use the library's float8 products, where there are any; else numbers are dequantized
         on the way, or, for more rows than MAX_FUSED_ROWS, all of them beforehand."""
         weight, scale = matrix.weight, matrix.scale
@@ -181,9 +158,7 @@ class BatchInvariantTritonOps(TritonOps):
         """See `Ops.linear`."""
         return gemv.gemv_linear(x, weight, bias, config_for(x, PRODUCT), self.card, gate)
 
-    def quantised_linear(
-        self, x: Tensor, matrix: quantized_gemm.QuantizedMatrix, bias: Tensor | None, gate: Gate
-    ) -> Tensor:
+    def fused_linear(self, x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
         """As `linear`, dequantized on the way."""
         return quantized_gemm.quantized_linear(x, matrix, bias, config_for(x, RESTORED), self.card, self.arrived, gate)
 

@@ -2,7 +2,7 @@
 
 One byte or half a byte is read per number, so what is bound by reading gains two or four times if the conversion keeps
 up: an H200 can spend five instructions per number before that becomes the bottleneck. Activations stay as they are. See
-`Ops.scaled_linear` and `Ops.int4_linear`, and `gemv` for how few rows are multiplied. For many rows it is cheaper to
+`Ops.quantized_linear`, and `gemv` for how few rows are multiplied. For many rows it is cheaper to
 dequantize the matrix first (`dequantize`), or, for e4m3, to use the library's float8 products.
 
 Those are exact all the same. bfloat16 has eight significant bits, e4m3 four. So a token's x, in units of a power of two
@@ -13,8 +13,6 @@ the matrix is read as it is stored. (vLLM rounds x to eight bits: one row, and a
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -22,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from quire.ops.base import Gate
+from quire.ops.base import Gate, QuantizedMatrix
 from quire.ops.triton.gemv import COUNTERS, GemmConfig, added_up, given, handed_in, settled, settles, two
 from quire.ops.triton.launch import ADA, HOPPER, DeviceInfo, block, kernel, release, wait
 
@@ -185,25 +183,12 @@ MAX_FUSED_ROWS = 256
 """Rows up to which the matrix is dequantized on the way. Above, `dequantize` once for all of them is cheaper."""
 
 
-class QuantizedMatrix(NamedTuple):
-    """A matrix as `Ops.scaled_linear` (zero and groups None) or `Ops.int4_linear` takes it."""
-
-    weight: Tensor
-    scale: Tensor
-    width: int = 1
-    offset: int = 0
-    zero: Tensor | None = None
-    groups: Tensor | None = None
-
-    @property
-    def is_int4(self) -> bool:
-        """Whether it has two numbers per byte."""
-        return self.groups is not None
-
-    @property
-    def beside(self) -> tuple[Tensor, Tensor]:
-        """Zero points and groups, or any tensor for a kernel that reads neither."""
-        return (self.scale if self.zero is None else self.zero, self.scale if self.groups is None else self.groups)
+def zero_and_groups(matrix: QuantizedMatrix) -> tuple[Tensor, Tensor]:
+    """Zero points and groups, or any tensor for a kernel that reads neither."""
+    return (
+        matrix.scale if matrix.zero is None else matrix.zero,
+        matrix.scale if matrix.groups is None else matrix.groups,
+    )
 
 
 RUN = 128
@@ -271,7 +256,7 @@ def quantized_linear(
     outputs = len(matrix.weight) // 2 if gate else len(matrix.weight)
     out = x.new_empty(rows, outputs)
     weight, scale = matrix.weight, matrix.scale
-    halved, (zero, groups) = matrix.is_int4, matrix.beside
+    halved, (zero, groups) = matrix.is_int4, zero_and_groups(matrix)
     fast, kind = uses_fast_conversion(x, matrix, card) and how.inputs == RUN, scales(matrix, how.inputs)
     # What waits in shared memory for a number of the matrix, its scale and zero point included, and for one of x.
     how = how.fitted(card, (2 if gate else 1) * (1 + 4 * (kind == 2) + 8 * halved), x.element_size())
@@ -321,7 +306,7 @@ def dequantize(matrix: QuantizedMatrix, inputs: int, dtype: torch.dtype, card: D
     """The matrix [out, in] in dtype."""
     outputs = len(matrix.weight)
     out = matrix.scale.new_empty(outputs, inputs, dtype=dtype)
-    zero, groups = matrix.beside
+    zero, groups = zero_and_groups(matrix)
     grid = (triton.cdiv(inputs, 512), triton.cdiv(outputs, 8))
     dequantize_kernel[grid](
         *(matrix.weight, matrix.scale, zero, groups, out, outputs, inputs),
