@@ -63,7 +63,7 @@ def test_every_combination_gives_the_dense_loops_tokens(combo: dict[str, object]
     assert it.scheduler.kv.block_pool.num_free == it.scheduler.kv.block_pool.num_blocks
 
 
-def test_the_workload_tells_settings_apart() -> None:
+def test_every_setting_changes_some_answer_of_the_workload() -> None:
     plain = {r.id: naive(MODEL, Request(id=r.id, prompt=r.prompt, max_new_tokens=r.max_new_tokens)) for r in REQUESTS}
     assert sum(plain[r.id] != WANT[r.id] for r in REQUESTS) >= 10
     assert len({t for answer in WANT.values() for t in answer}) > VOCAB // 2
@@ -75,11 +75,11 @@ def test_logprobs_are_those_of_the_dense_model(drafts: int) -> None:
     it = driver(feed=(32, 5), drafter=Scripted(drafts) if drafts else None)
     it.answer(REQUESTS)
     request = next(r for r in REQUESTS if r.sampling.logprobs == 2)
-    told = [each for e in it.events[request.id] for each in e.logprobs]
+    scores = [each for e in it.events[request.id] for each in e.logprobs]
     tokens = [*request.prompt, *WANT[request.id]]
     want = MODEL.dense(tokens).log_softmax(-1)[len(request.prompt) - 1 : -1]
-    assert [each.token for each in told] == WANT[request.id]
-    for each, row in zip(told, want, strict=True):
+    assert [each.token for each in scores] == WANT[request.id]
+    for each, row in zip(scores, want, strict=True):
         values, ids = row.topk(2)
         assert each.logprob == pytest.approx(float(row[each.token]), abs=1e-5)
         assert each.rank == int((row > row[each.token]).sum()) + 1
@@ -88,14 +88,14 @@ def test_logprobs_are_those_of_the_dense_model(drafts: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 5, UNLIMITED])
-def test_prompt_logprobs_come_whole_whatever_the_chunks(chunk: int) -> None:
+def test_prompt_logprobs_are_complete_with_any_chunk_size(chunk: int) -> None:
     it = driver(feed=(UNLIMITED, chunk))
     request = next(r for r in REQUESTS if r.sampling.prompt_logprobs is not None)
     it.answer([request])
-    told = [each for e in it.events[request.id] for each in e.prompt_logprobs]
+    scores = [each for e in it.events[request.id] for each in e.prompt_logprobs]
     want = MODEL.dense(request.prompt).log_softmax(-1)
-    assert [each.token for each in told] == list(request.prompt[1:])
-    assert [each.logprob for each in told] == pytest.approx(
+    assert [each.token for each in scores] == list(request.prompt[1:])
+    assert [each.logprob for each in scores] == pytest.approx(
         [float(want[i, t]) for i, t in enumerate(request.prompt[1:])], abs=1e-5
     )
 
@@ -111,7 +111,7 @@ def test_a_row_with_nan_logits_fails_alone() -> None:
         assert it.events[each.id][-1].error == "the model produced NaN or infinite logits"
 
 
-def test_a_step_that_fails_costs_only_the_request_at_fault() -> None:
+def test_a_failed_step_fails_only_the_request_that_causes_it() -> None:
     harmless = [r for r in REQUESTS if 13 not in (*r.prompt, *WANT[r.id])]
     assert len(harmless) >= 4
     it = driver(lookahead=1, model=Fragile())
@@ -145,7 +145,7 @@ def test_a_failure_keeps_its_cause_and_lasts_until_reset() -> None:
     ],
     ids=["no such row", "longer than the context", "samples before the prompt is fed"],
 )
-def test_a_plan_that_cannot_be_is_a_failed_step(plan: Plan) -> None:
+def test_an_impossible_plan_is_a_failed_step(plan: Plan) -> None:
     with pytest.raises(StepFailed, match="row"):
         executor().launch(plan).result()
 
@@ -183,7 +183,7 @@ def test_it_describes_itself() -> None:
     assert (about.dtype, about.device, about.num_drafts, about.lookahead) == ("float64", "cpu", 0, 0)
 
 
-def test_closing_lets_go_of_the_pool() -> None:
+def test_closing_releases_the_pool() -> None:
     it = executor()
     it.close()
     assert not it.runner.kv

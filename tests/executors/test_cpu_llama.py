@@ -118,7 +118,7 @@ def alone(model: Model) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(
-    "house",
+    "setup",
     [
         {},
         {"max_num_seqs": 5},
@@ -129,19 +129,19 @@ def alone(model: Model) -> dict[str, list[int]]:
         {"drafter": Guess(), "pages": 12, "depth": 1, "max_chunk_tokens": 16},
         {"size": CONTEXT, "pages": 16},
     ],
-    ids=["crowd", "few", "chunked", "preempted", "ahead", "drafts", "drafts-preempted", "contiguous"],
+    ids=["batch", "few", "chunked", "preempted", "ahead", "drafts", "drafts-preempted", "contiguous"],
 )
-def test_a_seeded_answer_is_the_same_in_any_house(
-    model: Model, alone: dict[str, list[int]], house: dict[str, Any]
+def test_a_seeded_answer_is_the_same_with_any_scheduling(
+    model: Model, alone: dict[str, list[int]], setup: dict[str, Any]
 ) -> None:
-    tokens, _, scheduler = answer(model, requests(), **house)
+    tokens, _, scheduler = answer(model, requests(), **setup)
     assert tokens == alone
-    if house.get("pages", UNLIMITED) < 16:
+    if setup.get("pages", UNLIMITED) < 16:
         assert scheduler.num_preemptions > 0
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_pages_that_held_nan_harm_nobody_who_gets_them_next(model: Model, depth: int) -> None:
+def test_pages_that_held_nan_do_not_change_the_next_sequences(model: Model, depth: int) -> None:
     rng = random.Random(2)
     ill = [
         Request(id=f"ill-{i}", prompt=(SICK, *(rng.randrange(9) for _ in range(30))), max_new_tokens=9)

@@ -57,7 +57,7 @@ class Ending(Tiny):
 
 
 class Unforeseen(FixedDrafts):
-    """A depth nobody can foresee."""
+    """A number of drafts that cannot be predicted."""
 
     def num_drafts(self, seq: Any) -> int:
         return hash((seq.arrival, len(seq.tokens))) % (self.max_drafts + 1)
@@ -136,7 +136,7 @@ class Swinging(FixedDrafts):
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("policy", [FixedDrafts, Unforeseen, Swinging])
-def test_the_device_hears_of_every_change_of_how_many_drafts_are_wanted(depth: int, policy: type[FixedDrafts]) -> None:
+def test_every_change_of_the_number_of_drafts_reaches_the_device(depth: int, policy: type[FixedDrafts]) -> None:
     """Answers do not tell: they are the same whatever was drafted."""
     it = driver(lookahead=depth, drafts="ngram", policy=policy)
     runner, asked, heard = it.executor.runner, list[list[int]](), list[list[int]]()
@@ -165,7 +165,7 @@ def test_a_row_with_nan_logits_fails_alone() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_what_fails_where_drafts_reach_past_the_limit_fails_nobody(depth: int) -> None:
+def test_a_failure_in_drafts_past_the_limit_fails_no_request(depth: int) -> None:
     it = driver(lookahead=depth, drafts="twin", model=Ending(9 + 11 - 1))
     answers = it.answer([Request(id="it", prompt=tuple(range(9)), max_new_tokens=11)])
     assert answers == driver().answer([Request(id="it", prompt=tuple(range(9)), max_new_tokens=11)])
@@ -174,7 +174,7 @@ def test_what_fails_where_drafts_reach_past_the_limit_fails_nobody(depth: int) -
 
 @pytest.mark.parametrize("drafts", ["none", "twin"])
 @pytest.mark.parametrize("upto", [9, 13, 14, 15, 16, 17])
-def test_what_came_before_a_failure_is_told_with_drafts_as_without(upto: int, drafts: str) -> None:
+def test_tokens_before_a_failure_are_returned_with_and_without_drafts(upto: int, drafts: str) -> None:
     it = driver(drafts=drafts, model=Ending(upto))
     answers = it.answer([Request(id="it", prompt=tuple(range(9)), max_new_tokens=11)])
     whole = driver().answer([Request(id="it", prompt=tuple(range(9)), max_new_tokens=11)])
@@ -182,7 +182,7 @@ def test_what_came_before_a_failure_is_told_with_drafts_as_without(upto: int, dr
     assert it.events["it"][-1].error == "the model produced NaN or infinite logits"
 
 
-def test_a_step_that_fails_costs_only_the_request_at_fault() -> None:
+def test_a_failed_step_fails_only_the_request_that_causes_it() -> None:
     harmless = [r for r in REQUESTS if 13 not in (*r.prompt, *WANT[r.id])]
     it = driver(lookahead=1, model=Fragile())
     answers = it.answer([*harmless[:3], Request(id="bad", prompt=(1, 13, 2), max_new_tokens=4), *harmless[3:]])
@@ -226,7 +226,7 @@ def test_after_a_reset_answers_and_drafts_are_as_at_first(drafts: str, monkeypat
     for steps in (1, 3, 2):
         assert generated(it, prompt, steps) == want[:steps]
         if steps == 3:
-            it.launch(Plan((), (), (Span(0, 1, 1, 1),)))  # nobody asks for its result
+            it.launch(Plan((), (), (Span(0, 1, 1, 1),)))  # its result is never asked for
         it.reset()
     assert generated(it, prompt) == want
 
@@ -265,7 +265,7 @@ def test_a_reset_waits_for_the_device_before_it_clears_what_steps_read(monkeypat
 
 
 class Far:
-    """A point in the order of work that is passed when somebody waits for it, unless the device breaks before."""
+    """A point in the order of work that is passed when it is waited for, unless the device breaks before."""
 
     def __init__(self) -> None:
         self.passed = self.broken = False
@@ -279,7 +279,7 @@ class Far:
         self.passed = self.query() or True
 
 
-def test_a_step_is_over_when_the_device_is_past_it_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_done_when_the_device_has_passed_it_or_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     it, marks = executor(), [Far(), Far()]
     monkeypatch.setattr(it.runner.queue, "record", iter(marks).__next__)
     step, broken = it.launch(OPENING), it.launch(Plan((), (), (Span(0, 1, 1, 1),)))
@@ -302,7 +302,7 @@ def test_a_step_is_over_when_the_device_is_past_it_or_broken(monkeypatch: pytest
     ],
     ids=["no such row", "longer than the context", "samples before the prompt is fed"],
 )
-def test_a_plan_that_cannot_be_is_a_failed_step(plan: Plan) -> None:
+def test_an_impossible_plan_is_a_failed_step(plan: Plan) -> None:
     with pytest.raises(StepFailed, match="row"):
         executor().launch(plan).result()
 
@@ -353,7 +353,7 @@ def test_steady_decode_sends_nothing_but_pages(monkeypatch: pytest.MonkeyPatch) 
     assert rest == [1, 1]
 
 
-def test_it_describes_itself_and_closing_lets_go_of_the_pool() -> None:
+def test_it_describes_itself_and_closing_releases_the_pool() -> None:
     it = executor()
     about = it.describe()
     assert (about.num_blocks, about.block_size, about.num_rows, about.max_model_len, about.vocab_size) == (
@@ -394,7 +394,7 @@ class Eager(AdaptiveDrafts):
 
 
 @pytest.mark.parametrize("most", [1, 3, 8])
-def test_every_kind_of_step_is_known_at_the_start_however_deep_drafts_are_and_where_answers_end(most: int) -> None:
+def test_every_graph_key_is_precompiled_with_any_number_of_drafts_and_any_end(most: int) -> None:
     cuda = pytest.importorskip("quire.assembly.cuda")
     rows, length, queue = 4, 40, Noted()
     kv = allocate(layer_shapes(MODEL.spec.kv_shapes, torch.float64), pages=60, page_size=4)

@@ -1,4 +1,4 @@
-"""Executors that others compute for: ONNX Runtime, transformers. Same tokens through the same door."""
+"""Executors that others compute for: ONNX Runtime, transformers. Same tokens by the same interface."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def want() -> Iterator[dict[str, list[tuple[int, ...]]]]:
     engine.close()
 
 
-HOUSES: list[dict[str, Any]] = [
+OPTIONS: list[dict[str, Any]] = [
     {},
     {"max_num_seqs": 3, "max_num_batched_tokens": 24, "long_prefill_token_threshold": 7, "block_size": 4},
     {"num_gpu_blocks_override": 20, "block_size": 8, "max_model_len": 128, "enable_prefix_caching": False},
@@ -70,17 +70,19 @@ HOUSES: list[dict[str, Any]] = [
 THERE = ("block_size", "num_gpu_blocks_override", "max_model_len", "lookahead", "max_num_seqs", "speculative_config")
 
 
-@pytest.mark.parametrize("house", HOUSES, ids=["plain", "chunked", "tight", "ahead", "drafts"])
-@pytest.mark.parametrize("door", ["onnx", "grpc", "onnx behind grpc"])
-def test_every_door_gives_local_tokens(
-    door: str, house: dict[str, Any], graphs: Path, want: dict[str, list[tuple[int, ...]]]
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "chunked", "tight", "ahead", "drafts"])
+@pytest.mark.parametrize("executor", ["onnx", "grpc", "onnx behind grpc"])
+def test_every_foreign_executor_gives_the_local_tokens(
+    executor: str, options: dict[str, Any], graphs: Path, want: dict[str, list[tuple[int, ...]]]
 ) -> None:
     with ExitStack() as stack:
-        model: dict[str, Any] = {"model": str(graphs), "executor": "onnx"} if "onnx" in door else {"dtype": "float32"}
-        settings = Settings.of(**model, **house)
-        if "grpc" in door:
-            near = {name: value for name, value in house.items() if name not in THERE}
-            far = {name: value for name, value in house.items() if name in THERE}
+        model: dict[str, Any] = (
+            {"model": str(graphs), "executor": "onnx"} if "onnx" in executor else {"dtype": "float32"}
+        )
+        settings = Settings.of(**model, **options)
+        if "grpc" in executor:
+            near = {name: value for name, value in options.items() if name not in THERE}
+            far = {name: value for name, value in options.items() if name in THERE}
             server = host(Settings.of(**model, **far), "127.0.0.1:0")
             stack.callback(server.executor.close)
             stack.callback(server.stop)
@@ -103,7 +105,7 @@ def test_other_architectures_export_too(shape: str, tmp_path: Path) -> None:
     onnx.close()
 
 
-def test_int8_is_smaller_and_says_nearly_the_same(graphs: Path, tmp_path: Path) -> None:
+def test_int8_is_smaller_and_answers_nearly_the_same(graphs: Path, tmp_path: Path) -> None:
     export(embedded(), tmp_path, int8=True)
     size = lambda folder: sum(f.stat().st_size for f in folder.glob("*.onnx*"))  # noqa: E731
     assert size(tmp_path) < 0.5 * size(graphs)
@@ -129,7 +131,7 @@ def test_int8_is_smaller_and_says_nearly_the_same(graphs: Path, tmp_path: Path) 
         ({"executor": "grpc", "executor_address": "127.0.0.1:1", "dtype": "float32"}, "give it to `quire executor`"),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused_with_a_sentence(settings: dict[str, Any], complaint: str) -> None:
+def test_an_impossible_setting_is_refused_with_a_message(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(InvalidConfig, match=complaint):
         build_engine(Settings.of(**settings))
 
@@ -173,7 +175,7 @@ def bloom() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("make", [neox, bloom])
-def test_a_model_we_have_no_layers_for_answers_as_transformers_does(make: Any, tmp_path: Path) -> None:
+def test_a_model_without_layers_of_ours_answers_as_transformers_does(make: Any, tmp_path: Path) -> None:
     torch.manual_seed(5)
     theirs = make().eval()
     theirs.save_pretrained(tmp_path)

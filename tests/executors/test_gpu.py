@@ -155,7 +155,9 @@ def test_every_sampling_setting_answers_as_on_the_cpu(
         assert ask(Engine(scheduler, executor, lookahead=1), which) == it.local(which)
         drafted = scheduler.draft_stats
         assert drafts != "model" or drafted.num_accepted > 0.6 * drafted.num_drafted
-    assert not any(each.k[0].any() or each.v[0].any() for each in executor.runner.kv)  # nobody writes there
+    assert not any(
+        each.k[0].any() or each.v[0].any() for each in executor.runner.kv
+    )  # the null block: nothing writes there
 
 
 def test_a_step_that_drafts_is_timed_and_leaves_no_trace(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -213,7 +215,7 @@ AXES: dict[str, Sequence[Any]] = {
     "page_size": (1, 4, 16, 64),
     "tight": (1, 2, 16),
     "reuse": (False, True),
-    "shelf": ("lru", "fifo"),
+    "eviction": ("lru", "fifo"),
     "cap": (1, 4, UNLIMITED),
     "feed": ((UNLIMITED, UNLIMITED), (16, 5), (64, 7), (9, UNLIMITED)),
     "admit": ("continuous", "static"),
@@ -234,7 +236,7 @@ def test_a_slice_of_the_lattice_on_the_gpu(share: int, tmp_path_factory: pytest.
         c = dict(zip(AXES, values, strict=True))
         size, (budget, chunk) = c["page_size"], c["feed"]
         pages = min(PAGES, -(-longest // size) * c["tight"])
-        kv = KVCacheManager(pages, size, make_prefix_cache(size, c["reuse"]), EVICTION_POLICIES[c["shelf"]]())
+        kv = KVCacheManager(pages, size, make_prefix_cache(size, c["reuse"]), EVICTION_POLICIES[c["eviction"]]())
         executor = it.executor(size, eager=c["eager"], drafts=c["drafts"])
         scheduler = Scheduler(
             kv,

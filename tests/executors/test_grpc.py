@@ -102,7 +102,7 @@ def test_a_plan_arrives_as_it_was_sent() -> None:
     assert arrived == plan._replace(new_sequences=(opened[0]._replace(seed=1 << 63), opened[1]))
 
 
-def test_the_same_spans_are_said_once_and_arrive_as_the_same_object() -> None:
+def test_equal_spans_are_sent_once_and_arrive_as_the_same_object() -> None:
     spans = (Span(0, 1, 1, 1),) * 3
     sent = send_plan(Plan((), (), spans), spans)
     assert sent.same_spans and not sent.spans and sent.ByteSize() == 2
@@ -178,7 +178,7 @@ def test_a_second_engine_is_refused_while_the_first_is_there(monkeypatch: pytest
         assert first.launch(Plan((), (), (Span(0, 1, 1, 1),))).result().tokens
 
 
-def test_another_version_is_told_apart_by_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_is_refused_by_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     host = ExecutorServer(SyntheticExecutor(**SIZES), "127.0.0.1:0")
     with monkeypatch.context() as patch:
         patch.setattr("quire.executors.grpc_client.VERSION", 2)
@@ -201,7 +201,7 @@ def test_another_version_is_told_apart_by_both_sides(monkeypatch: pytest.MonkeyP
         ([pb.Command(epoch=1, begin=pb.Begin(version=1)), pb.Command(epoch=1)], "no kind that is known"),
     ],
 )
-def test_what_makes_no_sense_ends_the_stream_with_a_reason(commands: list[pb.Command], complaint: str) -> None:
+def test_an_invalid_message_ends_the_stream_with_a_reason(commands: list[pb.Command], complaint: str) -> None:
     host = ExecutorServer(SyntheticExecutor(**SIZES), "127.0.0.1:0")
     with grpc.insecure_channel(f"127.0.0.1:{host.port}") as channel:
         run = channel.stream_stream(f"/{SERVICE}/{RUN}", pb.Command.SerializeToString, pb.Answer.FromString)
@@ -211,7 +211,7 @@ def test_what_makes_no_sense_ends_the_stream_with_a_reason(commands: list[pb.Com
     assert complaint in (caught.value.details() or "")
 
 
-def test_an_address_where_nobody_is_and_one_that_cannot_be_had() -> None:
+def test_an_address_without_a_server_and_one_that_cannot_be_bound() -> None:
     with pytest.raises(InvalidConfig, match=r"the executor at 127\.0\.0\.1:1 is lost"):
         RemoteExecutor("127.0.0.1:1", patience=0.2)
     with pytest.raises(InvalidConfig, match="cannot listen"):
@@ -219,7 +219,7 @@ def test_an_address_where_nobody_is_and_one_that_cannot_be_had() -> None:
 
 
 class Stuck(SyntheticExecutor):
-    """Never comes back from a step until told to."""
+    """Never comes back from a step until it is released."""
 
     free = threading.Event()
 
@@ -253,7 +253,7 @@ def test_after_a_step_without_an_answer_the_next_one_goes_over_a_new_connection(
         executor.free.set()
 
 
-def test_a_step_is_over_when_its_answer_is_here() -> None:
+def test_a_step_is_done_when_its_answer_has_arrived() -> None:
     executor = Stuck(**SIZES)
     executor.free = threading.Event()
     with served(executor) as remote:
@@ -269,7 +269,7 @@ def test_a_step_is_over_when_its_answer_is_here() -> None:
         assert handle.is_done(), "nothing is waited for where there is no connection"
 
 
-def test_commands_that_nobody_takes_up_wait_outside() -> None:
+def test_commands_that_are_not_read_wait_at_the_sender() -> None:
     """A client that sends and sends is not read further than a few steps ahead."""
     executor = Stuck(**SIZES)
     executor.free = threading.Event()
@@ -418,7 +418,7 @@ TLS = Path(__file__).parent / "tls"
 
 
 @pytest.mark.parametrize("mutual", [False, True], ids=["server", "both"])
-def test_tls_lets_in_who_trusts_and_is_trusted(mutual: bool) -> None:
+def test_tls_admits_clients_that_trust_and_are_trusted(mutual: bool) -> None:
     authority, certificate, key = ((TLS / name).read_bytes() for name in ("ca.pem", "end.pem", "end.key"))
     credentials = Credentials(certificate, key, authority if mutual else None)
     host = ExecutorServer(SyntheticExecutor(**SIZES), "127.0.0.1:0", credentials)

@@ -78,9 +78,9 @@ def remote() -> Iterator[Executor]:
         yield outer
 
 
-@pytest.mark.parametrize("door", [local, ahead, remote])
-def test_every_executor_that_pools_gives_the_dense_models_vectors(door) -> None:  # type: ignore[no-untyped-def]
-    with door() as it:
+@pytest.mark.parametrize("make", [local, ahead, remote])
+def test_every_executor_that_pools_gives_the_dense_models_vectors(make) -> None:  # type: ignore[no-untyped-def]
+    with make() as it:
         assert it.describe().supports_pooling
         engine = Engine(
             Scheduler(
@@ -116,19 +116,21 @@ def test_running_ahead_changes_no_vector_and_vectors_change_no_answer(depth: int
         assert it.scheduler.kv.block_pool.num_free == it.scheduler.kv.block_pool.num_blocks
 
 
-def test_a_row_left_in_the_middle_leaves_nothing_for_the_next_in_its_place() -> None:
+def test_a_row_that_is_aborted_leaves_nothing_for_the_next_one() -> None:
     it = executor()
     spans: Sequence[Span] = (Span(0, 3, 0, 0),)
     first = NewSequence(0, (5, 6, 7, 8, 9), 0, 5, POOLED["mean"])
     it.launch(Plan((first,), ((0, (1, 2)),), tuple(spans))).result()
     again = NewSequence(0, (1, 2, 3), 0, 3, POOLED["mean"])
-    told = it.launch(Plan((again,), ((0, (3,)),), (Span(0, 3, 1, 1),))).result()
-    np.testing.assert_allclose(np.frombuffer(told.pooled[0], "<f4"), MODEL.states((1, 2, 3)).float().mean(0), atol=2e-6)
+    result = it.launch(Plan((again,), ((0, (3,)),), (Span(0, 3, 1, 1),))).result()
+    np.testing.assert_allclose(
+        np.frombuffer(result.pooled[0], "<f4"), MODEL.states((1, 2, 3)).float().mean(0), atol=2e-6
+    )
     plain = it.launch(Plan((NewSequence(0, (1, 2, 3), 0, 3),), ((0, (4,)),), (Span(0, 3, 1, 1),))).result()
     assert plain.pooled == {}
 
 
-def test_a_vector_of_broken_numbers_is_an_error_of_its_own() -> None:
+def test_a_vector_that_is_not_finite_is_an_error_of_its_request() -> None:
     it = driver(lookahead=1, feed=(UNLIMITED, 3))
     sick = Request(id="sick", prompt=(1, 2, 3, 4, POISON), max_new_tokens=1, sampling=POOLED["mean"])
     well = Request(id="well", prompt=(1, 2, 3, 4), max_new_tokens=1, sampling=POOLED["mean"])
@@ -138,7 +140,7 @@ def test_a_vector_of_broken_numbers_is_an_error_of_its_own() -> None:
     np.testing.assert_allclose(np.frombuffer(it.events["well"][-1].pooled, "<f4"), expected(well), atol=2e-6)
 
 
-def test_steps_in_which_nobody_pools_give_no_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_without_pooling_give_no_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
     it = executor()
     whole: list[bool] = []
     body = it.runner._body

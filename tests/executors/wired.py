@@ -56,7 +56,7 @@ class Killable:
         return self.process.wait(300)
 
 
-class Told:
+class WiredStep:
     """A handle whose masks and result have been messages on their way."""
 
     def __init__(self, inner: StepHandle) -> None:
@@ -86,12 +86,12 @@ class Wired:
         sent = translate.describe(self.inner.describe(), 1).SerializeToString()
         return translate.described(pb.Description.FromString(sent))
 
-    def launch(self, plan: Plan) -> Told:
+    def launch(self, plan: Plan) -> WiredStep:
         sent = translate.send_plan(plan, self.here).SerializeToString()
         self.here = plan.spans
         arrived = translate.read_plan(pb.Plan.FromString(sent), self.there)
         self.there = arrived.spans
-        return Told(self.inner.launch(arrived))
+        return WiredStep(self.inner.launch(arrived))
 
     def reset(self) -> None:
         self.here = self.there = ()

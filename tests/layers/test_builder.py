@@ -61,7 +61,7 @@ def test_fused_columns_stand_side_by_side(format: Format) -> None:
 
 
 @pytest.mark.parametrize("format", [Plain, Packed])
-def test_the_ranks_of_a_cut_add_up_to_the_whole(format: Format) -> None:
+def test_the_shards_of_all_ranks_add_up_to_the_whole(format: Format) -> None:
     tensors = randoms(up__weight=(8, 6), up__bias=(8,), down__weight=(5, 8), down__bias=(5,))
     x = torch.randn(3, 6)
     whole = (x @ tensors["up.weight"].T + tensors["up.bias"]) @ tensors["down.weight"].T + tensors["down.bias"]
@@ -78,7 +78,7 @@ def test_the_ranks_of_a_cut_add_up_to_the_whole(format: Format) -> None:
     torch.testing.assert_close(sum(partial), whole)
 
 
-def test_transposed_matrices_are_turned_about() -> None:
+def test_transposed_matrices_are_transposed_back() -> None:
     tensors = randoms(c__weight=(6, 8), c__bias=(8,))
     x = torch.randn(3, 6)
     halves = []
@@ -117,7 +117,7 @@ def test_a_tied_head_is_the_embeddings_table_and_needs_no_tensor(format: Format)
     torch.testing.assert_close(embedding(torch.tensor([3, 1])), tensors["embed.weight"][[3, 1]])
 
 
-def test_a_matrix_has_memory_only_from_its_first_number_to_its_last() -> None:
+def test_a_matrix_has_memory_only_while_it_is_filled() -> None:
     spare: list[Tensor] = []
     made = build(format=partial(Packed, spare=spare))
     made.column_parallel(("a", "b"), 6, ((4, 1), (4, 1)))
@@ -153,7 +153,7 @@ def test_a_large_matrix_is_kept_in_tiles_that_multiply_as_one(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_place_is_filled_in_pieces(transposed: bool) -> None:
+def test_a_slot_is_filled_in_pieces(transposed: bool) -> None:
     into = torch.zeros(10, 4)
     whole = torch.randn(4, 12) if transposed else torch.randn(12, 4)
     cut = (slice(0, 4), slice(1, 11)) if transposed else (slice(1, 11), slice(0, 4))
@@ -166,7 +166,7 @@ def test_a_place_is_filled_in_pieces(transposed: bool) -> None:
     torch.testing.assert_close(into, whole[cut].T if transposed else whole[cut])
 
 
-def test_heads_are_shared_out_whole_and_scarce_ones_held_by_several() -> None:
+def test_heads_are_divided_whole_and_kv_heads_may_be_replicated() -> None:
     assert [shard_of(6, Rank(r, 2), "heads", 4) for r in range(2)] == [slice(0, 12), slice(12, 24)]
     assert [shard_of(2, Rank(r, 4), "heads", 4) for r in range(4)] == [slice(0, 4)] * 2 + [slice(4, 8)] * 2
     with pytest.raises(InvalidModel, match="9 heads cannot be divided among 2 devices"):

@@ -41,13 +41,13 @@ ASKED: list[tuple[dict[str, Any], int]] = [
 
 
 @pytest.mark.parametrize(("asked", "bits"), ASKED)
-def test_a_row_asks_for_what_its_settings_need_and_for_nothing_else(asked: dict[str, Any], bits: int) -> None:
+def test_a_row_has_the_features_that_its_settings_need_and_no_others(asked: dict[str, Any], bits: int) -> None:
     traits = SamplingFeatures(3)
     traits.open(NewSequence(1, (5, 6), 0, 2, SamplingParams(max_tokens=9, **asked)))
     assert traits.bits.tolist() == [0, bits, 0]
 
 
-def test_tokens_are_banned_while_there_must_be_more_only_where_some_end_an_answer() -> None:
+def test_min_tokens_bans_tokens_only_where_there_are_stop_tokens() -> None:
     traits = SamplingFeatures(2)
     least = SamplingParams(temperature=0.0, min_tokens=2, max_tokens=9)
     traits.open(NewSequence(0, (5,), 0, 1, least, stop_token_ids=frozenset({1})))

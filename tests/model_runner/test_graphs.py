@@ -51,7 +51,7 @@ class Tape(CudaQueue):
         return self.seen
 
 
-def test_the_first_of_a_kind_is_done_and_the_others_are_only_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_of_a_kind_is_run_and_the_others_are_only_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two, head, hot = GraphKey(16, 16, 1), GraphKey(8, 8, 1), GraphKey.head(16, 0), GraphKey.head(16, RANDOM)
     tape = Tape(16, monkeypatch)
     assert tape.ready(one, two, head, hot) == [
@@ -63,14 +63,14 @@ def test_the_first_of_a_kind_is_done_and_the_others_are_only_recorded(monkeypatc
     assert set(tape.graphs) == {one, two, head, hot}
 
 
-def test_what_is_too_large_to_be_captured_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_too_large_to_be_captured_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     large, one = GraphKey(32, 16, 32), GraphKey(16, 16, 16)
     tape = Tape(16, monkeypatch)
     assert tape.ready(large, large, one) == [("done", large), ("done", large), ("recorded", one)]
     assert set(tape.graphs) == {one}
 
 
-def test_what_cannot_be_recorded_yet_is_done_and_then_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_cannot_be_captured_yet_is_run_and_then_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     first, three = GraphKey(16, 16, 1), GraphKey(3, 3, 1)
     tape = Tape(16, monkeypatch)
     assert tape.ready(first, three)[2:] == [("tried", three), ("done", three), ("recorded", three)]

@@ -22,7 +22,7 @@ from quire.scheduler.kv_cache import KVCacheManager
 LAYERS = layer_shapes(((3, 64),) * 30, torch.bfloat16)
 
 
-def test_a_page_is_keys_and_values_of_every_layer() -> None:
+def test_a_block_is_keys_and_values_of_every_layer() -> None:
     assert block_bytes(LAYERS, 16) == 2 * 16 * 3 * 64 * 2 * 30
     mixed = (LayerShape(1, 256, torch.bfloat16), LayerShape(4, 128, torch.float32))
     assert block_bytes(mixed, 8) == 2 * 8 * (256 * 2 + 4 * 128 * 4)
@@ -38,11 +38,11 @@ def test_what_is_allocated_is_what_was_computed_and_reads_zero() -> None:
 
 
 @pytest.mark.parametrize(("rows", "length", "size"), [(1, 2, 16), (4, 33, 16), (4, 34, 16), (7, 100, 1), (2, 64, 64)])
-def test_the_limits_can_use_what_the_scheduler_would_give(rows: int, length: int, size: int) -> None:
+def test_usable_blocks_are_what_the_scheduler_would_give(rows: int, length: int, size: int) -> None:
     assert usable_blocks(rows, length, size) == rows * KVCacheManager(1, size).blocks_for(length)
 
 
-def test_a_small_budget_decides_the_pages_with_the_spare_one_inside() -> None:
+def test_a_small_budget_decides_the_blocks_and_includes_the_null_block() -> None:
     each = block_bytes(LAYERS, 16)
     assert plan_blocks(LAYERS, page_size=16, rows=64, max_model_len=1024, budget=100 * each) == 99
     assert plan_blocks(LAYERS, page_size=16, rows=64, max_model_len=1024, budget=101 * each - 1) == 99
@@ -64,13 +64,13 @@ def test_too_small_a_budget_says_what_would_fit() -> None:
         plan_blocks(LAYERS, page_size=16, rows=4, max_model_len=162, budget=budget)
 
 
-def test_where_not_one_page_fits_no_shorter_context_is_advised() -> None:
+def test_where_not_one_block_fits_no_shorter_context_is_advised() -> None:
     with pytest.raises(InvalidConfig, match="holds no tokens") as caught:
         plan_blocks(LAYERS, page_size=16, rows=4, max_model_len=1024, budget=5)
     assert "lower" not in str(caught.value)
 
 
-def test_a_pool_that_cannot_be_had_says_how_large_it_would_be() -> None:
+def test_a_pool_that_cannot_be_allocated_says_how_large_it_would_be() -> None:
     with pytest.raises(MemoryError, match=r"1,099,511,627,776 KV blocks of 16 tokens take \d+\.\d\d GiB"):
         allocate(LAYERS, pages=1 << 40, page_size=16)
 

@@ -33,7 +33,7 @@ def test_a_draw_is_the_gumbel_argmax_of_the_documented_noise(vocab: int, scale: 
             assert got[r] == int(np.argmax(scores))
 
 
-def test_what_is_minus_infinity_is_never_drawn() -> None:
+def test_a_logit_of_minus_infinity_is_never_drawn() -> None:
     rng = np.random.default_rng(0)
     logits = np.full((200, 100), -np.inf, np.float32)
     allowed = rng.integers(0, 100, 200)

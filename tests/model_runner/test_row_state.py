@@ -20,7 +20,7 @@ CONTEXT, SIZE = 48, 4
 
 @dataclass
 class Plain:
-    """A row as the architecture tells it: feed (history + drafts)[length : length + n]."""
+    """A row as the architecture describes it: feed (history + drafts)[length : length + n]."""
 
     history: list[int]
     length: int
@@ -128,7 +128,7 @@ def test_a_failed_row_keeps_its_place_and_the_next_span_still_fits() -> None:
     assert build_batch(rows, rows.apply_plan(Plan((), (), spans)), CPU).tokens.tolist() == [6, 2]
 
 
-def test_a_bad_row_behind_a_rejected_draft_fails_nobody() -> None:
+def test_a_bad_sample_after_a_rejected_draft_fails_no_row() -> None:
     rows, _ = decoding(depth=2)
     rows.set_drafts(np.array([0, 1]), np.array([[3, 4], [3, 4]], np.int32), np.array([2, 2]))
     shape = rows.apply_plan(Plan((), (), (Span(0, 3, 3, 3), Span(1, 3, 3, 3))))
@@ -137,7 +137,7 @@ def test_a_bad_row_behind_a_rejected_draft_fails_nobody() -> None:
     assert (keep.tolist(), failed.tolist()) == ([2, 2], [-1, 5])  # what is right before it is kept
 
 
-def test_a_row_past_the_context_writes_to_the_spare_page_and_stays_in_bounds() -> None:
+def test_a_row_past_the_context_writes_to_the_null_block_and_stays_in_bounds() -> None:
     rows, spans = decoding(depth=2, context=6)
     rows.apply_plan(Plan((), ((0, (9, 8)),), ()))
     for token in range(12):

@@ -42,7 +42,7 @@ def test_only_the_rows_that_are_sampled_become_logits() -> None:
     assert (model.fed, model.scored) == (30, 1)
 
 
-def test_a_prompt_chunk_asks_for_no_logits_at_all() -> None:
+def test_a_prompt_chunk_needs_no_logits() -> None:
     model = Tiny()
     it = runner(model)
     plan = opening(0, tuple(range(9)))._replace(spans=(Span(0, 5, 0, 0),))
@@ -50,22 +50,22 @@ def test_a_prompt_chunk_asks_for_no_logits_at_all() -> None:
     assert model.scored == 0
 
 
-def test_prompt_logprobs_are_made_a_bounded_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_logprobs_are_computed_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_io, "_CHUNK", 7 * VOCAB + 3)
     model = Tiny()
     prompt = tuple(range(30))
     result = runner(model).launch(opening(0, prompt, SamplingParams(temperature=0.0, prompt_logprobs=2))).result()
     assert model.scored == 7
     want = model.dense(prompt).log_softmax(-1)
-    told = result.prompt_logprobs[0]
-    assert [each.token for each in told] == list(prompt[1:])
-    assert [each.logprob for each in told] == pytest.approx(
+    scores = result.prompt_logprobs[0]
+    assert [each.token for each in scores] == list(prompt[1:])
+    assert [each.logprob for each in scores] == pytest.approx(
         [float(want[i, t]) for i, t in enumerate(prompt[1:])], abs=1e-5
     )
-    assert all(len(each.top) == 2 for each in told)
+    assert all(len(each.top) == 2 for each in scores)
 
 
-def test_tokens_that_are_not_the_prompts_have_no_prompt_logprobs() -> None:
+def test_tokens_after_the_prompt_have_no_prompt_logprobs() -> None:
     """A preempted row is opened with its output so far, and fed from the start again."""
     model = Tiny()
     text = (4, 8, 15, 16, 23, 42)

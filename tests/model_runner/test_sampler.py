@@ -75,9 +75,7 @@ def sample(
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(params, masks), min_size=1, max_size=6), st.integers(0, 1 << 30))
-def test_every_setting_in_any_company_is_what_the_slow_row_says(
-    asked: list[tuple[SamplingParams, Mask]], seed: int
-) -> None:
+def test_every_setting_in_any_batch_equals_the_slow_oracle(asked: list[tuple[SamplingParams, Mask]], seed: int) -> None:
     rng = random.Random(seed)
     opens = [a_row(r, s, rng) for r, (s, _) in enumerate(asked)]
     logits = logits_for(len(opens), seed)
@@ -105,7 +103,7 @@ def test_a_verify_row_counts_the_drafts_before_it(asked: list[SamplingParams], s
             assert got.tokens[4 * r + i] == expected(o, logits[4 * r + i], drafts=drafts[r][:i])
 
 
-def test_equal_logits_are_cut_the_same_in_any_company() -> None:
+def test_equal_logits_are_truncated_the_same_in_any_batch() -> None:
     """Coarse logits tie at every threshold; a neighbour that needs a longer look must not move the edge."""
     coarse = (2 * logits_for(24, 5)).round() / 2
     rng = random.Random(5)
@@ -113,9 +111,9 @@ def test_equal_logits_are_cut_the_same_in_any_company() -> None:
     opens = [a_row(r, SamplingParams(temperature=1.5, **kinds[r % 4]), rng) for r in range(24)]
     together = sample(opens, coarse).tokens.tolist()
     flat = a_row(24, SamplingParams(temperature=50.0, top_p=0.99), rng)
-    crowd = sample([*opens, flat], torch.cat((coarse, coarse[:1]))).tokens.tolist()[:24]
+    batched = sample([*opens, flat], torch.cat((coarse, coarse[:1]))).tokens.tolist()[:24]
     alone = [int(sample([o._replace(row=0)], coarse[r : r + 1]).tokens[0]) for r, o in enumerate(opens)]
-    assert together == crowd == alone == [expected(o, coarse[r]) for r, o in enumerate(opens)]
+    assert together == batched == alone == [expected(o, coarse[r]) for r, o in enumerate(opens)]
 
 
 @pytest.mark.parametrize(
@@ -186,23 +184,23 @@ def test_logprobs_are_of_the_raw_logits_whatever_sampling_does() -> None:
     got = sample(opens, logits)
     assert sorted(got.logprobs) == [0, 1, 2, 3, 5]
     raw = logits.log_softmax(-1)
-    for r, told in got.logprobs.items():
-        assert isinstance(told, TokenLogprobs)
-        assert told.token == got.tokens[r]
-        assert told.logprob == pytest.approx(float(raw[r, told.token]), abs=1e-5)
-        assert told.rank == 1 + int((raw[r] > raw[r, told.token]).sum())
+    for r, score in got.logprobs.items():
+        assert isinstance(score, TokenLogprobs)
+        assert score.token == got.tokens[r]
+        assert score.logprob == pytest.approx(float(raw[r, score.token]), abs=1e-5)
+        assert score.rank == 1 + int((raw[r] > raw[r, score.token]).sum())
         count = VOCAB if wanted[r] == -1 else wanted[r]
         values, ids = raw[r].topk(count or 0)
-        assert [t for t, _ in told.top] == ids.tolist()
-        assert [x for _, x in told.top] == pytest.approx(values.tolist(), abs=1e-5)
+        assert [t for t, _ in score.top] == ids.tolist()
+        assert [x for _, x in score.top] == pytest.approx(values.tolist(), abs=1e-5)
 
 
-def test_equal_logprobs_are_told_by_token_id() -> None:
+def test_equal_logprobs_are_ordered_by_token_id() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, [11, 4, 60]] = 2.0
-    told = sample([NewSequence(0, (1, 2), 1, 1, SamplingParams(temperature=0.0, logprobs=3))], logits).logprobs[0]
-    assert (told.token, told.rank) == (4, 1)
-    assert [t for t, _ in told.top] == [4, 11, 60]
+    score = sample([NewSequence(0, (1, 2), 1, 1, SamplingParams(temperature=0.0, logprobs=3))], logits).logprobs[0]
+    assert (score.token, score.rank) == (4, 1)
+    assert [t for t, _ in score.top] == [4, 11, 60]
 
 
 def test_settings_of_a_closed_row_do_not_outlive_it() -> None:
@@ -231,7 +229,7 @@ def test_seeds_are_64_bits_of_any_sign() -> None:
 
 
 @pytest.mark.parametrize("made", range(5))
-def test_stop_tokens_are_masked_until_min_tokens_are_made_and_no_longer(made: int) -> None:
+def test_stop_tokens_are_masked_until_min_tokens_are_sampled_and_no_longer(made: int) -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 3] = 9.0
     logits[0, 50] = 1.0

@@ -41,7 +41,7 @@ class Tiny:
             q, new_k, new_v = self._project(layer, x)
             page, at = batch.slots // batch.page_size, batch.slots % batch.page_size
             k[page, :, at], v[page, :, at] = new_k, new_v
-            seen = x.new_zeros(len(x), HEADS * DIM)  # nobody's tokens, if a batch is padded, see nothing
+            seen = x.new_zeros(len(x), HEADS * DIM)  # padding sees nothing
             for s, length in enumerate(batch.kv_len.tolist()):
                 place = torch.arange(length)
                 pages = batch.page_table[s].long()[place // batch.page_size]

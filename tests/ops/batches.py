@@ -9,7 +9,7 @@ from quire.ops.ragged import LayerKV, RaggedBatch
 
 
 class Pages:
-    """A pool whose pages go to sequences in random order; page 0 belongs to nobody."""
+    """A pool whose pages go to sequences in random order; block 0 is the null block."""
 
     def __init__(self, count: int, size: int, seed: int = 0) -> None:
         self.size = size

@@ -93,7 +93,7 @@ def check(s: dict, dtype: torch.dtype, tolerance: float, ops: Ops = OPS) -> None
 @pytest.mark.parametrize("kind", EVERY)
 @settings(deadline=None, max_examples=150, derandomize=True)
 @given(s=situations())
-def test_any_mixture_of_spans_windows_and_caps_attends_as_written_down(kind: str, s: dict) -> None:
+def test_any_mixture_of_spans_windows_and_caps_attends_as_the_naive_loop(kind: str, s: dict) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paged_attention, "WORTH", s["worth"])
         patch.setattr(paged_attention, "FEW", s["few"])
@@ -115,14 +115,14 @@ def test_a_long_prompt_is_tiled_without_changing_the_answer(kind: str) -> None:
     check(s, torch.float32, 2e-5, EVERY[kind])
 
 
-def test_a_page_begun_is_cleared_of_what_its_last_owner_left() -> None:
+def test_a_partly_filled_block_is_cleared_of_what_its_last_owner_left() -> None:
     pages, kv = Pages(4, 4), poisoned(4, 1, 4, 2)
     feed({0: (torch.ones(2, 1, 2), torch.ones(2, 1, 2))}, pages, kv, [(0, 0, 2)])
     page = pages.held[0][0]
     assert kv.k[page].tolist() == [[[1, 1], [1, 1], [0, 0], [0, 0]]]
     feed({0: (torch.full((3, 1, 2), 2.0),) * 2}, pages, kv, [(0, 2, 1)])
     assert kv.v[page].tolist() == [[[1, 1], [1, 1], [2, 2], [0, 0]]]
-    assert math.isnan(kv.v[0].sum()), "page 0 is nobody's to clear"
+    assert math.isnan(kv.v[0].sum()), "the null block is not cleared"
 
 
 def test_a_prepared_batch_is_prepared_once_and_shared_by_layers_of_other_head_counts() -> None:

@@ -31,7 +31,7 @@ def companies(x: Tensor) -> list[tuple[Tensor, slice]]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", SIZES)
-def test_whatever_is_done_to_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, columns: int) -> None:
+def test_every_operation_on_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype, columns: int) -> None:
     torch.manual_seed(columns)
     x, weight, norm = (torch.randn(n, columns).to(dtype) for n in (40, 50, 1))
     eighth, scale = weight.to(torch.float8_e4m3fn), torch.rand(50, 1)
@@ -60,7 +60,7 @@ def test_whatever_is_done_to_a_row_has_the_same_bits_in_any_company(dtype: torch
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if can_pack(dtype, torch.device("cpu"))])
 @pytest.mark.parametrize("shape", [(70, 50), (128, 576), (96, 3072)])
-def test_a_packed_product_in_tiles_has_the_same_bits_in_any_company(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_a_packed_product_in_tiles_has_the_same_bits_in_any_batch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     weight, x = pack(torch.randn(shape).to(dtype)), torch.randn(40, shape[1]).to(dtype)
     product = lambda x: packed_linear(x, weight, None)  # noqa: E731
     whole = in_tiles(product, x, TILE_ROWS)
@@ -69,7 +69,7 @@ def test_a_packed_product_in_tiles_has_the_same_bits_in_any_company(dtype: torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_functions_and_turns_are_those_of_the_reference(dtype: torch.dtype) -> None:
+def test_activations_and_rotations_are_those_of_the_reference(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = (4 * torch.randn(33, 90)).to(dtype)
     for name in ("silu_mul", "gelu_mul", "gelu"):
@@ -140,7 +140,7 @@ def feedings(draw: st.DrawFn) -> dict[str, object]:
 
 @settings(deadline=None, max_examples=20, derandomize=True)
 @given(feedings(), st.integers(0, 99))
-def test_a_query_attends_to_the_same_bits_in_any_chunk_page_and_company(f: dict, seed: int) -> None:
+def test_attention_has_the_same_bits_with_any_chunk_block_size_and_batch(f: dict, seed: int) -> None:
     chunks = f["chunks"]
     subject = Attended(sum(chunks), *f["shape"], f["dtype"])
     kinds = {"window": f["window"], "soft_cap": f["soft_cap"]}

@@ -20,7 +20,7 @@ SHAPE = "3,2,4,0,float32"
 
 
 class Marked:
-    """A way that can be told by what it makes."""
+    """An algorithm that is recognised by its result."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -47,7 +47,7 @@ class Two:
 
 
 class Watch:
-    """Says what it was told that works take, and counts how often it is asked."""
+    """Returns the times that it was given, and counts its calls."""
 
     def __init__(self, *seconds: float) -> None:
         self.seconds, self.asked = seconds, 0
@@ -72,7 +72,7 @@ def test_the_fastest_way_is_taken_from_then_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bias", [None, BIAS])
-def test_torch_is_left_to_it_where_it_is_fastest(bias: Tensor | None, tmp_path: Path) -> None:
+def test_torch_multiplies_where_it_is_fastest(bias: Tensor | None, tmp_path: Path) -> None:
     library = GemmAutotuner(Two(), Watch(1.0, 2.0, 3.0))
     with autotuning(tmp_path / "book.json"):
         assert torch.equal(library.linear(X, WEIGHT, bias), F.linear(X, WEIGHT, bias))
@@ -101,7 +101,7 @@ def test_nothing_is_tried_once_the_engine_is_ready(tmp_path: Path) -> None:
     assert not (tmp_path / "book.json").exists(), "there is nothing to keep"
 
 
-def test_what_others_keep_meanwhile_stays(tmp_path: Path) -> None:
+def test_results_that_others_store_meanwhile_stay(tmp_path: Path) -> None:
     book = tmp_path / "book.json"
     with autotuning(book):
         GemmAutotuner(Two(), Watch(3.0, 1.0, 2.0)).linear(X, WEIGHT)
@@ -122,7 +122,7 @@ def test_what_others_keep_meanwhile_stays(tmp_path: Path) -> None:
     ],
     ids=["cut", "list", "no string", "number", "name", "version"],
 )
-def test_a_book_that_says_nothing_of_use_is_written_anew(said: str, tmp_path: Path) -> None:
+def test_a_file_without_usable_results_is_written_again(said: str, tmp_path: Path) -> None:
     book, watch = tmp_path / "book.json", Watch(3.0, 1.0, 2.0)
     book.write_text(said)
     library = GemmAutotuner(Two(), watch)
@@ -132,7 +132,7 @@ def test_a_book_that_says_nothing_of_use_is_written_anew(said: str, tmp_path: Pa
     assert json.loads(book.read_text())[Two.version] == {SHAPE: "7"}
 
 
-def test_a_book_of_another_format_is_named_and_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_of_another_format_is_named_and_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     book, watch = tmp_path / "book.json", Watch(3.0, 1.0, 2.0)
     said = json.dumps({"format": 2, Two.version: {SHAPE: "8"}})
     book.write_text(said)
@@ -144,7 +144,7 @@ def test_a_book_of_another_format_is_named_and_left_alone(tmp_path: Path, caplog
     assert book.read_text() == said
 
 
-def test_a_book_that_cannot_be_kept_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_cannot_be_written_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     library = GemmAutotuner(Two(), Watch(3.0, 1.0, 2.0))
     with caplog.at_level(logging.WARNING), autotuning(tmp_path / "file" / "book.json"):
@@ -179,7 +179,7 @@ def test_every_proposal_multiplies(rows: int, outputs: int, inputs: int, biased:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_what_was_learnt_is_captured(tmp_path: Path) -> None:
+def test_a_tuned_algorithm_is_captured(tmp_path: Path) -> None:
     library = GemmAutotuner(CublasLt(torch.device("cuda")), on_the_card)
     x = torch.randn(96, 2048, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(8192, 2048, device="cuda", dtype=torch.bfloat16)

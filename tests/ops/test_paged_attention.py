@@ -31,5 +31,5 @@ def test_every_span_is_in_one_group_and_little_is_read_in_vain(lengths: list[int
         ([1, 1000], 2),
     ],
 )
-def test_lengths_far_apart_are_attended_apart(lengths: list[int], groups: int) -> None:
+def test_spans_of_very_different_lengths_are_in_different_groups(lengths: list[int], groups: int) -> None:
     assert len(alike(list(range(len(lengths))), lengths)) == groups

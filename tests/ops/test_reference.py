@@ -45,7 +45,7 @@ def test_layer_norm_centres_scales_and_shifts() -> None:
 
 @settings(deadline=None, max_examples=40, derandomize=True)
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(0, 4), st.integers(0, 3))
-def test_rope_turns_pairs_by_their_angles_and_passes_the_rest(t: int, h: int, g: int, half: int, rest: int) -> None:
+def test_rope_rotates_pairs_by_their_angles_and_keeps_the_rest(t: int, h: int, g: int, half: int, rest: int) -> None:
     dim = 2 * half + rest
     if not dim:
         return
@@ -92,7 +92,7 @@ def test_a_packed_matrix_multiplies_like_the_plain_one(dtype: torch.dtype, rows:
 
 @pytest.mark.parametrize("dtype", PACKABLE)
 @pytest.mark.parametrize("shape", [(128, 80), (512, 256), (320, 96)])
-def test_a_packed_product_gives_a_row_the_same_bits_in_any_company(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_a_packed_product_gives_a_row_the_same_bits_in_any_batch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     weight, x = pack(torch.randn(shape).to(dtype)), torch.randn(40, shape[1]).to(dtype)
     whole = packed_linear(x, weight, None)
     for count in (1, 2, 3, 8, 17):

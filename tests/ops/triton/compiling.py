@@ -145,18 +145,18 @@ def alike(ops: BatchInvariantTritonOps) -> None:
 
 def around() -> None:
     """What is around a forward: of a step, and of drafting."""
-    arena = DeviceState(RowState(4, 64, 16, 3), spans=8, tokens=64, device=torch.device("cpu"))
+    state = DeviceState(RowState(4, 64, 16, 3), spans=8, tokens=64, device=torch.device("cpu"))
     steps, tokens = ForcedSteps(torch.device("cpu"), 0.7), ints(16)
     steps.card = DeviceInfo(sms=132, capability=divmod(CAPABILITY, 10), dependent=CAPABILITY >= 90)
-    steps.scatter(arena.data, tokens, tokens)
-    for lane in (arena.step, arena.draft):
-        steps.prepare_inputs(arena, lane, batch(8, 4), 64)
-        steps.advance(arena, lane, 8, halves(32, 4096), halves(8, 4096))
-    steps.verify(arena, tokens)
-    steps.lookup(arena, 8, 3, 4, 2)
+    steps.scatter(state.data, tokens, tokens)
+    for inputs in (state.step, state.draft):
+        steps.prepare_inputs(state, inputs, batch(8, 4), 64)
+        steps.advance(state, inputs, 8, halves(32, 4096), halves(8, 4096))
+    steps.verify(state, tokens)
+    steps.lookup(state, 8, 3, 4, 2)
     for at in (-1, 0, 1):
-        steps.prepare_draft(arena, 8, 16, at)
-    steps.write_drafts(arena, tokens)
+        steps.prepare_draft(state, 8, 16, at)
+    steps.write_drafts(state, tokens)
 
 
 def main() -> None:

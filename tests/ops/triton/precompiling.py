@@ -1,8 +1,8 @@
-"""Run as a program: gets a small model's steps ready for a card that is not there. See `test_rehearsal`.
+"""Run as a program: precompiles a small model's steps for a GPU that is not there. See `test_precompile`.
 
 Arguments: a compute capability, the bytes of shared memory it has, and "drafts" for a draft model's steps, too.
 
-Prints, as JSON, how many steps there are, how many were rehearsed, how many kernels that compiled or found in the
+Prints, as JSON, how many steps there are, how many were precompiled, how many kernels that compiled or found in the
 cache, how many of those have launchers, and the names of those that were first met when the steps were done for good,
 which only compiles, too.
 """
@@ -69,7 +69,7 @@ class Watched(WorkQueue):
     """Rehearses, and notes what is compiled afterwards."""
 
     def __init__(self) -> None:
-        self.steps = self.rehearsed = self.compiled = 0
+        self.steps = self.precompiled = self.compiled = 0
         self.late: list[str] = []
 
     def precompile(self, works: Works) -> None:
@@ -80,7 +80,7 @@ class Watched(WorkQueue):
 
     def counted(self, work: Callable[[], object]) -> Callable[[], object]:
         def does() -> None:
-            self.rehearsed += 1
+            self.precompiled += 1
             work()
 
         return does
@@ -123,7 +123,7 @@ def main() -> None:
         *(target,), **sizes, rows=2 * CAP, max_model_len=LONGEST, tokens=TOKENS, dtype=torch.bfloat16, device=NOWHERE,
         steps=steps, queue=queue, proposer=proposer, warm=warm,
     )  # fmt: skip
-    print(json.dumps([queue.steps, queue.rehearsed, queue.compiled, len(launchers.made), queue.late]))
+    print(json.dumps([queue.steps, queue.precompiled, queue.compiled, len(launchers.made), queue.late]))
 
 
 if __name__ == "__main__":

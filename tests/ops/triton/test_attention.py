@@ -1,4 +1,4 @@
-"""Attention kernels against attention written down naively, over pools that are NaN wherever nobody wrote."""
+"""Attention kernels against attention written down naively, over pools that are NaN wherever no sequence wrote."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check(
     spans: Spans, heads: int, groups: int, dim: int, page: int = 16, window: int = UNLIMITED, soft_cap: float = 0.0,
     dtype: torch.dtype = torch.float32, tolerance: float = 2e-5, pads: int = 0,
 ) -> None:  # fmt: skip
-    """pads: spans without tokens behind the real ones, and as many tokens of nobody's, as a captured step has them."""
+    """pads: spans without tokens behind the real ones, and as many padding tokens, as a captured step has them."""
     q, kv, batch, held = situation(spans, heads, groups, dim, page, dtype)
     starts = batch.query_start.tolist()
     if pads:
@@ -77,7 +77,7 @@ def padded(batch: RaggedBatch, pads: int) -> RaggedBatch:
 
 @pytest.mark.parametrize("page", [16, 64, 256])
 @pytest.mark.parametrize("spans", [DECODE, VERIFY, MIXED], ids=["decode", "verify", "mixed"])
-def test_any_mixture_of_spans_attends_as_written_down(spans: Spans, page: int) -> None:
+def test_any_mixture_of_spans_attends_as_the_naive_loop(spans: Spans, page: int) -> None:
     check(spans, 4, 2, 16, page)
 
 
@@ -102,15 +102,15 @@ def test_a_soft_cap_bends_the_scores(spans: Spans) -> None:
     check(spans, 4, 2, 16, window=90, soft_cap=0.7)
 
 
-def test_spans_and_tokens_of_nobody_change_nothing() -> None:
+def test_padding_spans_and_tokens_change_nothing() -> None:
     check(DECODE, 4, 2, 16, pads=3)
     check(MIXED, 4, 2, 16, pads=3)
 
 
-def test_a_long_context_is_split_and_put_together_again() -> None:
+def test_a_long_context_is_split_and_combined() -> None:
     q, kv, batch, held = situation([(1200, 1), (30, 1)], 4, 1, 16, 16, torch.float32)
     planned = OPS.prepare(moved(batch))
-    for _ in range(2):  # whoever puts the pieces together leaves the counters as they were
+    for _ in range(2):  # combining the pieces leaves the counters at 0
         got = OPS.attention(q.to(DEVICE), moved(kv), planned, 0.25).cpu()
         for i, (k, v) in enumerate(held):
             want = naive(q[i : i + 1], k, v, 0.25, UNLIMITED, 0.0)
@@ -140,12 +140,12 @@ def test_pages_of_eight_bits_are_read_times_their_scales() -> None:
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("spans", [DECODE, MIXED, [(5000, 1), (3000, 300)]], ids=["decode", "mixed", "long"])
-def test_bfloat16_on_the_card(spans: Spans, dim: int) -> None:
+def test_bfloat16_on_the_gpu(spans: Spans, dim: int) -> None:
     check(spans, 8, 2, dim, 64, dtype=torch.bfloat16, tolerance=2e-2)
     check(spans, 8, 2, dim, 64, window=100, soft_cap=5.0, dtype=torch.bfloat16, tolerance=2e-2)
 
 
-def test_many_long_contexts_are_shared_out_between_programs_that_begin_anywhere() -> None:
+def test_many_long_contexts_are_divided_among_programs_that_begin_anywhere() -> None:
     spans = [(300 + 61 * i % 700, 1) for i in range(20)]
     q, kv, batch, held = situation(spans, 4, 2, 16, 16, torch.float32)
     planned = OPS.prepare(moved(batch))

@@ -18,7 +18,7 @@ COLUMNS, SPREAD = 64, 66
 
 
 def decode(lengths: list[int], pads: int = 0) -> AttentionPlan:
-    """One token of each sequence; `pads` spans of nobody behind them."""
+    """One token of each sequence; `pads` padding spans after them."""
     count = len(lengths) + pads
 
     def ints(values: list[int]) -> torch.Tensor:
@@ -61,7 +61,7 @@ def test_few_spans_have_a_program_for_each_piece(count: int) -> None:
 
 
 @pytest.mark.parametrize(("count", "mean"), [(24, 1500), (50, 1300), (200, 900), (256, 2000)])
-def test_many_long_spans_are_shared_out_evenly(count: int, mean: int) -> None:
+def test_many_long_spans_are_divided_evenly(count: int, mean: int) -> None:
     rng = random.Random(count)
     lengths = [rng.randint(mean // 2, mean * 3 // 2) for _ in range(count)]
     _, programs = shared_out(lengths, pads=3)
@@ -76,7 +76,7 @@ def test_where_there_is_a_program_for_every_piece_each_has_one() -> None:
     assert sorted(map(len, programs)) == [0] * 2 + [1] * 64
 
 
-def test_nobody_has_two_short_pieces_where_longer_ones_let_each_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_lengthened_where_each_program_can_then_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [random.Random(i).randint(100, 400) for i in range(64)]
     _, programs = shared_out(lengths, pads=2)
     assert max(map(len, programs)) == 1
@@ -86,26 +86,26 @@ def test_nobody_has_two_short_pieces_where_longer_ones_let_each_have_one(monkeyp
     assert max(map(sum, programs)) <= 1.5 * max(map(sum, cut))
 
 
-def test_short_ones_are_cut_one_by_one_and_dealt_out() -> None:
+def test_short_spans_are_cut_one_by_one_and_distributed() -> None:
     lengths = [random.Random(i).randint(64, 300) for i in range(100)]
     _, programs = shared_out(lengths, pads=2)
     counts = [len(pieces) for pieces in programs]
     assert max(counts) - min(counts) <= 1
 
 
-def test_a_window_is_all_that_is_shared_out() -> None:
+def test_only_a_window_is_divided() -> None:
     rng = random.Random(5)
     for count in (4, 64):
         _, programs = shared_out([rng.randint(300, 3000) for _ in range(count)], window=200)
         assert sum(map(sum, programs)) <= 5 * count
 
 
-def test_one_long_sequence_has_no_more_pieces_than_are_quickly_put_together() -> None:
+def test_one_long_sequence_has_no_more_pieces_than_are_quickly_combined() -> None:
     made, _ = shared_out([100_000, *[40] * 40])
     assert int(made.total) - 40 <= attention_schedule.MOST_PIECES + 1
 
 
-def test_from_where_on_shares_are_even(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_are_even_from_a_least_length_on(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [700] * 70  # 11 blocks each; each of 66 programs has 12
     monkeypatch.setattr(attention_schedule, "MIN_SHARE_BLOCKS", 12)
     _, even = shared_out(lengths)

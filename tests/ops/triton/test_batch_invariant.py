@@ -72,7 +72,7 @@ def ways() -> dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Ten
 
 
 @pytest.mark.parametrize("name", ways())
-def test_a_row_has_the_same_bits_in_any_company_and_is_right(name: str) -> None:
+def test_a_row_has_the_same_bits_in_any_batch_and_is_right(name: str) -> None:
     ours, theirs = ways()[name]
     torch.manual_seed(0)
     x = torch.randn(90, IN, device=DEVICE)
@@ -135,7 +135,7 @@ class Layer:
 @pytest.mark.parametrize(
     ("shape", "window", "soft_cap"), [((2, 4, 16), UNLIMITED, 0.0), ((1, 3, 32), 13, 0.0), ((3, 1, 16), UNLIMITED, 5.0)]
 )
-def test_a_query_attends_to_the_same_bits_in_any_chunk_page_and_company(
+def test_attention_has_the_same_bits_with_any_chunk_block_size_and_batch(
     shape: tuple[int, int, int], window: int, soft_cap: float
 ) -> None:
     layer, kinds = Layer(60, *shape), {"window": window, "soft_cap": soft_cap}

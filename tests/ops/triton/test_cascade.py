@@ -1,4 +1,4 @@
-"""Pages that many sequences begin with are read once for several of them, and nobody's answer changes."""
+"""Pages that many sequences begin with are read once for several of them, and no answer changes."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from tests.ops.triton.test_attention import padded
 OPS = TritonOps(DEVICE)
 PAGE = 64
 
-Crowd = list[tuple[str, int]]
+Sequences = list[tuple[str, int]]
 """Of each sequence the pages it has in common with others, a letter each, and the tokens of its own."""
 
-ALL: Crowd = [("ab", 1 + 7 * i % 90) for i in range(34)]
-TWO: Crowd = [("ab" if i % 3 else "xyz", 1 + i) for i in range(34)]
-NESTED: Crowd = [("abcdefgh"[: 1 + i % 3] if i % 4 else "abxy", 20) for i in range(34)]
-LESS: Crowd = [*ALL[:20], ("a", 70), *ALL[20:]]
-NOBODY: Crowd = [("", 30 + i) for i in range(33)]
-LATER: Crowd = [(chr(200 + i) + "bcd", 5) for i in range(33)]
-WHOLE: Crowd = [("abc", 64) for _ in range(33)]
-LAST: Crowd = [("ab", 1) for _ in range(33)]
+ALL: Sequences = [("ab", 1 + 7 * i % 90) for i in range(34)]
+TWO: Sequences = [("ab" if i % 3 else "xyz", 1 + i) for i in range(34)]
+NESTED: Sequences = [("abcdefgh"[: 1 + i % 3] if i % 4 else "abxy", 20) for i in range(34)]
+LESS: Sequences = [*ALL[:20], ("a", 70), *ALL[20:]]
+NOTHING: Sequences = [("", 30 + i) for i in range(33)]
+LATER: Sequences = [(chr(200 + i) + "bcd", 5) for i in range(33)]
+WHOLE: Sequences = [("abc", 64) for _ in range(33)]
+LAST: Sequences = [("ab", 1) for _ in range(33)]
 EVERY = {
-    "all": ALL, "two groups": TWO, "nested": NESTED, "one has less": LESS, "nobody": NOBODY, "later": LATER,
+    "all": ALL, "two groups": TWO, "nested": NESTED, "one has less": LESS, "none": NOTHING, "later": LATER,
     "whole pages": WHOLE, "all but the last token": LAST,
 }  # fmt: skip
 
@@ -44,18 +44,23 @@ def any_worth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def situation(
-    crowd: Crowd, heads: int = 2, groups: int = 1, dim: int = 16, page: int = PAGE, dtype: torch.dtype = torch.float32
+    sequences: Sequences,
+    heads: int = 2,
+    groups: int = 1,
+    dim: int = 16,
+    page: int = PAGE,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, LayerKV, RaggedBatch]:
     """One query of each sequence, and a pool that is NaN wherever none of them has written."""
     torch.manual_seed(0)
     ids: dict[object, int] = {}
-    lengths = [len(common) * page + own for common, own in crowd]
+    lengths = [len(common) * page + own for common, own in sequences]
     tables = [
         [ids.setdefault((i, p) if p >= len(common) else common[p], len(ids) + 1) for p in range(-(-length // page))]
-        for i, ((common, _), length) in enumerate(zip(crowd, lengths, strict=True))
+        for i, ((common, _), length) in enumerate(zip(sequences, lengths, strict=True))
     ]
     order = torch.randperm(len(ids)) + 1
-    table = torch.zeros(len(crowd), max(map(len, tables)) + 2, dtype=torch.int32)
+    table = torch.zeros(len(sequences), max(map(len, tables)) + 2, dtype=torch.int32)
     kv = poisoned(len(ids) + 1, groups, page, dim, torch.float32)
     for i, (pages, length) in enumerate(zip(tables, lengths, strict=True)):
         for p, name in enumerate(pages):
@@ -67,36 +72,36 @@ def situation(
     batch = RaggedBatch(
         tokens=past,
         positions=past,
-        slots=table[torch.arange(len(crowd)), past // page].long() * page + past % page,
-        query_start=torch.arange(len(crowd) + 1, dtype=torch.int32),
+        slots=table[torch.arange(len(sequences)), past // page].long() * page + past % page,
+        query_start=torch.arange(len(sequences) + 1, dtype=torch.int32),
         kv_len=torch.tensor(lengths, dtype=torch.int32),
         page_table=table,
         page_size=page,
         max_query=1,
         max_kv=max(lengths),
     )
-    return torch.randn(len(crowd), heads, dim, dtype=dtype), LayerKV(kv.k.to(dtype), kv.v.to(dtype)), batch
+    return torch.randn(len(sequences), heads, dim, dtype=dtype), LayerKV(kv.k.to(dtype), kv.v.to(dtype)), batch
 
 
 def check(
-    crowd: Crowd, heads: int = 2, groups: int = 1, dim: int = 16, page: int = PAGE, window: int = UNLIMITED,
+    sequences: Sequences, heads: int = 2, groups: int = 1, dim: int = 16, page: int = PAGE, window: int = UNLIMITED,
     soft_cap: float = 0.0, dtype: torch.dtype = torch.float32, tolerance: float = 2e-5, pads: int = 0,
 ) -> AttentionPlan:  # fmt: skip
-    q, kv, batch = situation(crowd, heads, groups, dim, page, dtype)
+    q, kv, batch = situation(sequences, heads, groups, dim, page, dtype)
     want = ReferenceOps().attention(
         q.float(), LayerKV(kv.k.float().nan_to_num(), kv.v.float().nan_to_num()), batch, dim**-0.5, window, soft_cap
     )
     if pads:
         batch, q = padded(batch, pads), torch.cat((q, q.new_full((pads, heads, dim), float("nan"))))
     planned = OPS.prepare(moved(batch))
-    got = OPS.attention(q.to(DEVICE), moved(kv), planned, dim**-0.5, window, soft_cap).cpu()[: len(crowd)]
+    got = OPS.attention(q.to(DEVICE), moved(kv), planned, dim**-0.5, window, soft_cap).cpu()[: len(sequences)]
     torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
     return planned
 
 
-def looked(crowd: Crowd) -> AttentionPlan:
+def looked(sequences: Sequences) -> AttentionPlan:
     """A batch for which it was looked what spans share."""
-    q, kv, batch = situation(crowd)
+    q, kv, batch = situation(sequences)
     planned = OPS.prepare(moved(batch))
     attention.cascade_attention(q.to(DEVICE), moved(kv), planned, 0.25, UNLIMITED, 0.0, OPS.card)
     return planned
@@ -127,34 +132,34 @@ def test_what_is_shared_is_attended_to_as_what_is_not(kind: str) -> None:
     check(EVERY[kind])
 
 
-def test_each_span_is_spared_what_its_group_reads() -> None:
+def test_each_span_does_not_read_what_its_group_reads() -> None:
     assert depths(looked(ALL)) == [128] * len(ALL)
     assert depths(looked(TWO)) == [128 if i % 3 else 192 for i in range(len(TWO))]
     assert depths(looked(LESS)) == [128] * 20 + [0] + [128] * 14
-    assert depths(looked(NOBODY)) == [0] * len(NOBODY)
+    assert depths(looked(NOTHING)) == [0] * len(NOTHING)
     assert depths(looked(LATER)) == [0] * len(LATER), "what comes before it is not the same"
     assert depths(looked(WHOLE)) == [192] * len(WHOLE)
     assert depths(looked([("abc", 0)] * 33)) == [128] * 33, "the last page is still written to"
-    assert depths(looked([*[("ab", 9)] * 3, *NOBODY])) == [0] * (3 + len(NOBODY)), "three are no group"
+    assert depths(looked([*[("ab", 9)] * 3, *NOTHING])) == [0] * (3 + len(NOTHING)), "three are no group"
 
 
 def test_of_nested_prefixes_each_span_takes_the_one_that_saves_most() -> None:
-    crowd = [*[("abcd", 9)] * 12, *[("axyz", 9)] * 12, *[("a", 9)] * 12]
-    assert depths(looked(crowd)) == [256] * 24 + [64] * 12
+    sequences = [*[("abcd", 9)] * 12, *[("axyz", 9)] * 12, *[("a", 9)] * 12]
+    assert depths(looked(sequences)) == [256] * 24 + [64] * 12
     pair = "abcdefghijklmnopqrst"
-    assert depths(looked([(pair, 9), (pair, 9), *[("a", 9)] * 12, *NOBODY[:20]])) == [64] * 14 + [0] * 20
+    assert depths(looked([(pair, 9), (pair, 9), *[("a", 9)] * 12, *NOTHING[:20]])) == [64] * 14 + [0] * 20
 
 
 def test_shared_pages_are_read_once_for_as_many_spans_as_a_tile_holds() -> None:
-    crowd = [("abcdefgh", 30)] * 64
-    planned = check(crowd)
+    sequences = [("abcdefgh", 30)] * 64
+    planned = check(sequences)
     assert lone(planned) == 64 * 64, "a block of its own each"
     ((sharing, _),) = planned.cascades.items()
     assert sharing.members >= 16
     assert together(planned) == -(-64 // sharing.members) * 8 * 64
 
 
-def test_a_group_is_worth_it_from_what_it_is_spared_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_is_formed_from_the_least_saving_on(monkeypatch: pytest.MonkeyPatch) -> None:
     spared, token = 128 * (len(ALL) - 1), 2 * 16 * 4
     monkeypatch.setattr(attention, "MIN_BYTES_SAVED", spared * token)
     assert depths(looked(ALL)) == [128] * len(ALL)
@@ -162,7 +167,7 @@ def test_a_group_is_worth_it_from_what_it_is_spared_on(monkeypatch: pytest.Monke
     assert depths(looked(ALL)) == [0] * len(ALL)
 
 
-def test_what_is_left_of_a_long_sequence_is_split_and_goes_on_from_the_shared_pages_once() -> None:
+def test_the_rest_of_a_long_sequence_is_split_and_continues_from_the_shared_blocks_once() -> None:
     common = "abcdefghijklmnopqrstuvwxyz"[:20]
     planned = check([*[(common, 3)] * 32, (common, 900)])
     ((work),) = planned.lists.values()
@@ -198,7 +203,7 @@ def test_half_precision_is_summed_in_float32() -> None:
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("kind", EVERY)
-def test_bfloat16_on_the_card(kind: str, dim: int) -> None:
+def test_bfloat16_on_the_gpu(kind: str, dim: int) -> None:
     check(EVERY[kind], 6, 2, dim, dtype=torch.bfloat16, tolerance=2e-2)
     check(EVERY[kind] * 8, 6, 2, dim, dtype=torch.bfloat16, soft_cap=5.0, tolerance=2e-2)
 
@@ -226,24 +231,24 @@ def test_layers_with_a_window_and_those_without_take_turns() -> None:
     assert depths(planned) == [128] * len(ALL)
 
 
-def test_spans_of_nobody_share_nothing() -> None:
+def test_padding_spans_share_nothing() -> None:
     planned = check(ALL[:20], pads=20)
     assert depths(planned) == [128] * 20 + [0] * 20
 
 
-def test_what_a_table_holds_behind_its_end_is_not_looked_at() -> None:
-    q, kv, batch = situation(NOBODY)
+def test_table_entries_after_a_sequences_end_are_not_read() -> None:
+    q, kv, batch = situation(NOTHING)
     batch.page_table[:] = torch.where(batch.page_table > 0, batch.page_table, 9)
     planned = OPS.prepare(moved(batch))
     OPS.attention(q.to(DEVICE), moved(kv), planned, 0.25)
-    assert depths(planned) == [0] * len(NOBODY)
+    assert depths(planned) == [0] * len(NOTHING)
 
 
-@pytest.mark.parametrize("crowd", [64, pytest.param(256, marks=pytest.mark.nightly)])
-def test_many_sequences_share_long_prefixes_cut_into_runs(crowd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sequences", [64, pytest.param(256, marks=pytest.mark.nightly)])
+def test_many_sequences_share_long_prefixes_cut_into_runs(sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_schedule, "MAX_RUN_TOKENS", 256)
-    planned = check([("abcdefghijkl"[: 8 if i % 2 else 12], 3) for i in range(crowd)])
-    assert depths(planned) == [512] * crowd
+    planned = check([("abcdefghijkl"[: 8 if i % 2 else 12], 3) for i in range(sequences)])
+    assert depths(planned) == [512] * sequences
     ((found),) = planned.cascades.values()
     assert min(found.begun[1].tolist()) > 1
 
@@ -262,8 +267,8 @@ def test_few_sequences_mixed_steps_and_deterministic_ones_do_not_look() -> None:
 
 
 def test_no_list_is_longer_than_its_bound() -> None:
-    crowd = [(chr(97 + i // attention_schedule.MIN_GROUP), 3) for i in range(64)]
-    planned = looked(crowd)
+    sequences = [(chr(97 + i // attention_schedule.MIN_GROUP), 3) for i in range(64)]
+    planned = looked(sequences)
     ((sharing, found),) = planned.cascades.items()
     assert int(found.counts[0]) == 64 // attention_schedule.MIN_GROUP <= sharing.bound(64) == len(found.pieces)
     assert sorted(found.members.tolist()) == list(range(64))
@@ -271,7 +276,7 @@ def test_no_list_is_longer_than_its_bound() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
-def test_a_captured_step_finds_anew_who_shares_what() -> None:
+def test_a_captured_step_finds_shared_prefixes_again() -> None:
     host_q, host_kv, host = situation(LATER * 4, 6, 2, 128)
     q, kv, batch = host_q.to(DEVICE), moved(host_kv), moved(host)
     whole = LayerKV(host_kv.k.nan_to_num(), host_kv.v.nan_to_num())

@@ -61,13 +61,15 @@ def test_chunks_decode_drafts_and_samples_through_interpreted_kernels(shape: str
     steps, proposer = TritonSteps(device), NgramProposer(2, shortest=1)
     executor = CudaExecutor(model, **SIZES, tokens=64, device=device, steps=steps, queue=WorkQueue(), proposer=proposer)
     assert answers(executor, 1) == answers(LocalExecutor(load_model(tmp_path, dtype="float32"), **SIZES), 0)
-    assert not any(each.k[0].any() or each.v[0].any() for each in executor.runner.kv)  # nobody writes there
+    assert not any(
+        each.k[0].any() or each.v[0].any() for each in executor.runner.kv
+    )  # the null block: nothing writes there
 
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the launches of a card are captured before lengths are known")
-def test_what_the_prefix_cache_gave_to_several_is_read_for_them_together(
+def test_a_prefix_cached_for_several_sequences_is_read_once_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[list[int]] = []

@@ -39,7 +39,7 @@ def test_a_row_of_zeros_stays_one() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("gate", ["", "silu", "gelu"])
 @pytest.mark.parametrize("at_once", [7, 64])
-def test_a_product_and_what_stands_around_it(
+def test_a_product_with_bias_gate_and_scale(
     gate: Gate, bias: bool, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantized_gemm, "ROWS_AT_ONCE", at_once)
@@ -52,7 +52,7 @@ def test_a_product_and_what_stands_around_it(
     assert float((got - want).norm() / want.norm()) < (1e-5 if DEVICE.type == "cpu" else 1e-3)
 
 
-def test_cards_and_shapes_that_the_library_does_not_take_are_left_to_others() -> None:
+def test_unsupported_gpus_and_shapes_use_other_products() -> None:
     weight = torch.zeros(48, 192)
     assert quantized_gemm.supports_fp8(weight, DeviceInfo(1, (9, 0))) and quantized_gemm.supports_fp8(
         weight, DeviceInfo(1, (8, 9))
@@ -68,7 +68,7 @@ def test_cards_and_shapes_that_the_library_does_not_take_are_left_to_others() ->
 @pytest.mark.parametrize("rows", [17, 64, 256, 1500])
 @pytest.mark.parametrize("gate", ["", "silu"])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 12288), (2048, 14336)])
-def test_eight_bits_on_the_card(rows: int, gate: Gate, outputs: int, inputs: int) -> None:
+def test_eight_bits_on_the_gpu(rows: int, gate: Gate, outputs: int, inputs: int) -> None:
     x, stored, scale = in_eight_bits(rows, outputs, inputs)
     want = REFERENCE.quantized_linear(x.float(), QuantizedMatrix(stored, scale, inputs), None, gate)
     got = TritonOps(DEVICE).quantized_linear(x, QuantizedMatrix(stored, scale, inputs), None, gate)

@@ -38,7 +38,7 @@ ARRIVED = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE)
     ids=["vector", "few", "blocks", "apart", "two", "sixteen", "ahead", "forty"],
 )
 @pytest.mark.parametrize(("outputs", "inputs"), [(24, 192), (10, 100)], ids=["even", "odd"])
-def test_a_product_and_what_stands_around_it(
+def test_a_product_with_bias_gate_and_scale(
     outputs: int, inputs: int, how: GemmConfig, rows: int, gate: Gate, bias: bool
 ) -> None:
     torch.manual_seed(0)
@@ -84,7 +84,7 @@ def test_inputs_cut_into_runs_add_up(
         assert not ARRIVED.any(), "counters are left as they were found"
 
 
-def test_a_run_asks_ahead_for_no_more_than_the_shortest_has() -> None:
+def test_a_run_prefetches_no_more_than_the_shortest_has() -> None:
     assert cut(RUNS, 256, 2) == (64, 4, 0)
     assert cut(RUNS, 100, 2) == (32, 4, 0)
     assert cut(RUNS_AHEAD, 256, 2) == (128, 2, 64)
@@ -117,7 +117,7 @@ def test_multiply_adds_of_eight_bits_leave_no_input_over(gated: bool) -> None:
 
 
 @pytest.mark.parametrize("rows", [2, 8, 16])
-def test_matrices_in_eight_bits_keep_a_card_busy_whatever_their_shape(rows: int) -> None:
+def test_matrices_in_eight_bits_keep_a_gpu_busy_whatever_their_shape(rows: int) -> None:
     for outputs, inputs in ((6144, 4096), (4096, 4096), (4096, 12288)):
         how = scaled_gemm_config(rows, outputs, inputs)
         assert how is not None
@@ -127,7 +127,7 @@ def test_matrices_in_eight_bits_keep_a_card_busy_whatever_their_shape(rows: int)
     assert scaled_gemm_config(17, 6144, 4096) is None, "more are the library's: see `fp8_split`"
 
 
-def test_what_is_large_or_small_keeps_its_place_in_half_precision() -> None:
+def test_large_and_small_numbers_keep_their_exponent_in_half_precision() -> None:
     x = torch.tensor([[6e5, 1.0, 1e-3, -3e-6]], device=DEVICE)
     weight, scale = torch.eye(4, 256, device=DEVICE).to(E4M3), torch.ones(4, 1, device=DEVICE)
     got = gemv_linear(torch.nn.functional.pad(x, (0, 252)), weight, None, MATRIX, CARD, "", scale)
@@ -146,7 +146,7 @@ def test_many_rows_are_left_to_the_library() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 5, 16])
 @pytest.mark.parametrize("gate", ["", "silu"])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (1024, 2048), (2048, 8192), (1024, 3072), (896, 18944)])
-def test_bfloat16_on_the_card(rows: int, gate: Gate, outputs: int, inputs: int) -> None:
+def test_bfloat16_on_the_gpu(rows: int, gate: Gate, outputs: int, inputs: int) -> None:
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, inputs, device=DEVICE), torch.randn(outputs, inputs, device=DEVICE) / inputs**0.5
     how = gemm_config(rows, outputs // (2 if gate else 1), inputs, gate != "")
@@ -161,11 +161,11 @@ def test_bfloat16_on_the_card(rows: int, gate: Gate, outputs: int, inputs: int) 
 @pytest.mark.parametrize("rows", [1, 2, 5, 16])
 @pytest.mark.parametrize("gate", ["", "silu"])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 12288), (2048, 14336), (1024, 5120)])
-def test_eight_bits_on_the_card(rows: int, gate: Gate, outputs: int, inputs: int) -> None:
+def test_eight_bits_on_the_gpu(rows: int, gate: Gate, outputs: int, inputs: int) -> None:
     x, stored, scale = in_eight_bits(rows, outputs, inputs)
     how = scaled_gemm_config(rows, outputs // (2 if gate else 1), inputs, gate != "")
     assert how is not None
     want = REFERENCE.quantized_linear(x.float(), QuantizedMatrix(stored, scale, inputs), None, gate)
     first, *more = (gemv_linear(x, stored, None, how, CARD, gate, scale, ARRIVED) for _ in range(20))
     assert float((first.float() - want).norm() / want.norm()) < 1e-2
-    assert all(torch.equal(first, again) for again in more), "whoever ends last adds up in the same order"
+    assert all(torch.equal(first, again) for again in more), "the last program adds up in the same order"

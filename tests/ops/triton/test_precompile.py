@@ -23,27 +23,27 @@ from quire.ops.triton.precompile import PROBES, DeferredCompiler, Precompiler, R
 from tests.ops.triton.programs import said
 
 
-def rehearsed(cache: Path, *drafts: str) -> tuple[int, int, int, int, list[str]]:
-    steps, works, compiled, launchers, late = said("rehearsing", "90", str(227 << 10), *drafts, cache=cache)
+def precompiled(cache: Path, *drafts: str) -> tuple[int, int, int, int, list[str]]:
+    steps, works, compiled, launchers, late = said("precompiling", "90", str(227 << 10), *drafts, cache=cache)
     return steps, works, compiled, launchers, late
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("drafts", [(), ("drafts",)], ids=["alone", "drafts"])
-def test_nothing_is_left_to_compile_and_with_a_full_cache_little_is_rehearsed(
+def test_nothing_is_left_to_compile_and_with_a_full_cache_little_is_precompiled(
     drafts: tuple[str, ...], tmp_path: Path
 ) -> None:
-    steps, works, compiled, launchers, late = rehearsed(tmp_path, *drafts)
+    steps, works, compiled, launchers, late = precompiled(tmp_path, *drafts)
     assert works > steps
     assert compiled >= 15
     assert launchers == compiled
     assert late == []
-    steps, works, compiled, _, _ = rehearsed(tmp_path, *drafts)
+    steps, works, compiled, _, _ = precompiled(tmp_path, *drafts)
     assert works <= PROBES < steps
     assert compiled > 0
 
 
-def test_what_the_host_launches_can_be_rehearsed() -> None:
+def test_what_the_host_launches_can_be_precompiled() -> None:
     folder = quire.ops.triton.__path__
     modules = [importlib.import_module(f"quire.ops.triton.{one.name}") for one in pkgutil.iter_modules(folder)]
     kernels = {name: value for one in modules for name, value in vars(one).items() if name.endswith("_kernel")}
@@ -70,7 +70,7 @@ def unwatched() -> Iterator[ReportProgress]:
     yield lambda done, total: None
 
 
-def test_launches_are_heard_of_once_each_and_do_not_happen() -> None:
+def test_launches_are_recorded_once_each_and_do_not_run() -> None:
     made = Made()
     kernel = Kernel(made)
 
@@ -97,7 +97,7 @@ def test_other_threads_launch_meanwhile() -> None:
     assert made.launched == [(7,)]
 
 
-def test_a_rehearsal_that_fails_is_told_and_does_no_harm(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_precompilation_that_fails_is_logged_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     def work() -> None:
         raise ValueError("no such shape")
 
@@ -109,13 +109,13 @@ def test_a_rehearsal_that_fails_is_told_and_does_no_harm(caplog: pytest.LogCaptu
 
 
 def test_as_many_are_compiled_at_once_as_there_are_workers() -> None:
-    both, told = threading.Barrier(2, timeout=300), list[tuple[int, int]]()
+    both, reported = threading.Barrier(2, timeout=300), list[tuple[int, int]]()
     with DeferredCompiler(lambda made: both.wait()) as held:
         futures = [held.submit(both.wait) for _ in range(2)]
         assert not any(future.done() for future in futures)
-        held.run(2, lambda done, total: told.append((done, total)))
+        held.run(2, lambda done, total: reported.append((done, total)))
     assert sorted(future.result() for future in futures) == [0, 1]
-    assert told == [(1, 2), (2, 2)]
+    assert reported == [(1, 2), (2, 2)]
 
 
 def test_a_compilation_that_fails_stops_no_other() -> None:
@@ -128,7 +128,7 @@ def test_a_compilation_that_fails_stops_no_other() -> None:
     assert finished == [1]
 
 
-def test_nobody_waits_for_what_was_never_run() -> None:
+def test_results_of_work_that_was_never_run_are_cancelled() -> None:
     with DeferredCompiler(print) as held:
         left = held.submit(lambda: 1)
     assert isinstance(left.exception(timeout=100), CancelledError)

@@ -37,7 +37,9 @@ def numbers(rows: int, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.T
 @pytest.mark.parametrize(
     ("width", "offset"), [(100, 0), (32, 0), (32, 16), (30, 0)], ids=["rows", "blocks", "cut-blocks", "odd-blocks"]
 )
-def test_a_byte_a_number(width: int, offset: int, dtype: torch.dtype, gate: Gate, how: GemmConfig, rows: int) -> None:
+def test_one_byte_per_number(
+    width: int, offset: int, dtype: torch.dtype, gate: Gate, how: GemmConfig, rows: int
+) -> None:
     x, bias, exact = numbers(rows, 20, 100)
     groups = 1 if width == 100 else -(-(100 + offset) // width)
     weight = (exact * 20).round().to(dtype) if dtype is torch.int8 else exact.to(dtype)
@@ -49,7 +51,7 @@ def test_a_byte_a_number(width: int, offset: int, dtype: torch.dtype, gate: Gate
 
 @HOW
 @GATES
-def test_half_a_byte_a_number(gate: Gate, how: GemmConfig, rows: int) -> None:
+def test_half_a_byte_per_number(gate: Gate, how: GemmConfig, rows: int) -> None:
     x, bias, _ = numbers(rows, 20, 96)
     weight = torch.randint(0, 256, (20, 48), dtype=torch.uint8, device=DEVICE)
     scale, zero = torch.rand(20, 3, device=DEVICE) + 0.1, torch.randint(0, 16, (20, 3), device=DEVICE)
@@ -61,7 +63,7 @@ def test_half_a_byte_a_number(gate: Gate, how: GemmConfig, rows: int) -> None:
 
 @GATES
 @pytest.mark.parametrize("width", [500, 32], ids=["rows", "blocks"])
-def test_inputs_cut_into_runs_add_up_whoever_ends_last(width: int, gate: Gate) -> None:
+def test_inputs_cut_into_runs_add_up_whichever_program_ends_last(width: int, gate: Gate) -> None:
     x, bias, exact = numbers(20, 40, 500)
     how, wide = GemmConfig(16, 16, 32, 4, 3), replace(CARD, sms=64)
     assert (
@@ -78,7 +80,7 @@ def test_inputs_cut_into_runs_add_up_whoever_ends_last(width: int, gate: Gate) -
         assert not ARRIVED.any(), "counters are left as they were found"
 
 
-def test_many_rows_are_multiplied_by_the_matrix_restored() -> None:
+def test_many_rows_are_multiplied_by_the_dequantized_matrix() -> None:
     assert quantized_gemm_config(257, 4096, 4096) is None
     assert all(quantized_gemm_config(rows, 4096, 4096) is not None for rows in (1, 2, 3, 64, 256))
 
@@ -88,7 +90,7 @@ def test_many_rows_are_multiplied_by_the_matrix_restored() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 64, 100])
 @pytest.mark.parametrize("gate", ["", "silu"])
 @pytest.mark.parametrize("width", [4096, 128], ids=["rows", "blocks"])
-def test_bfloat16_on_the_card(width: int, rows: int, gate: Gate) -> None:
+def test_bfloat16_on_the_gpu(width: int, rows: int, gate: Gate) -> None:
     x, _, exact = numbers(rows, 6144, 4096)
     exact *= torch.logspace(-6, 0, 4096, base=2, device=DEVICE)  # small ones, subnormal in e4m3, among large ones
     scale = exact.abs().view(6144, -1, width).amax(2) / 448

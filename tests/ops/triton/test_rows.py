@@ -48,7 +48,7 @@ def test_activations(dtype: torch.dtype, tolerance: float) -> None:
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("heads", "groups", "dim", "half"), [(4, 2, 16, 8), (7, 1, 24, 8), (3, 3, 8, 0)])
 @pytest.mark.parametrize("spans", [[(0, 0, 1), (1, 0, 3)], [(0, 0, 40), (1, 0, 3)]], ids=["few", "many"])
-def test_heads_are_normed_turned_and_written(
+def test_heads_are_normed_rotated_and_stored(
     spans: list[tuple[int, int, int]], heads: int, groups: int, dim: int, half: int, normed: bool,
     dtype: torch.dtype, tolerance: float,
 ) -> None:  # fmt: skip
@@ -69,7 +69,7 @@ def test_heads_are_normed_turned_and_written(
     torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
 
 
-def test_pages_of_eight_bits_take_what_they_can_hold() -> None:
+def test_blocks_of_eight_bits_saturate() -> None:
     torch.manual_seed(0)
     batch = moved(Pages(30, 4).batch([(0, 0, [0] * 5)]))
     qkv = torch.randint(-15, 16, (5, 4 * 16), device=DEVICE).float()  # held exactly: the interpreter rounds badly

@@ -102,7 +102,7 @@ def test_greedy_rows_take_the_first_of_the_greatest() -> None:
 
 
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
-def test_draws_equal_the_hosts(spread: float) -> None:
+def test_tokens_equal_the_hosts(spread: float) -> None:
     logits = spread * torch.randn(12, 4500, generator=torch.Generator().manual_seed(1))
     temperatures = (0.3, 1.0, 1.7)
     agree(logits, [Row(SamplingParams(temperature=temperatures[i % 3]), seed=i - 5, choice=i % 2) for i in range(12)])
@@ -115,7 +115,7 @@ def test_draws_equal_the_hosts(spread: float) -> None:
      {"top_k": 50, "top_p": 0.8, "min_p": 0.01}],
     ids=str,
 )  # fmt: skip
-def test_truncated_draws_equal_the_hosts(limits: dict[str, float], spread: float) -> None:
+def test_truncated_tokens_equal_the_hosts(limits: dict[str, float], spread: float) -> None:
     logits = spread * torch.randn(4, 4500, generator=torch.Generator().manual_seed(2))
     agree(logits, [Row(SamplingParams(temperature=0.5 + i / 2, **limits), seed=i) for i in range(4)])
 
@@ -142,7 +142,7 @@ def test_penalties_equal_the_oracles() -> None:
     agree(logits, asked)
 
 
-def test_what_no_row_asks_for_changes_nothing_when_it_is_run() -> None:
+def test_features_that_no_row_has_change_nothing_when_they_run() -> None:
     logits = torch.randn(2, 4500, generator=torch.Generator().manual_seed(5))
     agree(logits, [Row(SamplingParams(temperature=0.0)), Row(SamplingParams(temperature=1.0))], RequestedFeatures())
 

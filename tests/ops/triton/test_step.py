@@ -1,4 +1,4 @@
-"""The kernels around a forward, against plain torch on the same arena, and a whole house that runs on them."""
+"""The kernels around a forward, against plain torch on the same state, and an engine that runs on them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.ops.triton.device import DEVICE
 PAGE, LENGTH, ROWS, DRAFTS = 4, 40, 6, 3
 
 
-def arena(seed: int) -> tuple[DeviceState, RowState, int]:
+def state_with_rows(seed: int) -> tuple[DeviceState, RowState, int]:
     """Four spans of 3, 1, 5 and 0 tokens, padded to 8 spans; the last two tokens of the first and the last three of the
     third are picked, with drafts between them, of which the first is right, and then the second wrong."""
     draw = torch.Generator().manual_seed(seed)
@@ -62,7 +62,7 @@ def arena(seed: int) -> tuple[DeviceState, RowState, int]:
 
 def both(seed: int) -> Iterator[tuple[DeviceSteps, DeviceState, int]]:
     for steps in (TritonSteps(DEVICE), TorchSteps()):
-        made, _, spans = arena(seed)
+        made, _, spans = state_with_rows(seed)
         yield steps, made, spans
 
 
@@ -90,7 +90,7 @@ def empty(made: DeviceState, spans: int, tokens: int) -> RaggedBatch:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_a_step_feeds(seed: int) -> None:
+def test_prepare_inputs_equals_torch(seed: int) -> None:
     found = []
     for steps, made, spans in both(seed):
         batch = empty(made, spans, 16)
@@ -105,7 +105,7 @@ def test_what_a_step_feeds(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_where_what_a_step_made_goes(seed: int) -> None:
+def test_advance_and_verify_equal_torch(seed: int) -> None:
     draw = torch.Generator().manual_seed(5)
     hidden = torch.randn(16, 24, generator=draw).to(DEVICE)
     found = []
@@ -116,7 +116,7 @@ def test_where_what_a_step_made_goes(seed: int) -> None:
         steps.verify(it, tokens)
         assert (it.columns["known"] - before)[rows].tolist() == [2, 1, 2]
         assert torch.equal(it.columns["length"][rows], it.columns["known"][rows] - 1)
-        assert tokens[:6].tolist() == [*sampled(arena(seed)[0])[:5].tolist(), DROPPED]
+        assert tokens[:6].tolist() == [*sampled(state_with_rows(seed)[0])[:5].tolist(), DROPPED]
         found.append((it.data, out[:6], tokens[:6]))
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
@@ -125,21 +125,21 @@ def test_where_what_a_step_made_goes(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("at", [(-1, 4), (-1, 32), (0, 8), (1, 4)])
-def test_what_a_draft_model_is_fed(seed: int, at: tuple[int, int]) -> None:
+def test_prepare_draft_equals_torch(seed: int, at: tuple[int, int]) -> None:
     found = []
     for steps, it, _ in both(seed):
         steps.prepare_draft(it, 4, at[1], at[0])
         batch = empty(it, 4, at[1])
         steps.prepare_inputs(it, it.draft, replace(batch, query_start=it.draft.query_start[:5]), LENGTH)
         total = int(it.draft.counts[0])
-        lane = [
+        fed = [
             it.draft.query_start[:5],
             it.draft.token_span[:total],
             it.draft.sample_indices[:4],
             it.draft.sample_row[:4],
         ]
         found.append(
-            [*lane, it.draft.sample_offset[:4], it.draft.counts[2], it.columns["done"], batch.tokens, batch.slots]
+            [*fed, it.draft.sample_offset[:4], it.draft.counts[2], it.columns["done"], batch.tokens, batch.slots]
         )
         assert total <= at[1]
     for a, b in zip(*found, strict=True):
@@ -147,7 +147,7 @@ def test_what_a_draft_model_is_fed(seed: int, at: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_drafts_go_behind_the_history(seed: int) -> None:
+def test_drafts_are_written_after_the_history(seed: int) -> None:
     found = []
     for steps, it, _ in both(seed):
         steps.prepare_draft(it, 4, 8, 0)
@@ -158,7 +158,7 @@ def test_drafts_go_behind_the_history(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_look_up_on_the_device_is_that_of_the_host(seed: int) -> None:
+def test_lookup_on_the_device_equals_the_hosts(seed: int) -> None:
     found = []
     for steps, it, _ in both(seed):
         rng = np.random.default_rng(seed)
@@ -201,7 +201,7 @@ def proposer(kind: str) -> Proposer | None:
     return ModelProposer(draft, kv, num_drafts=2, rows=8, device=DEVICE)
 
 
-def house(steps: DeviceSteps, depth: int, drafts: str) -> Engine:
+def engine_with(steps: DeviceSteps, depth: int, drafts: str) -> Engine:
     executor = CudaExecutor(
         Moved(),
         pages=40,
@@ -243,7 +243,7 @@ SAMPLING = (
         *(pytest.param(*one, marks=pytest.mark.nightly) for one in (("none", 1), ("ngram", 0), ("model", 0))),
     ],
 )
-def test_a_house_on_these_kernels_answers_as_the_dense_loop(drafts: str, depth: int) -> None:
+def test_an_engine_on_these_kernels_answers_as_the_dense_loop(drafts: str, depth: int) -> None:
     rng = random.Random(depth)
     asked = [
         Request(
@@ -255,7 +255,7 @@ def test_a_house_on_these_kernels_answers_as_the_dense_loop(drafts: str, depth: 
         )
         for i, sampling in enumerate(SAMPLING)
     ]
-    engine = house(TritonSteps(DEVICE), depth, drafts)
+    engine = engine_with(TritonSteps(DEVICE), depth, drafts)
     for request in asked:
         engine.add(request)
     while engine.has_pending_work:
