@@ -84,7 +84,7 @@ async def relaying(
     sock, up = listen("127.0.0.1", 0), asyncio.Event()
     where = url(sock)
     task = asyncio.ensure_future(
-        serve(app, backend, sock, log_level="error", root_path=root_path, on_ready=lambda told: up.set())
+        serve(app, backend, sock, log_level="error", root_path=root_path, on_ready=lambda address: up.set())
     )
     waiting = asyncio.ensure_future(up.wait())
     await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED, timeout=100)

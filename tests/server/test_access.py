@@ -108,14 +108,14 @@ async def test_a_refused_request_costs_no_tokens() -> None:
 async def hung_up(server: Served, tokens: str = "", **body: Any) -> None:
     """Ask for an answer, and leave before any of it could be read; `tokens` are generated before that."""
     before = len(server.port.submitted)
-    asked = asyncio.ensure_future(server.post("/v1/completions", prompt="the " * 10, **body))
+    pending = asyncio.ensure_future(server.post("/v1/completions", prompt="the " * 10, **body))
     async with asyncio.timeout(60):
         while len(server.port.submitted) == before:
             await asyncio.sleep(0)
     if tokens:
         server.port.say(server.port.submitted[-1], *says(tokens)[:-1])
-    asked.cancel()
-    await asyncio.gather(asked, return_exceptions=True)
+    pending.cancel()
+    await asyncio.gather(pending, return_exceptions=True)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -143,14 +143,14 @@ async def test_every_prompt_of_a_request_is_charged_and_none_of_a_refused_one() 
     async with served(None, rates=Rates(tokens=60, clock=Clock())) as server:
         check_error(await server.post("/v1/completions", prompt=["the " * 10, "the " * 3000]), 400)
         before = len(server.port.submitted)
-        asked = asyncio.ensure_future(server.post("/v1/completions", prompt=["the " * 20] * 4))
+        pending = asyncio.ensure_future(server.post("/v1/completions", prompt=["the " * 20] * 4))
         async with asyncio.timeout(60):
             while len(server.port.submitted) < before + 4:
                 await asyncio.sleep(0)
             refused = await server.post("/v1/completions", prompt="the")
         check_error(refused, 429, words="tokens a minute")
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
+        pending.cancel()
+        await asyncio.gather(pending, return_exceptions=True)
 
 
 async def salts(server: Any, *keys: str, **body: Any) -> list[str]:
@@ -226,8 +226,8 @@ async def test_where_there_is_an_admin_key_only_it_shows_what_others_ask(path: s
         if path != "/ui/events":  # it would never end
             assert (await server.client.get(path, headers=bearer("boss"))).status_code in (200, 404)
         assert (await server.client.get("/v1/models", headers=bearer("boss"))).status_code == 200
-        asked = await server.client.get("/v1/models", headers=bearer("client"))
-        assert asked.status_code == 200
+        response = await server.client.get("/v1/models", headers=bearer("client"))
+        assert response.status_code == 200
         assert (await server.client.get("/health")).status_code == 200
         browser = await server.client.post("/ui/session", json={"key": "client"})
         check_error(browser, 401)

@@ -85,12 +85,12 @@ async def test_the_load_counts_prompts_being_answered_as_routers_of_vllm_read_it
         assert (await server.client.get("/load")).json() == {"server_load": 0}
         server.port.stepping.clear()
         body = {"model": "tiny", "prompt": ["hello", "hello"], "max_tokens": 5}
-        asked = asyncio.ensure_future(server.client.post("/v1/completions", json=body))
+        pending = asyncio.ensure_future(server.client.post("/v1/completions", json=body))
         while len(server.port.running) < 2:
             await asyncio.sleep(0)
         assert (await server.client.get("/load")).json() == {"server_load": 2}
         server.port.stepping.set()
-        assert (await asked).status_code == 200
+        assert (await pending).status_code == 200
         assert (await server.client.get("/load")).json() == {"server_load": 0}
 
 
@@ -120,7 +120,7 @@ async def test_the_prefix_cache_is_reset_with_vllms_parameters_where_they_change
         assert server.port.resets == 3
 
 
-async def test_metrics_are_prometheus_text_of_engine_and_rim() -> None:
+async def test_metrics_are_prometheus_text_of_engine_and_server() -> None:
     async with served() as server:
         await server.complete()
         response = await server.client.get("/metrics")
@@ -253,7 +253,7 @@ class Broken:
         raise RuntimeError("/secret/path at 0x7f00")
 
 
-async def test_errors_of_our_own_tell_nothing_about_the_inside() -> None:
+async def test_errors_of_our_own_show_nothing_of_the_inside() -> None:
     app = create_app(Broken())  # type: ignore[arg-type]
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:

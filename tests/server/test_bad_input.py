@@ -277,7 +277,7 @@ async def test_a_large_body_is_refused_before_it_is_read() -> None:
         {"temperature": None, "n": None, "stop": None, "stream": None, "logit_bias": None, "max_tokens": None},
         {"logit_bias": {}, "stop": [], "bad_words": [], "stop_token_ids": []},
         {"use_beam_search": False, "length_penalty": 1.0, "spaces_between_special_tokens": True},
-        {"nobody_knows": None},
+        {"no_such_field": None},
     ],
 )
 async def test_what_asks_for_nothing_is_taken(harmless: dict[str, Any]) -> None:

@@ -37,11 +37,11 @@ class Disk:
 async def test_a_batch_that_a_full_disk_does_not_let_be_cancelled_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, go = asyncio.Event(), asyncio.Event()
+    began, go = asyncio.Event(), asyncio.Event()
 
     def held(answer: Any) -> Any:
         async def one(path: str, body: bytes) -> Any:
-            asked.set()
+            began.set()
             await go.wait()
             return await answer(path, body)
 
@@ -49,7 +49,7 @@ async def test_a_batch_that_a_full_disk_does_not_let_be_cancelled_goes_on(
 
     async with office(tmp_path, wrap=held) as here:
         id = (await here.begin(line("a"), line("b")))["id"]
-        await asked.wait()
+        await began.wait()
         before = await here.about(id)
         with monkeypatch.context() as patch:
             patch.setattr("os.fsync", Disk({0}))

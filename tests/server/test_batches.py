@@ -30,8 +30,8 @@ CHAT = "/v1/chat/completions"
 
 
 def line(id: str, url: str = CHAT, method: str = "POST", **body: Any) -> dict[str, Any]:
-    asked = {"messages": [{"role": "user", "content": id}], "max_tokens": 64, **body}
-    return {"custom_id": id, "method": method, "url": url, "body": asked}
+    request = {"messages": [{"role": "user", "content": id}], "max_tokens": 64, **body}
+    return {"custom_id": id, "method": method, "url": url, "body": request}
 
 
 def jsonl(*lines: Any) -> bytes:
@@ -199,12 +199,12 @@ async def test_a_line_that_no_parser_takes_fails_the_batch_and_is_named(tmp_path
 
 
 async def test_a_cancelled_batch_keeps_what_was_answered(tmp_path: Path) -> None:
-    asked = asyncio.Event()
+    began = asyncio.Event()
 
     def slow(answer: Any) -> Any:
         async def one(path: str, body: bytes) -> Any:
             if b"q5" in body:
-                asked.set()
+                began.set()
                 await asyncio.sleep(60)
             return await answer(path, body)
 
@@ -212,7 +212,7 @@ async def test_a_cancelled_batch_keeps_what_was_answered(tmp_path: Path) -> None
 
     async with office(tmp_path, wrap=slow, width=1) as here:
         batch = await here.begin(*(line(f"q{i}") for i in range(9)))
-        await asyncio.wait_for(asked.wait(), 100)
+        await asyncio.wait_for(began.wait(), 100)
         busy = await here.client.delete(f"/v1/files/{batch['input_file_id']}")
         check_error(busy, 400, words=batch["id"])
         assert (await here.client.post(f"/v1/batches/{batch['id']}/cancel")).json()["status"] == "cancelling"
@@ -397,12 +397,12 @@ async def test_a_line_refused_while_the_server_is_busy_or_not_ready_is_asked_aga
 
 async def test_a_line_that_stops_the_engine_each_time_is_given_up_and_costs_no_other(tmp_path: Path) -> None:
     under_way: dict[str, asyncio.Future[None]] = {}
-    asked: list[str] = []
+    requested: list[str] = []
 
     def wrap(answer: Any) -> Any:
         async def stops(path: str, body: bytes) -> Any:
             id = json.loads(body)["messages"][0]["content"]
-            asked.append(id)
+            requested.append(id)
             under_way[id] = asyncio.get_running_loop().create_future()
             done, _ = await asyncio.wait([under_way[id]], timeout=0.05)
             if id == "bad":
@@ -423,7 +423,7 @@ async def test_a_line_that_stops_the_engine_each_time_is_given_up_and_costs_no_o
         [failed] = await here.lines(batch["error_file_id"])
         assert failed["custom_id"] == "bad" and failed["response"]["status_code"] == 503
         assert failed["response"]["body"]["error"]["message"] == "the engine stopped"
-    assert asked.count("bad") == 4 and max(asked.count(id) for id in "abcd") <= 3
+    assert requested.count("bad") == 4 and max(requested.count(id) for id in "abcd") <= 3
 
 
 def test_a_line_that_does_not_fit_on_the_disk_leaves_no_part_of_it(tmp_path: Path) -> None:
@@ -437,7 +437,7 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_no_part_of_it(tmp_path: Pat
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     store.add(id, ".output", b"two\n")
-    assert store.journal(id, ".output").read_bytes() == b"one\ntwo\n"
+    assert store.path(id, ".output").read_bytes() == b"one\ntwo\n"
 
 
 async def test_while_the_disk_is_full_batches_wait_and_then_answer_every_line_once(

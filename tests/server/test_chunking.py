@@ -29,25 +29,25 @@ PIECES = ("a dog", " ", "\n", "€5 😀", "e\u0301", "<think>", "</think>", CAL
 Parsed = dict[str, Any]
 
 
-async def begun(server: Served, asked: asyncio.Future[httpx.Response]) -> Request:
+async def begun(server: Served, pending: asyncio.Future[httpx.Response]) -> Request:
     """What the engine is asked for."""
     before = len(server.port.submitted)
     while len(server.port.submitted) == before:
         await asyncio.sleep(0)
-        assert not asked.done(), asked.result().text
+        assert not pending.done(), pending.result().text
     return server.port.submitted[-1]
 
 
 async def streamed(server: Served, path: str, body: Parsed, steps: list[list[int]]) -> str:
     """The stream of an answer that is made in these steps."""
-    asked = asyncio.ensure_future(server.post(path, **body, stream=True))
-    request = await begun(server, asked)
+    pending = asyncio.ensure_future(server.post(path, **body, stream=True))
+    request = await begun(server, pending)
     for i, step in enumerate(steps):
         last: Parsed = {"finish": "stop", "stop_token": EOS} if i == len(steps) - 1 else {}
         server.port.say(request, *step, **last)
         for _ in range(len(step) % 3):  # some steps are heard together
             await asyncio.sleep(0)
-    response = await asked
+    response = await pending
     assert response.status_code == 200, response.text
     return response.text
 

@@ -138,8 +138,8 @@ async def test_beyond_the_limit_of_connections_health_and_metrics_are_answered_a
         for path in ("/health", "/health/live", "/health/ready", "/ping", "/metrics", "/health?full=1"):
             [answer] = await send(port, request("GET", path, None, {"Connection": "keep-alive"}))
             assert answer.status == 200 and answer.headers["connection"] == "close", path
-        for asked in (FINE, request("GET", "/stats"), request("GET", "/healthy"), request("GET", "http://x/load")):
-            [refused] = await send(port, asked)
+        for head in (FINE, request("GET", "/stats"), request("GET", "/healthy"), request("GET", "http://x/load")):
+            [refused] = await send(port, head)
             assert refused.status == 503 and refused.headers["retry-after"] == "5"
             assert "try again" in refused.json()["error"]["message"]
         assert (await send(port, request("GET", "http://x/health")))[0].status == 200
@@ -214,7 +214,7 @@ async def deaf(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return reader, writer
 
 
-async def tell(server: Served, text: str, times: int) -> None:
+async def say(server: Served, text: str, times: int) -> None:
     for _ in range(times):
         server.port.say(server.port.submitted[0], *says(text))
         await asyncio.sleep(0)
@@ -229,7 +229,7 @@ async def test_a_reader_that_takes_nothing_is_hung_up_on_and_its_answer_ended() 
         async with asyncio.timeout(200):
             while not server.port.aborted:
                 if len(conn.deltas) < 100:
-                    await tell(server, "dog " * 20, 50)
+                    await say(server, "dog " * 20, 50)
                 await asyncio.sleep(0.002)
         assert server.port.aborted == [server.port.submitted[0].id]
         writer.close()
@@ -241,7 +241,7 @@ async def test_a_slow_reader_that_makes_progress_gets_everything() -> None:
         while not server.port.submitted:
             await asyncio.sleep(0.005)
         for _ in range(20):
-            await tell(server, "dog " * 20, 20)
+            await say(server, "dog " * 20, 20)
             await asyncio.sleep(0.1)
             writer.transport.resume_reading()  # type: ignore[attr-defined]
             await asyncio.sleep(0.01)

@@ -36,7 +36,7 @@ ELSEWHERE = (
 
 
 @asynccontextmanager
-async def asked(
+async def client_of(
     client: str = "127.0.0.1", *, keys: Keys | None = None, service: Any = None, **access: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A server, asked from that address."""
@@ -100,7 +100,7 @@ def test_strange_names_are_refused_where_pages_could_use_them(
 async def test_a_page_that_rebinds_its_name_gets_nothing_from_any_route(tmp_path: Path) -> None:
     async with served() as server:
         service = BatchService(tmp_path, answerer(server.backend, Limits(), "x"), Limits(), width=1)
-        async with asked(service=service, hosts=Hosts(())) as client:
+        async with client_of(service=service, hosts=Hosts(())) as client:
             for operation in OPERATIONS:
                 path = operation.path.replace("{id}", "x")
                 response = await client.request(operation.method, path, headers={"host": "evil.example:8000"})
@@ -129,14 +129,14 @@ LOCAL = ("/v1/requests", "/v1/requests/x/explain", "/v1/recording", "/ui/events"
 @pytest.mark.parametrize("keys", [Keys(), Keys(("client",))])
 async def test_without_an_admin_key_single_requests_are_shown_to_this_machine_only(keys: Keys) -> None:
     headers = {"authorization": "Bearer client"}
-    async with asked("10.0.0.9", keys=keys, hosts=Hosts(("*",))) as client:
+    async with client_of("10.0.0.9", keys=keys, hosts=Hosts(("*",))) as client:
         for path in LOCAL:
             assert check_error(await client.get(path, headers=headers), 403)["code"] == "not_this_machine"
         check_error(await client.post("/reset_prefix_cache", headers=headers), 403, words="--admin-key")
         for path in ("/stats", "/load", "/metrics", "/v1/models", "/version", "/ui"):
             assert (await client.get(path, headers=headers)).status_code == 200
     for address in ("127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"):
-        async with asked(address, keys=keys, hosts=Hosts(("*",))) as client:
+        async with client_of(address, keys=keys, hosts=Hosts(("*",))) as client:
             for path in LOCAL[:3]:
                 assert (await client.get(path, headers=headers)).status_code in (200, 404)
             assert (await client.post("/reset_prefix_cache", headers=headers)).status_code == 200
@@ -146,11 +146,11 @@ async def test_without_an_admin_key_single_requests_are_shown_to_this_machine_on
 
 
 async def test_an_admin_key_opens_them_from_anywhere_and_only_it() -> None:
-    async with asked("10.0.0.9", keys=Keys((), ("boss",)), hosts=Hosts(("*",))) as client:
+    async with client_of("10.0.0.9", keys=Keys((), ("boss",)), hosts=Hosts(("*",))) as client:
         for path in LOCAL[:3]:
             assert (await client.get(path, headers={"authorization": "Bearer boss"})).status_code in (200, 404)
         assert (await client.post("/reset_prefix_cache", headers={"x-api-key": "boss"})).status_code == 200
-    async with asked("127.0.0.1", keys=Keys((), ("boss",))) as client:
+    async with client_of("127.0.0.1", keys=Keys((), ("boss",))) as client:
         for path in LOCAL:
             check_error(await client.get(path), 401)
         check_error(await client.post("/reset_prefix_cache"), 401)
@@ -164,7 +164,7 @@ PREFLIGHT = {
 
 
 async def test_pages_of_allowed_origins_may_ask_and_read_and_no_others() -> None:
-    async with asked(keys=Keys(("k",)), origins=(PAGE, "http://localhost:3000")) as client:
+    async with client_of(keys=Keys(("k",)), origins=(PAGE, "http://localhost:3000")) as client:
         asks = await client.options("/v1/chat/completions", headers={"origin": PAGE, **PREFLIGHT})
         assert asks.status_code == 200
         assert asks.headers["access-control-allow-origin"] == PAGE
@@ -186,14 +186,14 @@ async def test_pages_of_allowed_origins_may_ask_and_read_and_no_others() -> None
 
 
 async def test_any_origin_is_allowed_by_a_star() -> None:
-    async with asked(origins=("*",)) as client:
+    async with client_of(origins=("*",)) as client:
         asks = await client.options("/v1/models", headers={"origin": PAGE, **PREFLIGHT})
         read = await client.get("/v1/models", headers={"origin": PAGE})
     assert [one.headers["access-control-allow-origin"] for one in (asks, read)] == ["*", "*"]
 
 
 async def test_no_page_may_ask_by_default() -> None:
-    async with asked() as client:
+    async with client_of() as client:
         check_error(await client.options("/v1/chat/completions", headers={"origin": PAGE, **PREFLIGHT}), 405)
         read = await client.get("/v1/models", headers={"origin": PAGE})
         assert not [name for name in read.headers if name.startswith("access-control")]
@@ -203,7 +203,7 @@ async def test_no_page_may_ask_by_default() -> None:
 async def test_what_pages_could_send_unasked_is_refused_but_from_allowed_origins(
     origins: tuple[str, ...], status: int
 ) -> None:
-    async with asked(origins=origins) as client:
+    async with client_of(origins=origins) as client:
         headers = {"origin": PAGE, "sec-fetch-site": "cross-site"}
         assert (await client.post("/reset_prefix_cache", headers=headers)).status_code == status
 

@@ -75,7 +75,7 @@ def test_every_file_is_served_without_a_key_and_loads_nothing_from_other_sites(n
     text = (STATIC / name).read_text("utf-8")
     outside = [url for url in re.findall(r"https?://[^\s\"']+", text) if url != "http://www.w3.org/2000/svg"]
     assert outside == []
-    assert "innerHTML" not in text and "insertAdjacentHTML" not in text, "nothing told may become markup"
+    assert "innerHTML" not in text and "insertAdjacentHTML" not in text, "no data may become markup"
     assert len(text.splitlines()) <= 350
 
 

@@ -112,8 +112,8 @@ def test_parts_of_a_character_stay_apart() -> None:
 def test_offsets_go_on_from_chunk_to_chunk(said: str, cut: int) -> None:
     tokens = TOKENIZER.encode(said)
     scores = [TokenLogprobs(t, -1.0, 1) for t in tokens]
-    whole, teller = TextLogprobs(TOKENIZER.token_text), TextLogprobs(TOKENIZER.token_text)
-    chunks = [teller.of(tokens[:cut], scores[:cut]), teller.of(tokens[cut:], scores[cut:])]
+    whole, encoder = TextLogprobs(TOKENIZER.token_text), TextLogprobs(TOKENIZER.token_text)
+    chunks = [encoder.of(tokens[:cut], scores[:cut]), encoder.of(tokens[cut:], scores[cut:])]
     assert chunks[0]["text_offset"] + chunks[1]["text_offset"] == whole.of(tokens, scores)["text_offset"]
 
 

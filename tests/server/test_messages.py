@@ -70,10 +70,10 @@ async def test_a_stream_builds_the_same_message() -> None:
             assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
             assert kinds.count("content_block_start") == kinds.count("content_block_stop") == len(whole.content)
 
-            def told(message: Any) -> list[dict[str, Any]]:
+            def shown(message: Any) -> list[dict[str, Any]]:
                 return [{k: v for k, v in block.to_dict().items() if k != "id"} for block in message.content]
 
-            assert told(made) == told(whole)
+            assert shown(made) == shown(whole)
             assert (made.stop_reason, made.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
 
 

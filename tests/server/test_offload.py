@@ -54,7 +54,7 @@ LITTLE = 1 << 13
 """Characters, bytes or tokens that one call on the loop may have."""
 
 SLACK = 500
-"""Calls more or less: when a thread is done is told to the loop at one point or another."""
+"""Calls more or less: the loop learns at one point or another that a thread is done."""
 
 HEAVY: tuple[tuple[Any, str, Callable[..., int]], ...] = (
     (msgspec.json, "decode", lambda args, made: len(args[0])),
@@ -335,19 +335,18 @@ async def test_a_long_answer_with_log_probabilities_is_put_together_in_another_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own, threads = threading.get_ident(), set[int]()
-    for name in ("completion", "chat"):
-        real = getattr(outputs, name)
+    real = outputs._answer
 
-        def told(*args: Any, real: Any = real) -> Any:
-            threads.add(threading.get_ident())
-            return real(*args)
+    def noted(*args: Any) -> Any:
+        threads.add(threading.get_ident())
+        return real(*args)
 
-        monkeypatch.setattr(outputs, name, told)
+    monkeypatch.setattr(outputs, "_answer", noted)
     scores = TokenLogprobs(5, -1.0, 1, tuple((i, -2.0) for i in range(20)))
     async with served(None, room=1 << 12) as server:
-        for path, asked in (("/v1/completions", {"prompt": "p", "logprobs": 20}), ("/v1/chat/completions", CHATTY)):
+        for path, fields in (("/v1/completions", {"prompt": "p", "logprobs": 20}), ("/v1/chat/completions", CHATTY)):
             threads.clear()
-            waiting = asyncio.ensure_future(server.post(path, **asked, max_tokens=300))
+            waiting = asyncio.ensure_future(server.post(path, **fields, max_tokens=300))
             before = len(server.port.submitted)
             while len(server.port.submitted) == before:
                 await asyncio.sleep(0)
@@ -360,8 +359,8 @@ CHATTY = {"messages": HI, "logprobs": True, "top_logprobs": 20}
 
 
 async def test_an_embedding_is_written_in_another_thread() -> None:
-    job = Job(id="e", model="m", calls=[])
-    made = ChoiceBuilder()
+    job = Job(id="e", model="m", calls=[], token_text=lambda token: ("", b""))
+    made = ChoiceBuilder(job)
     made.add(Delta(0, "", pooled=bytes(4 << 10), finish_reason="length"))
     assert outputs.cost(job, [made]) >= LARGE
 

@@ -127,7 +127,7 @@ async def test_sampling_defaults_are_the_requests_then_the_checkpoints_then_open
 
 
 async def test_every_sampling_field_reaches_the_engine() -> None:
-    asked = {
+    fields = {
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": 7,
@@ -150,17 +150,17 @@ async def test_every_sampling_field_reaches_the_engine() -> None:
         "max_completion_tokens": 30,
     }
     async with served() as server:
-        await server.chat(**asked)
+        await server.chat(**fields)
     request = server.port.submitted[0]
     for name in ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed"):
-        assert getattr(request.sampling, name) == asked[name]
+        assert getattr(request.sampling, name) == fields[name]
     for name in ("repetition_penalty", "min_tokens", "ignore_eos", "skip_special_tokens"):
-        assert getattr(request.sampling, name) == asked[name]
+        assert getattr(request.sampling, name) == fields[name]
     assert request.sampling.logit_bias == {7: -3.5}
     assert request.sampling.allowed_token_ids == (1, 2, 3)
     assert len(request.sampling.bad_words_token_ids) == 2
     assert (request.seed, set(request.stop), request.max_new_tokens) == (42, {9}, 30)
-    assert request.priority == 3 and len(request.cache_salt) == 32  # a digest: see test_spell
+    assert request.priority == 3 and len(request.cache_salt) == 32  # a digest
 
 
 async def test_a_stop_string_ends_the_answer_and_is_named() -> None:
@@ -241,11 +241,11 @@ async def test_a_deadline_before_the_first_token_is_a_gateway_timeout() -> None:
 
 async def test_a_deadline_later_ends_the_answer_with_what_there_is() -> None:
     async with served(None) as server:
-        asked = asyncio.ensure_future(server.complete(timeout=0.05))
+        pending = asyncio.ensure_future(server.complete(timeout=0.05))
         while not server.port.submitted:
             await asyncio.sleep(0)
         server.port.say(server.port.submitted[0], *TOKENIZER.encode("the dog"))
-        choice = (await asked)["choices"][0]
+        choice = (await pending)["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("the dog", "timeout")
 
 

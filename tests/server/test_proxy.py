@@ -36,9 +36,9 @@ async def test_answers_pass_byte_for_byte_and_so_do_requests() -> None:
             "/v1/completions?trace=1", content=body, headers={"content-type": "application/json", "x-mine": "kept"}
         )
         assert whole.content == WHOLE and whole.headers["x-kept"] == "yes"
-        asked = server.asked[-1]
-        assert asked.body == body and asked.path == "/v1/completions?trace=1" and asked.headers["x-mine"] == "kept"
-        assert asked.headers["x-request-id"] == whole.headers["x-request-id"]
+        sent = server.asked[-1]
+        assert sent.body == body and sent.path == "/v1/completions?trace=1" and sent.headers["x-mine"] == "kept"
+        assert sent.headers["x-request-id"] == whole.headers["x-request-id"]
         assert await relay.text("fine") == STREAM
 
 
@@ -97,7 +97,7 @@ async def test_what_a_fresh_connection_took_is_not_asked_twice() -> None:
         server.hang_up()
         await asyncio.sleep(0.05)
         await relay.complete("mute")
-        assert [asked.json["prompt"] for asked in server.asked if asked.body] == ["mute"]
+        assert [sent.json["prompt"] for sent in server.asked if sent.body] == ["mute"]
 
 
 async def test_a_request_that_an_upstream_read_in_full_is_sent_once() -> None:
@@ -105,21 +105,21 @@ async def test_a_request_that_an_upstream_read_in_full_is_sent_once() -> None:
         assert (await relay.complete("fine")).content == WHOLE
         broken = await relay.complete("mute")
         assert broken.status_code == 503 and broken.json()["error"]["code"] == "upstream_died"
-        asked = [one for one in server.asked if one.body]
-        assert [one.json["prompt"] for one in asked] == ["fine", "mute"]
-        assert asked[0].connection == asked[1].connection, "it was sent on the kept connection"
+        sent = [one for one in server.asked if one.body]
+        assert [one.json["prompt"] for one in sent] == ["fine", "mute"]
+        assert sent[0].connection == sent[1].connection, "it was sent on the kept connection"
 
 
 async def test_a_request_that_kills_an_upstream_is_not_sent_to_the_next() -> None:
     async with stub() as one, stub() as two, relaying(one, two) as relay:
         for _ in range(4):
             assert (await relay.complete("fine")).content == WHOLE
-        assert all(any(asked.body for asked in server.asked) for server in (one, two)), "both have kept connections"
+        assert all(any(sent.body for sent in server.asked) for server in (one, two)), "both have kept connections"
         broken = await relay.complete("poison")
         assert broken.status_code == 503 and broken.json()["error"]["code"] == "upstream_died"
         assert broken.headers["x-should-retry"] == "false", "nor by the client itself"
-        asked = [each.json["prompt"] for server in (one, two) for each in server.asked if each.body]
-        assert asked.count("poison") == 1
+        sent = [each.json["prompt"] for server in (one, two) for each in server.asked if each.body]
+        assert sent.count("poison") == 1
         assert [(await relay.complete("fine")).status_code for _ in range(4)] == [200] * 4, "the other one answers"
 
 
@@ -127,7 +127,7 @@ async def test_a_kept_connection_that_was_closed_meanwhile_costs_nothing() -> No
     async with stub() as server, relaying(server) as relay:
         for _ in range(3):
             assert (await relay.complete("fine")).content == WHOLE
-        kept = {asked.connection for asked in server.asked}
+        kept = {sent.connection for sent in server.asked}
         assert len(kept) == 1
         server.hang_up()
         assert (await relay.complete("fine")).content == WHOLE
@@ -215,7 +215,7 @@ async def test_keys_are_checked_here_and_not_passed_on() -> None:
         assert (await relay.complete("fine")).status_code == 401
         relay.client.headers["authorization"] = "Bearer ours"
         assert (await relay.complete("fine")).status_code == 200
-        assert {asked.headers["authorization"] for asked in server.asked} == {"Bearer theirs"}
+        assert {sent.headers["authorization"] for sent in server.asked} == {"Bearer theirs"}
         server.key = "changed"
         refused = await relay.complete("fine")
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "upstream_key"
@@ -264,7 +264,7 @@ async def test_an_admin_key_goes_no_further_in_whatever_field_it_is_sent(field: 
         known = len(server.asked)
         await raw(relay, field, "X-Mine: kept")
         assert len(server.asked) == known + 1 or api_keys, "without keys for clients everything is passed on"
-        assert not any("boss" in asked.head for asked in server.asked)
+        assert not any("boss" in sent.head for sent in server.asked)
 
 
 async def test_a_clients_own_key_goes_on_beside_an_admin_key() -> None:
@@ -382,9 +382,9 @@ async def test_the_page_shows_requests_and_explains_one() -> None:
             first = json.loads((await anext(lines))[6:])
             assert first["whole"]["requests"] == [] and "stubs" in first["whole"]["facts"]["about"]
             await relay.text("fine")
-            told = json.loads((await anext(lines))[6:])["events"]
-        assert [what for what, *_ in told] == ["new", "open", "first", "end"]
-        assert told[-1][3:] == ["length", 4]
+            events = json.loads((await anext(lines))[6:])["events"]
+        assert [what for what, *_ in events] == ["new", "open", "first", "end"]
+        assert events[-1][3:] == ["length", 4]
         story = (await relay.client.get("/v1/requests/cmpl-7/explain")).json()["answers"][0]
         assert story["generated_tokens"] == 4 and story["prompt_tokens"] == 3 and story["state"] == "finished"
         assert [event["what"] for event in story["events"]] == ["submitted", "opened", "first_token", "finished"]
@@ -422,7 +422,7 @@ async def test_requests_that_begin_alike_go_to_one_server() -> None:
             for question in range(2):
                 messages = [{"role": "system", "content": f"{system} " * 300}, {"role": "user", "content": question}]
                 await relay.client.post("/v1/chat/completions", json={"model": "stub", "messages": messages})
-        seen = [{asked.json["messages"][0]["content"] for asked in s.asked if asked.body} for s in (one, two)]
+        seen = [{sent.json["messages"][0]["content"] for sent in s.asked if sent.body} for s in (one, two)]
         assert not seen[0] & seen[1] and all(seen)
 
 

@@ -42,12 +42,12 @@ async def test_a_response_has_openais_shape() -> None:
         assert made.usage.total_tokens == made.usage.input_tokens + made.usage.output_tokens
 
 
-async def test_input_tokens_are_those_that_a_response_would_tell_and_nothing_is_answered() -> None:
+async def test_input_tokens_are_those_of_a_response_and_nothing_is_generated() -> None:
     async with speaking_with(template=KNOWS, room=1024) as (server, client):
-        asked: Any = {"model": "tiny", "input": "hi", "instructions": "Be kind.", "tools": TOOLS}
-        counted = await client.responses.input_tokens.count(**asked)
+        fields: Any = {"model": "tiny", "input": "hi", "instructions": "Be kind.", "tools": TOOLS}
+        counted = await client.responses.input_tokens.count(**fields)
         assert not server.port.submitted
-        usage = (await client.responses.create(**asked)).usage
+        usage = (await client.responses.create(**fields)).usage
         assert usage is not None and counted.input_tokens == usage.input_tokens > 2
         assert counted.object == "response.input_tokens"
 
@@ -79,10 +79,10 @@ async def test_a_stream_builds_the_same_response(text: str, rest: Any, options: 
         last: Any = events[-1]
         assert last.type == "response.completed"
 
-        def told(response: Any) -> list[dict[str, Any]]:
+        def shown(response: Any) -> list[dict[str, Any]]:
             return [{k: v for k, v in item.to_dict().items() if k not in ("id", "call_id")} for item in response.output]
 
-        assert told(last.response) == told(whole)
+        assert shown(last.response) == shown(whole)
         pieces: Any = [e for e in events if e.type == "response.output_text.delta"]
         assert "".join(e.delta for e in pieces) == whole.output_text
         given: Any = [e for e in events if e.type == "response.function_call_arguments.delta"]

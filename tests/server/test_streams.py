@@ -69,14 +69,14 @@ async def test_each_choice_begins_with_a_role() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_usage_comes_last_and_only_on_request(path: str) -> None:
-    asked = {"prompt": "the", "max_tokens": 64} if path == "/v1/completions" else {"messages": HI}
+    fields = {"prompt": "the", "max_tokens": 64} if path == "/v1/completions" else {"messages": HI}
     async with served() as server:
-        plain = await server.stream(path, **asked)
-        said = await server.stream(path, **asked, stream_options={"include_usage": True})
+        plain = await server.stream(path, **fields)
+        said = await server.stream(path, **fields, stream_options={"include_usage": True})
         every = await server.stream(
-            path, **asked, stream_options={"include_usage": True, "continuous_usage_stats": True}
+            path, **fields, stream_options={"include_usage": True, "continuous_usage_stats": True}
         )
-        whole = (await server.post(path, **asked)).json()
+        whole = (await server.post(path, **fields)).json()
     assert not any("usage" in e for e in plain)
     assert not any("usage" in e for e in said[:-1])
     assert said[-1]["choices"] == []
@@ -104,12 +104,12 @@ async def test_usage_needs_a_stream() -> None:
 def test_a_stream_says_what_the_whole_answer_says(
     text: str, stop: list[str], n: int, prompts: int, echo: bool, logprobs: int | None
 ) -> None:
-    asked = {"prompt": ["the dog", "a boat"][:prompts], "n": n, "stop": stop, "echo": echo}
-    asked |= {"logprobs": logprobs, "max_tokens": 40, "seed": 1}
+    fields = {"prompt": ["the dog", "a boat"][:prompts], "n": n, "stop": stop, "echo": echo}
+    fields |= {"logprobs": logprobs, "max_tokens": 40, "seed": 1}
 
     async def both() -> tuple[dict[str, Any], list[dict[str, Any]]]:
         async with served(lambda r: says(text + str(r.choice))) as server:
-            return await server.complete(**asked), await server.stream("/v1/completions", **asked)
+            return await server.complete(**fields), await server.stream("/v1/completions", **fields)
 
     whole, said = asyncio.run(both())
     for choice in whole["choices"]:
@@ -155,8 +155,8 @@ async def test_token_ids_stream_too() -> None:
 
 async def test_a_prompt_scored_alone_streams_nothing_else() -> None:
     async with served() as server:
-        asked = {"prompt": "the dog", "echo": True, "logprobs": 0, "max_tokens": 0}
-        said = await server.stream("/v1/completions", **asked, stream_options={"include_usage": True})
+        fields = {"prompt": "the dog", "echo": True, "logprobs": 0, "max_tokens": 0}
+        said = await server.stream("/v1/completions", **fields, stream_options={"include_usage": True})
     assert texts(said) == "the dog"
     assert said[-1]["usage"]["completion_tokens"] == 0
 

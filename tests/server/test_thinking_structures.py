@@ -161,7 +161,7 @@ ENDPOINTS = (
 )
 
 
-async def asked(server: Served, end: Endpoint, body: dict[str, Any], stream: bool) -> tuple[str, str]:
+async def content_of(server: Served, end: Endpoint, body: dict[str, Any], stream: bool) -> tuple[str, str]:
     response = await server.post(end.path, **body, stream=stream)
     assert response.status_code == 200, response.text
     return end.streamed(data(response.text)) if stream else end.whole(response.json())
@@ -188,7 +188,7 @@ async def test_the_structure_binds_what_comes_after_the_thoughts(name: str, kind
                     assert refused.status_code == 400 and "only as a JSON schema" in refused.text
                     continue
                 for stream in (False, True):
-                    assert await asked(server, end, body, stream) == want, (end.path, tools, stream)
+                    assert await content_of(server, end, body, stream) == want, (end.path, tools, stream)
                 assert await in_a_batch(server, end, body) == want, (end.path, tools)
         structure = server.port.submitted[-1].sampling.structured_outputs
         assert structure is not None

@@ -176,7 +176,7 @@ class CrossOrigin(CORSMiddleware):
         origin = request_headers["origin"][:255]
         why = f"pages of {origin!r} may not ask for this ({bytes(response.body).decode()}): see --allowed-origins"
         kept = {name: value for name, value in response.headers.items() if not name.startswith("content-")}
-        text = error_responses.body(why, InvalidRequest.kind, code="cors")
+        text = error_responses.body(why, response.status_code, InvalidRequest.kind, code="cors")
         return Response(text, response.status_code, kept, "application/json")
 
 
@@ -193,6 +193,10 @@ class Keys:
         self._salt = secrets.token_bytes(16)
         self._keys = [self._digests(key) for key in keys]
         self._admin = [self._digests(key) for key in admin]
+        # Whether paths that are not for admins need a key; whether those for admins do; whether admins have their own.
+        self.needed = bool(self._keys)
+        self.needed_for_admins = bool(self._admin or self._keys)
+        self.has_admin = bool(self._admin)
         self._several = bool(self._keys) and len({*self._keys, *self._admin}) > 1
 
     def _digest(self, given: bytes) -> bytes:
@@ -209,21 +213,6 @@ class Keys:
         """Whether `given` is each of the keys, those for admins first. All keys are compared."""
         digest = self._digest(given)
         return [bool(sum(hmac.compare_digest(digest, one) for one in known)) for known in (*self._admin, *self._keys)]
-
-    @property
-    def needed(self) -> bool:
-        """Whether paths that are not for admins need a key."""
-        return bool(self._keys)
-
-    @property
-    def needed_for_admins(self) -> bool:
-        """Whether paths for admins need a key."""
-        return bool(self._admin or self._keys)
-
-    @property
-    def has_admin(self) -> bool:
-        """Whether admins have keys of their own."""
-        return bool(self._admin)
 
     def in_field(self, value: bytes) -> bool:
         """Whether the value of a header field contains one of these keys, after any scheme or name."""
@@ -334,11 +323,6 @@ class Rates:
 # ---------------------------------------------------------------- the middleware
 
 
-def needs_admin_key(path: str) -> bool:
-    """Whether a path is for admins."""
-    return _below(path, ADMIN_PATHS)
-
-
 def _below(path: str, paths: Collection[str]) -> bool:
     return any(path == one or path.startswith(one + "/") for one in paths)
 
@@ -383,7 +367,7 @@ class Guard:
             if path not in PUBLIC_PATHS:
                 self._hosts.check(headers)
                 if not self._has_session(path, headers):
-                    scope["key"] = self._keys.check(headers, admin=needs_admin_key(path))
+                    scope["key"] = self._keys.check(headers, admin=_below(path, ADMIN_PATHS))
                 if _below(path, LOCAL_PATHS) and not self._keys.has_admin:
                     self._hosts.check_local(scope, headers)
             scope["tenant"] = self._keys.tenant(scope["key"])

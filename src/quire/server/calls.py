@@ -1,4 +1,6 @@
-"""Requests as calls of the backend, one for each prompt, and what their answers must show.
+"""Requests as calls of the backend, one for each prompt, with their sampling parameters, and what answers must show.
+
+The value of a sampling parameter is the request's, else the checkpoint's default, else OpenAI's.
 
 Blocking: run in the same offloaded work as the parsing of the request (`frontend.offload`).
 """
@@ -7,28 +9,34 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quire.errors import InvalidRequest
+import msgspec
+
+from quire.errors import InvalidRequest, nearest
 from quire.frontend.interface import Backend, Call, Delta, ModelCard
-from quire.frontend.processor import hashed_salt
+from quire.frontend.processor import bad_words, hashed_salt, max_new_tokens
 from quire.parsers.parts import Splitter, TextPart
 from quire.parsers.reasoning import AnswerSplitter, Thinking, thoughts_ahead
 from quire.parsers.tools.styles import STYLES
-from quire.server.limits import Limits, check_answers
-from quire.server.params import (
-    check_logprobs,
-    effective_params,
-    max_prompt_tokens,
-    sampling_params,
-    shared_params,
-    truncate,
+from quire.server.limits import Limits, check_answers, check_priority_and_timeout
+from quire.server.prompts import encode, in_vocabulary, model, prompts, render
+from quire.server.schemas import (
+    Answers,
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    ResponseFormat,
+    Sampling,
+    Structure,
 )
-from quire.server.prompts import encode, model, prompts, render
-from quire.server.schemas import Answers, ChatRequest, CompletionRequest, GenerateRequest
 from quire.server.tools import NO_TOOLS, ToolSet, make_tool_set
-from quire.types import SamplingParams
+from quire.types import NUMERIC_PARAMETERS, UNLIMITED, SamplingParams, StructuredOutputsParams
+
+# How a token is shown, as text, and as its exact bytes (`Backend.token_text`).
+TokenText = Callable[[int], tuple[str, bytes]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +47,16 @@ class Job:
     scored_only: max_tokens 0 with echo, which asks for the prompt's log-probabilities only. thinking: whether answers
     begin inside a thought without a mark of its own; None if the model does not reason. reasons: whether thoughts are
     shown. truncated: prompt tokens left out on request, None if the request does not ask for it. params: effective
-    sampling parameters to show.
+    sampling parameters to show. began: time.perf_counter() at which the request came.
     """
 
     id: str
     model: str
     calls: list[Call]
+    token_text: TokenText
+    request: Any = None
+    system_fingerprint: str = ""
+    began: float = 0.0
     n: int = 1
     stream: bool = False
     usage: bool = False
@@ -102,7 +114,7 @@ def completion(request: CompletionRequest, backend: Backend, limits: Limits) -> 
     if request.echo:
         calls = [replace(call, text=backend.decode(call.prompt)) if call.text is None else call for call in calls]
     shown = effective_params(request, calls[0].sampling, card, "max_tokens")
-    return _job(request, card, calls, num_truncated, top=request.logprobs, scored_only=scored_only, params=shown)
+    return _job(request, backend, calls, num_truncated, top=request.logprobs, scored_only=scored_only, params=shown)
 
 
 def chat(request: ChatRequest, backend: Backend, limits: Limits, prefix: str = "chatcmpl-") -> Job:
@@ -131,7 +143,7 @@ def chat(request: ChatRequest, backend: Backend, limits: Limits, prefix: str = "
     params = sampling_params(request, ids, card, limits, max_tokens, None, logprobs=top, name=name, shared=shared)
     return _job(
         request,
-        card,
+        backend,
         [make_call(prefix, _continued(request), ids, request, params, limits)],
         len(whole) - len(ids),
         top=top,
@@ -154,7 +166,7 @@ def generate(request: GenerateRequest, backend: Backend, limits: Limits) -> Job:
         request, ids, card, limits, request.max_new_tokens, 16, name="max_new_tokens", shared=shared
     )
     call = make_call("gen-", text, ids, request, params, limits)
-    return Job(id=call.id, model=card.id, calls=[call])
+    return Job(id=call.id, model=card.id, calls=[call], token_text=backend.token_text)
 
 
 def _continued(request: ChatRequest) -> str:
@@ -164,12 +176,7 @@ def _continued(request: ChatRequest) -> str:
 
 
 def make_call(
-    prefix: str,
-    text: str | None,
-    ids: tuple[int, ...],
-    request: Any,
-    params: SamplingParams,
-    limits: Limits,
+    prefix: str, text: str | None, ids: tuple[int, ...], request: Any, params: SamplingParams, limits: Limits
 ) -> Call:
     """A call with an id that begins with `prefix`. request: has priority, cache_salt and timeout."""
     return Call(
@@ -183,7 +190,7 @@ def make_call(
     )
 
 
-def _job(request: Answers, card: ModelCard, calls: list[Call], num_truncated: int, **shown: Any) -> Job:
+def _job(request: Answers, backend: Backend, calls: list[Call], num_truncated: int, **shown: Any) -> Job:
     """A job with the fields that completions and chat completions share. shown: the other fields."""
     options = request.stream_options
     if options is not None and not request.stream:
@@ -191,8 +198,9 @@ def _job(request: Answers, card: ModelCard, calls: list[Call], num_truncated: in
     usage = options is not None and bool(options.include_usage)
     return Job(
         id=calls[0].id,
-        model=card.id,
+        model=backend.model().id,
         calls=calls,
+        token_text=backend.token_text,
         n=request.n or 1,
         stream=bool(request.stream),
         usage=usage,
@@ -204,3 +212,207 @@ def _job(request: Answers, card: ModelCard, calls: list[Call], num_truncated: in
         truncated=None if request.truncate_prompt_tokens is None else num_truncated,
         **shown,
     )
+
+
+# ---------------------------------------------------------------- sampling parameters
+
+# Fields whose defaults a checkpoint may set in generation_config.json.
+_RECOMMENDED = tuple(each.name for each in NUMERIC_PARAMETERS if each.in_checkpoints)
+
+# Fields that SamplingParams has by the same name and type.
+_SAME = (
+    *_RECOMMENDED,
+    *(each.name for each in NUMERIC_PARAMETERS if each.in_requests and not each.in_checkpoints),
+    *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "bad_words"),
+    *("allowed_token_ids", "skip_special_tokens"),
+)
+_REPORTED_PARAMS = ("n", "max_tokens", *_SAME, "logit_bias")
+
+
+def shared_params(request: Sampling, backend: Backend, card: ModelCard, limits: Limits) -> dict[str, Any]:
+    """The fields of SamplingParams that all prompts of a request share, and that take time to make.
+
+    Checks the counts and ranges of `request` too. Raises InvalidRequest naming the field.
+    """
+    _check_counts(request, card, limits)
+    return {
+        "structured_outputs": _structured_outputs(request),
+        "logit_bias": None if request.logit_bias is None else _logit_bias(request.logit_bias, card),
+        "bad_words_token_ids": bad_words(request.bad_words, backend) if request.bad_words else None,
+    }
+
+
+def sampling_params(
+    request: Sampling,
+    prompt: Sequence[int],
+    card: ModelCard,
+    limits: Limits,
+    max_tokens: int | None,
+    default_max_tokens: int | None,
+    *,
+    logprobs: int | None = None,
+    echoed: int | None = None,
+    name: str = "max_tokens",
+    shared: Mapping[str, Any],
+) -> SamplingParams:
+    """The sampling parameters of one prompt. Raises InvalidRequest naming the field.
+
+    echoed: log-probabilities of a prompt that the answer repeats. name: the request's name for max_tokens. shared:
+    what `shared_params` returned, which overrides the fields of the request.
+    """
+    given = {field: getattr(request, field) for field in _SAME}
+    given |= {field: card.defaults.get(field) for field in _RECOMMENDED if given[field] is None}
+    if isinstance(request, Answers):
+        given |= {"n": request.n, "prompt_logprobs": _prompt_logprobs(request, echoed, limits)}
+    if max_tokens is None:
+        name = "max_tokens"
+        max_tokens = card.defaults.get("max_tokens", default_max_tokens)
+        if max_tokens is not None:
+            max_tokens = max(min(max_tokens, card.max_model_len - len(prompt)), 1)
+    given |= shared
+    chosen = {field: value for field, value in given.items() if value is not None}
+    try:
+        made = SamplingParams(**chosen, max_tokens=max_tokens, logprobs=logprobs)
+        max_new_tokens(len(prompt), made, card.max_model_len)
+    except InvalidRequest as error:
+        if error.param != "max_tokens" or name == "max_tokens":
+            raise
+        raise InvalidRequest(str(error).replace("max_tokens", name), param=name, code=error.code) from error
+    return made
+
+
+def effective_params(
+    request: Answers, made: SamplingParams, card: ModelCard, name: str | None
+) -> dict[str, Any] | None:
+    """The value and the source of each sampling field, if the request asks for them. name: of its max_tokens."""
+    if not request.return_sampling_params:
+        return None
+    rows = {}
+    for param in _REPORTED_PARAMS:
+        sent = name if param == "max_tokens" else param
+        if sent is not None and getattr(request, sent, None) is not None:
+            source = "request"
+        else:
+            known = param in (*_RECOMMENDED, "max_tokens") and card.defaults.get(param) is not None
+            source = "generation_config" if known else "default"
+        value = getattr(made, param)
+        rows[param] = {
+            "value": {str(k): v for k, v in value.items()} if param == "logit_bias" else value,
+            "source": source,
+        }
+    return rows
+
+
+def max_prompt_tokens(request: Answers, card: ModelCard) -> int:
+    """Prompts of this many tokens and more are refused. UNLIMITED where the prompt is to be truncated."""
+    return card.max_model_len if request.truncate_prompt_tokens is None else UNLIMITED
+
+
+def truncate(prompt: tuple[int, ...], request: Answers, card: ModelCard, max_tokens: int | None) -> tuple[int, ...]:
+    """The prompt with at most truncate_prompt_tokens; -1: as many as leave space for the answer.
+
+    Raises InvalidRequest naming the field.
+    """
+    keep, side = request.truncate_prompt_tokens, request.truncation_side
+    if side not in (None, "left", "right"):
+        raise InvalidRequest("truncation_side must be left or right", param="truncation_side")
+    if keep is None:
+        if side is not None:
+            raise InvalidRequest("truncation_side needs truncate_prompt_tokens", param="truncation_side")
+        return prompt
+    if keep == -1:
+        keep = max(1, card.max_model_len - (max_tokens or 1))
+    if keep < 1:
+        raise InvalidRequest("truncate_prompt_tokens must be at least 1, or -1", param="truncate_prompt_tokens")
+    return prompt[:keep] if side == "right" else prompt[-keep:]
+
+
+def _check_counts(request: Sampling, card: ModelCard, limits: Limits) -> None:
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if len(stops) > limits.max_stop_strings or sum(map(len, stops)) > limits.max_stop_chars:
+        most = f"{limits.max_stop_strings} strings and {limits.max_stop_chars} characters"
+        raise InvalidRequest(f"stop: at most {most} in all", param="stop")
+    if len(request.bad_words or ()) > limits.max_bad_words:
+        raise InvalidRequest(f"bad_words: at most {limits.max_bad_words}", param="bad_words")
+    if sum(map(len, request.bad_words or ())) > limits.max_bad_chars:
+        raise InvalidRequest(f"bad_words: at most {limits.max_bad_chars} characters in all", param="bad_words")
+    if len(request.allowed_token_ids or ()) > card.vocab_size > 0:
+        raise InvalidRequest(f"allowed_token_ids: the vocabulary has {card.vocab_size}", param="allowed_token_ids")
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        in_vocabulary(getattr(request, name) or (), name, card)
+    for name in ("stop_token_ids", "logit_bias"):
+        if len(getattr(request, name) or ()) > limits.max_token_ids:
+            raise InvalidRequest(f"{name}: at most {limits.max_token_ids} token ids", param=name)
+    check_priority_and_timeout(request.priority, request.timeout, limits)
+
+
+def _logit_bias(given: dict[str, float], card: ModelCard) -> dict[int, float]:
+    bias = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdecimal()) or len(key) > 10:
+            raise InvalidRequest(f"logit_bias: {key[:40]!r} is not a token id", param="logit_bias")
+        bias[int(key)] = value
+    in_vocabulary(list(bias), "logit_bias", card)
+    return bias
+
+
+def check_logprobs(name: str, count: int | None, limits: Limits) -> None:
+    """Raises InvalidRequest for a number of log-probabilities out of range. name: of the field."""
+    if count is not None and not 0 <= count <= limits.max_logprobs:
+        raise InvalidRequest(f"{name} must be between 0 and {limits.max_logprobs}, not {count}", param=name)
+
+
+def _prompt_logprobs(request: Answers, echoed: int | None, limits: Limits) -> int | None:
+    check_logprobs("prompt_logprobs", request.prompt_logprobs, limits)
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidRequest("prompt_logprobs are not sent in streams: use stream: false", param="prompt_logprobs")
+    return max((x for x in (request.prompt_logprobs, echoed) if x is not None), default=None)
+
+
+# ---------------------------------------------------------------- structured outputs
+
+
+_STRUCTURES = (
+    "response_format",
+    "structured_outputs",
+    *map("guided_{}".format, ("json", "regex", "choice", "grammar")),
+)
+
+
+def _structured_outputs(request: Sampling) -> StructuredOutputsParams | None:
+    """The structure that the answer must have, by any of its fields. Raises InvalidRequest naming the field."""
+    given = [name for name in _STRUCTURES if _is_set(getattr(request, name))]
+    if len(given) > 1:
+        raise InvalidRequest(f"{given[0]} and {given[1]} exclude each other: send one", param=given[1])
+    if request.guided_whitespace_pattern is not None and given != ["guided_json"]:
+        raise InvalidRequest("guided_whitespace_pattern needs guided_json", param="guided_whitespace_pattern")
+    if not given:
+        return None
+    value = getattr(request, given[0])
+    if isinstance(value, ResponseFormat):
+        return _from_response_format(value)
+    if isinstance(value, Structure):
+        fields = msgspec.structs.asdict(value)
+        return StructuredOutputsParams(**fields | {"disable_any_whitespace": bool(value.disable_any_whitespace)})
+    one: dict[str, Any] = {given[0].removeprefix("guided_"): value}
+    return StructuredOutputsParams(**one, whitespace_pattern=request.guided_whitespace_pattern, param=given[0])
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None and not (isinstance(value, ResponseFormat) and value.type == "text")
+
+
+def _from_response_format(form: ResponseFormat) -> StructuredOutputsParams:
+    param = "response_format"
+    inner = form.json_schema.schema if form.json_schema is not None else None
+    if form.type not in ("json_object", "json_schema"):
+        hint = nearest(form.type[:64], ("text", "json_object", "json_schema"))
+        raise InvalidRequest(f"{param}.type must be text, json_object or json_schema.{hint}", param=f"{param}.type")
+    if inner is not None and form.schema is not None:
+        raise InvalidRequest(f"{param}: the schema is given twice", param=param)
+    schema = form.schema if inner is None else inner
+    if schema is not None:
+        return StructuredOutputsParams(json=schema, param=param)
+    if form.type == "json_schema":
+        raise InvalidRequest(f"{param}.json_schema.schema is required", param=f"{param}.json_schema.schema")
+    return StructuredOutputsParams(json_object=True, param=param)

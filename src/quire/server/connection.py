@@ -83,12 +83,12 @@ class ConnectionLimits(NamedTuple):
     backlog: int
 
 
-def connection_limits(asked: int, limit: int | None, each: int) -> ConnectionLimits:
-    """The limits for `asked` connections that take up to `each` of `limit` descriptors; at least one connection."""
+def connection_limits(wanted: int, limit: int | None, each: int) -> ConnectionLimits:
+    """The limits for `wanted` connections that take up to `each` of `limit` descriptors; at least one connection."""
     if limit is None:
-        return ConnectionLimits(asked, _BACKLOG)
+        return ConnectionLimits(wanted, _BACKLOG)
     spare = max(_SPARE, int(limit * _SPARE_SHARE))
-    connections = min(asked, max(1, (limit - spare) // each))
+    connections = min(wanted, max(1, (limit - spare) // each))
     return ConnectionLimits(connections, max(1, min(_BACKLOG, (limit - connections * each) // 2)))
 
 

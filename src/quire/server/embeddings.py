@@ -49,7 +49,7 @@ def embedding(request: EmbeddingsRequest, backend: Backend, limits: Limits) -> J
     pooling: Pooling = "last" if request.pooling == "last" else "mean"
     params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooling=pooling)
     calls = [make_call("embd-", None, ids, request, params, limits) for ids in texts]
-    return Job(id=calls[0].id, model=card.id, calls=calls)
+    return Job(id=calls[0].id, model=card.id, calls=calls, token_text=backend.token_text)
 
 
 def _encode(request: EmbeddingsRequest, backend: Backend, card: ModelCard, limits: Limits) -> list[tuple[int, ...]]:
@@ -63,10 +63,11 @@ def _encode(request: EmbeddingsRequest, backend: Backend, card: ModelCard, limit
     return [ids for _, ids in encoded]
 
 
-def embeddings(request: EmbeddingsRequest, job: Job, made: Sequence[ChoiceBuilder], usage: Usage) -> dict[str, Any]:
+def embeddings(job: Job, choices: Sequence[ChoiceBuilder], usage: Usage) -> dict[str, Any]:
     """OpenAI's list of embeddings. Raises InvalidRequest for more dimensions than the model has."""
+    request: EmbeddingsRequest = job.request
     data = []
-    for i, one in enumerate(made):
+    for i, one in enumerate(choices):
         values = embedding_vector(one.pooled, request.dimensions, normalize=request.normalize is not False)
         shown = base64.b64encode(values.tobytes()).decode() if request.encoding_format == "base64" else values.tolist()
         data.append({"object": "embedding", "index": i, "embedding": shown})

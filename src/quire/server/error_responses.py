@@ -1,10 +1,11 @@
-"""Errors as clients of OpenAI's and Anthropic's APIs expect them: a JSON object, a status, and header fields."""
+"""Responses in JSON, and errors as clients of OpenAI's and Anthropic's APIs expect them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
+from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -13,6 +14,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.errors import InvalidRequest, Overloaded, QuireError, TooLarge, Unauthorized, Unavailable, nearest
+from quire.frontend.offload import offload
+
+JSON = "application/json"
+
+# nginx's status for a client that has closed its connection. No client reads it.
+GONE = 499
 
 # Seconds of Retry-After while the server is starting, restarting or shutting down.
 _RETRY_AFTER = 5
@@ -20,22 +27,16 @@ _RETRY_AFTER = 5
 INTERNAL = "the server met an error of its own; its log says more"
 
 
+class NotFound(InvalidRequest):
+    """The path, or an id in it, names nothing."""
+
+    status = 404
+
+
 class UnsupportedMedia(InvalidRequest):
     """The body is not declared to be JSON. Without a preflight, pages of other sites cannot declare that."""
 
     status = 415
-
-
-def body(message: str, kind: str, *, param: str | None = None, code: str | int | None = None) -> bytes:
-    """OpenAI's error object."""
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
-
-
-def of(error: Exception) -> bytes:
-    """The error object of an exception. Unexpected errors are not shown: they may name files or values."""
-    if isinstance(error, QuireError):
-        return body(str(error), error.kind, param=error.param, code=error.code or error.status)
-    return body(INTERNAL, QuireError.kind, code=500)
 
 
 # Anthropic's error types, by status.
@@ -50,29 +51,41 @@ _KINDS: Mapping[int, str] = {
 }
 
 
-def anthropic(error: Exception) -> bytes:
-    """Anthropic's error object of an exception."""
+def json_response(value: Any, headers: Mapping[str, str] | None = None) -> Response:
+    """A response with `value` as JSON."""
+    return Response(msgspec.json.encode(value), headers=headers, media_type=JSON)
+
+
+async def offloaded_json(size: int, make: Callable[[], Any]) -> Response:
+    """A response with what `make` returns as JSON, offloaded as work of `size` bytes."""
+    return Response(await offload(size, lambda: msgspec.json.encode(make())), media_type=JSON)
+
+
+def body(
+    message: str, status: int, kind: str, *, param: str | None = None, code: str | int | None = None, path: str = ""
+) -> bytes:
+    """The error object that clients of `path` expect: Anthropic's or OpenAI's. kind: of OpenAI's."""
+    if "/v1/messages" in path:
+        kind = _KINDS.get(status, InvalidRequest.kind if status < 500 else "api_error")
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def of(error: Exception, path: str = "") -> bytes:
+    """The error object of an exception. Unexpected errors are not shown: they may name files or values."""
     if not isinstance(error, QuireError):
-        return _anthropic(INTERNAL, 500)
-    return _anthropic(str(error), error.status)
+        error = QuireError(INTERNAL)
+    code = error.code or error.status
+    return body(str(error), error.status, error.kind, param=error.param, code=code, path=path)
 
 
-def _anthropic(message: str, status: int) -> bytes:
-    kind = _KINDS.get(status, InvalidRequest.kind if status < 500 else "api_error")
-    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
-
-
-def _is_anthropic(path: str) -> bool:
-    return "/v1/messages" in path
-
-
-def response(error: QuireError, path: str) -> Response:
+def response(error: Exception, path: str) -> Response:
     """A response with the error object that clients of `path` expect."""
-    text = anthropic(error) if _is_anthropic(path) else of(error)
-    return Response(text, error.status, headers(error), "application/json")
+    status = error.status if isinstance(error, QuireError) else 500
+    return Response(of(error, path), status, headers(error), JSON)
 
 
-def headers(error: QuireError) -> dict[str, str]:
+def headers(error: Exception) -> dict[str, str]:
     """Header fields of an error's response, besides those of its body."""
     if isinstance(error, Overloaded):
         return {"retry-after": str(math.ceil(error.retry_after))}
@@ -80,8 +93,8 @@ def headers(error: QuireError) -> dict[str, str]:
         # OpenAI's and Anthropic's clients repeat a request after a 503, unless x-should-retry is false.
         once = {"x-should-retry": "false"} if error.code == "upstream_died" else {}
         return {"retry-after": str(_RETRY_AFTER), **once}
-    if isinstance(error, TooLarge):
-        # The rest of the body is not read.
+    if isinstance(error, TooLarge) or not isinstance(error, QuireError):
+        # The rest of the body is not read. uvicorn closes the connection after an unexpected error.
         return {"connection": "close"}
     if isinstance(error, Unauthorized):
         return {"www-authenticate": "Bearer"}
@@ -89,32 +102,23 @@ def headers(error: QuireError) -> dict[str, str]:
 
 
 async def error_response(request: Request, error: Exception) -> Response:
-    """The exception handler for QuireError."""
-    assert isinstance(error, QuireError)
+    """The exception handler for all errors but those of the router. uvicorn logs the traceback of unexpected ones."""
     return response(error, request.url.path)
 
 
 async def routing_error(request: Request, error: Exception) -> Response:
     """The exception handler for errors of the router: no such path, no such method."""
     assert isinstance(error, HTTPException)
-    status = error.status_code
-    message = f"{request.method} {request.url.path}: {HTTPStatus(status).phrase.lower()}"
+    status, path = error.status_code, request.url.path
+    message = f"{request.method} {path}: {HTTPStatus(status).phrase.lower()}"
     if status == 405 and error.headers:
         message += f"; allowed: {error.headers.get('Allow', '')}"
-    if status == 404 and (hint := nearest(request.url.path, _paths(request))):
+    if status == 404 and (hint := nearest(path, _paths(request))):
         message += "." + hint
-    text = body(message, InvalidRequest.kind, code=status)
-    if _is_anthropic(request.url.path):
-        text = _anthropic(message, status)
-    return Response(text, status, error.headers, "application/json")
+    text = body(message, status, InvalidRequest.kind, code=status, path=path)
+    return Response(text, status, error.headers, JSON)
 
 
 def _paths(request: Request) -> list[str]:
     """Paths without parameters."""
     return [route.path for route in request.app.routes if isinstance(route, Route) and "{" not in route.path]
-
-
-async def internal_error(request: Request, error: Exception) -> Response:
-    """The exception handler for all other errors. uvicorn logs the traceback, and closes the connection."""
-    text = anthropic(error) if _is_anthropic(request.url.path) else of(error)
-    return Response(text, 500, {"connection": "close"}, "application/json")

@@ -7,7 +7,6 @@ refused field may be sent with a value that asks for nothing, as client librarie
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from quire.errors import InvalidRequest, nearest
@@ -20,92 +19,86 @@ class Refusal(NamedTuple):
     no_op: tuple[Any, ...] = ()
 
 
-NO_OPS: Mapping[str, str] = MappingProxyType(
-    {
-        "user": "a label for the caller's own records",
-        "metadata": "a label for the caller's own records",
-        "safety_identifier": "a label for the caller's own records",
-        "session_id": "a label that related requests share",
-        "store": "nothing is ever stored",
-        "service_tier": "there is one tier",
-        "prompt_cache_key": "prefixes are found by their tokens, without a key",
-        "prompt_cache_retention": "prefixes stay while there is room",
-        "prompt_cache_options": "prefixes stay while there is room",
-        "cache_control": "prefixes are found by their tokens, without marks",
-        "guided_decoding_backend": "there is one: llguidance",
-        "disable_fallback": "there is nothing to fall back to",
-    }
-)
+NO_OPS: Mapping[str, str] = {
+    "user": "a label for the caller's own records",
+    "metadata": "a label for the caller's own records",
+    "safety_identifier": "a label for the caller's own records",
+    "session_id": "a label that related requests share",
+    "store": "nothing is ever stored",
+    "service_tier": "there is one tier",
+    "prompt_cache_key": "prefixes are found by their tokens, without a key",
+    "prompt_cache_retention": "prefixes stay while there is room",
+    "prompt_cache_options": "prefixes stay while there is room",
+    "cache_control": "prefixes are found by their tokens, without marks",
+    "guided_decoding_backend": "there is one: llguidance",
+    "disable_fallback": "there is nothing to fall back to",
+}
 
 _TOOLS = "this older form is not supported: use tools and tool_choice"
 _TEXT = "this server reads and writes text only"
 _BEAM = "beam search is not supported: use n with a temperature"
 
-REFUSED_FIELDS: Mapping[str, Refusal] = MappingProxyType(
-    {
-        "structural_tag": Refusal("use grammar, which can describe text around a schema with %json"),
-        "disable_additional_properties": Refusal("write additionalProperties: false into the schema", (False,)),
-        "tools": Refusal("tools are called in /v1/chat/completions, /v1/responses and /v1/messages", ([],)),
-        "tool_choice": Refusal("there are no tools to choose from here", ("none", "auto")),
-        "parallel_tool_calls": Refusal("there are no tools to call here", (True, False)),
-        "functions": Refusal(_TOOLS, ([],)),
-        "function_call": Refusal(_TOOLS, ("none", "auto")),
-        "audio": Refusal(_TEXT),
-        "modalities": Refusal(_TEXT, (["text"],)),
-        "mm_processor_kwargs": Refusal(_TEXT, ({},)),
-        "media_io_kwargs": Refusal(_TEXT, ({},)),
-        "return_mm_kwargs": Refusal(_TEXT, (True, False)),
-        "prompt_embeds": Refusal("prompts are text or token ids"),
-        "suffix": Refusal("filling in between a prompt and a suffix is not supported", ("",)),
-        "prediction": Refusal("predicted outputs are not supported"),
-        "web_search_options": Refusal("this server does not search the web"),
-        "moderation": Refusal("this server does not moderate"),
-        "verbosity": Refusal("how long answers are is for the prompt to say", ("medium",)),
-        "reasoning_effort": Refusal("put what the model's template knows into chat_template_kwargs"),
-        "include_reasoning": Refusal("here reasoning is part of the text", (True,)),
-        "enable_thinking": Refusal("put what the model's template knows into chat_template_kwargs"),
-        "thinking_token_budget": Refusal("thoughts and answer share max_tokens", (-1,)),
-        "documents": Refusal("put documents into a message", ([],)),
-        "chat_template": Refusal("templates are code: start the server with --chat-template"),
-        "use_beam_search": Refusal(_BEAM, (False,)),
-        "length_penalty": Refusal(_BEAM, (1, 1.0)),
-        "early_stopping": Refusal(_BEAM, (False,)),
-        "truncate_prompt_tokens": Refusal("here prompts are never cut: send the part that matters"),
-        "truncation_side": Refusal("here prompts are never cut: send the part that matters"),
-        "return_sampling_params": Refusal("only completions and chat completions tell them", (False,)),
-        "logits_processors": Refusal("code is not taken from requests: use logit_bias, bad_words or allowed_token_ids"),
-        "logprob_token_ids": Refusal("use logprobs, which gives the most likely tokens"),
-        "spaces_between_special_tokens": Refusal("text is exactly what the tokens decode to", (True,)),
-        "repetition_detection": Refusal("use repetition_penalty, stop or max_tokens"),
-        "watermarking": Refusal("watermarks are not supported", (False,)),
-        "stream_interval": Refusal("tokens are sent as they come", (1,)),
-        "include_obfuscation": Refusal("streams are not padded", (False,)),
-        "request_id": Refusal("send the header X-Request-Id"),
-        "return_prompt_text": Refusal("/tokenize shows what a template makes of messages", (False,)),
-        "return_token_offsets": Refusal("use echo and logprobs, whose text_offset says where tokens begin", (False,)),
-        "routed_experts_prompt_start": Refusal("expert routes are not reported", (0,)),
-        "kv_transfer_params": Refusal("K/V stays on this server"),
-        "ec_transfer_params": Refusal("K/V stays on this server"),
-        "previous_response_id": Refusal("nothing is stored: send the whole conversation as input"),
-        "conversation": Refusal("nothing is stored: send the whole conversation as input"),
-        "background": Refusal(
-            "answers come on the connection that asked; /v1/batches works in the background", (False,)
-        ),
-        "max_tool_calls": Refusal("this server calls no tools itself: answers say which to call"),
-        "truncation": Refusal("prompts are never cut: send the part that matters", ("disabled",)),
-        "reasoning": Refusal(
-            "put what the model's template knows into chat_template_kwargs", ({}, {"effort": None, "summary": None})
-        ),
-        "container": Refusal("this server runs no code"),
-        "mcp_servers": Refusal("this server calls no other: call the tool and send its result"),
-        "context_management": Refusal("prompts are never edited: send the part that matters"),
-        "output_config": Refusal("use response_format, or structured_outputs"),
-        "output_format": Refusal("use response_format, or structured_outputs"),
-        "inference_geo": Refusal("there is one place: this server"),
-        "extra_body": Refusal("openai's clients put its fields into the request itself: send them so", ({},)),
-        "vllm_xargs": Refusal("there are no extensions that could take it", ({},)),
-    }
-)
+REFUSED_FIELDS: Mapping[str, Refusal] = {
+    "structural_tag": Refusal("use grammar, which can describe text around a schema with %json"),
+    "disable_additional_properties": Refusal("write additionalProperties: false into the schema", (False,)),
+    "tools": Refusal("tools are called in /v1/chat/completions, /v1/responses and /v1/messages", ([],)),
+    "tool_choice": Refusal("there are no tools to choose from here", ("none", "auto")),
+    "parallel_tool_calls": Refusal("there are no tools to call here", (True, False)),
+    "functions": Refusal(_TOOLS, ([],)),
+    "function_call": Refusal(_TOOLS, ("none", "auto")),
+    "audio": Refusal(_TEXT),
+    "modalities": Refusal(_TEXT, (["text"],)),
+    "mm_processor_kwargs": Refusal(_TEXT, ({},)),
+    "media_io_kwargs": Refusal(_TEXT, ({},)),
+    "return_mm_kwargs": Refusal(_TEXT, (True, False)),
+    "prompt_embeds": Refusal("prompts are text or token ids"),
+    "suffix": Refusal("filling in between a prompt and a suffix is not supported", ("",)),
+    "prediction": Refusal("predicted outputs are not supported"),
+    "web_search_options": Refusal("this server does not search the web"),
+    "moderation": Refusal("this server does not moderate"),
+    "verbosity": Refusal("how long answers are is for the prompt to say", ("medium",)),
+    "reasoning_effort": Refusal("put what the model's template knows into chat_template_kwargs"),
+    "include_reasoning": Refusal("here reasoning is part of the text", (True,)),
+    "enable_thinking": Refusal("put what the model's template knows into chat_template_kwargs"),
+    "thinking_token_budget": Refusal("thoughts and answer share max_tokens", (-1,)),
+    "documents": Refusal("put documents into a message", ([],)),
+    "chat_template": Refusal("templates are code: start the server with --chat-template"),
+    "use_beam_search": Refusal(_BEAM, (False,)),
+    "length_penalty": Refusal(_BEAM, (1, 1.0)),
+    "early_stopping": Refusal(_BEAM, (False,)),
+    "truncate_prompt_tokens": Refusal("here prompts are never cut: send the part that matters"),
+    "truncation_side": Refusal("here prompts are never cut: send the part that matters"),
+    "return_sampling_params": Refusal("only completions and chat completions tell them", (False,)),
+    "logits_processors": Refusal("code is not taken from requests: use logit_bias, bad_words or allowed_token_ids"),
+    "logprob_token_ids": Refusal("use logprobs, which gives the most likely tokens"),
+    "spaces_between_special_tokens": Refusal("text is exactly what the tokens decode to", (True,)),
+    "repetition_detection": Refusal("use repetition_penalty, stop or max_tokens"),
+    "watermarking": Refusal("watermarks are not supported", (False,)),
+    "stream_interval": Refusal("tokens are sent as they come", (1,)),
+    "include_obfuscation": Refusal("streams are not padded", (False,)),
+    "request_id": Refusal("send the header X-Request-Id"),
+    "return_prompt_text": Refusal("/tokenize shows what a template makes of messages", (False,)),
+    "return_token_offsets": Refusal("use echo and logprobs, whose text_offset says where tokens begin", (False,)),
+    "routed_experts_prompt_start": Refusal("expert routes are not reported", (0,)),
+    "kv_transfer_params": Refusal("K/V stays on this server"),
+    "ec_transfer_params": Refusal("K/V stays on this server"),
+    "previous_response_id": Refusal("nothing is stored: send the whole conversation as input"),
+    "conversation": Refusal("nothing is stored: send the whole conversation as input"),
+    "background": Refusal("answers come on the connection that asked; /v1/batches works in the background", (False,)),
+    "max_tool_calls": Refusal("this server calls no tools itself: answers say which to call"),
+    "truncation": Refusal("prompts are never cut: send the part that matters", ("disabled",)),
+    "reasoning": Refusal(
+        "put what the model's template knows into chat_template_kwargs", ({}, {"effort": None, "summary": None})
+    ),
+    "container": Refusal("this server runs no code"),
+    "mcp_servers": Refusal("this server calls no other: call the tool and send its result"),
+    "context_management": Refusal("prompts are never edited: send the part that matters"),
+    "output_config": Refusal("use response_format, or structured_outputs"),
+    "output_format": Refusal("use response_format, or structured_outputs"),
+    "inference_geo": Refusal("there is one place: this server"),
+    "extra_body": Refusal("openai's clients put its fields into the request itself: send them so", ({},)),
+    "vllm_xargs": Refusal("there are no extensions that could take it", ({},)),
+}
 
 # Names for the same thing, here and in other APIs; where a path has several, the first is used in hints.
 SYNONYMS = (
@@ -117,9 +110,7 @@ SYNONYMS = (
 )
 
 # The path that has a field, for hints.
-ELSEWHERE: Mapping[str, str] = MappingProxyType(
-    {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/responses"}
-)
+ELSEWHERE = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/responses"}
 
 
 def check(given: Mapping[str, Any], honoured: Iterable[str], *, where: str = "") -> dict[str, Any]:

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,15 +134,6 @@ def check_priority_and_timeout(priority: int | None, timeout: float | None, limi
         raise InvalidRequest("timeout must be above 0 seconds", param="timeout")
 
 
-class AdmissionSlot:
-    """One request on its way to the queue. `is_counted` is set once its body is complete."""
-
-    __slots__ = ("is_counted",)
-
-    def __init__(self) -> None:
-        self.is_counted = False
-
-
 class AdmissionGate:
     """Refuses requests beyond the queue's limit before they are parsed, and parses the others one after another.
 
@@ -161,16 +152,13 @@ class AdmissionGate:
         self._wake_handle: asyncio.Handle | None = None
 
     @contextmanager
-    def slot(self) -> Iterator[AdmissionSlot]:
-        """From a request's head until it is queued. Raises what `admit` raises."""
+    def slot(self) -> Iterator[ExitStack]:
+        """From a request's head until it is queued, which ends its count. Raises what `admit` raises."""
         self._admit(self._num_counted)
-        slot = AdmissionSlot()
-        try:
+        with ExitStack() as slot:
             yield slot
-        finally:
-            self._num_counted -= slot.is_counted
 
-    async def wait_turn(self, slot: AdmissionSlot | None = None) -> None:
+    async def wait_turn(self, slot: ExitStack | None = None) -> None:
         """Return when a request whose body is complete may be parsed. Raises what `admit` raises.
 
         From now on it counts as queued, if it has a slot: requests whose bodies come slowly do not.
@@ -178,7 +166,7 @@ class AdmissionGate:
         if slot is not None:
             self._admit(self._num_counted)
             self._num_counted += 1
-            slot.is_counted = True
+            slot.callback(self._uncount)
         loop = asyncio.get_running_loop()
         if self._wake_handle is None:
             self._wake_handle = loop.call_soon(self._wake_next)
@@ -186,6 +174,9 @@ class AdmissionGate:
         turn: asyncio.Future[None] = loop.create_future()
         self._waiting.append(turn)
         await turn
+
+    def _uncount(self) -> None:
+        self._num_counted -= 1
 
     def _wake_next(self) -> None:
         self._wake_handle = None

@@ -21,9 +21,10 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.errors import InvalidRequest, QuireError, Unauthorized
+from quire.errors import InvalidRequest, Unauthorized
 from quire.frontend.offload import offload
 from quire.server.access import Keys
+from quire.server.error_responses import JSON, NotFound, json_response
 from quire.server.limits import Limits, read_body
 from quire.server.stream import HEADERS, KEEP_ALIVE, cancel, event, unless_gone
 
@@ -54,6 +55,8 @@ _FILE_HEADERS: Mapping[str, str] = {
     "cache-control": "no-cache",
 }
 
+_NO_STORE = {"cache-control": "no-store"}
+
 # Paths that a browser's session may use, besides /v1/requests and the page's own files.
 _SESSION_PATHS = frozenset({"/ui/events", "/v1/chat/completions", "/v1/models", "/stats"})
 
@@ -66,13 +69,6 @@ class LiveSource(Protocol):
 
     async def explain(self, id: str) -> bytes:
         """What happened to an answer as JSON, `null` if it is unknown; a line for each known one if `id` is empty."""
-
-
-class NotFound(QuireError):
-    """A path that names nothing."""
-
-    status = 404
-    kind = "invalid_request_error"
 
 
 class Sessions:
@@ -158,13 +154,14 @@ class Page:
     async def session(self, request: Request) -> Response:
         """`GET /ui/session`: whether a key is needed, and whether this browser has sent one."""
         known = self._sessions.known(request.cookies.get(COOKIE, ""))
-        return _json({"needed": self._keys.needed_for_admins, "signed_in": known or not self._keys.needed_for_admins})
+        needed = self._keys.needed_for_admins
+        return json_response({"needed": needed, "signed_in": known or not needed}, _NO_STORE)
 
     async def sign_in(self, request: Request) -> Response:
         """`POST /ui/session`: a key for a cookie."""
         body = await read_body(request, self._limits)
         await offload(len(body), partial(self._check, body))
-        answer = _json({"signed_in": True})
+        answer = json_response({"signed_in": True}, _NO_STORE)
         answer.set_cookie(
             COOKIE,
             self._sessions.open(),
@@ -189,7 +186,7 @@ class Page:
     async def sign_out(self, request: Request) -> Response:
         """`DELETE /ui/session`."""
         self._sessions.close(request.cookies.get(COOKIE, ""))
-        answer = _json({"signed_in": not self._keys.needed_for_admins})
+        answer = json_response({"signed_in": not self._keys.needed_for_admins}, _NO_STORE)
         answer.delete_cookie(COOKIE, path=request.scope.get("root_path", "") or "/", httponly=True, samesite="strict")
         return answer
 
@@ -199,7 +196,7 @@ class Page:
         explanation = b"null" if self._view is None else await self._view.explain(id)
         if explanation == b"null":
             raise NotFound(f"no request {id!r} is known here: it never was, or it was forgotten since")
-        return Response(explanation, media_type="application/json")
+        return Response(explanation, media_type=JSON)
 
     async def events(self, request: Request) -> ASGIApp:
         """`GET /ui/events`: frames, as server-sent events."""
@@ -251,7 +248,3 @@ class _File:
         if request.headers.get("if-none-match") == self._tag:
             return Response(status_code=304, headers=headers)
         return Response(self._body, headers=headers, media_type=self._type)
-
-
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json", headers={"cache-control": "no-store"})

@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 
 from quire.errors import InvalidRequest
-from quire.frontend.interface import Delta
+from quire.frontend.interface import Delta, ModelCard
 from quire.frontend.offload import PER_TOKEN
 from quire.parsers.parts import TextPart
 from quire.server import error_responses
 from quire.server.calls import Job
 from quire.server.fields import require_text
-from quire.server.outputs import ChoiceBuilder, TokenText, Usage
-from quire.server.schemas import ChatRequest, Sampling
+from quire.server.outputs import ChoiceBuilder, Usage
+from quire.server.schemas import ChatRequest, Sampling, shared_fields
 from quire.server.stream import Chunks
 
 Blocks = str | list[Any]
@@ -39,27 +39,25 @@ class MessagesRequest(CountRequest, kw_only=True):
     stream: bool | None = None
 
 
-def as_chat(request: CountRequest, *, thinks: bool) -> ChatRequest:
-    """The same as a chat request. thinks: whether the model reasons. Raises InvalidRequest naming the field."""
+def as_chat(request: CountRequest, card: ModelCard) -> ChatRequest:
+    """The same as a chat request. Raises InvalidRequest naming the field."""
     messages = [{"role": "system", "content": _text(request.system, "system")}] if request.system else []
     for i, message in enumerate(request.messages):
         messages += _messages(message, f"messages[{i}]")
     choice, parallel = _choice(request.tool_choice)
-    chat = ChatRequest(
-        **{name: getattr(request, name) for name in Sampling.__struct_fields__},
-        messages=messages,
-        tools=None if request.tools is None else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)],
-        tool_choice=choice,
-        parallel_tool_calls=parallel,
-        continue_final_message=bool(messages) and messages[-1]["role"] == "assistant",
-        chat_template_kwargs=_thinking(request.thinking, thinks),
-    )
-    if isinstance(request, MessagesRequest):
-        if request.stop is not None and request.stop_sequences is not None:
+    changed: dict[str, Any] = {
+        "messages": messages,
+        "tools": request.tools and [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)],
+        "tool_choice": choice,
+        "parallel_tool_calls": parallel,
+        "continue_final_message": bool(messages) and messages[-1]["role"] == "assistant",
+        "chat_template_kwargs": _thinking(request.thinking, card.reasoning_parser != "none"),
+    }
+    if isinstance(request, MessagesRequest) and request.stop_sequences is not None:
+        if request.stop is not None:
             raise InvalidRequest("stop and stop_sequences are the same: send one", param="stop_sequences")
-        chat.max_tokens, chat.stream = request.max_tokens, request.stream
-        chat.stop = request.stop_sequences if request.stop is None else request.stop
-    return chat
+        changed["stop"] = request.stop_sequences
+    return ChatRequest(**shared_fields(request) | changed)
 
 
 def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
@@ -149,15 +147,15 @@ def _thinking(thinking: Mapping[str, Any] | None, thinks: bool) -> dict[str, Any
 # ---------------------------------------------------------------- answers
 
 
-def message(job: Job, made: ChoiceBuilder, usage: Usage) -> dict[str, Any]:
+def message(job: Job, choices: Sequence[ChoiceBuilder], usage: Usage) -> dict[str, Any]:
     """A message object."""
+    [made] = choices
     blocks: list[dict[str, Any]] = []
     for part in made.parts:
         if part.kind == "arguments":
             blocks[-1]["input"] = _input(part.text)
-        elif part.kind != "reasoning" or job.reasons:
-            text = {"content": "text", "reasoning": "thinking"}.get(part.kind)
-            blocks.append(_block(part, job) | ({} if text is None else {text: part.text}))
+        else:
+            blocks.append(_block(part, job, part.text))
     reason, sequence = _stop_reason(made.finish_reason, made.stop_reason, bool(made.calls))
     return _head(job, usage) | {"content": blocks, "stop_reason": reason, "stop_sequence": sequence}
 
@@ -196,13 +194,13 @@ def _head(job: Job, usage: Usage) -> dict[str, Any]:
     }
 
 
-def _block(part: TextPart, job: Job) -> dict[str, Any]:
-    """The content block that `part` begins, without its text."""
+def _block(part: TextPart, job: Job, text: str) -> dict[str, Any]:
+    """The content block that `part` begins. text: its content so far."""
     if part.kind == "call":
         return {"type": "tool_use", "id": job.tools.call_id(), "name": part.text, "input": {}}
     if part.kind == "reasoning":
-        return {"type": "thinking", "thinking": "", "signature": ""}
-    return {"type": "text", "text": ""}
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    return {"type": "text", "text": text}
 
 
 def _input(arguments: str) -> Any:
@@ -215,6 +213,13 @@ def _input(arguments: str) -> Any:
 
 # ---------------------------------------------------------------- streams
 
+# The type of the delta of a part, and its field with the text.
+_DELTAS = {
+    "content": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "arguments": ("input_json_delta", "partial_json"),
+}
+
 
 def _event(kind: str, **data: Any) -> bytes:
     """One event; its data repeats its type."""
@@ -224,9 +229,9 @@ def _event(kind: str, **data: Any) -> bytes:
 class MessageChunks(Chunks[Delta]):
     """Blocks of text, thoughts and tool calls, one after another."""
 
-    def __init__(self, job: Job, token_text: TokenText) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
-        self._usage = Usage(job, token_text)
+        self._usage = Usage(job)
         self._splitter = job.splitter()
         self._index = -1
         self._kind = ""
@@ -252,25 +257,18 @@ class MessageChunks(Chunks[Delta]):
         return events
 
     def _part(self, part: TextPart) -> bytes:
-        if part.kind == "arguments":
-            return self._delta({"type": "input_json_delta", "partial_json": part.text})
         events = b""
-        if part.kind == "call" or part.kind != self._kind:
-            events = self._stop() + self._start(part)
-        if part.kind == "content":
-            return events + self._delta({"type": "text_delta", "text": part.text})
-        if part.kind == "reasoning":
-            return events + self._delta({"type": "thinking_delta", "thinking": part.text})
-        self._called = True
-        return events
-
-    def _start(self, part: TextPart) -> bytes:
-        self._index += 1
-        self._kind = part.kind
-        return _event("content_block_start", index=self._index, content_block=_block(part, self._job))
-
-    def _delta(self, delta: dict[str, str]) -> bytes:
-        return _event("content_block_delta", index=self._index, delta=delta)
+        if part.kind != "arguments" and (part.kind == "call" or part.kind != self._kind):
+            events = self._stop()
+            self._index += 1
+            self._kind = part.kind
+            block = _block(part, self._job, "")
+            events += _event("content_block_start", index=self._index, content_block=block)
+        if part.kind == "call":
+            self._called = True
+            return events
+        kind, name = _DELTAS[part.kind]
+        return events + _event("content_block_delta", index=self._index, delta={"type": kind, name: part.text})
 
     def _stop(self) -> bytes:
         return _event("content_block_stop", index=self._index) if self._index >= 0 else b""
@@ -283,4 +281,4 @@ class MessageChunks(Chunks[Delta]):
 
     def failed(self, error: Exception) -> bytes:
         """An error event."""
-        return b"event: error\ndata: " + error_responses.anthropic(error) + b"\n\n"
+        return b"event: error\ndata: " + error_responses.of(error, "/v1/messages") + b"\n\n"

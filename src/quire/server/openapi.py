@@ -18,12 +18,12 @@ from quire.server.access import PUBLIC_PATHS
 from quire.server.batch_api.batches import BATCH_ENDPOINTS, BatchRequest
 from quire.server.embeddings import EmbeddingsRequest
 from quire.server.endpoints import ENDPOINTS, TOKEN_COUNT_ENDPOINTS
+from quire.server.error_responses import JSON
 from quire.server.fields import NO_OPS, REFUSED_FIELDS
 from quire.server.messages import MessagesRequest
 from quire.server.responses import ResponsesRequest
 from quire.types import NUMERIC_PARAMETERS
 
-JSON = "application/json"
 EVENTS = "text/event-stream"
 TEXT = "text/plain"
 BYTES = "application/octet-stream"
@@ -198,9 +198,9 @@ _COLUMNS: Mapping[str, type[Struct]] = {
     "detokenize": schemas.DetokenizeRequest,
 }
 
-_HEAD = """# Fields of requests
+_PAGE = """# Fields of requests
 
-Written by `make docs` from `src/quire/server/{schemas,responses,messages,embeddings,fields}.py`; do not edit.
+Written by `make docs` from `src/quire/server/{{schemas,responses,messages,embeddings,fields}}.py`; do not edit.
 
 A field is honoured, a no-op by definition, or refused with a 400 that names it and says why. Anything else is unknown
 and refused too, with the nearest known name. `null` is the same as not sent. Names and meanings are OpenAI's, and
@@ -208,44 +208,40 @@ vLLM's where OpenAI has none. Defaults are the model's own (`generation_config.j
 
 ## Honoured
 
-"""
-
-_NO_OP_HEAD = """
+{honoured}
 ## No-ops
 
 Taken, and without effect, because there is nothing to do.
 
 | field | why |
 |---|---|
-"""
-
-_REFUSAL_HEAD = """
+{no_ops}
 ## Refused
 
 Unless the value asks for nothing.
 
 | field | why | harmless values |
 |---|---|---|
-"""
+{refused}"""
+
+
+def _rows(*rows: Sequence[str]) -> str:
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
 
 def markdown() -> str:
     """The text of docs/reference/requests.md."""
     types = {endpoint: _types(kind) for endpoint, kind in _COLUMNS.items()}
-    honoured = sorted({name for fields in types.values() for name in fields})
-    rows = ["| `" + name + "` | " + " | ".join(fields.get(name, "") for fields in types.values()) for name in honoured]
-    page = _HEAD + "| field | " + " | ".join(_COLUMNS) + " |\n" + "|---" * (1 + len(_COLUMNS)) + "|\n"
-    page += "".join(row + " |\n" for row in rows)
-    page += _NO_OP_HEAD + "".join(f"| `{name}` | {why} |\n" for name, why in NO_OPS.items() if name not in honoured)
-    return (
-        page
-        + _REFUSAL_HEAD
-        + "".join(
-            f"| `{name}` | {refusal.why} | {', '.join(f'`{json.dumps(value)}`' for value in refusal.no_op)} |\n"
-            for name, refusal in REFUSED_FIELDS.items()
-            if name not in honoured
-        )
-    )
+    names = sorted({name for fields in types.values() for name in fields})
+    honoured = _rows(("field", *_COLUMNS)) + "|---" * (1 + len(_COLUMNS)) + "|\n"
+    honoured += _rows(*((f"`{name}`", *(fields.get(name, "") for fields in types.values())) for name in names))
+    no_ops = _rows(*((f"`{name}`", why) for name, why in NO_OPS.items() if name not in names))
+    refused = [
+        (f"`{name}`", refusal.why, ", ".join(f"`{json.dumps(value)}`" for value in refusal.no_op))
+        for name, refusal in REFUSED_FIELDS.items()
+        if name not in names
+    ]
+    return _PAGE.format(honoured=honoured, no_ops=no_ops, refused=_rows(*refused))
 
 
 def _types(kind: type[Struct]) -> dict[str, str]:

@@ -1,23 +1,32 @@
-"""Whole answers: deltas gathered, and the JSON of completions and chat completions; log-probabilities in three formats.
+"""Answers of completions and chat completions, whole and as streams, and the formats of log-probabilities.
 
-`token_text` returns how a token is shown, as text, and as its exact bytes (`Backend.token_text`).
+Streams are written as bytes: what is the same in all chunks is encoded once.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
-from typing import Any
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
 
 from quire.frontend.interface import Delta
 from quire.frontend.offload import PER_SCORE, PER_TOKEN
-from quire.parsers.parts import PLAIN, Splitter, TextPart, joined
+from quire.parsers.parts import TextPart, joined
 from quire.parsers.reasoning import ReasoningCounter
-from quire.server.calls import Job
+from quire.server import error_responses
+from quire.server.calls import Job, TokenText
+from quire.server.stream import DONE, Chunks, event
 from quire.types import TokenLogprobs
 
-TokenText = Callable[[int], tuple[str, bytes]]
 Score = TokenLogprobs | None
+
+_json = msgspec.json.Encoder().encode
+
+# The end of a choice in a chunk without log-probabilities, before the answer ends.
+_PLAIN_TAIL = b',"logprobs":null,"finish_reason":null'
 
 # The lowest log-probability shown: JSON has no minus infinity.
 _FLOOR = -9999.0
@@ -28,8 +37,8 @@ class Usage:
 
     __slots__ = ("_cached", "_counted", "_details", "_text", "_thinking", "_thoughts", "completion", "prompt")
 
-    def __init__(self, job: Job, token_text: TokenText) -> None:
-        self._text = token_text
+    def __init__(self, job: Job) -> None:
+        self._text = job.token_text
         self._thinking = job.thinking
         self._thoughts: dict[int, ReasoningCounter] = {}
         self._details = {} if job.truncated is None else {"truncated_tokens": job.truncated}
@@ -74,21 +83,11 @@ class Usage:
 
 
 class ChoiceBuilder:
-    """One choice, put together from its deltas."""
+    """What is shown of one choice, put together from its deltas."""
 
-    __slots__ = (
-        "_parts",
-        "_splitter",
-        "finish_reason",
-        "logprobs",
-        "pooled",
-        "prompt_logprobs",
-        "stop_reason",
-        "tokens",
-    )
-
-    def __init__(self, splitter: Splitter = PLAIN) -> None:
-        self._splitter = splitter
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._splitter = job.splitter()
         self._parts: list[TextPart] = []
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
@@ -100,26 +99,15 @@ class ChoiceBuilder:
     def add(self, delta: Delta) -> None:
         """Append a delta of this choice."""
         self.pooled = self.pooled or delta.pooled
-        self._parts += self._splitter.feed(delta.text)
-        if delta.finish_reason is not None:
-            self._parts += self._splitter.flush()
+        self._parts += self._job.shown_parts(self._splitter, delta)
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
 
-    @property
-    def text(self) -> str:
-        """The content."""
-        return self._joined("content")
-
-    @property
-    def reasoning(self) -> str:
-        """The text of the thoughts."""
-        return self._joined("reasoning")
-
-    def _joined(self, kind: str) -> str:
+    def text(self, kind: Literal["content", "reasoning"] = "content") -> str:
+        """The content, or the thoughts."""
         return "".join(part.text for part in self._parts if part.kind == kind)
 
     @property
@@ -156,61 +144,52 @@ def shown_prompt(job: Job) -> int:
     return sum(len(call.prompt) for call in job.calls) if job.echo or job.token_ids else 0
 
 
-def completion(
-    job: Job, choices: Sequence[ChoiceBuilder], usage: Usage, token_text: TokenText, by: str
-) -> dict[str, Any]:
-    """A text_completion object. by: the system fingerprint."""
-    made = [
-        _completion_choice(job, i, one, choices[i - i % job.n].prompt_logprobs, token_text)
-        for i, one in enumerate(choices)
-    ]
-    return _answer("text_completion", job, made, usage, by)
+def completion(job: Job, choices: Sequence[ChoiceBuilder], usage: Usage) -> dict[str, Any]:
+    """A text_completion object."""
+    made = [_completion_choice(job, i, one, choices[i - i % job.n].prompt_logprobs) for i, one in enumerate(choices)]
+    return _answer("text_completion", job, made, usage, {})
 
 
-def _completion_choice(
-    job: Job, index: int, made: ChoiceBuilder, prompt_scores: Sequence[Score], token_text: TokenText
-) -> dict[str, Any]:
+def _completion_choice(job: Job, index: int, made: ChoiceBuilder, prompt_scores: Sequence[Score]) -> dict[str, Any]:
+    if job.scored_only:
+        made = ChoiceBuilder(job)
+        made.finish_reason = "length"
     call = job.calls[index // job.n]
-    text = "" if job.scored_only else made.text
-    tokens = [] if job.scored_only else made.tokens
-    scores = [] if job.scored_only else made.logprobs
-    logprobs = None
-    if job.top is not None:
-        encoder = TextLogprobs(token_text, as_ids=job.as_ids)
-        shown = ([*call.prompt, *tokens], [*prompt_scores, *scores]) if job.echo else (tokens, scores)
-        logprobs = encoder.of(*shown)
+    shown: tuple[Sequence[int], Sequence[Score]] = (made.tokens, made.logprobs)
+    if job.echo:
+        shown = ([*call.prompt, *made.tokens], [*prompt_scores, *made.logprobs])
     return {
         "index": index,
-        "text": (call.text or "") + text if job.echo else text,
-        "logprobs": logprobs,
-        "finish_reason": "length" if job.scored_only else made.finish_reason,
-        "stop_reason": None if job.scored_only else made.stop_reason,
-        "token_ids": list(tokens) if job.token_ids else None,
-        "prompt_logprobs": _prompt_logprobs_of(job, prompt_scores, token_text),
-        "prompt_token_ids": list(call.prompt) if job.token_ids else None,
+        "text": (call.text or "") + made.text() if job.echo else made.text(),
+        "logprobs": None if job.top is None else TextLogprobs(job.token_text, as_ids=job.as_ids).of(*shown),
+        "finish_reason": made.finish_reason,
+        "stop_reason": made.stop_reason,
+        "token_ids": made.tokens if job.token_ids else None,
+        **_prompt_fields(job, index, prompt_scores),
     }
 
 
-def chat(job: Job, choices: Sequence[ChoiceBuilder], usage: Usage, token_text: TokenText, by: str) -> dict[str, Any]:
-    """A chat.completion object. by: the system fingerprint."""
-    made = [_chat_choice(job, i, one, token_text) for i, one in enumerate(choices)]
-    prompt = {
-        "prompt_logprobs": _prompt_logprobs_of(job, choices[0].prompt_logprobs, token_text),
-        "prompt_token_ids": list(job.calls[0].prompt) if job.token_ids else None,
+def _prompt_fields(job: Job, index: int, scores: Sequence[Score]) -> dict[str, Any]:
+    """What is shown of the prompt of a choice. scores: of the prompt."""
+    return {
+        "prompt_logprobs": None if job.prompt_top is None else prompt_logprobs(scores, job.prompt_top, job.token_text),
+        "prompt_token_ids": job.calls[index // job.n].prompt if job.token_ids else None,
     }
-    return _answer("chat.completion", job, made, usage, by, prompt)
 
 
-def _chat_choice(job: Job, index: int, made: ChoiceBuilder, token_text: TokenText) -> dict[str, Any]:
-    logprobs = None
-    if job.top is not None:
-        logprobs = chat_logprobs(made.logprobs, job.top, token_text, as_ids=job.as_ids)
+def chat(job: Job, choices: Sequence[ChoiceBuilder], usage: Usage) -> dict[str, Any]:
+    """A chat.completion object."""
+    made = [_chat_choice(job, i, one) for i, one in enumerate(choices)]
+    return _answer("chat.completion", job, made, usage, _prompt_fields(job, 0, choices[0].prompt_logprobs))
+
+
+def _chat_choice(job: Job, index: int, made: ChoiceBuilder) -> dict[str, Any]:
     calls = [
         {"id": job.tools.call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
         for name, arguments in made.calls
     ]
-    content = (job.calls[0].text or "") + made.text if job.echo else made.text
-    thoughts = (made.reasoning or None) if job.reasons else None
+    content = (job.calls[0].text or "") + made.text() if job.echo else made.text()
+    thoughts = made.text("reasoning") or None
     return {
         "index": index,
         "message": {
@@ -224,7 +203,7 @@ def _chat_choice(job: Job, index: int, made: ChoiceBuilder, token_text: TokenTex
             "reasoning": thoughts,
             **({} if job.thinking is None else {"reasoning_content": thoughts}),
         },
-        "logprobs": logprobs,
+        "logprobs": chat_logprobs_of(job, made.logprobs),
         "finish_reason": finish_reason(made.finish_reason, bool(calls)),
         "stop_reason": made.stop_reason,
         "token_ids": made.tokens if job.token_ids else None,
@@ -236,9 +215,7 @@ def finish_reason(reason: str | None, called: bool) -> str | None:
     return "tool_calls" if called and reason == "stop" else reason
 
 
-def _answer(
-    kind: str, job: Job, choices: list[dict[str, Any]], usage: Usage, by: str, prompt: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def _answer(kind: str, job: Job, choices: list[dict[str, Any]], usage: Usage, prompt: dict[str, Any]) -> dict[str, Any]:
     """The object around choices. prompt: fields of the prompt that come after usage."""
     return {
         "id": job.id,
@@ -247,25 +224,185 @@ def _answer(
         "model": job.model,
         "choices": choices,
         "service_tier": None,
-        "system_fingerprint": by,
+        "system_fingerprint": job.system_fingerprint,
         "usage": usage.to_json(job.n),
-        **(prompt or {}),
+        **prompt,
         "kv_transfer_params": None,
         "metrics": None,
         **({} if job.params is None else {"sampling_params": job.params}),
     }
 
 
-def generated(job: Job, made: ChoiceBuilder, seconds: float) -> dict[str, Any]:
+def generated(job: Job, choices: Sequence[ChoiceBuilder], usage: Usage) -> dict[str, Any]:
     """The answer of /v1/generate."""
+    [made] = choices
+    return generate_answer(job.id, made.text(), usage.completion, job.began, made.finish_reason, job.model)
+
+
+def generate_answer(
+    id: str, text: str, num_tokens: int, began: float, finish: str | None, model: str
+) -> dict[str, Any]:
+    """The answer of /v1/generate, of an engine or of an upstream. began: time.perf_counter() when the request came."""
     return {
-        "request_id": job.id,
-        "text": made.text,
-        "generated_tokens": len(made.tokens),
-        "latency_ms": round(seconds * 1000, 3),
-        "finish_reason": made.finish_reason,
-        "model": job.model,
+        "request_id": id,
+        "text": text,
+        "generated_tokens": num_tokens,
+        "latency_ms": round((time.perf_counter() - began) * 1000, 3),
+        "finish_reason": finish,
+        "model": model,
     }
+
+
+# ---------------------------------------------------------------- streams
+
+
+class _ChoiceChunks(Chunks[Delta]):
+    """What completions and chat completions have in common: chunks with `choices`, one choice in each.
+
+    _head: the start of a chunk up to its choice, `data: {"id":...,"choices":[{"index":N,`, by choice.
+    """
+
+    def __init__(self, job: Job, kind: str) -> None:
+        self._job = job
+        self._usage = Usage(job)
+        self._plain = job.top is None and not job.token_ids
+        self._cost_per_delta = PER_TOKEN + (0 if job.top is None else PER_SCORE * (1 + job.top))
+        about = {"id": job.id, "object": kind, "created": job.created, "model": job.model}
+        self._before = b"data: " + _json(about)[:-1] + b',"choices":['
+        self._head = [self._before + b'{"index":%d,' % index for index in range(len(job.calls) * job.n)]
+
+    def cost(self, ready: Sequence[Delta]) -> int:
+        return self._cost_per_delta * len(ready)
+
+    def closing(self) -> bytes:
+        params = b',"sampling_params":' + _json(self._job.params) if self._job.params is not None else b""
+        last = params + (self._used() if self._job.usage else b"")
+        return (self._before + b"]" + last + b"}\n\n" if last else b"") + DONE
+
+    def failed(self, error: Exception) -> bytes:
+        return event(error_responses.of(error)) + DONE
+
+    def _tail(self) -> bytes:
+        """A chunk from the end of its choice on."""
+        return b"}]" + self._used() + b"}\n\n" if self._job.every_usage else b"}]}\n\n"
+
+    def _fields(self, delta: Delta, **fields: object) -> bytes:
+        """The last fields of a choice, and its token ids where they are shown."""
+        shown = {"token_ids": delta.tokens} if self._job.token_ids else {}
+        return b"," + _json(fields | shown)[1:-1]
+
+    def _used(self) -> bytes:
+        return b',"usage":' + _json(self._usage.to_json(self._job.n))
+
+
+class CompletionChunks(_ChoiceChunks):
+    """text_completion chunks. With `echo`, each choice begins with its prompt."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job, "text_completion")
+        self._echo_cost = shown_prompt(job) * self._cost_per_delta
+        self._begun: set[int] = set()
+        self._logprobs: dict[int, TextLogprobs] = {}
+        self._prompt_scores: dict[int, Sequence[Score]] = {}
+
+    def cost(self, ready: Sequence[Delta]) -> int:
+        """The cost of these deltas, and of the prompts that may come before them."""
+        return super().cost(ready) + (self._echo_cost if len(self._begun) < len(self._head) else 0)
+
+    def encode(self, delta: Delta) -> bytes:
+        """One chunk; before it that of the prompt, if this is the choice's first delta and shows it."""
+        job, index = self._job, delta.index
+        if delta.prompt_logprobs is not None:
+            self._prompt_scores[index] = delta.prompt_logprobs
+        before = b"" if index in self._begun else self._begin(index)
+        if job.scored_only:
+            delta = Delta(index, "", finish_reason="length")
+        self._usage.add(delta)
+        chunk = before + self._head[index] + b'"text":' + _json(delta.text)
+        if self._plain and delta.finish_reason is None:
+            return chunk + _PLAIN_TAIL + b',"stop_reason":null' + self._tail()
+        return chunk + self._rest(delta, delta.tokens, delta.logprobs) + self._tail()
+
+    def _begin(self, index: int) -> bytes:
+        """The chunk of a choice's prompt, if answers show it."""
+        self._begun.add(index)
+        job = self._job
+        if not (job.echo or job.token_ids):
+            return b""
+        call = job.calls[index // job.n]
+        prompt = call.prompt if job.echo else ()
+        text = (call.text or "") if job.echo else ""
+        rest = self._rest(Delta(index, ""), prompt, self._prompt_scores.get(index - index % job.n, ()))
+        if job.token_ids:
+            rest += b',"prompt_token_ids":' + _json(call.prompt)
+        return self._head[index] + b'"text":' + _json(text) + rest + self._tail()
+
+    def _rest(self, delta: Delta, tokens: Sequence[int], scores: Sequence[Score]) -> bytes:
+        """A choice from its logprobs on."""
+        logprobs = None
+        if self._job.top is not None:
+            if delta.index not in self._logprobs:
+                self._logprobs[delta.index] = TextLogprobs(self._job.token_text, as_ids=self._job.as_ids)
+            logprobs = self._logprobs[delta.index].of(tokens, scores)
+        return self._fields(delta, logprobs=logprobs, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
+
+
+class ChatChunks(_ChoiceChunks):
+    """chat.completion.chunk chunks: a role, then content, then the finish reason."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job, "chat.completion.chunk")
+        # The chunk of a delta without parts, such as one that holds only a marker of a tool call.
+        self._empty = [] if self._plain and not job.every_usage else [b'"delta":{}']
+        choices = range(len(self._head))
+        self._splitters = [job.splitter() for _ in choices]
+        self._called = [False for _ in choices]
+        # Made here: its usage is that of before the first delta.
+        self._opening = b"".join(map(self._open, choices))
+
+    def opening(self) -> bytes:
+        """The role of each choice, and its prompt's last message with `echo`."""
+        return self._opening
+
+    def _open(self, index: int) -> bytes:
+        call = self._job.calls[index // self._job.n]
+        prompt = b',"prompt_token_ids":' + _json(call.prompt) if self._job.token_ids else b""
+        role = b'"delta":{"role":"assistant","content":""}' + _PLAIN_TAIL
+        chunks = self._head[index] + role + prompt + self._tail()
+        if self._job.echo and call.text:
+            chunks += self._head[index] + self._body(TextPart("content", call.text), index) + _PLAIN_TAIL + self._tail()
+        return chunks
+
+    def encode(self, delta: Delta) -> bytes:
+        """A chunk for each part; the last has the delta's other fields."""
+        index, ended = delta.index, delta.finish_reason is not None
+        self._usage.add(delta)
+        bodies = [self._body(part, index) for part in self._job.shown_parts(self._splitters[index], delta)]
+        head, tail = self._head[index], self._tail()
+        if self._plain and not ended:
+            return b"".join([head + body + _PLAIN_TAIL + tail for body in bodies or self._empty])
+        *before, last = bodies or [b'"delta":{}']
+        chunks = b"".join([head + body + _PLAIN_TAIL + tail for body in before])
+        return chunks + head + last + self._rest(delta) + tail
+
+    def _body(self, part: TextPart, index: int) -> bytes:
+        text = _json(part.text)
+        if part.kind == "content":
+            return b'"delta":{"content":' + text + b"}"
+        if part.kind == "reasoning":
+            return b'"delta":{"reasoning":' + text + b',"reasoning_content":' + text + b"}"
+        about = b'"delta":{"tool_calls":[{"index":%d,' % part.call
+        if part.kind == "arguments":
+            return about + b'"function":{"arguments":' + text + b"}}]}"
+        self._called[index] = True
+        id = _json(self._job.tools.call_id())
+        return about + b'"id":' + id + b',"type":"function","function":{"name":' + text + b',"arguments":""}}]}'
+
+    def _rest(self, delta: Delta) -> bytes:
+        """A choice from its logprobs on."""
+        reason = finish_reason(delta.finish_reason, self._called[delta.index])
+        stop = {} if delta.finish_reason is None else {"stop_reason": delta.stop_reason}
+        return self._fields(delta, logprobs=chat_logprobs_of(self._job, delta.logprobs), finish_reason=reason, **stop)
 
 
 # ---------------------------------------------------------------- log-probabilities
@@ -318,11 +455,7 @@ def chat_logprobs(
 
     def one(token: int, logprob: float) -> dict[str, Any]:
         text, data = token_text(token)
-        return {
-            "token": f"token_id:{token}" if as_ids else text,
-            "logprob": _finite(logprob),
-            "bytes": list(data),
-        }
+        return {"token": f"token_id:{token}" if as_ids else text, "logprob": _finite(logprob), "bytes": list(data)}
 
     return {
         "content": [
@@ -332,13 +465,14 @@ def chat_logprobs(
     }
 
 
+def chat_logprobs_of(job: Job, scores: Sequence[TokenLogprobs]) -> dict[str, list[Any]] | None:
+    """The log-probabilities of a chat answer as the request asks for them, None if it does not."""
+    return None if job.top is None else chat_logprobs(scores, job.top, job.token_text, as_ids=job.as_ids)
+
+
 def prompt_logprobs(scores: Sequence[Score], top: int, token_text: TokenText) -> list[dict[str, Any] | None]:
     """vLLM's format for prompts: by token id, the token itself and its `top` alternatives."""
     return [None if score is None else _ranked(score, top, token_text) for score in scores]
-
-
-def _prompt_logprobs_of(job: Job, scores: Sequence[Score], token_text: TokenText) -> list[dict[str, Any] | None] | None:
-    return None if job.prompt_top is None else prompt_logprobs(scores, job.prompt_top, token_text)
 
 
 def _ranked(score: TokenLogprobs, top: int, token_text: TokenText) -> dict[str, Any]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -15,7 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from quire.errors import DeadlineExceeded, InvalidRequest, QuireError, Unavailable
 from quire.frontend.offload import offload
@@ -24,9 +23,11 @@ from quire.frontend.upstream_response import UpstreamResponse
 from quire.observability.prometheus import merge_metrics
 from quire.server import error_responses, schemas
 from quire.server.access import Hosts, Keys, Rates, trace_context
-from quire.server.app import METRICS, build_app, gone_or_json, health_routes, json_response
+from quire.server.app import METRICS, build_app, health_routes
+from quire.server.error_responses import GONE, JSON, NotFound, offloaded_json
 from quire.server.limits import Limits, deadline, read_body
-from quire.server.live_page import LiveSource, NotFound, Page
+from quire.server.live_page import LiveSource, Page
+from quire.server.outputs import generate_answer
 from quire.server.stream import DONE, Chunks, EventStream, event, unless_gone
 from quire.types import SamplingParams
 
@@ -34,18 +35,13 @@ T = TypeVar("T")
 
 # Header fields of a request that are not passed on: those of the connection, and those that this server handles.
 _REQUEST_ONLY = frozenset(
-    {
-        *(b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"),
-        *(b"host", b"content-length", b"accept-encoding", b"expect", b"x-request-id", b"cookie", b"x-request-timeout"),
-        *(b"proxy-authorization", b"proxy-authenticate"),
-    }
+    b"connection keep-alive proxy-connection te trailer transfer-encoding upgrade host content-length accept-encoding "
+    b"expect x-request-id cookie x-request-timeout proxy-authorization proxy-authenticate".split()
 )
 
 # Header fields of an answer that are not passed on, nor are those of CORS: this server decides which pages may read
 # its answers.
-_RESPONSE_ONLY = frozenset(
-    {b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server", b"x-request-id"}
-)
+_RESPONSE_ONLY = frozenset(b"connection keep-alive transfer-encoding content-length date server x-request-id".split())
 _CORS = b"access-control-"
 
 # Paths whose requests observers see.
@@ -74,12 +70,12 @@ _peek = msgspec.json.Decoder(_PeekedFields)
 def peek_fields(body: bytes) -> tuple[int, SamplingParams]:
     """(max_tokens, 0 if not given, sampling parameters) of a request. Invalid ones are for the upstream to refuse."""
     try:
-        asked = _peek.decode(body)
-        given = {name: getattr(asked, name) for name in ("temperature", "top_p", "seed")}
+        peeked = _peek.decode(body)
+        given = {name: getattr(peeked, name) for name in ("temperature", "top_p", "seed")}
         sampling = SamplingParams(**{name: value for name, value in given.items() if value is not None})
     except (msgspec.DecodeError, RecursionError, QuireError):
         return 0, SamplingParams()
-    return asked.max_completion_tokens or asked.max_tokens or asked.max_output_tokens or 0, sampling
+    return peeked.max_completion_tokens or peeked.max_tokens or peeked.max_output_tokens or 0, sampling
 
 
 class _RelayedChunks(Chunks[bytes]):
@@ -92,11 +88,10 @@ class _RelayedChunks(Chunks[bytes]):
         return delta
 
     def failed(self, error: Exception) -> bytes:
-        if self._path.endswith("/v1/messages"):
-            return b"event: error\n" + event(error_responses.anthropic(error))
-        if self._path.endswith("/v1/responses"):
-            return b"event: error\n" + event(error_responses.of(error))
-        return event(error_responses.of(error)) + DONE
+        data = event(error_responses.of(error, self._path))
+        if self._path.endswith(("/v1/messages", "/v1/responses")):
+            return b"event: error\n" + data
+        return data + DONE
 
 
 class Relay:
@@ -117,17 +112,18 @@ class Relay:
             *(Route(path, self.relay, methods=["GET", "POST", "DELETE"]) for path in paths),
         ]
 
-    async def relay(self, request: Request) -> Response | _RelayedStream:
+    async def relay(self, request: Request) -> Response | EventStream[bytes]:
         """Any other path: the upstream's answer, as it is."""
         self._backend.admit()
         body = await read_body(request, self._limits) if request.method == "POST" else b""
         until = _until(request.headers)
-        upstream = await self._send(request, request.scope["raw_path"], body, until)
-        if upstream is not None and upstream.streams and upstream.status < 400:
-            return _RelayedStream(upstream, request.url.path, until, self._limits.keep_alive)
-        whole = await self._read(request, upstream, until)
-        if upstream is None or whole is None:
-            return gone_or_json(None)
+        work = self._exchange(request, request.scope["raw_path"], body, until, may_stream=True)
+        if (answer := await unless_gone(request.receive, work)) is None:
+            return Response(status_code=GONE)
+        upstream, whole = answer
+        if whole is None:
+            chunks = _RelayedChunks(request.url.path)
+            return EventStream(partial(UpstreamEvents, upstream, until), chunks, keep_alive=self._limits.keep_alive)
         headers = [
             (name, value) for name, value in upstream.headers if not (name in _RESPONSE_ONLY or name.startswith(_CORS))
         ]
@@ -142,31 +138,37 @@ class Relay:
         self._backend.admit()
         raw = await read_body(request, self._limits)
         body = await offload(len(raw), partial(self._as_completion, raw))
-        upstream = await self._send(request, b"/v1/completions", body, until)
-        whole = await self._read(request, upstream, until)
-        if upstream is None or whole is None:
-            return gone_or_json(None)
-        if upstream.status >= 400:
-            return Response(whole, upstream.status, media_type="application/json")
-        return await json_response(len(whole), partial(_generated, whole, time.perf_counter() - began))
+        work = self._exchange(request, b"/v1/completions", body, until, may_stream=False)
+        if (answer := await unless_gone(request.receive, work)) is None:
+            return Response(status_code=GONE)
+        upstream, whole = answer
+        if whole is None or upstream.status >= 400:
+            return Response(whole, upstream.status, media_type=JSON)
+        return await offloaded_json(len(whole), partial(_generated, whole, began))
 
-    async def _read(self, request: Request, upstream: UpstreamResponse | None, until: float | None) -> bytes | None:
-        """The upstream's whole answer; None if the client has disconnected. Raises what `_check` raises."""
-        if upstream is None:
-            return None
-        whole = await unless_gone(request.receive, _whole(upstream, until))
-        if whole is not None and upstream.status >= 400:
+    async def _exchange(
+        self, request: Request, path: bytes, body: bytes, until: float | None, *, may_stream: bool
+    ) -> tuple[UpstreamResponse, bytes | None]:
+        """The upstream's answer, and its body, None if that is to be streamed. until: see `_until`.
+
+        Raises what `_check` raises.
+        """
+        upstream = await self._send(request, path, body, until)
+        if may_stream and upstream.streams and upstream.status < 400:
+            return upstream, None
+        whole = await _by(until, _whole(upstream))
+        if upstream.status >= 400:
             await offload(len(whole), partial(self._check, upstream, whole))
-        return whole
+        return upstream, whole
 
     def _as_completion(self, raw: bytes) -> bytes:
         """The body of a completion. Raises InvalidRequest naming the field."""
         schemas.parse(raw, schemas.GenerateRequest, self._limits)
-        asked = msgspec.json.decode(raw)
-        if "max_new_tokens" in asked:
-            asked["max_tokens"] = asked.pop("max_new_tokens")
-        asked.setdefault("model", self._backend.name)
-        return msgspec.json.encode(asked)
+        fields = msgspec.json.decode(raw)
+        if "max_new_tokens" in fields:
+            fields["max_tokens"] = fields.pop("max_new_tokens")
+        fields.setdefault("model", self._backend.name)
+        return msgspec.json.encode(fields)
 
     async def metrics(self, request: Request) -> Response:
         """`GET /metrics`: this server's, and those of every upstream."""
@@ -175,8 +177,8 @@ class Relay:
         text = await offload(size, partial(merge_metrics, self._backend.metrics(), scraped))
         return Response(text, media_type=METRICS)
 
-    async def _send(self, request: Request, path: bytes, body: bytes, until: float | None) -> UpstreamResponse | None:
-        """The head of the upstream's answer; None if the client disconnects first. until: see `_until`."""
+    async def _send(self, request: Request, path: bytes, body: bytes, until: float | None) -> UpstreamResponse:
+        """The head of the upstream's answer."""
         (max_tokens, sampling), prefix = await offload(len(body), lambda: (peek_fields(body), prompt_prefix(body)))
         trace = trace_context(request.scope)
         headers = [*self._passed_headers(request.scope["headers"]), (b"x-request-id", trace.request_id.encode())]
@@ -190,8 +192,7 @@ class Relay:
         about = RequestInfo(trace, max_tokens, sampling, spend, generates, prefix)
         # The answer to a GET has the length that the answer to a HEAD states.
         method = "GET" if request.method == "HEAD" else request.method
-        work = self._backend.send(method, target, headers, body, about)
-        return await unless_gone(request.receive, _by(until, work))
+        return await _by(until, self._backend.send(method, target, headers, body, about))
 
     def _passed_headers(self, headers: Sequence[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
         """The header fields of a request that are passed on.
@@ -229,28 +230,18 @@ class UpstreamRefusal(QuireError):
         self.kind = InvalidRequest.kind if status < 500 else QuireError.kind
 
 
-class _RelayedStream(EventStream[bytes]):
-    """An upstream's answer as a stream. The connection to the upstream is released however the stream ends."""
-
-    def __init__(self, upstream: UpstreamResponse, path: str, until: float | None, keep_alive: float) -> None:
-        super().__init__(lambda: UpstreamEvents(_events(upstream, until)), _RelayedChunks(path), keep_alive=keep_alive)
-        self._upstream = upstream
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._upstream.close()
-
-
 class UpstreamEvents:
-    """Parts that have to be awaited, as a `ResultStream`: each is fetched once the one before is taken."""
+    """An upstream's answer as a `ResultStream`: each part is fetched once the one before is taken.
 
-    def __init__(self, parts: AsyncGenerator[bytes, None]) -> None:
+    Closing it releases the connection to the upstream.
+    """
+
+    def __init__(self, upstream: UpstreamResponse, until: float | None) -> None:
+        self._upstream = upstream
         self._part: list[bytes] = []
         self._news: Callable[[], None] = lambda: None
         self._taken = asyncio.Event()
-        self._task = asyncio.ensure_future(self._fetch(parts))
+        self._task = asyncio.ensure_future(self._fetch(until))
         self._task.add_done_callback(lambda task: self._news())
 
     def subscribe(self, news: Callable[[], None]) -> None:
@@ -272,27 +263,24 @@ class UpstreamEvents:
         """Fetch no more."""
         self._news = lambda: None
         self._task.cancel()
+        self._upstream.close()
 
-    async def _fetch(self, parts: AsyncGenerator[bytes, None]) -> None:
-        async with aclosing(parts):
-            async for part in parts:
-                self._taken.clear()
-                self._part = [part]
-                self._news()
-                await self._taken.wait()
-
-
-async def _events(upstream: UpstreamResponse, until: float | None) -> AsyncGenerator[bytes, None]:
-    while data := await _by(until, upstream.read()):
-        yield data
+    async def _fetch(self, until: float | None) -> None:
+        while part := await _by(until, self._upstream.read()):
+            self._taken.clear()
+            self._part = [part]
+            self._news()
+            await self._taken.wait()
 
 
-async def _whole(upstream: UpstreamResponse, until: float | None) -> bytes:
+async def _whole(upstream: UpstreamResponse) -> bytes:
+    parts = []
     try:
-        async with aclosing(_events(upstream, until)) as parts:
-            return b"".join([data async for data in parts])
+        while data := await upstream.read():
+            parts.append(data)
     finally:
         upstream.close()
+    return b"".join(parts)
 
 
 def _until(headers: Mapping[str, str]) -> float | None:
@@ -310,19 +298,12 @@ async def _by(until: float | None, work: Coroutine[Any, Any, T]) -> T:
         raise DeadlineExceeded("the answer was not complete in time", param="x-request-timeout") from error
 
 
-def _generated(whole: bytes, seconds: float) -> dict[str, Any]:
+def _generated(whole: bytes, began: float) -> dict[str, Any]:
     """A completion as an answer of /v1/generate. Raises Unavailable if it is not a completion."""
     try:
         made = msgspec.json.decode(whole)
-        choice = made["choices"][0]
-        return {
-            "request_id": made["id"],
-            "text": choice["text"],
-            "generated_tokens": made["usage"]["completion_tokens"],
-            "latency_ms": round(seconds * 1000, 3),
-            "finish_reason": choice["finish_reason"],
-            "model": made["model"],
-        }
+        choice, tokens = made["choices"][0], made["usage"]["completion_tokens"]
+        return generate_answer(made["id"], choice["text"], tokens, began, choice["finish_reason"], made["model"])
     except (msgspec.DecodeError, LookupError, TypeError) as error:
         raise Unavailable(f"the upstream's answer is not a completion: {error}", code="upstream_malformed") from error
 

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from quire.errors import InvalidRequest, QuireError
-from quire.frontend.interface import Delta
+from quire.frontend.interface import Delta, ModelCard
 from quire.frontend.offload import PER_SCORE, PER_TOKEN
 from quire.parsers.parts import TextPart
 from quire.server import error_responses
 from quire.server.calls import Job
 from quire.server.fields import check, require_text
-from quire.server.outputs import ChoiceBuilder, TokenText, Usage, chat_logprobs
-from quire.server.schemas import ChatRequest, JsonSchema, ResponseFormat, Sampling
+from quire.server.outputs import ChoiceBuilder, Usage, chat_logprobs_of
+from quire.server.schemas import ChatRequest, JsonSchema, ResponseFormat, Sampling, shared_fields
 from quire.server.stream import Chunks
 from quire.types import TokenLogprobs
 
 _json = msgspec.json.Encoder().encode
 _LOGPROBS = "message.output_text.logprobs"
+
+# The type of an event, and its other fields.
+_Event = tuple[str, dict[str, Any]]
+
+# The item that a part belongs to.
+_ITEMS = {"content": "message", "reasoning": "reasoning", "call": "function_call", "arguments": "function_call"}
 
 
 class ResponsesRequest(Sampling, kw_only=True):
@@ -41,7 +48,7 @@ class ResponsesRequest(Sampling, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def as_chat(request: ResponsesRequest) -> ChatRequest:
+def as_chat(request: ResponsesRequest, card: ModelCard) -> ChatRequest:
     """The same as a chat request. Raises InvalidRequest naming the field."""
     messages: list[dict[str, Any]] = []
     if request.instructions:
@@ -52,21 +59,15 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
     for name in set(request.include or ()) - {_LOGPROBS}:
         raise InvalidRequest(f"include: {name[:64]!r} is not kept here", param="include")
     logprobs = _LOGPROBS in (request.include or ()) or request.top_logprobs is not None
-    rest = {name: getattr(request, name) for name in Sampling.__struct_fields__ if name != "response_format"}
-    return ChatRequest(
-        **rest,
-        messages=messages,
-        max_completion_tokens=request.max_output_tokens,
-        stream=request.stream,
-        tools=None if request.tools is None else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)],
-        tool_choice=_choice(request.tool_choice),
-        parallel_tool_calls=request.parallel_tool_calls,
-        response_format=_format(request),
-        logprobs=logprobs or None,
-        top_logprobs=request.top_logprobs,
-        include_reasoning=request.include_reasoning,
-        chat_template_kwargs=request.chat_template_kwargs,
-    )
+    changed: dict[str, Any] = {
+        "messages": messages,
+        "max_completion_tokens": request.max_output_tokens,
+        "tools": request.tools and [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)],
+        "tool_choice": _choice(request.tool_choice),
+        "response_format": _format(request),
+        "logprobs": logprobs or None,
+    }
+    return ChatRequest(**shared_fields(request) | changed)
 
 
 def _item(item: Mapping[str, Any], where: str, messages: list[dict[str, Any]]) -> None:
@@ -155,73 +156,146 @@ def _format(request: ResponsesRequest) -> ResponseFormat | None:
 # ---------------------------------------------------------------- answers
 
 
-class ResponseBuilder:
-    """The response object of one answer, put together from its parts."""
+class ResponseChunks(Chunks[Delta]):
+    """The response object of one answer, put together from its parts, and the numbered events of its stream."""
 
-    def __init__(self, request: ResponsesRequest, job: Job, token_text: TokenText) -> None:
-        self._asked = request
+    def __init__(self, job: Job) -> None:
+        self._request: ResponsesRequest = job.request
         self._job = job
-        self._text = token_text
-        self.usage = Usage(job, token_text)
-        self.output: list[dict[str, Any]] = []
+        self.usage = Usage(job)
+        self._splitter = job.splitter()
+        self._output: list[dict[str, Any]] = []
+        # Those that the current item will get.
         self._logprobs: list[TokenLogprobs] = []
-        self._repeated_size = len(_json((request.instructions, request.tools, request.text, request.tool_choice)))
+        self._number = 0
+        self._finish: str | None = None
+        repeated = (job.request.instructions, job.request.tools, job.request.text, job.request.tool_choice)
+        self._repeated_size = len(_json(repeated))
 
     @property
-    def size(self) -> int:
-        """About how many bytes the object has: the fields it repeats of the request, and the answer so far."""
-        return self._repeated_size + PER_TOKEN * self.usage.completion + self.logprobs_size
+    def edge_cost(self) -> int:
+        """The cost of the whole object, with which a stream begins and ends."""
+        return self._repeated_size + PER_TOKEN * self.usage.completion + self._logprobs_size
 
     @property
-    def logprobs_size(self) -> int:
-        """About how many bytes the log-probabilities have that the current item will get."""
+    def _logprobs_size(self) -> int:
         return PER_SCORE * (1 + (self._job.top or 0)) * len(self._logprobs)
 
-    def add(self, part: TextPart) -> dict[str, Any] | None:
-        """Append a part to the newest item, or to a new one. Returns the item if it is new."""
-        begun = None
-        if part.kind == "call" or not self.output or (part.kind != "arguments" and self._kind != part.kind):
-            begun = self._begin(part)
-            self.output.append(begun)
-        item = self.output[-1]
-        if part.kind == "arguments":
-            item["arguments"] += part.text
-        elif part.kind != "call":
-            item["content"][0]["text"] += part.text
-        return begun
+    def cost(self, ready: Sequence[Delta]) -> int:
+        """The cost of these deltas, and of the end of an item, which repeats the item."""
+        return PER_TOKEN * len(ready) + (self._logprobs_size if self._number else self.edge_cost)
 
-    @property
-    def _kind(self) -> str:
-        return {"message": "content", "reasoning": "reasoning"}.get(self.output[-1]["type"], "")
+    # ---------------------------------------------------------------- events
 
-    def _begin(self, part: TextPart) -> dict[str, Any]:
-        status = "in_progress"
-        if part.kind == "call":
-            about: dict[str, Any] = {"name": part.text, "call_id": self._job.tools.call_id(), "arguments": ""}
-            return {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "status": status, **about}
-        if part.kind == "reasoning":
-            content: dict[str, Any] = {"type": "reasoning_text", "text": ""}
-            return {"type": "reasoning", "id": f"rs_{uuid.uuid4().hex}", "summary": [], "content": [content]}
-        content = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        about = {"role": "assistant", "content": [content]}
-        return {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "status": status, **about}
+    def _numbered(self, events: Iterable[_Event]) -> bytes:
+        encoded = b""
+        for kind, data in events:
+            body = {"type": kind, "sequence_number": self._number, **data}
+            self._number += 1
+            encoded += b"event: " + kind.encode() + b"\ndata: " + _json(body) + b"\n\n"
+        return encoded
 
-    def count(self, delta: Delta) -> None:
-        """Add a delta's tokens to the usage, and keep its log-probabilities for the current item."""
+    def _begin(self) -> bytes:
+        """The first events. Not in `opening`, which may be called after the first delta is encoded and numbered."""
+        if self._number:
+            return b""
+        data = {"response": self._response(None)}
+        return self._numbered([("response.created", data), ("response.in_progress", data)])
+
+    def encode(self, delta: Delta) -> bytes:
+        """The events of a delta's parts."""
+        events = self._begin()
         self.usage.add(delta)
         self._logprobs += delta.logprobs
+        if delta.finish_reason is not None:
+            self._finish = delta.finish_reason
+        parts = self._job.shown_parts(self._splitter, delta)
+        return events + b"".join(self._numbered(self._add(part)) for part in parts)
 
-    def end(self, item: dict[str, Any], status: str) -> None:
-        """Complete the newest item. status: completed or incomplete."""
+    def closing(self) -> bytes:
+        """The end of the last item, and of the response."""
+        events = self._begin() + self._numbered(self._end_item(_status(self._finish)))
+        response = self._response(self._finish)
+        return events + self._numbered([(f"response.{response['status']}", {"response": response})])
+
+    def failed(self, error: Exception) -> bytes:
+        """response.failed."""
+        return self._numbered([("response.failed", {"response": self._response(None, error)})])
+
+    # ---------------------------------------------------------------- the object
+
+    def whole(self, made: ChoiceBuilder) -> dict[str, Any]:
+        """The object of an answer that is not streamed."""
+        self._logprobs += made.logprobs
+        for part in made.parts:
+            deque(self._add(part), maxlen=0)
+        deque(self._end_item(_status(made.finish_reason)), maxlen=0)
+        return self._response(made.finish_reason)
+
+    def _add(self, part: TextPart) -> Iterator[_Event]:
+        """Append a part to the current item, or to a new one. Each event is to be encoded before the next is made."""
+        if part.kind == "call" or not self._output or self._output[-1]["type"] != _ITEMS[part.kind]:
+            yield from self._end_item("completed")
+            yield from self._begin_item(part)
+        item, where = self._output[-1], self._where()
+        if part.kind == "arguments":
+            item["arguments"] += part.text
+            yield "response.function_call_arguments.delta", {**where, "delta": part.text}
+        elif part.kind != "call":
+            item["content"][0]["text"] += part.text
+            data = {**where, "content_index": 0, "delta": part.text}
+            if part.kind == "content":
+                data["logprobs"] = []
+            yield f"response.{item['content'][0]['type']}.delta", data
+
+    def _where(self) -> dict[str, Any]:
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+
+    def _begin_item(self, part: TextPart) -> Iterator[_Event]:
+        """A new item without the text of its first part, which comes as a delta."""
+        status, id = "in_progress", uuid.uuid4().hex
+        content: dict[str, Any] = {}
+        item: dict[str, Any]
+        if part.kind == "call":
+            called = {"name": part.text, "call_id": self._job.tools.call_id(), "arguments": ""}
+            item = {"type": "function_call", "id": f"fc_{id}", "status": status, **called}
+        elif part.kind == "reasoning":
+            content = {"type": "reasoning_text", "text": ""}
+            item = {"type": "reasoning", "id": f"rs_{id}", "summary": [], "content": [content]}
+        else:
+            content = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item = {"type": "message", "id": f"msg_{id}", "status": status, "role": "assistant", "content": [content]}
+        self._output.append(item)
+        where = self._where()
+        empty = {**item, "content": []} if content else item
+        yield "response.output_item.added", {"output_index": where["output_index"], "item": empty}
+        if content:
+            yield "response.content_part.added", {**where, "content_index": 0, "part": content}
+
+    def _end_item(self, status: str) -> Iterator[_Event]:
+        """Complete the current item, if there is one. status: completed or incomplete."""
+        if not self._output:
+            return
+        item, where = self._output[-1], self._where()
         if "status" in item:
             item["status"] = status
-        if item["type"] == "message" and self._job.top is not None:
-            made = chat_logprobs(self._logprobs, self._job.top, self._text, as_ids=self._job.as_ids)
-            item["content"][0]["logprobs"], self._logprobs = made["content"], []
+        if item["type"] == "function_call":
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield "response.function_call_arguments.done", {**where, **done}
+        else:
+            part = item["content"][0]
+            data = {**where, "content_index": 0, "text": part["text"]}
+            if item["type"] == "message":
+                if (made := chat_logprobs_of(self._job, self._logprobs)) is not None:
+                    part["logprobs"], self._logprobs = made["content"], []
+                data["logprobs"] = part["logprobs"]
+            yield f"response.{part['type']}.done", data
+            yield "response.content_part.done", {**where, "content_index": 0, "part": part}
+        yield "response.output_item.done", {"output_index": where["output_index"], "item": item}
 
-    def response(self, finish: str | None, error: Exception | None = None) -> dict[str, Any]:
+    def _response(self, finish: str | None, error: Exception | None = None) -> dict[str, Any]:
         """The object. finish: the finish reason; None while the answer goes on."""
-        request, params = self._asked, self._job.calls[0].sampling
+        request, params = self._request, self._job.calls[0].sampling
         status = _status(finish)
         incomplete = None
         if status == "incomplete":
@@ -243,7 +317,7 @@ class ResponseBuilder:
             "max_output_tokens": request.max_output_tokens,
             "max_tool_calls": None,
             "model": self._job.model,
-            "output": self.output,
+            "output": self._output,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
@@ -255,19 +329,9 @@ class ResponseBuilder:
             "top_logprobs": request.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
-            "usage": None if status == "in_progress" else self._used(),
+            "usage": None if status == "in_progress" else _usage(self.usage),
             "user": None,
             "metadata": {},
-        }
-
-    def _used(self) -> dict[str, Any]:
-        usage = self.usage
-        return {
-            "input_tokens": usage.prompt,
-            "input_tokens_details": {"cached_tokens": usage.cached(1)},
-            "output_tokens": usage.completion,
-            "output_tokens_details": {"reasoning_tokens": usage.reasoning},
-            "total_tokens": usage.prompt + usage.completion,
         }
 
 
@@ -275,115 +339,18 @@ def _status(finish: str | None) -> str:
     return "in_progress" if finish is None else "completed" if finish == "stop" else "incomplete"
 
 
-def response(
-    request: ResponsesRequest, job: Job, made: ChoiceBuilder, usage: Usage, token_text: TokenText
-) -> dict[str, Any]:
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached(1)},
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.prompt + usage.completion,
+    }
+
+
+def response(job: Job, choices: Sequence[ChoiceBuilder], usage: Usage) -> dict[str, Any]:
     """The response object of an answer that is not streamed."""
-    builder = ResponseBuilder(request, job, token_text)
-    builder.usage = usage
-    builder.count(Delta(0, "", (), tuple(made.logprobs)))
-    for part in made.parts:
-        if part.kind != "reasoning" or job.reasons:
-            builder.add(part)
-    for item in builder.output:
-        builder.end(item, "completed" if item is not builder.output[-1] else _status(made.finish_reason))
-    return builder.response(made.finish_reason)
-
-
-class ResponseChunks(Chunks[Delta]):
-    """Numbered events: items, their parts, and their deltas."""
-
-    def __init__(self, request: ResponsesRequest, job: Job, token_text: TokenText) -> None:
-        self._job = job
-        self._builder = ResponseBuilder(request, job, token_text)
-        self._splitter = job.splitter()
-        self._number = 0
-        self._finish: str | None = None
-        self._current: dict[str, Any] | None = None
-
-    @property
-    def edge_cost(self) -> int:
-        """The cost of the whole object, with which a stream begins and ends."""
-        return self._builder.size
-
-    def cost(self, ready: Sequence[Delta]) -> int:
-        """The cost of these deltas, and of the end of an item, which repeats the item."""
-        return PER_TOKEN * len(ready) + (self._builder.logprobs_size if self._number else self._builder.size)
-
-    def _event(self, kind: str, **data: Any) -> bytes:
-        body = {"type": kind, "sequence_number": self._number, **data}
-        self._number += 1
-        return b"event: " + kind.encode() + b"\ndata: " + _json(body) + b"\n\n"
-
-    def _begin(self) -> bytes:
-        """The first events. Not in `opening`, which may be called after the first delta is encoded and numbered."""
-        if self._number:
-            return b""
-        response = self._builder.response(None)
-        return self._event("response.created", response=response) + self._event(
-            "response.in_progress", response=response
-        )
-
-    def encode(self, delta: Delta) -> bytes:
-        """The events of a delta's parts."""
-        events = self._begin()
-        self._builder.count(delta)
-        if delta.finish_reason is not None:
-            self._finish = delta.finish_reason
-        return events + b"".join(map(self._part, self._job.shown_parts(self._splitter, delta)))
-
-    def _part(self, part: TextPart) -> bytes:
-        before = self._current
-        begun = self._builder.add(part)
-        events = b""
-        if begun is not None:
-            events = self._close(before, "completed") + self._added(begun)
-        where = self._where(self._builder.output[-1])
-        if part.kind == "arguments":
-            return events + self._event("response.function_call_arguments.delta", **where, delta=part.text)
-        if part.kind == "reasoning":
-            return events + self._event("response.reasoning_text.delta", **where, content_index=0, delta=part.text)
-        if part.kind == "content":
-            return events + self._event(
-                "response.output_text.delta", **where, content_index=0, delta=part.text, logprobs=[]
-            )
-        return events
-
-    def _where(self, item: dict[str, Any]) -> dict[str, Any]:
-        return {"item_id": item["id"], "output_index": len(self._builder.output) - 1}
-
-    def _added(self, item: dict[str, Any]) -> bytes:
-        """An item without its first text, which comes as a delta."""
-        self._current = item
-        empty = {**item, "content": []} if "content" in item else item
-        events = self._event("response.output_item.added", output_index=len(self._builder.output) - 1, item=empty)
-        if "content" in item:
-            part = {**item["content"][0], "text": ""}
-            events += self._event("response.content_part.added", **self._where(item), content_index=0, part=part)
-        return events
-
-    def _close(self, item: dict[str, Any] | None, status: str) -> bytes:
-        if item is None:
-            return b""
-        self._builder.end(item, status)
-        index = self._builder.output.index(item)
-        where: dict[str, Any] = {"item_id": item["id"], "output_index": index}
-        if item["type"] == "function_call":
-            done = {"name": item["name"], "arguments": item["arguments"]}
-            events = self._event("response.function_call_arguments.done", **where, **done)
-        else:
-            kind, part = ("output_text" if item["type"] == "message" else "reasoning_text"), item["content"][0]
-            extra = {"logprobs": part["logprobs"]} if kind == "output_text" else {}
-            events = self._event(f"response.{kind}.done", **where, content_index=0, text=part["text"], **extra)
-            events += self._event("response.content_part.done", **where, content_index=0, part=part)
-        return events + self._event("response.output_item.done", output_index=index, item=item)
-
-    def closing(self) -> bytes:
-        """The end of the last item, and of the response."""
-        events = self._begin() + self._close(self._current, _status(self._finish))
-        response = self._builder.response(self._finish)
-        return events + self._event(f"response.{response['status']}", response=response)
-
-    def failed(self, error: Exception) -> bytes:
-        """response.failed."""
-        return self._event("response.failed", response=self._builder.response(None, error))
+    chunks = ResponseChunks(job)
+    chunks.usage = usage
+    return chunks.whole(choices[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -139,6 +138,11 @@ class ChatRequest(Answers, kw_only=True):
     include_reasoning: bool | None = None
 
 
+def shared_fields(request: Struct) -> dict[str, Any]:
+    """The fields of a request that chat requests have too, by the same name."""
+    return {name: getattr(request, name) for name in request.__struct_fields__ if name in ChatRequest.__struct_fields__}
+
+
 class GenerateRequest(Sampling, kw_only=True):
     """`POST /v1/generate`."""
 
@@ -187,14 +191,12 @@ def parse(body: bytes, kind: type[T], limits: Limits) -> T:
 
 
 # Fields that are objects with fields of their own; `json_schema` is in `response_format`.
-_WITHIN: Mapping[str, type[Struct]] = MappingProxyType(
-    {
-        "stream_options": StreamOptions,
-        "structured_outputs": Structure,
-        "response_format": ResponseFormat,
-        "json_schema": JsonSchema,
-    }
-)
+_WITHIN: Mapping[str, type[Struct]] = {
+    "stream_options": StreamOptions,
+    "structured_outputs": Structure,
+    "response_format": ResponseFormat,
+    "json_schema": JsonSchema,
+}
 
 
 def _check_within(given: dict[str, Any], names: Iterable[str], where: str) -> None:

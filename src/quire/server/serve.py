@@ -84,7 +84,7 @@ async def serve(
     """
     timeouts = Timeouts() if timeouts is None else timeouts
     limits = connection_limits(timeouts.connections, raise_descriptor_limit(), timeouts.descriptors)
-    asked = timeouts.connections
+    wanted = timeouts.connections
     timeouts = replace(timeouts, connections=limits.connections)
     config = uvicorn.Config(
         app,
@@ -103,8 +103,8 @@ async def serve(
         timeout_keep_alive=cast(int, timeouts.keep_alive),
         timeout_graceful_shutdown=_LAST_BYTES,
     )
-    if limits.connections < asked:
-        log.warning(_FEWER, limits.connections, asked)
+    if limits.connections < wanted:
+        log.warning(_FEWER, limits.connections, wanted)
     heap.mapped_from(_LARGE)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, thread_name_prefix="server"))
     async with AsyncExitStack() as shutdown:

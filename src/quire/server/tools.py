@@ -52,26 +52,26 @@ class ToolSet:
         """A new id for a call, in the format of the model's family."""
         return self.style.id_prefix + uuid.uuid4().hex[: self.style.id_length]
 
-    def structure(self, asked: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """The structure of the answer: as `asked`, or tool calls.
+    def structure(self, wanted: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
+        """The structure of the answer: as `wanted`, or tool calls.
 
         Raises InvalidRequest for a structure that cannot be combined with tools.
         """
-        if not self.parameters or not (self.forced or self.strict or asked):
-            return asked
-        if asked is None and not self.forced:
+        if not self.parameters or not (self.forced or self.strict or wanted):
+            return wanted
+        if wanted is None and not self.forced:
             return StructuredOutputsParams(grammar=self._free_grammar(), param="tools")
-        if asked is None:
+        if wanted is None:
             return StructuredOutputsParams(grammar=self._grammar(None), param="tool_choice")
         if self.forced:
             raise InvalidRequest(
-                f"{asked.param} and a tool_choice that forces calls exclude each other", param=asked.param
+                f"{wanted.param} and a tool_choice that forces calls exclude each other", param=wanted.param
             )
-        if asked.kind[0] != "json":
+        if wanted.kind[0] != "json":
             raise InvalidRequest(
-                f"{asked.param} goes with tools only as a JSON schema: send tool_choice none", param=asked.param
+                f"{wanted.param} goes with tools only as a JSON schema: send tool_choice none", param=wanted.param
             )
-        return StructuredOutputsParams(grammar=self._grammar(asked), param=asked.param)
+        return StructuredOutputsParams(grammar=self._grammar(wanted), param=wanted.param)
 
     def _grammar(self, otherwise: StructuredOutputsParams | None) -> str:
         """Tool calls in the format of the model's family, or an answer as `otherwise`, in llguidance's Lark.
@@ -116,10 +116,10 @@ def _text(text: str) -> str:
     return json.dumps(text)
 
 
-def _schema(schema: Any, asked: StructuredOutputsParams | None = None) -> str:
+def _schema(schema: Any, wanted: StructuredOutputsParams | None = None) -> str:
     """A schema within a grammar, with optional white space."""
-    compact = asked is not None and asked.disable_any_whitespace
-    white = None if compact else (asked.whitespace_pattern if asked else None) or " "
+    compact = wanted is not None and wanted.disable_any_whitespace
+    white = None if compact else (wanted.whitespace_pattern if wanted else None) or " "
     options = {"whitespace_flexible": white is not None, "whitespace_pattern": white, "lenient": False}
     return "%json " + json.dumps({**(schema if isinstance(schema, dict) else {}), "x-guidance": options})
 

@@ -6,7 +6,6 @@ import codecs
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,8 +16,9 @@ from starlette.routing import Route
 from quire.errors import InvalidRequest, Overloaded
 from quire.frontend.offload import offload
 from quire.server.access import refuse_cross_site
-from quire.server.batch_api.files import document, json_response, limit_of, listing
+from quire.server.batch_api.files import document, listing
 from quire.server.batch_api.store import Store, durable_write, new_id, newest_first, whole_lines
+from quire.server.error_responses import json_response
 from quire.server.limits import Limits, read_body
 from quire.server.schemas import parse
 
@@ -39,8 +39,8 @@ _MOST_ERRORS = 100
 
 _WINDOWS: Mapping[str, int] = {"24h": 24 * 3600}
 
-# The suffix of a journal, and the field with the file that it becomes.
-_FILES = ((".output", "output_file_id"), (".errors", "error_file_id"))
+# The suffix of a journal, the field with the file that it becomes, and the count of its lines.
+_JOURNALS = ((".output", "output_file_id", "completed"), (".errors", "error_file_id", "failed"))
 
 FINAL_STATUSES = ("completed", "failed", "expired", "cancelled")
 
@@ -99,26 +99,26 @@ class Batches:
     async def create(self, request: Request) -> Response:
         """`POST /v1/batches`."""
         body = await read_body(request, self._limits)
-        asked = await offload(len(body), lambda: parse(body, BatchRequest, self._limits))
-        if asked.endpoint not in self._endpoints:
+        fields = await offload(len(body), lambda: parse(body, BatchRequest, self._limits))
+        if fields.endpoint not in self._endpoints:
             known = ", ".join(self._endpoints)
             raise InvalidRequest(f"endpoint must be one of {known}", param="endpoint")
-        seconds = _WINDOWS.get(asked.completion_window)
+        seconds = _WINDOWS.get(fields.completion_window)
         if seconds is None:
             raise InvalidRequest("completion_window must be 24h", param="completion_window")
-        if self.files.get(asked.input_file_id)["purpose"] != "batch":
+        if self.files.get(fields.input_file_id)["purpose"] != "batch":
             raise InvalidRequest("input_file_id must be a file with the purpose batch", param="input_file_id")
-        _check_metadata(asked.metadata or {})
+        _check_metadata(fields.metadata or {})
         if len(self.unfinished()) >= MOST_WAITING:
             raise Overloaded(f"{MOST_WAITING} batches are waiting, and no more may", retry_after=60)
         now = int(time.time())
         batch = {
             "id": new_id("batch_"),
             "object": "batch",
-            "endpoint": asked.endpoint,
+            "endpoint": fields.endpoint,
             "errors": None,
-            "input_file_id": asked.input_file_id,
-            "completion_window": asked.completion_window,
+            "input_file_id": fields.input_file_id,
+            "completion_window": fields.completion_window,
             "status": "validating",
             "output_file_id": None,
             "error_file_id": None,
@@ -126,7 +126,7 @@ class Batches:
             "expires_at": now + seconds,
             **dict.fromkeys(f"{state}_at" for state in ("in_progress", "finalizing", "cancelling", *FINAL_STATUSES)),
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
-            "metadata": asked.metadata,
+            "metadata": fields.metadata,
         }
         self.store.put(batch)
         if len(self.store) > MOST_KEPT:
@@ -136,7 +136,7 @@ class Batches:
 
     async def listed(self, request: Request) -> Response:
         """`GET /v1/batches`."""
-        return await listing(self.store, limit_of(request, 100), request.query_params.get("after"))
+        return await listing(request, self.store, 100, default=20)
 
     async def about(self, request: Request) -> Response:
         """`GET /v1/batches/{id}`."""
@@ -169,7 +169,7 @@ class Batches:
 
     def lines(self, batch: dict[str, Any]) -> Iterator[tuple[int, bytes]]:
         """(number, line) of the input, without blank lines. Blocking: runs in a thread."""
-        with self.files.data(batch["input_file_id"]).open("rb") as file:
+        with self.files.path(batch["input_file_id"], ".data").open("rb") as file:
             number = 0
             # Some editors begin files with a byte order mark.
             if file.read(3) != codecs.BOM_UTF8:
@@ -229,54 +229,41 @@ class Batches:
         Blocking: runs in a thread.
         """
         done: set[str] = set()
-        for suffix, count in ((".output", "completed"), (".errors", "failed")):
+        for suffix, _, count in _JOURNALS:
             before = len(done)
-            done |= {_answered(line).custom_id for line in whole_lines(self._journal(batch, suffix))}
+            done |= {_answered(line).custom_id for line in whole_lines(self.store.path(batch["id"], suffix))}
             batch["request_counts"][count] = len(done) - before
         return done
 
     def record_answer(self, batch: dict[str, Any], custom_id: str, status: int, body: Any, request_id: str) -> None:
         """Record the answer to one request, in one write. Blocking: runs in a thread."""
-        good = status < 400
         response = {"status_code": status, "request_id": request_id, "body": body}
-        line = {"id": new_id("batch_req_"), "custom_id": custom_id, "response": response, "error": None}
-        self._add(batch, ".output" if good else ".errors", line)
-        batch["request_counts"]["completed" if good else "failed"] += 1
+        self._record(batch, status < 400, custom_id, response=response, error=None)
 
     def record_error(self, batch: dict[str, Any], custom_id: str, code: str, message: str) -> None:
-        """Record that one request was not asked. Blocking: runs in a thread."""
-        error = {"code": code, "message": message}
-        line = {"id": new_id("batch_req_"), "custom_id": custom_id, "response": None, "error": error}
-        self._add(batch, ".errors", line)
-        batch["request_counts"]["failed"] += 1
+        """Record that one request was not answered. Blocking: runs in a thread."""
+        self._record(batch, False, custom_id, response=None, error={"code": code, "message": message})
 
-    def _add(self, batch: dict[str, Any], suffix: str, line: dict[str, Any]) -> None:
-        self.store.add(batch["id"], suffix, msgspec.json.encode(line) + b"\n")
-
-    def _journal(self, batch: dict[str, Any], suffix: str) -> Path:
-        return self.store.journal(batch["id"], suffix)
+    def _record(self, batch: dict[str, Any], good: bool, custom_id: str, **result: Any) -> None:
+        line = msgspec.json.encode({"id": new_id("batch_req_"), "custom_id": custom_id, **result})
+        self.store.add(batch["id"], ".output" if good else ".errors", line + b"\n")
+        batch["request_counts"]["completed" if good else "failed"] += 1
 
     def finish(self, batch: dict[str, Any], status: str) -> None:
         """Make the journals files. May be killed anywhere and begun again. Blocking: runs in a thread.
 
         Raises WriteFailed.
         """
-        ids = {
-            name: new_id("file-")
-            for suffix, name in _FILES
-            if batch[name] is None and self._journal(batch, suffix).exists()
-        }
+        journals = [(name, self.store.path(batch["id"], suffix)) for suffix, name, _ in _JOURNALS]
+        ids = {name: new_id("file-") for name, journal in journals if batch[name] is None and journal.exists()}
         self.set_status(batch, "finalizing", finishes_as=status, **ids)
-        for suffix, name in _FILES:
-            journal, id = self._journal(batch, suffix), batch[name]
-            if id is None:
-                continue
-            target = self.files.data(id)
-            if journal.exists():
+        for name, journal in journals:
+            id = batch[name]
+            if id is not None and journal.exists():
                 with durable_write(), journal.open("rb") as file:
                     os.fsync(file.fileno())
-                self.files.put(document(id, journal.stat().st_size, f"{batch['id']}{suffix}.jsonl", "batch_output"))
-                journal.replace(target)
+                self.files.put(document(id, journal.stat().st_size, f"{journal.name}.jsonl", "batch_output"))
+                journal.replace(self.files.path(id, ".data"))
         self.set_status(batch, status, finishes_as=msgspec.UNSET)
 
 

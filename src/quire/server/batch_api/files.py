@@ -14,15 +14,14 @@ from io import BufferedWriter
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from quire.errors import InvalidRequest, TooLarge
-from quire.frontend.offload import offload
 from quire.server.access import refuse_cross_site
-from quire.server.batch_api.store import Store, WriteFailed, durable_write, new_id, newest_first, open_private, page_of
+from quire.server.batch_api.store import Store, WriteFailed, durable_write, new_id, newest_first, open_private
+from quire.server.error_responses import json_response, offloaded_json
 
 PURPOSES = ("batch",)
 MOST_FILES = 10_000
@@ -66,12 +65,7 @@ class Files:
     """Files in a store. in_use: the unfinished batch that reads a file, if one does. max_size, max_total: bytes."""
 
     def __init__(
-        self,
-        store: Store,
-        in_use: Callable[[str], str | None],
-        *,
-        max_size: int = 200 << 20,
-        max_total: int = 10 << 30,
+        self, store: Store, in_use: Callable[[str], str | None], *, max_size: int = 200 << 20, max_total: int = 10 << 30
     ) -> None:
         self._store = store
         self._in_use = in_use
@@ -100,7 +94,7 @@ class Files:
         if declared.isdecimal() and int(declared) > space + (1 << 16):
             raise TooLarge(f"the file is larger than this server takes ({space} bytes)", code="file_too_large")
         id = new_id("file-")
-        path = self._store.part(id)
+        path = self._store.path(id, ".part")
         opened: list[BinaryIO] = []
 
         def open_file() -> Callable[[bytes], None]:
@@ -113,11 +107,11 @@ class Files:
                 await form.read(request.stream())
                 document = self._document(id, form.fields, opened)
                 await asyncio.to_thread(os.fsync, opened[0].fileno())
-                path.replace(self._store.data(id))
+                path.replace(self._store.path(id, ".data"))
             try:
                 self._store.put(document)
             except WriteFailed:
-                self._store.data(id).unlink()
+                self._store.path(id, ".data").unlink()
                 raise
         except ClientDisconnect as gone:
             raise InvalidRequest("the client left before its upload was complete") from gone
@@ -146,9 +140,8 @@ class Files:
         order = request.query_params.get("order", "desc")
         if order not in ("asc", "desc"):
             raise InvalidRequest(f"order must be asc or desc, not {order[:40]!r}", param="order")
-        after = request.query_params.get("after")
         keep = bool if purpose is None else (lambda one: one["purpose"] == purpose)
-        return await listing(self._store, limit_of(request, 10_000), after, keep, oldest_first=order == "asc")
+        return await listing(request, self._store, 10_000, keep, default=10_000, oldest_first=order == "asc")
 
     async def about(self, request: Request) -> Response:
         """`GET /v1/files/{id}`."""
@@ -166,7 +159,7 @@ class Files:
     async def content(self, request: Request) -> Response:
         """`GET /v1/files/{id}/content`."""
         id = self._store.get(request.path_params["id"])["id"]
-        return FileResponse(self._store.data(id), media_type="application/octet-stream")
+        return FileResponse(self._store.path(id, ".data"), media_type="application/octet-stream")
 
 
 def document(id: str, size: int, name: str, purpose: str) -> dict[str, Any]:
@@ -184,38 +177,42 @@ def document(id: str, size: int, name: str, purpose: str) -> dict[str, Any]:
     }
 
 
-def limit_of(request: Request, most: int) -> int:
-    """The query parameter `limit` of a list, at most `most`. Raises InvalidRequest."""
-    given = request.query_params.get("limit")
-    if given is None:
-        return min(most, 20 if most <= 100 else most)
-    with suppress(ValueError):
-        if 1 <= int(given) <= most:
-            return int(given)
-    raise InvalidRequest(f"limit must be a number between 1 and {most}", param="limit")
-
-
 async def listing(
+    request: Request,
     store: Store,
-    limit: int,
-    after: str | None,
+    most: int,
     keep: Callable[[dict[str, Any]], bool] = bool,
     *,
+    default: int,
     oldest_first: bool = False,
 ) -> Response:
-    """A response with a page of the store's documents (see `page_of`), the newest first by default."""
+    """OpenAI's list object: documents for which `keep` is true, the newest first by default.
+
+    The query parameters are `limit`, at most `most`, and `after`, the id of the last document of the page before.
+    Raises InvalidRequest.
+    """
+    given, after = request.query_params.get("limit", str(default)), request.query_params.get("after")
+    limit = 0
+    with suppress(ValueError):
+        limit = int(given)
+    if not 1 <= limit <= most:
+        raise InvalidRequest(f"limit must be a number between 1 and {most}", param="limit")
     known = store.all()
 
-    def encode() -> bytes:
-        documents = newest_first(known)
-        return msgspec.json.encode(page_of(documents[::-1] if oldest_first else documents, limit, after, keep))
+    def page() -> dict[str, Any]:
+        documents = [one for one in newest_first(known) if keep(one)]
+        if oldest_first:
+            documents.reverse()
+        if after is not None:
+            ids = [one["id"] for one in documents]
+            if after not in ids:
+                raise InvalidRequest(f"after: there is no {after[:64]!r} in this list", param="after")
+            documents = documents[ids.index(after) + 1 :]
+        data = documents[:limit]
+        ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+        return {"object": "list", "data": data, **ends, "has_more": len(documents) > limit}
 
-    return Response(await offload(_COST_PER_DOCUMENT * len(known), encode), media_type="application/json")
-
-
-def json_response(value: Any) -> Response:
-    """A response with `value` as JSON."""
-    return Response(msgspec.json.encode(value), media_type="application/json")
+    return await offloaded_json(_COST_PER_DOCUMENT * len(known), page)
 
 
 # ---------------------------------------------------------------- uploads

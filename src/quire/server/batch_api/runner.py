@@ -21,7 +21,7 @@ from quire.errors import Interrupted, Overloaded, QuireError, Unavailable
 from quire.server import error_responses
 from quire.server.batch_api.batches import BATCH_ENDPOINTS, Batches, Line
 from quire.server.batch_api.files import Files
-from quire.server.batch_api.store import Lock, Store, WriteFailed
+from quire.server.batch_api.store import Store, WriteFailed, lock
 from quire.server.limits import Limits
 
 log = logging.getLogger("uvicorn.error")
@@ -42,18 +42,26 @@ _TRIES = 3
 
 
 class BatchService:
-    """Files and batches in a folder that only this server uses. width: lines that are answered at the same time."""
+    """Files and batches in a folder that only this server uses. width: lines that are answered at the same time.
+
+    Runs one batch after the other. An answer that did not come from the model (the engine was restarted, the server is
+    shutting down) is not recorded, and its line is repeated, by this server or by the next one; unless it is this line
+    that makes the engine fail.
+    """
 
     def __init__(self, folder: Path, answer: Answer, limits: Limits, *, width: int) -> None:
         """Raises InvalidConfig if the folder cannot be used, or another server uses it."""
         with ExitStack() as undo:
-            self._lock = Lock(folder)
-            undo.callback(self._lock.close)
+            self._lock = undo.enter_context(lock(folder))
             files = Store(folder / "files", "file")
             self._batches = Batches(Store(folder / "batches", "batch"), files, limits, BATCH_ENDPOINTS)
             undo.pop_all()
         self._files = Files(files, self._batches.reading)
-        self._runner = BatchRunner(self._batches, answer, width=width)
+        self._answer = answer
+        self._width = width
+        self._task: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._alone = asyncio.Lock()
 
     def routes(self) -> list[Route]:
         """All paths of files and batches."""
@@ -61,40 +69,16 @@ class BatchService:
 
     async def start(self) -> None:
         """Begin to answer lines, once the backend is ready."""
-        await self._runner.start()
-
-    async def stop(self) -> None:
-        """Stop before the backend drains. May be called again."""
-        await self._runner.stop()
-        self._lock.close()
-
-
-class BatchRunner:
-    """Runs one batch after the other, `width` of its lines at the same time.
-
-    An answer that did not come from the model (the engine was restarted, the server is shutting down) is not recorded,
-    and its line is repeated, by this server or by the next one; unless it is this line that makes the engine fail.
-    """
-
-    def __init__(self, batches: Batches, answer: Answer, *, width: int) -> None:
-        self._batches = batches
-        self._answer = answer
-        self._width = width
-        self._task: asyncio.Task[None] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self._alone = asyncio.Lock()
-
-    async def start(self) -> None:
-        """Begin to look for work."""
         self._task = asyncio.create_task(self._run(), name="batches")
 
     async def stop(self) -> None:
-        """Cancel the lines in progress, which are left for the next start."""
+        """Stop before the backend drains: lines in progress are left for the next start. May be called again."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+        self._lock.close()
 
     async def _blocking(self, work: Callable[..., T], *args: Any) -> T:
         """The result of `work`, which reads or writes files, in the one thread for that. It is completed even where its
@@ -132,7 +116,8 @@ class BatchRunner:
                 batches.set_status(batch, "in_progress")
         await self._lines(batch, done)
         ended = "cancelled" if batch["status"] == "cancelling" else "completed"
-        if ended == "completed" and _expired(batch) and batch["request_counts"]["total"] > _answered(batch):
+        counts = batch["request_counts"]
+        if ended == "completed" and _expired(batch) and counts["total"] > counts["completed"] + counts["failed"]:
             ended = "expired"
             await self._blocking(self._record_missed, batch)
         return await self._blocking(batches.finish, batch, ended)
@@ -217,7 +202,3 @@ def _write_failed(error: Exception) -> WriteFailed | None:
 
 def _expired(batch: dict[str, Any]) -> bool:
     return time.time() > (batch["expires_at"] or math.inf)
-
-
-def _answered(batch: dict[str, Any]) -> int:
-    return int(batch["request_counts"]["completed"] + batch["request_counts"]["failed"])

@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from quire.errors import InvalidConfig, InvalidRequest, Unavailable
+from quire.errors import InvalidConfig, Unavailable
+from quire.server.error_responses import NotFound
 from quire.tokenization.escape import escape_control
 
 log = logging.getLogger("uvicorn.error")
@@ -27,12 +28,6 @@ _ID = re.compile(r"[a-z]+[-_][0-9a-f]{24}")
 # Version of the folder's layout and documents, in its file `lock`; a folder without one has version 1.
 FORMAT = 1
 _FORMAT = re.compile(rb"quire batches, format (\d+)\n")
-
-
-class UnknownFile(InvalidRequest):
-    """There is no such file or batch."""
-
-    status = 404
 
 
 class WriteFailed(Unavailable):
@@ -122,9 +117,9 @@ class Store:
                 self._known[known["id"]] = known
 
     def get(self, id: str) -> dict[str, Any]:
-        """The document. Raises UnknownFile."""
+        """The document. Raises NotFound."""
         if id not in self._known:
-            raise UnknownFile(f"there is no {self._what} {id[:64]!r}", param="id", code="not_found")
+            raise NotFound(f"there is no {self._what} {id[:64]!r}", param="id", code="not_found")
         return self._known[id]
 
     def __len__(self) -> int:
@@ -138,7 +133,7 @@ class Store:
         """
         with self.lock:
             whole = {name: value for name, value in {**document, **changes}.items() if value is not msgspec.UNSET}
-            path = self._path(whole["id"], ".new")
+            path = self.path(whole["id"], ".new")
             with durable_write():
                 try:
                     with open_private(path, "wb") as file:
@@ -156,7 +151,7 @@ class Store:
 
     def add(self, id: str, suffix: str, line: bytes) -> None:
         """Append a line to a journal, completely or not at all. Raises WriteFailed."""
-        with durable_write(), open_private(self._path(id, suffix), "ab") as file:
+        with durable_write(), open_private(self.path(id, suffix), "ab") as file:
             end = file.tell()
             try:
                 _write(file, line)
@@ -165,33 +160,23 @@ class Store:
                 raise
 
     def delete(self, id: str) -> None:
-        """Delete a document and its data. Raises UnknownFile, and WriteFailed, with nothing changed."""
+        """Delete a document and its data. Raises NotFound, and WriteFailed, with nothing changed."""
         with self.lock:
             known = self.get(id)
             with durable_write():
-                self._path(id, ".json").unlink(missing_ok=True)
+                self.path(id, ".json").unlink(missing_ok=True)
             self.bytes -= _bytes(known)
             del self._known[id]
             with durable_write():
-                self._path(id, ".data").unlink(missing_ok=True)
+                self.path(id, ".data").unlink(missing_ok=True)
 
     def all(self) -> list[dict[str, Any]]:
         """All documents, in no order."""
         return list(self._known.values())
 
-    def data(self, id: str) -> Path:
-        """The path of a document's data."""
-        return self._path(id, ".data")
-
-    def part(self, id: str) -> Path:
-        """The path of incomplete data, which is deleted at a start, unlike a journal."""
-        return self._path(id, ".part")
-
-    def journal(self, id: str, suffix: str) -> Path:
-        """The path of a journal, to which lines are appended, also after a restart."""
-        return self._path(id, suffix)
-
-    def _path(self, id: str, suffix: str) -> Path:
+    def path(self, id: str, suffix: str) -> Path:
+        """The path of a document's file. suffix: `.data`; `.part`, incomplete data, which is deleted at a start; or
+        that of a journal, to which lines are appended, also after a restart."""
         assert _ID.fullmatch(id), id
         return self._folder / (id + suffix)
 
@@ -206,50 +191,24 @@ def newest_first(documents: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(documents, key=lambda one: (one["created_at"], one["id"]), reverse=True)
 
 
-def page_of(
-    documents: list[dict[str, Any]], limit: int, after: str | None, keep: Callable[[dict[str, Any]], bool]
-) -> dict[str, Any]:
-    """OpenAI's list object: at most `limit` documents for which `keep` is true, after the one with the id `after`.
+def lock(folder: Path) -> FileIO:
+    """Lock a folder until the returned file is closed, or the process ends: two servers would answer every line twice.
 
-    Raises InvalidRequest for an unknown `after`.
+    Raises InvalidConfig if another process holds the lock, the format is another, or the folder cannot be used.
     """
-    kept = [one for one in documents if keep(one)]
-    if after is not None:
-        ids = [one["id"] for one in kept]
-        if after not in ids:
-            raise InvalidRequest(f"after: there is no {after[:64]!r} in this list", param="after")
-        kept = kept[ids.index(after) + 1 :]
-    data = kept[:limit]
-    return {
-        "object": "list",
-        "data": data,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
-        "has_more": len(kept) > limit,
-    }
+    with usable(folder), ExitStack() as undo:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = undo.enter_context(open_private(folder / "lock", "ab"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidConfig(f"another server uses {folder}: choose another --batch-dir") from None
+        _check_format(folder, file)
+        undo.pop_all()
+    return file
 
 
-class Lock:
-    """The lock of a folder: two servers would answer every line twice. Held until the process ends."""
-
-    def __init__(self, folder: Path) -> None:
-        """Raises InvalidConfig if another process holds it, its format is another, or the folder cannot be used."""
-        with usable(folder), ExitStack() as undo:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._file = undo.enter_context(open_private(folder / "lock", "ab"))
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise InvalidConfig(f"another server uses {folder}: choose another --batch-dir") from None
-            _check_format(folder, self._file)
-            undo.pop_all()
-
-    def close(self) -> None:
-        """Release the lock."""
-        self._file.close()
-
-
-def _check_format(folder: Path, lock: FileIO) -> None:
+def _check_format(folder: Path, file: FileIO) -> None:
     """Write the format's version into an empty lock file. Raises InvalidConfig where it contains another version."""
     noted = (folder / "lock").read_bytes()
     if (found := _FORMAT.fullmatch(noted)) and int(found[1]) != FORMAT:
@@ -260,7 +219,7 @@ def _check_format(folder: Path, lock: FileIO) -> None:
     if not noted:
         # A full disk does not prevent a server from starting.
         with suppress(OSError):
-            _write(lock, b"quire batches, format %d\n" % FORMAT)
+            _write(file, b"quire batches, format %d\n" % FORMAT)
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
