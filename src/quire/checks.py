@@ -1,4 +1,5 @@
-"""Arguments of the right kind, or a refusal that names them: for doors through which no JSON comes."""
+"""Checks of arguments from Python, where no JSON schema has checked them. Each raises InvalidRequest naming the
+field."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ QuireError
 ├── InvalidConfig            an option is unknown or cannot work (exit code 2 on the command line)
 ├── InvalidModel             a checkpoint is broken or not supported (exit code 2)
 └── StepFailed          500  the executor could not run a step; the engine finds whose fault it was
-    └── ExecutorLost         what runs the steps is gone, and every row with it: nobody's fault
+    └── ExecutorLost         what runs the steps is gone, and every row with it: no request is at fault
 """
 
 from __future__ import annotations
@@ -78,18 +78,18 @@ class Unavailable(QuireError):
 
 
 class Interrupted(Unavailable):
-    """What was being answered stopped in the middle, through no fault that is known. It may be asked again."""
+    """An answer stopped in the middle for a reason outside the request. It may be sent again."""
 
 
 class Closed(QuireError):
-    """The LLM that was asked has been closed, or its engine is not in this process: only another one can answer."""
+    """The LLM has been closed, or its engine is in another process: only a new one can answer."""
 
     status = 503
     kind = "service_unavailable_error"
 
 
 class DeadlineExceeded(QuireError):
-    """The request's deadline passed before anything was made."""
+    """The request's deadline passed before the first token."""
 
     status = 504
     kind = "timeout_error"
@@ -108,15 +108,15 @@ class InvalidModel(QuireError):
 
 
 class StepFailed(QuireError):
-    """A step could not be run at all: which request is at fault is for the engine to find out."""
+    """A step could not run at all: the engine finds out which request is at fault."""
 
 
 class ExecutorLost(StepFailed):
-    """What runs the steps is gone, and with it every row: the requests on it fail, and none is at fault."""
+    """What runs the steps is gone, and every row with it: the requests on it fail, and none is at fault."""
 
 
 def of(status: int, message: str, *, param: str | None = None) -> QuireError:
-    """The error that an engine in another process met, by the status it told; what it does not know is a 500."""
+    """The error that an engine in another process met, by its status; an unknown one becomes StepFailed."""
     kinds = {kind.status: kind for kind in (InvalidRequest, TooLarge, Interrupted)}
     return kinds.get(status, StepFailed)(message, param=param)
 

@@ -1,4 +1,4 @@
-"""The offline door: the engine in the caller's process, in vLLM's shapes.
+"""Offline inference: the engine in the caller's process, with vLLM's interface.
 
 from quire import LLM, SamplingParams
 LLM().generate(["Once upon a time"], SamplingParams(max_tokens=50))
@@ -62,9 +62,9 @@ Message = Mapping[str, Any]
 class LLM:
     """A model in this process. Arguments are the options of `quire serve`, by name; or whole `settings`.
 
-    For any number of threads: their requests run in the same steps. A signal never falls into a step, so a call that
-    Ctrl-C has interrupted leaves the next one as right as any. Raises InvalidConfig or InvalidModel; its methods raise
-    Closed after `close`, and Interrupted when another thread closes it meanwhile.
+    May be used from any number of threads: their requests run in the same steps. A signal never interrupts a step, so
+    after Ctrl-C the next call works as any other. Raises InvalidConfig or InvalidModel; its methods raise Closed after
+    `close`, and Interrupted when another thread closes it meanwhile.
     """
 
     def __init__(self, model: str = "embedded", *, settings: Settings | None = None, **options: Any) -> None:
@@ -87,7 +87,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """One answer for each prompt, in order. `sampling_params`: for all, one for each, or the model's defaults.
 
-        `use_tqdm` (vLLM's name) shows progress where somebody watches. Raises InvalidRequest naming the field.
+        `use_tqdm` (vLLM's name) shows progress on a terminal. Raises InvalidRequest naming the field.
         """
         self._thread.check()
         return [job.output() for job in self._run(self._read(prompts), sampling_params, use_tqdm)]
@@ -151,9 +151,9 @@ class LLM:
         return [job.output() for job in self._run(talks, bound, use_tqdm)]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[str, None, None]:
-        """The pieces of the first answer's text as they come. Closing the iterator ends the request.
+        """The pieces of the first answer's text as they are generated. Closing the iterator ends the request.
 
-        Raises what became of it where it failed.
+        Raises the error with which the request failed.
         """
         self._thread.check()
         return self._stream(*self._encoded(prompt), sampling_params or self.default_sampling_params())
@@ -171,14 +171,15 @@ class LLM:
         return SamplingParams(**{**self._text.defaults, **changed})
 
     def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
         return self._text.tokenizer
 
     def reset_prefix_cache(self) -> None:
-        """Prompts from now on find nothing computed before."""
+        """Later prompts find nothing computed before."""
         self._thread.reset_prefix_cache()
 
     def close(self) -> None:
-        """Give memory and device back; once more does nothing. Calls of other threads that run raise Interrupted."""
+        """Free memory and device; again: no effect. Running calls of other threads raise Interrupted."""
         self._thread.close()
         self._grammars.close()
 
@@ -294,7 +295,7 @@ class LLM:
 
 
 class _Job:
-    """One call and what came of it: the deltas of each answer."""
+    """One call and the deltas of each of its answers."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -308,7 +309,7 @@ class _Job:
             prompt_token_ids=self.call.prompt,
             outputs=tuple(self._completion(index, deltas) for index, deltas in enumerate(self.choices)),
             finished=True,
-            prompt_logprobs=next((told for delta in first if (told := delta.prompt_logprobs)), None),
+            prompt_logprobs=next((delta.prompt_logprobs for delta in first if delta.prompt_logprobs), None),
             num_cached_tokens=max(delta.num_cached for delta in first),
         )
 
@@ -336,7 +337,7 @@ class _Job:
 
 
 class _Reader:
-    """Turns one request's tokens into deltas, in the engine's thread, for as long as somebody holds the job.
+    """Turns one request's tokens into deltas, in the engine's thread, as long as its caller waits.
 
     tell: what each delta is given to.
     """
@@ -351,7 +352,7 @@ class _Reader:
     ) -> None:
         self.request, self.constraint = request, constraint
         self.tell: Callable[[Delta], None] = job.choices[request.choice].append
-        self._job = weakref.ref(job)  # a caller who is interrupted anywhere lets go of it
+        self._job = weakref.ref(job)  # an interrupted caller drops it
         self._answer, self._end = answer, end
 
     def take(self, event: RequestStepOutput) -> FinishReason | None:
@@ -371,8 +372,8 @@ class _Reader:
 
 
 class _Running:
-    """While it is entered the requests run. On the way out those that still do end, and the engine comes to rest where
-    nothing else is asked of it; whoever is interrupted does not wait for that."""
+    """While entered, the requests run. On exit those left are ended, and the engine becomes idle where no other
+    request runs; an interrupted caller does not wait for that."""
 
     def __init__(self, thread: EngineThread, readers: Sequence[_Reader]) -> None:
         self._thread, self._readers = thread, readers
@@ -390,7 +391,7 @@ class _Running:
 
 
 def _take_over_threads() -> None:
-    """torch keeps the number of CPU threads for each thread that calls it: the engine's takes what was chosen."""
+    """torch keeps a number of CPU threads for each calling thread: set the chosen one in the engine's."""
     torch.set_num_threads(torch.get_num_threads())
 
 

@@ -15,10 +15,10 @@ from quire import checks
 from quire.errors import InvalidRequest, QuireError
 
 UNLIMITED = 1 << 30
-"""'No limit', as a number: off is a degenerate value of the only path."""
+"""No limit, as a number."""
 
 BACKGROUND = 1 << 30
-"""The priority from which on a request runs only in the gaps: while nobody else runs or could."""
+"""The priority from which on a request runs only while no other request runs or could."""
 
 Pooling = Literal["mean", "last"]
 """How hidden states of a prompt become one vector: their mean, or that of the last token."""
@@ -157,11 +157,11 @@ def _number(
 class SamplingParams:
     """How one request is sampled. Every field means what it means in vLLM.
 
-    `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off; `temperature` 0 is greedy. `seed` None lets the engine
-    draw one. `stop` strings are found in text and belong to the rim; everything else reaches the executor.
-    `max_tokens` None means as many as the context allows. `bad_words` are text too: the rim spells them as
-    `bad_words_token_ids`, token sequences of which none may be completed in the output. `pooling` asks for the prompt's
-    hidden states as one vector beside.
+    `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off; `temperature` 0 is greedy. `seed` None lets the engine draw one.
+    `stop` strings are found in text by the frontend; everything else reaches the executor. `max_tokens` None means as
+    many as the context allows. `bad_words` are text too: the frontend tokenizes them as `bad_words_token_ids`,
+    sequences of tokens of which none may be completed in the output. `pooling` also asks for the prompt's hidden states
+    as one vector.
 
     Raises InvalidRequest naming the field, also for NaN and infinities.
     """
@@ -250,6 +250,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """Whether the most likely token is taken each time."""
         return self.temperature < 1e-5
 
 
@@ -266,12 +267,12 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the engine is asked: token ids in, token ids out. Text lives at the rim.
+    """A request to the engine: token ids in, token ids out. The frontend converts text.
 
-    prompt: token ids, at least one. max_new: how many tokens at most may follow. stop: token ids that end the
-    sequence (end-of-text ids included unless ignored). choice: which of `n` answers this is; noise is keyed by
-    (seed, choice, position). priority: lower is sooner; from IDLE on, only while nobody else wants to run. deadline: in
-    seconds of the engine's clock. salt: keeps prefix reuse apart.
+    prompt: token ids, at least one. max_new_tokens: most tokens that may follow. stop: token ids that end the sequence
+    (end-of-text ids included unless ignored). choice: which of `n` answers this is; noise is keyed by (seed, choice,
+    position). priority: lower is sooner; from BACKGROUND on, only while no other request could run. deadline: in
+    seconds of the engine's clock. cache_salt: prefixes are shared only under the same one.
     """
 
     id: str
@@ -286,7 +287,7 @@ class Request:
     cache_salt: str = ""
 
     def check_ids(self, vocab_size: int) -> None:
-        """Raises InvalidRequest for token ids that are none of so many."""
+        """Raises InvalidRequest for token ids outside the vocabulary."""
         checks.vocabulary("prompt", self.prompt, vocab_size)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             checks.vocabulary(name, getattr(self.sampling, name), vocab_size)
@@ -295,9 +296,9 @@ class Request:
 class RequestStepOutput(NamedTuple):
     """What one request got from one step. `finish` is None while it goes on.
 
-    `prompt_logprobs` come with the chunk that computed them (position 0 has none). `cached` counts the prompt
-    tokens whose K/V came from the prefix cache; `error` says what went wrong when finish is 'error', `status` whose
-    mistake it is, as HTTP says it (`quire.errors.of`), and `param` which field of the request is to blame, if one is.
+    `prompt_logprobs` come with the chunk that computed them (position 0 has none). `num_cached` counts the prompt
+    tokens whose K/V came from the prefix cache. `error` says what went wrong when finish is 'error', `status` whose
+    mistake it is, as an HTTP status (`quire.errors.of`), and `param` which field of the request is to blame, if one is.
     `pooled`: float32 numbers, with the first token, if asked for.
     """
 
@@ -315,13 +316,13 @@ class RequestStepOutput(NamedTuple):
 
 
 def error_output(id: str, error: QuireError) -> RequestStepOutput:
-    """How a request is told that it has failed, and why."""
+    """The output of a request that failed."""
     return RequestStepOutput(id, (), "error", error=str(error), param=error.param, status=error.status)
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One of the `n` answers to a prompt (vLLM's shape)."""
+    """One of the `n` answers to a prompt (vLLM's fields)."""
 
     index: int
     text: str
@@ -334,7 +335,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A prompt and its answers (vLLM's shape)."""
+    """A prompt and its answers (vLLM's fields)."""
 
     request_id: str
     prompt: str | None
@@ -347,14 +348,14 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """A text as numbers (vLLM's shape)."""
+    """A vector (vLLM's fields)."""
 
     embedding: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequestOutput:
-    """A prompt and its vector (vLLM's shape)."""
+    """A prompt and its vector (vLLM's fields)."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -364,9 +365,11 @@ class EmbeddingRequestOutput:
 
 
 class TraceContext(NamedTuple):
-    """Where a call came from. request_id: of the HTTP request that brought it. traceparent, tracestate: W3C trace
-    context as it came, unchecked; empty if none did. tenant: among whose calls cached prefixes are shared; empty where
-    there is one."""
+    """Where a call came from.
+
+    request_id: of the HTTP request. traceparent, tracestate: W3C trace context as received, unchecked; empty if none
+    was. tenant: cached prefixes are shared within one; empty where there is only one.
+    """
 
     request_id: str = ""
     traceparent: str = ""
@@ -378,11 +381,11 @@ NO_TRACE_CONTEXT = TraceContext()
 
 
 class FinishedRequest(NamedTuple):
-    """How one answer ended, as the rim tells those who watch. Counts are tokens; seconds are what a client measures.
+    """How one answer ended, for observers of the frontend. Counts are tokens; seconds are what a client measures.
 
-    id: the call's; choice: which of its answers. cached: prompt tokens found in the prefix cache. tokens: told.
-    max_tokens: the most it might have got. first: from arrival to the first token, None if there was none. seconds:
-    from arrival to the end. detokenize_seconds: of that, spent on making text of tokens.
+    id: the call's; choice: which of its answers. cached: prompt tokens found in the prefix cache. tokens: sent to the
+    client. max_tokens: the most it might have got. first: from arrival to the first token, None if there was none.
+    seconds: from arrival to the end. detokenize_seconds: of that, spent on detokenization.
     """
 
     id: str

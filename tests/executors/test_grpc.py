@@ -21,11 +21,11 @@ from quire.executors.contract import executor_pb2 as pb
 from quire.executors.contract.translate import (
     RUN,
     SERVICE,
-    describe,
-    described,
+    read_description,
     read_masks,
     read_plan,
     read_result,
+    send_description,
     send_masks,
     send_plan,
     send_result,
@@ -128,7 +128,7 @@ def test_masks_and_descriptions_arrive_as_they_were_sent() -> None:
         step_times={(1, 0): 0.25}, draft_catch_up_seconds=0.5, draft_kv_share=0.1,
         static_gauges={"a": 1.5},
     )  # fmt: skip
-    assert described(pb.Description.FromString(describe(about, 1).SerializeToString())) == about
+    assert read_description(pb.Description.FromString(send_description(about, 1).SerializeToString())) == about
 
 
 # ---------------------------------------------------------------- the connection
@@ -167,7 +167,7 @@ def test_a_row_that_was_never_opened_is_named() -> None:
 
 
 def test_a_second_engine_is_refused_while_the_first_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.executors.grpc_server.PATIENCE", 0.05)
+    monkeypatch.setattr("quire.executors.grpc_server.TAKEOVER_TIMEOUT", 0.05)
     with served(SyntheticExecutor(**SIZES)) as first:
         first.launch(Plan((NewSequence(0, (1,), 0, 1),), ((0, (1,)),), (Span(0, 1, 1, 1),))).result()
         second = RemoteExecutor(first.address)
@@ -213,7 +213,7 @@ def test_an_invalid_message_ends_the_stream_with_a_reason(commands: list[pb.Comm
 
 def test_an_address_without_a_server_and_one_that_cannot_be_bound() -> None:
     with pytest.raises(InvalidConfig, match=r"the executor at 127\.0\.0\.1:1 is lost"):
-        RemoteExecutor("127.0.0.1:1", patience=0.2)
+        RemoteExecutor("127.0.0.1:1", connect_timeout=0.2)
     with pytest.raises(InvalidConfig, match="cannot listen"):
         ExecutorServer(SyntheticExecutor(**SIZES), "203.0.113.7:1")
 
@@ -430,5 +430,5 @@ def test_tls_admits_clients_that_trust_and_are_trusted(mutual: bool) -> None:
     strangers = [None, *([TlsConfig(authority)] if mutual else [])]
     for stranger in strangers:
         with pytest.raises(InvalidConfig, match="is lost"):
-            RemoteExecutor(address, trust=stranger, patience=0.3)
+            RemoteExecutor(address, trust=stranger, connect_timeout=0.3)
     host.stop()

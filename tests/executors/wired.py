@@ -83,8 +83,8 @@ class Wired:
         self.there: tuple[Span, ...] = ()
 
     def describe(self) -> Description:
-        sent = translate.describe(self.inner.describe(), 1).SerializeToString()
-        return translate.described(pb.Description.FromString(sent))
+        sent = translate.send_description(self.inner.describe(), 1).SerializeToString()
+        return translate.read_description(pb.Description.FromString(sent))
 
     def launch(self, plan: Plan) -> WiredStep:
         sent = translate.send_plan(plan, self.here).SerializeToString()

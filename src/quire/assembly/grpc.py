@@ -33,7 +33,7 @@ def make(settings: Settings) -> BuiltExecutor:
     executor = RemoteExecutor(
         str(config.executor_address),
         trust=_tls_config(settings),
-        patience=config.executor_start_timeout,
+        connect_timeout=config.executor_start_timeout,
         deadline=config.executor_step_timeout,
     )
     try:

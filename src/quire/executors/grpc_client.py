@@ -23,7 +23,7 @@ from quire.executors.contract.translate import (
     RUN,
     SERVICE,
     VERSION,
-    described,
+    read_description,
     read_result,
     send_masks,
     send_plan,
@@ -32,7 +32,7 @@ from quire.scheduler.plan import Mask, Plan, Result, Span
 
 
 class TlsConfig(NamedTuple):
-    """PEM texts. authority: who signed the executor's certificate. certificate, key: of this engine, if asked for."""
+    """PEM texts. authority: of the executor's certificate. certificate, key: of this engine, if asked for."""
 
     authority: bytes
     certificate: bytes | None = None
@@ -40,7 +40,7 @@ class TlsConfig(NamedTuple):
 
 
 class RemoteHandle:
-    """See `Handle`."""
+    """A step that was sent. See `StepHandle`."""
 
     __slots__ = ("epoch", "executor", "step")
 
@@ -48,6 +48,7 @@ class RemoteHandle:
         self.executor, self.epoch, self.step = executor, epoch, step
 
     def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
+        """Send the masks."""
         self.executor.send(pb.Command(epoch=self.epoch, step=self.step, masks=send_masks(masks)))
 
     def is_done(self) -> bool:
@@ -55,31 +56,32 @@ class RemoteHandle:
         return self.executor.has_result()
 
     def result(self) -> Result:
-        """Raises StepFailed, or ExecutorLost when the connection is gone or too long silent."""
+        """Raises StepFailed, or ExecutorLost when the connection is gone or silent for too long."""
         return self.executor.receive(self.epoch, self.step)
 
 
 class RemoteExecutor:
-    """See `Executor`.
+    """An executor on another machine. See `Executor`.
 
-    address: HOST:PORT. trust: for TLS; None: in the clear. patience: seconds to wait for the executor to be there at
-    first. deadline: seconds that one step may take. Raises InvalidConfig when nothing fitting answers.
+    address: HOST:PORT. trust: for TLS; None: no encryption. connect_timeout: seconds to wait for the executor at first.
+    deadline: seconds that one step may take. Raises InvalidConfig when no executor of this contract answers.
     """
 
     def __init__(
-        self, address: str, *, trust: TlsConfig | None = None, patience: float = 30.0, deadline: float = 60.0
+        self, address: str, *, trust: TlsConfig | None = None, connect_timeout: float = 30.0, deadline: float = 60.0
     ) -> None:
         self.address, self.trust, self.deadline = address, trust, deadline
         self.epoch = self.step = 0
         self.spans: tuple[Span, ...] = ()
         try:
-            self.wire: Wire | None = Wire(address, trust, patience)
+            self.wire: Wire | None = Wire(address, trust, connect_timeout)
         except ExecutorLost as error:
             raise InvalidConfig(str(error), param="executor_address") from error
         self.description = self.wire.description
         self._begin(self.wire)
 
     def describe(self) -> Description:
+        """As it described itself on connecting."""
         return self.description
 
     def launch(self, plan: Plan) -> RemoteHandle:
@@ -92,12 +94,13 @@ class RemoteExecutor:
         return handle
 
     def send(self, command: pb.Command) -> None:
+        """Raises ExecutorLost."""
         if self.wire is None:
             raise self._lost("there is no connection")
         self.wire.send(command)
 
     def receive(self, epoch: int, step: int) -> Result:
-        """The answer to a step. What is still told of earlier epochs is passed over."""
+        """The answer to a step. Answers of earlier epochs are skipped."""
         while self.wire is not None:
             answer = self.wire.take(self.deadline)
             if answer.epoch == epoch:
@@ -109,17 +112,18 @@ class RemoteExecutor:
         raise self._lost("there is no connection")
 
     def has_result(self) -> bool:
-        """Whether `receive` has something to read."""
+        """Whether `receive` returns at once."""
         return self.wire is None or self.wire.queued()
 
     def reset(self) -> None:
-        """A new epoch; on a new connection, made by the next step, where this one is broken."""
+        """Begin a new epoch; on a new connection, made by the next step, where this one is broken."""
         if self.wire is not None and self.wire.broken is None:
             self._begin(self.wire)
         else:
             self.close()
 
     def close(self) -> None:
+        """Close the connection."""
         if self.wire is not None:
             self.wire.close()
             self.wire = None
@@ -141,12 +145,13 @@ class RemoteExecutor:
 
 
 class Wire:
-    """One connection: a stream, and a thread that reads it. `broken`: why it is over; None while it is not.
+    """One connection: a stream, and a thread that reads it.
 
-    patience: seconds to wait for somebody to answer; 0: who is not there now is not waited for.
+    broken: why it has ended; None: it has not. connect_timeout: seconds to wait for an answer; 0: an executor that is
+    not there now is not waited for.
     """
 
-    def __init__(self, address: str, trust: TlsConfig | None, patience: float) -> None:
+    def __init__(self, address: str, trust: TlsConfig | None, connect_timeout: float) -> None:
         self.address = address
         self.broken: ExecutorLost | None = None
         self._channel = _channel(address, trust)
@@ -154,26 +159,28 @@ class Wire:
         self._in: queue.SimpleQueue[pb.Answer | ExecutorLost] = queue.SimpleQueue()
         describe = self._method(self._channel.unary_unary, DESCRIBE, pb.Hello, pb.Description)
         try:
-            told = describe(pb.Hello(version=VERSION), timeout=patience or 5.0, wait_for_ready=patience > 0)
+            theirs = describe(
+                pb.Hello(version=VERSION), timeout=connect_timeout or 5.0, wait_for_ready=connect_timeout > 0
+            )
         except grpc.RpcError as error:
             self._channel.close()
             raise executor_lost(address, _words(error)) from error
-        if told.version != VERSION:
+        if theirs.version != VERSION:
             self._channel.close()
             raise executor_lost(
-                address, f"it speaks version {told.version} of the contract, and this is version {VERSION}"
+                address, f"it speaks version {theirs.version} of the contract, and this is version {VERSION}"
             )
-        self.description = described(told)
+        self.description = read_description(theirs)
         run = self._method(self._channel.stream_stream, RUN, pb.Command, pb.Answer)
         self._call = run(iter(self._out.get, None))
-        threading.Thread(target=self._hear, name="executor-results", daemon=True).start()
+        threading.Thread(target=self._read_answers, name="executor-results", daemon=True).start()
 
     def _method(self, kind: Callable[..., Any], name: str, sent: Any, got: Any) -> Any:
         return kind(
             f"/{SERVICE}/{name}", request_serializer=sent.SerializeToString, response_deserializer=got.FromString
         )
 
-    def _hear(self) -> None:
+    def _read_answers(self) -> None:
         why = "it ended the stream"
         try:
             for answer in self._call:
@@ -190,7 +197,7 @@ class Wire:
         self._out.put(command)
 
     def take(self, timeout: float) -> pb.Answer:
-        """The next answer. Raises ExecutorLost, also after `timeout` seconds without one: the stream is over then."""
+        """The next answer. Raises ExecutorLost, also after `timeout` seconds without one, which ends the stream."""
         try:
             answer = self._in.get(timeout=timeout)
         except queue.Empty:
@@ -200,10 +207,11 @@ class Wire:
         return answer
 
     def queued(self) -> bool:
-        """Whether `take` has no need to wait."""
+        """Whether `take` returns at once."""
         return not self._in.empty()
 
     def close(self) -> None:
+        """End the stream and the connection."""
         self._out.put(None)
         self._call.cancel()
         with contextlib.suppress(grpc.RpcError):
@@ -211,6 +219,7 @@ class Wire:
 
 
 def executor_lost(address: str, why: str) -> ExecutorLost:
+    """The error for an executor that cannot be reached any more."""
     return ExecutorLost(f"the executor at {address} is lost: {why}")
 
 

@@ -1,4 +1,4 @@
-"""Any executor behind gRPC: one engine at a time, steps in the order they come. The other end is `remote`."""
+"""Any executor behind gRPC: one engine at a time, steps in the order they arrive. The other side is `grpc_client`."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from quire.executors.contract.translate import (
     RUN,
     SERVICE,
     VERSION,
-    describe,
     read_masks,
     read_plan,
+    send_description,
     send_result,
 )
 from quire.scheduler.plan import Span
 
-PATIENCE = 5.0
-"""Seconds for which a new engine waits for the one before to be gone."""
+TAKEOVER_TIMEOUT = 5.0
+"""Seconds for which a new engine waits until the one before is gone."""
 
 
 class Credentials(NamedTuple):
-    """PEM texts. clients: the authority whose certificates engines must bring; None: none is asked for."""
+    """PEM texts. clients: the authority of the certificates that engines must present; None: none is asked for."""
 
     certificate: bytes
     key: bytes
@@ -41,7 +41,7 @@ class Credentials(NamedTuple):
 
 
 class Refusal(Exception):
-    """What a client said makes no sense here; the stream ends with `code`."""
+    """A client's message is invalid; the stream ends with `code`."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class Refusal(Exception):
 
 
 class ExecutorServer:
-    """A server around `executor`, listening once made. `port` is the port it got.
+    """A server around `executor`, listening once constructed. `port` is the port it got.
 
     address: HOST:PORT, 0 for any port. Raises InvalidConfig when it cannot listen there.
     """
@@ -75,11 +75,11 @@ class ExecutorServer:
         )
 
     def wait(self) -> None:
-        """Until `stop`."""
+        """Return after `stop`."""
         self._server.wait_for_termination()
 
     def stop(self, grace: float = 0.0) -> None:
-        """Stop listening; streams may go on for `grace` seconds. The executor is its owner's to close."""
+        """Stop listening; streams may go on for `grace` seconds. The executor stays open."""
         self._server.stop(grace).wait()
 
     # ---------------------------------------------------------------- the two methods
@@ -102,10 +102,10 @@ class ExecutorServer:
             agree(hello.version)
         except Refusal as refusal:
             context.abort(refusal.code, str(refusal))
-        return describe(self.executor.describe(), self.instance)
+        return send_description(self.executor.describe(), self.instance)
 
     def _run(self, commands: Iterator[pb.Command], context: grpc.ServicerContext) -> Iterator[pb.Answer]:
-        if not self._held.acquire(timeout=PATIENCE):
+        if not self._held.acquire(timeout=TAKEOVER_TIMEOUT):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "another engine uses this executor")
         session = Session(self.executor)
         try:
@@ -119,7 +119,7 @@ class ExecutorServer:
 
 
 def agree(version: int) -> None:
-    """Raises Refusal unless it is the version spoken here."""
+    """Raises Refusal unless it is this contract's version."""
     if version != VERSION:
         raise Refusal(
             grpc.StatusCode.FAILED_PRECONDITION,
@@ -136,10 +136,10 @@ class Launched(NamedTuple):
 
 
 class Session:
-    """One stream, folded over the executor by one thread: whoever made a handle also asks it.
+    """One stream, run by one thread, which makes the handles and waits for them.
 
-    What has come is launched before anything is waited for, so that a device is kept busy by as many steps as the
-    engine sends ahead. Commands not yet taken up are few: when there are more, the connection stops reading.
+    All commands that have arrived are launched before any result is waited for, so that the device is kept busy by as
+    many steps as the engine sends ahead. Few commands are queued: beyond that the connection stops reading.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -172,16 +172,16 @@ class Session:
             self._handle(command)
 
     def _receive(self, commands: Iterator[pb.Command]) -> None:
-        """On a thread of its own: a stream can be read only by waiting."""
+        """On its own thread, since reading a stream blocks."""
         try:
             for command in commands:
                 self._enqueue(command)
                 if self.over.is_set():
                     return
         except grpc.RpcError:
-            """The engine hung up."""
+            pass  # the engine hung up
         except Exception:
-            """So it did: a stream that was cancelled raises a plain Exception."""
+            pass  # a cancelled stream raises a plain Exception
         self._enqueue(None)
 
     def _enqueue(self, command: pb.Command | None) -> None:
@@ -227,7 +227,7 @@ class Session:
             return
         try:
             self.inflight.append(Launched(command.step, self.executor.launch(plan)))
-        except Exception as error:  # whatever it is, the engine finds out whose fault it was
+        except Exception as error:  # the engine finds out which request is at fault
             self.failure = reason(error)
             self.inflight.append(Launched(command.step, self.failure))
             return
@@ -260,6 +260,6 @@ def _protocol_error(message: str) -> Refusal:
 
 
 def reason(error: Exception) -> str:
-    """What a step failed of, in one line."""
+    """Why a step failed, in one line."""
     words = str(error) if isinstance(error, StepFailed) else f"{type(error).__name__}: {error}"
     return " ".join(words.split())

@@ -43,6 +43,7 @@ class HfModel:
         self.caches: dict[int, Any] = {}
 
     def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
+        """Logits [N, V] of the batch's tokens, one sequence after another."""
         out = []
         ends, pages = batch.query_start.tolist(), batch.page_table[:, 0].tolist()
         for (start, stop), length, page in zip(pairwise(ends), batch.kv_len.tolist(), pages, strict=True):
@@ -62,11 +63,12 @@ class HfModel:
         return logits
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """The identity: hidden states are logits already."""
         return hidden.float()
 
 
 def read(config: Any, architecture: str) -> ModelSpec:
-    """What the house needs to know: vocabulary and context. K/V is not ours, so there are no layers to speak of."""
+    """Vocabulary and context. K/V is kept by transformers, so there are no layers."""
     text = config.get_text_config()
     known = text.to_dict()
     context = next((known[name] for name in LENGTHS if isinstance(known.get(name), int)), 2048)

@@ -43,7 +43,7 @@ class OnnxModel:
         self.bound: Sequence[LayerKV] = ()
 
     def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
-        """One run a group of spans of one length: nothing is padded but keys."""
+        """Hidden states [N, H]; one run for each group of spans of one length, so that only keys are padded."""
         if kv is not self.bound:
             self._bind_pools(kv)
         paged = PagedAttentionMetadata.of(batch)
@@ -53,6 +53,7 @@ class OnnxModel:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [R, V] of hidden states [R, H]."""
         (logits,) = self.head.run(None, {"hidden": hidden.numpy()})
         return torch.from_numpy(logits)
 

@@ -1,7 +1,5 @@
-"""How long a step takes: a line in tokens fed and K/V read. Used to simulate, to predict, and to size chunks.
-
-An executor without weights: deterministic tokens, time by a cost model; scheduling and paging in isolation.
-"""
+"""An executor without weights: deterministic tokens, and time by a cost model. For scheduling and paging in
+isolation."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ FREE = StepCost()
 
 
 class SyntheticHandle:
-    """A step that is over at `done`, on the executor's clock."""
+    """A step that is done at `done`, on the executor's clock."""
 
     __slots__ = ("clock", "done", "tokens")
 
@@ -24,21 +22,24 @@ class SyntheticHandle:
         self.clock, self.done, self.tokens = clock, done, tokens
 
     def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
-        """Synthetic tokens obey no grammar: `describe` says so, and no masked span is ever planned."""
+        """Not called: `describe` says that masks are not supported."""
 
     def is_done(self) -> bool:
+        """Whether that time has come."""
         return self.clock.now() >= self.done
 
     def result(self) -> Result:
+        """Wait for that time."""
         if self.done:
             self.clock.sleep_until(self.done)
         return Result(self.tokens, [])
 
 
 class SyntheticExecutor:
-    """The next token of a row is a function of its prompt, its seed and its position, whatever the batch.
+    """A row's next token is a function of its prompt, seed and position, whatever the batch.
 
-    Steps run one after another, as on a device: the next begins when the one before is over.
+    Steps run one after another, as on a device. cost: seconds of a step; by default none, which leaves the engine's own
+    time.
     """
 
     def __init__(
@@ -70,9 +71,11 @@ class SyntheticExecutor:
         self.busy_until = 0.0
 
     def describe(self) -> Description:
+        """Its sizes."""
         return self.description
 
     def launch(self, plan: Plan) -> SyntheticHandle:
+        """Compute the tokens, and when the step is done."""
         state, lengths, vocab = self.state, self.lengths, self.description.vocab_size
         for opened in plan.new_sequences:
             prompt = opened.tokens[: opened.prompt_length]
@@ -92,7 +95,9 @@ class SyntheticExecutor:
         return self.busy_until
 
     def reset(self) -> None:
+        """Forget all rows."""
         self.state, self.lengths, self.busy_until = {}, {}, 0.0
 
     def close(self) -> None:
+        """Forget all rows."""
         self.reset()

@@ -212,10 +212,9 @@ class Scheduler:
     # ---------------------------------------------------------------- plan
 
     def plan(self, max_tokens: int = UNLIMITED) -> Plan | None:
-        """The next step, or None when no sequence can run. max_tokens: a limit below the scheduler's own.
+        """The next step, of at most `max_tokens` tokens; None when no sequence can run.
 
-        Running sequences are planned from the first and preempted from the last: a victim never has a span in the plan
-        being made.
+        Sequences are planned from the first and preempted from the last: a victim never has a span in the same plan.
         """
         spans, seqs, new_sequences = list[Span](), list[Sequence](), list[NewSequence]()
         masked, drafts_by_span, new_blocks = list[int](), list[int](), list[tuple[int, tuple[int, ...]]]()

@@ -1,4 +1,4 @@
-"""`quire demo`: the engine's loop for a learner, step by step: spans, who waits, what was emitted, the page map."""
+"""`quire demo`: the engine's loop step by step: spans, waiting requests, tokens, and a map of the KV blocks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from quire.engine.timing import VirtualClock
 from quire.scheduler.policy import Pressure
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step_time import StepCost
+from quire.sim.replay import decision_text
 from quire.sim.run import SimConfig
 from quire.sim.workload import uniform
 
@@ -23,22 +24,23 @@ _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", 
 
 
 class DemoObserver:
-    """An observer that keeps the steps not yet told of."""
+    """An observer that keeps the steps not printed yet."""
 
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
 
     def on_submit(self, request: object, now: float) -> None:
-        """Everybody is submitted before the story begins."""
+        """Nothing to show: all requests are submitted before the first step."""
 
     def on_step(self, record: StepRecord) -> None:
+        """Keep it."""
         self.records.append(record)
 
     def on_end(self, ended: object) -> None:
-        """Nobody hangs up in this story."""
+        """No request is aborted here."""
 
     def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
-        """Nor does anything break."""
+        """No step fails here."""
 
 
 @click.command("demo")
@@ -71,7 +73,7 @@ def command(
     seed: int,
 ) -> None:
     """Watch requests share a small pool of pages, one table a step."""
-    house = SimConfig(
+    config = SimConfig(
         pages=pages,
         page_size=page_size,
         max_num_seqs=max_num_seqs,
@@ -82,32 +84,33 @@ def command(
         pressure_policy=pressure_policy,
         cost=StepCost(base=0.01, per_token=0.001),
     )
-    teller, console = DemoObserver(), Console()
-    engine = house.build(VirtualClock(), [teller])
+    observer = DemoObserver()
+    console = Console()
+    engine = config.build(VirtualClock(), [observer])
     for i, load in enumerate(uniform(requests, prompt=prompt, new=new, shared=shared, vocab=100, seed=seed)):
         engine.submit(load.prompt, load.new, id=chr(65 + i % 26) + (str(i // 26) if i >= 26 else ""))
         console.print(f"submitted {_name(engine, i)}: {len(load.prompt)} prompt tokens, {load.new} new ones wanted")
     while engine.has_pending_work:
         engine.step()
-        for record in teller.records:
-            console.print(_page(engine, record))
+        for record in observer.records:
+            console.print(_step(engine, record))
             time.sleep(delay)
-        teller.records.clear()
-    console.print(_ending(engine))
+        observer.records.clear()
+    console.print(_totals(engine))
 
 
 def _name(engine: Engine, i: int) -> str:
     return list(engine.scheduler.sequences)[i]
 
 
-def _page(engine: Engine, record: StepRecord) -> Group:
-    """One step: a table of spans, then who waits, then the pages."""
+def _step(engine: Engine, record: StepRecord) -> Group:
+    """One step: a table of spans, then the decisions, then the blocks."""
     table = Table(title=f"step {record.number}   t = {record.committed * 1e3:.0f} ms", title_justify="left")
     for heading in ("request", "fed", "what", "emitted", "pages"):
         table.add_column(heading)
-    said = {event.id: event for event in record.events}
+    outputs = {event.id: event for event in record.events}
     for seq, span in zip(record.seqs, record.plan.spans, strict=True):
-        event = said.get(seq.request.id)
+        event = outputs.get(seq.request.id)
         emitted = " ".join(map(str, event.tokens)) if event else ""
         if event and event.finish:
             emitted += f"   [b]finished: {event.finish}[/b]"
@@ -119,8 +122,8 @@ def _page(engine: Engine, record: StepRecord) -> Group:
             emitted,
             " ".join(map(str, seq.blocks)),
         )
-    why = [_told(d.kind, d.request_id, d.cause, d.n) for d in record.decisions]
-    return Group(table, Text.from_markup("\n".join(why)), _map(engine.scheduler), Text())
+    why = [f"  {decision_text(decision)}" for decision in record.decisions]
+    return Group(table, Text.from_markup("\n".join(why)), _block_map(engine.scheduler), Text())
 
 
 def _phase(n: int, rows: int, made: int) -> str:
@@ -131,22 +134,12 @@ def _phase(n: int, rows: int, made: int) -> str:
     return "decode" if rows == 1 else f"verify {rows - 1} drafts"
 
 
-def _told(what: str, id: str, by: str, n: int) -> str:
-    hit = f", {n} tokens found in the prefix cache" if n else ""
-    return {
-        "opened": f"  {id} gets a row{hit}",
-        "waits": f"  {id} waits for {by}",
-        "sat-out": f"  {id} sits this step out: its {by} are on their way home",
-        "preempted": f"  {id} is preempted for {by}: {n} computed tokens to do again, less what stays cached",
-    }[what]
-
-
 def _colour(id: str) -> str:
     return _COLOURS[(ord(id[0]) - 65) % len(_COLOURS)]
 
 
-def _map(scheduler: Scheduler) -> Text:
-    """Each page: its holders' letters, '*' if several, '.' if free, '+' if free but still cached."""
+def _block_map(scheduler: Scheduler) -> Text:
+    """Each block: its sequence's letter, '*' if shared, '.' if free, '+' if free but still cached."""
     pool, out = scheduler.kv.block_pool, Text("  pages ")
     owner = {page: seq.request.id for seq in scheduler.running for page in seq.blocks}
     for page in range(1, pool.num_blocks + 1):
@@ -163,7 +156,7 @@ def _map(scheduler: Scheduler) -> Text:
     return out
 
 
-def _ending(engine: Engine) -> Table:
+def _totals(engine: Engine) -> Table:
     table = Table(title="in the end", title_justify="left")
     for heading in ("request", "prompt", "made", "finish", "waited ms", "took ms", "preempted"):
         table.add_column(heading, justify="right")

@@ -1,6 +1,6 @@
-"""A recording again: its inputs through the engine of this very code, each plan compared with the one recorded.
+"""Replays a recording: its inputs through this code's engine, each plan compared with the recorded one.
 
-No model, no torch, no waiting: the clock says what it said, steps bring home what they brought.
+No model, no torch, no waiting: the clock and the results are the recorded ones.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from quire.scheduler.sequence import Decision
 from quire.types import TokenLogprobs
 
 _LARGE = 1 << 16
-"""Tokens from which on a prompt is worth a look at how many there are."""
+"""Prompt tokens from which on the recording's total is checked."""
 _UNSEEN = TokenLogprobs(0, 0.0, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where this code decides otherwise. step: the number of the step being planned or committed. what: in words.
+    """Where this code decides otherwise.
 
-    recorded, decided: both sides, as lines.
+    step: the number of the step being planned or committed. what: in words. recorded, decided: both sides, as lines.
     """
 
     step: int
@@ -51,7 +51,7 @@ class _Over(BaseException):
 
 
 class _Damaged(BaseException):
-    """It cannot be read any further."""
+    """The recording cannot be read any further."""
 
 
 class _Diverged(BaseException):
@@ -60,13 +60,14 @@ class _Diverged(BaseException):
 
 
 class Script:
-    """The frames of one recording in order, over all its segments, and what the clock said between them."""
+    """The frames of one recording in order, over all its segments, and the clock's readings between them."""
 
-    def __init__(self, reel: recording_format.RecordingReader) -> None:
-        began = reel.take()
+    def __init__(self, reader: recording_format.RecordingReader) -> None:
+        began = reader.take()
         if not isinstance(began, recording_format.Began):
             raise InvalidConfig("there is no recording to replay")
-        self.reel, self.began, self.last = reel, began, began
+        self.reader = reader
+        self.began = self.last = began
         self.place = 0
         self._said: list[float] = []
         self._ahead = False
@@ -74,31 +75,32 @@ class Script:
 
     @property
     def coming(self) -> recording_format.AnyFrame | None:
-        """The next frame; None where the recording ends, or the next segment is not the one that follows."""
-        frame = self.reel.next
+        """The next frame; None where the recording ends, or the next segment does not follow."""
+        frame = self.reader.next
         while isinstance(frame, recording_format.Began):
             if (frame.run, frame.number) != (self.last.run, self.last.number + 1):
                 return None
             self.last = frame
             self._read()
-            frame = self.reel.next
+            frame = self.reader.next
         return frame
 
     def _read(self) -> None:
         try:
-            self.reel.take()
+            self.reader.take()
         except InvalidConfig as error:
             raise _Damaged from error
 
     @property
     def next(self) -> recording_format.AnyFrame:
+        """The next frame. Ends the replay where there is none."""
         frame = self.coming
         if frame is None:
             raise _Over
         return frame
 
     def take(self) -> recording_format.AnyFrame:
-        """The next frame, done with."""
+        """The next frame; the script moves past it."""
         frame = self.next
         if not self._ahead:
             self._said = frame.at[::-1]
@@ -108,7 +110,7 @@ class Script:
         return frame
 
     def now(self) -> float:
-        """What the clock said; the same again where this code looks more often."""
+        """The clock's recorded reading; the same again where this code reads it more often."""
         if not self._said and not self._ahead:
             self._said, self._ahead = self.next.at[::-1], True
         if self._said:
@@ -116,7 +118,7 @@ class Script:
         return self._now
 
     def sleep_until(self, when: float) -> None:
-        """Nobody waits in a replay."""
+        """A replay does not wait."""
 
     def leave(self) -> None:
         """Go on to the next recording."""
@@ -125,22 +127,26 @@ class Script:
 
 
 class ScriptedHandle:
+    """A step whose result is the recorded one."""
+
     def __init__(self, executor: ScriptedExecutor) -> None:
         self.executor = executor
 
     def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
+        """Raises what was raised here, if anything was."""
         self.executor.fails("masks")
 
     def is_done(self) -> bool:
-        """Nobody waits in a replay."""
+        """A replay does not wait."""
         return True
 
     def result(self) -> Result:
+        """The recorded result."""
         return self.executor.result()
 
 
 class ScriptedExecutor:
-    """Compares the plans it is given with those recorded, and brings home what came home."""
+    """Compares plans with the recorded ones, and returns recorded results."""
 
     def __init__(self, script: Script, about: Description) -> None:
         self.script, self.about = script, about
@@ -148,6 +154,7 @@ class ScriptedExecutor:
         self._spans: Any = ()
 
     def describe(self) -> Description:
+        """As the recorded executor did, as far as decisions depend on it."""
         return self.about
 
     def fails(self, where: str) -> None:
@@ -157,6 +164,7 @@ class ScriptedExecutor:
             raise (ExecutorLost if frame.lost else StepFailed)(frame.kind)
 
     def launch(self, plan: Plan) -> ScriptedHandle:
+        """Compare the plan with the recorded one."""
         step, frame = self.scheduler.inflight[-1], self.script.next
         decided = step_summary(plan, [seq.request.id for seq in step.seqs], step.decisions)
         if not isinstance(frame, recording_format.Launched):
@@ -170,10 +178,11 @@ class ScriptedExecutor:
         return ScriptedHandle(self)
 
     def result(self) -> Result:
+        """The recorded result of the oldest step, with tokens under their recorded names."""
         self.fails("result")
         frame = self.script.next
         if not isinstance(frame, recording_format.Landed):
-            raise _Diverged(f"it waits for a step to come home where {_said(frame)}", [], [])
+            raise _Diverged(f"it waits for a step where {_said(frame)}", [], [])
         self.script.take()
         step = self.scheduler.inflight[0]
         try:
@@ -188,7 +197,7 @@ class ScriptedExecutor:
                 j = [seq.request.id for seq in step.seqs].index(id)
                 tokens[j][position - len(step.seqs[j].tokens)] = 1
         except (KeyError, IndexError, ValueError):
-            raise _Diverged("what came home is not what this step asked for", [], []) from None
+            raise _Diverged("the recorded result is not what this step asked for", [], []) from None
         return Result(
             tokens,
             [[] for _ in step.masked_seqs],
@@ -197,19 +206,20 @@ class ScriptedExecutor:
         )
 
     def reset(self) -> None:
+        """The recorded executor was reset here too."""
         frame = self.script.next
         if not isinstance(frame, recording_format.Reset):
             raise _Diverged(f"a step fails where {_said(frame)}", [], [])
         self.script.take()
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Nothing to free."""
 
 
 def _said(frame: recording_format.AnyFrame) -> str:
     return {
         "Launched": "the recording has another step planned",
-        "Landed": "the recording waits for a step to come home",
+        "Landed": "the recording waits for a step",
         "Reset": "in the recording the steps in flight failed",
         "Idled": "the recording has nothing to do",
         "Crashed": "the recorded engine broke",
@@ -218,8 +228,8 @@ def _said(frame: recording_format.AnyFrame) -> str:
 
 @dataclass(slots=True)
 class Replay:
-    """What came of it. segments: how many were read. crash: what the engine broke with, where the recorded one broke
-    too. under_way: the recording ends in the middle of a step."""
+    """The outcome. segments: how many were read. crash: the exception that ended the engine, where the recorded one
+    ended too. under_way: the recording ends in the middle of a step."""
 
     engine: Engine
     began: recording_format.Began
@@ -230,19 +240,19 @@ class Replay:
 
 
 def replay(
-    reel: recording_format.RecordingReader,
+    reader: recording_format.RecordingReader,
     observers: Iterable[Observer] = (),
     *,
     known: Classes = CLASSES,
     make: Callable[..., Engine] = Engine,
     prepare: Callable[[Engine, recording_format.Began], None] = lambda engine, began: None,
 ) -> Replay:
-    """Decide the next recording of `reel` again; the reel stands behind it afterwards.
+    """Replay the next recording of `reader`, which stands behind it afterwards.
 
-    known, make: the code to do it with. prepare: gives the engine what the recording could not hold. Raises
-    InvalidConfig where there is nothing to begin with, or the recording is damaged.
+    known, make: the classes and the engine to do it with. prepare: gives the engine what the recording could not hold.
+    Raises InvalidConfig where there is nothing to begin with, or the recording is damaged.
     """
-    script = Script(reel)
+    script = Script(reader)
     engine = _engine(script, observers, known, make)
     prepare(engine, script.began)
     out = Replay(engine, script.began)
@@ -278,15 +288,15 @@ def _number(engine: Engine) -> int:
 
 
 def _turn(engine: Engine, script: Script) -> None:
-    """One thing that was done with the engine."""
+    """Repeat one call of the engine."""
     frame = script.next
     if isinstance(frame, recording_format.Arrived):
         script.take()
         live = engine.scheduler.sequences
         if frame.tokens > _LARGE and frame.tokens + sum(len(seq.tokens) for seq in live.values()) > MAX_STATE_TOKENS:
             raise _Damaged from InvalidConfig(f"the recording's sequences have more than {MAX_STATE_TOKENS} tokens")
-        told = [getattr(frame, name) for name in frame.__struct_fields__[1:-1]]
-        asked = recorded_request(told, engine.scheduler.kv.prefix_cache.block_size)
+        fields = [getattr(frame, name) for name in frame.__struct_fields__[1:-1]]
+        asked = recorded_request(fields, engine.scheduler.kv.prefix_cache.block_size)
         try:
             engine.add(asked, CONSTRAINTS[frame.constraint])
         except InvalidRequest as refusal:
@@ -342,7 +352,7 @@ def _engine(script: Script, observers: Iterable[Observer], known: Classes, make:
 
 @dataclass(frozen=True, slots=True)
 class StepSummary:
-    """A plan and why, as recordings have them."""
+    """A plan and its decisions, as recordings hold them."""
 
     opened: Any
     grown: Any
@@ -353,11 +363,12 @@ class StepSummary:
 
     @property
     def plan(self) -> tuple[Any, ...]:
+        """What is compared: all but the decisions."""
         return (list(self.opened), self.grown, self.spans, self.masked, self.drafts)
 
 
 def step_summary(plan: Plan, ids: Iterable[str], decisions: Sequence[Decision]) -> StepSummary:
-    """As the recorder writes it. ids: whose spans the plan's are."""
+    """As the recorder writes it. ids: the request of each span."""
     whose = {span.row: id for id, span in zip(ids, plan.spans, strict=True)}
     opened = [
         (whose[o.row], o.row, len(o.tokens), o.num_computed, o.prompt_length, o.max_length) for o in plan.new_sequences
@@ -365,19 +376,19 @@ def step_summary(plan: Plan, ids: Iterable[str], decisions: Sequence[Decision]) 
     return StepSummary(opened, plan.new_blocks, plan.spans, plan.masked_spans, plan.num_drafts, decisions)
 
 
-def step_lines(told: StepSummary, ids: Sequence[str] = ()) -> list[str]:
-    """A plan and why it was made so, a line for each row that opens, feeds or grows. ids: whose the spans are."""
+def step_lines(summary: StepSummary, ids: Sequence[str] = ()) -> list[str]:
+    """A plan and its decisions, a line for each row that opens, feeds or grows. ids: the request of each span."""
     out = [
         f"open    row {row}: {id}, {tokens} tokens, {start} of them cached, at most {limit}"
-        for id, row, tokens, start, _, limit in told.opened
+        for id, row, tokens, start, _, limit in summary.opened
     ]
-    drafts = told.drafts or (0,) * len(told.spans)
-    for j, ((row, n, rows, logits), draft) in enumerate(zip(told.spans, drafts, strict=False)):
-        more = f", drafts {draft}" * bool(draft) + ", masked" * (j in told.masked)
+    drafts = summary.drafts or (0,) * len(summary.spans)
+    for j, ((row, n, rows, logits), draft) in enumerate(zip(summary.spans, drafts, strict=False)):
+        more = f", drafts {draft}" * bool(draft) + ", masked" * (j in summary.masked)
         more += f", logits {logits}" * (logits != rows) + (f"  {ids[j]}" if ids else "")
         out.append(f"feed    row {row}: {n} tokens, sample {rows}{more}")
-    out += [f"pages   row {row}: {' '.join(map(str, pages))}" for row, pages in told.grown]
-    return out + [f"because {decision_text(decision)}" for decision in told.why]
+    out += [f"pages   row {row}: {' '.join(map(str, pages))}" for row, pages in summary.grown]
+    return out + [f"because {decision_text(decision)}" for decision in summary.why]
 
 
 def decision_text(decision: Sequence[Any]) -> str:
@@ -388,5 +399,5 @@ def decision_text(decision: Sequence[Any]) -> str:
         "follows": f"{id} waits for the first {n} tokens that {by} is computing",
         "waits": f"{id} waits for {by}",
         "preempted": f"{id} is preempted for {by}, with {n} tokens computed",
-        "sat-out": f"{id} sits this step out: its {by} are on their way home",
+        "sat-out": f"{id} skips this step: its {by} will be freed by a step in flight",
     }.get(what, f"{what} {id} {by} {n}")

@@ -1,4 +1,4 @@
-"""What a replay shows: an observer that counts, and keeps what was asked about."""
+"""The statistics of a replay: an observer that counts, and keeps the request or step that was asked for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.sim.replay import decision_text, step_lines, step_summary
 from quire.types import Request
 
 KEPT = 200
-"""Preemptions told one by one; the rest is counted."""
+"""Preemptions listed one by one; the others are only counted."""
 LONGEST = 5
 
 _NAMES: Mapping[str, str] = {
@@ -26,7 +26,7 @@ _NAMES: Mapping[str, str] = {
     "accepted_by_position": "accepted_at",
     "prefix_cache_resets": "resets",
 }
-"""What the report calls a gauge, where that is not the gauge's name."""
+"""The report's name of a gauge, where it differs."""
 
 
 def _reported(gauges: Gauges) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def _reported(gauges: Gauges) -> dict[str, Any]:
 
 
 class ReplayStats:
-    """Counts and times of a whole recording. request: whose story is wanted; step: which step."""
+    """Counts and times of a whole recording. request, step: which ones to keep."""
 
     def __init__(self, request: str | None = None, step: int | None = None) -> None:
         self.wanted, self.asked = request, step
@@ -42,7 +42,7 @@ class ReplayStats:
         self.lives: dict[str, dict[str, Any] | None] = {}
         self.step: dict[str, Any] | None = None
         self.requests = self.tokens = self.fed = self.failures = 0
-        self.first = self.last = self._home = 0.0
+        self.first = self.last = self._last_commit = 0.0
         self.first_step = self.last_step = 0
         self.ended: Counter[str] = Counter()
         self.waited: Counter[str] = Counter()
@@ -55,14 +55,14 @@ class ReplayStats:
         self.gauges: Any = None
 
     def begin(self, engine: Engine, began: Began) -> None:
-        """From the state that the recording begins with."""
-        self.first = self.last = self._home = began.clock
+        """Take over the state with which the recording begins."""
+        self.first = self.last = self._last_commit = began.clock
         self.history.attach(engine.scheduler.kv)
-        for life in engine.stats.requests_by_id.values():
-            seq = life.seq
-            self.history.on_submit(seq.request, life.submitted)
+        for times in engine.stats.requests_by_id.values():
+            seq = times.seq
+            self.history.on_submit(seq.request, times.submitted)
             story = self.history.requests[seq.request.id]
-            story.opened, story.first, story.waiting = life.opened, life.first_token, seq.row is None
+            story.opened, story.first, story.waiting = times.opened, times.first_token, seq.row is None
             story.held, story.hits, story.preemptions = list(seq.blocks), seq.num_cached, seq.preemptions
         self.requests = len(engine.stats.requests_by_id)
         self.evictions = engine.scheduler.kv.block_pool.evictions
@@ -70,10 +70,12 @@ class ReplayStats:
     # ---------------------------------------------------------------- an observer
 
     def on_submit(self, request: Request, now: float) -> None:
+        """Count it."""
         self.requests += 1
         self.history.on_submit(request, now)
 
     def on_step(self, record: StepRecord) -> None:
+        """Count its tokens and decisions."""
         self.history.on_step(record)
         fed = sum(span.num_tokens for span in record.plan.spans)
         self.fed += fed
@@ -89,18 +91,20 @@ class ReplayStats:
             elif what == "preempted":
                 self.again += n
                 if len(self.preempted) < KEPT:
-                    told = {"step": record.number, "request": id, "for": by, "tokens": n}
-                    self.preempted.append(told | {"says": decision_text((what, id, by, n))})
+                    preemption = {"step": record.number, "request": id, "for": by, "tokens": n}
+                    self.preempted.append(preemption | {"says": decision_text((what, id, by, n))})
         for ended in record.ended:
             self._end(ended)
         if record.number == self.asked:
             self.step = self._shown(record)
 
     def on_end(self, ended: Completed) -> None:
+        """Count it."""
         self.history.on_end(ended)
         self._end(ended)
 
     def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
+        """Count it."""
         self.failures += 1
         self.history.on_failure(reason, suspects, now)
 
@@ -110,18 +114,18 @@ class ReplayStats:
             self.lives[ended.id] = explain(self.history, ended.id, ended.finished)
 
     def _wants(self, id: str) -> bool:
-        """A call's id is that of all its answers, which have a number behind it."""
+        """A call's id stands for all its answers, whose ids have a number behind it."""
         return self.wanted in (id, id.rpartition("-")[0])
 
     def _times(self, record: StepRecord, fed: int) -> None:
         """Where the time went: between steps, planning, or waiting for the executor."""
-        begun = max(record.launched, self._home)
+        begun = max(record.launched, self._last_commit)
         took = record.committed - begun
-        if record.planned > self._home:
-            self.between += record.planned - self._home
+        if record.planned > self._last_commit:
+            self.between += record.planned - self._last_commit
             self.planning += record.launched - record.planned
         self.running += took
-        self._home = record.committed
+        self._last_commit = record.committed
         item = (took, record.number, len(record.plan.spans), fed)
         (heapq.heappush if len(self.longest) < LONGEST else heapq.heappushpop)(self.longest, item)
 
@@ -139,7 +143,7 @@ class ReplayStats:
         }
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Lives of the request that is wanted, one an answer, as far as they went; empty: it is not here."""
+        """The explanations of the request asked for, one an answer; empty: it is not in the recording."""
         open = [id for id in self.history.requests if self._wants(id) and id not in self.lives]
         found = self.lives | {id: explain(self.history, id, self.last) for id in open}
         return [life for life in found.values() if life is not None]

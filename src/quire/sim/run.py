@@ -1,4 +1,4 @@
-"""A whole workload through the real engine with a synthetic executor, on the wall clock or a virtual one."""
+"""Runs a workload through the real engine with a synthetic executor, on the wall clock or a virtual one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quire.scheduler.step_time import StepCost
 from quire.sim.workload import Load
 
 _SAMPLE = 16
-"""Fragmentation is looked at every so many steps."""
+"""Steps between two samples of fragmentation."""
 
 __getattr__ = aliases(__name__, __name__, {"House": "SimConfig", "drive": "simulate"})
 
@@ -50,7 +50,7 @@ class SimConfig:
         observers: Iterable[Observer] = (),
         make: Callable[..., Engine] = Engine,
     ) -> Engine:
-        """The engine these settings describe. make: `Engine`, or what makes recorded ones."""
+        """The engine of these settings. make: `Engine`, or what makes recorded ones."""
         clock = WallClock() if clock is None else clock
         rows = self.max_num_seqs * (1 + self.depth)
         index = make_prefix_cache(self.page_size, self.prefix_caching)
@@ -85,7 +85,7 @@ class Outcome:
 
 
 def simulate(engine: Engine, loads: Sequence[Load], tick: Callable[[int], None] = lambda done: None) -> Outcome:
-    """Submit each load at its arrival time and step until all is done. `tick` hears how many have finished."""
+    """Submit each load at its arrival time and step until all have finished. `tick` gets the number finished."""
     out, clock = Outcome(requests=len(loads)), engine.clock
     started, wall, todo = clock.now(), time.perf_counter, 0
     begun = wall()
@@ -119,7 +119,7 @@ def _fragmentation(engine: Engine, out: Outcome) -> None:
 
 
 def peak_memory(work: Callable[[], Outcome]) -> int:
-    """Bytes of Python memory at the peak of `work`, by tracemalloc: run apart from timing, which it would spoil."""
+    """Peak bytes of Python memory during `work`, by tracemalloc: apart from timing, which it would distort."""
     tracemalloc.start()
     try:
         work()

@@ -1,4 +1,4 @@
-"""The lower door's values as the contract's messages, and back. `proto/` says what each field means."""
+"""The executor interface's values as the contract's messages, and back. `proto/` says what each field means."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.scheduler.plan import Mask, NewSequence, Plan, Result, Span
 from quire.types import SamplingParams, TokenLogprobs
 
 VERSION = 1
-"""Of the contract: both sides must speak the same."""
+"""Of the contract: both sides must have the same."""
 
 _FIELDS: Mapping[str, str] = {
     "num_blocks": "pages",
@@ -38,48 +38,49 @@ _SAMPLING_SCALARS = tuple(
 """The message's fields that are one value of SamplingParams under the same name."""
 
 
-def describe(about: Description, instance: int) -> pb.Description:
-    """instance: of the server that says it."""
-    told = pb.Description(version=VERSION, instance=instance, facts=about.static_gauges)
+def send_description(about: Description, instance: int) -> pb.Description:
+    """instance: of the server that sends it."""
+    message = pb.Description(version=VERSION, instance=instance, facts=about.static_gauges)
     for name, field in _FIELDS.items():
-        setattr(told, field, getattr(about, name))
-    told.paces.extend(pb.Pace(rows=r, drafts=d, seconds=seconds) for (r, d), seconds in about.step_times.items())
-    return told
+        setattr(message, field, getattr(about, name))
+    message.paces.extend(pb.Pace(rows=r, drafts=d, seconds=seconds) for (r, d), seconds in about.step_times.items())
+    return message
 
 
-def described(told: pb.Description) -> Description:
-    paces = {(each.rows, each.drafts): each.seconds for each in told.paces}
-    plain = {name: getattr(told, field) for name, field in _FIELDS.items()}
-    return Description(**plain, step_times=paces, static_gauges=dict(told.facts))
+def read_description(message: pb.Description) -> Description:
+    """The description in a message."""
+    paces = {(each.rows, each.drafts): each.seconds for each in message.paces}
+    plain = {name: getattr(message, field) for name, field in _FIELDS.items()}
+    return Description(**plain, step_times=paces, static_gauges=dict(message.facts))
 
 
 def send_plan(plan: Plan, before: tuple[Span, ...]) -> pb.Plan:
-    """before: the spans of the step before, which are not said again when they are the same object."""
-    told = pb.Plan(masked=plan.masked_spans, drafts=plan.num_drafts)
+    """before: the previous step's spans, which are not sent again when they are the same object."""
+    message = pb.Plan(masked=plan.masked_spans, drafts=plan.num_drafts)
     if plan.new_sequences:
-        told.opened.extend(_open(each) for each in plan.new_sequences)
+        message.opened.extend(_open(each) for each in plan.new_sequences)
     if plan.new_blocks:
-        told.grown.extend(pb.Growth(row=row, pages=pages) for row, pages in plan.new_blocks)
+        message.grown.extend(pb.Growth(row=row, pages=pages) for row, pages in plan.new_blocks)
     if plan.spans is before:
-        told.same_spans = True
+        message.same_spans = True
     else:
-        told.spans.extend(chain.from_iterable(plan.spans))
-    return told
+        message.spans.extend(chain.from_iterable(plan.spans))
+    return message
 
 
-def read_plan(told: pb.Plan, before: tuple[Span, ...]) -> Plan:
+def read_plan(message: pb.Plan, before: tuple[Span, ...]) -> Plan:
     """Raises ValueError for spans that are not whole."""
-    if told.same_spans:
+    if message.same_spans:
         spans = before
     else:
-        flat = iter(told.spans)
+        flat = iter(message.spans)
         spans = tuple(Span(*four) for four in zip(flat, flat, flat, flat, strict=True))
     return Plan(
-        tuple(_opened(each) for each in told.opened),
-        tuple((each.row, tuple(each.pages)) for each in told.grown),
+        tuple(_opened(each) for each in message.opened),
+        tuple((each.row, tuple(each.pages)) for each in message.grown),
         spans,
-        tuple(told.masked),
-        tuple(told.drafts),
+        tuple(message.masked),
+        tuple(message.drafts),
     )
 
 
@@ -103,8 +104,8 @@ def _open(one: NewSequence) -> pb.Open:
     )
 
 
-def _opened(told: pb.Open) -> NewSequence:
-    s = told.sampling
+def _opened(message: pb.Open) -> NewSequence:
+    s = message.sampling
     sampling = SamplingParams(
         **{
             each.name: getattr(s, each.name)
@@ -117,43 +118,47 @@ def _opened(told: pb.Open) -> NewSequence:
         allowed_token_ids=tuple(s.allowed.tokens) if s.HasField("allowed") else None,
     )
     return NewSequence(
-        told.row,
-        tuple(told.tokens),
-        told.start,
-        told.prompt,
+        message.row,
+        tuple(message.tokens),
+        message.start,
+        message.prompt,
         sampling,
-        told.seed,
-        told.choice,
-        frozenset(told.stop),
-        told.limit,
+        message.seed,
+        message.choice,
+        frozenset(message.stop),
+        message.limit,
     )
 
 
 def send_masks(masks: Sequence[Sequence[Mask]]) -> pb.Masks:
+    """Masks by masked span."""
     return pb.Masks(spans=[pb.SpanMasks(rows=[pb.Mask(allowed=each) for each in rows]) for rows in masks])
 
 
-def read_masks(told: pb.Masks) -> list[list[Mask]]:
-    return [[each.allowed if each.HasField("allowed") else None for each in span.rows] for span in told.spans]
+def read_masks(message: pb.Masks) -> list[list[Mask]]:
+    """The masks in a message."""
+    return [[each.allowed if each.HasField("allowed") else None for each in span.rows] for span in message.spans]
 
 
 def send_result(result: Result) -> pb.Result:
-    told = pb.Result(tokens=chain.from_iterable(result.tokens), errors=result.errors, pooled=result.pooled)
+    """A result as a message."""
+    message = pb.Result(tokens=chain.from_iterable(result.tokens), errors=result.errors, pooled=result.pooled)
     if any(len(tokens) != 1 for tokens in result.tokens):
-        told.counts.extend(map(len, result.tokens))
-    told.drafts.extend(pb.TokenList(tokens=drafts) for drafts in result.draft_tokens)
-    for into, scores in ((told.logprobs, result.logprobs), (told.prompt_logprobs, result.prompt_logprobs)):
+        message.counts.extend(map(len, result.tokens))
+    message.drafts.extend(pb.TokenList(tokens=drafts) for drafts in result.draft_tokens)
+    for into, scores in ((message.logprobs, result.logprobs), (message.prompt_logprobs, result.prompt_logprobs)):
         for span, each in scores.items():
             into[span].scores.extend(_score(one) for one in each)
-    return told
+    return message
 
 
-def read_result(told: pb.Result) -> Result:
-    flat = list(told.tokens)
-    tokens = _cut(flat, told.counts) if told.counts else [[token] for token in flat]
-    drafts = [list(each.tokens) for each in told.drafts]
-    scores = _scores(told.logprobs), _scores(told.prompt_logprobs)
-    return Result(tokens, drafts, *scores, dict(told.errors), dict(told.pooled))
+def read_result(message: pb.Result) -> Result:
+    """The result in a message."""
+    flat = list(message.tokens)
+    tokens = _cut(flat, message.counts) if message.counts else [[token] for token in flat]
+    drafts = [list(each.tokens) for each in message.drafts]
+    scores = _scores(message.logprobs), _scores(message.prompt_logprobs)
+    return Result(tokens, drafts, *scores, dict(message.errors), dict(message.pooled))
 
 
 def _cut(flat: list[int], counts: Iterable[int]) -> list[list[int]]:
@@ -169,13 +174,13 @@ def _score(one: TokenLogprobs) -> pb.Score:
     return pb.Score(token=one.token, logprob=one.logprob, rank=one.rank, top_tokens=tokens, top_logprobs=logprobs)
 
 
-def _scores(told: Mapping[int, pb.Scores]) -> dict[int, list[TokenLogprobs]]:
+def _scores(message: Mapping[int, pb.Scores]) -> dict[int, list[TokenLogprobs]]:
     return {
         span: [
             TokenLogprobs(s.token, s.logprob, s.rank, tuple(zip(s.top_tokens, s.top_logprobs, strict=True)))
             for s in each.scores
         ]
-        for span, each in told.items()
+        for span, each in message.items()
     }
 
 
@@ -194,4 +199,4 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
-"""Keepalive finds a machine that vanished; without it a half-open connection holds its executor for ever."""
+"""Keepalive detects a machine that vanished; without it a half-open connection would hold its executor for ever."""
