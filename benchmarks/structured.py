@@ -80,7 +80,7 @@ def command(model: str, dtype: str, batch: int, new: int, repeat: int, as_json: 
     for turn in track(range(repeat), "rounds", console=Console(stderr=True), transient=True, disable=as_json):
         for ruled in (True, False) if turn % 2 else (False, True):
             asked = [
-                (_request(prompt, i, turn, new, one if ruled else None), compiled[i].constraint() if ruled else FREE)
+                (_request(prompt, i, turn, new, one if ruled else None), compiled[i]() if ruled else FREE)
                 for i, one in enumerate(structures)
             ]
             timed = [(request, Timed(rule, spent) if rule is not FREE else FREE) for request, rule in asked]

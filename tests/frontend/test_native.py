@@ -20,6 +20,7 @@ from quire.errors import (
 )
 from quire.frontend.interface import Backend, Call, Delta, ModelCard, iterate
 from quire.frontend.native import NativeBackend
+from quire.frontend.observer import ObserverGroup
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import BACKGROUND, FinishedRequest, RequestStepOutput, SamplingParams
@@ -61,7 +62,9 @@ class Watching:
 
 
 async def start_backend(port: FakePort, observer: Watching | None = None, **rest: Any) -> NativeBackend:
-    made = NativeBackend(engine=port, tokenizer=TOKENIZER, card=CARD, observer=observer, **rest)
+    made = NativeBackend(
+        engine=port, tokenizer=TOKENIZER, card=CARD, observer=ObserverGroup() if observer is None else observer, **rest
+    )
     await made.start()
     return made
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.engine.timing import RestartBackoff
 from quire.errors import InvalidConfig, Unavailable
 from quire.frontend.http_client import Origin
 from quire.frontend.observer import ObserverGroup
@@ -78,7 +79,7 @@ async def test_it_is_restarted_when_it_dies_and_ends_when_closed(fake: Path, tmp
     port = free_port()
     kept = tmp_path / "log"
     server = PrivateServer(
-        [sys.executable, str(fake), "--port", str(port)], {"VLLM_API_KEY": "k"}, kept, restart_delay=0.05
+        [sys.executable, str(fake), "--port", str(port)], {"VLLM_API_KEY": "k"}, kept, backoff=RestartBackoff(0.05)
     )
     backend = behind(server, port)
     await backend.start()

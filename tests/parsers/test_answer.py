@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.parsers.parts import Splitter, TextPart, joined
-from quire.parsers.reasoning import AnswerSplitter, ReasoningCounter, Thinking, parser_of, thinks_first
+from quire.parsers.reasoning import AnswerSplitter, ReasoningCounter, Thinking, parser_of, thoughts_ahead
 from quire.parsers.tools.reader import Reader, python_calls
 from quire.parsers.tools.styles import STYLES, ToolStyle, calls_text, describe_tools, style_of
 
@@ -286,14 +286,13 @@ def test_no_thoughts_no_tokens() -> None:
 
 
 def test_a_prompt_shows_whether_the_answer_begins_with_thoughts() -> None:
-    assert thinks_first("qwen3", "<|assistant|><think>\n")
-    assert not thinks_first("qwen3", "<|assistant|>")
-    assert not thinks_first("deepseek_r1", "<|assistant|><think>\n\n</think>\n\n")
-    assert thinks_first("deepseek_r1", "what does <think> mean? <|assistant|>")
-    assert not thinks_first("none", "<think>")
-    assert thinks_first("qwen3", "x", begun="<think>I was") and not thinks_first(
-        "qwen3", "x", begun="<think>a</think>b"
-    )
+    assert thoughts_ahead("qwen3", "<|assistant|><think>\n") == "open"
+    assert thoughts_ahead("qwen3", "<|assistant|>") == "possible"
+    assert thoughts_ahead("deepseek_r1", "<|assistant|><think>\n\n</think>\n\n") == "none"
+    assert thoughts_ahead("deepseek_r1", "what does <think> mean? <|assistant|>") == "open"
+    assert thoughts_ahead("none", "<think>") == "none"
+    assert thoughts_ahead("qwen3", "x", begun="<think>I was") == "open"
+    assert thoughts_ahead("qwen3", "x", begun="<think>a</think>b") == "none"
 
 
 @pytest.mark.parametrize(
@@ -307,7 +306,7 @@ def test_a_prompt_shows_whether_the_answer_begins_with_thoughts() -> None:
 )
 def test_a_continued_answer_thinks_on_if_the_last_mark_in_it_opens_thoughts(begun: str, thinks: bool) -> None:
     for parser in ("qwen3", "deepseek_r1"):
-        assert thinks_first(parser, "x", begun=begun) is thinks
+        assert (thoughts_ahead(parser, "x", begun=begun) == "open") is thinks
 
 
 def test_a_template_shows_its_style() -> None:

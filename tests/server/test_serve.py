@@ -205,7 +205,7 @@ async def test_an_engine_that_cannot_start_is_closed_and_reported() -> None:
             raise InvalidConfig("no such device")
 
     async with served() as server:
-        server.backend._engine = port = Broken()
+        server.backend.engine = port = Broken()
         with pytest.raises(InvalidConfig, match="no such device"):
             await serve(server.app, server.backend, listen("127.0.0.1", 0))
         assert port.closed

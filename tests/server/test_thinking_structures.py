@@ -69,7 +69,7 @@ TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"type":
 @cache
 def allows(structure: StructuredOutputsParams, text: str) -> bool:
     """Whether the masks let `text` be the whole answer."""
-    follow = LlguidanceCompiler(lambda: TOKENIZER)(structure).constraint()
+    follow = LlguidanceCompiler(lambda: TOKENIZER)(structure)()
     output: list[int] = []
     for token in says(text):
         [mask] = follow.masks(output, [])

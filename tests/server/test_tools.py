@@ -129,7 +129,7 @@ FORCED = [
 def allows(params: SamplingParams, text: str) -> bool:
     """Whether the grammar lets `text` be the whole answer."""
     assert params.structured_outputs is not None
-    follow = LlguidanceCompiler(lambda: TOKENIZER)(params.structured_outputs).constraint()
+    follow = LlguidanceCompiler(lambda: TOKENIZER)(params.structured_outputs)()
     output: list[int] = []
     for token in says(text):
         [mask] = follow.masks(output, [])

@@ -5,26 +5,16 @@ from __future__ import annotations
 import contextlib
 import select
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
 from quire.errors import InvalidModel, InvalidRequest
-from quire.scheduler.constraint import FREE, PENDING, Constraint
+from quire.scheduler.constraint import FREE, PENDING
 from quire.scheduler.plan import Mask
-from quire.structured_output.compiler import GrammarCompiler
+from quire.structured_output.compiler import CompiledGrammar, CompileFunction, GrammarCompiler
 from quire.types import Request, SamplingParams, StructuredOutputsParams
-
-
-class Made:
-    """A compiled grammar that remembers its source."""
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-
-    def constraint(self) -> Constraint:
-        return Named(self.source)
 
 
 class Named:
@@ -49,7 +39,7 @@ class Bench:
         self.gates[source] = threading.Event()
         return self.gates[source]
 
-    def __call__(self, structure: StructuredOutputsParams) -> Made:
+    def __call__(self, structure: StructuredOutputsParams) -> CompiledGrammar:
         source = structure.regex or ""
         if source in self.gates:
             assert self.gates[source].wait(200)
@@ -58,7 +48,7 @@ class Bench:
             raise InvalidRequest(f"{structure.param}: {source} is bad", param=structure.param)
         if source.startswith("odd"):
             raise {"odd": ZeroDivisionError("secret"), "odd model": InvalidModel("no end")}[source]
-        return Made(source)
+        return lambda: Named(source)
 
 
 def ask(id: str, regex: str, param: str = "structured_outputs") -> Request:
@@ -67,7 +57,7 @@ def ask(id: str, regex: str, param: str = "structured_outputs") -> Request:
 
 
 @contextmanager
-def grammar_compiler(bench: Callable[[StructuredOutputsParams], Made], **rest: object) -> Iterator[GrammarCompiler]:
+def grammar_compiler(bench: CompileFunction, **rest: object) -> Iterator[GrammarCompiler]:
     shop = GrammarCompiler(bench, **rest)  # type: ignore[arg-type]
     try:
         yield shop

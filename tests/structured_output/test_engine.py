@@ -76,7 +76,7 @@ def by_hand(request: Request) -> Callable[[Sequence[int]], Mask] | None:
     if structure is None:
         return None
     compiled = compiler()(structure)
-    return lambda output: compiled.constraint().masks(output, ())[0]
+    return lambda output: compiled().masks(output, ())[0]
 
 
 REQUESTS = workload()
@@ -162,7 +162,7 @@ class CoreUnderTest:
                 request = pending.pop(rng.randrange(len(pending)))
                 structure = request.sampling.structured_outputs
                 assert structure is not None and request.id not in made
-                self.engine.set_constraint(request.id, compiler()(structure).constraint())
+                self.engine.set_constraint(request.id, compiler()(structure)())
             for event in self.engine.step():
                 made.setdefault(event.id, []).extend(event.tokens)
                 if event.finish:
@@ -253,7 +253,7 @@ def test_a_request_that_waits_for_a_grammar_delays_no_other_and_says_why() -> No
     assert {e.id for e in run(core)} == {"free"}
     assert core.has_pending_work and not core.can_step and core.metrics_snapshot()["waiting_requests"] == 1
     assert all(("waits", "late", "grammar", 0) in record.decisions for record in seen)
-    core.set_constraint("late", compiler()(STRUCTURES[0]).constraint())
+    core.set_constraint("late", compiler()(STRUCTURES[0])())
     assert {e.id for e in run(core)} == {"late"}
     assert not core.has_pending_work
 
@@ -270,7 +270,7 @@ def test_a_request_may_end_before_its_grammar_is_made() -> None:
     assert events["gone"].param is None
     assert not core.has_pending_work and not core.scheduler.waiting.awaiting_grammar(), "none is waited for"
     for id in events:
-        core.set_constraint(id, compiler()(STRUCTURES[0]).constraint())
+        core.set_constraint(id, compiler()(STRUCTURES[0])())
     assert not core.has_pending_work and not core.can_step
 
 
@@ -279,10 +279,10 @@ def test_the_choices_of_n_wait_each_for_its_own_constraint() -> None:
     compiled = compiler()(STRUCTURES[0])
     for choice in range(3):
         core.add(ask(f"c{choice}", choice=choice), PENDING)
-    core.set_constraint("c2", compiled.constraint())
+    core.set_constraint("c2", compiled())
     assert {e.id for e in run(core) if e.finish} == {"c2"}
-    core.set_constraint("c0", compiled.constraint())
-    core.set_constraint("c1", compiled.constraint())
+    core.set_constraint("c0", compiled())
+    core.set_constraint("c1", compiled())
     assert {e.id for e in run(core) if e.finish} == {"c0", "c1"}
 
 
@@ -307,6 +307,6 @@ def test_fields_that_exclude_each_other_are_the_requests_fault(
 ) -> None:
     core = engine()
     request = ask("a", structure, sampling=sampling)
-    core.add(request, FREE if structure is None else compiler()(structure).constraint())
+    core.add(request, FREE if structure is None else compiler()(structure)())
     [event] = run(core)
     assert event.finish == "error" and event.param == param and "exclude each other" in (event.error or "")

@@ -21,7 +21,7 @@ from tests.tokenization.vocabulary import byte_level, sentencepiece, wordpiece
 
 def obeys(text: str, **structure: Any) -> bool:
     """Whether `text`, token by token and then the end, is allowed."""
-    matcher = compiler()(StructuredOutputsParams(**structure)).constraint()
+    matcher = compiler()(StructuredOutputsParams(**structure))()
     tokens = [*tokens_of(text), END]
     return all(token in allowed(matcher.masks(tokens[:i], ())[0]) for i, token in enumerate(tokens))
 
@@ -115,7 +115,7 @@ BY_BYTES = (byte_level(), sentencepiece(), sentencepiece(strip=False))
 def test_tokenizers_of_every_kind_are_spelled_to_the_byte(core: tokenizers.Tokenizer, text: str) -> None:
     end = "</s>" if core.token_to_id("</s>") else "<|end|>"
     own = Tokenizer(core, {"eos_token": end})
-    matcher = LlguidanceCompiler(lambda: own)(StructuredOutputsParams(choice=(text,))).constraint()
+    matcher = LlguidanceCompiler(lambda: own)(StructuredOutputsParams(choice=(text,)))()
     tokens, said = list[int](), b""
     while True:
         mask = matcher.masks(tokens, ())[0] or b""
@@ -139,7 +139,7 @@ def test_a_tokenizer_that_cannot_be_used_is_named_as_the_reason(own: Tokenizer, 
 def test_a_choice_may_have_as_many_texts_as_there_is_room_for() -> None:
     """One of them the beginning of others."""
     texts = [f"c{i}" for i in range(9000)]
-    matcher = compiler()(StructuredOutputsParams(choice=tuple(texts))).constraint()
+    matcher = compiler()(StructuredOutputsParams(choice=tuple(texts)))()
     for text in ("c0", "c7", "c4321", "c8999"):
         tokens = tokens_of(text)
         assert all(tokens[i] in allowed(matcher.masks(tokens[:i], ())[0]) for i in range(len(tokens)))
@@ -167,7 +167,7 @@ def test_a_grammar_that_ends_in_the_middle_of_an_answer_says_why() -> None:
     """Too wide where no compiler looks: the answer ends with that, not with what other fields could have excluded."""
     late = {"type": "object", "properties": {"a": {"const": "a" * 30}, "b": alternatives(1200)}, "required": ["a", "b"]}
     structure = StructuredOutputsParams(json=late, param="response_format")
-    matcher = compiler()(structure).constraint()
+    matcher = compiler()(structure)()
     begun, over = tokens_of('{"a": "' + "a" * 30), tokens_of('{"a": "' + "a" * 30 + '", "b": {')
     assert allowed(matcher.masks(begun, ())[0]) and matcher.why() == ""
     assert not allowed(matcher.masks(over, ())[0])
@@ -175,5 +175,5 @@ def test_a_grammar_that_ends_in_the_middle_of_an_answer_says_why() -> None:
     failed = Sequence(request, 0, [1], 10, matcher).error_output(NO_TOKEN_ALLOWED)
     assert (failed.status, failed.param) == (400, "response_format")
     assert "it has 1201 ways to go on in one place" in str(failed.error) and "bad_words" not in str(failed.error)
-    plain = Sequence(request, 0, [1], 10, compiler()(StructuredOutputsParams(regex="a")).constraint())
+    plain = Sequence(request, 0, [1], 10, compiler()(StructuredOutputsParams(regex="a"))())
     assert plain.error_output(NO_TOKEN_ALLOWED).error == NO_TOKEN_ALLOWED

@@ -24,7 +24,7 @@ STRUCTURES = (
 
 
 def fresh(structure: StructuredOutputsParams) -> Matcher:
-    return compiler()(structure).constraint()
+    return compiler()(structure)()
 
 
 def one_by_one(structure: StructuredOutputsParams, output: Sequence[int], drafts: Sequence[int]) -> list[Mask]:
@@ -117,4 +117,4 @@ def test_masks_that_take_too_long_end_the_answer_and_no_other(tick: float, fails
     slow = Matcher(one._first.deep_copy(), frozenset({END}), TimeBudget(clock=clock))
     said = [slow.masks(tokens_of("a" * n), ()) for n in range(8)]
     assert (said[-1] == [EMPTY_MASK]) is fails
-    assert one.constraint().masks((), ()) != [EMPTY_MASK]
+    assert one().masks((), ()) != [EMPTY_MASK]

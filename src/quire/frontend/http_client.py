@@ -91,16 +91,14 @@ class Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self.lost = False
         self.exchanges = 0
-        self.status = 0
-        self.headers: Headers = []
         self._transport: asyncio.Transport | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()
         self._parser = httptools.HttpResponseParser(self)
         self._until = math.inf
         self._begin()
 
     def _begin(self) -> None:
-        self.headers = []
+        self.headers: Headers = []
         self.status = 0
         self.until_closed = False
         self._parts: list[bytes] = []
@@ -120,14 +118,14 @@ class Connection(asyncio.Protocol):
     async def headed(self) -> None:
         """Wait for status and header fields. Raises ConnectionLost."""
         while not self._headed:
-            await self._news()
+            await self._wait()
 
     async def read(self) -> bytes:
         """The next part of the body, b"" at its end. Raises ConnectionLost, after the parts before the failure."""
         while not self._parts:
             if self._done:
                 return b""
-            await self._news()
+            await self._wait()
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts.clear()
         self._size = 0
@@ -169,20 +167,13 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    async def _news(self) -> None:
+    async def _wait(self) -> None:
         if self._broken is not None:
             raise self._broken
         if self.lost:
             raise ConnectionLost("the connection is closed", retryable=not self._received)
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._news.clear()
+        await self._news.wait()
 
     # ---------------------------------------------------------------- called by the event loop
 
@@ -204,7 +195,7 @@ class Connection(asyncio.Protocol):
         if self._size > _HIGH and not self._paused and self._transport is not None and not self.lost:
             self._paused = True
             self._transport.pause_reading()
-        self._wake()
+        self._news.set()
 
     def connection_lost(self, error: Exception | None) -> None:
         """See asyncio.Protocol."""
@@ -215,7 +206,7 @@ class Connection(asyncio.Protocol):
             else:
                 when = "in the middle of its answer" if self._received else "without an answer"
                 self._broken = ConnectionLost(f"it closed the connection {when}", retryable=not self._received)
-        self._wake()
+        self._news.set()
 
     def _break(self, why: str, code: str) -> None:
         if self._broken is None:

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from quire import errors
@@ -24,20 +24,11 @@ from quire.tokenization.tokenizer import Tokenizer
 from quire.types import BACKGROUND, FinishedRequest, FinishReason, RequestStepOutput
 
 
-def _random_seed() -> int:
-    return secrets.randbits(63)
-
-
 def _initial_stats(about: Description) -> dict[str, Any]:
     """`/stats` before the engine's first step."""
     counts = ("waiting_requests", "active_requests", "completed_requests", "generated_tokens", "decode_steps")
-    cache = {
-        "page_size": about.block_size,
-        "max_pages": about.num_blocks,
-        "used_pages": 0,
-        "free_pages": about.num_blocks,
-    }
-    cache |= dict.fromkeys(("active_sequences", "pressure_events", "evictions"), 0)
+    cache = {"page_size": about.block_size, "max_pages": about.num_blocks, "used_pages": 0}
+    cache |= {"free_pages": about.num_blocks, "active_sequences": 0, "pressure_events": 0, "evictions": 0}
     return {
         **dict.fromkeys(counts, 0),
         "average_batch_size": 0.0,
@@ -46,6 +37,7 @@ def _initial_stats(about: Description) -> dict[str, Any]:
     }
 
 
+@dataclass(kw_only=True, eq=False)
 class NativeBackend:
     """A Backend of one engine.
 
@@ -54,52 +46,39 @@ class NativeBackend:
     call. clock: in seconds, also the engine's.
     """
 
-    def __init__(
-        self,
-        *,
-        engine: EngineClient,
-        tokenizer: Tokenizer,
-        card: ModelCard,
-        chat: ChatTemplate | None = None,
-        observer: FrontendObserver | None = None,
-        max_queued: int = 2048,
-        max_unread: int = 1 << 15,
-        clock: Callable[[], float] = time.monotonic,
-        seeds: Callable[[], int] = _random_seed,
-    ) -> None:
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._card = card
-        self._chat = chat
-        self._observer: FrontendObserver = ObserverGroup() if observer is None else observer
-        self._max_queued = max_queued
-        self._max_unread = max_unread
-        self._clock = clock
-        self._seeds = seeds
-        self._active: dict[str, tuple[ActiveRequest, OutputProcessor]] = {}
-        self._num_background = 0
-        """The number of those with background priority."""
-        self._requests: set[ActiveRequest] = set()
-        self._drain_rate = DrainRate()
-        self._stats: dict[str, Any] = {}
-        self._draining = False
-        self._empty = asyncio.Event()
+    engine: EngineClient
+    tokenizer: Tokenizer
+    card: ModelCard
+    chat: ChatTemplate | None = None
+    observer: FrontendObserver = field(default_factory=ObserverGroup)
+    max_queued: int = 2048
+    max_unread: int = 1 << 15
+    clock: Callable[[], float] = time.monotonic
+    seeds: Callable[[], int] = lambda: secrets.randbits(63)
+    _active: dict[str, tuple[ActiveRequest, OutputProcessor]] = field(default_factory=dict)
+    _num_background: int = 0
+    """The number of those with background priority."""
+    _requests: set[ActiveRequest] = field(default_factory=set)
+    _drain_rate: DrainRate = field(default_factory=DrainRate)
+    _stats: dict[str, Any] = field(default_factory=dict)
+    _draining: bool = False
+    _empty: asyncio.Event = field(default_factory=asyncio.Event)
 
     # ---------------------------------------------------------------- life cycle
 
     async def start(self) -> None:
         """See Service."""
-        self._engine.subscribe(self._on_tokens, self._on_death)
-        about = await self._engine.start()
-        limit = min(self._card.max_model_len, about.max_model_len, about.num_blocks * about.block_size)
-        self._card = replace(self._card, max_model_len=limit, vocab_size=about.vocab_size, pools=about.supports_pooling)
+        self.engine.subscribe(self._on_tokens, self._on_death)
+        about = await self.engine.start()
+        limit = min(self.card.max_model_len, about.max_model_len, about.num_blocks * about.block_size)
+        self.card = replace(self.card, max_model_len=limit, vocab_size=about.vocab_size, pools=about.supports_pooling)
         self._stats = _initial_stats(about)
 
     async def close(self) -> None:
         """See Service."""
         self._draining = True
         self._end_all("abort")
-        await self._engine.close()
+        await self.engine.close()
 
     async def drain(self, timeout: float) -> None:
         """See Service."""
@@ -113,63 +92,63 @@ class NativeBackend:
 
     def alive(self) -> bool:
         """See Service."""
-        return self._engine.alive()
+        return self.engine.alive()
 
     def ready(self) -> bool:
         """See Service."""
-        return self._engine.ready() and not self._draining
+        return self.engine.ready() and not self._draining
 
     # ---------------------------------------------------------------- text
 
     def model(self) -> ModelCard:
         """See Backend."""
-        return self._card
+        return self.card
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """See Backend."""
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, tokens: tuple[int, ...], *, skip_special_tokens: bool = False) -> str:
         """See Backend."""
-        return self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+        return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token: int) -> tuple[str, bytes]:
         """See Backend."""
-        return self._tokenizer.token_text(token)
+        return self.tokenizer.token_text(token)
 
     def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """See Backend."""
-        if self._chat is None:
+        if self.chat is None:
             raise InvalidRequest(
-                f"{self._card.id} has no chat template: use /v1/completions, or start the server with --chat-template",
+                f"{self.card.id} has no chat template: use /v1/completions, or start the server with --chat-template",
                 param="messages",
                 code="no_chat_template",
             )
-        return self._chat.render(messages, **options)
+        return self.chat.render(messages, **options)
 
     # ---------------------------------------------------------------- calls
 
     def answer(self, call: Call) -> ActiveRequest:
         """See Backend."""
-        now = self._clock()
+        now = self.clock()
         self._check_ready()
         asked = requests(
             call,
-            tokenizer=self._tokenizer,
-            limit=self._card.max_model_len,
-            seed=self._seeds(),
+            tokenizer=self.tokenizer,
+            limit=self.card.max_model_len,
+            seed=self.seeds(),
             deadline=now + call.timeout,
         )
-        if len(asked) > self._max_queued:
+        if len(asked) > self.max_queued:
             raise InvalidRequest(
-                f"n ({len(asked)}) is more than may wait in this server's queue ({self._max_queued})", param="n"
+                f"n ({len(asked)}) is more than may wait in this server's queue ({self.max_queued})", param="n"
             )
         self.admit(len(asked))
-        self._engine.submit(asked)
+        self.engine.submit(asked)
         live = ActiveRequest(call, now, asked[0].max_new_tokens, self._on_reader_closed)
         stops = StopStrings(call.sampling.stop)
         for request in asked:
-            live.processors[request.id] = made = output_processor(request, self._tokenizer, stops)
+            live.processors[request.id] = made = output_processor(request, self.tokenizer, stops)
             self._active[request.id] = live, made
         self._num_background += len(asked) * (call.priority >= BACKGROUND)
         self._requests.add(live)
@@ -180,21 +159,21 @@ class NativeBackend:
     def _check_ready(self) -> None:
         """Raises Unavailable while there is no engine, and when the server is shutting down."""
         if not self.ready():
-            self._observer.on_refused("draining" if self._draining else "unavailable")
+            self.observer.on_refused("draining" if self._draining else "unavailable")
             raise Unavailable("the server is shutting down" if self._draining else "the engine is not ready")
 
     def admit(self, more: int, coming: int = 0) -> None:
         """See Backend."""
         self._check_ready()
-        waiting = len(self._active) + coming - self._engine.snapshot().get("active_requests", 0)
+        waiting = len(self._active) + coming - self.engine.snapshot().get("active_requests", 0)
         # Background requests delay no others.
-        if waiting + more > self._max_queued:
+        if waiting + more > self.max_queued:
             waiting = max(0, waiting - self._num_background)
-        if waiting + more > self._max_queued:
-            self._observer.on_refused("max_num_queued_reqs")
+        if waiting + more > self.max_queued:
+            self.observer.on_refused("max_num_queued_reqs")
             raise Overloaded(
-                f"{waiting} answers wait and {more} more are asked for, but at most {self._max_queued} may wait",
-                retry_after=self._drain_rate.wait(waiting, self._clock()),
+                f"{waiting} answers wait and {more} more are asked for, but at most {self.max_queued} may wait",
+                retry_after=self._drain_rate.wait(waiting, self.clock()),
             )
 
     def _remove(self, id: str) -> None:
@@ -205,8 +184,8 @@ class NativeBackend:
 
     def _on_tokens(self, batch: Sequence[RequestStepOutput]) -> None:
         """One step of the engine: each answer gets its delta, and each reader is called once."""
-        now = self._clock()
-        observer = self._observer
+        now = self.clock()
+        observer = self.observer
         over: defaultdict[FinishReason, list[str]] = defaultdict(list)
         gaps: defaultdict[tuple[float, int], int] = defaultdict(int)
         woken: list[ActiveRequest] = []
@@ -244,14 +223,14 @@ class NativeBackend:
                 self._finish(live, one, delta, now)
             else:
                 live.deltas.append(delta)
-                if len(live.deltas) > self._max_unread:
+                if len(live.deltas) > self.max_unread:
                     unread.append(live)
         for (last, made), answers in gaps.items():
             observer.on_gap(now - last, made, answers)
         for live in unread:
             self._end(live, "abort")
         for why, ids in over.items():
-            self._engine.abort(ids, why)
+            self.engine.abort(ids, why)
         for live in woken:
             live.on_ready()
 
@@ -263,7 +242,7 @@ class NativeBackend:
         live.num_tokens += answer.count
         self._drain_rate.record(now)
         if answer.num_surplus:
-            self._observer.on_surplus(answer.num_surplus)
+            self.observer.on_surplus(answer.num_surplus)
         self._report_end(live, answer, reason, now)
         if reason == "error":
             why = delta.error or "the engine could not run this request"
@@ -275,7 +254,7 @@ class NativeBackend:
             live.error = DeadlineExceeded(f"nothing was made within {live.call.timeout:g} s", param="timeout")
 
     def _report_end(self, live: ActiveRequest, answer: OutputProcessor, reason: str, now: float) -> None:
-        self._observer.on_end(
+        self.observer.on_end(
             FinishedRequest(
                 live.call.id,
                 answer.index,
@@ -294,27 +273,31 @@ class NativeBackend:
 
     def _on_death(self, reason: str) -> None:
         """The engine ended, and all its requests with it."""
-        now = self._clock()
         for live in self._requests:
-            if not live.processors:
-                continue
-            for answer in live.processors.values():
-                self._remove(answer.id)
-                self._report_end(live, answer, "error", now)
-            live.processors.clear()
-            live.error = Interrupted(f"the engine stopped while this request was running: {reason}")
-            live.on_ready()
+            if self._drop(live, "error"):
+                live.error = Interrupted(f"the engine stopped while this request was running: {reason}")
+                live.on_ready()
 
     # ---------------------------------------------------------------- aborts
 
     def _end(self, live: ActiveRequest, reason: FinishReason) -> None:
         """End every answer of a call that has not ended."""
-        now = self._clock()
+        now = self.clock()
         over = list(live.processors.values())
         for answer in over:
             self._finish(live, answer, answer.end(reason), now)
         live.on_ready()
-        self._engine.abort([answer.id for answer in over], reason)
+        self.engine.abort([answer.id for answer in over], reason)
+
+    def _drop(self, live: ActiveRequest, reason: FinishReason) -> list[str]:
+        """Forget the answers of a call that have not ended. Returns their ids."""
+        now = self.clock()
+        ids = list(live.processors)
+        for answer in live.processors.values():
+            self._remove(answer.id)
+            self._report_end(live, answer, reason, now)
+        live.processors.clear()
+        return ids
 
     def _end_all(self, reason: FinishReason) -> None:
         for live in list(self._requests):
@@ -325,14 +308,8 @@ class NativeBackend:
         """The reader closed the stream: finished, failed, or disconnected. Blocks are free within a step."""
         if live.timer is not None:
             live.timer.cancel()
-        if live.processors:
-            now = self._clock()
-            ids = list(live.processors)
-            for answer in live.processors.values():
-                self._remove(answer.id)
-                self._report_end(live, answer, "abort", now)
-            live.processors.clear()
-            self._engine.abort(ids)
+        if ids := self._drop(live, "abort"):
+            self.engine.abort(ids)
         self._requests.discard(live)
         if not self._requests:
             self._empty.set()
@@ -341,7 +318,7 @@ class NativeBackend:
 
     def stats(self) -> dict[str, Any]:
         """See Service."""
-        return {"running": self._engine.ready(), "model": self._card.id, **self._stats, **self._engine.snapshot()}
+        return {"running": self.engine.ready(), "model": self.card.id, **self._stats, **self.engine.snapshot()}
 
     def load(self) -> int:
         """See Service."""
@@ -349,8 +326,8 @@ class NativeBackend:
 
     def reset_prefix_cache(self) -> None:
         """See Backend."""
-        self._engine.reset_prefix_cache()
+        self.engine.reset_prefix_cache()
 
     def metrics(self) -> bytes:
         """See Service."""
-        return self._engine.prometheus() + self._observer.text()
+        return self.engine.prometheus() + self.observer.text()

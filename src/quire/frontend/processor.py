@@ -8,7 +8,7 @@ import logging
 import math
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -44,7 +44,8 @@ def requests(call: Call, *, tokenizer: Tokenizer, limit: int, seed: int, deadlin
     eos = frozenset() if sampling.ignore_eos else tokenizer.eos
     salt = hashed_salt(call.cache_salt, call.trace_context.tenant)
     ids = [f"{call.id}-{choice}" for choice in range(sampling.n)]
-    others = sampling_for_choice(sampling, 1)
+    # Log-probabilities of the prompt are computed for the first answer only.
+    others = sampling if sampling.prompt_logprobs is None else replace(sampling, prompt_logprobs=None)
     stop = eos.union(sampling.stop_token_ids)
     return [
         Request(
@@ -73,8 +74,9 @@ def output_processor(request: Request, tokenizer: Tokenizer, stops: StopStrings)
         request.choice,
         sampling,
         detokenizer=text if sampling.detokenize else NoText(),
-        finder=StopFinder(stops, include=sampling.include_stop_str_in_output),
-        eos=tokenizer.eos,
+        finder=StopFinder(stops, include=sampling.include_stop_str_in_output) if sampling.stop else None,
+        eos=frozenset() if sampling.ignore_eos else tokenizer.eos,
+        prompt_logprobs=None if sampling.prompt_logprobs is None else (None,),
     )
 
 
@@ -136,64 +138,36 @@ _Read = tuple[str, int, str | None]
 """Text, its number of tokens, and the stop string that ended it, if any."""
 
 
+@dataclass(slots=True, eq=False)
 class OutputProcessor:
     """Turns the tokens of one answer into text: detokenizes, finds stop strings and decides finish_reason.
 
-    id: of the engine's request. eos: the model's end-of-text ids, which are no stop_reason. count: tokens in usage.
+    id: of the engine's request. finder: None where there are no stop strings. eos: the end-of-text ids, which are no
+    stop_reason. prompt_logprobs: those that have not been sent; None if they are not requested. count: tokens in usage.
     num_surplus: tokens that the engine generated after a stop string. detokenize_seconds: time spent here.
     """
 
-    __slots__ = (
-        "_detokenizer",
-        "_eos",
-        "_finder",
-        "_include",
-        "_logprobs",
-        "_min",
-        "_prompt",
-        "_searching",
-        "_tokens",
-        "cached",
-        "count",
-        "detokenize_seconds",
-        "first",
-        "id",
-        "index",
-        "last",
-        "num_surplus",
-    )
-
-    def __init__(
-        self,
-        id: str,
-        index: int,
-        sampling: SamplingParams,
-        *,
-        detokenizer: Detokenizer,
-        finder: StopFinder,
-        eos: frozenset[int],
-    ) -> None:
-        self.id = id
-        self.index = index
-        self.count = self.num_surplus = self.cached = 0
-        self.first: float | None = None
-        self.last: float | None = None
-        self.detokenize_seconds = 0.0
-        self._detokenizer = detokenizer
-        self._finder = finder
-        self._include = sampling.include_stop_str_in_output
-        self._min = sampling.min_tokens
-        self._searching = bool(sampling.stop)
-        self._eos = frozenset() if sampling.ignore_eos else eos
-        self._tokens: tuple[int, ...] = ()
-        self._logprobs: tuple[TokenLogprobs, ...] = ()
-        self._prompt: tuple[TokenLogprobs | None, ...] | None = None if sampling.prompt_logprobs is None else (None,)
+    id: str
+    index: int
+    sampling: SamplingParams
+    detokenizer: Detokenizer
+    finder: StopFinder | None
+    eos: frozenset[int]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
+    count: int = 0
+    num_surplus: int = 0
+    cached: int = 0
+    first: float | None = None
+    last: float | None = None
+    detokenize_seconds: float = 0.0
+    _tokens: tuple[int, ...] = ()
+    _logprobs: tuple[TokenLogprobs, ...] = ()
 
     def process(self, event: RequestStepOutput) -> Delta | None:
         """The delta after one step of the engine; None while all text is held back."""
         _, tokens, finish, _, logprobs, prompt, cached = event[:7]
-        if prompt and self._prompt is not None:
-            self._prompt += prompt
+        if prompt and self.prompt_logprobs is not None:
+            self.prompt_logprobs += prompt
         if cached:
             self.cached = cached
         if finish is not None:
@@ -203,7 +177,7 @@ class OutputProcessor:
         if stop is not None:
             return self._delta(text, finish="stop", reason=stop)
         # Log-probabilities of the prompt are sent with the first tokens, even where those have no text yet.
-        return self._delta(text) if text or (tokens and self._prompt is not None) else None
+        return self._delta(text) if text or (tokens and self.prompt_logprobs is not None) else None
 
     def _last(self, event: RequestStepOutput, finish: str) -> Delta:
         """The delta where the engine ended the answer, unless a stop string is found before."""
@@ -211,34 +185,35 @@ class OutputProcessor:
             return self._delta("", finish="error", error=event.error)._replace(param=event.param, status=event.status)
         tokens = event.tokens
         stopped = finish == "stop"
-        hidden = stopped and event.stop_token is not None and not self._include
+        hidden = stopped and event.stop_token is not None and not self.sampling.include_stop_str_in_output
         text, used, stop = self._read(tokens[:-1] if hidden else tokens)
         self._count(tokens, event.logprobs, len(tokens) if stop is None else used)
         if stop is not None:
             return self._delta(text, finish="stop", reason=stop)
-        named = stopped and event.stop_token not in self._eos
+        named = stopped and event.stop_token not in self.eos
         last = self.end(finish, text, reason=event.stop_token if named else None)
         return last._replace(pooled=event.pooled) if event.pooled else last
 
     def end(self, finish: str, text: str = "", *, reason: int | str | None = None) -> Delta:
         """The last delta, with all text that was held back, up to a stop string."""
-        rest = self._detokenizer.flush()
-        if self._searching and rest:
-            found = self._finder.feed(rest)
+        rest = self.detokenizer.flush()
+        if self.finder is not None:
+            found = self.finder.feed(rest)
             if found.stop is not None:
                 return self._delta(text + found.text, finish="stop", reason=found.stop)
-            rest = found.text
-        return self._delta(text + rest + self._finder.flush(), finish=finish, reason=reason)
+            rest = found.text + self.finder.flush()
+        return self._delta(text + rest, finish=finish, reason=reason)
 
     def _read(self, tokens: tuple[int, ...]) -> _Read:
-        feed = self._detokenizer.feed
-        if not self._searching:
+        feed = self.detokenizer.feed
+        finder = self.finder
+        if finder is None:
             return feed(tokens), len(tokens), None
         texts = []
         for used, token in enumerate(tokens, 1):
             text = feed((token,))
-            if self.count + used > self._min:
-                text, stop = self._finder.feed(text)
+            if self.count + used > self.sampling.min_tokens:
+                text, stop = finder.feed(text)
                 if stop is not None:
                     texts.append(text)
                     return "".join(texts), used, stop
@@ -256,10 +231,12 @@ class OutputProcessor:
         self, text: str, *, finish: str | None = None, reason: int | str | None = None, error: str | None = None
     ) -> Delta:
         """A delta with the tokens since the previous one; log-probabilities of the prompt go with the first."""
-        delta = Delta(self.index, text, self._tokens, self._logprobs, finish, reason, self._prompt, self.cached, error)
+        delta = Delta(
+            self.index, text, self._tokens, self._logprobs, finish, reason, self.prompt_logprobs, self.cached, error
+        )
         self._tokens = ()
         self._logprobs = ()
-        self._prompt = None
+        self.prompt_logprobs = None
         return delta
 
 
@@ -273,44 +250,28 @@ def delta_of_error(answer: OutputProcessor, event: RequestStepOutput) -> Delta |
         return Delta(answer.index, "", finish_reason="error", error=why)
 
 
-def sampling_for_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
-    """The sampling parameters of answer `choice`: log-probabilities of the prompt are computed for the first only."""
-    if choice == 0 or sampling.prompt_logprobs is None:
-        return sampling
-    return replace(sampling, prompt_logprobs=None)
+def _no_reader() -> None:
+    """The callback while there is no reader."""
 
 
+@dataclass(slots=True, eq=False)
 class ActiveRequest:
     """A ResultStream of the deltas of a call.
 
-    processors: of the answers that have not ended, by id. deltas: not yet taken. num_tokens: of answers that ended.
-    error: ends the stream after `deltas`. on_close: called when the reader closes the stream.
+    on_close: called when the reader closes the stream. processors: of the answers that have not ended, by id. deltas:
+    not yet taken. error: ends the stream after `deltas`. num_tokens: of answers that ended.
     """
 
-    __slots__ = (
-        "_on_close",
-        "arrived",
-        "call",
-        "deltas",
-        "error",
-        "max_new",
-        "num_tokens",
-        "on_ready",
-        "processors",
-        "timer",
-    )
-
-    def __init__(self, call: Call, arrived: float, max_new: int, on_close: Callable[[ActiveRequest], None]) -> None:
-        self.call = call
-        self.arrived = arrived
-        self.max_new = max_new
-        self._on_close = on_close
-        self.processors: dict[str, OutputProcessor] = {}
-        self.deltas: list[Delta] = []
-        self.error: QuireError | None = None
-        self.num_tokens = 0
-        self.timer: asyncio.TimerHandle | None = None
-        self.on_ready: Callable[[], None] = _no_reader
+    call: Call
+    arrived: float
+    max_new: int
+    on_close: Callable[[ActiveRequest], None]
+    processors: dict[str, OutputProcessor] = field(default_factory=dict)
+    deltas: list[Delta] = field(default_factory=list)
+    error: QuireError | None = None
+    num_tokens: int = 0
+    timer: asyncio.TimerHandle | None = None
+    on_ready: Callable[[], None] = _no_reader
 
     def subscribe(self, news: Callable[[], None]) -> None:
         """See ResultStream."""
@@ -330,11 +291,7 @@ class ActiveRequest:
         """See ResultStream."""
         # Breaks a reference cycle with the reader, which would wait for the garbage collector.
         self.on_ready = _no_reader
-        self._on_close(self)
-
-
-def _no_reader() -> None:
-    """The callback while there is no reader."""
+        self.on_close(self)
 
 
 def check_embedding(dimensions: int | None, *, pools: bool) -> None:

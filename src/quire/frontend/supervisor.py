@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +28,7 @@ _DIE_WITH_PARENT = 1
 """prctl's PR_SET_PDEATHSIG."""
 
 
+@dataclass(eq=False)
 class PrivateServer:
     """One child process: argv, with `environment` added to this process's; its output is appended to `log_path`.
 
@@ -34,26 +36,17 @@ class PrivateServer:
     that ends before it was ever ready is not restarted, since it would fail again.
     """
 
-    def __init__(
-        self,
-        argv: Sequence[str],
-        environment: Mapping[str, str],
-        log_path: Path,
-        *,
-        name: str = "vllm",
-        restart_delay: float = 0.5,
-    ) -> None:
-        self.argv = list(argv)
-        self.environment = dict(environment)
-        self.log_path = log_path
-        self.name = name
-        self._backoff = RestartBackoff(restart_delay)
-        self.restarts = 0
-        self._process: asyncio.subprocess.Process | None = None
-        self._watching: asyncio.Task[None] | None = None
-        self._on_death: Callable[[str], None] = lambda why: None
-        self._why: str | None = None
-        self._was_ready = False
+    argv: Sequence[str]
+    environment: Mapping[str, str]
+    log_path: Path
+    name: str = "vllm"
+    backoff: RestartBackoff = field(default_factory=partial(RestartBackoff, 0.5))
+    restarts: int = 0
+    _process: asyncio.subprocess.Process | None = None
+    _watching: asyncio.Task[None] | None = None
+    _on_death: Callable[[str], None] = lambda why: None
+    _why: str | None = None
+    _was_ready: bool = False
 
     async def start(self, on_death: Callable[[str], None]) -> None:
         """Start it. on_death: called with the reason each time it ends. Raises InvalidConfig."""
@@ -128,20 +121,20 @@ class PrivateServer:
             if not self._was_ready:
                 self._why = f"{why} before it was ready; its log is {self.log_path}, and ends: {self._last_output()}"
                 return
-            self._backoff.on_death(time.monotonic() - began)
-            log.error("%s; its log is %s; it is started again in %.1f s", why, self.log_path, self._backoff.delay)
+            self.backoff.on_death(time.monotonic() - began)
+            log.error("%s; its log is %s; it is started again in %.1f s", why, self.log_path, self.backoff.delay)
             await self._restart()
 
     async def _restart(self) -> None:
         """Start it after a pause, and after longer ones while that fails."""
         while True:
-            await asyncio.sleep(self._backoff.next_delay())
+            await asyncio.sleep(self.backoff.next_delay())
             self.restarts += 1
             try:
                 await self._spawn()
                 return
             except InvalidConfig as error:
-                log.error("%s; again in %.1f s", error, self._backoff.delay)
+                log.error("%s; again in %.1f s", error, self.backoff.delay)
 
     def last_lines(self, most: int = _LAST_LINES) -> list[str]:
         """The last lines of its log."""

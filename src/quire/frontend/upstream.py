@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -207,6 +208,7 @@ _REASONS: Mapping[str, str] = {"length": "length", "max_tokens": "length", "abor
 """The finish reasons of upstreams other than a stop."""
 
 
+@dataclass(eq=False)
 class UpstreamBackend:
     """A Service that forwards requests unchanged.
 
@@ -216,39 +218,31 @@ class UpstreamBackend:
     server to answer.
     """
 
-    def __init__(
-        self,
-        origins: Sequence[Origin],
-        *,
-        supervisor: PrivateServer | None,
-        observer: FrontendObserver,
-        request_observer: RequestObserver,
-        kind: str,
-        headers: Headers,
-        max_outstanding: int,
-        affinity: bool,
-        start_timeout: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.upstreams = [Upstream(origin, headers) for origin in origins]
-        self.supervisor = supervisor
-        self.observer = observer
-        self.request_observer = request_observer
-        self.kind = kind
-        self.clock = clock
-        self.name = ""
-        self.generated = 0
-        self.keyed = any(name == b"authorization" for name, _ in headers)
-        self._headers = headers
-        self._max_outstanding = max_outstanding
-        self._affinity = affinity
-        self._start_timeout = start_timeout
-        self._completed = self._round_robin = self._under_way = 0
-        self._drain_rate = DrainRate()
-        self._watching: list[asyncio.Task[None]] = []
-        self._open: set[UpstreamResponse] = set()
-        self._draining = False
-        self._empty = asyncio.Event()
+    origins: InitVar[Sequence[Origin]]
+    _: KW_ONLY
+    supervisor: PrivateServer | None
+    observer: FrontendObserver
+    request_observer: RequestObserver
+    kind: str
+    headers: Headers
+    max_outstanding: int
+    affinity: bool
+    start_timeout: float
+    clock: Callable[[], float] = time.monotonic
+    name: str = ""
+    generated: int = 0
+    _completed: int = 0
+    _round_robin: int = 0
+    _under_way: int = 0
+    _drain_rate: DrainRate = field(default_factory=DrainRate)
+    _watching: list[asyncio.Task[None]] = field(default_factory=list)
+    _open: set[UpstreamResponse] = field(default_factory=set)
+    _draining: bool = False
+    _empty: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self, origins: Sequence[Origin]) -> None:
+        self.upstreams = [Upstream(origin, self.headers) for origin in origins]
+        self.keyed = any(name == b"authorization" for name, _ in self.headers)
 
     # ---------------------------------------------------------------- life cycle
 
@@ -265,12 +259,12 @@ class UpstreamBackend:
             waited = self.clock() - began
             if self.supervisor is not None and (why := self.supervisor.failure()) is not None:
                 raise Unavailable(why)
-            if waited > self._start_timeout:
-                raise Unavailable(f"no upstream answered within {self._start_timeout:g} s: {self._why()}")
+            if waited > self.start_timeout:
+                raise Unavailable(f"no upstream answered within {self.start_timeout:g} s: {self._why()}")
             if waited >= next_report:
                 log.info("waiting for an upstream to answer: %s", self._why())
                 next_report += 10.0
-            await asyncio.sleep(min(_START_CHECK_INTERVAL, self._start_timeout))
+            await asyncio.sleep(min(_START_CHECK_INTERVAL, self.start_timeout))
         if self.supervisor is not None:
             self.supervisor.on_ready()
         self.name = await self._model()
@@ -344,7 +338,7 @@ class UpstreamBackend:
         request = _UpstreamRequest(self, info)
         self._under_way += 1
         try:
-            connection, server = await self._exchange(request, method, path, [*headers, *self._headers], body)
+            connection, server = await self._exchange(request, method, path, [*headers, *self.headers], body)
         except BaseException as error:
             request.finish("error" if isinstance(error, Exception) else "abort")
             raise
@@ -384,10 +378,10 @@ class UpstreamBackend:
         if self._draining:
             self.observer.on_refused("draining")
             raise Unavailable("the server is shutting down")
-        if self._under_way >= self._max_outstanding:
+        if self._under_way >= self.max_outstanding:
             self.observer.on_refused("max_num_queued_reqs")
             raise Overloaded(
-                f"{self._under_way} requests are with the upstreams, and at most {self._max_outstanding} may be",
+                f"{self._under_way} requests are with the upstreams, and at most {self.max_outstanding} may be",
                 retry_after=self._drain_rate.wait(self._under_way, self.clock()),
             )
 
@@ -397,7 +391,7 @@ class UpstreamBackend:
         least = min(
             (left[(i + self._round_robin) % len(left)] for i in range(len(left))), key=lambda one: one.outstanding
         )
-        if not self._affinity or len(left) == 1:
+        if not self.affinity or len(left) == 1:
             return least
         # Rendezvous hashing.
         same = max(left, key=lambda one: blake2b(begins + str(one.origin).encode(), digest_size=8).digest())

@@ -152,8 +152,7 @@ class UpstreamResponse:
 
     def _count(self, data: bytes) -> None:
         self._tail = data[-_TAIL:]
-        if not self.id:
-            self._read_fields(data)
+        self._read_fields(data)
         fresh = data.count(b"\n" + _EVENT) + data.startswith(_EVENT)
         if _DONE in self._tail:
             fresh -= 1
@@ -162,14 +161,12 @@ class UpstreamResponse:
                 if line.startswith(_EVENT) and _USAGE.search(line):
                     self._read_usage(line[len(_EVENT) :])
                     fresh -= _NO_CHOICE.search(line) is not None
-        if ended := _ENDS.search(data):
-            self.finish = ended[1].decode()
         if fresh > 0:
             self.num_events += fresh
             self._listener.on_tokens(fresh)
 
     def _read_fields(self, data: bytes) -> None:
-        if found := _ID.search(data[:512]):
+        if not self.id and (found := _ID.search(data[:512])):
             self.id = found[1].decode()
         if ended := _ENDS.search(data):
             self.finish = ended[1].decode()

@@ -15,8 +15,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from quire.errors import InvalidModel
-from quire.layers.basic import Heads, RMSNorm, ScaledEmbedding
+from quire.layers.basic import RMSNorm, ScaledEmbedding
 from quire.layers.builder import ModelBuilder
+from quire.models.llama import build_attention
 from quire.models.spec import FULL, SLIDING, Config, ModelSpec, read_decoder, read_locals, read_rope
 from quire.ops.base import Angles
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
@@ -34,21 +35,7 @@ class Block:
             return build.rms_norm(name, spec.hidden, spec.norm_eps, shift=1.0)
 
         self.before_attention = norm("input_layernorm")
-        self.attention = build.scope("self_attn").attention(
-            spec.hidden,
-            Heads(
-                count=spec.heads,
-                kv=spec.kv_heads,
-                dim=spec.head_dim,
-                scale=spec.scale,
-                window=spec.windows[index],
-                soft_cap=spec.score_cap,
-            ),
-            bias=spec.qkv_bias,
-            out_bias=spec.out_bias,
-            norm_eps=spec.norm_eps if spec.qk_norm else None,
-            norm_shift=1.0,
-        )
+        self.attention = build_attention(spec, build, index, norm_shift=1.0)
         self.after_attention = norm("post_attention_layernorm")
         self.before_mlp = norm("pre_feedforward_layernorm")
         self.mlp = build.scope("mlp").gated_mlp(spec.hidden, spec.mlp, spec.activation)

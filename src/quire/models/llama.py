@@ -23,16 +23,23 @@ MLPFunction = Callable[[Tensor], Tensor]
 """[T, hidden] -> [T, hidden]: an MLP, or experts."""
 
 
-def build_attention(spec: ModelSpec, build: ModelBuilder, index: int) -> Attention:
-    """`self_attn` of layer `index`."""
-    scale = spec.head_dim**-0.5
-    heads = Heads(count=spec.heads, kv=spec.kv_heads, dim=spec.head_dim, scale=scale, window=spec.windows[index])
+def build_attention(spec: ModelSpec, build: ModelBuilder, index: int, *, norm_shift: float = 0.0) -> Attention:
+    """`self_attn` of layer `index`. norm_shift: added to the weights of its norms, if any."""
+    heads = Heads(
+        count=spec.heads,
+        kv=spec.kv_heads,
+        dim=spec.head_dim,
+        scale=spec.scale or spec.head_dim**-0.5,
+        window=spec.windows[index],
+        soft_cap=spec.score_cap,
+    )
     return build.scope("self_attn").attention(
         spec.hidden,
         heads,
         bias=spec.qkv_bias,
         out_bias=spec.out_bias,
         norm_eps=spec.norm_eps if spec.qk_norm else None,
+        norm_shift=norm_shift,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 import torch
@@ -64,10 +63,10 @@ def _classes() -> Iterator[Architecture]:
                     yield cast(Architecture, value)
 
 
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({name: c for c in _classes() for name in c.architectures})
-MODEL_TYPES: Mapping[str, str] = MappingProxyType(
-    {model_type: name for c in ARCHITECTURES.values() for name, model_type in c.architectures.items()}
-)
+ARCHITECTURES: Mapping[str, Architecture] = {name: c for c in _classes() for name in c.architectures}
+MODEL_TYPES: Mapping[str, str] = {
+    model_type: name for c in ARCHITECTURES.values() for name, model_type in c.architectures.items()
+}
 """Architectures by `model_type`, for a config.json that names none."""
 
 

@@ -20,11 +20,6 @@ def parser_of(template: str | None) -> ReasoningParser:
     return "qwen3" if "enable_thinking" in template else "deepseek_r1"
 
 
-def thinks_first(parser: ReasoningParser, prompt: str, begun: str = "") -> bool:
-    """Whether an answer to `prompt` begins inside reasoning, without an opening mark (see `thoughts_ahead`)."""
-    return thoughts_ahead(parser, prompt, begun) == "open"
-
-
 def thoughts_ahead(parser: ReasoningParser, prompt: str, begun: str = "", *, off: bool = False) -> Ahead:
     """Which reasoning may precede an answer to `prompt`.
 

@@ -10,19 +10,13 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from quire.errors import InvalidRequest, QuireError
 from quire.scheduler.constraint import FREE, PENDING, Constraint
 from quire.types import Request, StructuredOutputsParams
 
-
-class CompiledGrammar(Protocol):
-    """A grammar ready to be matched."""
-
-    def constraint(self) -> Constraint:
-        """A constraint for a new sequence."""
-
+CompiledGrammar = Callable[[], Constraint]
+"""Makes a constraint for a new sequence."""
 
 CompileFunction = Callable[[StructuredOutputsParams], CompiledGrammar]
 """Raises InvalidRequest."""
@@ -143,7 +137,7 @@ class GrammarCompiler:
         self._cache.move_to_end(structure)
         if isinstance(made, InvalidRequest):
             raise _for_param(made, structure.param)
-        return made.constraint()
+        return made()
 
     def _store(self, structure: StructuredOutputsParams, made: CompiledGrammar | InvalidRequest) -> None:
         self._cached_chars += _size(structure) - (_size(structure) if structure in self._cache else 0)
@@ -203,7 +197,7 @@ def _constraints_for(
 ) -> list[tuple[str, Constraint | InvalidRequest]]:
     if isinstance(made, InvalidRequest):
         return [(id, _for_param(made, param)) for id, param in job.waiters]
-    return [(id, made.constraint()) for id, _ in job.waiters]
+    return [(id, made()) for id, _ in job.waiters]
 
 
 def _for_param(error: InvalidRequest, param: str) -> InvalidRequest:

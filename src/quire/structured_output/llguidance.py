@@ -30,18 +30,6 @@ _AHEAD = 8
 _COERCE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 
 
-class LlguidanceGrammar:
-    """A compiled grammar, for any number of sequences, which share the library's caches."""
-
-    def __init__(self, first: LLMatcher, eos: frozenset[int]) -> None:
-        self._first = first
-        self._eos = eos
-
-    def constraint(self) -> Matcher:
-        """A constraint for a new sequence. Takes microseconds."""
-        return Matcher(self._first.deep_copy(), self._eos)
-
-
 class LlguidanceCompiler:
     """Compiles grammars for one tokenizer, which is read when the first grammar is compiled."""
 
@@ -57,11 +45,14 @@ class LlguidanceCompiler:
     def _vocabulary(self) -> LLTokenizer:
         return vocabulary(self._tokenizer)
 
-    def __call__(self, structure: StructuredOutputsParams) -> LlguidanceGrammar:
-        """Compile. Raises InvalidRequest naming the request's field, with the library's message."""
+    def __call__(self, structure: StructuredOutputsParams) -> Callable[[], Matcher]:
+        """A function that makes a Matcher for a new sequence in microseconds; they share the library's caches.
+
+        Raises InvalidRequest naming the request's field, with the library's message.
+        """
         try:
             source = _after_thoughts(structure)
-            first = LLMatcher(self._vocabulary, source, log_level=0, limits=_limits())
+            first = LLMatcher(self._vocabulary, source, log_level=0, limits=_LIMITS)
         except InvalidModel as error:
             raise InvalidRequest(f"{structure.param}: {error}", param=structure.param) from error
         except (ValueError, RecursionError) as error:
@@ -76,7 +67,7 @@ class LlguidanceCompiler:
             raise _refusal(structure, "nothing can satisfy it")
         if why := _ahead(first.deep_copy(), mask, self._tokenizer.eos):
             raise _refusal(structure, why)
-        return LlguidanceGrammar(first, self._tokenizer.eos)
+        return lambda: Matcher(first.deep_copy(), self._tokenizer.eos)
 
 
 def _ahead(matcher: LLMatcher, mask: bytes, eos: frozenset[int]) -> str:
@@ -92,17 +83,16 @@ def _ahead(matcher: LLMatcher, mask: bytes, eos: frozenset[int]) -> str:
     return ""
 
 
-def _limits() -> LLParserLimits:
-    """Below the library's defaults, since the work for one row delays the whole batch."""
-    return LLParserLimits(
-        max_items_in_row=1000,
-        initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=100_000,
-        step_max_items=25_000,
-        max_lexer_states=50_000,
-        max_grammar_size=200_000,
-        verbose_errors=False,
-    )
+_LIMITS = LLParserLimits(
+    max_items_in_row=1000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=100_000,
+    step_max_items=25_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+"""Below the library's defaults, since the work for one row delays the whole batch."""
 
 
 def _source(structure: StructuredOutputsParams) -> str:

@@ -7,7 +7,6 @@ is enforced in part is worse than none, since the client trusts the answer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from quire.errors import InvalidRequest
@@ -29,33 +28,22 @@ OBEYED: frozenset[str] = frozenset(
 )
 """Keywords that are enforced."""
 
-_WITHOUT = "leave it out, and check the answer"
-
-REFUSED: Mapping[str, str] = MappingProxyType(
-    {
-        "not": "say what is wanted instead, with enum, pattern or anyOf",
-        "if": "use anyOf with one schema a case",
-        "then": "use anyOf with one schema a case",
-        "else": "use anyOf with one schema a case",
-        "uniqueItems": _WITHOUT,
-        "contains": _WITHOUT,
-        "minContains": _WITHOUT,
-        "maxContains": _WITHOUT,
-        "propertyNames": "use patternProperties with additionalProperties: false",
-        "dependencies": "use anyOf with one schema a case",
-        "dependentRequired": "use anyOf with one schema a case",
-        "dependentSchemas": "use anyOf with one schema a case",
-        "unevaluatedProperties": "use additionalProperties",
-        "unevaluatedItems": "use items",
-        "additionalItems": "use prefixItems and items",
-        "$dynamicRef": "use $ref",
-        "$recursiveRef": "use $ref",
-        "extends": "use allOf",
-        "disallow": "say what is wanted instead",
-        "divisibleBy": "use multipleOf",
-        "x-guidance": "use whitespace_pattern of structured_outputs",
-    }
-)
+REFUSED: Mapping[str, str] = {
+    "not": "say what is wanted instead, with enum, pattern or anyOf",
+    **dict.fromkeys(("if", "then", "else"), "use anyOf with one schema a case"),
+    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), "use anyOf with one schema a case"),
+    **dict.fromkeys(("uniqueItems", "contains", "minContains", "maxContains"), "leave it out, and check the answer"),
+    "propertyNames": "use patternProperties with additionalProperties: false",
+    "unevaluatedProperties": "use additionalProperties",
+    "unevaluatedItems": "use items",
+    "additionalItems": "use prefixItems and items",
+    "$dynamicRef": "use $ref",
+    "$recursiveRef": "use $ref",
+    "extends": "use allOf",
+    "disallow": "say what is wanted instead",
+    "divisibleBy": "use multipleOf",
+    "x-guidance": "use whitespace_pattern of structured_outputs",
+}
 """Keywords that would restrict the answer and are not supported, and what to use instead."""
 
 

@@ -55,7 +55,11 @@ class ChatTemplate:
 
         None where there is none. Raises InvalidModel.
         """
-        source = _of_folder(Path(folder), default) if override is None else _of_option(override)
+        if override is None:
+            source = _of_folder(Path(folder), default)
+        else:
+            # A template contains a brace.
+            source = str(override) if "{" in str(override) else _template(Path(override))
         return None if source is None else cls(source, tokens, style)
 
     def render(
@@ -85,10 +89,9 @@ class ChatTemplate:
         }
         try:
             text = self._run(names)
-        except Refused as error:
-            raise InvalidRequest(f"the chat template refuses the messages: {_line(error)}", param="messages") from error
-        except _Failed as error:
-            raise InvalidRequest(f"the chat template fails: {_line(error)}", param="messages") from error
+        except (Refused, _Failed) as error:
+            does = "refuses the messages" if isinstance(error, Refused) else "fails"
+            raise InvalidRequest(f"the chat template {does}: {_line(error)}", param="messages") from error
         if not continue_final_message:
             return text
         before, found, _ = text.rpartition(_CONTINUE_MARK)
@@ -120,13 +123,10 @@ class ChatTemplate:
                 pieces.append(piece)
         except Refused:
             raise
-        except RecursionError as error:
-            raise _Failed("it calls itself without end") from error
-        except MemoryError as error:
-            raise _Failed("it takes more memory than there is") from error
         # Any error of Python that the template caused.
         except Exception as error:
-            raise _Failed(_line(error)) from error
+            causes = {RecursionError: "it calls itself without end", MemoryError: "it takes more memory than there is"}
+            raise _Failed(causes.get(type(error), _line(error))) from error
         return "".join(pieces)
 
     def _shown(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,11 +171,6 @@ def _of_folder(folder: Path, default: str | None) -> str | None:
     if source is not None and not isinstance(source, str):
         raise InvalidModel(f"chat_template of tokenizer_config.json is of type {type(source).__name__}: not a template")
     return source
-
-
-def _of_option(override: str | Path) -> str:
-    """A template (which contains a brace), or the path of one."""
-    return str(override) if "{" in str(override) else _template(Path(override))
 
 
 def _template(path: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 _REPLACEMENT = "�"
@@ -106,63 +107,56 @@ class Found(NamedTuple):
     stop: str | None = None
 
 
+@dataclass(slots=True, eq=False, repr=False)
+class _State:
+    """A prefix of a stop string, of `depth` characters.
+
+    fail: the state of its longest proper suffix that is such a prefix; None for the empty prefix. found: the longest
+    stop string that ends here.
+    """
+
+    depth: int = 0
+    fail: _State | None = None
+    found: str | None = None
+    next: dict[str, _State] = field(default_factory=dict)
+
+    def step(self, char: str) -> _State:
+        """The state after `char`."""
+        state = self
+        while char not in state.next:
+            if state.fail is None:
+                return state
+            state = state.fail
+        return state.next[char]
+
+
 class StopStrings:
     """The stop strings of a request as an automaton (Aho and Corasick, 1975), shared by its `n` answers.
 
     A state is the longest suffix of the text that is a prefix of some stop string: exactly what must be held back.
     The first stop string to be completed ends the text; of several completed by the same character, the longest.
+    first: the characters that stop strings begin with.
     """
 
-    __slots__ = ("_depth", "_fail", "_found", "_next", "first")
-
     def __init__(self, stops: Sequence[str]) -> None:
-        self._next: list[dict[str, int]] = [{}]
-        self._depth = [0]
-        self._fail = [0]
-        self._found: list[str | None] = [None]
+        self.start = _State()
         for stop in stops:
-            self._add(stop)
+            state = self.start
+            for char in stop:
+                state = state.next.setdefault(char, _State(state.depth + 1, self.start))
+            state.found = stop
+        self.first = frozenset(self.start.next)
         self._link()
-        self.first = frozenset(self._next[0])
-        """The characters that stop strings begin with."""
-
-    def _add(self, stop: str) -> None:
-        state = 0
-        for char in stop:
-            if char not in self._next[state]:
-                self._next[state][char] = len(self._next)
-                self._next.append({})
-                self._depth.append(self._depth[state] + 1)
-                self._fail.append(0)
-                self._found.append(None)
-            state = self._next[state][char]
-        self._found[state] = stop
 
     def _link(self) -> None:
-        """Set the failure links, breadth first: the state to continue from where a stop string is not completed."""
-        todo = deque(self._next[0].values())
+        """Set `fail` breadth first: the state to continue from where a stop string is not completed."""
+        todo = deque(self.start.next.values())
         while todo:
             state = todo.popleft()
-            for char, child in self._next[state].items():
-                self._fail[child] = self.step(self._fail[state], char)
-                self._found[child] = self._found[child] or self._found[self._fail[child]]
+            for char, child in state.next.items():
+                fail = child.fail = (state.fail or self.start).step(char)
+                child.found = child.found or fail.found
                 todo.append(child)
-
-    def step(self, state: int, char: str) -> int:
-        """The state after `char`."""
-        while char not in self._next[state]:
-            if not state:
-                return 0
-            state = self._fail[state]
-        return self._next[state][char]
-
-    def held(self, state: int) -> int:
-        """The number of characters at the end of the text that may begin a stop string."""
-        return self._depth[state]
-
-    def found(self, state: int) -> str | None:
-        """The longest stop string that ends here."""
-        return self._found[state]
 
 
 class StopFinder:
@@ -173,26 +167,23 @@ class StopFinder:
     def __init__(self, stops: StopStrings, *, include: bool = False) -> None:
         self._stops = stops
         self._include = include
-        self._state = 0
+        self._state = stops.start
         self._held = ""
 
     def feed(self, text: str) -> Found:
         """Search the next piece of text."""
-        stops = self._stops
         state = self._state
-        if not state and stops.first.isdisjoint(text):
+        if not state.depth and self._stops.first.isdisjoint(text):
             return Found(text)
         known = len(self._held)
         text = self._held + text
-        for i in range(known, len(text)):
-            state = stops.step(state, text[i])
-            if (stop := stops.found(state)) is not None:
-                self._state = 0
-                self._held = ""
-                end = i + 1
-                return Found(text[: end if self._include else end - len(stop)], stop)
+        for end in range(known + 1, len(text) + 1):
+            state = state.step(text[end - 1])
+            if state.found is not None:
+                self.flush()
+                return Found(text[: end if self._include else end - len(state.found)], state.found)
         self._state = state
-        sure = len(text) - stops.held(state)
+        sure = len(text) - state.depth
         self._held = text[sure:]
         return Found(text[:sure])
 
@@ -200,5 +191,5 @@ class StopFinder:
         """The text held back, where the text ends without a stop string."""
         held = self._held
         self._held = ""
-        self._state = 0
+        self._state = self._stops.start
         return held

@@ -13,8 +13,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from types import MappingProxyType
-from typing import Any, Final, NoReturn, TypeAlias, TypeVar
+from typing import Any, Final, NoReturn, TypeAlias
 
 from jinja2 import BaseLoader, Environment, TemplateError, Undefined, nodes, pass_context
 from jinja2.exceptions import SecurityError
@@ -55,10 +54,7 @@ _SECRET: Final = secrets.token_hex(8)
 """Part of the names of internal filters, since templates can name filters in strings (`map`)."""
 METER: Final = f"meter-{_SECRET}"
 """The key of the budget in a rendering's context, and the name of the filter that counts an iteration."""
-_READ: Final = f"read-{_SECRET}"
-_SEARCHED: Final = f"searched-{_SECRET}"
-_JOINED: Final = f"joined-{_SECRET}"
-_SLICED: Final = f"sliced-{_SECRET}"
+_READ, _JOINED, _SLICED = (f"{name}-{_SECRET}" for name in ("read", "joined", "sliced"))
 
 _STRINGS = (str, bytes)
 _LISTS: tuple[Any, ...] = (list, tuple, range, set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
@@ -71,17 +67,14 @@ _TEXT_METHODS = """
 """
 _TEXT = frozenset(_TEXT_METHODS.split())
 """Methods of strings whose results are no longer than their operands."""
-_METHODS: Mapping[type, frozenset[str]] = MappingProxyType(
-    {
-        dict: frozenset({"get", "items", "keys", "values", "copy"}),
-        list: frozenset({"count", "index", "copy"}),
-        tuple: frozenset({"count", "index"}),
-        int: frozenset({"bit_length"}),
-        float: frozenset({"is_integer"}),
-    }
-)
+_METHODS: Mapping[type, frozenset[str]] = {
+    dict: frozenset({"get", "items", "keys", "values", "copy"}),
+    list: frozenset({"count", "index", "copy"}),
+    tuple: frozenset({"count", "index"}),
+    int: frozenset({"bit_length"}),
+    float: frozenset({"is_integer"}),
+}
 
-Looping = TypeVar("Looping", nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)
 Cost: TypeAlias = "Callable[[Budget, Any, Sequence[Any], Mapping[str, Any]], None]"
 
 
@@ -279,11 +272,6 @@ def _sum(budget: Budget, value: Any, args: Sequence[Any], kwargs: Mapping[str, A
     budget.read(value)
 
 
-def _pieces(budget: Budget, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    _items(budget, value, args, kwargs)
-    budget.width(*args, *kwargs.values())
-
-
 def _wide(budget: Budget, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     _all(budget, value, args, kwargs)
     budget.width(*args, *kwargs.values())
@@ -327,36 +315,27 @@ def _each(cost: Cost, names: str) -> dict[str, Cost]:
     return dict.fromkeys(names.split(), cost)
 
 
-_COSTS: Mapping[str, Cost] = MappingProxyType(
-    {
-        **_each(_all, "capitalize lower upper title trim string escape e safe int float abs truncate"),
-        **_each(_all, "unique min max groupby"),
-        **_each(_items, "attr count length default d first last list items map select reject"),
-        **_each(_items, "selectattr rejectattr reverse"),
-        **_each(_sorted, "sort dictsort"),
-        **_each(_pieces, "batch slice"),
-        "center": _wide,
-        "sum": _sum,
-        "indent": _indented,
-        "round": _rounded,
-        "replace": _replace,
-        "join": _join,
-        "format": _format,
-    }
-)
+_COSTS: Mapping[str, Cost] = {
+    **_each(_all, "capitalize lower upper title trim string escape e safe int float abs truncate"),
+    **_each(_all, "unique min max groupby"),
+    **_each(_items, "attr count length default d first last list items map select reject"),
+    **_each(_items, "selectattr rejectattr reverse"),
+    **_each(_sorted, "sort dictsort"),
+    **_each(_wide, "batch slice center"),
+    "sum": _sum,
+    "indent": _indented,
+    "round": _rounded,
+    "replace": _replace,
+    "join": _join,
+    "format": _format,
+}
 """The filters that templates have, besides `tojson`. The charge covers the size of the result."""
 
-_TESTS: Mapping[str, Cost] = MappingProxyType(
-    {
-        **_each(_all, "== eq equalto != ne > gt greaterthan >= ge < lt lessthan <= le in lower upper"),
-        **_each(_numbers, "odd even divisibleby"),
-    }
-)
+_TESTS: Mapping[str, Cost] = {
+    **_each(_all, "== eq equalto != ne > gt greaterthan >= ge < lt lessthan <= le in lower upper"),
+    **_each(_numbers, "odd even divisibleby"),
+}
 """The tests that read values; others only look at the type."""
-
-
-class _FilterKey:
-    """The key of one of jinja's filters, which is equal to no string that a template could name."""
 
 
 def _metered(cost: Cost, own: Any, *, filters: bool) -> Callable[..., Any]:
@@ -377,6 +356,16 @@ def _metered(cost: Cost, own: Any, *, filters: bool) -> Callable[..., Any]:
     return metered
 
 
+def _metered_all(costs: Mapping[str, Cost], known: Mapping[str, Any], *, filters: bool) -> dict[Any, Any]:
+    """The filters or tests of `costs`, metered, and jinja's own ones under keys that no template can name."""
+    made: dict[Any, Any] = {}
+    for name, cost in costs.items():
+        own = object()
+        made[own] = known[name]
+        made[name] = _metered(cost, own, filters=filters)
+    return made
+
+
 def _counted(budget: Budget, items: Iterator[Any]) -> Iterator[Any]:
     for item in items:
         budget.charge(8)
@@ -393,16 +382,9 @@ def _iteration(context: Context, weight: int) -> bool:
 
 
 @pass_context
-def _read(context: Context, value: Any) -> Any:
-    if not isinstance(value, int):
-        budget_of(context).read(value)
-    return value
-
-
-@pass_context
-def _searched(context: Context, value: Any) -> Any:
-    """Charge for a search with `in`; a mapping is searched by hash."""
-    if not isinstance(value, Mapping):
+def _read(context: Context, value: Any, searched: bool = False) -> Any:
+    """Charge for a value that is compared, or searched with `in`; a mapping is searched by hash."""
+    if not isinstance(value, Mapping if searched else int):
         budget_of(context).read(value)
     return value
 
@@ -507,24 +489,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
             finalize=_written,
             optimized=False,
         )
-        filters: dict[Any, Any] = {
-            METER: _iteration,
-            _READ: _read,
-            _SEARCHED: _searched,
-            _JOINED: _joined,
-            _SLICED: _slice,
-        }
-        filters["tojson"] = _tojson
-        for name, cost in _COSTS.items():
-            own = _FilterKey()
-            filters[own] = self.filters[name]
-            filters[name] = _metered(cost, own, filters=True)
-        tests: dict[Any, Any] = dict(self.tests)
-        for name, cost in _TESTS.items():
-            own = _FilterKey()
-            tests[own] = self.tests[name]
-            tests[name] = _metered(cost, own, filters=False)
-        self.filters, self.tests = filters, tests
+        own: dict[Any, Any] = {METER: _iteration, _READ: _read, _JOINED: _joined, _SLICED: _slice}
+        self.filters = own | {"tojson": _tojson} | _metered_all(_COSTS, self.filters, filters=True)
+        self.tests |= _metered_all(_TESTS, self.tests, filters=False)
         # It makes text of any length.
         del self.globals["lipsum"]
         self.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
@@ -591,24 +558,15 @@ class Metered(NodeTransformer):
             node.test = nodes.And(_filter(nodes.Const(8), METER, node), node.test, lineno=node.lineno)
         return node
 
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:  # noqa: N802
+    def _count_body(self, node: Any) -> Any:
         """Count calls."""
-        return self._count_body(node)
-
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.CallBlock:  # noqa: N802
-        """Count calls."""
-        return self._count_body(node)
-
-    def visit_Block(self, node: nodes.Block) -> nodes.Block:  # noqa: N802
-        """Count calls."""
-        return self._count_body(node)
-
-    def _count_body(self, node: Looping) -> Looping:
         before = self._seen
         self.generic_visit(node)
         turn = _filter(nodes.Const(self._seen - before), METER, node)
         node.body.insert(0, nodes.ExprStmt(turn, lineno=node.lineno))
         return node
+
+    visit_Macro = visit_CallBlock = visit_Block = _count_body  # noqa: N815
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:  # noqa: N802
         """The operator `~`."""
@@ -625,7 +583,7 @@ class Metered(NodeTransformer):
         if not _is_constant(node.expr):
             node.expr = _filter(node.expr, _READ, node)
         for operand in node.ops:
-            operand.expr = _filter(operand.expr, _SEARCHED if operand.op in ("in", "notin") else _READ, node)
+            operand.expr = _filter(operand.expr, _READ, node, nodes.Const(operand.op in ("in", "notin")))
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:  # noqa: N802

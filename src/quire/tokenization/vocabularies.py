@@ -14,7 +14,6 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import tokenizers
@@ -108,9 +107,14 @@ REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = CONTRACTED + r"\p{N}{1,3}" + REST
 QWEN2 = CONTRACTED + r"\p{N}" + REST
 
-SPLITS: Mapping[str, str] = MappingProxyType(
-    {"gpt-2": GPT2, "default": GPT2, "llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3, "qwen2": QWEN2}
-)
+SPLITS: Mapping[str, str] = {
+    "gpt-2": GPT2,
+    "default": GPT2,
+    "llama-bpe": LLAMA3,
+    "llama3": LLAMA3,
+    "llama-v3": LLAMA3,
+    "qwen2": QWEN2,
+}
 """Expressions that split a text before its bytes are merged, by their names in GGUF files."""
 
 RANKED = re.compile(rb"[A-Za-z0-9+/=]+ \d+")

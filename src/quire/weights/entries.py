@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,16 +83,11 @@ def file_entry(file: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...
 
 def read_tensor(file: Path, start: int, target: Tensor) -> None:
     """Fill a contiguous tensor with the bytes from `start` on. Raises InvalidModel where the file ends before."""
+    rest = target.view(-1).view(torch.uint8).numpy().data
     with file.open("rb", buffering=0) as opened:
         opened.seek(start)
-        read_exactly(target.view(-1).view(torch.uint8).numpy().data, opened, file)
-
-
-def read_exactly(target: memoryview, file: Any, name: Path) -> None:
-    """Fill `target` from an open file. Raises InvalidModel where it ends before."""
-    done = 0
-    while done < len(target):
-        count = file.readinto(target[done:])
-        if not count:
-            raise InvalidModel(f"{name.name} ends before its tensors do: it is truncated, download it again")
-        done += count
+        while rest:
+            count = opened.readinto(rest)
+            if not count:
+                raise InvalidModel(f"{file.name} ends before its tensors do: it is truncated, download it again")
+            rest = rest[count:]

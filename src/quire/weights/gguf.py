@@ -10,16 +10,13 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 from quire.errors import InvalidModel
 
 MAGIC = b"GGUF"
 STRING, ARRAY = 8, 9
-SCALARS: Mapping[int, str] = MappingProxyType(
-    {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-)
+SCALARS: Mapping[int, str] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 MANY_ITEMS = 1 << 26
 
 
@@ -31,22 +28,28 @@ class Kind(NamedTuple):
     size: int
 
 
-KINDS: Mapping[int, Kind] = MappingProxyType(
-    {
-        0: Kind("F32", 1, 4),
-        1: Kind("F16", 1, 2),
-        30: Kind("BF16", 1, 2),
-        2: Kind("Q4_0", 32, 18),
-        8: Kind("Q8_0", 32, 34),
-        12: Kind("Q4_K", 256, 144),
-        14: Kind("Q6_K", 256, 210),
-    }
-)
+KINDS: Mapping[int, Kind] = {
+    0: Kind("F32", 1, 4),
+    1: Kind("F16", 1, 2),
+    30: Kind("BF16", 1, 2),
+    2: Kind("Q4_0", 32, 18),
+    8: Kind("Q8_0", 32, 34),
+    12: Kind("Q4_K", 256, 144),
+    14: Kind("Q6_K", 256, 210),
+}
 """Storage types that can be read, by their number in the file."""
 
-OTHERS: Mapping[int, str] = MappingProxyType(
-    {3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 10: "Q2_K", 11: "Q3_K", 13: "Q5_K", 16: "IQ2_XXS", 20: "IQ4_NL", 23: "IQ4_XS"}
-)
+OTHERS: Mapping[int, str] = {
+    3: "Q4_1",
+    6: "Q5_0",
+    7: "Q5_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    13: "Q5_K",
+    16: "IQ2_XXS",
+    20: "IQ4_NL",
+    23: "IQ4_XS",
+}
 
 
 @dataclass(frozen=True, slots=True)

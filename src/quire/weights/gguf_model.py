@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,67 +13,46 @@ from quire.errors import InvalidModel, nearest
 from quire.weights.entries import Cut, TensorEntry, file_entry, read_tensor
 from quire.weights.gguf import Gguf, GgufTensorInfo
 
-PLAIN: Mapping[str, torch.dtype] = MappingProxyType(
-    {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-)
+PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-LLAMA_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "attn_norm": "input_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "attn_q_norm": "self_attn.q_norm",
-        "attn_k_norm": "self_attn.k_norm",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-        "ffn_gate_inp": "mlp.gate",
-        "ffn_gate_exps": "mlp.experts.#.gate_proj",
-        "ffn_up_exps": "mlp.experts.#.up_proj",
-        "ffn_down_exps": "mlp.experts.#.down_proj",
-    }
-)
-MIXTRAL_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        **LLAMA_NAMES,
-        "ffn_gate_inp": "block_sparse_moe.gate",
-        "ffn_gate_exps": "block_sparse_moe.experts.#.w1",
-        "ffn_up_exps": "block_sparse_moe.experts.#.w3",
-        "ffn_down_exps": "block_sparse_moe.experts.#.w2",
-    }
-)
-GEMMA_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        **LLAMA_NAMES,
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_attention_norm": "post_attention_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    }
-)
-GPT2_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "attn_norm": "ln_1",
-        "attn_qkv": "attn.c_attn",
-        "attn_output": "attn.c_proj",
-        "ffn_norm": "ln_2",
-        "ffn_up": "mlp.c_fc",
-        "ffn_down": "mlp.c_proj",
-    }
-)
-OUTER: Mapping[str, str] = MappingProxyType(
-    {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-)
-GPT2_OUTER: Mapping[str, str] = MappingProxyType(
-    {
-        "token_embd": "transformer.wte",
-        "position_embd": "transformer.wpe",
-        "output_norm": "transformer.ln_f",
-        "output": "lm_head",
-    }
-)
+LLAMA_NAMES: Mapping[str, str] = {
+    "attn_norm": "input_layernorm",
+    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+    "attn_output": "self_attn.o_proj",
+    **{f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"},
+    "ffn_norm": "post_attention_layernorm",
+    **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+    "ffn_gate_inp": "mlp.gate",
+    **{f"ffn_{part}_exps": f"mlp.experts.#.{part}_proj" for part in ("gate", "up", "down")},
+}
+MIXTRAL_NAMES: Mapping[str, str] = {
+    **LLAMA_NAMES,
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.#.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.#.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.#.w2",
+}
+GEMMA_NAMES: Mapping[str, str] = {
+    **LLAMA_NAMES,
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+GPT2_NAMES: Mapping[str, str] = {
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+OUTER: Mapping[str, str] = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+GPT2_OUTER: Mapping[str, str] = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+}
 NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
@@ -222,17 +200,15 @@ def scaling(gguf: Gguf) -> dict[str, Any] | None:
     return {name: value for name, value in found.items() if value is not None}
 
 
-ARCHITECTURES: Mapping[str, str] = MappingProxyType(
-    {
-        "llama": "LlamaForCausalLM",
-        "qwen2": "Qwen2ForCausalLM",
-        "qwen3": "Qwen3ForCausalLM",
-        "qwen3moe": "Qwen3MoeForCausalLM",
-        "gemma2": "Gemma2ForCausalLM",
-        "gemma3": "Gemma3ForCausalLM",
-        "gpt2": "GPT2LMHeadModel",
-    }
-)
+ARCHITECTURES: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
 
 
 # ---------------------------------------------------------------- blocks, as in ggml-common.h and ggml-quants.c
@@ -277,7 +253,5 @@ def q6_k(raw: Tensor) -> Tensor:
     return (numbers * scales[..., None]).flatten(1)
 
 
-BLOCKS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {"Q8_0": q8_0, "Q4_0": q4_0, "Q4_K": q4_k, "Q6_K": q6_k}
-)
+BLOCKS: Mapping[str, Callable[[Tensor], Tensor]] = {"Q8_0": q8_0, "Q4_0": q4_0, "Q4_K": q4_k, "Q6_K": q6_k}
 """Bytes [N, bytes a block] -> float32 [N, numbers a block]."""

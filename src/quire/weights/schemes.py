@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,14 +22,12 @@ from quire.weights.entries import TensorEntry
 
 AUTO = "auto"
 
-ONLINE: Mapping[str, ScaleScheme] = MappingProxyType(
-    {
-        "fp8": ScaleScheme(E4M3, ROW),
-        "fp8_per_block": ScaleScheme(E4M3, TILE),
-        "int8": ScaleScheme(torch.int8, ROW),
-        "int8_w8a8": ScaleScheme(torch.int8, ROW, activations=True),
-    }
-)
+ONLINE: Mapping[str, ScaleScheme] = {
+    "fp8": ScaleScheme(E4M3, ROW),
+    "fp8_per_block": ScaleScheme(E4M3, TILE),
+    "int8": ScaleScheme(torch.int8, ROW),
+    "int8_w8a8": ScaleScheme(torch.int8, ROW, activations=True),
+}
 """Methods of `--quantization` for plain weights, made while loading."""
 
 IGNORED_TENSORS = (
@@ -230,12 +227,10 @@ def named(name: str, rule: str) -> bool:
     return f".{rule}." in f".{name}."
 
 
-READERS: Mapping[str, Callable[[Config], Scheme]] = MappingProxyType(
-    {
-        "fp8": read_fp8,
-        "fbgemm_fp8": read_fbgemm,
-        "awq": read_awq,
-        "gptq": read_gptq,
-        "compressed-tensors": read_compressed,
-    }
-)
+READERS: Mapping[str, Callable[[Config], Scheme]] = {
+    "fp8": read_fp8,
+    "fbgemm_fp8": read_fbgemm,
+    "awq": read_awq,
+    "gptq": read_gptq,
+    "compressed-tensors": read_compressed,
+}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 SPACE = " \t\r\n"
@@ -21,20 +22,18 @@ _ValueState = Literal[
 """What comes next, or what is being read. The first value or key may be the end of its list or object instead."""
 
 
+@dataclass(slots=True, eq=False)
 class Value:
     """A JSON value, read character by character from its first one.
 
     Strings may contain line breaks and tabs unescaped, as models write them.
     """
 
-    __slots__ = ("_at", "_hex", "_key", "_scalar", "_stack")
-
-    def __init__(self) -> None:
-        self._at: _ValueState = "value"
-        self._stack = ""
-        self._hex = 0
-        self._scalar = ""
-        self._key = False
+    _at: _ValueState = "value"
+    _stack: str = ""
+    _hex: int = 0
+    _scalar: str = ""
+    _key: bool = False
 
     @property
     def closed(self) -> bool:
@@ -132,6 +131,7 @@ _NAME = re.compile(r"[\w.:/-]{1,256}")
 _ROLES: Mapping[str, str] = {"name": "name", "arguments": "arguments", "parameters": "arguments"}
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """A call as a JSON object with a `name` and `arguments` (or `parameters`), in any order, among other keys.
 
@@ -140,30 +140,17 @@ class Call:
     Arguments in a string are the JSON that the string holds.
     """
 
-    __slots__ = (
-        "_accept",
-        "_at",
-        "_bare",
-        "_given",
-        "_pieces",
-        "_role",
-        "_streams",
-        "_value",
-        "done",
-        "fragments",
-        "name",
-    )
-
-    def __init__(self, accept: Callable[[str], bool], *, bare: bool) -> None:
-        self._accept = accept
-        self._bare = bare
-        self._at: Literal["open", "first", "key", "colon", "value", "next", "done"] = "open"
-        self._role = "other"
-        self._value: Value | None = None
-        self._pieces: list[str] = []
-        self._given = self._streams = self.done = False
-        self.name = ""
-        self.fragments: list[str] = []
+    accept: Callable[[str], bool]
+    bare: bool
+    name: str = ""
+    fragments: list[str] = field(default_factory=list)
+    done: bool = False
+    _at: Literal["open", "first", "key", "colon", "value", "next", "done"] = "open"
+    _role: str = "other"
+    _value: Value | None = None
+    _pieces: list[str] = field(default_factory=list)
+    _given: bool = False
+    _streams: bool = False
 
     @property
     def begun(self) -> bool:
@@ -228,7 +215,7 @@ class Call:
         return True
 
     def _named(self, name: object) -> bool:
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or not self._accept(name):
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or not self.accept(name):
             return False
         self.name = name
         return True
@@ -252,7 +239,7 @@ class Call:
     def _finish(self) -> bool:
         self._at = "done"
         self.done = True
-        if not self._given and not self._bare:
+        if not self._given and not self.bare:
             self._given = True
             self.fragments.append("{}")
         return self.begun

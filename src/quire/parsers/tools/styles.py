@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal
 
 ToolParser = Literal["hermes", "llama3_json", "mistral", "gemma"]
@@ -90,7 +89,7 @@ GEMMA = ToolStyle(
 )
 """Python or JSON in a fence, as the prompt asks."""
 
-STYLES: Mapping[str, ToolStyle] = MappingProxyType({style.name: style for style in (HERMES, LLAMA3, MISTRAL, GEMMA)})
+STYLES: Mapping[str, ToolStyle] = {style.name: style for style in (HERMES, LLAMA3, MISTRAL, GEMMA)}
 
 
 def style_of(template: str | None) -> ToolStyle:
