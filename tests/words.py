@@ -25,8 +25,8 @@ _WORDS = """
 WITHDRAWN = frozenset(_WORDS.split())
 PHRASES = ("goes home", "go home", "went home", "sent away", "send away", "sat out", "is nobody's")
 
-NAMES = re.compile(r"^> .*|\bforesee\b|\bbenchmarks\.doors\b|doors-cpu")
-"""In pages of documentation: samples of a model's answers, the value of an option, a command and a page's name."""
+NAMES = re.compile(r"^> .*|\bforesee\b|\bbenchmarks\.doors\b|doors-cpu|\"doors\"|\"House\"")
+"""Names that stay: a model's answers in documentation, an option's value, a benchmark and its page, an old alias."""
 
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _PHRASE = re.compile("|".join(phrase.replace(" ", r"[\s_]+") for phrase in PHRASES), re.IGNORECASE)
@@ -36,8 +36,7 @@ def found(paths: Iterator[Path]) -> Iterator[str]:
     """A line for each use of a withdrawn word: in prose, in comments, and as part of a name."""
     for path in paths:
         for number, line in enumerate(path.read_text().splitlines(), 1):
-            if path.suffix == ".md":
-                line = NAMES.sub("", line)
+            line = NAMES.sub("", line)
             words = {word for word in _WORD.findall(line) if word.lower() in WITHDRAWN}
             words.update(match.group() for match in _PHRASE.finditer(line))
             for word in sorted(words):

@@ -84,6 +84,7 @@ class Recorded:
         self.after_mlp = block.after_mlp if isinstance(block, gemma.Block) else None  # left to the layer behind it
 
     def __call__(self, *args: Any) -> Any:
+        """The layer's output, which is kept for the comparison."""
         out = self.block(*args)
         if isinstance(out, tuple):
             added, residual = out

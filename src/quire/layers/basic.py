@@ -59,6 +59,7 @@ class RMSNorm:
         return self.weight, self.eps
 
     def __call__(self, x: Tensor) -> Tensor:
+        """x: (tokens, hidden); the same shape."""
         return self.ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor, before: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
@@ -73,6 +74,7 @@ class LayerNorm:
         self.weight, self.bias, self.eps, self.ops = weight, bias, eps, ops
 
     def __call__(self, x: Tensor) -> Tensor:
+        """x: (tokens, hidden); the same shape."""
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
@@ -83,6 +85,7 @@ class Embedding:
         self.weight, self.ops = weight, ops
 
     def __call__(self, tokens: Tensor) -> Tensor:
+        """tokens: (tokens,); (tokens, hidden)."""
         return self.ops.embedding(tokens, self.weight)
 
 
@@ -94,6 +97,7 @@ class ScaledEmbedding:
         self.scale = float(torch.tensor(scale, dtype=embedding.weight.dtype))
 
     def __call__(self, tokens: Tensor) -> Tensor:
+        """tokens: (tokens,); (tokens, hidden)."""
         return self.embedding(tokens) * self.scale
 
 
@@ -104,6 +108,7 @@ class GatedMLP:
         self.gate_up, self.down, self.gate = gate_up, down, gate
 
     def __call__(self, x: Tensor) -> Tensor:
+        """x: (tokens, hidden); the same shape."""
         return self.down(self.gate_up(x, self.gate))
 
 
@@ -116,6 +121,7 @@ class MLP:
         self.up, self.down, self.activation = up, down, activation
 
     def __call__(self, x: Tensor) -> Tensor:
+        """x: (tokens, hidden); the same shape."""
         return self.down(self.activation(self.up(x)))
 
 
@@ -126,6 +132,7 @@ class Rotary:
         self.frequencies, self.gain, self.ops = frequencies(rope).to(device), rope.gain, ops
 
     def __call__(self, positions: Tensor) -> Angles:
+        """The angles of `positions`, for `Ops` that rotate."""
         return self.ops.angles(positions, self.frequencies, self.gain)
 
 

@@ -135,6 +135,7 @@ class Multiplied:
         return bytes(self.proposal).hex()
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """out = x @ weight.T + bias, by this proposal. x: (m, k); weight: (n, k); out: (m, n)."""
         lt, setup, how = self.lt, self.setup, self.proposal
         if bias is not None:
             place = c_void_p(bias.data_ptr())

@@ -80,6 +80,7 @@ class TorchGemm:
     name = TORCH
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """out = x @ weight.T + bias. x: (m, k); weight: (n, k); out: (m, n)."""
         if bias is None:
             torch.mm(x, weight.t(), out=out)
         else:

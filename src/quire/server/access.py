@@ -163,6 +163,7 @@ class CrossOrigin(CORSMiddleware):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one request, with its origin judged."""
         if scope["type"] == "http":
             origin = Headers(scope=scope).get("origin")
             scope["allowed_origin"] = origin is not None and self.is_allowed_origin(origin)
@@ -350,6 +351,7 @@ class Guard:
         self._hosts = Hosts() if hosts is None else hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one request: refuses what its sender may not do."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

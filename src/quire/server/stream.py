@@ -150,6 +150,7 @@ class EventStream(Generic[D]):
         self._writing: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the stream until it ends or the client disconnects."""
         loop = asyncio.get_running_loop()
         self._send_head = send
         # The server's own (see access.Guard): middleware looks at heads only.

@@ -64,6 +64,7 @@ class CheckpointFormat:
         self.scheme, self.plain, self.entries = scheme, plain, entries
 
     def __call__(self, matrix: Matrix, ops: Ops, shared: Tensor | None = None) -> WeightStorage:
+        """Storage of the matrix as the scheme has it: quantized, or plain where its parts are."""
         plain = [self._plain(part.name, matrix.keep_precision) for part in matrix.parts]
         if shared is not None or all(plain):
             return self.plain(matrix, ops, shared)

@@ -158,6 +158,7 @@ class OnlineQuantization:
         self.scheme, self.plain = scaling, plain
 
     def __call__(self, matrix: Matrix, ops: Ops, shared: Tensor | None = None) -> WeightStorage:
+        """Storage that quantizes while the matrix is loaded; plain where it is shared or keeps its precision."""
         if shared is not None or matrix.keep_precision:
             return self.plain(matrix, ops, shared)
         return OnlineQuantized(matrix, ops, self.scheme)
