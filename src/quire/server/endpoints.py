@@ -52,14 +52,14 @@ async def gather(job: Job, begin: Callable[[], ResultStream[Delta]]) -> tuple[li
 
 
 # From a chat request's names of fields to those of another API.
-_CHAT_NAMES = {"prompt": "messages"}
-_RESPONSES_NAMES = {
+_CHAT_NAMES: Mapping[str, str] = {"prompt": "messages"}
+_RESPONSES_NAMES: Mapping[str, str] = {
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
     "prompt": "input",
     "response_format": "text.format",
 }
-_MESSAGES_NAMES = {"stop": "stop_sequences", "prompt": "messages"}
+_MESSAGES_NAMES: Mapping[str, str] = {"stop": "stop_sequences", "prompt": "messages"}
 
 
 def _chat_job(

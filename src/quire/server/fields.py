@@ -110,7 +110,11 @@ SYNONYMS = (
 )
 
 # The path that has a field, for hints.
-ELSEWHERE = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/responses"}
+ELSEWHERE: Mapping[str, str] = {
+    "messages": "/v1/chat/completions",
+    "prompt": "/v1/completions",
+    "input": "/v1/responses",
+}
 
 
 def check(given: Mapping[str, Any], honoured: Iterable[str], *, where: str = "") -> dict[str, Any]:

@@ -55,7 +55,7 @@ _FILE_HEADERS: Mapping[str, str] = {
     "cache-control": "no-cache",
 }
 
-_NO_STORE = {"cache-control": "no-store"}
+_NO_STORE: Mapping[str, str] = {"cache-control": "no-store"}
 
 # Paths that a browser's session may use, besides /v1/requests and the page's own files.
 _SESSION_PATHS = frozenset({"/ui/events", "/v1/chat/completions", "/v1/models", "/stats"})

@@ -214,7 +214,7 @@ def _input(arguments: str) -> Any:
 # ---------------------------------------------------------------- streams
 
 # The type of the delta of a part, and its field with the text.
-_DELTAS = {
+_DELTAS: Mapping[str, tuple[str, str]] = {
     "content": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
     "arguments": ("input_json_delta", "partial_json"),

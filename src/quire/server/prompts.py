@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ from quire.server.limits import Limits
 from quire.server.schemas import ChatRequest, Prompt, TokenizeRequest
 from quire.types import UNLIMITED
 
-_KIND = {str: "text", list: "token ids"}
+_KIND: Mapping[type, str] = {str: "text", list: "token ids"}
 
 # A text with more characters per token of the context than this may be too long for it: only its beginning is encoded
 # at first.

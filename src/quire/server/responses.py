@@ -28,7 +28,12 @@ _LOGPROBS = "message.output_text.logprobs"
 _Event = tuple[str, dict[str, Any]]
 
 # The item that a part belongs to.
-_ITEMS = {"content": "message", "reasoning": "reasoning", "call": "function_call", "arguments": "function_call"}
+_ITEMS: Mapping[str, str] = {
+    "content": "message",
+    "reasoning": "reasoning",
+    "call": "function_call",
+    "arguments": "function_call",
+}
 
 
 class ResponsesRequest(Sampling, kw_only=True):
