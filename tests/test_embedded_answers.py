@@ -65,7 +65,7 @@ def test_none_of_10000_answers_of_the_embedded_model_depends_on_load() -> None:
 
 
 def test_a_machine_whose_libraries_do_otherwise_takes_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "holds", lambda: False)
+    monkeypatch.setattr(build, "has_stable_kernels", lambda: False)
     assert type(choose_ops(torch.device("cpu"), embedded=True)) is BatchInvariantOps
 
 

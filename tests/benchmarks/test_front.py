@@ -37,8 +37,12 @@ def test_only_processor_time_counts() -> None:
 
 
 def test_the_engine_is_the_process_that_the_front_started() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        assert process.pid == child(os.getpid())
+    front = (
+        "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'input()']).pid, flush=True); input()"
+    )
+    with subprocess.Popen([sys.executable, "-c", front], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert int(process.stdout.readline()) == child(process.pid)
 
 
 def test_steps_take_as_long_as_the_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:

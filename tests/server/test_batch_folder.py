@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import stat
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from starlette.requests import Request
 
 from quire.errors import InvalidConfig
+from quire.server.batch_api.files import listing
 from quire.server.batch_api.runner import BatchService
-from quire.server.batch_api.store import Store, WriteFailed, new_id, newest_first, page_of
+from quire.server.batch_api.store import Store, WriteFailed, new_id, newest_first
 from quire.server.limits import Limits
 from tests.server.doubles import check_error
 from tests.server.test_batches import jsonl, line, office
@@ -168,14 +171,23 @@ def test_a_store_counts_the_bytes_of_its_documents_once_however_often_they_are_r
     assert store.bytes == 0
 
 
-def test_lists_are_in_order_of_creation_and_say_whether_there_are_more() -> None:
-    documents = [{"id": id, "created_at": at} for id, at in (("c", 1), ("a", 3), ("b", 2), ("d", 2))]
-    ordered = newest_first(documents)
-    assert [one["id"] for one in ordered] == ["a", "d", "b", "c"]
-    for limit, more in ((3, True), (4, False), (5, False)):
-        assert page_of(ordered, limit, None, bool)["has_more"] is more
-    assert not page_of(ordered, 2, "d", bool)["has_more"] and page_of(ordered, 1, "d", bool)["has_more"]
-    assert page_of(ordered, 2, "c", bool)["data"] == []
+def test_lists_are_in_order_of_creation_and_say_whether_there_are_more(tmp_path: Path) -> None:
+    store = Store(tmp_path, "file")
+    for id, at in (("c", 1), ("a", 3), ("b", 2), ("d", 2)):
+        store.put({"id": f"file-{id * 24}", "created_at": at, "bytes": 0})
+    assert [one["id"][-1] for one in newest_first(store.all())] == ["a", "d", "b", "c"]
+
+    def page(query: bytes) -> tuple[str, bool]:
+        request = Request({"type": "http", "query_string": query, "headers": []})
+        body = json.loads(bytes(asyncio.run(listing(request, store, 10, default=10)).body))
+        return "".join(one["id"][-1] for one in body["data"]), body["has_more"]
+
+    assert [page(b"limit=%d" % limit) for limit in (3, 4, 5)] == [("adb", True), ("adbc", False), ("adbc", False)]
+    assert page(b"limit=2&after=file-" + b"d" * 24) == ("bc", False) and page(b"limit=1&after=file-" + b"d" * 24) == (
+        "b",
+        True,
+    )
+    assert page(b"limit=2&after=file-" + b"c" * 24) == ("", False)
 
 
 @pytest.mark.parametrize("taken", ["", "files", "batches", "lock/x"])
