@@ -5,12 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from quire.engine.engine import Engine
 from quire.executors.local import LocalExecutor
-from quire.model_runner.row_state import Ints, RowState
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.scheduler.constraint import FREE
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
@@ -20,6 +18,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import FixedDrafts
 from quire.types import GREEDY, UNLIMITED, Request, RequestStepOutput, SamplingParams
 from tests.model_runner.oracle import naive
+from tests.model_runner.scripted import ScriptedDrafter
 from tests.model_runner.tiny import VOCAB, Tiny
 
 MODEL = Tiny()
@@ -79,26 +78,10 @@ WANT = {r.id: naive(MODEL, r, alternate if r.id in RULED else None) for r in REQ
 LONGEST = max(len(r.prompt) + r.max_new_tokens for r in REQUESTS)
 
 
-class Scripted:
-    """Drafts what the answers really are, wrong now and then."""
-
-    def __init__(self, depth: int) -> None:
-        self.num_drafts = depth
-        self.rng = random.Random(depth)
-        self.texts = [[*r.prompt, *WANT[r.id]] for r in REQUESTS]
-
-    def propose(self, rows: RowState, which: Ints, depth: Ints) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-        out = np.zeros((len(which), self.num_drafts), np.int32)
-        for q, row in enumerate(which.tolist()):
-            known = int(rows.num_known[row])
-            history = rows.tokens[row, :known].tolist()
-            found = next((t for t in self.texts if t[:known] == history), [])[known : known + self.num_drafts]
-            for i, token in enumerate(found):
-                out[q, i] = token if self.rng.random() < 0.8 else 1
-        return out
-
-    def reset(self) -> None:
-        """The script stays."""
+def scripted_drafter(depth: int) -> ScriptedDrafter | None:
+    """Drafts the answers, one token in five wrong; None for no drafts."""
+    texts = [[*r.prompt, *WANT[r.id]] for r in REQUESTS]
+    return ScriptedDrafter(depth, texts, share=0.2, wrong=lambda _: 1) if depth else None
 
 
 class Fragile(Tiny):

@@ -22,7 +22,7 @@ from tests.executors.driver import (
     WANT,
     Driver,
     Fragile,
-    Scripted,
+    scripted_drafter,
 )
 from tests.model_runner.oracle import naive
 from tests.model_runner.tiny import POISON, VOCAB, Tiny
@@ -58,7 +58,7 @@ def test_every_combination_gives_the_dense_loops_tokens(combo: dict[str, object]
     kw = dict(combo)
     size, tight, drafts = int(str(kw["size"])), int(str(kw.pop("tight"))), int(str(kw.pop("drafts")))
     rng = random.Random(str(combo))
-    it = driver(pages=-(-LONGEST // size) * tight, drafter=Scripted(drafts) if drafts else None, **kw)
+    it = driver(pages=-(-LONGEST // size) * tight, drafter=scripted_drafter(drafts), **kw)
     assert it.answer(REQUESTS, late=lambda: rng.randrange(3)) == WANT
     assert it.scheduler.kv.block_pool.num_free == it.scheduler.kv.block_pool.num_blocks
 
@@ -72,7 +72,7 @@ def test_every_setting_changes_some_answer_of_the_workload() -> None:
 
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_logprobs_are_those_of_the_dense_model(drafts: int) -> None:
-    it = driver(feed=(32, 5), drafter=Scripted(drafts) if drafts else None)
+    it = driver(feed=(32, 5), drafter=scripted_drafter(drafts))
     it.answer(REQUESTS)
     request = next(r for r in REQUESTS if r.sampling.logprobs == 2)
     scores = [each for e in it.events[request.id] for each in e.logprobs]

@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,7 +14,6 @@ from quire.engine.engine import Engine
 from quire.errors import InvalidRequest, StepFailed
 from quire.executors.local import LocalExecutor
 from quire.executors.synthetic import SyntheticExecutor
-from quire.model_runner.row_state import Ints, RowState
 from quire.scheduler.constraint import FREE, PENDING
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.plan import Mask, Plan
@@ -23,6 +21,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import FixedDrafts
 from quire.types import UNLIMITED, Request, RequestStepOutput, SamplingParams, StructuredOutputsParams
 from tests.model_runner.oracle import naive
+from tests.model_runner.scripted import ScriptedDrafter
 from tests.model_runner.tiny import VOCAB, Tiny
 from tests.structured_output.little import END, compiler
 
@@ -84,26 +83,10 @@ WANT = {r.id: naive(MODEL, r, by_hand(r)) for r in REQUESTS}
 LONGEST = max(len(r.prompt) + r.max_new_tokens for r in REQUESTS)
 
 
-class Scripted:
-    """Drafts the answers themselves, one in four wrong: sometimes by the grammar, sometimes past the end."""
-
-    def __init__(self, depth: int) -> None:
-        self.num_drafts = depth
-        self.rng = random.Random(depth)
-        self.texts = [[*r.prompt, *WANT[r.id], END] for r in REQUESTS]
-
-    def propose(self, rows: RowState, which: Ints, depth: Ints) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-        out = np.zeros((len(which), self.num_drafts), np.int32)
-        for q, row in enumerate(which.tolist()):
-            known = int(rows.num_known[row])
-            history = rows.tokens[row, :known].tolist()
-            found = next((t for t in self.texts if t[:known] == history), [])[known : known + self.num_drafts]
-            for i, token in enumerate(found):
-                out[q, i] = token if self.rng.random() < 0.75 else self.rng.randrange(VOCAB - 1)
-        return out
-
-    def reset(self) -> None:
-        """The script stays."""
+def scripted_drafter(depth: int) -> ScriptedDrafter | None:
+    """Drafts the answers, one token in four wrong: sometimes by the grammar, sometimes past the end."""
+    texts = [[*r.prompt, *WANT[r.id], END] for r in REQUESTS]
+    return ScriptedDrafter(depth, texts, share=0.25, wrong=lambda rng: rng.randrange(VOCAB - 1)) if depth else None
 
 
 class CoreUnderTest:
@@ -122,9 +105,14 @@ class CoreUnderTest:
         cap: int,
     ) -> None:
         pages = -(-LONGEST // size) * tight
-        drafter = Scripted(drafts) if drafts else None
         self.executor = LocalExecutor(
-            MODEL, pages=pages, page_size=size, rows=16, max_model_len=LONGEST + 1, dtype=torch.float64, drafter=drafter
+            MODEL,
+            pages=pages,
+            page_size=size,
+            rows=16,
+            max_model_len=LONGEST + 1,
+            dtype=torch.float64,
+            drafter=scripted_drafter(drafts),
         )
         self.launched = 0
         launch = self.executor.launch
