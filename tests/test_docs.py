@@ -75,7 +75,19 @@ def commands(text: str) -> Iterator[str]:
                 yield re.sub(r"^(?:\w+=\S+ )*quire |\[[^]]*\]|&$| \.\.\.$", "", words)
 
 
-SHOWN = sorted({(str(page.relative_to(ROOT)), line) for page in PAGES for line in commands(page.read_text("utf-8"))})
+def is_current(page: str, line: str) -> bool:
+    """Whether a command is one of this version: the changelog also names benchmarks that were commands once."""
+    words = shlex.split(line)
+    return not (page == "CHANGELOG.md" and words[0] == "bench" and words[1] in DEVELOPER_BENCHMARKS)
+
+
+SHOWN = sorted(
+    (page, line)
+    for page, line in {
+        (str(path.relative_to(ROOT)), line) for path in PAGES for line in commands(path.read_text("utf-8"))
+    }
+    if is_current(page, line)
+)
 
 
 @pytest.mark.parametrize(("page", "line"), SHOWN, ids=[line for _, line in SHOWN])
@@ -85,8 +97,6 @@ def test_every_command_shown_is_one_there_is(
     """As far as parsing goes: the subcommand, its options and the values they take."""
     monkeypatch.chdir(tmp_path)
     words = shlex.split(line)
-    if page == "CHANGELOG.md" and words[0] == "bench" and words[1] in DEVELOPER_BENCHMARKS:
-        pytest.skip("a command of an earlier version")
     for word in words:
         if word.endswith(".json"):
             (tmp_path / word).touch()
