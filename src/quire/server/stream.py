@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -32,7 +33,7 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-class Chunks(Generic[D]):
+class Chunks(ABC, Generic[D]):
     """Encodes the stream of one job in the shape of its API, as events. Used by one thread at a time.
 
     Costs are about how many bytes the work is worth (`frontend.offload`); edge_cost is that of `opening` and `closing`.
@@ -51,17 +52,17 @@ class Chunks(Generic[D]):
         """Events before the first delta."""
         return b""
 
+    @abstractmethod
     def encode(self, delta: D) -> bytes:
         """The events of a delta."""
-        raise NotImplementedError
 
     def closing(self) -> bytes:
         """Events after the last delta, [DONE] included."""
         return b""
 
+    @abstractmethod
     def failed(self, error: Exception) -> bytes:
         """Events that end the stream with an error."""
-        raise NotImplementedError
 
 
 def answer_all(backend: Backend, calls: Sequence[Call], n: int) -> ResultStream[Delta]:
