@@ -168,25 +168,33 @@ class SamplingParams:
 
     n: int = _number(1, 1, 1024)
     temperature: float = _number(
-        *(1.0, 0.0, 100.0),
+        default=1.0,
+        low=0.0,
+        high=100.0,
         in_requests=True,
         in_checkpoints=True,
         help="0 takes the likeliest token each time.",
     )
     top_p: float = _number(
-        *(1.0, 0.0, 1.0),
+        default=1.0,
+        low=0.0,
+        high=1.0,
         in_requests=True,
         in_checkpoints=True,
         help="Sample from the likeliest tokens that make up this share.",
     )
     top_k: int = _number(
-        *(0, -1, UNLIMITED),
+        default=0,
+        low=-1,
+        high=UNLIMITED,
         in_requests=True,
         in_checkpoints=True,
         help="Sample from so many of the likeliest tokens; 0: all.",
     )
     min_p: float = _number(
-        *(0.0, 0.0, 1.0),
+        default=0.0,
+        low=0.0,
+        high=1.0,
         in_requests=True,
         in_checkpoints=True,
         help="Leave out tokens below this share of the likeliest one's.",
