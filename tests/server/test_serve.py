@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -293,6 +294,27 @@ async def test_a_batch_service_that_fails_to_stop_does_not_keep_the_backend_from
     stopped = ["batches.stop", "backend.drain 30", "batches.stop", "backend.close"]
     assert recorder.calls == ["backend.start", "batches.start", *stopped]
     assert sock.fileno() == -1
+
+
+async def test_a_drain_that_fails_is_one_line_of_the_log_and_the_server_ends(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder("backend.drain 30")
+    await asyncio.wait_for(
+        serve(
+            not_asked,
+            recorder.backend(),
+            listen("127.0.0.1", 0),
+            log_level="error",
+            on_ready=lambda at: os.kill(os.getpid(), signal.SIGTERM),
+        ),
+        100,
+    )
+    assert recorder.calls == ["backend.start", "backend.drain 30", "backend.close"]
+    gc.collect()
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith("what was running could not be ended in order: InvalidConfig: backend.drain 30 failed")
+    assert not caplog.messages
 
 
 async def test_large_blocks_go_back_and_long_work_has_four_threads(monkeypatch: pytest.MonkeyPatch) -> None:

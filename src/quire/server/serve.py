@@ -188,8 +188,13 @@ class _Server(uvicorn.Server):
             cast(Connection, connection).transport.abort()
 
     async def _drain(self) -> None:
-        async with AsyncExitStack() as then:
-            then.callback(setattr, self, "should_exit", True)
-            then.push_async_callback(self._backend.drain, self._timeout)
-            if self._batch_service is not None:
-                await self._batch_service.stop()
+        """Stop batches, then drain the backend; an error of either is logged, and the server exits all the same."""
+        try:
+            async with AsyncExitStack() as then:
+                then.push_async_callback(self._backend.drain, self._timeout)
+                if self._batch_service is not None:
+                    await self._batch_service.stop()
+        except Exception as error:
+            log.error("what was running could not be ended in order: %s: %s", type(error).__name__, error)
+        finally:
+            self.should_exit = True
