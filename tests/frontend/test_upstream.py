@@ -103,7 +103,15 @@ def test_a_prefix_is_the_beginning_of_the_prompt_whatever_stands_before_it() -> 
     assert prompt_prefix(b'{"model": "a"}') == b""
 
 
-@pytest.mark.parametrize("body", [None, b"<html>", b"{}", b'{"data": []}', b'{"data": 3}', b"[]", b'{"data": [3]}'])
+STRANGE = [
+    *(None, b"<html>", b"{}", b'{"data": []}', b'{"data": 3}', b"[]", b'{"data": [3]}', b'{"data": [{"id": 3}]}'),
+    b'{"data": [{"id": "\xff"}]}',
+    b'{"data": ' + b"[" * 100_000,
+    b'{"more": ' + b"[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("body", STRANGE, ids=lambda body: repr(body)[:30])
 async def test_a_start_names_an_upstream_whose_list_of_models_makes_no_sense(body: bytes | None) -> None:
     backend = backend_of(*HOSTS[:1])
     upstream = backend.upstreams[0]

@@ -42,6 +42,14 @@ _PREFIX = 512
 """Bytes of a prompt that select the server with affinity."""
 
 
+class _ModelCard(msgspec.Struct):
+    id: str
+
+
+class _ModelList(msgspec.Struct):
+    data: list[_ModelCard]
+
+
 class UpstreamDown(Exception):
     """No response, or a wrong one."""
 
@@ -279,8 +287,8 @@ class UpstreamBackend:
                 raise InvalidConfig(
                     f"upstream {first.origin} wants a key ({status}): set --upstream-api-key", param="upstream_api_key"
                 )
-            return str(msgspec.json.decode(body)["data"][0]["id"])
-        except (UpstreamDown, msgspec.DecodeError, LookupError, TypeError) as error:
+            return msgspec.json.decode(body, type=_ModelList).data[0].id
+        except (UpstreamDown, msgspec.DecodeError, UnicodeDecodeError, RecursionError, IndexError) as error:
             raise InvalidConfig(
                 f"upstream {first.origin} does not speak OpenAI's API: its /v1/models names no model ({error})",
                 param="upstream",
