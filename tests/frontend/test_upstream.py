@@ -93,6 +93,14 @@ async def test_without_affinity_the_least_busy_upstream_is_taken_in_turn_among_e
     assert chosen(backend, b"a") == {one.origin.host for one in others}
 
 
+async def test_equals_take_turns_also_while_another_is_busier() -> None:
+    backend = backend_of(*HOSTS)
+    busy, *others = backend.upstreams
+    busy.outstanding = 1
+    turns = [backend._choose(backend.upstreams, b"a") for _ in range(6)]
+    assert [turns.count(one) for one in others] == [3, 3]
+
+
 def test_a_prefix_is_the_beginning_of_the_prompt_whatever_stands_before_it() -> None:
     long = b'"' + b"x" * 2000
     plain = prompt_prefix(b'{"prompt": ' + long)

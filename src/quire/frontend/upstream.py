@@ -55,7 +55,8 @@ class UpstreamDown(Exception):
 
 
 class Upstream:
-    """One upstream server. healthy: it answers. outstanding: its unfinished requests."""
+    """One upstream server. healthy: it answers. outstanding: its unfinished requests. last_turn: when it was last
+    chosen, counted in choices."""
 
     def __init__(self, origin: Origin, headers: Headers) -> None:
         self.origin = origin
@@ -63,6 +64,7 @@ class Upstream:
         self.headers = headers
         self.healthy = False
         self.outstanding = self.num_requests = self.num_failed = 0
+        self.last_turn = 0
         self.why = "not asked yet"
         self._failures = 0
         self._changed = asyncio.Event()
@@ -240,7 +242,7 @@ class UpstreamBackend:
     name: str = ""
     generated: int = 0
     _completed: int = 0
-    _round_robin: int = 0
+    _num_turns: int = 0
     _under_way: int = 0
     _drain_rate: DrainRate = field(default_factory=DrainRate)
     _watching: list[asyncio.Task[None]] = field(default_factory=list)
@@ -395,15 +397,15 @@ class UpstreamBackend:
 
     def _choose(self, left: Sequence[Upstream], begins: bytes) -> Upstream:
         """The server with the fewest requests, in turn among equals; with affinity, the one that saw the prefix."""
-        self._round_robin += 1
-        least = min(
-            (left[(i + self._round_robin) % len(left)] for i in range(len(left))), key=lambda one: one.outstanding
-        )
-        if not self.affinity or len(left) == 1:
-            return least
-        # Rendezvous hashing.
-        same = max(left, key=lambda one: blake2b(begins + str(one.origin).encode(), digest_size=8).digest())
-        return same if same.outstanding <= least.outstanding + _MAX_IMBALANCE else least
+        chosen = min(left, key=lambda one: (one.outstanding, one.last_turn))
+        if self.affinity and len(left) > 1:
+            # Rendezvous hashing.
+            same = max(left, key=lambda one: blake2b(begins + str(one.origin).encode(), digest_size=8).digest())
+            if same.outstanding <= chosen.outstanding + _MAX_IMBALANCE:
+                chosen = same
+        self._num_turns += 1
+        chosen.last_turn = self._num_turns
+        return chosen
 
     def on_finished(self, observed: bool, now: float) -> None:
         """A request ended."""
