@@ -23,6 +23,7 @@ from quire.observability.recording_format import VERSION as RECORDING
 from quire.ops.gemm import FORMAT as GEMM
 from quire.server import openapi
 from quire.server.batch_api.store import FORMAT as BATCHES
+from quire.weights.files import ONNX_FORMAT
 
 FILE = Path(__file__).with_name("stable.json")
 PAGE = Path(__file__).parents[1] / "docs/reference/stability.md"
@@ -59,7 +60,13 @@ def surface() -> dict[str, Any]:
         "routes": sorted(f"{method.upper()} {path}" for path, kinds in described["paths"].items() for method in kinds),
         "metrics": {name: f"{kind} {' '.join(labels)}".strip() for name, kind, labels, _ in sorted(metrics.rows())},
         "grpc": {"package": contract.package, "messages": dict(sorted(fields(contract.message_types_by_name)))},
-        "formats": {"recording": RECORDING, "batches": BATCHES, "gemm cache": GEMM, "grpc contract": CONTRACT},
+        "formats": {
+            "recording": RECORDING,
+            "batches": BATCHES,
+            "gemm cache": GEMM,
+            "grpc contract": CONTRACT,
+            "onnx graphs": ONNX_FORMAT,
+        },
     }
 
 

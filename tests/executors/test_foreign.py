@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -144,6 +146,22 @@ def test_a_model_that_cannot_be_exported_is_named(shape: str, complaint: str, tm
     checkpoints.make(tmp_path / "model", shape)
     with pytest.raises(InvalidModel, match=complaint):
         export(tmp_path / "model", tmp_path / "graphs")
+
+
+@pytest.mark.parametrize(("version", "said"), [(None, "without a format version"), (2, "of format 2")])
+def test_graphs_of_another_format_are_refused_with_what_to_do(
+    version: int | None, said: str, graphs: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(graphs, tmp_path / "graphs")
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("quire_onnx_format") == 1
+    (folder / "config.json").write_text(
+        json.dumps(config if version is None else config | {"quire_onnx_format": version})
+    )
+    with pytest.raises(
+        InvalidConfig, match=f"{said}, .* reads format 1: export the model again, with `quire export-onnx"
+    ):
+        build_engine(Settings.of(model=str(folder), executor="onnx"))
 
 
 # ---------------------------------------------------------------- transformers

@@ -14,7 +14,7 @@ from quire.errors import InvalidConfig
 from quire.executors.onnx import OnnxModel
 from quire.model_runner.memory import layer_shapes
 from quire.models.registry import parameters, read_spec
-from quire.weights.files import read_config
+from quire.weights.files import ONNX_FORMAT, read_config
 from quire.weights.locate import locate
 
 FIXED: Mapping[str, str] = MappingProxyType(
@@ -31,7 +31,8 @@ FIXED: Mapping[str, str] = MappingProxyType(
 def make(settings: Settings) -> BuiltExecutor:
     """Load the model and build its executor.
 
-    Raises InvalidConfig for a folder that `quire export-onnx` did not write, and for options of `FIXED`.
+    Raises InvalidConfig for a folder that `quire export-onnx` did not write, or in another format version, and for
+    options of `FIXED`.
     """
     reject_options(settings, "onnx", FIXED)
     if settings.model.dtype not in ("auto", "float32"):
@@ -45,7 +46,15 @@ def make(settings: Settings) -> BuiltExecutor:
             f"{config.model} has no graph: `quire export-onnx {config.model} FOLDER` writes one, to serve instead",
             param="model",
         )
-    spec = read_spec(read_config(folder))
+    model_config = read_config(folder)
+    if (found := model_config.get("quire_onnx_format")) != ONNX_FORMAT:
+        written = "without a format version" if found is None else f"of format {found}"
+        raise InvalidConfig(
+            f"{config.model} holds graphs {written}, and this version of Quire reads format {ONNX_FORMAT}: export the "
+            "model again, with `quire export-onnx MODEL FOLDER`",
+            param="model",
+        )
+    spec = read_spec(model_config)
     threads = settings.execution.threads or choose_threads(parameters(spec))
     torch.set_num_threads(threads)
     limits = resolve(settings, spec, torch.device("cpu"))

@@ -31,6 +31,9 @@ ZIP = b"PK\x03\x04"
 LARGEST_HEADER = 100 << 20
 """Bytes: the format's own limit."""
 
+ONNX_FORMAT = 1
+"""The version of the folders of `quire export-onnx`: `quire_onnx_format` in their config.json."""
+
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,

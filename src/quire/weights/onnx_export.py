@@ -26,7 +26,7 @@ from quire.layers.quantization.base import Plain
 from quire.models.registry import read_spec
 from quire.models.spec import ModelSpec
 from quire.types import UNLIMITED
-from quire.weights.files import Checkpoint, read_config
+from quire.weights.files import ONNX_FORMAT, Checkpoint, read_config
 from quire.weights.schemes import AUTO, CheckpointFormat, choose_format
 
 OPSET, IR = 23, 10
@@ -57,7 +57,7 @@ def export(source: Path, target: Path, *, int8: bool = False) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for name, graph in ((BODY, body(spec, weight)), (HEAD, head(spec, weight))):
         save(graph, target / name, int8)
-    (target / "config.json").write_text(json.dumps(config, indent=2))
+    (target / "config.json").write_text(json.dumps(config | {"quire_onnx_format": ONNX_FORMAT}, indent=2))
     for beside in source.glob("*"):
         if beside.is_file() and beside.suffix in (".json", ".jinja", ".model") and beside.name != "config.json":
             shutil.copy(beside, target / beside.name)
