@@ -173,6 +173,7 @@ def test_variables_are_refused_in_their_own_spelling(environ: dict[str, str], hi
         ("port: 1\nport: [", "not valid YAML"),
         ("- port", "option: value"),
         ("max-num-seqs: 1\nmax_num_seqs: 2", "twice"),
+        ("max_num_seqs: 1\nmax-num-seqs: 2", "twice"),
         ("port: x", "quire.yaml"),
         ("api-key: 5", "api_key"),
     ],

@@ -356,6 +356,20 @@ def test_who_stops_waiting_for_an_explanation_leaves_nothing_behind() -> None:
     asyncio.run(story())
 
 
+def test_who_waits_for_an_explanation_is_told_that_the_engine_ended() -> None:
+    async def story() -> None:
+        port = EngineProcess([], {}, lambda metrics: b"")
+        port._link = link = SimpleNamespace(was_ready=True, send=lambda message: None)  # type: ignore[assignment]
+        waiting = asyncio.ensure_future(port.explain("a"))
+        await asyncio.sleep(0)
+        link.was_ready = False  # none is started again
+        port.on_connection_lost(link)  # type: ignore[arg-type]
+        with pytest.raises(Unavailable, match="what it knew of requests is lost"):
+            await asyncio.wait_for(waiting, 60)
+
+    asyncio.run(story())
+
+
 class Pauses:
     """asyncio as the client sees it, but that pauses are noted and not made."""
 

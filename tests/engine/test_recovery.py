@@ -8,9 +8,11 @@ from quire.engine.engine import Engine
 from quire.engine.executor import Executor, StepHandle
 from quire.engine.timing import VirtualClock
 from quire.errors import StepFailed
+from quire.scheduler.constraint import FREE, PENDING
 from quire.scheduler.plan import Plan
 from quire.scheduler.step_time import StepCost
 from quire.sim.run import SimConfig
+from quire.types import Request
 
 
 class Failing:
@@ -60,6 +62,24 @@ def test_who_fails_alone_twice_at_the_same_place_is_blamed() -> None:
 def test_a_failure_alone_and_then_one_in_company_blame_nobody() -> None:
     """Both in step 1; then the first alone, which passes when it is tried again; then both."""
     assert ran({1, 2, 4}, (12, 12)) == (["length", "length"], 3)
+
+
+def test_who_waits_for_a_grammar_while_suspects_are_tried_is_not_held_back_before_it_is_there() -> None:
+    engine: Engine = SimConfig(pages=64, page_size=4, max_num_seqs=4, cost=StepCost(0.01)).build(VirtualClock())
+    engine.executor = Failing(engine.executor, {1})
+    for i in range(2):
+        engine.submit([i, 1, 2, 3, 4], 3)
+    engine.step()
+    assert engine.recovery.active
+    engine.add(Request(id="late", prompt=(5, 6), max_new_tokens=2), PENDING)
+    assert [each.request_id for each in engine.scheduler.waiting.awaiting_grammar()] == ["late"]
+    assert engine.recovery.parked and "late" not in {seq.request.id for seq in engine.recovery.parked}
+    engine.set_constraint("late", FREE)
+    assert [seq.request.id for seq in engine.recovery.parked].count("late") == 1
+    while engine.has_pending_work:
+        engine.step()
+    assert [(done.id, done.finish) for done in engine.completed_requests][-1] == ("late", "length")
+    assert engine.failures == 1
 
 
 def test_different_requests_that_fail_alone_at_the_same_place_are_not_blamed() -> None:

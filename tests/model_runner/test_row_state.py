@@ -176,3 +176,16 @@ def test_spans_that_do_not_fit_their_rows_are_refused(spans: tuple[Span, ...], s
     rows, _ = decoding()
     with pytest.raises(StepFailed, match=says):
         rows.apply_plan(Plan((), (), spans))
+
+
+def test_a_row_that_is_opened_again_has_no_drafts_of_the_sequence_before() -> None:
+    rows = RowState(1, CONTEXT, SIZE, 2)
+    opened = (NewSequence(0, (1, 2, 3), 0, 3),)
+    rows.apply_plan(Plan(opened, ((0, (1,)),), (Span(0, 3, 1, 1),)))
+    rows.advance(rows.shape, np.array([4], np.intp), np.zeros(1, bool))
+    rows.set_drafts(np.array([0]), np.array([[5, 6]], np.int32), np.array([2]))
+    assert rows.drafts_of(0) == [5, 6]
+    rows.apply_plan(Plan(opened, ((0, (2,)),), (Span(0, 3, 1, 1),)))
+    assert rows.drafts_of(0) == []
+    with pytest.raises(StepFailed, match="plan and rows disagree"):
+        rows.apply_plan(Plan(opened, (), (Span(0, 4, 2, 2),)))

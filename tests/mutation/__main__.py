@@ -22,7 +22,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list:
         print(json.dumps([fault._asdict() for fault in faults], indent=1, ensure_ascii=False))
         return 0
-    results = tried(faults, options.jobs, Limits(options.seconds, options.test_seconds), options.tests, options.json)
+    bench = Bench(ROOT, options.jobs, Limits(options.seconds, options.test_seconds), options.tests, most=options.files)
+    results = tried(faults, options.jobs, bench, options.json)
     for result in results:
         if result.verdict != CAUGHT:
             print(_line(result))
@@ -36,12 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
     return int(share < options.at_least)
 
 
-def tried(
-    faults: list[Fault], jobs: int, limits: Limits, tests: list[str] | None = None, out: Path | None = None
-) -> list[Result]:
+def tried(faults: list[Fault], jobs: int, bench: Bench, out: Path | None = None) -> list[Result]:
     """Every fault tried, in the order given; `out` is written anew after each, so that a run may be broken off."""
     results: dict[int, Result] = {}
-    bench = Bench(ROOT, jobs, limits, tests)
 
     def one(i: int) -> None:
         results[i] = bench.tried(faults[i])
@@ -87,6 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--paths", nargs="+", default=ROOMS, help="folders or modules of src/quire to draw from")
     parser.add_argument("--faults", type=Path, help='faults given instead: JSON, a list of {"path", "old", "new"}')
     parser.add_argument("--tests", nargs="+", help="test files or ids to run, instead of the nearest of each fault")
+    parser.add_argument(
+        "--files", type=int, help="most test files that are run for a fault, the nearest (default: all)"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="faults tried side by side")
     parser.add_argument("--seconds", type=float, default=600, help="time for the tests of one fault")
     parser.add_argument(

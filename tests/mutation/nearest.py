@@ -1,4 +1,7 @@
-"""Which test files lie nearest to a module: by its name, by what they import, and by what of it they mention."""
+"""Which test files lie nearest to a module: by its name, by what they import, and by what of it they mention.
+
+Of files that are equally near, those that start processes come last: each of their tests takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ from pathlib import Path
 FAR = 99
 """Further than any chain of imports."""
 
+_PROCESSES = frozenset({"subprocess", "Popen", "create_subprocess_exec"})
+"""Words of tests that start processes."""
+
 
 class Nearness:
     """The test files of the tree at `root`, and what each imports, directly or not."""
@@ -20,6 +26,7 @@ class Nearness:
         self._paths = {_module(root, file): file for file in files}
         self._sources = {name: file.read_text() for name, file in self._paths.items()}
         self._imports = {name: self._imported(name) for name in self._paths}
+        self._add_lazy_imports()
         tests = (name for name in self._paths if name.startswith("tests.") and "test_" in name.rpartition(".")[2])
         self._words = {name: self._spoken(name) for name in self._paths if name.startswith("tests.")}
         self._distances = {name: self._from(name) for name in tests if not name.startswith("tests.mutation.")}
@@ -38,7 +45,8 @@ class Nearness:
             words = self._words[test]
             score = 10 * distance - 2 * min(5, len(names & words)) - 6 * min(2, len(around & words))
             score -= 20 * (test.rpartition(".")[2] in (f"test_{leaf}", f"test_{leaf}s", f"test_{leaf.rstrip('s')}"))
-            score -= 8 * (test.split(".")[1] == room)
+            score -= 8 * (test.split(".")[1] in (room, f"test_{room}"))
+            score += 6 * bool(_PROCESSES & words)
             score -= 10 * (
                 test.rpartition("test_")[2].rstrip("s") in (leaf.split("_")[0], leaf.split("_")[0].rstrip("s"))
             )
@@ -70,6 +78,15 @@ class Nearness:
             found |= {".".join([*parts[:i], "conftest"]) for i in range(2, len(parts))}
         return (found & self._paths.keys()) - {name}
 
+    def _add_lazy_imports(self) -> None:
+        """Modules that no import names, such as executors, belong to whatever composes their names."""
+        imported = {other for name, others in self._imports.items() if name.startswith("quire") for other in others}
+        lazy = self._paths.keys() - imported
+        for name in self._paths:
+            if name.startswith("quire."):
+                prefixes = tuple(_prefixes(self._sources[name]))
+                self._imports[name] |= {other for other in lazy if other.startswith(prefixes)} - {name}
+
     def _from(self, start: str) -> dict[str, int]:
         """How many imports lie between `start` and each module it reaches; what tests share is part of each."""
         seen, queue = {start: 0}, deque([start])
@@ -92,6 +109,13 @@ class Nearness:
                 if node.lineno <= line <= (node.end_lineno or node.lineno):
                     around.add(node.name)
         return {name for name in names if not name.startswith("__")}, around - {"__init__"}
+
+
+def _prefixes(source: str) -> set[str]:
+    """The beginnings of modules' names that the source completes at run time, such as "quire.assembly."."""
+    strings = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.JoinedStr))
+    first = (str(part.value) for node in strings for part in node.values[:1] if isinstance(part, ast.Constant))
+    return {text for text in first if re.fullmatch(r"quire(\.\w+)*\.", text)}
 
 
 def _module(root: Path, file: Path) -> str:

@@ -70,15 +70,20 @@ def copied(root: Path, to: Path) -> Path:
 
 
 class Bench:
-    """The places where faults are tried: a clean copy of the tree, and one for each of `jobs` that run side by side."""
+    """The places where faults are tried: a clean copy of the tree, and one for each of `jobs` that run side by side.
 
-    def __init__(self, root: Path, jobs: int, limits: Limits, tests: list[str] | None = None) -> None:
+    tests: files or ids that are run for each fault; None: the `most` nearest files, or all that reach the module.
+    """
+
+    def __init__(
+        self, root: Path, jobs: int, limits: Limits, tests: list[str] | None = None, *, most: int | None = None
+    ) -> None:
         self._place = tempfile.TemporaryDirectory(prefix="quire-mutation-", ignore_cleanup_errors=True)
         place = Path(self._place.name)
         self.clean = copied(root, place / "clean")
         self._free = [copied(root, place / f"job{i}") for i in range(jobs)]
         self._limits = limits
-        self._given = tests
+        self._given, self._most = tests, most
         self._tests = Nearness(self.clean)
         self._lock = threading.Lock()
         self._clean_runs: dict[str, float | None] = {}
@@ -101,7 +106,8 @@ class Bench:
         before = path.read_text()
         try:
             _write(path, source)
-            verdict, by, ran = self._verdict(tree, self._given or self._tests.nearest(fault.path, fault.line), began)
+            nearest = self._given or self._tests.nearest(fault.path, fault.line)[: self._most]
+            verdict, by, ran = self._verdict(tree, nearest, began)
         finally:
             _write(path, before)
             with self._lock:

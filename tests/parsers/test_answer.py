@@ -202,6 +202,18 @@ def test_no_more_calls_are_emitted_than_may_be_made() -> None:
     assert [part.kind for part in tell(Reader(STYLES["mistral"], TOOLS, most=1), text)] == ["call", "arguments"]
 
 
+@pytest.mark.parametrize("name", ["", "two words", "now()", "x" * 257])
+def test_what_is_no_name_of_a_function_begins_no_call(name: str) -> None:
+    text = f'<tool_call>{{"name": "{name}", "arguments": {{}}}}'
+    assert tell(Reader(STYLES["hermes"], TOOLS), text) == [TextPart("content", text)]
+
+
+def test_the_longest_name_of_a_function_is_one() -> None:
+    name = "a.b-c/d:" * 32
+    parts = tell(Reader(STYLES["hermes"], TOOLS), f'<tool_call>{{"name": "{name}", "arguments": {{}}}}')
+    assert parts == [TextPart("call", name, 0), TextPart("arguments", "{}", 0)]
+
+
 @pytest.mark.parametrize("text", ["[get_weather('x', city='y')]", "[get_weather(city='x', city='y')]"])
 def test_a_call_with_an_argument_given_twice_is_content(text: str) -> None:
     assert tell(Reader(STYLES["gemma"], TOOLS), text) == [TextPart("content", text)]
@@ -342,3 +354,15 @@ def test_a_template_without_tools_gets_them_as_text(style: ToolStyle) -> None:
     )
     assert [part.kind for part in tell(Reader(style, TOOLS), shown[2]["content"])] == ["call", "arguments"]
     assert "3 pm" in shown[3]["content"] and "4 pm" in shown[3]["content"]
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", None])
+def test_tools_are_described_in_the_system_or_developer_message_that_is_there_first(role: str | None) -> None:
+    tool = {"type": "function", "function": {"name": "now", "parameters": {}}}
+    history = [] if role is None else [{"role": role, "content": "Be kind."}]
+    shown = describe_tools(history, [tool], STYLES["hermes"])
+    assert [message["role"] for message in shown] == {
+        "user": ["system", "user"],
+        None: ["system"],
+    }.get(role, [role])
+    assert shown[0]["content"].startswith("You can" if role in ("user", None) else "Be kind.\n\nYou can")

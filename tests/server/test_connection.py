@@ -295,6 +295,22 @@ def test_a_slow_reader_has_the_whole_timeout_again_after_each_kilobyte() -> None
     assert out.aborted == 1
 
 
+def test_a_body_that_the_server_does_not_read_is_not_late() -> None:
+    refused, out = list[Any](), SimpleNamespace(sent=0, get_write_buffer_size=lambda: 0, is_closing=lambda: False)
+    connection: Any = object.__new__(Connection)
+    connection.transport, connection._timeouts = out, Timeouts(read=20.0)
+    connection.flow = SimpleNamespace(read_paused=True)
+    connection._reading, connection._reading_since, connection._reserved = "body", 0.0, False
+    connection._body_bytes = connection._sent = 0
+    connection._refuse = lambda *args: refused.append(args)
+    connection.check_timeouts(100.0)
+    connection.flow.read_paused = False
+    connection.check_timeouts(120.0)
+    assert not refused, "it has the whole time again from when it was read last"
+    connection.check_timeouts(120.1)
+    assert [status for _, status in refused] == [408]
+
+
 async def test_a_connection_that_is_lost_is_freed_at_once_not_by_the_garbage_collector(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

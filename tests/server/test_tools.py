@@ -118,6 +118,15 @@ async def test_parallel_tool_calls_false_returns_one_call() -> None:
         assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
 
 
+async def test_a_tool_that_is_named_is_called_once() -> None:
+    twice = "\n".join(['<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'] * 2)
+    named = {"type": "function", "function": {"name": "now"}}
+    async with served(speaking(twice), template=KNOWS, room=1024) as server:
+        for choice, count in ((named, 1), ("required", 2), ("auto", 2)):
+            answer = await server.chat(tools=TOOLS, tool_choice=choice, max_tokens=200)
+            assert len(answer["choices"][0]["message"]["tool_calls"]) == count
+
+
 FORCED = [
     ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'),
     ("llama3_json", '{"name": "weather", "parameters": {"city": "Ulm"}}'),

@@ -179,8 +179,9 @@ def test_a_gguf_files_bytes_are_cut_as_they_were_and_its_template_is_used(tmp_pa
     assert text.tokenizer.encode(prompt)[0] == len(pieces) - 2
 
 
-def test_a_gguf_files_sentences_are_cut_as_sentencepiece_does(tmp_path: Path) -> None:
-    data = trained("bpe", remove_extra_whitespaces=False)
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_gguf_files_sentences_are_cut_as_sentencepiece_does(tmp_path: Path, prefix: bool) -> None:
+    data = trained("bpe", add_dummy_prefix=prefix, remove_extra_whitespaces=False)
     theirs = sentencepiece.SentencePieceProcessor(model_proto=data)
     count = theirs.vocab_size()
     pieces, scores = ([f(i) for i in range(count)] for f in (theirs.id_to_piece, theirs.get_score))
@@ -188,7 +189,8 @@ def test_a_gguf_files_sentences_are_cut_as_sentencepiece_does(tmp_path: Path) ->
         2 if theirs.is_unknown(i) else 3 if theirs.is_control(i) else 6 if theirs.is_byte(i) else 1
         for i in range(count)
     ]
-    write(tmp_path / "m.gguf", "llama", pieces, kinds, token_scores=scores, bos_token_id=1, eos_token_id=2)
+    about = {"token_scores": scores, "bos_token_id": 1, "eos_token_id": 2, "add_space_prefix": prefix}
+    write(tmp_path / "m.gguf", "llama", pieces, kinds, **about)
     ours = build_tokenizer(settings(tmp_path / "m.gguf"))
     for text in TEXTS:
         assert list(ours.encode(text)) == [1, *theirs.encode(text)]
