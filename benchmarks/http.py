@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,9 @@ def command(shape: str, levels: tuple[int, ...], processes: int, port: int, noth
     if not nothing:
         needed("for a server on a CPU there is `quire bench serve`")
     found: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder, idle(port) if nothing else serving(folder, shape, port) as ready:
+    with ExitStack() as open_:
+        place = write(Path(open_.enter_context(tempfile.TemporaryDirectory())), shape)
+        ready = open_.enter_context(idle(port) if nothing else serving(place, shape, port))
         found.append({"workload": f"ready {shape}", "seconds": ready})
         click.echo(json.dumps(found[-1]))
         measure(shape, 8, 32, processes, port, seed=3)  # warms caches and connections
@@ -61,10 +63,9 @@ def command(shape: str, levels: tuple[int, ...], processes: int, port: int, noth
 
 
 @contextmanager
-def serving(folder: str, shape: str, port: int) -> Iterator[float]:
-    """A server of random weights; seconds until it is ready."""
-    place = write(Path(folder), shape)
-    arguments = ["serve", "--model", str(place), "--served-model-name", shape, "--load-format", "dummy"]
+def serving(place: Path, shape: str, port: int, *more: str) -> Iterator[float]:
+    """A server of random weights; seconds until it is ready. more: arguments of `quire serve`."""
+    arguments = ["serve", "--model", str(place), "--served-model-name", shape, "--load-format", "dummy", *more]
     arguments += ["--max-model-len", "1024" if shape == "gpt2" else "4096", "--max-num-seqs", "256"]
     arguments += ["--port", str(port), "--disable-log-stats", "--uvicorn-log-level", "warning"]
     began = time.perf_counter()

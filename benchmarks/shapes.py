@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteDecoder
 from tokenizers.decoders import Metaspace as Decoder
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Metaspace
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, Metaspace
 
 from quire.errors import InvalidConfig, nearest
 
@@ -56,8 +57,8 @@ def llama(*shape: Any, tied: bool, stretch: float) -> dict[str, Any]:
     )
 
 
-def qwen(generation: int, *shape: Any, tied: bool) -> dict[str, Any]:
-    return decoder(
+def qwen(generation: int, *shape: Any, tied: bool, **more: Any) -> dict[str, Any]:
+    fields = decoder(
         *shape,
         architectures=[f"Qwen{generation}ForCausalLM"],
         model_type=f"qwen{generation}",
@@ -69,6 +70,7 @@ def qwen(generation: int, *shape: Any, tied: bool) -> dict[str, Any]:
         bos_token_id=151643,
         eos_token_id=151645,
     )
+    return fields | more
 
 
 SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -76,6 +78,18 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "qwen3-0.6b": qwen(3, 1024, 28, (16, 8, 128), 3072, 151936, tied=True),
         "qwen3-4b": qwen(3, 2560, 36, (32, 8, 128), 9728, 151936, tied=True),
         "qwen3-8b": qwen(3, 4096, 36, (32, 8, 128), 12288, 151936, tied=False),
+        "qwen3-30b-a3b": qwen(
+            *(3, 2048, 48, (32, 4, 128), 6144, 151936),
+            tied=False,
+            architectures=["Qwen3MoeForCausalLM"],
+            model_type="qwen3_moe",
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+        ),
         "qwen2.5-7b": qwen(2, 3584, 28, (28, 4, 128), 18944, 152064, tied=False),
         "llama-3.2-1b": llama(2048, 16, (32, 8, 64), 8192, 128256, tied=True, stretch=32.0),
         "llama-3.2-3b": llama(3072, 28, (24, 8, 128), 8192, 128256, tied=True, stretch=32.0),
@@ -117,26 +131,51 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 
 
-def write(folder: Path, name: str) -> Path:
-    """A model folder without weights: for `load_format="dummy"`. Raises InvalidConfig for an unknown shape."""
+def write(
+    folder: Path,
+    name: str,
+    *,
+    tokenizer: Callable[[int], Tokenizer] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Path:
+    """A model folder without weights: for `load_format="dummy"`. Raises InvalidConfig for an unknown shape.
+
+    tokenizer: makes one of so many tokens; `words` by default. config: fields of config.json that differ from the
+    shape's.
+    """
     if name not in SHAPES:
         raise InvalidConfig(f"there is no shape {name!r} (known: {', '.join(SHAPES)}).{nearest(name, SHAPES)}")
-    fields, place = SHAPES[name], folder / name
+    fields = {**SHAPES[name], **(config or {})}
+    place = folder / name
     place.mkdir(parents=True, exist_ok=True)
-    (place / "config.json").write_text(json.dumps(dict(fields)))
+    (place / "config.json").write_text(json.dumps(fields))
     (place / "generation_config.json").write_text(json.dumps({"do_sample": False}))
-    words(int(fields["vocab_size"])).save(str(place / "tokenizer.json"))
+    (tokenizer or words)(int(fields["vocab_size"])).save(str(place / "tokenizer.json"))
     return place
 
 
 def words(count: int) -> Tokenizer:
     """`count` tokens, each a word of five letters: id i is i in letters, least significant first."""
-    letters = "abcdefghijklmnopqrstuvwxyz"
-
-    def word(i: int) -> str:
-        return "▁" + "".join(letters[i // 26**place % 26] for place in range(5))
-
-    made = Tokenizer(WordLevel({word(i): i for i in range(count)}, unk_token=word(0)))
+    made = Tokenizer(WordLevel({f"▁{letters(i, 5)}": i for i in range(count)}, unk_token=f"▁{letters(0, 5)}"))
     made.pre_tokenizer = Metaspace()
     made.decoder = Decoder()
     return made
+
+
+def byte_words(count: int) -> Tokenizer:
+    """`count` tokens: 256 of a byte each, then words of a space and four letters. For grammars: `words` has no JSON.
+
+    Without merges, a text becomes one token a byte. Punctuation, digits and capitals are in byte tokens only, so texts
+    made of them have one way to be written.
+    """
+    vocabulary = {char: i for i, char in enumerate(sorted(ByteLevel.alphabet()))}
+    vocabulary |= {f"Ġ{letters(i, 4)}": 256 + i for i in range(count - 256)}
+    made = Tokenizer(BPE(vocabulary, []))
+    made.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    made.decoder = ByteDecoder()
+    return made
+
+
+def letters(number: int, count: int) -> str:
+    """`number` in `count` letters, least significant first."""
+    return "".join("abcdefghijklmnopqrstuvwxyz"[number // 26**place % 26] for place in range(count))

@@ -33,8 +33,8 @@ class LoadJob:
     """Requests that one process sends: all `prompts`, at most `streams` at once, from wall time `begin` on.
 
     output_lens: tokens of each answer. due: seconds after `begin` at which each prompt is sent; empty: as soon as a
-    stream is free. salt: `cache_salt` of the requests, '' for none. key: API key. report_progress: write a dot to
-    standard output for each finished request, before the result.
+    stream is free. salt: `cache_salt` of the requests, '' for none. extra: further fields of each body. key: API key.
+    report_progress: write a dot to standard output for each finished request, before the result.
     """
 
     host: str
@@ -46,6 +46,7 @@ class LoadJob:
     begin: float = 0.0
     due: list[float] = field(default_factory=list)
     salt: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
     key: str = ""
     path: str = ""
     tls: bool = False
@@ -131,6 +132,7 @@ def encode_request(job: LoadJob, number: int) -> bytes:
             "stream": True,
             "stream_options": {"include_usage": True},
             **({"cache_salt": job.salt} if job.salt else {}),
+            **job.extra,
         }
     ).encode()
     key = f"Authorization: Bearer {job.key}\r\n" if job.key else ""
