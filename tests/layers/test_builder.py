@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
 from quire.layers.linear import ParallelGroup, shard_of
+from quire.layers.moe import MoEConfig
 from quire.layers.quantization import packed
 from quire.layers.quantization.base import Format, Plain, WeightSlot
 from quire.layers.quantization.packed import Packed
@@ -171,3 +172,26 @@ def test_heads_are_divided_whole_and_kv_heads_may_be_replicated() -> None:
     assert [shard_of(2, Rank(r, 4), "heads", 4) for r in range(4)] == [slice(0, 4)] * 2 + [slice(4, 8)] * 2
     with pytest.raises(InvalidModel, match="9 heads cannot be divided among 2 devices"):
         shard_of(9, Rank(0, 2), "heads")
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_mixture_is_the_same_in_one_tensor_and_in_separate_matrices(normalize: bool) -> None:
+    mixture = MoEConfig(num_experts=5, num_experts_per_token=2, width=6, normalize_weights=normalize)
+    names = [f"mlp.experts.{e}.{part}_proj" for e in range(5) for part in ("gate", "up", "down")]
+    shapes = {f"{name}.weight": (8, 6) if "down" in name else (6, 8) for name in names} | {"mlp.gate.weight": (5, 8)}
+    tensors = randoms(**shapes)
+    x, results = torch.randn(7, 8), []
+    for format in (Plain, Packed):
+        made = build(format=format)
+        experts = made.scope("mlp").experts(8, mixture, "silu")
+        fill(made, tensors)
+        results.append(experts(x))
+    torch.testing.assert_close(*results)
+    shares, chosen = (x @ tensors["mlp.gate.weight"].T).softmax(-1).topk(2)
+    shares = shares / shares.sum(-1, keepdim=True) if normalize else shares
+    for row, token in enumerate(x):
+        want = torch.zeros(8)
+        for e, share in zip(chosen[row].tolist(), shares[row], strict=True):
+            gate, up, down = (tensors[f"mlp.experts.{e}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+            want += share * (down @ (torch.nn.functional.silu(gate @ token) * (up @ token)))
+        torch.testing.assert_close(results[0][row], want)

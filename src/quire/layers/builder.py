@@ -18,10 +18,9 @@ from torch import Tensor
 from quire.errors import InvalidModel, nearest
 from quire.layers.basic import MLP, Attention, Embedding, GatedMLP, Heads, LayerNorm, RMSNorm, RopeConfig, Rotary
 from quire.layers.linear import ColumnParallelLinear, LMHead, ParallelGroup, RowParallelLinear, shard_of
-from quire.layers.moe import ExpertLinear, MoE, MoEConfig
+from quire.layers.moe import Experts, MoE, MoEConfig, SeparateExperts, StackedExperts
 from quire.layers.quantization.base import Format, Matrix, MatrixPart, Plain, WeightSlot, WeightStorage
 from quire.ops.base import Gate, Ops
-from quire.ops.matmul import by_expert
 
 Kind = TypeVar("Kind")
 
@@ -191,33 +190,32 @@ class ModelBuilder:
         names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> MoE:
         """`gate`, the router, and experts.N, each with the matrices called `names`: gate, up and down."""
-        act = activation_of(activation, {"silu": self.ops.silu_mul, **dict.fromkeys(GELUS, self.ops.gelu_mul)})
+        act = activation_of(activation, GATES)
         gate, up, down = names
         cut = shard_of(mixture.width, self.parallel, "expert width")
         each = [f"{self.prefix}experts.{e}." for e in range(mixture.num_experts)]
         rises = [(MatrixPart(p + gate, mixture.width, cut), MatrixPart(p + up, mixture.width, cut)) for p in each]
         falls = [(MatrixPart(p + down, hidden, slice(0, hidden)),) for p in each]
-        router = self.router("gate", hidden, mixture.num_experts)
-        return MoE(
-            router,
-            self._bank(rises, hidden, slice(0, hidden)),
-            self._bank(falls, mixture.width, cut),
-            mixture,
-            act,
-            self.parallel,
-            self.ops,
-        )
+        router, whole = self.router("gate", hidden, mixture.num_experts), slice(0, hidden)
+        experts: Experts
+        if self.format is Plain:
+            experts = StackedExperts(
+                self._stacked(rises, hidden, whole), self._stacked(falls, mixture.width, cut), act, self.ops
+            )
+        else:
+            gate_ups = [self._store(parts, hidden, whole) for parts in rises]
+            experts = SeparateExperts(
+                gate_ups, [self._store(parts, mixture.width, cut) for parts in falls], act, self.ops
+            )
+        return MoE(router, experts, mixture, self.parallel, self.ops)
 
-    def router(self, name: str, hidden: int, count: int) -> ColumnParallelLinear:
-        """A small matrix, whole on every rank and never quantized."""
+    def router(self, name: str, hidden: int, count: int) -> WeightStorage:
+        """A small matrix, whole on every rank and not quantized unless the checkpoint's is."""
         part = MatrixPart(self.prefix + name, count, slice(0, count))
-        return ColumnParallelLinear(self._store([part], hidden, slice(0, hidden), keep_precision=True))
+        return self._store([part], hidden, slice(0, hidden), keep_precision=True)
 
-    def _bank(self, experts: Sequence[Sequence[MatrixPart]], columns: int, cut: slice) -> ExpertLinear:
-        """One matrix of each expert: in one tensor where the format is plain, else each in its own storage."""
-        if self.format is not Plain:
-            stored = [self._store(parts, columns, cut) for parts in experts]
-            return lambda x, ends: by_expert(x, stored, ends, lambda rows, expert: expert.apply(rows))
+    def _stacked(self, experts: Sequence[Sequence[MatrixPart]], columns: int, cut: slice) -> Tensor:
+        """One matrix of each expert in one tensor [E, rows, columns]."""
         rows = sum(part.shard.stop - part.shard.start for part in experts[0])
         weight = torch.empty(len(experts), rows, cut.stop - cut.start, dtype=self.dtype, device=self.device)
         for parts, own in zip(experts, weight, strict=True):
@@ -226,8 +224,7 @@ class ModelBuilder:
                 into = own[row : row + kept.stop - kept.start]
                 row += len(into)
                 self._add_slot(WeightSlot(f"{name}.weight", (height, columns), (kept, cut), into, std=columns**-0.5))
-        ops = self.ops
-        return lambda x, ends: ops.grouped_linear(x, weight, ends)
+        return weight
 
     def mlp(self, up: str, down: str, hidden: int, width: int, activation: str, *, transposed: bool = False) -> MLP:
         """Two matrices with biases."""

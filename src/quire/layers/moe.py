@@ -1,20 +1,21 @@
 """Mixture of experts (Shazeer et al. 2017; Jiang et al. 2024): a router, and MLPs of which each token uses a few.
 
-Tokens are sorted by expert, each expert multiplies its run of rows, and results are added up per token. Shapes do not
-depend on where tokens go, so a step can be captured.
+Which experts tokens use is known on the device alone: no shape depends on it, so a step can be captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
-from quire.layers.linear import ColumnParallelLinear, ParallelGroup
-from quire.ops.base import Ops
+from quire.layers.linear import ParallelGroup
+from quire.layers.quantization.base import Plain, WeightStorage
+from quire.ops.base import Gate, Ops, Routing
+from quire.ops.matmul import by_expert, through_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,37 +42,54 @@ class MoEConfig:
         return self
 
 
-ExpertLinear = Callable[[Tensor, Tensor], Tensor]
-"""One matrix of every expert of a layer: (x [N, in], ends [E] int32, ascending) -> [N, out], where rows ends[e - 1] to
-ends[e] of x go through expert e."""
+class Experts(Protocol):
+    """The MLPs of a layer's experts, in a format."""
+
+    def __call__(self, x: Tensor, routing: Routing) -> Tensor:
+        """x [T, hidden] -> [T, hidden]: for each token the sum of its experts' outputs times their weights."""
+
+
+class StackedExperts:
+    """Plain matrices, of all experts in one tensor: gate_up [E, 2F, hidden], down [E, hidden, F]."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor, gate: Gate, ops: Ops) -> None:
+        self.gate_up, self.down, self.gate, self.ops = gate_up, down, gate, ops
+
+    def __call__(self, x: Tensor, routing: Routing) -> Tensor:
+        """See `Experts`."""
+        return self.ops.experts(x, routing, self.gate_up, self.down, self.gate)
+
+
+class SeparateExperts:
+    """Matrices in any format, each in its own storage."""
+
+    def __init__(self, gate_up: Sequence[WeightStorage], down: Sequence[WeightStorage], gate: Gate, ops: Ops) -> None:
+        self.gate_up, self.down, self.gate, self.ops = gate_up, down, gate, ops
+
+    def __call__(self, x: Tensor, routing: Routing) -> Tensor:
+        """See `Experts`."""
+        return through_experts(x, routing, len(self.gate_up), self._mlp, self.ops.combine_experts)
+
+    def _mlp(self, rows: Tensor, ends: Tensor) -> Tensor:
+        inner = by_expert(rows, self.gate_up, ends, lambda x, stored: stored.apply(x))
+        return by_expert(self.ops.apply_gate(inner, self.gate), self.down, ends, lambda x, stored: stored.apply(x))
 
 
 class MoE:
-    """router [hidden -> E], gate and up fused, down; routing weights are a float32 softmax over all experts."""
+    """router [hidden -> E], and experts."""
 
     def __init__(
-        self,
-        router: ColumnParallelLinear,
-        gate_up: ExpertLinear,
-        down: ExpertLinear,
-        mixture: MoEConfig,
-        activation: Callable[[Tensor], Tensor],
-        parallel: ParallelGroup,
-        ops: Ops,
+        self, router: WeightStorage, experts: Experts, mixture: MoEConfig, parallel: ParallelGroup, ops: Ops
     ) -> None:
-        self.router, self.gate_up, self.down, self.config = router, gate_up, down, mixture
-        self.activation, self.all_reduce, self.combine = activation, parallel.all_reduce, ops.combine_experts
+        self.router, self.experts, self.config, self.ops = router, experts, mixture, ops
+        self.all_reduce = parallel.all_reduce
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        used = self.config.num_experts_per_token
-        shares, chosen = self.router(x).float().softmax(-1).topk(used, dim=-1)
-        owner, order = chosen.flatten().sort(stable=True)
-        everyone = torch.arange(self.config.num_experts, device=x.device, dtype=owner.dtype)
-        ends = torch.searchsorted(owner, everyone, right=True).int()
-        made = self.down(self.activation(self.gate_up(x[order // used], ends)), ends)
-        back = torch.empty_like(made)
-        back[order] = made
-        return self.all_reduce(
-            self.combine(back.view(-1, used, back.shape[-1]), shares, whole=self.config.normalize_weights)
-        )
+        return self.all_reduce(self.experts(x, self._route(x)))
+
+    def _route(self, x: Tensor) -> Routing:
+        used, normalize = self.config.num_experts_per_token, self.config.normalize_weights
+        if isinstance(self.router, Plain):
+            return self.ops.route(x, self.router.weight, used, normalize=normalize)
+        return self.ops.select_experts(self.router.apply(x), used, normalize=normalize)

@@ -26,6 +26,13 @@ Norms = tuple[Norm, Norm]
 """The norms of q and of k, over D."""
 
 
+class Routing(NamedTuple):
+    """Which experts each token uses, the heaviest first, int32 [T, K], and their weights, float32 [T, K]."""
+
+    experts: Tensor
+    weights: Tensor
+
+
 class QuantizedMatrix(NamedTuple):
     """A matrix [out, in] in one of two layouts. scale: float32 [out, G], G scales per row.
 
@@ -85,12 +92,23 @@ class Ops(Protocol):
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """x [N, in], weight [E, out, in], ends [E] int32 -> [N, out]: rows ends[e - 1] to ends[e] times weight[e]."""
 
-    def combine_experts(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
-        """made [T, K, n], shares [T, K] float32 -> [T, n]: for each token the sum of its experts' outputs times their
-        shares.
+    def combine_experts(self, made: Tensor, weights: Tensor) -> Tensor:
+        """made [T, K, n], weights [T, K] float32 -> [T, n]: for each token the sum of its experts' outputs times their
+        weights."""
 
-        whole: a token's shares are scaled to sum to 1 first.
+    def select_experts(self, logits: Tensor, used: int, *, normalize: bool) -> Routing:
+        """logits [T, E] -> for each token the `used` experts of the largest logits, and their weights: a float32
+        softmax over all experts.
+
+        normalize: a token's weights are scaled to sum to 1.
         """
+
+    def route(self, x: Tensor, weight: Tensor, used: int, *, normalize: bool) -> Routing:
+        """x [T, in], weight [E, in] -> `select_experts` of their product."""
+
+    def experts(self, x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, gate: Gate) -> Tensor:
+        """x [T, in], gate_up [E, 2F, in], down [E, in, F] -> [T, in]: each token through the MLPs of its experts, gated
+        by "silu" or "gelu", added up as by `combine_experts`."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019).

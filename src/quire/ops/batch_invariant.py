@@ -84,9 +84,13 @@ class BatchInvariantOps(ReferenceOps):
         bent = (exact * exact * exact).mul_(0.044715).add_(exact).mul_(math.sqrt(2.0 / math.pi)).tanh_()
         return bent.add_(1.0).mul_(exact).mul_(0.5).to(x.dtype)
 
-    def combine_experts(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
+    def combine_experts(self, made: Tensor, weights: Tensor) -> Tensor:
         """See `Ops.combine_experts`."""
-        return combine_experts_in_order(made, shares, whole=whole)
+        return combine_experts_in_order(made, weights)
+
+    def normalize(self, weights: Tensor) -> Tensor:
+        """Add up a row's weights in order."""
+        return weights / in_order(weights.unbind(1))[:, None]
 
     def attend(
         self, q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, i: int, scale: float, window: int, soft_cap: float

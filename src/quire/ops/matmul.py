@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.base import Routing
 from quire.types import UNLIMITED
 
 TILE_ROWS = 8
@@ -98,16 +99,35 @@ def grouped_linear(
     return by_expert(x, weight, ends, product)
 
 
-def combine_experts(made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
+def through_experts(
+    x: Tensor,
+    routing: Routing,
+    count: int,
+    mlp: Callable[[Tensor, Tensor], Tensor],
+    combine: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """As `Ops.experts`, of `count` experts. mlp: (rows [N, in] sorted by expert, ends [E] int32) -> [N, in], see
+    `Ops.grouped_linear`. combine: `Ops.combine_experts`.
+
+    Shapes do not depend on which experts tokens use, so that a step can be captured.
+    """
+    used = routing.experts.shape[1]
+    owner, order = routing.experts.flatten().sort(stable=True)
+    everyone = torch.arange(count, device=x.device, dtype=owner.dtype)
+    made = mlp(x[order // used], torch.searchsorted(owner, everyone, right=True).int())
+    back = torch.empty_like(made)
+    back[order] = made
+    return combine(back.view(-1, used, back.shape[-1]), routing.weights)
+
+
+def combine_experts(made: Tensor, weights: Tensor) -> Tensor:
     """See `Ops.combine_experts`."""
-    shares = shares / shares.sum(-1, keepdim=True) if whole else shares
-    return (made * shares.to(made.dtype)[..., None]).sum(1)
+    return (made * weights.to(made.dtype)[..., None]).sum(1)
 
 
-def combine_experts_in_order(made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
+def combine_experts_in_order(made: Tensor, weights: Tensor) -> Tensor:
     """See `Ops.combine_experts`; a token's sums are computed in one order, however many tokens there are."""
-    shares = shares / in_order(shares.unbind(1))[:, None] if whole else shares
-    parts = (made * shares.to(made.dtype)[..., None]).float()
+    parts = (made * weights.to(made.dtype)[..., None]).float()
     return in_order(parts.unbind(1)).to(made.dtype)
 
 

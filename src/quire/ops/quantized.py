@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import Gate, QuantizedMatrix
-from quire.ops.matmul import combine_experts
+from quire.ops.base import Gate, QuantizedMatrix, Routing
+from quire.ops.matmul import combine_experts, through_experts
 from quire.types import UNLIMITED
 
 E4M3 = torch.float8_e4m3fn
@@ -80,9 +80,34 @@ class BaseOps(ABC):
         """See `Ops.apply_gate`."""
         return y if not gate else self.silu_mul(y) if gate == "silu" else self.gelu_mul(y)
 
-    def combine_experts(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
+    @abstractmethod
+    def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        """See `Ops.grouped_linear`."""
+
+    def combine_experts(self, made: Tensor, weights: Tensor) -> Tensor:
         """See `Ops.combine_experts`."""
-        return combine_experts(made, shares, whole=whole)
+        return combine_experts(made, weights)
+
+    def normalize(self, weights: Tensor) -> Tensor:
+        """weights [T, K], each row scaled to sum to 1."""
+        return weights / weights.sum(-1, keepdim=True)
+
+    def select_experts(self, logits: Tensor, used: int, *, normalize: bool) -> Routing:
+        """See `Ops.select_experts`."""
+        weights, experts = logits.float().softmax(-1).topk(used, dim=-1)
+        return Routing(experts.int(), self.normalize(weights) if normalize else weights)
+
+    def route(self, x: Tensor, weight: Tensor, used: int, *, normalize: bool) -> Routing:
+        """See `Ops.route`."""
+        return self.select_experts(self.linear(x, weight), used, normalize=normalize)
+
+    def experts(self, x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, gate: Gate) -> Tensor:
+        """See `Ops.experts`."""
+
+        def mlp(rows: Tensor, ends: Tensor) -> Tensor:
+            return self.grouped_linear(self.apply_gate(self.grouped_linear(rows, gate_up, ends), gate), down, ends)
+
+        return through_experts(x, routing, len(gate_up), mlp, self.combine_experts)
 
     def quantized_linear(
         self, x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None = None, gate: Gate = ""

@@ -113,12 +113,27 @@ def everything(ops: TritonOps) -> None:
         ops.quantized_linear(
             halves(rows, 4096), QuantizedMatrix(weight.view(torch.int8), torch.empty(6144, 1), 4096), gate="silu"
         )
+    for tokens, shape in ((1, QWEN), (1, MIXTRAL), (16, QWEN), (200, QWEN), (512, QWEN), (4096, QWEN)):
+        mixture(ops, tokens, *shape)
     floats = [torch.empty(8) for _ in range(6)]
     temperature, *rest = floats
     columns = (temperature, torch.empty(8, dtype=torch.int64), ints(8), *rest)
     settings = SamplingTensors(*columns)
     at = ints(8), ints(8), ints(8, 4096), ints(8)
     sample(torch.empty(8, 151936), *at, settings, ops.card, RequestedFeatures(), tally=ints(8, 151936))
+
+
+QWEN, MIXTRAL = (128, 8, 2048, 768), (8, 2, 4096, 14336)
+"""Experts, those that a token uses, hidden size and the experts' width of two models."""
+
+
+def mixture(
+    ops: TritonOps, tokens: int, count: int, used: int, hidden: int, width: int, dtype: torch.dtype = BF16
+) -> None:
+    x = halves(tokens, hidden, dtype=dtype)
+    gate_up, down = halves(1, 2 * width, hidden, dtype=dtype), halves(1, hidden, width, dtype=dtype)
+    routing = ops.route(x, halves(count, hidden, dtype=dtype), used, normalize=True)
+    ops.experts(x, routing, gate_up.expand(count, -1, -1), down.expand(count, -1, -1), "silu")
 
 
 def alike(ops: BatchInvariantTritonOps) -> None:
@@ -136,6 +151,7 @@ def alike(ops: BatchInvariantTritonOps) -> None:
         ops.quantized_linear(
             x, QuantizedMatrix(torch.empty(6144, 2048, dtype=torch.uint8), scale, zero=scale, groups=groups)
         )
+        mixture(ops, 4, *QWEN, dtype)
         pool = LayerKV(*(halves(4, 8, 64, 128, dtype=dtype) for _ in "kv"))
         ops.attention(halves(4, 32, 128, dtype=dtype), pool, batch(4, 1), 0.1)
     angles, weight = (torch.empty(4, 64), torch.empty(4, 64)), halves(128)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from quire.ops.base import QuantizedMatrix
+from quire.ops.base import Gate, Ops, QuantizedMatrix
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import BatchInvariantTritonOps
@@ -91,10 +91,25 @@ def test_experts_rows_have_the_same_bits_wherever_they_stand() -> None:
     torch.testing.assert_close(whole, REFERENCE.grouped_linear(x, weight, ends), atol=1e-4, rtol=1e-4)
     alone = OPS.grouped_linear(x[20:21], weight, torch.tensor([0, 0, 1], dtype=torch.int32, device=DEVICE))
     assert torch.equal(alone, whole[20:21])
-    made, shares = whole.view(-1, 2, 24), torch.rand(20, 2, device=DEVICE)
-    mixed = OPS.combine_experts(made, shares, whole=True)
-    assert torch.equal(OPS.combine_experts(made[3:4], shares[3:4], whole=True), mixed[3:4])
-    torch.testing.assert_close(mixed, REFERENCE.combine_experts(made, shares, whole=True))
+    made, weights = whole.view(-1, 2, 24), torch.rand(20, 2, device=DEVICE)
+    mixed = OPS.combine_experts(made, OPS.normalize(weights))
+    assert torch.equal(OPS.combine_experts(made[3:4], OPS.normalize(weights[3:4])), mixed[3:4])
+    torch.testing.assert_close(mixed, REFERENCE.combine_experts(made, REFERENCE.normalize(weights)))
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu"])
+def test_tokens_have_the_same_experts_and_bits_in_any_batch(gate: Gate) -> None:
+    torch.manual_seed(0)
+    x, router = torch.randn(40, 48, device=DEVICE), torch.randn(9, 48, device=DEVICE)
+    gate_up, down = torch.randn(9, 40, 48, device=DEVICE), torch.randn(9, 48, 20, device=DEVICE)
+
+    def mixed(ops: Ops, rows: Tensor) -> Tensor:
+        return ops.experts(rows, ops.route(rows, router, 3, normalize=True), gate_up, down, gate)
+
+    whole = mixed(OPS, x)
+    torch.testing.assert_close(whole, mixed(REFERENCE, x), atol=1e-3, rtol=1e-4)
+    for start, count in ((0, 1), (39, 1), (3, 5), (1, 33)):
+        assert torch.equal(mixed(OPS, x[start : start + count]), whole[start : start + count]), (start, count)
 
 
 class Layer:

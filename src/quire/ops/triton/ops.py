@@ -14,12 +14,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.ops.base import Angles, Gate, Norm, Norms, QuantizedMatrix
+from quire.ops.base import Angles, Gate, Norm, Norms, QuantizedMatrix, Routing
 from quire.ops.cublaslt import CublasLt
 from quire.ops.gemm import GemmAutotuner, on_the_card
-from quire.ops.matmul import by_owner, combine_experts_in_order, grouped_linear
+from quire.ops.matmul import by_owner, combine_experts_in_order, grouped_linear, in_order
 from quire.ops.quantized import E4M3, BaseOps
 from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.triton import experts as mixture
 from quire.ops.triton import gemv, quantized_gemm, rows
 from quire.ops.triton.attention import attention, cascade_attention
 from quire.ops.triton.attention_schedule import AttentionPlan
@@ -66,6 +67,26 @@ class TritonOps(BaseOps):
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """See `Ops.grouped_linear`."""
         return grouped_linear(x, weight, ends)
+
+    def route(self, x: Tensor, weight: Tensor, used: int, *, normalize: bool) -> Routing:
+        """See `Ops.route`."""
+        return mixture.route(
+            x, weight, used, self.router_config(len(x), weight), self.card, self.arrived, normalize=normalize
+        )
+
+    def router_config(self, tokens: int, weight: Tensor) -> GemmConfig:
+        """How the product of a router [E, in] is tiled."""
+        return mixture.router_config(tokens, weight.shape[1])
+
+    def experts(self, x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, gate: Gate) -> Tensor:
+        """See `Ops.experts`."""
+        return mixture.experts(x, routing, gate_up, down, gate, self.expert_config(routing, down), self.card)
+
+    def expert_config(self, routing: Routing, down: Tensor) -> mixture.ExpertConfig:
+        """How the products of experts are tiled. down: [E, in, F]."""
+        if down.dtype is torch.float32:
+            return mixture.SMALL
+        return mixture.expert_config(*routing.experts.shape, *down.shape)
 
     def quantized_linear(
         self, x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None = None, gate: Gate = ""
@@ -166,9 +187,21 @@ class BatchInvariantTritonOps(TritonOps):
         """See `Ops.grouped_linear`."""
         return by_owner(x, weight, ends, self.linear)
 
-    def combine_experts(self, made: Tensor, shares: Tensor, *, whole: bool) -> Tensor:
+    def combine_experts(self, made: Tensor, weights: Tensor) -> Tensor:
         """See `Ops.combine_experts`."""
-        return combine_experts_in_order(made, shares, whole=whole)
+        return combine_experts_in_order(made, weights)
+
+    def normalize(self, weights: Tensor) -> Tensor:
+        """Add up a row's weights in order."""
+        return weights / in_order(weights.unbind(1))[:, None]
+
+    def router_config(self, tokens: int, weight: Tensor) -> GemmConfig:
+        """The same for any number of tokens."""
+        return mixture.FIXED_ROUTER
+
+    def expert_config(self, routing: Routing, down: Tensor) -> mixture.ExpertConfig:
+        """The same for any number of tokens."""
+        return mixture.SMALL if down.dtype is torch.float32 else mixture.FIXED
 
 
 def config_for(x: Tensor, usual: GemmConfig) -> GemmConfig:

@@ -1,0 +1,513 @@
+"""Mixtures of experts: the router, and the MLPs of the experts that tokens use. Launches depend on shapes alone.
+
+Few tokens, a launch each for router, gate and up, and down: every pair of a token and one of its experts (a slot) is a
+product of its own by multiply-adds, which reads that expert's rows only; a token's experts are added up in the same
+program. More tokens: slots are sorted by expert (`sort_kernel`), an expert's slots are cut into tiles of `rows`, and
+each tile is multiplied on the matrix units, so that an expert's matrix is read from memory once; `combine_kernel` adds
+up each token's experts. There are no atomic sums: every sum has one order, which depends on the configuration alone.
+
+The tiles of expert e are numbered from before // rows + e, where `before` counts the slots of the experts below e:
+enough numbers for any split of slots among experts, and known to e's program without the other experts' tiles. Tiles
+that stay unused have expert -1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.base import Gate, Routing
+from quire.ops.triton.gemv import GemmConfig, lines, numbers, two
+from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
+from quire.ops.triton.rows import activate, warps
+
+LEAST = tl.constexpr(-(1 << 63))
+"""Below every key of `choose`."""
+
+
+@triton.jit
+def choose(
+    logits, experts, weights, r, inside, count,
+    USED: tl.constexpr, NORMALIZE: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    """The USED largest of each row's logits, ties by the lower number, and their softmax weights.
+
+    A logit's key is an integer that is ordered as the logits are. NaN and infinity are the largest, so that every
+    choice is an expert's number, and make all weights NaN.
+    """
+    e = tl.arange(0, ALL)[None, :]
+    held = inside[:, None] & (e < count)
+    place = r.to(tl.int64)[:, None]
+    value = tl.load(logits + place * count + e, mask=held, other=0.0, cache_modifier=".cg")
+    finite = value < float("inf")
+    broken = tl.sum(tl.where(finite, 0.0, float("nan")), 1)
+    value = tl.where(finite, value, 3.4e38)
+    bits = value.to(tl.int32, bitcast=True)
+    key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (ALL - 1 - e)
+    key = tl.where(e < count, key, LEAST)
+    top = tl.max(tl.where(e < count, value, -3.4e38), 1)
+    total = tl.sum(tl.where(e < count, tl.exp(tl.minimum(value - top[:, None], 0.0)), 0.0), 1)
+    shares = ()
+    for u in tl.static_range(USED):
+        best = tl.max(key, 1)
+        tl.store(experts + r * USED + u, ALL - 1 - (best & 0x7FFFFFFF).to(tl.int32), mask=inside)
+        high = (best >> 32).to(tl.int32)
+        share = tl.exp((high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True) - top)
+        if NORMALIZE:
+            total = share if u == 0 else total + share
+        shares += (share,)  # type: ignore[assignment]
+        key = tl.where(key == best[:, None], LEAST, key)
+    for u in tl.static_range(USED):
+        tl.store(weights + r * USED + u, shares[u] / total + broken, mask=inside)
+
+
+@kernel(do_not_specialize=["rows"])
+def route_kernel(
+    x, weight, logits, experts, weights, arrived, rows, count, hidden,
+    USED: tl.constexpr, NORMALIZE: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr, APART: tl.constexpr, ALL: tl.constexpr,
+    SOME: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """float32 logits of BLOCK_E experts for ROWS rows; the last program of these rows then chooses their experts.
+
+    STAGES 0: one row by multiply-adds, TIMES * BLOCK_K inputs, with the router's weight requested before the wait.
+    WHOLE: BLOCK_E divides the experts. APART: see `numbers`.
+    """
+    n, k = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = r < rows
+    if STAGES == 0:
+        line = weight + n[:, None] * hidden + k[None, :]
+        tiles = (lines(line, n, k, 0, count, hidden, EVEN and WHOLE),)
+        for i in tl.static_range(1, TIMES):
+            tiles += (lines(line, n, k, i * BLOCK_K, count, hidden, EVEN and WHOLE),)  # type: ignore[assignment]
+        wait(DEPENDENT)
+        release(DEPENDENT)
+        row = x + tl.program_id(0).to(tl.int64) * hidden
+        y = tiles[0].to(tl.float32) * numbers(row, n, k, 0, hidden, APART)
+        for i in tl.static_range(1, TIMES):
+            y += tiles[i].to(tl.float32) * numbers(row, n, k, i * BLOCK_K, hidden, APART)
+        place = tl.program_id(0).to(tl.int64) * count + n
+        tl.store(logits + place, tl.sum(y, 1), mask=n < count)
+    else:
+        wait(DEPENDENT)
+        release(DEPENDENT)
+        line = weight + tl.minimum(n, count - 1)[:, None] * hidden
+        source = x + r[:, None].to(tl.int64) * hidden
+        total = tl.zeros([BLOCK_E, ROWS], tl.float32)
+        for start in tl.range(0, hidden, BLOCK_K, num_stages=STAGES):
+            at = start + k[None, :]
+            tile = tl.load(line + at) if EVEN else tl.load(line + at, mask=at < hidden, other=0.0)
+            value = tl.load(source + at, mask=inside[:, None] if EVEN else inside[:, None] & (at < hidden), other=0.0)
+            total = tl.dot(tile, tl.trans(value), total, input_precision=PRECISION)
+        place = r[None, :].to(tl.int64) * count + n[:, None]
+        tl.store(logits + place, total, mask=inside[None, :] & (n < count)[:, None])
+    tl.debug_barrier()
+    counter = arrived + tl.program_id(0)
+    if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(1) - 1:
+        tl.store(counter, 0)
+        for first in range(0, ROWS, SOME):
+            some = tl.program_id(0) * ROWS + first + tl.arange(0, SOME)
+            choose(logits, experts, weights, some, some < rows, count, USED, NORMALIZE, ALL)
+
+
+@kernel(do_not_specialize=["slots", "room"])
+def sort_kernel(
+    experts, order, tiles, slots, room, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One expert's part of the order, a stable one, and its tiles.
+
+    experts: [slots] -> order [slots]: slots by expert. tiles: [3, room]: expert, where its rows begin in `order`, and
+    their count.
+    """
+    e, at = tl.program_id(0), tl.arange(0, BLOCK)
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    below, equal = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+    for start in range(0, slots, BLOCK):
+        owner = tl.load(experts + start + at, mask=start + at < slots, other=0x7FFFFFFF)
+        below += (owner < e).to(tl.int32)
+        equal += (owner == e).to(tl.int32)
+    before, mine = tl.sum(below, 0), tl.sum(equal, 0)
+    first, following = before // ROWS + e, (before + mine) // ROWS + e + 1
+    for start in range(0, following - first, BLOCK):
+        number = start + at
+        used = number * ROWS < mine
+        own = tiles + first + number
+        tl.store(own, tl.where(used, e, -1), mask=first + number < following)
+        tl.store(own + room, before + number * ROWS, mask=used)
+        tl.store(own + 2 * room, tl.minimum(mine - number * ROWS, ROWS), mask=used)
+    done = before
+    for start in range(0, slots, BLOCK):
+        owner = tl.load(experts + start + at, mask=start + at < slots, other=0x7FFFFFFF)
+        here = (owner == e).to(tl.int32)
+        tl.store(order + done + tl.cumsum(here, 0) - here, start + at, mask=owner == e)
+        done += tl.sum(here, 0)
+
+
+@triton.jit
+def expert_tile(weight, expert, n, at, outputs, inputs, EVEN: tl.constexpr, ONCE: tl.constexpr):
+    """Numbers [n, at] of an expert's matrix, one of [E, outputs, inputs]. ONCE: no other program reads them soon.
+
+    Formats other than plain numbers would be loaded here.
+    """
+    line = weight + (expert.to(tl.int64) * outputs + n[:, None]) * inputs + at[None, :]
+    if EVEN:
+        return tl.load(line, eviction_policy="evict_first" if ONCE else "")
+    else:
+        return tl.load(line, mask=(at < inputs)[None, :], other=0.0)
+
+
+@kernel(do_not_specialize=["room"])
+def experts_kernel(
+    x, weight, out, order, tiles, room, outputs, inputs,
+    USED: tl.constexpr, GATE: tl.constexpr, GELU: tl.constexpr, EVEN: tl.constexpr, ROWS_FIRST: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N outputs of a tile of rows that use the same expert.
+
+    GATE: x has a row per token, the matrix 2 * outputs rows, and out [slots, outputs] is in the order of `order`: act(x
+    gate) * (x up), F outputs. Else x is in that order, and out [slots, outputs] in that of slots; tiles are from two
+    kernels before, and may be read before the wait. ROWS_FIRST: which factor is first on the matrix units: the first
+    has at least 64 rows on Hopper, so few rows come second.
+    """
+    n, k, r = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, ROWS)
+    tile = tiles + tl.program_id(1)
+    if GATE:
+        wait(DEPENDENT)
+        release(DEPENDENT)
+    expert = tl.load(tile)
+    if expert < 0:
+        return
+    begin, held = tl.load(tile + room), r < tl.load(tile + 2 * room)
+    slot = tl.load(order + begin + r, mask=held, other=0)
+    if not GATE:
+        wait(DEPENDENT)
+        release(DEPENDENT)
+    source = x + (slot // USED if GATE else begin + r).to(tl.int64)[:, None] * inputs
+    whole = outputs * 2 if GATE else outputs
+    line = tl.minimum(n, outputs - 1)
+    y = tl.zeros([ROWS, BLOCK_N] if ROWS_FIRST else [BLOCK_N, ROWS], tl.float32)
+    z = y
+    for start in tl.range(0, inputs, BLOCK_K, num_stages=STAGES):
+        at = start + k
+        mask = held[:, None] if EVEN else held[:, None] & (at < inputs)[None, :]
+        value = tl.load(source + at[None, :], mask=mask, other=0.0)
+        y = multiplied(
+            value, expert_tile(weight, expert, line, at, whole, inputs, EVEN, ROWS <= 32), y, ROWS_FIRST, PRECISION
+        )
+        if GATE:
+            other = expert_tile(weight, expert, line + outputs, at, whole, inputs, EVEN, ROWS <= 32)
+            z = multiplied(value, other, z, ROWS_FIRST, PRECISION)
+    if GATE:
+        y = activate(y, GELU) * z
+    row = (begin + r if GATE else slot).to(tl.int64) * outputs
+    if ROWS_FIRST:
+        tl.store(
+            out + row[:, None] + n[None, :],
+            y.to(out.dtype.element_ty),
+            mask=held[:, None] & (n < outputs)[None, :],
+        )
+    else:
+        tl.store(
+            out + row[None, :] + n[:, None],
+            y.to(out.dtype.element_ty),
+            mask=held[None, :] & (n < outputs)[:, None],
+        )
+
+
+@triton.jit
+def multiplied(value, tile, total, ROWS_FIRST: tl.constexpr, PRECISION: tl.constexpr):
+    """total + value [rows, inputs] times tile [outputs, inputs], its rows first or last."""
+    if ROWS_FIRST:
+        return tl.dot(value, tl.trans(tile), total, input_precision=PRECISION)
+    else:
+        return tl.dot(tile, tl.trans(value), total, input_precision=PRECISION)
+
+
+@kernel
+def combine_kernel(
+    y, weights, out, columns, USED: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """BLOCK columns of a token: the sum of its USED rows of y times their weights, one after the other."""
+    token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    total = tl.zeros([BLOCK], tl.float32)
+    for u in tl.static_range(USED):
+        row = token * USED + u
+        part = tl.load(y + row * columns + at, mask=at < columns, other=0.0).to(tl.float32)
+        total += tl.load(weights + row) * part
+    tl.store(out + token * columns + at, total.to(out.dtype.element_ty), mask=at < columns)
+
+
+@kernel
+def few_gate_up_kernel(
+    x, weight, experts, out, width, hidden,
+    USED: tl.constexpr, GELU: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TIMES: tl.constexpr, APART: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N of a slot's gated outputs, out [slots, width], by multiply-adds; there are TIMES * BLOCK_K inputs."""
+    slot = tl.program_id(1).to(tl.int64)
+    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    expert = tl.load(experts + slot).to(tl.int64)
+    line = weight + (expert * 2 * width + n[:, None]) * hidden + k[None, :]
+    far = width.to(tl.int64) * hidden
+    gates = (lines(line, n, k, 0, width, hidden, EVEN),)
+    ups = (lines(line + far, n, k, 0, width, hidden, EVEN),)
+    for i in tl.static_range(1, TIMES):
+        gates += (lines(line, n, k, i * BLOCK_K, width, hidden, EVEN),)  # type: ignore[assignment]
+        ups += (lines(line + far, n, k, i * BLOCK_K, width, hidden, EVEN),)  # type: ignore[assignment]
+    row = x + slot // USED * hidden
+    value = numbers(row, n, k, 0, hidden, APART)
+    y, z = gates[0].to(tl.float32) * value, ups[0].to(tl.float32) * value
+    for i in tl.static_range(1, TIMES):
+        value = numbers(row, n, k, i * BLOCK_K, hidden, APART)
+        y += gates[i].to(tl.float32) * value
+        z += ups[i].to(tl.float32) * value
+    gated = activate(tl.sum(y, 1), GELU) * tl.sum(z, 1)
+    tl.store(out + slot * width + n, gated.to(out.dtype.element_ty), mask=n < width)
+
+
+@kernel
+def few_down_kernel(
+    x, weight, experts, weights, out, hidden, width,
+    USED: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr,
+    APART: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N outputs of a token: x [slots, width] of its USED experts times their matrices, times their weights.
+
+    Which experts these are was computed two kernels before, so that all numbers of their matrices are requested before
+    the wait.
+    """
+    token = tl.program_id(1).to(tl.int64)
+    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    tiles = ()
+    for u in tl.static_range(USED):
+        expert = tl.load(experts + token * USED + u).to(tl.int64)
+        line = weight + (expert * hidden + n[:, None]) * width + k[None, :]
+        for i in tl.static_range(TIMES):
+            tiles += (lines(line, n, k, i * BLOCK_K, hidden, width, EVEN),)  # type: ignore[assignment]
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for u in tl.static_range(USED):
+        row = x + (token * USED + u) * width
+        share = tl.load(weights + token * USED + u)
+        y = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        for i in tl.static_range(TIMES):
+            y += tiles[u * TIMES + i].to(tl.float32) * numbers(row, n, k, i * BLOCK_K, width, APART)
+        total += share * y
+    tl.store(out + token * hidden + n, tl.sum(total, 1).to(out.dtype.element_ty), mask=n < hidden)
+
+
+class ExpertTile(NamedTuple):
+    """How one product of the experts is tiled. rows: slots of an expert at once, a power of two. stages 0: a slot at a
+    time, by multiply-adds. rows_first: see `experts_kernel`."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int = 0
+    rows_first: bool = False
+
+    def fitted(self, card: DeviceInfo, matrix: int, row: int) -> ExpertTile:
+        """With as many stages as fit into the GPU's shared memory. matrix, row: bytes of a number of each."""
+        stage = (self.outputs * matrix + self.rows * row) * self.inputs
+        return self._replace(stages=min(self.stages, max(2, card.shared // stage)))
+
+
+class ExpertConfig(NamedTuple):
+    """The tiles of gate and up, and of down: with the same rows, and both by multiply-adds or neither."""
+
+    gate_up: ExpertTile
+    down: ExpertTile
+
+
+FEW_TOKENS = 4
+"""Tokens up to which slots are multiplied one by one: there, few experts are used by several."""
+
+MOST_NUMBERS = 192 * 32
+"""Numbers of a matrix that a warp keeps in registers while it waits for x."""
+
+
+def few_tiles(used: int, hidden: int, width: int) -> ExpertConfig | None:
+    """Multiply-adds; None where what a program reads does not fit its registers."""
+    whole, run = block(hidden), two(min(hidden & -hidden, 512))
+    if hidden == whole and whole <= 4096:
+        gate_up = ExpertTile(1, max(1, 8192 // whole), whole, 4)
+    else:
+        gate_up = ExpertTile(1, two(max(1, 8192 // hidden)), max(run, 32), 4 if hidden <= 8192 else 8)
+    outputs = 4 if 4 * used * width <= 4 * MOST_NUMBERS else 1
+    count = 4 if outputs * used * width <= 4 * MOST_NUMBERS else 8
+    run = max(32, min(width & -width, 256 * count // outputs))
+    down = ExpertTile(1, outputs, run, count)
+    fits = outputs * used * -(-width // run) * run <= count * MOST_NUMBERS
+    fits = fits and 2 * gate_up.outputs * -(-hidden // gate_up.inputs) * gate_up.inputs <= gate_up.warps * MOST_NUMBERS
+    return ExpertConfig(gate_up, down) if fits else None
+
+
+SMALL = ExpertConfig(ExpertTile(16, 32, 64, 4, 3), ExpertTile(16, 32, 64, 4, 3))
+"""Of float32, which takes more registers."""
+
+FIXED = ExpertConfig(ExpertTile(64, 64, 64, 4, 3), ExpertTile(64, 64, 128, 4, 3))
+"""Of any number of tokens, where that must not matter."""
+
+SIXTEEN = ExpertConfig(ExpertTile(16, 64, 128, 4, 3), ExpertTile(16, 64, 128, 4, 4))
+THIRTY_TWO = ExpertConfig(ExpertTile(32, 64, 128, 4, 3), ExpertTile(32, 64, 128, 4, 4))
+SIXTY_FOUR = ExpertConfig(ExpertTile(64, 128, 64, 8, 4, True), ExpertTile(64, 128, 64, 4, 4, True))
+MANY = ExpertConfig(ExpertTile(128, 128, 64, 8, 3, True), ExpertTile(128, 256, 64, 8, 3, True))
+
+
+def expert_config(tokens: int, used: int, experts: int, hidden: int, width: int) -> ExpertConfig:
+    """By tokens and by slots per expert, on average. Of more than 2,048 tokens at most one number may separate two
+    configurations: kernels for larger steps are compiled for the largest alone."""
+    few = few_tiles(used, hidden, width) if tokens <= FEW_TOKENS else None
+    if few is not None:
+        return few
+    slots = tokens * used / experts
+    return SIXTEEN if slots <= 8 else THIRTY_TWO if slots <= 20 else SIXTY_FOUR if slots <= 64 else MANY
+
+
+def router_config(tokens: int, hidden: int) -> GemmConfig:
+    """Multiply-adds for few tokens."""
+    if tokens <= FEW_TOKENS and hidden <= 8192:
+        whole = block(hidden)
+        if whole <= 4096 or whole == hidden:
+            return GemmConfig(1, max(1, 8192 // whole), whole, 4)
+        return GemmConfig(1, 1, max(32, two(min(hidden & -hidden, 512))), 4)
+    return GemmConfig(16, 16, 256, 4, 4) if tokens <= 256 else GemmConfig(64, 64, 64, 4, 4)
+
+
+FIXED_ROUTER = GemmConfig(16, 32, 128, 4, 3)
+"""As `FIXED`."""
+
+
+def route(
+    x: Tensor, weight: Tensor, used: int, how: GemmConfig, card: DeviceInfo, arrived: Tensor, *, normalize: bool
+) -> Routing:
+    """See `Ops.route`. arrived: [COUNTERS] int32, zeros, one for each `how.rows` rows."""
+    x = x.contiguous()
+    (tokens, hidden), count = x.shape, len(weight)
+    logits = x.new_empty(tokens, count, dtype=torch.float32)
+    experts, weights = x.new_empty(tokens, used, dtype=torch.int32), logits.new_empty(tokens, used)
+    how = how.fitted(card, weight.element_size(), x.element_size())
+    times = triton.cdiv(hidden, how.inputs)
+    route_kernel[(triton.cdiv(tokens, how.rows), triton.cdiv(count, how.outputs))](
+        *(x, weight, logits, experts, weights, arrived, tokens, count, hidden),
+        USED=used, NORMALIZE=normalize, EVEN=hidden % how.inputs == 0, WHOLE=count % how.outputs == 0, ROWS=how.rows,
+        BLOCK_E=how.outputs, BLOCK_K=how.inputs, TIMES=1 if how.stages else times, APART=apart(how),
+        ALL=block(count), SOME=min(how.rows, max(1, 2048 // block(count))), STAGES=how.stages,
+        PRECISION=card.precision, DEPENDENT=card.dependent, num_warps=how.warps, **card.options,
+    )  # fmt: skip
+    return Routing(experts, weights)
+
+
+def apart(how: GemmConfig | ExpertTile) -> bool:
+    """See `numbers`: whether a thread has numbers of one output."""
+    return how.outputs == 1 or how.outputs * how.inputs * 2 <= 16 * 32 * how.warps
+
+
+class SortedSlots(NamedTuple):
+    """See `sort_kernel`."""
+
+    order: Tensor
+    tiles: Tensor
+
+
+def sort_slots(experts: Tensor, count: int, rows: int, card: DeviceInfo) -> SortedSlots:
+    """experts [T, K] of `count` -> slots by expert, and tiles of up to `rows` of them."""
+    slots = experts.numel()
+    sizes = SortedSlots(experts.new_empty(slots), experts.new_empty(3, slots // rows + count))
+    size = block(min(slots, 4096), 128)
+    sort_kernel[(count,)](
+        *(experts, sizes.order, sizes.tiles, slots, sizes.tiles.shape[1]),
+        ROWS=rows, BLOCK=size, DEPENDENT=card.dependent, num_warps=4 if size <= 1024 else 8, **card.options,
+    )  # fmt: skip
+    return sizes
+
+
+def multiply_tiles(
+    x: Tensor, weight: Tensor, slots: SortedSlots, used: int, how: ExpertTile, card: DeviceInfo, gate: Gate = ""
+) -> Tensor:
+    """x times the matrices [E, out, in] of its rows' experts.
+
+    With a gate, x is [T, in] and the result [slots, out / 2], in the order of `slots.order`; without, x is [slots, in]
+    in that order and the result [slots, out] in that of slots.
+    """
+    outputs, inputs = weight.shape[1] // (2 if gate else 1), weight.shape[2]
+    how = how.fitted(card, weight.element_size() * (2 if gate else 1), x.element_size())
+    out, room = x.new_empty(len(slots.order), outputs), slots.tiles.shape[1]
+    experts_kernel[(triton.cdiv(outputs, how.outputs), room)](
+        *(x, weight, out, slots.order, slots.tiles, room, outputs, inputs),
+        USED=used, GATE=gate != "", GELU=gate == "gelu", EVEN=inputs % how.inputs == 0, ROWS_FIRST=how.rows_first,
+        ROWS=how.rows, BLOCK_N=how.outputs, BLOCK_K=how.inputs, STAGES=how.stages, PRECISION=card.precision,
+        DEPENDENT=card.dependent, num_warps=how.warps, **card.options,
+    )  # fmt: skip
+    return out
+
+
+def combine(y: Tensor, weights: Tensor, card: DeviceInfo) -> Tensor:
+    """y [T K, n], weights [T, K] -> [T, n]: see `Ops.combine_experts`."""
+    tokens, used = weights.shape
+    columns = y.shape[-1]
+    out, size = y.new_empty(tokens, columns), block(min(columns, 512 if tokens <= 64 else 2048))
+    combine_kernel[(tokens, triton.cdiv(columns, size))](
+        *(y, weights, out, columns),
+        USED=used, BLOCK=size, DEPENDENT=card.dependent, num_warps=warps(size), **card.options,
+    )  # fmt: skip
+    return out
+
+
+def multiply_gate_up(
+    x: Tensor, weight: Tensor, routing: Routing, how: ExpertTile, card: DeviceInfo, gate: Gate
+) -> Tensor:
+    """x [T, hidden], weight [E, 2F, hidden] -> [T K, F]: gated outputs of each slot, by multiply-adds."""
+    width, hidden, used = weight.shape[1] // 2, weight.shape[2], routing.experts.shape[1]
+    slots = routing.experts.numel()
+    out = x.new_empty(slots, width)
+    few_gate_up_kernel[(triton.cdiv(width, how.outputs), slots)](
+        *(x, weight, routing.experts, out, width, hidden),
+        USED=used, GELU=gate == "gelu", EVEN=hidden % how.inputs == 0 and width % how.outputs == 0,
+        BLOCK_N=how.outputs, BLOCK_K=how.inputs, TIMES=triton.cdiv(hidden, how.inputs), APART=apart(how),
+        DEPENDENT=card.dependent, num_warps=how.warps, **card.options,
+    )  # fmt: skip
+    return out
+
+
+def multiply_down(x: Tensor, weight: Tensor, routing: Routing, how: ExpertTile, card: DeviceInfo) -> Tensor:
+    """x [T K, F], weight [E, hidden, F] -> [T, hidden]: each token's slots added up, by multiply-adds. The kernel that
+    is launched before must not be the one that made `routing`."""
+    tokens, used = routing.experts.shape
+    _, hidden, width = weight.shape
+    out = x.new_empty(tokens, hidden)
+    few_down_kernel[(triton.cdiv(hidden, how.outputs), tokens)](
+        *(x, weight, routing.experts, routing.weights, out, hidden, width),
+        USED=used, EVEN=width % how.inputs == 0 and hidden % how.outputs == 0, BLOCK_N=how.outputs,
+        BLOCK_K=how.inputs, TIMES=triton.cdiv(width, how.inputs), APART=apart(how), DEPENDENT=card.dependent,
+        num_warps=how.warps, **card.options,
+    )  # fmt: skip
+    return out
+
+
+def experts(
+    x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, gate: Gate, how: ExpertConfig, card: DeviceInfo
+) -> Tensor:
+    """See `Ops.experts`."""
+    x = x.contiguous()
+    if not how.gate_up.stages:
+        return multiply_down(
+            multiply_gate_up(x, gate_up, routing, how.gate_up, card, gate), down, routing, how.down, card
+        )
+    used = routing.experts.shape[1]
+    slots = sort_slots(routing.experts, len(gate_up), how.gate_up.rows, card)
+    inner = multiply_tiles(x, gate_up, slots, used, how.gate_up, card, gate)
+    return combine(multiply_tiles(inner, down, slots, used, how.down, card), routing.weights, card)

@@ -1,0 +1,244 @@
+"""Routers and mixtures of experts by kernels, against the same made of plain operations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.ops.base import Gate, Routing
+from quire.ops.reference import ReferenceOps
+from quire.ops.triton.experts import (
+    FEW_TOKENS,
+    FIXED,
+    FIXED_ROUTER,
+    MANY,
+    SIXTEEN,
+    SIXTY_FOUR,
+    SMALL,
+    THIRTY_TWO,
+    ExpertConfig,
+    ExpertTile,
+    expert_config,
+    experts,
+    few_tiles,
+    route,
+    router_config,
+    sort_slots,
+)
+from quire.ops.triton.gemv import COUNTERS, GemmConfig
+from quire.ops.triton.launch import DeviceInfo
+from quire.ops.triton.ops import TritonOps
+from tests.ops.triton.device import DEVICE
+
+CARD, REFERENCE = DeviceInfo.of(DEVICE), ReferenceOps()
+ARRIVED = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE)
+ONE = ExpertConfig(ExpertTile(1, 4, 64, 2), ExpertTile(1, 2, 32, 2))
+ONE_WHOLE = ExpertConfig(ExpertTile(1, 1, 32, 1), ExpertTile(1, 1, 64, 1))
+TILES = ExpertConfig(ExpertTile(16, 16, 32, 4, 3), ExpertTile(16, 32, 16, 4, 3))
+ROWS_FIRST = ExpertConfig(ExpertTile(32, 16, 32, 4, 3, True), ExpertTile(32, 16, 32, 4, 3, True))
+
+
+def randoms(tokens: int, count: int, hidden: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, the router's weight, gate and up, down."""
+    torch.manual_seed(tokens)
+    shapes = (tokens, hidden), (count, hidden), (count, 2 * width, hidden), (count, hidden, width)
+    x, router, gate_up, down = (torch.randn(shape, device=DEVICE) for shape in shapes)
+    return x, router, gate_up * hidden**-0.5, down * width**-0.5
+
+
+def routed(tokens: int, count: int, used: int, only: list[int]) -> Routing:
+    """Tokens that use `only` some of the experts, in any order."""
+    among = torch.tensor(only, device=DEVICE, dtype=torch.int32)
+    chosen = torch.stack([among[torch.randperm(len(only), device=DEVICE)[:used]] for _ in range(tokens)])
+    return Routing(chosen, torch.rand(tokens, used, device=DEVICE))
+
+
+@pytest.mark.parametrize("normalize", [False, True], ids=["raw", "normalized"])
+@pytest.mark.parametrize(
+    ("count", "used"), [(8, 2), (16, 8), (7, 3), (16, 1), (3, 3)], ids=["mixtral", "qwen", "odd", "one", "all"]
+)
+@pytest.mark.parametrize(
+    ("how", "tokens"),
+    [
+        (GemmConfig(1, 4, 64, 2), 1),
+        (GemmConfig(1, 2, 16, 1), 3),
+        (GemmConfig(16, 4, 32, 4, 3), 2),
+        (GemmConfig(16, 16, 32, 4, 3), 40),
+        (GemmConfig(32, 8, 32, 4, 3), 33),
+    ],
+    ids=["one", "three", "two", "forty", "many"],
+)
+def test_the_router_chooses_as_a_softmax_and_top_k(
+    how: GemmConfig, tokens: int, count: int, used: int, normalize: bool
+) -> None:
+    x, weight, _, _ = randoms(tokens, count, 48, 8)
+    got = route(x, weight, used, how, CARD, ARRIVED, normalize=normalize)
+    want = REFERENCE.route(x, weight, used, normalize=normalize)
+    assert torch.equal(got.experts, want.experts)
+    torch.testing.assert_close(got.weights, want.weights, atol=1e-5, rtol=1e-5)
+    assert not ARRIVED.any()
+
+
+def test_equal_logits_and_infinite_ones_have_an_order() -> None:
+    weight = torch.zeros(5, 16, device=DEVICE)
+    weight[:, 0] = torch.tensor([1.0, 2.0, 2.0, 1.0, -1.0], device=DEVICE)
+    x = torch.zeros(3, 16, device=DEVICE)
+    x[0, 0], x[1, 0] = 1.0, float("inf")
+    got = route(x, weight, 4, GemmConfig(1, 1, 16, 1), CARD, ARRIVED, normalize=True)
+    assert got.experts[0].tolist() == [1, 2, 0, 3]
+    assert got.experts[1].tolist() == [0, 1, 2, 3]
+    assert got.weights[1].isnan().all()
+    assert got.experts[2].tolist() == [0, 1, 2, 3]
+    assert torch.allclose(got.weights[2], torch.full((4,), 0.25, device=DEVICE))
+
+
+@pytest.mark.parametrize("how", [GemmConfig(1, 1, 16, 1), GemmConfig(16, 4, 16, 4, 3)], ids=["one", "tile"])
+def test_a_token_that_is_not_a_number_uses_experts_that_there_are(how: GemmConfig) -> None:
+    x, weight = torch.randn(2, 16, device=DEVICE), torch.randn(5, 16, device=DEVICE)
+    x[1] = float("nan")
+    got = route(x, weight, 3, how, CARD, ARRIVED, normalize=True)
+    assert torch.equal(got.experts[0], REFERENCE.route(x[:1], weight, 3, normalize=True).experts[0])
+    assert got.experts[1].tolist() == [0, 1, 2]
+    assert got.weights[1].isnan().all()
+    assert not got.weights[0].isnan().any()
+
+
+@pytest.mark.parametrize("rows", [1, 16, 32])
+@pytest.mark.parametrize(
+    ("tokens", "used", "only"),
+    [(1, 2, [0, 6]), (5, 1, [3]), (40, 2, [1, 2, 4, 6]), (40, 4, [0, 1, 2, 3]), (150, 3, [0, 3, 5, 6])],
+    ids=["one", "same", "some", "first", "many"],
+)
+def test_slots_are_sorted_and_every_one_is_in_a_tile(tokens: int, used: int, only: list[int], rows: int) -> None:
+    torch.manual_seed(0)
+    chosen = routed(tokens, 7, used, only).experts
+    order, (expert, begin, count) = sort_slots(chosen, 7, rows, CARD)
+    assert torch.equal(order.long(), chosen.flatten().sort(stable=True).indices)
+    covered = torch.full((tokens * used,), -1, device=DEVICE, dtype=torch.int32)
+    for e, start, n in zip(expert.tolist(), begin.tolist(), count.tolist(), strict=True):
+        if e >= 0:
+            assert 1 <= n <= rows
+            assert (covered[start : start + n] == -1).all()
+            covered[start : start + n] = e
+    assert torch.equal(covered, chosen.flatten()[order.long()])
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu"])
+@pytest.mark.parametrize(("hidden", "width"), [(64, 32), (40, 24), (50, 33)], ids=["even", "multiple", "odd"])
+@pytest.mark.parametrize(
+    ("how", "tokens", "used", "only"),
+    [
+        (ONE, 1, 8, list(range(9))),
+        (ONE, 3, 2, [0, 4, 8]),
+        (ONE_WHOLE, 2, 1, [7]),
+        (TILES, 1, 2, [3, 8]),
+        (TILES, 19, 2, [2, 5]),
+        (TILES, 40, 1, [6]),
+        (ROWS_FIRST, 40, 8, list(range(9))),
+        (ROWS_FIRST, 5, 1, [8]),
+    ],
+)
+def test_a_mixture_is_that_of_plain_products(
+    how: ExpertConfig, tokens: int, used: int, only: list[int], hidden: int, width: int, gate: Gate
+) -> None:
+    x, _, gate_up, down = randoms(tokens, 9, hidden, width)
+    routing = routed(tokens, 9, used, only)
+    got = experts(x, routing, gate_up, down, gate, how, CARD)
+    torch.testing.assert_close(got, REFERENCE.experts(x, routing, gate_up, down, gate), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 12])
+def test_numbers_of_sixteen_bits(tokens: int) -> None:
+    """float16: the interpreter cannot multiply tiles of bfloat16."""
+    x, router, gate_up, down = (each.half() for each in randoms(tokens, 8, 64, 32))
+    ops = TritonOps(DEVICE)
+    routing = ops.route(x, router, 2, normalize=True)
+    got = ops.experts(x, routing, gate_up, down, "silu")
+    want = REFERENCE.experts(x.float(), routing, gate_up.float(), down.float(), "silu")
+    assert float((got.float() - want).norm() / want.norm()) < 1e-2
+
+
+def test_experts_that_no_token_uses_are_not_read() -> None:
+    x, _, gate_up, down = randoms(6, 9, 64, 32)
+    gate_up[[0, 4, 8]], down[[0, 4, 8]] = float("nan"), float("nan")
+    for how, tokens in ((ONE, 2), (TILES, 6)):
+        routing = routed(tokens, 9, 2, [1, 2, 3, 5, 6, 7])
+        assert not experts(x[:tokens], routing, gate_up, down, "silu", how, CARD).isnan().any()
+
+
+def test_what_a_token_needs_grows_with_its_neighbours_only_in_rows() -> None:
+    """Tiles grow with the slots of an expert, and above 2,048 tokens change once at most."""
+    shapes = [(8, 128, 2048, 768), (2, 8, 4096, 14336), (8, 256, 7168, 2048), (10, 512, 2048, 512)]
+    for used, count, hidden, width in shapes:
+        found = [expert_config(tokens, used, count, hidden, width) for tokens in range(1, 16384, 7)]
+        rows = [how.gate_up.rows for how in found]
+        assert rows == sorted(rows)
+        assert all(how.gate_up.rows == how.down.rows for how in found)
+        large = {expert_config(tokens, used, count, hidden, width) for tokens in range(2048, 32768, 128)}
+        assert len(large) <= 2
+
+
+@pytest.mark.parametrize(
+    ("used", "hidden", "width"), [(8, 2048, 768), (2, 4096, 14336), (8, 7168, 2048), (4, 2880, 2880), (1, 48, 33)]
+)
+def test_a_few_tokens_take_what_fits_into_registers(used: int, hidden: int, width: int) -> None:
+    how = few_tiles(used, hidden, width)
+    assert how is not None
+    down, threads = how.down, 32 * how.down.warps
+    assert down.outputs * -(-width // down.inputs) * down.inputs * used <= 192 * threads
+    gate_up = how.gate_up
+    assert 2 * gate_up.outputs * -(-hidden // gate_up.inputs) * gate_up.inputs <= 192 * 32 * gate_up.warps
+
+
+def test_experts_too_wide_for_registers_are_multiplied_in_tiles() -> None:
+    assert few_tiles(8, 4096, 14336) is None
+    assert expert_config(1, 8, 16, 4096, 14336) is SIXTEEN
+
+
+QWEN, MIXTRAL = (128, 8, 2048, 768), (8, 2, 4096, 14336)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("shape", [QWEN, MIXTRAL], ids=["qwen", "mixtral"])
+@pytest.mark.parametrize("how", [None, SIXTEEN, THIRTY_TWO, SIXTY_FOUR, MANY, FIXED], ids=str)
+@pytest.mark.parametrize("tokens", [1, FEW_TOKENS, 5, 16, 64, 256, 1000])
+def test_bfloat16_on_the_gpu(tokens: int, how: ExpertConfig | None, shape: tuple[int, int, int, int]) -> None:
+    count, used, hidden, width = shape
+    x, router, gate_up, down = (each.bfloat16() for each in randoms(tokens, count, hidden, width))
+    chosen = expert_config(tokens, used, count, hidden, width) if how is None else how
+    router_how = FIXED_ROUTER if how is FIXED else router_config(tokens, hidden)
+    routing = route(x, router, used, router_how, CARD, ARRIVED, normalize=True)
+    exact = (x.float() @ router.float().T).softmax(-1)
+    best = exact.topk(used)
+    picked = exact.gather(1, routing.experts.long())
+    torch.testing.assert_close(picked.sum(1), best.values.sum(1), atol=1e-4, rtol=1e-3)
+    assert routing.experts.sort(1).values.diff(dim=1).gt(0).all()
+    torch.testing.assert_close(routing.weights, picked / picked.sum(1, keepdim=True), atol=1e-4, rtol=1e-3)
+    got = experts(x, routing, gate_up, down, "silu", chosen, CARD)
+    few = slice(0, 64)
+    want = torch.stack(
+        [
+            sum(
+                weight * (torch.nn.functional.silu(up[0]) * up[1]) @ down[e].float().T
+                for e, weight in zip(own.tolist(), shares, strict=True)
+                for up in [(gate_up[e].float() @ row.float()).view(2, width)]
+            )
+            for row, own, shares in zip(x[few], routing.experts[few], routing.weights[few], strict=True)
+        ]
+    )
+    assert float((got[few].float() - want).norm() / want.norm()) < 1e-2
+    assert not got.isnan().any()
+    assert not ARRIVED.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_float32_on_the_gpu() -> None:
+    x, router, gate_up, down = randoms(40, 16, 512, 384)
+    ops = TritonOps(DEVICE)
+    routing = ops.route(x, router, 4, normalize=False)
+    got = experts(x, routing, gate_up, down, "gelu", SMALL, CARD)
+    want = REFERENCE.experts(x.double(), routing, gate_up.double(), down.double(), "gelu").float()
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
