@@ -398,30 +398,35 @@ def plan(names: Sequence[str], sizes: Sequence[int], together: int = 4) -> list[
 
 
 def measured(bench: Bench, group: Group, repeat: int, prompt: Span, new: Span) -> Iterator[Row]:
-    """A row for plain and for each feature: medians of `repeat` turns. A feature that fails has `error` instead."""
+    """A row for plain and for each feature: medians of `repeat` turns. A feature that fails has `error` instead.
+
+    `late` in a row: what was compiled or captured meanwhile.
+    """
     if FEATURES[group.names[0]].short:
         prompt = (prompt[0], prompt[0])
-    pairs: dict[str, list[Pair]] = {name: [] for name in group.names}
+    pairs: dict[str, list[Pair]] = {name: [] for name in ("plain", *group.names)}
     failed: dict[str, str] = {}
     seen = len(bench.late)
-    speeds = []
     for turn in range(repeat):
         batch = bench.batch(group.size, turn, prompt, new)
-        plain = bench.plain(batch)
-        speeds.append(plain.tok_s)
         at = turn % len(group.names)
-        for name in (*group.names[at:], *group.names[:at]):
+        for name in ("plain", *group.names[at:], *group.names[:at]):
             try:
-                pairs[name].append(FEATURES[name].measure(bench, name, batch, plain))
+                if name == "plain":
+                    plain = bench.plain(batch)
+                    pairs[name].append((plain, plain))
+                elif len(pairs["plain"]) > turn:
+                    pairs[name].append(FEATURES[name].measure(bench, name, batch, pairs["plain"][turn][0]))
             except (QuireError, click.ClickException) as error:
-                failed[name] = str(error)[:300]
+                failed |= dict.fromkeys(group.names if name == "plain" else [name], str(error)[:300])
             for one in bench.late[seen:]:
                 one.setdefault("during", f"{name} at {group.size}")
-    late = bench.late[seen:]
     where = {"size": group.size, "prompt": prompt, "new": new}
-    yield {"feature": "plain", **where, "tok_s": round(statistics.median(speeds)), "ratio": 1.0, "late": late}
     for name, found in pairs.items():
-        yield {"feature": name, **where, **({"error": failed[name]} if name in failed else compared(found))}
+        late = [one for one in bench.late[seen:] if one["during"] == f"{name} at {group.size}"]
+        if name in failed or found:
+            row = {"error": failed[name]} if name in failed else compared(found)
+            yield {"feature": name, **where, **row, "late": late}
 
 
 def compared(pairs: Sequence[Pair]) -> Row:

@@ -160,6 +160,7 @@ def runs(starts: Sequence[Row]) -> Iterator[str]:
         yield (
             f"- `python -m benchmarks.price {' '.join(about['argv'])}` at {about['revision']}: {versions}; "
             f"ready in {row['ready_s']:.1f} s"
+            + (f", first structure in {row['first_structure_s']:.2f} s" if row.get("first_structure_s") else "")
         )
 
 

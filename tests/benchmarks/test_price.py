@@ -114,6 +114,30 @@ def test_a_feature_that_fails_is_a_row_with_its_error(llm: LLM, monkeypatch: pyt
     assert plain["ratio"] == 1.0 and good["tokens"] == 8
 
 
+def test_where_plain_requests_fail_so_do_all_features_of_the_group(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(llm, llm, 4096, [])
+
+    def fails(batch: Batch) -> Speed:
+        raise click.ClickException("no memory")
+
+    monkeypatch.setattr(bench, "plain", fails)
+    found = list(price.measured(bench, price.Group(2, ("bias", "seeds")), 2, (8, 8), (4, 4)))
+    assert [(row["feature"], row["error"]) for row in found] == [("bias", "no memory"), ("seeds", "no memory")]
+
+
+def test_what_is_compiled_during_a_feature_is_in_its_row(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(llm, llm, 4096, [{"what": "before", "ms": 1.0}])
+
+    def late(bench: Bench, name: str, batch: Batch, plain: Speed) -> price.Pair:
+        bench.late.append({"what": "kernel", "ms": 70.0})
+        return plain, plain
+
+    monkeypatch.setattr(price, "FEATURES", {**FEATURES, "bias": price.Feature(measure=late)})
+    plain, seeds, biased = price.measured(bench, price.Group(2, ("seeds", "bias")), 1, (8, 8), (4, 4))
+    assert plain["late"] == seeds["late"] == []
+    assert biased["late"] == [{"what": "kernel", "ms": 70.0, "during": "bias at 2"}]
+
+
 # ---------------------------------------------------------------- features
 
 
