@@ -1,7 +1,7 @@
 """An executor whose "K/V" is the token in the slot and whose next token hashes everything read through the page table.
 
 Any misplaced page, stale slot, wrong position, bad rollback or early reuse changes the output or trips a stamp. It
-really holds results back, as a GPU does: steps run when somebody waits for them (or at once, when eager). No torch.
+really holds results back, as a GPU does: steps run when their result is awaited (or at once, when eager). No torch.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class HashHandle:
 
 
 class HashDevice:
-    """`hot` pages are those that launched, unread steps may still write: nobody else may be given them."""
+    """`hot` pages are those that launched, unread steps may still write: no other sequence may get them."""
 
     def __init__(
         self, pages: int, page_size: int, *, drafts: int = 0, eager: bool = False, rows: int = 64, seed: str = ""
@@ -97,7 +97,7 @@ class HashDevice:
         self.known: dict[int, int] = {}
         self.tables: dict[int, tuple[int, list[int]]] = {}
 
-    # ---------------------------------------------------------------- the door
+    # ---------------------------------------------------------------- the executor
 
     def describe(self) -> Description:
         return Description(
@@ -185,8 +185,8 @@ class HashDevice:
             feed = (r.history + r.drafts)[r.length : r.length + s.num_tokens]
             assert s.num_tokens >= max(1, s.num_samples), "logits come only from fed tokens"
             assert s.num_logits in (s.num_samples, s.num_tokens), "logits are of the sampled rows, or of all"
-            unfed = len(r.history) - r.length
-            assert s.num_samples == max(0, s.num_tokens - unfed + 1) and len(feed) == s.num_tokens, (
+            uncomputed = len(r.history) - r.length
+            assert s.num_samples == max(0, s.num_tokens - uncomputed + 1) and len(feed) == s.num_tokens, (
                 "host and device disagree on a shape"
             )
             for i, token in enumerate(feed):
@@ -226,15 +226,15 @@ class HashDevice:
                 result.errors[j] = "the model produced NaN logits"
             masks = handle.given[j] if handle.given and j in handle.given else [None] * s.num_samples
             assert len(masks) == s.num_samples, "one mask a sampled row"
-            told: list[TokenLogprobs] = []
+            found: list[TokenLogprobs] = []
             for i in range(s.num_samples):  # verify; with zero drafts this is plain decode
                 seen = self.seen(r, end - s.num_samples + i + 1)
                 got.append(next_token(seen, (r.opened.seed, r.opened.choice), masks[i]))
-                told.append(logprob(seen, got[-1]))
+                found.append(logprob(seen, got[-1]))
                 if i < s.num_samples - 1 and feed[len(feed) - s.num_samples + 1 + i] != got[-1]:
                     break
             if r.opened.sampling.logprobs is not None:
-                result.logprobs[j] = told
+                result.logprobs[j] = found
             r.history += got
             r.length = len(r.history) - 1
             result.tokens.append([] if j in result.errors else got)

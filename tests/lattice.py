@@ -22,7 +22,7 @@ from tests.hash_model import POISON, SICK, VOCAB, HashDevice, logprob, naive
 
 
 @dataclass
-class House:
+class CoreClasses:
     """The classes under test; the planted bugs swap in broken ones."""
 
     KVCacheManager: Any = kv_room.KVCacheManager
@@ -52,7 +52,7 @@ class Grammar:
 
 
 class Drawn:
-    """Speculation whose depth nobody can foresee."""
+    """Speculation whose depth is drawn at random."""
 
     def __init__(self, most: int, rng: random.Random) -> None:
         self.max_drafts, self.rng = abs(most), rng
@@ -72,7 +72,7 @@ class Drawn:
 
 
 GAPS = (2, 7, 8, 13)
-"""These run only while nobody else wants to."""
+"""These run only while no other request could."""
 
 
 def _workload() -> list[Request]:
@@ -122,7 +122,7 @@ AXES: dict[str, Sequence[Any]] = {
     "eager": (False, True),
     "late": (False, True),  # arrivals one a step, or all at once
     "order": ("fcfs", "priority"),
-    "shelf": ("lru", "fifo"),
+    "eviction": ("lru", "fifo"),
     "fails": (False, True),  # hiccups, a poison request and a sick one
     "pressure": ("preempt", "foresee", "reserve"),
 }
@@ -143,7 +143,7 @@ def check(sch: scheduler.Scheduler, dev: HashDevice) -> None:
         for page in s.blocks:
             want[page] += 1
     assert want == pool.ref_counts, "reference counts"
-    assert len({s.priority >= BACKGROUND for s in sch.running}) <= 1, "somebody runs in the gaps while others run"
+    assert len({s.priority >= BACKGROUND for s in sch.running}) <= 1, "a background request runs while others run"
     assert all(s in sch.running and s.inflight_prefix == place for place, s in sch.kv.inflight_prefixes.items()), (
         "claims"
     )
@@ -177,15 +177,15 @@ def keys_hold(sch: Any, dev: HashDevice) -> None:
 class Run:
     """One combination, driven to its end."""
 
-    def __init__(self, house: House, combo: dict[str, Any]) -> None:
+    def __init__(self, classes: CoreClasses, combo: dict[str, Any]) -> None:
         self.combo = combo
         c = combo
         self.pages = -(-LONGEST // c["size"]) * c["tight"]
-        index = house.RadixPrefixCache(c["size"]) if c["reuse"] else house.NoPrefixCache()
-        shelf = EVICTION_POLICIES[c["shelf"]]()
-        kv = house.KVCacheManager(self.pages, c["size"], index, shelf, min_shared_tokens=4)
+        index = classes.RadixPrefixCache(c["size"]) if c["reuse"] else classes.NoPrefixCache()
+        eviction = EVICTION_POLICIES[c["eviction"]]()
+        kv = classes.KVCacheManager(self.pages, c["size"], index, eviction, min_shared_tokens=4)
         budget, chunk = c["feed"]
-        self.sch: scheduler.Scheduler = house.Scheduler(
+        self.sch: scheduler.Scheduler = classes.Scheduler(
             kv,
             rows=64,
             max_num_seqs=c["cap"],
@@ -200,9 +200,9 @@ class Run:
         self.dev = HashDevice(self.pages, c["size"], eager=c["eager"], seed=str(self.rng.random()))
         if c["fails"]:
             self.dev.hiccup = self._hiccup
-        wired = random.Random(f"door {work}").random() < 0.25  # by messages of the gRPC contract
-        door = Wired(self.dev) if wired else self.dev
-        self.eng: engine.Engine = house.Engine(self.sch, door, lookahead=max(c["depth"], 0))
+        wired = random.Random(f"wired {work}").random() < 0.25  # by messages of the gRPC contract
+        executor = Wired(self.dev) if wired else self.dev
+        self.eng: engine.Engine = classes.Engine(self.sch, executor, lookahead=max(c["depth"], 0))
         self.said: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[Any]] = {}
         self.prompt_logprobs: dict[str, list[Any]] = {}
@@ -279,7 +279,7 @@ class Run:
     def _settle(self, doomed: dict[str, int]) -> None:
         c, sch, dev = self.combo, self.sch, self.dev
         assert sch.kv.block_pool.num_free == self.pages and not dev.unread and len(sch.free_rows) == 64, "leak"
-        assert not sch.sequences and not len(sch.waiting), "somebody was forgotten"
+        assert not sch.sequences and not len(sch.waiting), "a sequence was forgotten"
         for r in REQUESTS:
             made, want = self.said.get(r.id, []), WANT[r.id][len(r.prompt) :]
             if self.finish[r.id] == "abort":
@@ -290,8 +290,9 @@ class Run:
                 self._logprobs(r)
         if c["fails"]:
             ends = {self.finish[r.id] for r in BAD if r.id not in doomed}
-            assert ends <= {"error"}, "errors are told"
+            assert ends <= {"error"}, "errors are reported"
         else:
+            assert not self.eng.failures, "a step failed: the device's assertions count as failed steps"
             assert c["depth"] < 0 or min(c["depth"], 1) + 1 <= dev.deepest <= c["depth"] + 1, "no look-ahead happened"
             if c["depth"] == 0:
                 assert not sch.discarded_spans, "depth 0 wastes nothing"
@@ -308,8 +309,8 @@ class Run:
             assert self.logprobs[r.id] == want, "log-probabilities"
 
 
-def run(combo: dict[str, Any], house: House | None = None) -> Run:
+def run(combo: dict[str, Any], classes: CoreClasses | None = None) -> Run:
     """Drive one combination; AssertionError says what broke."""
-    it = Run(house or House(), combo)
+    it = Run(classes or CoreClasses(), combo)
     it.drive()
     return it

@@ -1,4 +1,4 @@
-"""A real `quire serve` on loopback, for tests that need all of the house."""
+"""A real `quire serve` on loopback, for tests that need the whole server."""
 
 from __future__ import annotations
 

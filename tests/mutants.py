@@ -1,4 +1,4 @@
-"""Planted bugs, and a house built with one of them in it. The lattice must notice every one."""
+"""Planted bugs, and the core built with one of them in it. The lattice must notice every one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import types
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.lattice import House
+from tests.lattice import CoreClasses
 
 _REBUILT = (
     "quire.scheduler.block_pool",
@@ -45,7 +45,7 @@ E, V = "engine.engine", "engine.recovery"
 BUGS = [
     Bug("pages freed at once, not with the last plan launched", S, _LEAVE, "        self._free(seq)"),
     Bug(
-        "pages go home with the oldest plan in flight",
+        "blocks are freed with the oldest plan in flight",
         S,
         "self.inflight[-1].deferred_frees.append",
         "self.inflight[0].deferred_frees.append",
@@ -62,9 +62,9 @@ BUGS = [
         "length + seq.max_inflight",
         "length + seq.num_inflight",
     ),
-    Bug("end by count not foreseen", S, "if length + seq.num_inflight >= seq.max_length:", "if False:"),
+    Bug("end by count not predicted", S, "if length + seq.num_inflight >= seq.max_length:", "if False:"),
     Bug(
-        "end by count foreseen one step early",
+        "end by count predicted one step early",
         S,
         "length + seq.num_inflight >= seq.max_length:",
         "length + seq.num_inflight + 1 >= seq.max_length and seq.num_inflight:",
@@ -89,7 +89,7 @@ BUGS = [
         "rows = self.free_rows",
     ),
     Bug(
-        "who runs in the gaps does not make way",
+        "a background request is not preempted",
         S,
         "if running and running[0].priority >= BACKGROUND and",
         "if running and running[0].priority > BACKGROUND and",
@@ -107,7 +107,7 @@ BUGS = [
         "        if seq.row is None:\n            pass",
     ),
     Bug(
-        "abort forgets a preempted row on its way home",
+        "abort forgets a preempted row with a step in flight",
         S,
         "        else:  # its row is freed already with a step in flight; it may have been preempted into the queue\n            self.waiting.discard(seq)\n",
         "",
@@ -163,7 +163,7 @@ BUGS = [
         "[] if ",
     ),
     Bug(
-        "prompt log-probabilities told twice after a preemption",
+        "prompt log-probabilities reported twice after a preemption",
         Q,
         "max(0, self.prompt_logprobs_sent - self.num_computed)",
         "0",
@@ -181,9 +181,9 @@ BUGS = [
         "            self.waiting.unpark(seq)\n            self._free",
         "            self._free",
     ),
-    Bug("who left still claims a page", S, "        self.kv.drop_inflight_prefix(seq)\n", ""),
+    Bug("a finished request still claims a block", S, "        self.kv.drop_inflight_prefix(seq)\n", ""),
     Bug(
-        "a shared page leaves the shelf twice",
+        "a shared block leaves the eviction policy twice",
         B,
         "        if self.ref_counts[block] == 0:\n            self.eviction_policy.remove(block)\n        self.ref_counts",
         "        self.ref_counts",
@@ -192,13 +192,13 @@ BUGS = [
     Bug("recovery keeps the prefix index", S, "        self.kv.reset()\n", ""),
     Bug("recovery keeps pending spans", S, "            seq.num_inflight = seq.max_inflight = 0\n", ""),
     Bug(
-        "recovery forgets rows on their way home",
+        "recovery forgets rows with a step in flight",
         S,
         "        lost = {id(s): s for step in self.inflight for s in (*step.seqs, *step.deferred_frees) if s.row is not None}\n",
         "        lost: dict[int, Sequence] = {}\n",
     ),
     Bug(
-        "recovery blames a failure in company",
+        "recovery blames a failure in a batch",
         V,
         "        if len(lost) == 1 and beside <= {id(lost[0])}:\n",
         "        if lost:\n",
@@ -221,7 +221,12 @@ BUGS = [
         '                self._finish(seq, "error")\n',
         '                for other in list(step.sequences):\n                    if other.finish_reason is None:\n                        self._finish(other, "error")\n',
     ),
-    Bug("short row preempts although pages are coming home", S, "if needed <= pool.num_free + deferred:", "if False:"),
+    Bug(
+        "short row preempts although blocks are about to be freed",
+        S,
+        "if needed <= pool.num_free + deferred:",
+        "if False:",
+    ),
 ]
 
 HARMLESS = [
@@ -233,11 +238,11 @@ HARMLESS = [
         "            elif seq in self.waiting:\n                pass\n            elif new_tokens or j not in result.errors:",
     ),
 ]
-"""These only cost work: every answer stays right. Kept to show that the lattice does not cry wolf."""
+"""These only cost work: every answer stays right. Kept to show that the lattice fails only for bugs."""
 
 
-def plant(bug: Bug) -> House:
-    """The house with `bug` in it. The real modules are untouched."""
+def plant(bug: Bug) -> CoreClasses:
+    """The core with `bug` in it. The real modules are untouched."""
     saved = {name: sys.modules.pop(name) for name in _REBUILT}
     try:
         for name in _REBUILT:
@@ -252,7 +257,7 @@ def plant(bug: Bug) -> House:
             package, _, leaf = name.rpartition(".")
             setattr(sys.modules[package], leaf, module)
     reuse = new["quire.scheduler.block_pool"]
-    return House(
+    return CoreClasses(
         KVCacheManager=new["quire.scheduler.kv_cache"].KVCacheManager,
         Scheduler=new["quire.scheduler.scheduler"].Scheduler,
         Engine=new["quire.engine.engine"].Engine,

@@ -37,7 +37,7 @@ def test_pressure_preempts_and_reuse_hits_somewhere_in_the_sample() -> None:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda b: b.name)
 def test_planted_bug_is_caught(bug: Bug) -> None:
-    house = plant(bug)
+    classes = plant(bug)
     tight, failing = (
         _sample(bug.name, 300, tight=1, size=1, pressure="preempt"),
         _sample(bug.name, 300, fails=True, tight=2),
@@ -45,7 +45,7 @@ def test_planted_bug_is_caught(bug: Bug) -> None:
     for several in zip(_sample("catch " + bug.name, 300), tight, failing, strict=True):
         for combo in several:
             try:
-                lattice.run(combo, house)
+                lattice.run(combo, classes)
             except Exception:
                 return
     pytest.fail("the lattice did not notice")
@@ -53,9 +53,9 @@ def test_planted_bug_is_caught(bug: Bug) -> None:
 
 @pytest.mark.parametrize("change", HARMLESS, ids=lambda b: b.name)
 def test_a_harmless_change_is_not_called_a_bug(change: Bug) -> None:
-    house = plant(change)
+    classes = plant(change)
     for combo in _sample("harmless", 60):
-        lattice.run(combo, house)
+        lattice.run(combo, classes)
 
 
 @pytest.mark.nightly
@@ -69,8 +69,8 @@ def test_the_whole_lattice(depth: int, size: int, feed: tuple[int, int]) -> None
         lattice.run(combo | {"pressure": pressure})
 
 
-def test_nobody_is_blamed_for_a_step_that_failed_of_one_who_has_left_since() -> None:
+def test_no_request_is_blamed_for_a_failed_step_of_one_that_was_aborted_since() -> None:
     """A poisoned request is aborted while its step is under way; then, at the same place, a step fails of nothing."""
     sizes = {"depth": 2, "size": 66, "tight": 2, "cap": 4, "feed": (1 << 30, 1 << 30), "drafts": -3}
-    ways = {"admit": "continuous", "order": "fcfs", "shelf": "fifo", "pressure": "preempt"}
+    ways = {"admit": "continuous", "order": "fcfs", "eviction": "fifo", "pressure": "preempt"}
     lattice.run({**sizes, **ways, "reuse": False, "eager": False, "late": True, "fails": True})

@@ -33,13 +33,13 @@ def verify(*args: str) -> Result:
     return CliRunner().invoke(main, ["verify", "--max-model-len", "100", *args])
 
 
-def told(*args: str) -> tuple[int, dict[str, Any]]:
+def verified(*args: str) -> tuple[int, dict[str, Any]]:
     result = verify("--repeat", "0", "--json", *args)
     return result.exit_code, json.loads(result.stdout)
 
 
 def test_deterministic_mode_keeps_its_promise_in_every_situation_and_every_one_came_about() -> None:
-    code, found = told("--deterministic", "--dtype", "bfloat16", "--requests", "6", "--new", "8")
+    code, found = verified("--deterministic", "--dtype", "bfloat16", "--requests", "6", "--new", "8")
     rows = found["situations"]
     assert code == 0 and found["equal"] and found["deterministic"]
     assert [row["name"] for row in rows] == SITUATIONS
@@ -47,7 +47,7 @@ def test_deterministic_mode_keeps_its_promise_in_every_situation_and_every_one_c
     assert all(row["happened"] > 0 for row in rows), rows
 
 
-class Crowded(BatchInvariantOps):
+class Batched(BatchInvariantOps):
     """A planted bug: attention sums as the shape of the batch has it."""
 
     attend = ReferenceOps.attend
@@ -61,13 +61,13 @@ class Untiled(BatchInvariantOps):
 
 
 @pytest.mark.parametrize(
-    ("bug", "args"), [(Crowded, ()), (Untiled, ("--quantization", "fp8", "--speculative-config", NGRAM))]
+    ("bug", "args"), [(Batched, ()), (Untiled, ("--quantization", "fp8", "--speculative-config", NGRAM))]
 )
 def test_a_planted_dependence_on_the_batch_is_caught(
     bug: type[BatchInvariantOps], args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.assembly.engine.BatchInvariantOps", bug)
-    code, found = told("--deterministic", "--dtype", "float32", "--requests", "4", "--new", "4", *args)
+    code, found = verified("--deterministic", "--dtype", "float32", "--requests", "4", "--new", "4", *args)
     rows = {row["name"]: row for row in found["situations"]}
     assert code == 1 and not found["equal"]
     assert rows["alone, once more"]["differ"] == 0
@@ -119,7 +119,7 @@ def test_what_cannot_be_is_refused_in_a_line() -> None:
 
 
 def test_speculation_as_configured_is_what_is_put_to_the_test() -> None:
-    code, found = told("--deterministic", "--speculative-config", NGRAM, "--requests", "3", "--new", "8")
+    code, found = verified("--deterministic", "--speculative-config", NGRAM, "--requests", "3", "--new", "8")
     assert code == 0
     assert [row["name"] for row in found["situations"]][5:] == [
         "drafts as configured",
@@ -131,7 +131,7 @@ def one(token: int, logprob: float) -> TokenLogprobs:
     return TokenLogprobs(token, logprob, 1)
 
 
-def test_a_difference_is_the_first_and_tells_how_far_likelihoods_moved_while_tokens_agreed() -> None:
+def test_a_difference_is_the_first_and_gives_how_far_likelihoods_moved_while_tokens_agreed() -> None:
     alone = (one(1, -1.0), one(2, -1.0), one(3, -1.0), one(4, -1.0))
     assert difference("a", alone, alone) is None
     here = (one(1, -1.0), one(2, -1.5), one(7, -9.0))

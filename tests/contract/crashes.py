@@ -1,4 +1,4 @@
-"""An engine that is killed again and again under a crowd of all kinds of clients.
+"""An engine that is killed again and again under all kinds of clients.
 
 `python -m tests.contract.crashes MINUTES [--streams 256] [--connections 1500] [--every 120] [--json FILE]` runs it,
 prints a table, writes the figures to FILE, and exits with 1 if something is not as it must be: every stream ends with
@@ -65,7 +65,7 @@ class Kill:
 
 @dataclass
 class Figures:
-    """ends: by kind of client and outcome. quiet: (front bytes, descriptors, threads) before and after the crowd."""
+    """ends: by kind of client and outcome. quiet: (front bytes, descriptors, threads) before and after the clients."""
 
     seconds: float = 0.0
     streams: int = 0
@@ -94,7 +94,7 @@ class Figures:
 MEMORY = ("front", "engine")
 
 
-class Crowd:
+class Clients:
     """Clients of all kinds, each in a loop until `over`."""
 
     def __init__(self, live: Live, streams: int, connections: int) -> None:
@@ -253,7 +253,7 @@ class Crowd:
     # ---------------------------------------------------------------- the engine
 
     async def kill(self, began: float) -> None:
-        """Once there is a crowd and streams are being answered."""
+        """Once all clients are there and streams are being answered."""
         async with asyncio.timeout(HANGS):
             self.again.clear()
             self.killed = time.monotonic()
@@ -338,19 +338,19 @@ def crashes(
     """So many seconds of clients of all kinds, `streams` and `connections` at once, and a kill each `every` seconds."""
 
     async def story() -> Figures:
-        crowd = Crowd(live, streams, connections)
-        await asyncio.gather(*(crowd.stream(i) for i in range(8)))
+        clients = Clients(live, streams, connections)
+        await asyncio.gather(*(clients.stream(i) for i in range(8)))
         await asyncio.to_thread(live.settled, HANGS)
-        crowd.figures.quiet.append(quiet(live))
-        await crowd.run(seconds, every, shown)
+        clients.figures.quiet.append(quiet(live))
+        await clients.run(seconds, every, shown)
         async with asyncio.timeout(HANGS):
             while (await ask(live.port, "GET", "/health/ready")).status != 200:
                 await asyncio.sleep(0.05)
             await asyncio.to_thread(live.settled, HANGS)
-            while len(opened(live.process.pid)) > crowd.figures.quiet[0][1] + 2:  # the last connections time out
+            while len(opened(live.process.pid)) > clients.figures.quiet[0][1] + 2:  # the last connections time out
                 await asyncio.sleep(0.1)
-        crowd.figures.quiet.append(quiet(live))
-        return crowd.figures
+        clients.figures.quiet.append(quiet(live))
+        return clients.figures
 
     connection.raise_descriptor_limit()
     return asyncio.run(story())
@@ -397,9 +397,9 @@ def main() -> int:
             every=asked.every,
             shown=lambda line: print(line, flush=True),
         )
-    told: dict[str, Any] = vars(figures) | {"kills": [asdict(kill) for kill in figures.kills]}
-    told["failures"] = figures.failures()
-    asked.json.write_text(json.dumps(told, indent=1) + "\n")
+    found: dict[str, Any] = vars(figures) | {"kills": [asdict(kill) for kill in figures.kills]}
+    found["failures"] = figures.failures()
+    asked.json.write_text(json.dumps(found, indent=1) + "\n")
     print("\n" + table(figures))
     return 1 if figures.failures() else 0
 

@@ -1,4 +1,4 @@
-"""Hostile requests, each with the answers that it may get. None may cost anybody but its sender.
+"""Hostile requests, each with the answers that it may get. None may affect any client but its sender.
 
 The same hole returns in a sibling path, so fields are poisoned at every endpoint that has them.
 """
@@ -27,8 +27,8 @@ class Poison(NamedTuple):
     hang_up: bool = False
 
 
-class Door(NamedTuple):
-    """An endpoint that answers: its path, the least it wants, and how it spells what has many spellings."""
+class Endpoint(NamedTuple):
+    """An endpoint that answers: its path, the least it wants, and what it calls the fields that have several names."""
 
     path: str
     body: Mapping[str, Any]
@@ -37,12 +37,12 @@ class Door(NamedTuple):
 
 
 HI = [{"role": "user", "content": "hi"}]
-DOORS = (
-    Door("/v1/completions", {"prompt": "x", "max_tokens": 4}),
-    Door("/v1/chat/completions", {"messages": HI, "max_tokens": 4}),
-    Door("/v1/generate", {"prompt": "x", "max_new_tokens": 4}, most="max_new_tokens"),
-    Door("/v1/responses", {"input": "x", "max_output_tokens": 4}, most="max_output_tokens", stop=None),
-    Door("/v1/messages", {"messages": HI, "max_tokens": 4, "model": "embedded"}, stop="stop_sequences"),
+ENDPOINTS = (
+    Endpoint("/v1/completions", {"prompt": "x", "max_tokens": 4}),
+    Endpoint("/v1/chat/completions", {"messages": HI, "max_tokens": 4}),
+    Endpoint("/v1/generate", {"prompt": "x", "max_new_tokens": 4}, most="max_new_tokens"),
+    Endpoint("/v1/responses", {"input": "x", "max_output_tokens": 4}, most="max_output_tokens", stop=None),
+    Endpoint("/v1/messages", {"messages": HI, "max_tokens": 4, "model": "embedded"}, stop="stop_sequences"),
 )
 REFUSED, BAD = (400, 413, 422), (400,)
 FINE = (200,)
@@ -53,9 +53,11 @@ BOMB = 1 << 30
 
 
 def every(name: str, statuses: tuple[int, ...], **fields: Any) -> Iterator[Poison]:
-    """The fields at every door; those that a door has not are refused there, which is fine."""
-    for door in DOORS:
-        yield Poison(f"{name} at {door.path}", (post(door.path, {**door.body, **fields}),), (*statuses, 400))
+    """The fields at every endpoint; those that it does not have are refused there, which is fine."""
+    for endpoint in ENDPOINTS:
+        yield Poison(
+            f"{name} at {endpoint.path}", (post(endpoint.path, {**endpoint.body, **fields}),), (*statuses, 400)
+        )
 
 
 def post(path: str, body: Any, headers: Mapping[str, str] | None = None) -> bytes:
@@ -64,8 +66,8 @@ def post(path: str, body: Any, headers: Mapping[str, str] | None = None) -> byte
 
 def raw(body: str | bytes) -> Iterator[tuple[str, bytes]]:
     data = body if isinstance(body, bytes) else body.encode("utf-8", "surrogatepass")
-    for door in DOORS:
-        yield door.path, post(door.path, data)
+    for endpoint in ENDPOINTS:
+        yield endpoint.path, post(endpoint.path, data)
 
 
 def fields() -> Iterator[Poison]:
@@ -148,17 +150,19 @@ def stops() -> Iterator[Poison]:
         "a number as stop": 5,
         "nested stops": [["a"]],
     }.items():
-        for door in DOORS:
-            if door.stop is not None:
-                body = {**door.body, door.stop: value}
-                yield Poison(f"{name} at {door.path}", (post(door.path, body),), EITHER)
+        for endpoint in ENDPOINTS:
+            if endpoint.stop is not None:
+                body = {**endpoint.body, endpoint.stop: value}
+                yield Poison(f"{name} at {endpoint.path}", (post(endpoint.path, body),), EITHER)
 
 
 def lengths() -> Iterator[Poison]:
     for value in (0, -1, 1 << 31, 1 << 63, HUGE, 1.5, "10", None, True, [], 1e308):
-        for door in DOORS:
+        for endpoint in ENDPOINTS:
             yield Poison(
-                f"{door.most} of {value!r} at {door.path}", (post(door.path, {**door.body, door.most: value}),), EITHER
+                f"{endpoint.most} of {value!r} at {endpoint.path}",
+                (post(endpoint.path, {**endpoint.body, endpoint.most: value}),),
+                EITHER,
             )
 
 
@@ -194,7 +198,7 @@ def prompts() -> Iterator[Poison]:
             yield Poison(f"{name} at {path}", (post(path, {"prompt": value, **rest}),), (*EITHER, 413, 429))
         yield Poison(f"{name} at /tokenize", (post("/tokenize", {"prompt": value}),), (*EITHER, 413))
         yield Poison(f"{name} at /detokenize", (post("/detokenize", {"tokens": value}),), (*EITHER, 413))
-    yield Poison("a million tokens told", (post("/detokenize", {"tokens": [5] * 1_000_000}),), (*EITHER, 413))
+    yield Poison("a million tokens detokenized", (post("/detokenize", {"tokens": [5] * 1_000_000}),), (*EITHER, 413))
     yield Poison("a bomb of prompts and n", (post("/v1/completions", {"prompt": ["x"] * 1000, "n": 1000}),), (400, 429))
     yield Poison(
         "prompts, n and length at once",
@@ -307,9 +311,9 @@ def bodies() -> Iterator[Poison]:
 def types() -> Iterator[Poison]:
     """Content types, and bodies that are coded."""
     for kind in ("text/plain", "", "application/x-www-form-urlencoded", "application/xml", "a" * 10_000):
-        for door in DOORS:
-            sent = post(door.path, dict(door.body), {"Content-Type": kind})
-            yield Poison(f"{kind[:40]!r} at {door.path}", (sent,), (415, 400))
+        for endpoint in ENDPOINTS:
+            sent = post(endpoint.path, dict(endpoint.body), {"Content-Type": kind})
+            yield Poison(f"{kind[:40]!r} at {endpoint.path}", (sent,), (415, 400))
     form = b'--x\r\nContent-Disposition: form-data; name="f"; filename="../../x"\r\n\r\ny\r\n--x--'
     sent = post("/v1/completions", form, {"Content-Type": "multipart/form-data; boundary=x"})
     yield Poison("a form", (sent,), (415,))
@@ -331,7 +335,7 @@ def heads() -> Iterator[Poison]:
         "a timeout of words": {"X-Request-Timeout": "soon"},
         "keys where none are wanted": {"Authorization": "Bearer " + "k" * 20_000},
         "a key of other bytes": {"Authorization": "Bearer \xff\xfe"},
-        "somebody else's address": {"X-Forwarded-For": "1.2.3.4", "X-Forwarded-Proto": "https", "Host": "evil:99999"},
+        "another client's address": {"X-Forwarded-For": "1.2.3.4", "X-Forwarded-Proto": "https", "Host": "evil:99999"},
         "two hosts": {"Host": "a\r\nHost: b"},
         "an expectation": {"Expect": "100-continue"},
         "a strange expectation": {"Expect": "200-ok"},

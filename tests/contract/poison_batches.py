@@ -1,4 +1,4 @@
-"""Hostile requests to the doors beside the answers: files, batches and embeddings; and batches of hostile lines."""
+"""Hostile requests to the other endpoints: files, batches and embeddings; and batches of hostile lines."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def vectors() -> Iterator[Poison]:
         yield Poison(f"vectors within {seconds} seconds", (sent,), (*EITHER, 504))
 
 
-def desk_poisons() -> list[Poison]:
+def file_poisons() -> list[Poison]:
     """All of them."""
     return [poison for kind in (uploads, names, batches, vectors) for poison in kind()]
 

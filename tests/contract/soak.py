@@ -126,7 +126,7 @@ def look(live: Live, at: float) -> Sample:
     )
 
 
-def told(figures: Figures) -> str:
+def table(figures: Figures) -> str:
     """The figures, line by line."""
     first, last = figures.samples[len(figures.samples) // 3], figures.samples[-1]
     counts = ", ".join(f"{status or 'closed'}: {count}" for status, count in sorted(figures.answers.items()))
@@ -139,4 +139,4 @@ def told(figures: Figures) -> str:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder), *OPTIONS) as server:
-        print(told(soak(server, float(sys.argv[1]))))
+        print(table(soak(server, float(sys.argv[1]))))

@@ -1,4 +1,4 @@
-"""Well-behaved clients: what they hear must not depend on anybody else."""
+"""Well-behaved clients: their answers must not depend on other clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _VARIES = re.compile(rb'"(?:id":"[a-z]+-[0-9a-f]+|created":\d+)|: keep-alive\n\n
 
 
 def normal(i: int, tokens: int = 64) -> tuple[str, dict[str, Any]]:
-    """Path and body of stream `i`: both doors, greedy and seeded."""
+    """Path and body of stream `i`: both endpoints, greedy and seeded."""
     sampling = {"temperature": 0} if i % 4 < 2 else {"seed": i, "temperature": 0.8}
     ask = {"model": "embedded", "max_tokens": tokens, "ignore_eos": True, "stream": True, **sampling}
     about = f"a {ANIMALS[i % 4]} and {i} boats"

@@ -15,7 +15,7 @@ from tests.live import serving
     [(0.05, 12, 60, 3.0), pytest.param(30.0, 256, 1500, 120.0, marks=pytest.mark.nightly)],
     ids=["short", "half an hour"],
 )
-def test_every_stream_ends_in_words_however_often_the_engine_is_killed(
+def test_every_stream_ends_with_an_event_however_often_the_engine_is_killed(
     tmp_path: Path, minutes: float, streams: int, connections: int, every: float
 ) -> None:
     """How soon there are answers again depends on the machine: `python -m tests.contract.crashes 30` measures it."""

@@ -1,4 +1,4 @@
-"""What goes wrong on the device, or with the engine's process, costs those it must, and nobody learns its insides."""
+"""A failure on the device, or of the engine process, affects as few requests as possible and shows no internals."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def events(body: bytes) -> list[Any]:
 def test_a_step_that_fails_costs_only_the_request_that_makes_it_fail(live: Live, fate: Fate, stream: bool) -> None:
     async def story() -> tuple[list[bytes], list[bytes], Any]:
         quiet = await hear_all(live.port, 16, 48)
-        crowd = asyncio.ensure_future(hear_all(live.port, 16, 48))
+        streams = asyncio.ensure_future(hear_all(live.port, 16, 48))
         await asyncio.sleep(0.05)
         body = {"prompt": "boo", "seed": int(fate), "max_tokens": 20, "stream": stream, "ignore_eos": True}
         culprit = await ask(live.port, "POST", "/v1/completions", body, seconds=200)
-        return quiet, await crowd, culprit
+        return quiet, await streams, culprit
 
     before = live.engine_pid()
     quiet, beside, culprit = asyncio.run(story())
@@ -87,7 +87,7 @@ def test_a_killed_engine_is_reported_at_once_and_restarts_by_itself(live: Live) 
     live.settled()
 
 
-def test_a_long_prefill_is_never_red(live: Live) -> None:
+def test_health_stays_200_during_a_long_prefill(live: Live) -> None:
     async def story() -> None:
         long = {"prompt": [[7 + i, *range(5, 2000)] for i in range(3)], "max_tokens": 1}
         answer = asyncio.ensure_future(ask(live.port, "POST", "/v1/completions", long, seconds=600))

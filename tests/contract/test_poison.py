@@ -1,4 +1,4 @@
-"""A thousand hostile requests against a live server that is at work: they cost nobody but their senders."""
+"""A thousand hostile requests against a live server that is at work: they affect no client but their senders."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from tests.contract.poison import DOORS, Poison, poisons
-from tests.contract.poison_batches import BATCHES, FILES, FORM, VECTORS, Errand, desk_poisons, errands, form
+from tests.contract.poison import ENDPOINTS, Poison, poisons
+from tests.contract.poison_batches import BATCHES, FILES, FORM, VECTORS, Errand, errands, file_poisons, form
 from tests.contract.streams import hear_all
 from tests.contract.wire import Answer, ask, request, send
 from tests.live import ROOT, Live, serving, standing
 
-POISONS = [*poisons(), *desk_poisons()]
+POISONS = [*poisons(), *file_poisons()]
 ERRANDS = errands()
-PATIENCE = 100.0
+TIMEOUT = 100.0
 """Seconds within which everything is answered."""
 
 REST = 4.0
@@ -47,7 +47,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 INSIDE = (str(ROOT).encode(), sys.prefix.encode(), b"site-packages", b"Traceback", b".py", b" object at 0x", b"errno")
-"""What an error that tells of the server's inside has in it."""
+"""What an error that shows the server's internals contains."""
 
 
 async def swallow(port: int, some: Sequence[Poison], at_once: int = 4) -> dict[str, list[Answer]]:
@@ -59,7 +59,7 @@ async def swallow(port: int, some: Sequence[Poison], at_once: int = 4) -> dict[s
         async with seats:
             try:
                 heard[poison.name] = await send(
-                    port, *poison.parts, pause=poison.pause, hang_up=poison.hang_up, seconds=PATIENCE
+                    port, *poison.parts, pause=poison.pause, hang_up=poison.hang_up, seconds=TIMEOUT
                 )
             except TimeoutError:
                 heard[poison.name] = []
@@ -82,10 +82,10 @@ async def send_off(port: int, some: Sequence[Errand]) -> dict[str, str]:
     begun = {}
     for errand in some:
         sent = request("POST", FILES, form(errand.data), {"Content-Type": FORM})
-        [file] = await send(port, sent, seconds=PATIENCE)
+        [file] = await send(port, sent, seconds=TIMEOUT)
         assert file.status == 200, (errand.name, file)
         asked = {"input_file_id": file.json()["id"], "endpoint": errand.endpoint, "completion_window": "24h"}
-        batch = await ask(port, "POST", BATCHES, asked, seconds=PATIENCE)
+        batch = await ask(port, "POST", BATCHES, asked, seconds=TIMEOUT)
         assert batch.status == 200, (errand.name, batch)
         begun[errand.name] = batch.json()["id"]
     return begun
@@ -99,8 +99,8 @@ def come_back(live: Live, errand: Errand, batch_id: str) -> None:
         time.sleep(0.1)
     assert batch.status == errand.ends, (errand.name, batch)
     assert (batch.errors is not None) == (errand.ends == "failed")
-    told = batch.model_dump_json()
-    assert len(told) < 100_000 and "/tmp" not in told, told[:1000]
+    shown = batch.model_dump_json()
+    assert len(shown) < 100_000 and "/tmp" not in shown, shown[:1000]
     for file in filter(None, (batch.output_file_id, batch.error_file_id)):
         for line in map(json.loads, live.openai.files.content(file).text.splitlines()):
             assert line["response"]["status_code"] in (200, 400, 404, 422, 504), (errand.name, line)
@@ -145,9 +145,9 @@ def check(live: Live, some: Sequence[Poison], errands: Sequence[Errand], *, more
     assert beside == quiet
     wrong = wronged(some, heard)
     assert not wrong, wrong
-    refused = [(name, answer.body) for name, told in heard.items() for answer in told if answer.status != 200]
-    told = [(name, body[:300]) for name, body in refused if any(word in body for word in INSIDE)]
-    assert not told, told
+    refused = [(name, answer.body) for name, answers in heard.items() for answer in answers if answer.status != 200]
+    revealing = [(name, body[:300]) for name, body in refused if any(word in body for word in INSIDE)]
+    assert not revealing, revealing
     for errand in errands:
         come_back(live, errand, begun[errand.name])
     assert live.process.poll() is None and (live.process.pid, live.engine_pid()) == (process, engine)
@@ -160,20 +160,20 @@ def check(live: Live, some: Sequence[Poison], errands: Sequence[Errand], *, more
         time.sleep(0.5)
 
 
-def test_there_is_enough_poison_and_every_endpoint_gets_some() -> None:
+def test_every_endpoint_gets_enough_hostile_requests() -> None:
     assert len(POISONS) >= 80 and len({poison.name for poison in POISONS}) == len(POISONS)
-    for door in DOORS:
-        assert sum(door.path in poison.name for poison in POISONS) >= 80
+    for endpoint in ENDPOINTS:
+        assert sum(endpoint.path in poison.name for poison in POISONS) >= 80
     for path in (FILES, BATCHES, VECTORS):
-        assert sum(path.encode() in poison.parts[0][:80] for poison in desk_poisons()) >= 25
+        assert sum(path.encode() in poison.parts[0][:80] for poison in file_poisons()) >= 25
 
 
-def test_poison_affects_only_its_sender(live: Live) -> None:
+def test_hostile_requests_affect_only_their_senders(live: Live) -> None:
     check(live, POISONS[::SHARE], ERRANDS, more=0.05)
 
 
 @pytest.mark.nightly
-def test_all_of_the_poison_affects_only_its_sender(tmp_path: Path) -> None:
+def test_all_hostile_requests_affect_only_their_senders(tmp_path: Path) -> None:
     """The second time: what the first one brought into memory to stay, such as compiled grammars, is there already."""
     with poisoned(tmp_path) as fresh:
         asyncio.run(under_load(fresh.port, POISONS, ERRANDS))
@@ -181,7 +181,7 @@ def test_all_of_the_poison_affects_only_its_sender(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_all_of_the_poison_costs_a_server_in_front_nothing_either(tmp_path: Path) -> None:
+def test_all_hostile_requests_affect_only_their_senders_through_a_proxy(tmp_path: Path) -> None:
     """It takes JSON only, so uploads are a 415 there."""
     with standing("upstream", tmp_path, *OPTIONS, "--batch-dir", str(tmp_path / "batches")) as live:
         engine = live.engine_pid()

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.soak import OPTIONS, soak, told
+from tests.contract.soak import OPTIONS, soak, table
 from tests.live import serving
 
 
 @pytest.mark.parametrize(
     ("seconds", "share"), [(10, 0.2), pytest.param(3600, 0.05, marks=pytest.mark.nightly)], ids=["short", "an hour"]
 )
-def test_a_soak_leaves_all_as_it_was(tmp_path: Path, seconds: float, share: float) -> None:
+def test_memory_and_descriptors_do_not_grow_during_a_soak(tmp_path: Path, seconds: float, share: float) -> None:
     with serving(tmp_path, *OPTIONS) as live:
         figures = soak(live, seconds)
     assert all(sample.pages == 0 for sample in figures.samples)
     for name in ("front", "engine", "descriptors", "threads"):
-        assert figures.drift(name) < share, told(figures)
+        assert figures.drift(name) < share, table(figures)

@@ -1,4 +1,4 @@
-"""Crowds that leave, that do not read, that do not fit: everybody else is served, and nothing stays."""
+"""Many clients that leave, that do not read, that do not fit: all others are served, and nothing remains."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def deaf(port: int) -> socket.socket:
     return sock
 
 
-@pytest.mark.parametrize("crowd", [16, pytest.param(64, marks=pytest.mark.nightly)])
-def test_slow_readers_are_left_behind_in_bounded_memory(live: Live, crowd: int) -> None:
+@pytest.mark.parametrize("count", [16, pytest.param(64, marks=pytest.mark.nightly)])
+def test_slow_readers_are_aborted_within_bounded_memory(live: Live, count: int) -> None:
     async def story() -> tuple[list[bytes], list[bytes], int]:
         quiet = await hear_all(live.port, 8)
         before = live.memory().front
-        readers.extend(deaf(live.port) for _ in range(crowd))
+        readers.extend(deaf(live.port) for _ in range(count))
         most = 0
         await asyncio.sleep(0.5)  # those that have a place do not count as waiting
         beside = await hear_all(live.port, 8)
@@ -106,8 +106,8 @@ def test_slow_readers_are_left_behind_in_bounded_memory(live: Live, crowd: int) 
         for reader in readers:
             reader.close()
     assert beside == quiet
-    assert grown < crowd * (4 << 20)
-    assert live.metric("vllm:request_success_total", finished_reason="abort") - aborted > crowd / 2
+    assert grown < count * (4 << 20)
+    assert live.metric("vllm:request_success_total", finished_reason="abort") - aborted > count / 2
     live.settled()
 
 
@@ -116,16 +116,16 @@ def test_1000_requests_at_a_queue_of_64_are_all_answered_or_refused(live: Live) 
 
     async def story() -> tuple[Answer, list[Answer]]:
         quiet = await ask(live.port, "POST", "/v1/completions", body)
-        crowd = [ask(live.port, "POST", "/v1/completions", body, seconds=600) for _ in range(1000)]
-        return quiet, await asyncio.gather(*crowd)
+        answers = [ask(live.port, "POST", "/v1/completions", body, seconds=600) for _ in range(1000)]
+        return quiet, await asyncio.gather(*answers)
 
     before = ended(live)
-    quiet, crowd = asyncio.run(story())
-    counts = Counter(answer.status for answer in crowd)
+    quiet, answers = asyncio.run(story())
+    counts = Counter(answer.status for answer in answers)
     assert counts[200] + counts[429] == 1000 and counts[200] >= QUEUE and counts[429], counts
     said = quiet.json()["choices"][0]["text"]
-    assert all(answer.json()["choices"][0]["text"] == said for answer in crowd if answer.status == 200)
-    for answer in crowd:
+    assert all(answer.json()["choices"][0]["text"] == said for answer in answers if answer.status == 200)
+    for answer in answers:
         if answer.status == 429:
             assert 1 <= int(answer.headers["retry-after"]) <= 60
             assert answer.json()["error"]["type"] == "rate_limit_error"

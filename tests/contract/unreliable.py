@@ -1,6 +1,6 @@
 """A server whose engine fails on purpose: `python -m tests.contract.unreliable serve`.
 
-What a request meets is told by its seed. The engine's process is this module too, with a number for its argument.
+What a request meets depends on its seed. The engine's process is this module too, with a number for its argument.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Fate(IntEnum):
 
 
 SECRET = "/srv/models/secret.bin at 0x7f00dead"
-"""What a library may well write into an error, and nobody outside may read."""
+"""What a library may well write into an error, and no client may read."""
 
 
 class Broken:

@@ -14,7 +14,7 @@ from quire.sim.run import SimConfig
 from quire.types import Request, SamplingParams
 
 
-def house(**settings: object) -> SimConfig:
+def config(**settings: object) -> SimConfig:
     return SimConfig(**{"pages": 32, "page_size": 4, "max_num_seqs": 4, "cost": StepCost(0.01, 0.001), **settings})  # type: ignore[arg-type]
 
 
@@ -26,8 +26,8 @@ def run(engine: Engine) -> None:
     pytest.fail("the engine never came to rest")
 
 
-def test_the_loop_a_newcomer_writes_works() -> None:
-    engine = house().build(VirtualClock())
+def test_the_simplest_loop_works() -> None:
+    engine = config().build(VirtualClock())
     first = engine.submit([1, 2, 3], max_new_tokens=5)
     second = engine.submit([4, 5, 6, 7, 8], max_new_tokens=2)
     run(engine)
@@ -48,8 +48,8 @@ class Breaking:
     on_submit = on_step = on_end = on_failure = _break
 
 
-def test_who_watches_cannot_break_what_is_watched(capfd: pytest.CaptureFixture[str]) -> None:
-    engine = house().build(VirtualClock(), observers=[Breaking()])
+def test_an_observer_that_raises_does_not_affect_the_engine(capfd: pytest.CaptureFixture[str]) -> None:
+    engine = config().build(VirtualClock(), observers=[Breaking()])
     engine.submit([1, 2, 3], 5)
     engine.submit([4, 5], 50, id="gone")
     engine.step()
@@ -61,12 +61,12 @@ def test_who_watches_cannot_break_what_is_watched(capfd: pytest.CaptureFixture[s
 
 
 def test_an_idle_engine_steps_without_blocking() -> None:
-    engine = house().build(VirtualClock())
+    engine = config().build(VirtualClock())
     assert engine.step() == [] and not engine.has_pending_work
 
 
 def test_times_add_up_on_a_virtual_clock() -> None:
-    engine = house(max_num_seqs=1).build(VirtualClock())
+    engine = config(max_num_seqs=1).build(VirtualClock())
     engine.submit([1, 2, 3], 4)
     engine.submit([1, 2, 3], 4)
     run(engine)
@@ -77,7 +77,7 @@ def test_times_add_up_on_a_virtual_clock() -> None:
 
 
 def test_a_preempted_request_was_opened_when_it_was_first() -> None:
-    engine = house(pages=8, page_size=4, max_num_seqs=2).build(VirtualClock())
+    engine = config(pages=8, page_size=4, max_num_seqs=2).build(VirtualClock())
     for start in (1, 5):
         engine.submit([start, 2, 3], 24)
     run(engine)
@@ -97,7 +97,7 @@ def test_a_preempted_request_was_opened_when_it_was_first() -> None:
     ],
 )
 def test_what_can_never_run_is_refused_at_submit(tokens: list[int], new: int, param: str, says: str) -> None:
-    engine = house().build(VirtualClock())
+    engine = config().build(VirtualClock())
     with pytest.raises(InvalidRequest, match=says) as caught:
         engine.submit(tokens, new)
     assert caught.value.param == param
@@ -105,7 +105,7 @@ def test_what_can_never_run_is_refused_at_submit(tokens: list[int], new: int, pa
 
 
 def test_an_id_can_be_used_again_only_when_its_request_has_ended() -> None:
-    engine = house().build(VirtualClock())
+    engine = config().build(VirtualClock())
     engine.submit([1], 2, id="a")
     with pytest.raises(InvalidRequest, match="already"):
         engine.submit([1], 2, id="a")
@@ -120,7 +120,7 @@ def test_an_id_can_be_used_again_only_when_its_request_has_ended() -> None:
 
 def test_aborting_frees_the_pages_within_a_step() -> None:
     for depth in (0, 1, 2):
-        engine = house(depth=depth).build(VirtualClock())
+        engine = config(depth=depth).build(VirtualClock())
         engine.submit([1] * 20, 50, id="long")
         for _ in range(5):
             engine.step()
@@ -137,7 +137,7 @@ def test_aborting_frees_the_pages_within_a_step() -> None:
 
 
 def test_a_deadline_ends_a_request_with_what_it_has() -> None:
-    engine = house().build(VirtualClock())
+    engine = config().build(VirtualClock())
     engine.submit([1, 2], 100, id="late", timeout=0.05)
     engine.submit([1, 2], 3, id="fine", timeout=10.0)
     run(engine)
@@ -147,7 +147,7 @@ def test_a_deadline_ends_a_request_with_what_it_has() -> None:
 
 
 def test_a_lower_priority_value_is_served_sooner() -> None:
-    engine = house(max_num_seqs=1, scheduling_policy="priority").build(VirtualClock())
+    engine = config(max_num_seqs=1, scheduling_policy="priority").build(VirtualClock())
     for name, priority in (("a", 5), ("b", 5), ("c", -1)):
         engine.submit([1, 2], 3, id=name, priority=priority)
     run(engine)
@@ -156,7 +156,7 @@ def test_a_lower_priority_value_is_served_sooner() -> None:
 
 def test_static_batching_waits_for_the_whole_batch() -> None:
     def finished(batching: str) -> float:
-        engine = house(batching=batching, max_num_seqs=2).build(VirtualClock())
+        engine = config(batching=batching, max_num_seqs=2).build(VirtualClock())
         for new in (2, 20, 2, 2):
             engine.submit([1, 2], new)
         run(engine)
@@ -176,16 +176,16 @@ def cached(engine: Engine, requests: list[Request]) -> dict[str, int]:
     return found
 
 
-def test_who_begins_with_what_another_is_computing_waits_for_it() -> None:
+def test_a_request_waits_for_a_prefix_that_another_is_computing() -> None:
     head = tuple(range(200))
     asked = [Request(id=f"n-{i}", prompt=(*head, 300 + i), max_new_tokens=3) for i in range(4)]
-    engine = house(pages=400).build(VirtualClock())
+    engine = config(pages=400).build(VirtualClock())
     assert cached(engine, asked) == {"n-0": 0, "n-1": 200, "n-2": 200, "n-3": 200}
-    engine = house(pages=400, chunk=20).build(VirtualClock())
+    engine = config(pages=400, chunk=20).build(VirtualClock())
     assert cached(engine, [*asked, Request(id="late", prompt=(*head[:100], 7), max_new_tokens=3)])["late"] == 100
 
 
-def test_nobody_waits_for_little_for_another_salt_or_for_what_it_must_compute_itself() -> None:
+def test_no_request_waits_for_a_short_prefix_another_salt_or_one_it_needs_logits_of() -> None:
     head = tuple(range(100))
     asks = SamplingParams(prompt_logprobs=1)
     for first, other in (
@@ -196,11 +196,11 @@ def test_nobody_waits_for_little_for_another_salt_or_for_what_it_must_compute_it
         ),
         (Request(id="a", prompt=head, max_new_tokens=3), Request(id="b", prompt=head, max_new_tokens=3, sampling=asks)),
     ):
-        assert cached(house(pages=400).build(VirtualClock()), [first, other]) == {"a": 0, "b": 0}
+        assert cached(config(pages=400).build(VirtualClock()), [first, other]) == {"a": 0, "b": 0}
 
 
-def test_who_waited_for_another_goes_on_when_that_one_leaves() -> None:
-    engine = house(pages=400, chunk=20).build(VirtualClock())
+def test_a_request_that_waited_for_a_prefix_continues_when_the_other_is_aborted() -> None:
+    engine = config(pages=400, chunk=20).build(VirtualClock())
     head = tuple(range(200))
     for i in range(3):
         engine.add(Request(id=f"n-{i}", prompt=(*head, 300 + i), max_new_tokens=3))
@@ -212,15 +212,15 @@ def test_who_waited_for_another_goes_on_when_that_one_leaves() -> None:
 
 
 def test_a_salt_keeps_prefixes_apart() -> None:
-    engine = house().build(VirtualClock())
+    engine = config().build(VirtualClock())
     for name, salt in (("a", ""), ("b", "x"), ("c", "y"), ("d", "x")):
         engine.add(Request(id=name, prompt=tuple(range(17)), max_new_tokens=2, cache_salt=salt))
         run(engine)
-    assert engine.stats.num_cached_tokens == 16  # d found b's pages, and nobody else anybody's
+    assert engine.stats.num_cached_tokens == 16  # d found b's blocks, and no other request found any
 
 
 def test_preemption_resumes_and_is_counted() -> None:
-    engine = house(pages=8, max_num_seqs=4, prefix_caching=False, pressure_policy="preempt").build(VirtualClock())
+    engine = config(pages=8, max_num_seqs=4, prefix_caching=False, pressure_policy="preempt").build(VirtualClock())
     for _ in range(4):
         engine.submit([1, 2, 3], 20)
     run(engine)
@@ -230,7 +230,7 @@ def test_preemption_resumes_and_is_counted() -> None:
 
 
 def test_the_memory_of_completed_requests_is_bounded() -> None:
-    engine = Engine(house().build().scheduler, house().build().executor, keep=2)
+    engine = Engine(config().build().scheduler, config().build().executor, keep=2)
     for _ in range(5):
         engine.submit([1], 1)
     run(engine)

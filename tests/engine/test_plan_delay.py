@@ -110,7 +110,7 @@ def noisy(seed: int, share: float, every: Callable[[], float] = lambda: STEP) ->
     return lambda: every() * (1 + abs(rng.gauss(0.0, share)))
 
 
-def test_who_comes_while_a_step_runs_is_in_the_next_one() -> None:
+def test_a_request_that_arrives_while_a_step_runs_is_in_the_next_one() -> None:
     waited = {}
     for slack in (PlanDelay, lambda clock: None):
         rig = Rig(slack).warm()
@@ -121,7 +121,7 @@ def test_who_comes_while_a_step_runs_is_in_the_next_one() -> None:
     assert min(waited[False]) > 2.0 * STEP  # and one more between
 
 
-def test_a_crowd_that_comes_over_the_length_of_a_step_is_served_by_one() -> None:
+def test_requests_that_arrive_during_one_step_are_all_in_the_next() -> None:
     rig = Rig().warm()
     now = rig.clock.now()
     shares = (0.1, 0.3, 0.5, 0.7)
@@ -138,7 +138,7 @@ def test_the_device_is_kept_busy(noise: float, most: float, depth: int) -> None:
     assert sum(rig.waits[200:]) > 0.5 * STEP * 2000, "and plans do wait"
 
 
-def test_sleeps_that_are_too_long_are_allowed_for() -> None:
+def test_the_margin_grows_where_sleeps_are_too_long() -> None:
     """By a fifth of a step, more than the margin is at first."""
     rig = Rig(late=lambda: 0.2 * STEP).warm()
     rig.run(2000)
@@ -163,7 +163,7 @@ def test_a_device_that_becomes_twice_as_fast_is_kept_busy_again_at_once() -> Non
     assert sum(rig.waits[-100:]) > 0.25 * STEP * 100
 
 
-def test_a_device_that_becomes_slower_is_learnt_too() -> None:
+def test_the_delay_follows_a_device_that_becomes_slower() -> None:
     speed = [1.0]
     rig = Rig(pace=noisy(5, 0.01, lambda: STEP * speed[0])).warm()
     speed[0] = 3.0
@@ -187,7 +187,7 @@ def test_a_launch_that_takes_long_once_is_remembered_for_a_while() -> None:
     assert rig.waits[-1] > 0.8 * STEP
 
 
-def test_nothing_waits_where_nothing_runs_ahead_or_nothing_runs() -> None:
+def test_no_plan_waits_without_look_ahead_or_on_an_idle_engine() -> None:
     assert Rig().engine.time_to_next_plan() == 0.0
     rig = Rig(depth=0).warm()
     assert not any(rig.waits)
@@ -200,7 +200,7 @@ def test_the_wait_is_no_part_of_what_a_step_took() -> None:
     for before, record in itertools.pairwise(records):
         assert record.launched - record.planned < 2 * HOST  # planning is the host's own time
         assert record.committed - max(record.launched, before.committed) == pytest.approx(STEP)
-        assert record.committed - record.planned < 1.3 * STEP  # and who is fed has been waiting less, not more
+        assert record.committed - record.planned < 1.3 * STEP  # and what is fed has been waiting less, not more
 
 
 @dataclass
@@ -227,7 +227,7 @@ def known(delay: Delay, num_tokens: int, seconds: float, times: int) -> None:
         delay.record(num_tokens, seconds, waited=True)
 
 
-def test_a_step_takes_at_least_what_those_took_that_fed_about_as_much_or_less() -> None:
+def test_a_step_is_expected_to_take_the_least_time_of_recent_steps_of_its_size() -> None:
     delay = Delay()
     clock = delay.clock
     known(delay, 16, 0.005, StepTimeModel.MIN_KNOWN - 1)
@@ -242,7 +242,7 @@ def test_a_step_takes_at_least_what_those_took_that_fed_about_as_much_or_less() 
     assert delay.remaining(16, clock.now()) == 0.0, "and of others nothing is known"
 
 
-def test_nobody_waits_for_less_than_what_is_worth_it() -> None:
+def test_no_plan_waits_for_less_than_the_least_delay() -> None:
     delay = Delay()
     clock = delay.clock
     known(delay, 16, 2 * PlanDelay.MIN_DELAY, 10)
@@ -252,12 +252,12 @@ def test_nobody_waits_for_less_than_what_is_worth_it() -> None:
     assert delay.remaining(16, begun) == 0.0
 
 
-def test_a_result_that_was_there_teaches_only_if_the_plan_was_late() -> None:
+def test_a_result_that_had_arrived_raises_the_margin_only_if_the_plan_was_late() -> None:
     delay = Delay()
     clock = delay.clock
     known(delay, 16, 0.005, 10)
     margin = delay.inner.margin
-    delay.record(16, 0.001, waited=False)  # a host that was busy elsewhere: nobody knows when that step ended
+    delay.record(16, 0.001, waited=False)  # a host that was busy elsewhere: it is unknown when that step ended
     before = delay.remaining(16, clock.now())
     assert delay.inner.margin == margin and before > 0.004
     delay.record(16, 0.006, waited=False)

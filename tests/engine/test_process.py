@@ -92,7 +92,7 @@ def test_tokens_come_back_and_the_counters_settle() -> None:
     asyncio.run(story())
 
 
-def test_an_impossible_request_comes_back_as_an_error_and_hurts_nobody() -> None:
+def test_an_impossible_request_fails_with_an_error_and_no_other_does() -> None:
     async def story() -> None:
         async with Rig() as rig:
             rig.port.submit([ask("huge", 10_000), ask("fine")])
@@ -103,7 +103,7 @@ def test_an_impossible_request_comes_back_as_an_error_and_hurts_nobody() -> None
     asyncio.run(story())
 
 
-def test_after_a_reset_nothing_computed_before_is_found_and_who_runs_goes_on() -> None:
+def test_after_a_reset_the_prefix_cache_is_empty_and_running_requests_continue() -> None:
     async def story() -> None:
         async with Rig() as rig:
 
@@ -189,7 +189,7 @@ def test_an_engine_restarts_and_answers_while_the_server_holds_more_than_1024_de
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 
-def test_what_cannot_be_built_is_said_in_its_own_words() -> None:
+def test_an_engine_that_cannot_be_built_gives_the_reason() -> None:
     async def story() -> None:
         with pytest.raises(InvalidModel, match="try 'embedded'"):
             await Rig(bad=True).port.start()
@@ -199,7 +199,7 @@ def test_what_cannot_be_built_is_said_in_its_own_words() -> None:
     asyncio.run(story())
 
 
-def test_the_engine_ends_when_its_front_does_and_leaves_nothing_behind() -> None:
+def test_the_engine_ends_when_its_server_does_and_leaves_nothing_behind() -> None:
     async def story() -> int:
         rig = Rig()
         await rig.port.start()
@@ -233,7 +233,7 @@ def test_an_idle_engine_uses_no_processor_time() -> None:
     asyncio.run(story())
 
 
-def test_a_stuck_engine_is_not_alive_tells_where_it_hangs_and_is_replaced(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stuck_engine_is_not_alive_logs_its_stack_and_is_replaced(capfd: pytest.CaptureFixture[str]) -> None:
     async def story() -> None:
         async with Rig(timeout=0.3, sticks=True) as rig:
             rig.port.submit([ask("fine")])
@@ -254,7 +254,7 @@ def test_a_stuck_engine_is_not_alive_tells_where_it_hangs_and_is_replaced(capfd:
 
 
 def test_a_stopped_engine_is_not_alive_after_the_step_timeout_and_is_replaced() -> None:
-    """SIGSTOP: it can neither answer nor be told to end."""
+    """SIGSTOP: it can neither answer nor be asked to end."""
 
     async def story() -> None:
         async with Rig(timeout=0.3, step=0.01) as rig:
@@ -292,7 +292,7 @@ def test_a_long_prefill_is_progress() -> None:
     asyncio.run(story())
 
 
-def test_an_engine_that_says_idle_before_it_heard_is_not_idle() -> None:
+def test_an_engine_that_reports_idle_before_it_read_a_request_is_not_idle() -> None:
     progress = StallDetector(0.0)
     progress.on_update(Update(0, [], True, 0, 2.0), 0.0)
     progress.on_submit(10.0)
@@ -311,7 +311,7 @@ def test_updates_without_a_step_are_no_progress() -> None:
     assert progress.is_stalled(5.0) == 3.0
 
 
-def test_an_engine_that_gets_stuck_a_second_time_is_asked_again_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_gets_stuck_a_second_time_logs_its_stack_again(monkeypatch: pytest.MonkeyPatch) -> None:
     now, said = [0.0], list[object]()
     monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
@@ -339,7 +339,7 @@ def test_an_engine_that_gets_stuck_a_second_time_is_asked_again_where(monkeypatc
     asyncio.run(story())
 
 
-def test_who_stops_waiting_for_an_explanation_leaves_nothing_behind() -> None:
+def test_a_cancelled_explanation_leaves_nothing_behind() -> None:
     async def story() -> None:
         port = EngineProcess([], {}, lambda metrics: b"")
         sent: list[Any] = []
@@ -385,7 +385,7 @@ class Pauses:
 
 
 @pytest.mark.parametrize("life", [{"lives": 0.001}, {"dies": True}])
-def test_engines_that_die_young_are_started_ever_more_slowly(
+def test_engines_that_end_soon_after_their_start_are_restarted_with_a_growing_delay(
     monkeypatch: pytest.MonkeyPatch, life: dict[str, Any]
 ) -> None:
     """At once, then after pauses that double up to a bound; whether they die before they are ready or after."""
@@ -404,7 +404,7 @@ def test_engines_that_die_young_are_started_ever_more_slowly(
     assert pauses[:6] == [0.0, 5.0, 10.0, 20.0, 30.0, 30.0]
 
 
-def test_an_engine_that_dies_after_a_long_life_is_started_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_ends_after_a_long_time_is_restarted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
 
     async def story() -> None:
@@ -420,7 +420,7 @@ def test_an_engine_that_dies_after_a_long_life_is_started_again_at_once(monkeypa
     assert pauses == [0.0, 0.0, 0.0]
 
 
-def test_who_watches_sees_the_next_engine_too_and_who_stopped_does_not() -> None:
+def test_a_listener_gets_frames_of_the_next_engine_until_it_stops() -> None:
     async def story() -> None:
         async with Rig(window=True) as rig:
             frames: list[bytes] = []
@@ -450,7 +450,7 @@ def test_who_watches_sees_the_next_engine_too_and_who_stopped_does_not() -> None
 
 
 def test_several_requests_in_one_message_and_then_idleness_are_no_stall() -> None:
-    """Whoever counts what was sent counts as the engine does, or an engine that is done seems to owe something."""
+    """The client counts what it sent as the engine does, or an engine that is done seems to owe something."""
 
     async def story() -> None:
         async with Rig() as rig:
@@ -473,13 +473,13 @@ def test_after_work_and_a_rest_memory_is_given_back_once(monkeypatch: pytest.Mon
     monkeypatch.setattr("quire.engine.process._TRIM_AFTER", 0.01)
     front, back = socket.socketpair()
     with front, back:
-        house = SimConfig(pages=64, page_size=4, max_num_seqs=4, cost=StepCost(0.01, 0.001)).build(VirtualClock())
-        loop = EngineLoop(house, back, dict, StepWatch())
+        engine = SimConfig(pages=64, page_size=4, max_num_seqs=4, cost=StepCost(0.01, 0.001)).build(VirtualClock())
+        loop = EngineLoop(engine, back, dict, StepWatch())
         assert loop._receive() and len(given) == 1 and loop._idle_timeout() is None
         front.sendall(encode_frame(Submit([ask("a")])))
         assert loop._receive() and not loop.trimmed and len(given) == 1
-        while house.can_step:
-            house.step()
+        while engine.can_step:
+            engine.step()
         assert loop._receive() and len(given) == 2
 
 
@@ -492,7 +492,7 @@ class Due(PlanDelay):
         return max(0.0, self.at - time.monotonic())
 
 
-def test_until_the_next_plan_is_due_the_loop_goes_on_listening() -> None:
+def test_the_loop_reads_messages_until_the_next_plan_is_due() -> None:
     due, front, back = Due(), *socket.socketpair()
     with front, back:
         plain = SimConfig(pages=64, page_size=4, depth=1).build()

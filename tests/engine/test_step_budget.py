@@ -28,7 +28,7 @@ def test_the_fit_finds_the_line_and_follows_it_when_it_moves() -> None:
         assert a == pytest.approx(base, rel=0.35) and b == pytest.approx(each, rel=0.1)
 
 
-def test_nothing_is_bounded_before_anything_is_known_or_while_nobody_waits() -> None:
+def test_no_step_is_limited_before_times_are_known_or_while_no_request_decodes() -> None:
     pace, times = LatencyController(0.1), StepTimeModel()
     assert pace.max_tokens(3, times) == UNLIMITED
     for _ in range(50):
@@ -47,7 +47,7 @@ def test_a_target_the_machine_cannot_reach_does_not_stop_prompts() -> None:
 
 
 def longest_gap(engine: Engine) -> float:
-    """Somebody is being answered while long prompts arrive; the longest wait between two of the tokens."""
+    """A request is being answered while long prompts arrive; the longest wait between two of the tokens."""
     engine.submit([1, 2, 3], 400, id="talker")
     last, worst, n = None, 0.0, 0
     while engine.has_pending_work:
@@ -66,10 +66,10 @@ def longest_gap(engine: Engine) -> float:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_the_longest_gap_comes_near_the_target(depth: int) -> None:
-    house = SimConfig(max_num_batched_tokens=2048, chunk=2048, depth=depth, cost=StepCost(0.01, 0.001))
+    config = SimConfig(max_num_batched_tokens=2048, chunk=2048, depth=depth, cost=StepCost(0.01, 0.001))
 
     def engine(budget: LatencyController | None) -> Engine:
-        plain = house.build(VirtualClock())
+        plain = config.build(VirtualClock())
         return Engine(plain.scheduler, plain.executor, lookahead=depth, clock=plain.clock, step_budget=budget)
 
     assert longest_gap(engine(None)) > 1.9

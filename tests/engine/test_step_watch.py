@@ -28,7 +28,7 @@ class Watched:
         return self.watch.step_timeout(self.scheduler)
 
 
-def test_ten_seconds_are_enough_where_steps_are_known_to_be_short() -> None:
+def test_the_limit_is_ten_seconds_where_steps_are_known_to_be_short() -> None:
     watch = Watched()
     assert watch.timeout(512) == pytest.approx(30 + 51.2), "nothing is known yet"
     for fed, seconds in ((12, 0.03), (1, 0.01), (64, 0.05), (512, 0.3), (64, 0.05)):
@@ -36,7 +36,7 @@ def test_ten_seconds_are_enough_where_steps_are_known_to_be_short() -> None:
     assert watch.timeout(512) == 10.0
 
 
-def test_what_a_step_of_few_tokens_takes_does_not_stretch_the_time_once_larger_ones_are_known() -> None:
+def test_times_of_small_steps_do_not_raise_the_limit_once_larger_steps_are_known() -> None:
     watch = Watched()
     watch.step(12, 0.3)
     assert watch.timeout(4096) > 10
@@ -62,7 +62,7 @@ def test_the_time_is_an_option() -> None:
     assert _step_timeout(grpc) == 45
 
 
-def test_a_failed_step_names_eight_of_those_in_it_and_counts_the_others() -> None:
+def test_a_failed_step_names_eight_of_its_requests_and_counts_the_others() -> None:
     for count, shown in ((8, "6, 7\n"), (9, "6, 7 and 1 more\n"), (20, "6, 7 and 12 more\n")):
         out = io.StringIO()
         StepWatch(out=out).on_failure("no\x1b memory", [str(i) for i in range(count)], 0.0)

@@ -170,7 +170,7 @@ def test_a_mask_that_allows_nothing_fails_the_row() -> None:
     assert "no token is allowed" in result.errors[0]
 
 
-def test_it_describes_itself() -> None:
+def test_an_executor_describes_its_sizes() -> None:
     about = executor().describe()
     assert (about.num_blocks, about.block_size, about.num_rows, about.max_model_len, about.vocab_size) == (
         8,

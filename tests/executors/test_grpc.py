@@ -146,7 +146,7 @@ def test_a_remote_executor_answers_as_the_one_behind_it() -> None:
         assert list(said[id][0]) == naive(prompt, 12, frozenset(), (0, 0), None)[len(prompt) :]
 
 
-def test_a_step_that_fails_there_is_recovered_from_here_without_a_new_connection() -> None:
+def test_a_step_that_fails_remotely_is_recovered_from_without_a_new_connection() -> None:
     device = HashDevice(64, 4)
     failing = iter([False] * 5 + [True])
     device.hiccup = lambda: next(failing, False)
@@ -211,7 +211,7 @@ def test_an_invalid_message_ends_the_stream_with_a_reason(commands: list[pb.Comm
     assert complaint in (caught.value.details() or "")
 
 
-def test_an_address_without_a_server_and_one_that_cannot_be_bound() -> None:
+def test_an_address_without_a_server_and_one_that_cannot_be_bound_are_errors() -> None:
     with pytest.raises(InvalidConfig, match=r"the executor at 127\.0\.0\.1:1 is lost"):
         RemoteExecutor("127.0.0.1:1", connect_timeout=0.2)
     with pytest.raises(InvalidConfig, match="cannot listen"):

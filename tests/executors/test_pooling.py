@@ -116,7 +116,7 @@ def test_running_ahead_changes_no_vector_and_vectors_change_no_answer(depth: int
         assert it.scheduler.kv.block_pool.num_free == it.scheduler.kv.block_pool.num_blocks
 
 
-def test_a_row_that_is_aborted_leaves_nothing_for_the_next_one() -> None:
+def test_an_aborted_row_leaves_nothing_for_the_next_one() -> None:
     it = executor()
     spans: Sequence[Span] = (Span(0, 3, 0, 0),)
     first = NewSequence(0, (5, 6, 7, 8, 9), 0, 5, POOLED["mean"])

@@ -46,7 +46,7 @@ def tried(faults: list[Fault], jobs: int, bench: Bench, out: Path | None = None)
         print(f"[{len(results)}/{len(faults)}] {_line(results[i])}", flush=True)
         if out:
             out.write_text(
-                json.dumps([_told(results[j]) for j in sorted(results)], indent=1, ensure_ascii=False) + "\n"
+                json.dumps([_as_json(results[j]) for j in sorted(results)], indent=1, ensure_ascii=False) + "\n"
             )
 
     try:
@@ -57,7 +57,7 @@ def tried(faults: list[Fault], jobs: int, bench: Bench, out: Path | None = None)
     return [results[i] for i in range(len(faults))]
 
 
-def _told(result: Result) -> dict[str, object]:
+def _as_json(result: Result) -> dict[str, object]:
     return {
         **result.fault._asdict(),
         "verdict": result.verdict,

@@ -1,4 +1,4 @@
-"""Whoever runs in the gaps takes short steps, so that nobody who comes waits long."""
+"""Background requests take short steps, so that a request that arrives does not wait long."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def ask(id: str, priority: int = 0) -> Request:
     return Request(id=id, prompt=tuple(range(30)), max_new_tokens=4, priority=priority)
 
 
-def test_steps_are_short_only_while_those_in_the_gaps_run() -> None:
+def test_steps_are_short_only_while_background_requests_run() -> None:
     scheduler = Scheduler(
         KVCacheManager(64, 4, make_prefix_cache(4, False)), rows=8, max_num_batched_tokens=100, max_background_tokens=7
     )

@@ -1,4 +1,5 @@
-"""Who gives way when blocks run out: the least urgent, then who loses least; and how to have that seldom or never."""
+"""Which sequence is preempted when blocks run out: the least urgent, then the one that loses least; and policies that
+make it rare or impossible."""
 
 from __future__ import annotations
 
@@ -35,12 +36,12 @@ class Watching:
 
 
 def first_victim(lengths: dict[str, int], pages: int, urgency: dict[str, int]) -> tuple[str, str]:
-    """(who gave way first, to whom) where these prompts are all computed and then grow."""
+    """(the first sequence preempted, for which one) where these prompts are all computed and then grow."""
     seen = Watching()
-    house = SimConfig(
+    config = SimConfig(
         pages=pages, page_size=4, prefix_caching=False, scheduling_policy="priority", pressure_policy="preempt"
     )
-    engine = house.build(VirtualClock(), [seen])
+    engine = config.build(VirtualClock(), [seen])
     for id, length in lengths.items():
         engine.submit([1] * length, 8, id=id, priority=urgency.get(id, 0))
     while engine.has_pending_work:
@@ -51,12 +52,12 @@ def first_victim(lengths: dict[str, int], pages: int, urgency: dict[str, int]) -
 
 
 @pytest.mark.parametrize("order", [("long", "short", "middle"), ("long", "middle", "short")])
-def test_who_loses_least_gives_way_whenever_it_came(order: tuple[str, ...]) -> None:
+def test_the_sequence_that_loses_least_is_preempted_in_any_order_of_arrival(order: tuple[str, ...]) -> None:
     lengths = {"long": 40, "short": 8, "middle": 20}
     assert first_victim({id: lengths[id] for id in order}, 17, {}) == ("short", "long")
 
 
-def test_urgency_counts_before_what_is_lost() -> None:
+def test_priority_decides_before_the_tokens_lost() -> None:
     assert first_victim({"long": 40, "short": 8, "middle": 20}, 17, {"middle": 1}) == ("middle", "long")
 
 
@@ -64,8 +65,8 @@ def pressed(policy: Pressure) -> tuple[int, float]:
     """(preemptions, tokens fed for each that had to be) where prompts take many chunks and pages hold few of them."""
     seen, rng = Watching(), random.Random(3)
     sizes = {"pages": 100, "page_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 16, "chunk": 16}
-    house = SimConfig(**sizes, prefix_caching=False, pressure_policy=policy)  # type: ignore[arg-type]
-    engine = house.build(VirtualClock(), [seen])
+    config = SimConfig(**sizes, prefix_caching=False, pressure_policy=policy)  # type: ignore[arg-type]
+    engine = config.build(VirtualClock(), [seen])
     least = 0
     for _ in range(30):
         prompt, new = rng.randint(6, 190), rng.randint(6, 190)
@@ -77,17 +78,17 @@ def pressed(policy: Pressure) -> tuple[int, float]:
     return engine.gauges().preemptions, seen.fed / least
 
 
-def test_little_is_computed_twice_where_what_is_coming_is_foreseen() -> None:
-    rashly, foreseeing = pressed("preempt"), pressed("foresee")
-    assert 0 < foreseeing[0] < rashly[0] / 3
-    assert foreseeing[1] - 1 < (rashly[1] - 1) / 3
+def test_the_foresee_policy_recomputes_little() -> None:
+    preempting, foreseeing = pressed("preempt"), pressed("foresee")
+    assert 0 < foreseeing[0] < preempting[0] / 3
+    assert foreseeing[1] - 1 < (preempting[1] - 1) / 3
 
 
-def test_nobody_is_sent_away_where_all_is_reserved() -> None:
+def test_the_reserve_policy_preempts_nothing() -> None:
     assert pressed("reserve") == (0, 1.0)
 
 
-def test_one_piece_a_sequence_is_wanted_once() -> None:
+def test_as_many_sequences_run_as_there_are_blocks_of_the_context_length() -> None:
     """Contiguous memory: as many run at once as there are pieces, whatever the policy."""
     for policy in get_args(Pressure):
         engine = SimConfig(pages=4, page_size=64, max_num_seqs=8, pressure_policy=policy).build(VirtualClock())
@@ -99,17 +100,17 @@ def test_one_piece_a_sequence_is_wanted_once() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_every_preemption_is_told_once(depth: int) -> None:
-    """Also one after which nobody could be fed, so that there was no plan to tell it with."""
+def test_every_preemption_is_reported_once(depth: int) -> None:
+    """Also one after which no sequence could be fed, so that no plan carried it."""
     seen, rng = Watching(), random.Random(5)
-    house = SimConfig(
+    config = SimConfig(
         pages=8, page_size=4, max_num_seqs=3, depth=depth, prefix_caching=False, pressure_policy="preempt"
     )
-    engine = house.build(VirtualClock(), [seen])
+    engine = config.build(VirtualClock(), [seen])
     for i in range(40):
         engine.submit([1] * rng.randint(1, 10), rng.randint(4, 20), id=f"r-{i}")
     while engine.has_pending_work:
         engine.step()
-    told = Counter(each.request_id for each in seen.decisions if each.kind == "preempted")
-    assert told == {one.id: one.preemptions for one in engine.completed_requests if one.preemptions}
-    assert told.total() == engine.gauges().preemptions > 0
+    reported = Counter(each.request_id for each in seen.decisions if each.kind == "preempted")
+    assert reported == {one.id: one.preemptions for one in engine.completed_requests if one.preemptions}
+    assert reported.total() == engine.gauges().preemptions > 0

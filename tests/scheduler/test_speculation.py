@@ -54,7 +54,7 @@ def simulate(
         (256, 0.6, 0.05, 0.05, 0.98),
     ],
 )
-def test_it_gains_where_there_is_something_to_gain_and_never_loses(
+def test_drafting_gains_where_it_can_and_never_costs_throughput(
     width: int, rate: float, verify: float, draft: float, gain: float
 ) -> None:
     on, off = simulate(AdaptiveDrafts(4), width=width, rate=rate, verify=verify, draft=draft, steps=3000)
@@ -74,7 +74,7 @@ def decode(policy: AdaptiveDrafts, width: int, depth: int, seconds: float, steps
         policy.step_times.record(Plan((), (), spans, (), (depth,) * width), seconds)
 
 
-def test_off_is_measured_first_and_then_only_what_is_foreseen_to_pay_is_tried() -> None:
+def test_no_drafts_are_measured_first_and_then_only_depths_that_should_gain() -> None:
     policy = paced()
     policy.begin_plan(1)
     assert policy.chosen == 0
@@ -84,7 +84,7 @@ def test_off_is_measured_first_and_then_only_what_is_foreseen_to_pay_is_tried() 
     assert policy.chosen == 0
 
 
-def test_a_sequence_that_cannot_pay_back_what_the_draft_must_read_is_not_drafted_for() -> None:
+def test_a_sequence_too_short_to_repay_the_draft_models_prefill_is_not_drafted_for() -> None:
     policy = paced(catch_up_seconds=0.02)
     decode(policy, 1, 0, 2.0)
     short = Sequence(Request(id="a", prompt=(1,) * 400, max_new_tokens=9), 0, [1] * 400, 409)
@@ -92,7 +92,7 @@ def test_a_sequence_that_cannot_pay_back_what_the_draft_must_read_is_not_drafted
     assert (policy.num_drafts(short), policy.num_drafts(long)) == (0, 2)
 
 
-def test_what_was_measured_in_a_slow_moment_does_not_last() -> None:
+def test_a_slow_measurement_without_drafts_is_corrected_later() -> None:
     policy = paced()
     decode(policy, 1, 0, 9.0)  # off was slow: drafts seem to pay
     assert policy.chosen == 2
@@ -101,7 +101,7 @@ def test_what_was_measured_in_a_slow_moment_does_not_last() -> None:
     assert policy.chosen == 0
 
 
-def test_each_trial_drafts_for_sequences_of_its_own() -> None:
+def test_each_trial_drafts_for_other_sequences() -> None:
     """Those of the trial before may have ended."""
     policy = paced()
     decode(policy, 64, 0, 2.0)
@@ -114,7 +114,7 @@ def test_each_trial_drafts_for_sequences_of_its_own() -> None:
             decode(policy, 64, policy.chosen, 5.0, steps=1)
 
 
-def test_what_makes_ready_what_the_next_ones_find_does_not_decide() -> None:
+def test_the_slow_first_step_of_a_depth_does_not_decide() -> None:
     policy, seen = AdaptiveDrafts(4), set[int]()
     for i in range(60):
         policy.begin_plan(1)
@@ -128,7 +128,7 @@ def test_what_makes_ready_what_the_next_ones_find_does_not_decide() -> None:
     )
 
 
-def test_a_depth_that_was_measured_in_a_slow_moment_is_measured_again() -> None:
+def test_a_depth_with_a_slow_measurement_is_measured_again() -> None:
     policy = AdaptiveDrafts(2)
     for depth, seconds in enumerate((1.0, 1.1, 9.0)):
         for _ in range(policy.TRIES):
@@ -142,7 +142,7 @@ def test_a_depth_that_was_measured_in_a_slow_moment_is_measured_again() -> None:
     assert policy.chosen == 2
 
 
-def test_drafts_that_are_right_in_runs_are_worth_more_than_their_first_one_says() -> None:
+def test_drafts_accepted_in_runs_count_more_than_their_first_position() -> None:
     policy = AdaptiveDrafts(4)
     for i in range(400):
         policy.record_acceptance(seq(), 4, 4 if i % 2 else 0)  # all or none
@@ -151,7 +151,7 @@ def test_drafts_that_are_right_in_runs_are_worth_more_than_their_first_one_says(
     )
 
 
-def test_positions_that_were_never_tested_do_not_keep_it_from_where_they_would_be() -> None:
+def test_positions_never_verified_do_not_prevent_a_deeper_draft() -> None:
     pace = {0: 1.87, 1: 2.9, 2: 3.66, 4: 5.18, 6: 6.68, 8: 8.21}  # 3B behind 1B on an H200, one row
     policy, rng, one = AdaptiveDrafts(8, StepTimeModel({(1, d): pace[d] for d in pace})), random.Random(1), seq()
     for _ in range(60):
@@ -165,7 +165,7 @@ def test_positions_that_were_never_tested_do_not_keep_it_from_where_they_would_b
 
 
 @pytest.mark.parametrize(("rate", "gain"), [(0.92, 1.15), (0.3, 0.985)])
-def test_drafts_that_are_better_than_was_assumed_are_soon_found_out(rate: float, gain: float) -> None:
+def test_drafts_better_than_assumed_are_soon_used(rate: float, gain: float) -> None:
     """At what is assumed, 0.7, drafting would gain 4 % here, too little to begin with."""
     pace = {0: 1.72, 1: 2.81, 2: 3.62, 4: 5.18, 6: 6.68, 8: 8.21}
     policy, rng, one = AdaptiveDrafts(8, StepTimeModel({(1, d): pace[d] for d in pace})), random.Random(1), seq()
@@ -184,7 +184,7 @@ def test_drafts_that_are_better_than_was_assumed_are_soon_found_out(rate: float,
     assert bool(policy.chosen) == (gain > 1)
 
 
-def test_a_hopeless_sequence_is_drafted_less_and_forgotten_when_it_ends() -> None:
+def test_a_sequence_without_accepted_drafts_is_drafted_less_until_it_ends() -> None:
     policy, good, bad = AdaptiveDrafts(4), seq(1), seq(2)
     good.max_length = bad.max_length = 99
     for _ in range(60):
@@ -196,7 +196,7 @@ def test_a_hopeless_sequence_is_drafted_less_and_forgotten_when_it_ends() -> Non
     assert policy.num_drafts(bad) == 4
 
 
-def test_totals_count_by_position() -> None:
+def test_totals_are_counted_by_position() -> None:
     drafted = DraftStats()
     for fed, accepted in ((3, 3), (3, 1), (1, 0)):
         drafted.record(fed, accepted)
@@ -208,7 +208,7 @@ def test_totals_count_by_position() -> None:
     )
 
 
-def test_a_step_that_opens_rows_says_nothing_of_what_decoding_costs() -> None:
+def test_a_step_that_opens_rows_is_no_measurement_of_decoding() -> None:
     policy = AdaptiveDrafts(2)
     spans = (Span(0, 1, 1, 1), Span(1, 1, 1, 1))
     policy.step_times.record(Plan((NewSequence(1, (5,), 0, 1),), (), spans, (), (0, 0)), 9.0)
@@ -218,7 +218,7 @@ def test_a_step_that_opens_rows_says_nothing_of_what_decoding_costs() -> None:
     assert policy.step_times.expected_decode(2) == {0: 1.0}
 
 
-def test_a_step_of_unlike_spans_says_nothing_of_what_decoding_costs() -> None:
+def test_a_step_of_different_spans_is_no_measurement_of_decoding() -> None:
     policy = AdaptiveDrafts(2)
     for spans, drafts in (
         ((Span(0, 1, 1, 1), Span(1, 7, 1, 1)), (0, 0)),  # a chunk beside a decode
@@ -229,7 +229,7 @@ def test_a_step_of_unlike_spans_says_nothing_of_what_decoding_costs() -> None:
     assert policy.step_times.expected_decode(2) == {}
 
 
-def test_what_context_adds_to_a_step_is_foreseen_for_each_draft_by_its_share() -> None:
+def test_the_time_of_a_longer_context_is_predicted_for_each_depth() -> None:
     paces = {(1, 0): 1.0, (1, 1): 1.5, (1, 2): 2.0}
     policy = AdaptiveDrafts(2, StepTimeModel(paces, kv_share=0.25))
     assert policy.step_times.expected_decode(1) == {0: 1.0, 1: 1.5, 2: 2.0}, "nothing is measured, and nothing is added"
@@ -238,4 +238,4 @@ def test_what_context_adds_to_a_step_is_foreseen_for_each_draft_by_its_share() -
     assert policy.step_times.expected_decode(1) == pytest.approx({0: 3.0, 1: 1.5 + 2.0 * 1.25, 2: 2.0 + 2.0 * 1.5})
     for _ in range(4):
         policy.step_times.record(Plan((), (), (Span(0, 2, 2, 2),), (), (1,)), 9.0)
-    assert policy.step_times.expected_decode(1)[1] == 9.0, "what is measured counts, not what is foreseen"
+    assert policy.step_times.expected_decode(1)[1] == 9.0, "what is measured counts, not what is predicted"

@@ -1,4 +1,4 @@
-"""The demo tells the whole story of its requests."""
+"""The demo shows what happens to its requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_the_demo_shows_spans_waiting_pages_and_the_end() -> None:
     assert "0 used, 12 free" in shown.output
 
 
-def test_the_demo_runs_ahead_when_told_to() -> None:
+def test_the_demo_runs_with_look_ahead() -> None:
     shown = CliRunner().invoke(command, ["--lookahead", "1", "--requests", "30"], env={"COLUMNS": "120"})
     assert shown.exit_code == 0, shown.output
     assert shown.output.count("finished: length") == 30

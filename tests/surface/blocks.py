@@ -19,7 +19,7 @@ import yaml
 from quire.frontend.supervisor import free_port
 from tests.live import ROOT, Live, environment, serving
 from tests.surface.commands import alone, ready, serve
-from tests.surface.house import House
+from tests.surface.deployment import Deployment
 from tests.surface.items import Item, Named
 
 PAGES = (
@@ -60,17 +60,17 @@ def short(code: str) -> str:
     return re.sub(r'(max_(?:output_)?tokens"?[:=] ?)(\d+)', lambda m: f"{m[1]}{min(int(m[2]), MOST)}", code)
 
 
-def python(name: str, after: str = "", told: Callable[[str], Any] = str) -> Item:
-    """Run in this process. after: what is run behind it. told: what of its words all settings have in common."""
+def python(name: str, after: str = "", common: Callable[[str], Any] = str) -> Item:
+    """Run in this process. after: what is run behind it. common: what of its output all settings have in common."""
 
-    def run(house: House) -> Any:
-        house.rest()
-        with house.assumed(), contextlib.redirect_stdout(io.StringIO()) as said:
+    def run(deployment: Deployment) -> Any:
+        deployment.rest()
+        with deployment.assumed(), contextlib.redirect_stdout(io.StringIO()) as said:
             scope: dict[str, Any] = {}
             exec(compile(short(FOUND[name].text) + after, name, "exec"), scope)
             if "llm" in scope:
                 scope["llm"].close()
-        return told(said.getvalue())
+        return common(said.getvalue())
 
     return Item(name, run)
 
@@ -78,14 +78,14 @@ def python(name: str, after: str = "", told: Callable[[str], Any] = str) -> Item
 def client(name: str, needs: tuple[str, ...] = (), ci: tuple[str, ...] = ("grpc",)) -> Item:
     """Run in a process of its own against a server."""
 
-    def run(house: House) -> Any:
+    def run(deployment: Deployment) -> Any:
         code = short(FOUND[name].text)
-        code = code.replace("http://127.0.0.1:8000", house.server.url)
+        code = code.replace("http://127.0.0.1:8000", deployment.server.url)
         shell = ["bash", "-euc"] if code.startswith("curl") else [sys.executable, "-c"]
         done = subprocess.run(
-            [*shell, code], capture_output=True, text=True, env=environment(), cwd=house.folder, check=False
+            [*shell, code], capture_output=True, text=True, env=environment(), cwd=deployment.folder, check=False
         )
-        assert done.returncode == 0, done.stderr + house.server.log
+        assert done.returncode == 0, done.stderr + deployment.server.log
         return answer(done.stdout)
 
     return Item(name, run, part="server", ci=ci, needs=needs)
@@ -104,27 +104,27 @@ def answer(said: str) -> Any:
 def settings(name: str) -> Item:
     """A file of settings."""
 
-    def run(house: House) -> Any:
-        file = house.folder / "settings.yaml"
-        ours = house.environ()
+    def run(deployment: Deployment) -> Any:
+        file = deployment.folder / "settings.yaml"
+        ours = deployment.environ()
         given = yaml.safe_load(FOUND[name].text)
         assert len(given) > 2
         theirs = {key: value for key, value in given.items() if f"QUIRE_{key.upper().replace('-', '_')}" not in ours}
         file.write_text(yaml.safe_dump(theirs | {"model": "embedded"}))
         few = ("--max-tokens", 6, "--temperature", 0)
-        return house.quire("generate", "The little dog", "--config", file, *few)
+        return deployment.quire("generate", "The little dog", "--config", file, *few)
 
-    return Item(name, run, executors=("local", "ahead"))  # sizes are for whoever runs the steps
+    return Item(name, run, executors=("local", "ahead"))  # sizes are options of the process that runs the steps
 
 
 @contextlib.contextmanager
-def started(house: House, *words: str, environ: Mapping[str, str] = MappingProxyType({})) -> Iterator[Live]:
-    """`quire serve WORDS` under the house's setting, as far as the words leave it open."""
-    house.rest()
-    folder = house.folder / f"served-{free_port()}"
+def started(deployment: Deployment, *words: str, environ: Mapping[str, str] = MappingProxyType({})) -> Iterator[Live]:
+    """`quire serve WORDS` under the deployment's setting, as far as the words leave it open."""
+    deployment.rest()
+    folder = deployment.folder / f"served-{free_port()}"
     folder.mkdir()
-    ours = {name: value for name, value in house.environ().items() if flag(name) not in words}
-    with serving(folder, *words, module=house.module, environ=ours | dict(environ)) as live:
+    ours = {name: value for name, value in deployment.environ().items() if flag(name) not in words}
+    with serving(folder, *words, module=deployment.module, environ=ours | dict(environ)) as live:
         yield live
 
 
@@ -142,95 +142,95 @@ def asked(live: Live) -> Any:
 def served(name: str, **more: Any) -> Item:
     """Each server that is shown answers."""
 
-    def run(house: House) -> Any:
-        told = []
+    def run(deployment: Deployment) -> Any:
+        answers = []
         for words in FOUND[name].words("serve"):
-            with started(house, *words) as live:
-                told.append(asked(live))
-        assert told
-        return told
+            with started(deployment, *words) as live:
+                answers.append(asked(live))
+        assert answers
+        return answers
 
     return Item(name, run, ci=(), **more)
 
 
-def deterministic(house: House) -> Any:
+def deterministic(deployment: Deployment) -> Any:
     [words] = FOUND[DETERMINISTIC].words("serve")
-    with started(house, *words) as live:
-        told = asked(live)
+    with started(deployment, *words) as live:
+        answers = asked(live)
     [words] = FOUND[DETERMINISTIC].words("verify")
-    house.quire("verify", *words, "--requests", 2, "--new", 3, "--repeat", 0)
-    return told
+    deployment.quire("verify", *words, "--requests", 2, "--new", 3, "--repeat", 0)
+    return answers
 
 
-def onnx(house: House) -> Any:
+def onnx(deployment: Deployment) -> Any:
     """Exported, and served from there."""
-    house.rest()
+    deployment.rest()
     [(model, _)], [words] = FOUND[ONNX].words("export-onnx"), FOUND[ONNX].words("serve")
-    graphs = house.folder / f"graphs-{free_port()}"
+    graphs = deployment.folder / f"graphs-{free_port()}"
     alone("export-onnx", model, graphs)
-    folder = house.folder / f"served-{free_port()}"
+    folder = deployment.folder / f"served-{free_port()}"
     folder.mkdir()
     with serving(folder, str(graphs), *words[1:]) as live:
         return asked(live)
 
 
-def hf(house: House) -> Any:
-    house.rest()
+def hf(deployment: Deployment) -> Any:
+    deployment.rest()
     [words] = FOUND[HF].words("serve")
-    folder = house.folder / f"served-{free_port()}"
+    folder = deployment.folder / f"served-{free_port()}"
     folder.mkdir()
     with serving(folder, *words, "--dtype", "float32") as live:
         return asked(live)
 
 
-def elsewhere(house: House) -> Any:
+def elsewhere(deployment: Deployment) -> Any:
     """`quire executor`, and a server whose steps it runs, as the page has them one after the other."""
     [words] = FOUND[EXECUTOR].words("executor")
-    with house.process("executor", *(word.replace("50051", "0") for word in words)) as process:
+    with deployment.process("executor", *(word.replace("50051", "0") for word in words)) as process:
         port = ready(process)
         [words] = FOUND[CLIENT].words("serve")
-        folder = house.folder / f"served-{free_port()}"
+        folder = deployment.folder / f"served-{free_port()}"
         folder.mkdir()
         few = {"QUIRE_MAX_NUM_SEQS": "8", "QUIRE_MAX_NUM_BATCHED_TOKENS": "64"}
         with serving(folder, *(word.replace("50051", port) for word in words), environ=few) as live:
             return asked(live)
 
 
-def recording(house: House) -> Any:
+def recording(deployment: Deployment) -> Any:
     """Of a server that ran ahead, or did not: every decision is made again."""
-    [words], where = FOUND[RECORDING].words("serve"), house.folder / f"recordings-{free_port()}"
-    with started(house, words[0], str(where)) as live:
-        told = asked(live)
+    [words], where = FOUND[RECORDING].words("serve"), deployment.folder / f"recordings-{free_port()}"
+    with started(deployment, words[0], str(where)) as live:
+        answers = asked(live)
     assert "every decision is the same" in alone("replay", where)
-    return told
+    return answers
 
 
-def looked_at(house: House) -> Any:
+def looked_at(deployment: Deployment) -> Any:
     [(first,)], [(second,)] = FOUND[LOOK].words("inspect"), FOUND[LOOK].words("plan")
-    assert "weights" in house.quire("plan", second, codes=(0, 1))
-    return house.quire("inspect", first)
+    assert "weights" in deployment.quire("plan", second, codes=(0, 1))
+    return deployment.quire("inspect", first)
 
 
-def speculative(house: House) -> Any:
+def speculative(deployment: Deployment) -> Any:
     """The one line of docs/guides/speculative-decoding.md, and an answer."""
-    house.rest()
+    deployment.rest()
     code = "from quire import LLM, SamplingParams\n" + FOUND[SPECULATIVE].text
     more = "print(llm.generate('Once upon a time', SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text)"
     scope: dict[str, Any] = {}
-    with house.assumed(), contextlib.redirect_stdout(io.StringIO()) as said:
+    with deployment.assumed(), contextlib.redirect_stdout(io.StringIO()) as said:
         exec(compile(code + more, SPECULATIVE, "exec"), scope)
         scope["llm"].close()
     return said.getvalue()
 
 
-def batch(house: House) -> Any:
+def batch(deployment: Deployment) -> Any:
     """docs/guides/batches.md's, waited for, and what came out."""
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
     line["body"] = {"model": "embedded", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 5}  # type: ignore[assignment]
-    (house.folder / "requests.jsonl").write_text(json.dumps(line) + "\n")
-    server = house.server
+    (deployment.folder / "requests.jsonl").write_text(json.dumps(line) + "\n")
+    server = deployment.server
     scope: dict[str, Any] = {"client": server.openai}
-    with contextlib.chdir(house.folder), warnings.catch_warnings():
+    with contextlib.chdir(deployment.folder), warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # the page leaves its file to the end of the process
         exec(compile(FOUND[BATCH].text, BATCH, "exec"), scope)
     while (found := server.openai.batches.retrieve(scope["batch"].id)).status in (
@@ -247,9 +247,9 @@ def batch(house: House) -> Any:
 def connected(name: str) -> Item:
     """Run in this process, with `client` an OpenAI client of the server."""
 
-    def run(house: House) -> Any:
+    def run(deployment: Deployment) -> Any:
         with contextlib.redirect_stdout(io.StringIO()) as said:
-            exec(compile(FOUND[name].text, name, "exec"), {"client": house.server.openai})
+            exec(compile(FOUND[name].text, name, "exec"), {"client": deployment.server.openai})
         assert said.getvalue()
         return said.getvalue()
 
@@ -275,18 +275,18 @@ BLOCKS = (
     python("README.md: offline"),
     python(
         "docs/guides/offline-inference.md: from quire import LLM, SamplingParams",
-        told=lambda said: re.sub(r"\.\d{3,}", "", said),
+        common=lambda said: re.sub(r"\.\d{3,}", "", said),
     ),
     python(
         "docs/guides/engine.md: from quire.assembly.engine import build_engine",
-        told=lambda said: re.findall(r"^\((?:\d+, )+\d+\)", said, re.MULTILINE),
+        common=lambda said: re.findall(r"^\((?:\d+, )+\d+\)", said, re.MULTILINE),
     ),
     python("docs/guides/structured-outputs.md: offline"),
     Item(SPECULATIVE, speculative),
     settings("docs/reference/configuration.md: model: embedded"),
     Item(
         "docs/guides/engine.md: from quire.sim.run import SimConfig, simulate",
-        lambda house: exec(FOUND["docs/guides/engine.md: from quire.sim.run import SimConfig, simulate"].text, {}),
+        lambda deployment: exec(FOUND["docs/guides/engine.md: from quire.sim.run import SimConfig, simulate"].text, {}),
         executors=(),
         elsewhere="tests/test_docs.py::test_each_example_in_python_runs",
     ),

@@ -14,30 +14,30 @@ from click.testing import CliRunner
 
 from quire.cli import main
 from quire.frontend.supervisor import free_port
-from tests.surface.house import House
+from tests.surface.deployment import Deployment
 from tests.surface.items import Item
 
 SHORT = ("--max-tokens", 6, "--temperature", 0)
 READY = re.compile(r"is ready at 127\.0\.0\.1:(\d+)")
 
 
-def generate(house: House) -> Any:
-    told = [house.quire("generate", prompt, *SHORT) for prompt in ("The little dog", "Once upon a time " * 12)]
-    return told, house.quire("generate", "-", *SHORT, "--stop", " the", input="One day")
+def generate(deployment: Deployment) -> Any:
+    answers = [deployment.quire("generate", prompt, *SHORT) for prompt in ("The little dog", "Once upon a time " * 12)]
+    return answers, deployment.quire("generate", "-", *SHORT, "--stop", " the", input="One day")
 
 
-def chat(house: House) -> Any:
-    return house.quire("chat", "--system", "Be kind.", *SHORT, input="Hello!\nTell me about a boat.\n")
+def chat(deployment: Deployment) -> Any:
+    return deployment.quire("chat", "--system", "Be kind.", *SHORT, input="Hello!\nTell me about a boat.\n")
 
 
-def chat_elsewhere(house: House) -> Any:
-    url = house.server.url
+def chat_elsewhere(deployment: Deployment) -> Any:
+    url = deployment.server.url
     return alone("chat", "--url", url, "--max-tokens", 6, input="Hello!\nA boat?\n")
 
 
-def serve(house: House) -> Any:
+def serve(deployment: Deployment) -> Any:
     """Whole and streamed, over HTTP."""
-    http, ask = house.server.http, {"model": "embedded", "max_tokens": 4, "temperature": 0}
+    http, ask = deployment.server.http, {"model": "embedded", "max_tokens": 4, "temperature": 0}
     whole = http.post("/v1/completions", json={**ask, "prompt": ["Once upon a time", "The little dog"]}).json()
     talk = [{"role": "user", "content": "Tell me about a boat. " * 12}]
     streamed = http.post("/v1/chat/completions", json={**ask, "messages": talk, "stream": True}).text
@@ -48,9 +48,9 @@ def serve(house: House) -> Any:
     return said, [[choice["text"] for choice in body["choices"]] for body in (whole, seeded)]
 
 
-def executor(house: House) -> Any:
+def executor(deployment: Deployment) -> Any:
     """Another engine's steps are run there."""
-    with house.process("executor", "--listen", "127.0.0.1:0") as process:
+    with deployment.process("executor", "--listen", "127.0.0.1:0") as process:
         there = ("--executor", "grpc", "--executor-address", f"127.0.0.1:{ready(process)}")
         few = ("--max-num-seqs", 8, "--max-num-batched-tokens", 64)
         return alone("generate", "The little dog", *SHORT, *there, *few)
@@ -64,65 +64,65 @@ def ready(process: subprocess.Popen[str]) -> str:
     return said[1]
 
 
-def verify(house: House) -> Any:
+def verify(deployment: Deployment) -> Any:
     """In float32 answers are the same, though not to the last bit."""
-    told = house.quire("verify", "--requests", 2, "--new", 4, "--repeat", 0, "--json", codes=(0, 1))
-    situations = json.loads(told)["situations"]
+    output = deployment.quire("verify", "--requests", 2, "--new", 4, "--repeat", 0, "--json", codes=(0, 1))
+    situations = json.loads(output)["situations"]
     assert situations and all(row["tokens"] == 2 * 4 for row in situations if row.get("tokens"))
     return [row["name"] for row in situations[:5]]
 
 
-def config(house: House) -> Any:
-    shown = house.quire("config")
-    for name, value in house.environ().items():
+def config(deployment: Deployment) -> Any:
+    shown = deployment.quire("config")
+    for name, value in deployment.environ().items():
         option = name.removeprefix("QUIRE_").lower().replace("_", "-")
         assert re.search(rf"^\s*{option}\s.*environment {name}\s*$", shown, re.M), (option, value, shown)
     return len(shown.splitlines())
 
 
-def plan(house: House) -> Any:
-    return "weights" in house.quire("plan", "embedded", codes=(0, 1))
+def plan(deployment: Deployment) -> Any:
+    return "weights" in deployment.quire("plan", "embedded", codes=(0, 1))
 
 
-def engine(house: House) -> Any:
+def engine(deployment: Deployment) -> Any:
     few = ("--requests", 30, "--virtual", "--step-ms", 5, "--json")
-    found = json.loads(house.quire("bench", "engine", *few, "--lookahead", house.setting.lookahead))
+    found = json.loads(deployment.quire("bench", "engine", *few, "--lookahead", deployment.setting.lookahead))
     return found["tokens"]
 
 
-def replay(house: House) -> Any:
-    where = house.folder / f"recordings-{free_port()}"
-    few = ("--requests", 30, "--blocks", 24, "--virtual", "--step-ms", 5, "--lookahead", house.setting.lookahead)
-    house.quire("bench", "engine", *few, "--recording-dir", where)
-    assert "every decision is the same" in house.quire("replay", where)
+def replay(deployment: Deployment) -> Any:
+    where = deployment.folder / f"recordings-{free_port()}"
+    few = ("--requests", 30, "--blocks", 24, "--virtual", "--step-ms", 5, "--lookahead", deployment.setting.lookahead)
+    deployment.quire("bench", "engine", *few, "--recording-dir", where)
+    assert "every decision is the same" in deployment.quire("replay", where)
 
 
-def demo(house: House) -> Any:
-    told = house.quire("demo", "--lookahead", house.setting.lookahead)
-    return sorted(re.findall(r"finished: (\w+)", told))
+def demo(deployment: Deployment) -> Any:
+    output = deployment.quire("demo", "--lookahead", deployment.setting.lookahead)
+    return sorted(re.findall(r"finished: (\w+)", output))
 
 
-def latency(house: House) -> Any:
+def latency(deployment: Deployment) -> Any:
     few = ("--input-len", 5, "--output-len", 4, "--batch-size", 2, "--num-iters-warmup", 1, "--num-iters", 2)
-    return len(json.loads(house.quire("bench", "latency", *few, "--json"))["latencies"])
+    return len(json.loads(deployment.quire("bench", "latency", *few, "--json"))["latencies"])
 
 
-def throughput(house: House) -> Any:
+def throughput(deployment: Deployment) -> Any:
     few = ("--input-len", 6, "--output-len", 4, "--num-prompts", 5, "--num-warmups", 2)
-    return json.loads(house.quire("bench", "throughput", *few, "--json"))["total_num_tokens"]
+    return json.loads(deployment.quire("bench", "throughput", *few, "--json"))["total_num_tokens"]
 
 
-def startup(house: House) -> Any:
+def startup(deployment: Deployment) -> Any:
     few = ("--num-iters-cold", 1, "--num-iters-warmup", 0, "--num-iters-warm", 0)
-    return sorted(json.loads(house.quire("bench", "startup", *few, "--json")))
+    return sorted(json.loads(deployment.quire("bench", "startup", *few, "--json")))
 
 
-def recorded(house: House) -> Any:
+def recorded(deployment: Deployment) -> Any:
     """What a load test of the server keeps, drawn."""
-    saved, page = house.folder / "load.json", house.folder / "report.html"
+    saved, page = deployment.folder / "load.json", deployment.folder / "report.html"
     few = ("--random-output-len", "3:5", "--random-input-len", "4:8", "--processes", 1, "--num-warmups", 1)
     once = ("--max-concurrency", 2, "--num-prompts", 4, "--save-result", saved)
-    url = house.server.url
+    url = deployment.server.url
     alone("bench", "serve", "--base-url", url, *few, *once)
     alone("bench", "report", saved, "--output", page)
     assert page.read_text().lstrip().lower().startswith("<!doctype html")
@@ -130,9 +130,9 @@ def recorded(house: House) -> Any:
     return level["requests"], level["ok"]
 
 
-def pair(house: House) -> Any:
+def pair(deployment: Deployment) -> Any:
     few = ("--concurrency", 2, "--requests", 4, "--new", 3, 5, "--prompt", 4, 8, "--processes", 1, "--repeat", 1)
-    benchmark("pair", "--direct", house.server.url, *few, "--gate", 0.01, "--out", house.folder / "pair")
+    benchmark("pair", "--direct", deployment.server.url, *few, "--gate", 0.01, "--out", deployment.folder / "pair")
 
 
 def alone(
@@ -152,8 +152,8 @@ def benchmark(name: str, *arguments: object) -> None:
 def bench(name: str, *arguments: object, **more: Any) -> Item:
     """A developers' benchmark with settings of its own: that it ends well."""
 
-    def run(house: House) -> None:
-        house.rest()
+    def run(deployment: Deployment) -> None:
+        deployment.rest()
         port = ("--port", free_port()) if name in ("front", "batches", "viewers", "http") else ()
         benchmark(name, *arguments, *port)
 
@@ -170,17 +170,17 @@ def on_card(name: str, *arguments: object) -> Item:
     )
 
 
-def export(house: House) -> Any:
-    where = house.folder / f"graphs-{free_port()}"
+def export(deployment: Deployment) -> Any:
+    where = deployment.folder / f"graphs-{free_port()}"
     alone("export-onnx", "embedded", where)
     return alone("generate", "The little dog", *SHORT, "--model", where, "--executor", "onnx")
 
 
-def diff(house: House) -> Any:
+def diff(deployment: Deployment) -> Any:
     return alone("diff", "embedded")
 
 
-def logits(house: House) -> None:
+def logits(deployment: Deployment) -> None:
     from benchmarks import shapes
 
     tiny = shapes.qwen(3, 32, 2, (4, 2, 8), 48, 60000, tied=True)
@@ -189,7 +189,7 @@ def logits(house: House) -> None:
         benchmark("logits", "qwen3-0.6b", "--dtype", "float32", "--tokens", 24)
 
 
-def cpu(house: House) -> None:
+def cpu(deployment: Deployment) -> None:
     from quire.bench import cpu
 
     few = {"hidden_size": 144, "num_hidden_layers": 2, "intermediate_size": 128}
@@ -210,8 +210,8 @@ COMMANDS = (
     Item("quire demo", demo, executors=("local",)),
     Item("quire verify", verify, ci=("grpc",)),
     Item("quire executor", executor, executors=("local", "ahead"), ci=("local",), needs=("grpc",)),
-    Item("quire inspect", lambda house: house.quire("inspect", "embedded"), executors=("local",)),
-    Item("quire version", lambda house: house.quire("version"), executors=()),
+    Item("quire inspect", lambda deployment: deployment.quire("inspect", "embedded"), executors=("local",)),
+    Item("quire version", lambda deployment: deployment.quire("version"), executors=()),
     Item("quire serve", serve, part="server"),
     Item("quire chat --url", chat_elsewhere, part="server", ci=("grpc",)),
     Item("quire bench serve, quire bench report", recorded, part="server", ci=("grpc",)),

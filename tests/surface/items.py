@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.surface.house import EXECUTORS, House
+from tests.surface.deployment import EXECUTORS, Deployment
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Item:
 
     run: does it, and returns what has to be the same under every setting.
     executors: those that it makes sense with; none where no engine of the setting takes part, so that it is done once.
-    part: what of the house it needs. What needs the same is done in a row.
+    part: what of the deployment it needs. What needs the same is done in a row.
     elsewhere: the test that does it in CI; here it is done every night, and on a card.
     ci: with which of these executors CI does it, where that is not each of them; none: at night and on a card only.
     needs: packages that not every machine has.
@@ -23,7 +23,7 @@ class Item:
     """
 
     name: str
-    run: Callable[[House], Any]
+    run: Callable[[Deployment], Any]
     executors: tuple[str, ...] = EXECUTORS
     part: str = "alone"
     elsewhere: str = ""

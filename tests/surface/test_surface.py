@@ -31,7 +31,7 @@ from quire.cli import main
 from tests.live import ROOT
 from tests.surface.blocks import BLOCKS, NAMED, blocks
 from tests.surface.commands import COMMANDS
-from tests.surface.house import CARD, EVERY, EXECUTORS, REFERENCE, Setting, Street, pairwise
+from tests.surface.deployment import CARD, EVERY, EXECUTORS, REFERENCE, Deployments, Setting, pairwise
 from tests.surface.items import Item
 from tests.surface.methods import METHODS
 
@@ -63,8 +63,8 @@ def rows(*, card: bool) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def street(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Street]:
-    opened = Street(tmp_path_factory.mktemp("surface"))
+def deployments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployments]:
+    opened = Deployments(tmp_path_factory.mktemp("surface"))
     yield opened
     opened.close()
 
@@ -75,12 +75,12 @@ def known() -> dict[str, Any]:
     return {}
 
 
-def tried(street: Street, known: dict[str, Any], setting: Setting, item: Item) -> None:
+def tried(deployments: Deployments, known: dict[str, Any], setting: Setting, item: Item) -> None:
     for package in (*item.needs, *(("grpc",) if setting.executor == "grpc" else ())):
         pytest.importorskip(package, reason=f"{item.name} needs {package}, which is not installed")
     if setting != REFERENCE and item.name not in known:
-        known[item.name] = item.run(street.at(REFERENCE))
-    answer = item.run(street.at(setting))
+        known[item.name] = item.run(deployments.at(REFERENCE))
+    answer = item.run(deployments.at(setting))
     assert answer == known.setdefault(item.name, answer)
 
 
@@ -89,18 +89,18 @@ def tried(street: Street, known: dict[str, Any], setting: Setting, item: Item) -
     ("setting", "item"), sorted(rows(card=False), key=lambda row: (str(row.values[0]), row.values[1].part))
 )
 def test_the_surface_answers_alike_under_every_setting(
-    street: Street, known: dict[str, Any], setting: Setting, item: Item
+    deployments: Deployments, known: dict[str, Any], setting: Setting, item: Item
 ) -> None:
-    tried(street, known, setting, item)
+    tried(deployments, known, setting, item)
 
 
 @pytest.mark.parametrize(
     ("setting", "item"), sorted(rows(card=True), key=lambda row: (str(row.values[0]), row.values[1].part))
 )
 def test_the_surface_answers_alike_on_a_card(
-    street: Street, known: dict[str, Any], setting: Setting, item: Item
+    deployments: Deployments, known: dict[str, Any], setting: Setting, item: Item
 ) -> None:
-    tried(street, known, setting, item)
+    tried(deployments, known, setting, item)
 
 
 def commands(group: click.Group, before: str = "quire") -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What the surface is tried under: a look-ahead, an executor, speculation; and a house in which all of it is so."""
+"""What the surface is tried under (look-ahead, executor, speculation), and what is started under such a setting."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ host in this process, of the executor that `quire executor` has by default."""
 NGRAM = json.dumps({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1})
 DRAFTS = {"off": None, "ngram": NGRAM}
 SIZES = {"dtype": "float32", "max_model_len": 512, "num_gpu_blocks_override": 160, "block_size": 16}
-CROWD = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+BATCH = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
 
 
 class Setting(NamedTuple):
@@ -48,9 +48,9 @@ class Setting(NamedTuple):
         return "cuda" if CARD and self.executor != "local" else "cpu"
 
     def theirs(self) -> dict[str, Any]:
-        """The options of whoever runs the steps."""
+        """The options of the process that runs the steps."""
         drafts = DRAFTS[self.drafts]
-        options = SIZES | CROWD | {"lookahead": self.lookahead, "device": self.device}
+        options = SIZES | BATCH | {"lookahead": self.lookahead, "device": self.device}
         return options | ({"speculative_config": drafts} if drafts else {})
 
 
@@ -67,7 +67,7 @@ def pairwise(turn: int, executors: Sequence[str] = EXECUTORS) -> list[Setting]:
     ]
 
 
-class House:
+class Deployment:
     """Everything a user may start, under one setting. It has one engine at a time: a host serves no other."""
 
     def __init__(self, setting: Setting, folder: Path) -> None:
@@ -83,7 +83,7 @@ class House:
         """For `LLM` and `Settings.of`."""
         if self.setting.executor != "grpc":
             return self.setting.theirs()
-        own = CROWD | {"executor": "grpc", "executor_address": f"127.0.0.1:{self._hosted()}"}
+        own = BATCH | {"executor": "grpc", "executor_address": f"127.0.0.1:{self._hosted()}"}
         drafts = DRAFTS[self.setting.drafts]
         return own | ({"speculative_config": drafts} if drafts else {})
 
@@ -201,24 +201,24 @@ class House:
             self._host.executor.close()
 
 
-class Street:
-    """The house of the setting that is tried now, and the one whose answers count."""
+class Deployments:
+    """The deployment under the setting that is tried now, and the one whose answers count."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.houses: dict[Setting, House] = {}
+        self.deployments: dict[Setting, Deployment] = {}
 
-    def at(self, setting: Setting) -> House:
+    def at(self, setting: Setting) -> Deployment:
         """What was tried before is closed, but for the reference, which is asked beside each."""
         if setting != REFERENCE:
-            for other in [each for each in self.houses if each not in (setting, REFERENCE)]:
-                self.houses.pop(other).close()
-        if setting not in self.houses:
+            for other in [each for each in self.deployments if each not in (setting, REFERENCE)]:
+                self.deployments.pop(other).close()
+        if setting not in self.deployments:
             folder = self.folder / str(setting)
             folder.mkdir(exist_ok=True)
-            self.houses[setting] = House(setting, folder)
-        return self.houses[setting]
+            self.deployments[setting] = Deployment(setting, folder)
+        return self.deployments[setting]
 
     def close(self) -> None:
-        for house in self.houses.values():
-            house.close()
+        for deployment in self.deployments.values():
+            deployment.close()
