@@ -1,0 +1,378 @@
+"""`python -m benchmarks.experts`: one mixture of Qwen3-30B-A3B at several batch sizes, each kernel in several tilings.
+
+Beside each time stands the floor: the bytes of the experts that are used at 4.3 TB/s, or the arithmetic at 770 TFLOP/s,
+whichever takes longer. Kernels are timed inside a captured graph, layers by turns, so that matrices come from memory.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.card import needed
+from benchmarks.kernel_cases import noise, relative
+from benchmarks.kernels import MULTIPLY, replayed
+from quire.ops.base import Routing
+from quire.ops.quantized import BaseOps
+from quire.ops.triton import experts as mixture
+from quire.ops.triton.experts import ExpertConfig, ExpertTile, SortedSlots
+from quire.ops.triton.gemv import GemmConfig
+from quire.ops.triton.launch import DeviceInfo
+from quire.ops.triton.ops import TritonOps
+from quire.ops.triton.precompile import Precompiler
+
+EXPERTS, USED, HIDDEN, WIDTH = 128, 8, 2048, 768
+"""Of Qwen3-30B-A3B."""
+
+LAYERS = 3
+READ = 4.3
+"""TB/s of the floor."""
+
+TOKENS = (1, 16, 64, 256, 8192, 2048, 4, 512, 8, 2, 128, 1024, 32)
+"""In this order, as far as the time allows."""
+
+ROWS: Mapping[int, tuple[int, ...]] = {
+    **dict.fromkeys((1, 2, 4, 8), (1, 16)), 16: (16,), 32: (16,), 64: (16, 32), 128: (16, 32), 256: (16, 32, 64),
+    512: (32, 64, 128), 1024: (64, 128), 2048: (64, 128), 8192: (128, 256),
+}  # fmt: skip
+"""Of the tiles that are tried, by tokens."""
+
+
+def tiles(rows: int, *shapes: tuple[int, int, int, int], both: bool = False) -> list[ExpertTile]:
+    """shapes: outputs, inputs, warps, stages. both: either factor first."""
+    return [ExpertTile(rows, *shape, first) for first in ([True, False] if both else [False]) for shape in shapes]
+
+
+GATE_UP: Mapping[int, Sequence[ExpertTile]] = {
+    1: tiles(
+        *(1, (4, 2048, 4, 0), (2, 2048, 4, 0), (1, 2048, 2, 0), (1, 2048, 4, 0), (8, 2048, 8, 0), (2, 2048, 8, 0)),
+        *((4, 512, 4, 0), (8, 512, 4, 0), (8, 256, 4, 0)),
+    ),
+    16: tiles(
+        *(16, (64, 128, 4, 3), (64, 128, 4, 4), (32, 128, 4, 4), (32, 256, 4, 3), (64, 64, 4, 5), (128, 64, 4, 4)),
+        *((128, 128, 8, 3), (32, 128, 2, 4), (64, 256, 4, 2), (128, 64, 8, 4), (16, 256, 2, 3)),
+    ),
+    32: tiles(
+        *(32, (64, 128, 4, 3), (64, 128, 4, 4), (32, 128, 4, 4), (64, 64, 4, 5), (128, 64, 4, 4), (128, 64, 8, 4)),
+        *((128, 128, 8, 2), (64, 256, 4, 2)),
+    ),
+    64: tiles(64, (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 4), (64, 128, 4, 3), (64, 128, 8, 3), both=True),
+    128: tiles(128, (128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 4), (64, 64, 8, 4), (64, 128, 8, 3), both=True),
+    256: tiles(256, (64, 64, 8, 3), (64, 64, 8, 4), both=True),
+}
+DOWN: Mapping[int, Sequence[ExpertTile]] = {
+    1: tiles(
+        *(1, (4, 256, 4, 0), (2, 256, 2, 0), (4, 256, 8, 0), (8, 256, 8, 0), (1, 256, 1, 0), (2, 256, 4, 0)),
+        *((1, 256, 2, 0), (2, 256, 1, 0)),
+    ),
+    16: tiles(
+        *(16, (64, 128, 4, 4), (64, 256, 4, 3), (128, 128, 4, 3), (128, 128, 8, 3), (32, 256, 4, 3), (128, 64, 4, 5)),
+        *((32, 128, 2, 4), (64, 64, 4, 6), (128, 256, 8, 2)),
+    ),
+    32: tiles(
+        *(32, (64, 128, 4, 4), (64, 256, 4, 3), (128, 128, 4, 3), (128, 128, 8, 3), (128, 64, 4, 5), (256, 64, 8, 4)),
+        (256, 128, 8, 2),
+    ),
+    64: tiles(64, (128, 64, 4, 4), (256, 64, 8, 3), (256, 64, 8, 4), (128, 128, 8, 3), (256, 64, 4, 4), both=True),
+    128: tiles(128, (256, 64, 8, 3), (256, 64, 8, 4), (128, 64, 8, 4), (128, 64, 4, 4), (128, 128, 8, 3), both=True),
+    256: tiles(256, (128, 64, 8, 3), (128, 64, 8, 4), both=True),
+}
+ROUTERS = (
+    *(GemmConfig(1, 4, 2048, 4), GemmConfig(1, 2, 2048, 4), GemmConfig(1, 8, 2048, 8), GemmConfig(1, 4, 512, 4)),
+    *(GemmConfig(16, 16, 256, 4, 4), GemmConfig(16, 16, 128, 2, 6), GemmConfig(16, 8, 256, 2, 4)),
+    *(GemmConfig(16, 32, 128, 4, 4), GemmConfig(32, 64, 64, 4, 4), GemmConfig(64, 64, 64, 4, 4)),
+    *(GemmConfig(64, 128, 64, 4, 4), GemmConfig(32, 128, 64, 4, 4)),
+)
+
+
+class Layer(NamedTuple):
+    """The matrices of a mixture."""
+
+    router: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class Batch(NamedTuple):
+    """x [T, hidden] of a layer, and its routing."""
+
+    layer: Layer
+    x: Tensor
+    routing: Routing
+
+
+def weights() -> list[Layer]:
+    """With standard deviations as those of random models."""
+    shapes = (EXPERTS, HIDDEN), (EXPERTS, 2 * WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)
+    return [Layer(*(noise(*shape).mul_(shape[-1] ** -0.5) for shape in shapes)) for _ in range(LAYERS)]
+
+
+class Tried(NamedTuple):
+    """One tiling: microseconds and the relative error, or why it does not run."""
+
+    how: str
+    us: float
+    error: float
+    failure: str = ""
+
+
+def attempt(how: object, check: Callable[[], float], calls: Sequence[Callable[[], object]]) -> Tried:
+    """Check and time one tiling."""
+    try:
+        return Tried(repr(how), round(replayed(calls), 2), check())
+    except Exception as error:
+        # Of any kind: one tiling that does not fit must not end the others.
+        return Tried(repr(how), float("inf"), float("nan"), repr(error)[:200])
+
+
+def exact_inner(batch: Batch, slots: Tensor) -> Tensor:
+    """Gated outputs of some slots, in float32."""
+    own = batch.routing.experts.flatten()[slots].long()
+    both = torch.stack(
+        [batch.layer.gate_up[e].float() @ batch.x[s // USED].float() for e, s in zip(own.tolist(), slots, strict=True)]
+    )
+    return F.silu(both[:, :WIDTH]) * both[:, WIDTH:]
+
+
+def exact_outer(batch: Batch, inner: Tensor, slots: Tensor) -> Tensor:
+    """Outputs of some slots from their inner numbers, in float32."""
+    own = batch.routing.experts.flatten()[slots].tolist()
+    return torch.stack([batch.layer.down[e].float() @ row.float() for e, row in zip(own, inner, strict=True)])
+
+
+def gate_up(batch: Batch, slots: SortedSlots, how: ExpertTile, card: DeviceInfo) -> Tensor:
+    """The first product of a mixture, with its gate."""
+    if how.stages:
+        return mixture.multiply_tiles(batch.x, batch.layer.gate_up, slots, USED, how, card, "silu")
+    return mixture.multiply_gate_up(batch.x, batch.layer.gate_up, batch.routing, how, card, "silu")
+
+
+def down(batch: Batch, inner: Tensor, slots: SortedSlots, how: ExpertTile, card: DeviceInfo) -> Tensor:
+    """The second product: of slots, or added up for each token where there are no tiles."""
+    if how.stages:
+        return mixture.multiply_tiles(inner, batch.layer.down, slots, USED, how, card)
+    return mixture.multiply_down(inner, batch.layer.down, batch.routing, how, card)
+
+
+class Tiling(NamedTuple):
+    """One way to make one product, "gate_up" or "down"."""
+
+    product: str
+    how: ExpertTile
+    check: Callable[[], float]
+    calls: Sequence[Callable[[], Tensor]]
+
+
+def tilings(rows: int, batches: Sequence[Batch], card: DeviceInfo) -> Iterator[Tiling]:
+    """Those with so many rows."""
+    count, first = len(batches[0].x) * USED, batches[0]
+    slots = [mixture.sort_slots(b.routing.experts, EXPERTS, rows, card) for b in batches]
+    some = slots[0].order[:: max(1, count // 64)].long()
+    at = some if rows == 1 else torch.argsort(slots[0].order)[some]
+    want = exact_inner(first, some)
+    for how in GATE_UP[rows]:
+        calls = [partial(gate_up, b, s, how, card) for b, s in zip(batches, slots, strict=True)]
+        yield Tiling("gate_up", how, partial(error_of, calls[0], at, want), calls)
+    inners = [noise(count, WIDTH) for _ in batches]
+    if rows == 1:
+        some, at = torch.zeros(1, dtype=torch.int64), torch.arange(USED, device=first.x.device)
+    want = exact_outer(first, inners[0][at], at if rows == 1 else some)
+    if rows == 1:
+        want = (want * first.routing.weights[0][:, None]).sum(0, keepdim=True)
+    for how in DOWN[rows]:
+        calls = [partial(down, *each, how, card) for each in zip(batches, inners, slots, strict=True)]
+        yield Tiling("down", how, partial(error_of, calls[0], some, want), calls)
+
+
+def error_of(call: Callable[[], Tensor], rows: Tensor, want: Tensor) -> float:
+    """The relative error of some rows of a result."""
+    return relative(call()[rows.to(want.device)], want)
+
+
+def batches_of(tokens: int, layers: Sequence[Layer], ops: TritonOps) -> list[Batch]:
+    made = []
+    for layer in layers:
+        x = noise(tokens, HIDDEN)
+        made.append(Batch(layer, x, BaseOps.route(ops, x, layer.router, USED, normalize=True)))
+    return made
+
+
+def floors(batches: Sequence[Batch]) -> dict[str, float]:
+    """Microseconds of each product, on average over the layers, and the experts used."""
+    used = sum(len(set(b.routing.experts.flatten().tolist())) for b in batches) / len(batches)
+    numbers, slots = WIDTH * HIDDEN, batches[0].routing.experts.numel()
+    first, second = (max(used * n * 2 / READ, 2 * slots * n / MULTIPLY) / 1e6 for n in (2 * numbers, numbers))
+    return {
+        "experts": round(used, 1),
+        "gate_up": round(first, 2),
+        "down": round(second, 2),
+        "all": round(first + second, 2),
+    }
+
+
+def whole(
+    batches: Sequence[Batch], ops: TritonOps, how: ExpertConfig, router: GemmConfig
+) -> list[Callable[[], Tensor]]:
+    """All launches of a mixture."""
+
+    def call(batch: Batch) -> Tensor:
+        layer = batch.layer
+        routing = mixture.route(batch.x, layer.router, USED, router, ops.card, ops.arrived, normalize=True)
+        return mixture.experts(batch.x, routing, layer.gate_up, layer.down, "silu", how, ops.card)
+
+    return [partial(call, batch) for batch in batches]
+
+
+def before(batches: Sequence[Batch], ops: TritonOps) -> list[Callable[[], Tensor]]:
+    """As it was: torch's sort, gather, grouped products and scatter."""
+
+    def call(batch: Batch) -> Tensor:
+        layer = batch.layer
+        routing = BaseOps.route(ops, batch.x, layer.router, USED, normalize=True)
+        return BaseOps.experts(ops, batch.x, routing, layer.gate_up, layer.down, "silu")
+
+    return [partial(call, batch) for batch in batches]
+
+
+def around(batches: Sequence[Batch], ops: TritonOps, rows: int) -> dict[str, float]:
+    """Microseconds of sorting and of combining."""
+    tokens = len(batches[0].x)
+    sort = [partial(mixture.sort_slots, b.routing.experts, EXPERTS, max(rows, 16), ops.card) for b in batches]
+    y = noise(tokens * USED, HIDDEN)
+    combine = [partial(mixture.combine, y, b.routing.weights, ops.card) for b in batches]
+    return {"sort": round(replayed(sort), 2), "combine": round(replayed(combine), 2)}
+
+
+def error_from(call: Callable[[], Tensor], want: Tensor) -> float:
+    """The relative error of a result."""
+    return relative(call(), want)
+
+
+def weights_error(call: Callable[[], Routing], want: Tensor) -> float:
+    """The relative error of routing weights in rising order, so that rounding may swap two experts."""
+    return relative(call().weights.sort(-1).values, want)
+
+
+def routers(batches: Sequence[Batch], ops: TritonOps) -> list[Tried]:
+    tokens, results = len(batches[0].x), []
+    wanted = batches[0].routing.weights.sort(-1).values
+    for how in ROUTERS:
+        if tokens <= 16 or how.rows > 1:
+            calls = [
+                partial(mixture.route, b.x, b.layer.router, USED, how, ops.card, ops.arrived, normalize=True)
+                for b in batches
+            ]
+            results.append(attempt(how, partial(weights_error, calls[0], wanted), calls))
+    return results
+
+
+def measure(tokens: int, layers: Sequence[Layer], ops: TritonOps) -> dict[str, Any]:
+    """Every tiling at so many tokens, and all launches: as before, as configured, with the fastest tilings."""
+    batches = batches_of(tokens, layers, ops)
+    found: dict[str, Any] = {"tokens": tokens, "floor": floors(batches), "gate_up": [], "down": []}
+    best: list[ExpertConfig] = []
+    for rows in ROWS[tokens]:
+        own: dict[str, tuple[float, ExpertTile]] = {}
+        for each in tilings(rows, batches, ops.card):
+            tried = attempt(each.how, each.check, each.calls)
+            found[each.product].append(tried._asdict())
+            if tried.error < 2e-2 and (each.product not in own or tried.us < own[each.product][0]):
+                own[each.product] = tried.us, each.how
+        if len(own) == 2:
+            best.append(ExpertConfig(own["gate_up"][1], own["down"][1]))
+    found["routers"] = [each._asdict() for each in routers(batches, ops)]
+    now = mixture.expert_config(tokens, USED, EXPERTS, HIDDEN, WIDTH)
+    router = mixture.router_config(tokens, HIDDEN)
+    found["around"] = around(batches, ops, now.gate_up.rows)
+    old = before(batches, ops)
+    try:
+        found["before"] = round(replayed(old), 2)
+    except Exception as error:
+        found["before"] = repr(error)[:200]
+    want = old[0]()
+    calls = whole(batches, ops, now, router)
+    found["now"] = attempt((now, router), partial(error_from, calls[0], want), calls)._asdict()
+    found["best"] = []
+    for how in best:
+        calls = whole(batches, ops, how, router)
+        found["best"].append(attempt(how, partial(error_from, calls[0], want), calls)._asdict())
+    return found
+
+
+def precompile(layers: Sequence[Layer], ops: TritonOps) -> None:
+    """Compile every tiling, several at a time."""
+    (batch,), works = batches_of(4, layers[:1], ops), list[Callable[[], object]]()
+    slots, inner = mixture.sort_slots(batch.routing.experts, EXPERTS, 16, ops.card), noise(4 * USED, WIDTH)
+    for rows in GATE_UP:
+        works += [partial(gate_up, batch, slots, how, ops.card) for how in GATE_UP[rows]]
+        works += [partial(down, batch, inner, slots, how, ops.card) for how in DOWN[rows]]
+        works.append(partial(mixture.sort_slots, batch.routing.experts, EXPERTS, rows, ops.card))
+    works += [
+        partial(mixture.route, batch.x, batch.layer.router, USED, how, ops.card, ops.arrived, normalize=True)
+        for how in ROUTERS
+    ]
+
+    @contextmanager
+    def watch() -> Iterator[Callable[[int, int], None]]:
+        yield lambda done, total: None
+
+    Precompiler(16, watch)(works)
+
+
+def line(found: Mapping[str, Any]) -> str:
+    """What matters of a batch size."""
+    lowest = {name: min(found[name], key=lambda each: each["us"]) for name in ("gate_up", "down", "routers")}
+    floor = found["floor"]
+    parts = [
+        f"{found['tokens']} tokens, {floor['experts']} experts: floor {floor['all']} us, before {found['before']}, "
+        f"now {found['now']['us']} (error {found['now']['error']:.1e} {found['now']['failure']}), best "
+        f"{min((each['us'] for each in found['best']), default=float('nan'))}"
+    ]
+    parts += [
+        f"    {name:8} {each['us']:9.2f} us" + (f" of {floor[name]:9.2f}" if name in floor else "") + f"  {each['how']}"
+        for name, each in lowest.items()
+    ]
+    return "\n".join([*parts, f"    sort {found['around']['sort']} us, combine {found['around']['combine']} us"])
+
+
+@click.command("experts")
+@click.option("--seconds", default=140.0, show_default=True, help="No batch size is begun after so many.")
+@click.option("--json", "path", type=click.Path(path_type=Path), required=True, help="Where all rows are written.")
+def command(seconds: float, path: Path) -> None:
+    """Check and time a mixture of experts on this machine's CUDA device."""
+    needed("the tests check every kernel on a CPU, too")
+    began = time.monotonic()
+    torch.manual_seed(0)
+    ops, layers = TritonOps("cuda"), weights()
+    precompile(layers, ops)
+    about: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "rows": list[Any](),
+        "seconds": 0.0,
+    }
+    click.echo(f"{about['device']}, torch {about['torch']}, compiled after {time.monotonic() - began:.0f} s")
+    for tokens in TOKENS:
+        if time.monotonic() - began > seconds:
+            click.echo(f"{tokens} tokens: no time left")
+            continue
+        found = measure(tokens, layers, ops)
+        about["rows"] = [*about["rows"], found]
+        about["seconds"] = round(time.monotonic() - began, 1)
+        click.echo(line(found))
+        path.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    click.echo(f"{time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    command()
