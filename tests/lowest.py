@@ -9,7 +9,7 @@ import re
 import tomllib
 from pathlib import Path
 
-APART = {"torch", "huggingface-hub", "tokenizers", "numpy"}
+APART = {"torch", "huggingface-hub", "tokenizers", "numpy", "safetensors"}
 """GPU machines test torch in its oldest version; the tests' transformers needs newer versions of the others."""
 
 

@@ -356,7 +356,7 @@ def test_a_cancelled_explanation_leaves_nothing_behind() -> None:
     asyncio.run(story())
 
 
-def test_who_waits_for_an_explanation_is_told_that_the_engine_ended() -> None:
+def test_a_pending_explanation_fails_when_the_engine_ends() -> None:
     async def story() -> None:
         port = EngineProcess([], {}, lambda metrics: b"")
         port._link = link = SimpleNamespace(was_ready=True, send=lambda message: None)  # type: ignore[assignment]
