@@ -187,7 +187,7 @@ def _operation(operation: Operation) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- docs/reference/requests.md
 
-_COLUMNS: Mapping[str, type[Struct]] = {
+_ENDPOINTS: Mapping[str, type[Struct]] = {
     "completions": schemas.CompletionRequest,
     "chat": schemas.ChatRequest,
     "responses": ResponsesRequest,
@@ -208,6 +208,8 @@ vLLM's where OpenAI has none. Defaults are the model's own (`generation_config.j
 
 ## Honoured
 
+| field | value | endpoints |
+|---|---|---|
 {honoured}
 ## No-ops
 
@@ -231,10 +233,12 @@ def _rows(*rows: Sequence[str]) -> str:
 
 def markdown() -> str:
     """The text of docs/reference/requests.md."""
-    types = {endpoint: _types(kind) for endpoint, kind in _COLUMNS.items()}
-    names = sorted({name for fields in types.values() for name in fields})
-    honoured = _rows(("field", *_COLUMNS)) + "|---" * (1 + len(_COLUMNS)) + "|\n"
-    honoured += _rows(*((f"`{name}`", *(fields.get(name, "") for fields in types.values())) for name in names))
+    endpoints: dict[tuple[str, str], list[str]] = {}
+    for endpoint, kind in _ENDPOINTS.items():
+        for name, value in _types(kind).items():
+            endpoints.setdefault((name, value), []).append(endpoint)
+    names = {name for name, _ in endpoints}
+    honoured = _rows(*((f"`{name}`", value, ", ".join(endpoints[name, value])) for name, value in sorted(endpoints)))
     no_ops = _rows(*((f"`{name}`", why) for name, why in NO_OPS.items() if name not in names))
     refused = [
         (f"`{name}`", refusal.why, ", ".join(f"`{json.dumps(value)}`" for value in refusal.no_op))
