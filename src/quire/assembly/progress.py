@@ -57,17 +57,18 @@ def _progress(
 ) -> Iterator[Callable[[int, int, bool], None]]:
     """A callback for (done, total, whether to show it). line: formats (done, total, seconds)."""
     console = Console(stderr=True)
-    bars = (TextColumn("{task.description}"), BarColumn(), *columns)
-    with Progress(*bars, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, visible=False)
-        started = last_line = clock()
+    if console.is_terminal:
+        with Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=console, transient=True) as bar:
+            task = bar.add_task(title, visible=False)
+            yield lambda done, total, show: bar.update(task, completed=done, total=total, visible=show)
+        return
+    started = last_line = clock()
 
-        def report(done: int, total: int, show: bool) -> None:
-            nonlocal last_line
-            bar.update(task, completed=done, total=total, visible=show)
-            now = clock()
-            if not console.is_terminal and show and now >= last_line + _LINE_INTERVAL:
-                last_line = now
-                console.print(line(done, total, now - started), highlight=False, markup=False, soft_wrap=True)
+    def report(done: int, total: int, show: bool) -> None:
+        nonlocal last_line
+        now = clock()
+        if show and now >= last_line + _LINE_INTERVAL:
+            last_line = now
+            console.print(line(done, total, now - started), highlight=False, markup=False, soft_wrap=True)
 
-        yield report
+    yield report
