@@ -105,8 +105,8 @@ def test_special_tokens_are_never_part_of_an_answer() -> None:
     assert {t for t in allowed(mask) if t > 47} == set()
 
 
-@pytest.mark.parametrize(("tick", "fails"), [(0.2, True), (1e-4, False)])
-def test_masks_that_take_too_long_end_the_answer_and_no_other(tick: float, fails: bool) -> None:
+@pytest.mark.parametrize(("tick", "each", "fails"), [(0.2, 1e-3, True), (1e-4, 1e-3, False), (0.2, 0.25, False)])
+def test_masks_that_take_too_long_end_the_answer_and_no_other(tick: float, each: float, fails: bool) -> None:
     now = [0.0]
 
     def clock() -> float:
@@ -114,7 +114,7 @@ def test_masks_that_take_too_long_end_the_answer_and_no_other(tick: float, fails
         return now[0]
 
     one = compiler()(StructuredOutputsParams(regex="a*"))
-    slow = Matcher(one()._matcher.deep_copy(), frozenset({END}), TimeBudget(clock=clock))
+    slow = Matcher(one()._matcher.deep_copy(), frozenset({END}), TimeBudget(each=each, clock=clock))
     said = [slow.masks(tokens_of("a" * n), ()) for n in range(8)]
     assert (said[-1] == [EMPTY_MASK]) is fails
     assert one().masks((), ()) != [EMPTY_MASK]

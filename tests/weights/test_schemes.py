@@ -22,7 +22,7 @@ from quire.ops.reference import ReferenceOps
 from quire.weights.canary import Canary, Threshold
 from quire.weights.files import SINGLE, Checkpoint, read_config
 from quire.weights.load import load_model, load_weights
-from quire.weights.schemes import IGNORED_TENSORS, ONLINE, choose_format
+from quire.weights.schemes import IGNORED_TENSORS, ONLINE, choose_format, named
 from tests.checkpoints import make
 from tests.layers.test_builder import Rank
 from tests.quantised import FORMATS, SHAPE, SIZES, plain, quantise
@@ -240,3 +240,19 @@ def test_dummy_weights_of_a_quantised_checkpoint_are_lively(folder: Path) -> Non
 def test_a_scale_counts_for_its_columns_only() -> None:
     weight, scale = torch.ones(2, 5, dtype=torch.int8), torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
     assert dequantize(QuantizedMatrix(weight, scale, 2, 1)).tolist() == [[1, 2, 2, 3, 3], [4, 5, 5, 6, 6]]
+
+
+@pytest.mark.parametrize(
+    ("rule", "meant"),
+    [
+        ("lm_head", {"lm_head"}),
+        ("model.layers.1", {"model.layers.1.mlp.up_proj"}),
+        ("up_proj", {"model.layers.1.mlp.up_proj", "model.layers.10.mlp.up_proj"}),
+        ("proj", set()),
+        ("re:model.layers.1\\.", {"model.layers.1.mlp.up_proj"}),
+        ("re:layers", set()),
+    ],
+)
+def test_a_rule_means_a_whole_module_and_what_is_in_it(rule: str, meant: set[str]) -> None:
+    modules = ("lm_head", "model.layers.1.mlp.up_proj", "model.layers.10.mlp.up_proj")
+    assert {module for module in modules if named(module, rule)} == meant
