@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from quire.errors import InvalidModel
 from quire.layers.quantization.base import Plain
 from quire.layers.quantization.packed import Packed
-from quire.models.registry import Model
+from quire.models.registry import Model, read_spec
 from quire.ops.matmul import can_pack
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.weights.files import INDEX, SINGLE, Checkpoint
-from quire.weights.load import load_model
+from quire.weights.load import choose_dtype, load_model
 from tests.checkpoints import make
 
 SHAPE = "llama-mqa-biased-odd-dim"
@@ -87,6 +87,18 @@ def test_auto_dtype_is_the_checkpoints_and_float32_for_half_precision_on_a_cpu(f
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "dtype"}))
     save_file({k: v.bfloat16() for k, v in load_file(folder / SINGLE).items()}, folder / SINGLE)
     assert load_model(folder).embedding.weight.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_auto_dtype_is_half_precision_where_there_is_arithmetic_for_it(folder: Path, device: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    found = torch.float32 if device == "cpu" else torch.float16
+    spec = read_spec(config | {"dtype": "float16"})
+    assert choose_dtype("auto", spec, None, torch.device(device)) is found
+    unnamed = read_spec({k: v for k, v in config.items() if k != "dtype"})
+    save_file({k: v.half() for k, v in load_file(folder / SINGLE).items()}, folder / SINGLE)
+    assert choose_dtype("auto", unnamed, Checkpoint(folder), torch.device(device)) is found
+    assert choose_dtype("float16", spec, None, torch.device(device)) is torch.float16, "asked for by name"
 
 
 def test_a_draft_computes_the_same_by_other_products(folder: Path) -> None:
