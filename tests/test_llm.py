@@ -362,6 +362,17 @@ def test_options_are_checked_before_anything_is_loaded(llm: LLM) -> None:
     assert LLM(settings=Settings.of(seed=3)).settings.model.seed == 3
 
 
+def test_the_seed_decides_what_requests_without_one_get() -> None:
+    def said(seed: int) -> list[tuple[int, ...]]:
+        drawn = SamplingParams(temperature=1.5, max_tokens=12)
+        with LLM(seed=seed, max_model_len=64) as llm:
+            return [one.outputs[0].token_ids for one in llm.generate(["Once", "Once"], drawn, use_tqdm=False)]
+
+    first = said(1)
+    assert first[0] != first[1], "each request has a seed of its own"
+    assert said(1) == first != said(2)
+
+
 def test_closing_gives_the_device_back(llm: LLM, alphabet: Alphabet) -> None:
     llm.close()
     assert alphabet.closed

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 
@@ -42,3 +45,14 @@ def test_other_failures_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.M
     monkeypatch.setattr(engine, "_local", broken)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         engine.make_executor(Settings.of())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_weights_are_loaded_into_the_memory_that_a_host_has(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU says itself when it is full; a host would end the process."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(engine, "load_model", lambda folder, **options: given.update(options))
+    monkeypatch.setattr(engine, "host_bytes", lambda: 12_345)
+    monkeypatch.setattr(engine, "choose_ops", lambda *args, **options: None)
+    engine._load(Settings.of(), torch.device(device), None)
+    assert given["room"] == (12_345 if device == "cpu" else math.inf)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.assembly.engine import build_engine
 from quire.cli import main
-from quire.cli.diff import compare, departs
+from quire.cli.diff import FAR, Layer, compare, departs
 from quire.cli.inspect import read_facts
 from quire.cli.plan import need, plan_lines
 from quire.config import Settings
@@ -186,6 +187,14 @@ def test_the_first_layer_that_departs_is_named(tmp_path: Path) -> None:
     assert first is not None
     assert first.name == "layer 1"
     assert [layer.share < 1e-4 for layer in found] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("share", "far"), [(0.0, False), (FAR / 2, False), (FAR, True), (math.inf, True), (math.nan, True)]
+)
+def test_a_layer_departs_that_is_too_far_off_or_no_number(share: float, far: bool) -> None:
+    layers = [Layer("layer 0", 0.0, 0.0), Layer("layer 1", 1.0, share)]
+    assert departs(layers) == (layers[1] if far else None)
 
 
 BROKEN = {

@@ -31,6 +31,7 @@ def obeys(text: str, **structure: Any) -> bool:
     [
         ({"json": {"type": "integer", "maximum": 12}}, ["12", "-3", "0"], ["13", "1.5", "a", ""]),
         ({"json": '{"enum":["ab",1]}'}, ['"ab"', "1"], ['"a"', "12"]),
+        ({"json": {"type": "integer"}, "json_object": False}, ["7"], ["{}"]),
         ({"json_object": True}, ["{}", '{"a": [1, {}]}', '{"a":1}'], ["[]", "1", '{"a"}', "{}}"]),
         ({"regex": "a{2,3}b?"}, ["aa", "aaab"], ["a", "aab1", ""]),
         ({"regex": "^ab$"}, ["ab"], ["a", "abb"]),
