@@ -12,9 +12,9 @@ import pytest
 from quire.engine.events import Completed, StepRecord
 from quire.engine.timing import VirtualClock
 from quire.scheduler.policy import Pressure
-from quire.scheduler.sequence import Decision
+from quire.scheduler.sequence import Decision, Sequence
 from quire.sim.run import SimConfig
-from quire.types import Request
+from quire.types import Request, SamplingParams, TokenLogprobs
 
 
 class Watching:
@@ -114,3 +114,16 @@ def test_every_preemption_is_reported_once(depth: int) -> None:
     reported = Counter(each.request_id for each in seen.decisions if each.kind == "preempted")
     assert reported == {one.id: one.preemptions for one in engine.completed_requests if one.preemptions}
     assert reported.total() == engine.gauges().preemptions > 0
+
+
+def test_scores_of_a_prompt_are_taken_once_each_and_no_others() -> None:
+    """After a preemption the executor scores again what was sent; what follows the prompt is the answer's."""
+    request = Request(id="a", prompt=tuple(range(10)), max_new_tokens=4, sampling=SamplingParams(prompt_logprobs=0))
+    seq = Sequence(request, 0, list(request.prompt), 14)
+    rows = [TokenLogprobs(position, 0.0, 1) for position in range(1, 14)]
+    sent = []
+    for computed, fed in ((0, 4), (4, 4), (0, 6), (6, 7)):
+        seq.num_computed = computed
+        sent.append([row.token for row in seq.take_prompt_logprobs(rows[computed : computed + fed])])
+        assert seq.needs_prompt_logits is (sent[-1] != [9])
+    assert sent == [[1, 2, 3, 4], [5, 6, 7, 8], [], [9]]

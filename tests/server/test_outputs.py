@@ -231,10 +231,11 @@ async def test_generate_answers_in_its_own_shape() -> None:
     assert got == {"text": ANSWER, "generated_tokens": TOKENS, "finish_reason": "stop", "model": "tiny"}
 
 
-async def test_a_deadline_before_the_first_token_is_a_gateway_timeout() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_deadline_before_the_first_token_is_a_gateway_timeout(stream: bool) -> None:
     async with served() as server:
         server.port.stepping.clear()
-        response = await server.post("/v1/completions", prompt="the", timeout=0.02)
+        response = await server.post("/v1/completions", prompt="the", timeout=0.02, stream=stream)
     assert response.status_code == 504
     assert response.json()["error"]["type"] == "timeout_error"
 

@@ -110,12 +110,13 @@ async def test_calls_and_results_and_thoughts_go_back() -> None:
             {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
             {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
             {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Look:"}]},
+            {"type": "message", "role": "assistant", "content": "Now:"},
             {"type": "function_call", "call_id": "c", "name": "weather", "arguments": '{"city": "Rome"}'},
             {"type": "function_call_output", "call_id": "c", "output": "warm"},
         ]
         await client.responses.create(model="tiny", input=talk, tools=TOOLS)
         said = TOKENIZER.decode(server.port.submitted[-1].prompt)
-        assert said == "user:|hi;assistant:hm|Look:weatherRome;tool:|warm;2"
+        assert said == "user:|hi;assistant:hm|Look:;assistant:|Now:weatherRome;tool:|warm;2"
 
 
 async def test_a_schema_for_the_text_and_forced_calls_bind() -> None:

@@ -105,11 +105,11 @@ def test_a_replay_can_begin_at_every_segment(tmp_path: Path, combo: dict[str, An
         assert again.engine.gauges() == run.eng.gauges()
 
 
-def tight(folder: Path) -> Engine:
+def tight(folder: Path, make: Callable[..., Engine] | None = None) -> Engine:
     """Forty requests in too few pages, recorded."""
     sizes = {"pages": 12, "page_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "chunk": 16}
     config = SimConfig(**sizes, pressure_policy="preempt", cost=StepCost(0.01))  # type: ignore[arg-type]
-    engine = config.build(VirtualClock(), make=recorded(folder))
+    engine = config.build(VirtualClock(), make=make or recorded(folder))
     simulate(engine, uniform(40, prompt=(4, 24), new=(4, 16), shared=8, rate=40.0))
     engine.close()
     return engine
@@ -234,6 +234,18 @@ def test_the_summary_says_what_happened_and_why(tmp_path: Path) -> None:
     assert len(found["preemptions"]["each"]) == engine.scheduler.num_preemptions
     assert found["time"]["executor"] == pytest.approx(engine.stats.num_steps * 0.01)
     assert sum(found["time"].values()) == pytest.approx(found["seconds"]), "every moment is counted once"
+
+
+def test_what_is_counted_begins_with_the_recording(tmp_path: Path) -> None:
+    ring = Short(tmp_path, 60)
+    engine = tight(tmp_path, make=partial(RecordedEngine, recorder=Recorder(ring)))
+    segments = sorted(tmp_path.iterdir())
+    assert len(segments) > 2
+    whole, parts = report(tmp_path), [report(segment) for segment in segments]
+    assert whole["evictions"] == engine.scheduler.kv.block_pool.evictions > 0
+    for name in ("tokens", "fed", "evictions"):
+        assert sum(part[name] for part in parts) == whole[name], name
+    assert sum(part["preemptions"]["count"] for part in parts) == whole["preemptions"]["count"] > 0
 
 
 def test_one_request_and_one_step_are_shown(tmp_path: Path) -> None:
