@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from quire.executors.contract.translate import (
 from quire.executors.grpc_client import RemoteExecutor, TlsConfig
 from quire.executors.grpc_server import Credentials, ExecutorServer
 from quire.executors.synthetic import SyntheticExecutor
+from quire.frontend.supervisor import free_port
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.plan import NewSequence, Plan, Result, Span
 from quire.scheduler.scheduler import Scheduler
@@ -216,6 +218,19 @@ def test_an_address_without_a_server_and_one_that_cannot_be_bound_are_errors() -
         RemoteExecutor("127.0.0.1:1", connect_timeout=0.2)
     with pytest.raises(InvalidConfig, match="cannot listen"):
         ExecutorServer(SyntheticExecutor(**SIZES), "203.0.113.7:1")
+
+
+def test_an_executor_that_is_started_later_is_waited_for() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(RemoteExecutor, address, connect_timeout=100.0)
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.5)
+        host = ExecutorServer(SyntheticExecutor(**SIZES), address)
+        remote = waiting.result(timeout=100)
+    assert remote.describe().num_rows == host.executor.describe().num_rows
+    remote.close()
+    host.stop()
 
 
 class Stuck(SyntheticExecutor):

@@ -107,6 +107,25 @@ async def test_one_that_ends_before_it_is_ready_is_an_error_with_what_it_said(fa
     assert server.restarts == 0
 
 
+async def test_what_it_had_started_itself_ends_with_it(tmp_path: Path) -> None:
+    """Workers that outlive a server hold the device, and the next one could not start."""
+    note = tmp_path / "pid"
+    starts = (
+        "import pathlib, subprocess, sys\n"
+        "worker = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(999)'])\n"
+        "pathlib.Path(sys.argv[1]).write_text(str(worker.pid))"
+    )
+    server = PrivateServer([sys.executable, "-c", starts, str(note)], {}, tmp_path / "log")
+    deaths: list[str] = []
+    try:
+        await server.start(deaths.append)
+        await until(lambda: bool(deaths))
+        worker = int(note.read_text())
+        await until(lambda: not _lives(worker))
+    finally:
+        await server.close()
+
+
 async def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
     server = PrivateServer(["no-such-vllm"], {}, tmp_path / "log")
     with pytest.raises(InvalidConfig, match=r"no-such-vllm.*--vllm-command"):

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from quire.errors import InvalidModel
-from quire.weights.gguf import read_gguf
+from quire.weights.gguf import KINDS, Gguf, GgufTensorInfo, read_gguf
+from quire.weights.gguf_model import block_entry
 from quire.weights.load import load_model
 from tests.checkpoints import greedy, make
-from tests.gguf_files import write
+from tests.gguf_files import stored, write
 from tests.models.feeding import Feeder
 from tests.weights.test_load import answer
 
@@ -129,3 +130,20 @@ def test_types_that_are_not_read_are_named(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(InvalidModel, match=r"x\.weight is stored as Q5_0: not supported"):
         load_model(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "Q4_K", "Q4_0"])
+def test_a_part_of_a_quantised_matrix_is_that_part_of_the_whole(tmp_path: Path, kind: str) -> None:
+    """Ranks read their rows, and experts that one tensor holds are read one by one."""
+    numbers = np.random.default_rng(1).standard_normal((6, 4, 512), dtype=np.float32)
+    bytes_, _ = stored(numbers.reshape(24, 512), kind)
+    path = tmp_path / "one"
+    path.write_bytes(bytes(40) + bytes_.tobytes())
+    number = next(number for number, each in KINDS.items() if each.name == kind)
+    entry = block_entry(Gguf(path, {}, {}), GgufTensorInfo(KINDS[number], (6, 4, 512), 40))
+    whole = entry.read(())
+    assert whole.shape == (6, 4, 512) and (whole - torch.from_numpy(numbers)).std() < 0.3
+    for cut in ((slice(2, 5),), (slice(5, 6), slice(1, 3)), (slice(0, 2), slice(None), slice(256, 512))):
+        assert torch.equal(entry.read(cut), whole[cut])
+    for expert in range(6):
+        assert torch.equal(entry.part(expert).read(()), whole[expert])
