@@ -121,6 +121,16 @@ def test_usage_is_found_where_other_apis_put_it(last: dict[str, Any]) -> None:
     assert (response.tokens, response.prompt_tokens) == (6, 5)
 
 
+@pytest.mark.parametrize("more", [{}, {"input_tokens": 0}])
+def test_the_prompt_that_the_first_event_reports_is_not_forgotten(more: dict[str, int]) -> None:
+    """Anthropic's API names the prompt's tokens at the beginning, and at the end perhaps only the answer's."""
+    first = {"type": "message_start", "message": {"id": "msg_1", "usage": {"input_tokens": 5, "output_tokens": 1}}}
+    last = {"type": "message_delta", "usage": {"output_tokens": 6, **more}}
+    stream = b"".join(b"event: x\ndata: " + json.dumps(each).encode() + b"\n\n" for each in (first, last))
+    _, response, _, _ = passed(Wire(stream))
+    assert (response.tokens, response.prompt_tokens) == (6, 5)
+
+
 def test_an_event_without_end_is_held_only_so_long() -> None:
     pieces, _, _, _ = passed(Wire(*[b"x" * (MAX_HELD_BYTES // 4)] * 6))
     assert [len(piece) for piece in pieces] == [MAX_HELD_BYTES, MAX_HELD_BYTES // 2]

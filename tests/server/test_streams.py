@@ -17,7 +17,8 @@ from quire.frontend.interface import Call, Delta
 from quire.frontend.processor import ActiveRequest
 from quire.server.calls import Job
 from quire.server.limits import Limits
-from quire.server.stream import EventStream, answer_all
+from quire.server.outputs import CompletionChunks
+from quire.server.stream import DONE, EventStream, answer_all
 from quire.types import RequestStepOutput
 from tests.server.doubles import ANSWER, HI, TOKENIZER, Served, events, says, served
 
@@ -327,6 +328,33 @@ async def test_a_stream_whose_client_is_gone_takes_no_other_with_it() -> None:
         assert server.port.aborted == [server.port.submitted[0].id]
         whole.left.set()
         await whole.ended
+
+
+@pytest.mark.parametrize("error", [Unavailable("it stopped"), ValueError("a bug")])
+async def test_an_error_in_a_stream_is_sent_and_one_that_nobody_expected_is_raised_for_the_log(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(None) as server:
+        raw = Raw(server, "/v1/completions", prompt="a", stream=True)
+        await submitted(server)
+        server.port.say(server.port.submitted[0], *TOKENIZER.encode("the"))
+        monkeypatch.setattr(CompletionChunks, "encode", failing(error))
+        server.port.say(server.port.submitted[0], *TOKENIZER.encode("dog"))
+        if isinstance(error, ValueError):
+            with pytest.raises(ValueError, match="a bug"):
+                await raw.ended
+        else:
+            await raw.ended
+    said = raw.bodies[-1] if raw.bodies[-1] else raw.bodies[-2]
+    assert b'"error":{' in said and said.endswith(DONE)
+    assert (b"it stopped" in said, b"a bug" in said) == (not isinstance(error, ValueError), False)
+
+
+def failing(error: Exception) -> Callable[..., bytes]:
+    def fail(*args: object) -> bytes:
+        raise error
+
+    return fail
 
 
 @pytest.mark.parametrize("stream", [True, False])
