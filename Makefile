@@ -36,9 +36,9 @@ mutation:
 	OMP_NUM_THREADS=1 $(PYTHON) -m tests.mutation --seed $(SEED) --count 100 --jobs 2
 
 docs:
-	$(PYTHON) -m quire.config.document > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/configuration.md
-	$(PYTHON) -m quire.server.openapi > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/requests.md
-	$(PYTHON) -m quire.observability.document > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/metrics.md
+	$(PYTHON) -m tools.options_page > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/configuration.md
+	$(PYTHON) -m tools.requests_page > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/requests.md
+	$(PYTHON) -m tools.metrics_page > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/metrics.md
 
 # The documentation site, as a folder of files.
 site:

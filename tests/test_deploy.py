@@ -17,9 +17,9 @@ import yaml
 from quire.cli import main
 from quire.config import OPTIONS, Settings, load
 from quire.errors import InvalidConfig
-from quire.observability.document import markdown
 from tests.live import environment, serving, tls_pair
 from tests.prometheus import RULES
+from tools.metrics_page import markdown
 
 ROOT = Path(__file__).parents[1]
 DEPLOYMENT, SERVICE = yaml.safe_load_all((ROOT / "deploy/kubernetes/quire.yaml").read_text())

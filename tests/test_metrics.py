@@ -15,9 +15,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.observability.document import buckets, rows
 from tests.live import ROOT, Live, serving
 from tests.prometheus import PROMETHEUS, PROMTOOL, RULES, Scraping, prometheus, queries
+from tools.metrics_page import buckets, rows
 
 VLLM = frozenset(
     """

@@ -18,12 +18,12 @@ from quire.cli import main
 from quire.config import OPTIONS
 from quire.executors.contract import executor_pb2
 from quire.executors.contract.translate import VERSION as CONTRACT
-from quire.observability import document as metrics
 from quire.observability.recording_format import VERSION as RECORDING
 from quire.ops.gemm import FORMAT as GEMM
 from quire.server import openapi
 from quire.server.batch_api.store import FORMAT as BATCHES
 from quire.weights.files import ONNX_FORMAT
+from tools.metrics_page import rows as metrics
 
 FILE = Path(__file__).with_name("stable.json")
 PAGE = Path(__file__).parents[1] / "docs/reference/stability.md"
@@ -58,7 +58,7 @@ def surface() -> dict[str, Any]:
         "commands": dict(commands(main)),
         "options": sorted(known.flag for known in OPTIONS.values()),
         "routes": sorted(f"{method.upper()} {path}" for path, kinds in described["paths"].items() for method in kinds),
-        "metrics": {name: f"{kind} {' '.join(labels)}".strip() for name, kind, labels, _ in sorted(metrics.rows())},
+        "metrics": {name: f"{kind} {' '.join(labels)}".strip() for name, kind, labels, _ in sorted(metrics())},
         "grpc": {"package": contract.package, "messages": dict(sorted(fields(contract.message_types_by_name)))},
         "formats": {
             "recording": RECORDING,

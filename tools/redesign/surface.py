@@ -69,9 +69,9 @@ def main() -> None:
     found = {
         "all": sorted(quire.__all__),
         "commands": commands(cli, "quire"),
-        "options": sorted(document("quire.config.document", "quire.config.options")),
-        "requests": sorted(document("quire.server.document", "quire.server.openapi")),
-        "metrics": sorted(document("quire.observability.document", "quire.observe.document")),
+        "options": sorted(document("tools.options_page", "quire.config.document", "quire.config.options")),
+        "requests": sorted(document("tools.requests_page", "quire.server.document", "quire.server.openapi")),
+        "metrics": sorted(document("tools.metrics_page", "quire.observability.document", "quire.observe.document")),
         "routes": {path: sorted(methods) for path, methods in spec["paths"].items()},
         "fields": sorted(names(spec)),
         "proto": proto.read_text().splitlines() if proto else [],
