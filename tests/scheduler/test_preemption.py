@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from quire.engine.events import Completed, StepRecord
+from quire.engine.events import Observer, StepRecord
 from quire.engine.timing import VirtualClock
 from quire.scheduler.policy import Pressure
 from quire.scheduler.sequence import Decision, Sequence
@@ -17,22 +17,16 @@ from quire.sim.run import SimConfig
 from quire.types import Request, SamplingParams, TokenLogprobs
 
 
-class Watching:
+class Watching(Observer):
     """Keeps every decision, and counts tokens fed."""
 
     def __init__(self) -> None:
         self.decisions: list[Decision] = []
         self.fed = 0
 
-    def on_submit(self, request: Request, now: float) -> None: ...
-
     def on_step(self, record: StepRecord) -> None:
         self.decisions += record.decisions
         self.fed += sum(span.num_tokens for span in record.plan.spans)
-
-    def on_end(self, ended: Completed) -> None: ...
-
-    def on_failure(self, reason: str, suspects: list[str], now: float) -> None: ...
 
 
 def first_victim(lengths: dict[str, int], pages: int, urgency: dict[str, int]) -> tuple[str, str]:

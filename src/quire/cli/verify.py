@@ -27,7 +27,7 @@ from quire.cli.base import OFFLINE, SettingsCommand, integer
 from quire.cli.tables import console, numbers
 from quire.config import Settings
 from quire.engine.engine import Engine
-from quire.engine.events import Gauges, StepRecord
+from quire.engine.events import Gauges, Observer, StepRecord
 from quire.engine.executor import Description
 from quire.errors import InvalidConfig, InvalidModel, QuireError
 from quire.models.registry import read_spec
@@ -171,7 +171,7 @@ CHUNK = 13
 Answer = tuple[TokenLogprobs, ...]
 
 
-class ScheduleObserver:
+class ScheduleObserver(Observer):
     """Counts the rows of steps, and chunks of prompts."""
 
     def __init__(self) -> None:
@@ -181,11 +181,6 @@ class ScheduleObserver:
         """A step was committed."""
         self.rows = max(self.rows, len(record.plan.spans))
         self.chunks += sum(not span.num_samples for span in record.plan.spans)
-
-    def _ignore(self, *args: object, **kwargs: object) -> None:
-        """Not counted."""
-
-    on_submit = on_end = on_failure = _ignore
 
 
 Seen = Callable[[ScheduleObserver, Gauges], tuple[int, str]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from quire.scheduler.plan import Plan
 from quire.scheduler.sequence import Decision, InflightStep, Sequence
@@ -66,8 +66,8 @@ class StepRecord:
         return [s.request.id for s in self.seqs]
 
 
-class Observer(Protocol):
-    """Metrics, traces, the live page, the flight recorder."""
+class Observer:
+    """What happens in an engine, for metrics, the live page and recordings. What a subclass leaves out does nothing."""
 
     def on_submit(self, request: Request, now: float) -> None:
         """A request is queued."""

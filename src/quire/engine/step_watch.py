@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from quire.engine.engine import Engine
-from quire.engine.events import Completed, StepRecord
+from quire.engine.events import Observer, StepRecord
 from quire.engine.protocol import REPORT_SIGNAL
 from quire.scheduler.plan import Plan
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Decision
 from quire.tokenization.escape import escape_control
-from quire.types import Request
 
 _UNKNOWN = 0.1
 """Seconds a token before anything was measured: slower than any usable model."""
@@ -37,8 +36,8 @@ _LONG = 30.0
 """Seconds that any step may take, unless an option says otherwise: once steps have been measured, and before."""
 
 
-class StepWatch:
-    """An observer that keeps the last steps and says how long the next may take.
+class StepWatch(Observer):
+    """Keeps the last steps and says how long the next may take.
 
     timeout: seconds that any step may take; None: 10 where steps are known to be short, 30 before any was measured.
     keep: steps remembered. out: where failures and reports are written.
@@ -62,15 +61,9 @@ class StepWatch:
 
     # ---------------------------------------------------------------- an observer
 
-    def on_submit(self, request: Request, now: float) -> None:
-        """Nothing to do."""
-
     def on_step(self, record: StepRecord) -> None:
         """Remember it for reports."""
         self.last.append(record)
-
-    def on_end(self, ended: Completed) -> None:
-        """Nothing to do."""
 
     def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
         """Print why a step failed and which requests were on the device."""

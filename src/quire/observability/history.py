@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from quire.engine.events import Completed, StepRecord
+from quire.engine.events import Completed, Observer, StepRecord
 from quire.scheduler.kv_cache import KVCacheManager
 from quire.types import Request
 
@@ -85,7 +85,7 @@ class RequestHistory:
             self.unnoted += 1
 
 
-class History:
+class History(Observer):
     """An observer: the history of live requests, and of the last finished ones, at most `keep` with `tokens` in all."""
 
     def __init__(self, *, keep: int = 512, tokens: int = 1 << 22, waits: int = 4096) -> None:

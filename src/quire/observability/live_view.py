@@ -19,7 +19,7 @@ import msgspec
 
 from quire.engine.client import LiveViewClient, OnFrame
 from quire.engine.engine import Engine
-from quire.engine.events import Completed, StepRecord
+from quire.engine.events import Completed, Observer, StepRecord
 from quire.errors import Overloaded
 from quire.observability.explain import details, explain, short, state_of, summary_of
 from quire.observability.history import History, Note, RequestHistory
@@ -112,7 +112,7 @@ class _Frames:
         }
 
 
-class EngineLiveView(_Frames):
+class EngineLiveView(_Frames, Observer):
     """Makes an engine's frames: an observer, which must come after `history`, and the engine's `LiveView`."""
 
     def __init__(self, history: History) -> None:

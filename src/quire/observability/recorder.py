@@ -61,7 +61,7 @@ class _Filling:
     due: int = -1
 
 
-class Recorder:
+class Recorder(Observer):
     """Writes the frames of one engine; an observer of its steps."""
 
     def __init__(self, ring: Ring) -> None:
@@ -165,9 +165,7 @@ class Recorder:
         self.write(recording_format.Crashed(self.at, type(error).__name__))
 
     # ---------------------------------------------------------------- observer
-
-    def on_submit(self, request: Request, now: float) -> None:
-        """Recorded by `arrived`."""
+    # Submissions are recorded by `arrived`, failures by `reset`.
 
     @_safely
     def on_step(self, record: StepRecord) -> None:
@@ -190,9 +188,6 @@ class Recorder:
     def on_end(self, ended: Completed) -> None:
         """Forget a request that ended outside a step."""
         self._filling.pop(ended.id, None)
-
-    def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
-        """Recorded by `reset`."""
 
     def _land(self, pages: list[tuple[int, int, int]], stops: list[tuple[str, int]]) -> None:
         self._landing = False

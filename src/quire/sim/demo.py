@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quire.engine.engine import Engine
-from quire.engine.events import StepRecord
+from quire.engine.events import Observer, StepRecord
 from quire.engine.timing import VirtualClock
 from quire.scheduler.policy import Pressure
 from quire.scheduler.scheduler import Scheduler
@@ -23,24 +23,15 @@ from quire.sim.workload import uniform
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta")
 
 
-class DemoObserver:
-    """An observer that keeps the steps not printed yet."""
+class DemoObserver(Observer):
+    """Keeps the steps not printed yet."""
 
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
 
-    def on_submit(self, request: object, now: float) -> None:
-        """Nothing to show: all requests are submitted before the first step."""
-
     def on_step(self, record: StepRecord) -> None:
         """Keep it."""
         self.records.append(record)
-
-    def on_end(self, ended: object) -> None:
-        """No request is aborted here."""
-
-    def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
-        """No step fails here."""
 
 
 @click.command("demo")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.engine.engine import Engine
-from quire.engine.events import Completed, Gauges, StepRecord
+from quire.engine.events import Completed, Gauges, Observer, StepRecord
 from quire.observability.explain import explain
 from quire.observability.history import History
 from quire.observability.recording_format import Began
@@ -33,7 +33,7 @@ def _reported(gauges: Gauges) -> dict[str, Any]:
     return {_NAMES.get(name, name): value for name, value in gauges._asdict().items()}
 
 
-class ReplayStats:
+class ReplayStats(Observer):
     """Counts and times of a whole recording. request, step: which ones to keep."""
 
     def __init__(self, request: str | None = None, step: int | None = None) -> None:
