@@ -92,6 +92,20 @@ async def test_a_stream_builds_the_same_response(text: str, rest: Any, options: 
         assert [e.item.to_dict() for e in done] == [item.to_dict() for item in last.response.output]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_log_probability_is_that_of_one_message(stream: bool) -> None:
+    text = CALLS + "\nthe dog"
+    async with speaking_with(speaking(text), template=KNOWS, room=1024) as (_, client):
+        options: Any = {"tools": TOOLS, "include": ["message.output_text.logprobs"], "stream": stream}
+        made: Any = await client.responses.create(model="tiny", input="hi", **options)
+        if stream:
+            made = [event async for event in made][-1].response
+    messages = [item for item in made.output if item.type == "message"]
+    assert [message.content[0].text for message in messages] == ["Look:", "the dog"]
+    shown = [[one.token for one in message.content[0].logprobs] for message in messages]
+    assert "".join(shown[0] + shown[1]) == text + "<|end|>", "calls between two messages count to one of them"
+
+
 async def test_the_clients_own_gathering_of_a_stream_agrees() -> None:
     async with speaking_with(speaking(CALLS), template=KNOWS, room=1024) as (_, client):
         async with client.responses.stream(model="tiny", input="hi", tools=TOOLS) as stream:

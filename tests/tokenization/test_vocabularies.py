@@ -124,6 +124,16 @@ def test_gpt2s_pair_of_files_is_the_tokenizer_they_were(tmp_path: Path, names: t
         Tokenizer.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize("head", ["#version: 0.2\n", ""])
+def test_a_merge_that_begins_with_a_hash_sign_is_no_comment(tmp_path: Path, head: str) -> None:
+    (tmp_path / "vocab.json").write_text(json.dumps({"#": 0, "##": 1, "a": 2, "#a": 3}))
+    (tmp_path / "merges.txt").write_text(head + "# #\n# a\n")
+    ours = Tokenizer.from_folder(tmp_path)
+    assert ours.encode("##") == (1,)
+    assert ours.encode("###a") == (1, 0, 2), "heading and letter are split before merges"
+    assert ours.encode("a##") == (2, 1)
+
+
 def write(path: Path, model: str, pieces: list[str], kinds: list[int], **more: object) -> None:
     """A GGUF file of a tokenizer only, by the gguf package."""
     writer = gguf.GGUFWriter(path, "llama")

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from quire.ops.quantized import E4M3
-from quire.weights.canary import float8_layers
+from quire.ops.quantized import E4M3, to_fp8
+from quire.weights.canary import ROOM, float8_layers, scale_of
 from quire.weights.files import SINGLE
 from quire.weights.load import load_model
 from tests.checkpoints import make
@@ -55,3 +55,12 @@ def test_a_layer_whose_numbers_float8_cannot_hold_keeps_the_models_dtype(tmp_pat
     layers, _ = float8_layers(model, TOKENS, CPU)
     assert [layer.dtype for layer in layers] == [E4M3, torch.float32, E4M3]
     assert (layers[1].k_scale, layers[1].v_scale) == (1.0, 1.0)
+
+
+def test_values_four_times_as_large_as_the_probes_are_held() -> None:
+    found = torch.linspace(-3.0, 3.0, 400).view(100, 2, 2)
+    scale = scale_of(found)
+    assert scale is not None
+    larger = ROOM * found
+    assert ((to_fp8(larger, scale).float() * scale - larger).abs() <= 0.07 * larger.abs()).all()
+    assert scale_of(torch.zeros(4, 2, 2)) is scale_of(torch.full((4, 2, 2), torch.inf)) is None
