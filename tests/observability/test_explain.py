@@ -6,6 +6,8 @@ import json
 import time
 from typing import Any
 
+from quire.observability.explain import explain
+from quire.observability.history import History, Wait
 from quire.types import Request, SamplingParams
 from tests.observability.watched import Watched
 
@@ -176,3 +178,15 @@ def test_explaining_among_many_long_alike_prompts_does_not_hold_the_engine_up() 
     for i in range(20):
         watched.window.explain(f"req-{i}", watched.clock.now())
     assert time.thread_time() - began < 1.0
+
+
+def test_a_grammar_delays_the_request_that_has_it_and_no_other() -> None:
+    history = History()
+    for id in ("own", "other"):
+        history.on_submit(Request(id=id, prompt=(1, 2), max_new_tokens=4), 1.0)
+    history.waits += [Wait(1.0, 3.0, "own", "grammar"), Wait(3.0, 4.0, "own", "pages")]
+    waits = {id: (explain(history, id, 5.0) or {})["waits"] for id in ("own", "other")}
+    assert {id: [(w["for"], w["behind"], w["seconds"]) for w in found] for id, found in waits.items()} == {
+        "own": [("grammar", None, 2.0), ("pages", None, 1.0)],
+        "other": [("pages", "own", 1.0)],
+    }
