@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -203,3 +204,31 @@ class DrainRate:
             return 1.0
         rate = len(self._times) / (now - self._times[0])
         return min(max(math.ceil(backlog / rate), 1.0), _MAX_RETRY_AFTER)
+
+
+@dataclass(kw_only=True, eq=False)
+class DrainingService(ABC):
+    """The part of a Service that drains it. Subclasses refuse calls while `_draining`, and set `_empty` when the last
+    one has ended."""
+
+    _drain_rate: DrainRate = field(default_factory=DrainRate)
+    _draining: bool = False
+    _empty: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @abstractmethod
+    def load(self) -> int:
+        """See Service."""
+
+    @abstractmethod
+    def _abort_all(self) -> None:
+        """Abort every call."""
+
+    async def drain(self, timeout: float) -> None:
+        """See Service."""
+        self._draining = True
+        if self.load():
+            self._empty.clear()
+            try:
+                await asyncio.wait_for(self._empty.wait(), timeout)
+            except TimeoutError:
+                self._abort_all()

@@ -15,7 +15,7 @@ from quire import errors
 from quire.engine.client import EngineClient
 from quire.engine.executor import Description
 from quire.errors import DeadlineExceeded, Interrupted, InvalidRequest, Overloaded, Unavailable
-from quire.frontend.interface import Call, Delta, DrainRate, ModelCard
+from quire.frontend.interface import Call, Delta, DrainingService, ModelCard
 from quire.frontend.observer import FrontendObserver, ObserverGroup
 from quire.frontend.processor import ActiveRequest, OutputProcessor, delta_of_error, output_processor, requests
 from quire.tokenization.chat_template import ChatTemplate
@@ -38,7 +38,7 @@ def _initial_stats(about: Description) -> dict[str, Any]:
 
 
 @dataclass(kw_only=True, eq=False)
-class NativeBackend:
+class NativeBackend(DrainingService):
     """A Backend of one engine.
 
     card: its max_model_len and vocab_size are the checkpoint's until `start`, then the engine's. max_queued: answers
@@ -59,10 +59,7 @@ class NativeBackend:
     _num_background: int = 0
     """The number of those with background priority."""
     _requests: set[ActiveRequest] = field(default_factory=set)
-    _drain_rate: DrainRate = field(default_factory=DrainRate)
     _stats: dict[str, Any] = field(default_factory=dict)
-    _draining: bool = False
-    _empty: asyncio.Event = field(default_factory=asyncio.Event)
 
     # ---------------------------------------------------------------- life cycle
 
@@ -77,18 +74,8 @@ class NativeBackend:
     async def close(self) -> None:
         """See Service."""
         self._draining = True
-        self._end_all("abort")
+        self._abort_all()
         await self.engine.close()
-
-    async def drain(self, timeout: float) -> None:
-        """See Service."""
-        self._draining = True
-        if self._requests:
-            self._empty.clear()
-            try:
-                await asyncio.wait_for(self._empty.wait(), timeout)
-            except TimeoutError:
-                self._end_all("abort")
 
     def alive(self) -> bool:
         """See Service."""
@@ -299,10 +286,10 @@ class NativeBackend:
         live.processors.clear()
         return ids
 
-    def _end_all(self, reason: FinishReason) -> None:
+    def _abort_all(self) -> None:
         for live in list(self._requests):
             if live.processors:
-                self._end(live, reason)
+                self._end(live, "abort")
 
     def _on_reader_closed(self, live: ActiveRequest) -> None:
         """The reader closed the stream: finished, failed, or disconnected. Blocks are free within a step."""

@@ -16,7 +16,7 @@ import msgspec
 
 from quire.errors import InvalidConfig, Overloaded, Unavailable
 from quire.frontend.http_client import Connection, ConnectionLost, Headers, Origin, Pool
-from quire.frontend.interface import DrainRate
+from quire.frontend.interface import DrainingService
 from quire.frontend.observer import FrontendObserver, ObserverGroup, RequestObserver
 from quire.frontend.supervisor import PrivateServer
 from quire.frontend.upstream_response import UpstreamResponse
@@ -219,7 +219,7 @@ _REASONS: Mapping[str, str] = {"length": "length", "max_tokens": "length", "abor
 
 
 @dataclass(eq=False)
-class UpstreamBackend:
+class UpstreamBackend(DrainingService):
     """A Service that forwards requests unchanged.
 
     supervisor: of a private server, None where others run the servers. headers: sent with every request. keyed: an API
@@ -244,11 +244,8 @@ class UpstreamBackend:
     _completed: int = 0
     _num_turns: int = 0
     _under_way: int = 0
-    _drain_rate: DrainRate = field(default_factory=DrainRate)
     _watching: list[asyncio.Task[None]] = field(default_factory=list)
     _open: set[UpstreamResponse] = field(default_factory=set)
-    _draining: bool = False
-    _empty: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self, origins: Sequence[Origin]) -> None:
         self.upstreams = [Upstream(origin, self.headers) for origin in origins]
@@ -314,16 +311,6 @@ class UpstreamBackend:
             upstream.pool.close()
         if self.supervisor is not None:
             await self.supervisor.close()
-
-    async def drain(self, timeout: float) -> None:
-        """See Service."""
-        self._draining = True
-        if self._under_way:
-            self._empty.clear()
-            try:
-                await asyncio.wait_for(self._empty.wait(), timeout)
-            except TimeoutError:
-                self._abort_all()
 
     def _abort_all(self) -> None:
         for response in list(self._open):
