@@ -6,6 +6,7 @@ of an MLP. Results have the dtype of the first argument; sums are float32.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -57,6 +58,56 @@ class QuantizedMatrix(NamedTuple):
         """Some of its rows."""
         zero = None if self.zero is None else self.zero[which]
         return self._replace(weight=self.weight[which], scale=self.scale[which], zero=zero)
+
+
+class IntegerKind(IntEnum):
+    """What a word of an `IntegerMatrix` has in its upper and its lower 16 bits, for a group of columns of a row.
+
+    ZEROS: the scale, and -128 less the zero point in bfloat16. MINIMA: the scale, and what is subtracted after scaling.
+    PAIRS: the scales of columns 32 to 63 and 0 to 31 of 64; zero is 8 of 4 bits, and 0 of signed bytes.
+    """
+
+    ZEROS = 0
+    MINIMA = 1
+    PAIRS = 2
+
+
+class IntegerMatrix(NamedTuple):
+    """A matrix [out, in] of integers of 4 or 8 bits, a scale for every `group` columns of a row, as kernels read it.
+
+    weight: uint8 [B, out, 32], block by block of columns. Of 4 bits, byte j of a row of block b has columns 64 b + j
+    (low bits) and 64 b + 32 + j; of 8 bits it is column 32 b + j, signed. Bytes 1 and 2 of each four are exchanged.
+    words: int32 [W, out], one for a group of columns, or for 64 (see `IntegerKind`); scales and minima are float16, or
+    bfloat16 where `half` is False. inputs: columns, without those of zeros by which they are padded. order: int64 [in],
+    columns of x in the matrix's order; None: as they are. See `ops.integer`.
+    """
+
+    weight: Tensor
+    words: Tensor
+    inputs: int
+    bits: int
+    group: int
+    kind: IntegerKind
+    half: bool = True
+    order: Tensor | None = None
+
+    @property
+    def outputs(self) -> int:
+        """Rows."""
+        return self.weight.shape[1]
+
+    @property
+    def padded(self) -> int:
+        """Columns with padding, a multiple of 128."""
+        return self.weight.shape[0] * 256 // self.bits
+
+    def rows(self, which: slice) -> IntegerMatrix:
+        """Some of its rows."""
+        return self._replace(weight=self.weight[:, which], words=self.words[:, which])
+
+
+AnyMatrix = QuantizedMatrix | IntegerMatrix
+"""A quantized matrix."""
 
 
 class Ops(Protocol):

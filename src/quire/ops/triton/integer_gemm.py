@@ -1,0 +1,383 @@
+"""Products with matrices of 4- and 8-bit integers, whose groups of columns have scales: AWQ, GPTQ, GGUF and others.
+
+Half a byte is read per number, so that an H200 can spend two instructions on it before they become the bottleneck. The
+matrix is stored as the kernel reads it (`IntegerMatrix`): a tile is one run of memory, and a register of eight numbers
+becomes four registers of bfloat16 pairs by seven instructions, since 0x4300 with q in its last bits is 128 + q; an
+addition takes off 128 and the zero point, exactly. The matrix units multiply those whole numbers with x as it is, and
+sums of a group are scaled in float32. So nothing is rounded between memory and the sums.
+
+One row takes the matrix units, too: multiply-adds would cost twice the instructions. Where outputs make too few
+programs, inputs are split into runs, see `gemv`. For many rows the matrix is dequantized first (`dequantize`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.base import Gate, IntegerKind, IntegerMatrix
+from quire.ops.triton.gemv import COUNTERS, GemmConfig, added_up, cut, given, handed_in, two
+from quire.ops.triton.launch import DeviceInfo, block, fetch, kernel, release, wait
+
+WIDE = tl.constexpr(32)
+"""Bytes of a row that lie together: columns of a half of a step."""
+
+ZEROS, MINIMA, PAIRS = (tl.constexpr(int(kind)) for kind in IntegerKind)
+
+MINUS_136, MINUS_128 = tl.constexpr(0xC308), tl.constexpr(0xC300)
+"""-136 and -128 in bfloat16: what makes 128 + q a number around 8, and q itself."""
+
+FROM_NIBBLES = tl.constexpr("""{
+.reg .b32 a, b, c, d, e, f, g, h, one;
+mov.b32 one, 0x3f803f80;
+shr.u32 b, $4, 8;
+shr.u32 c, $4, 4;
+shr.u32 d, $4, 12;
+lop3.b32 a, $4, 0x000f000f, 0x43004300, 0xea;
+lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea;
+lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
+lop3.b32 d, d, 0x000f000f, 0x43004300, 0xea;
+prmt.b32 e, $5, $6, 0x5410;
+prmt.b32 f, $7, $8, 0x5410;
+prmt.b32 g, $9, $10, 0x5410;
+prmt.b32 h, $11, $12, 0x5410;
+fma.rn.bf16x2 $0, a, one, e;
+fma.rn.bf16x2 $1, b, one, f;
+fma.rn.bf16x2 $2, c, one, g;
+fma.rn.bf16x2 $3, d, one, h;
+}""")
+"""Four bytes -> the numbers in their low and in their high halves, plus those in the low halves of the next operands.
+The last operand is not used: the pipeline then loads it as early as the bytes."""
+
+FROM_BYTES = tl.constexpr("""{
+.reg .b32 a, b, c, d, m;
+mov.b32 m, 0xbf80bf80;
+shr.u32 b, $2, 8;
+lop3.b32 a, $2, 0x007f007f, 0x43004300, 0xea;
+lop3.b32 c, $2, 0x00800080, 0x43004300, 0xea;
+lop3.b32 d, b, 0x00800080, 0x43004300, 0xea;
+lop3.b32 b, b, 0x007f007f, 0x43004300, 0xea;
+fma.rn.bf16x2 $0, c, m, a;
+fma.rn.bf16x2 $1, d, m, b;
+}""")
+"""Four signed bytes: 128 + the lower seven bits, less 128, or 256 where the sign is set. As above for the last
+operand."""
+
+
+@triton.jit
+def bytes_of(weight, n, at, outputs, BYTES: tl.constexpr, FAST: tl.constexpr):
+    """BYTES of rows n from block `at` on. Bytes 1 and 2 of a word are stored the other way round, which only the
+    conversion on a card expects."""
+    j = tl.arange(0, BYTES)
+    if not FAST:
+        j = (j & ~3) | ((j & 1) << 1) | ((j & 2) >> 1)
+    line = weight + at.to(tl.int64) * outputs * WIDE
+    place = n[:, None] * WIDE + (j % WIDE)[None, :] + (j // WIDE)[None, :] * (outputs * WIDE)
+    return tl.load(line + place, eviction_policy="evict_first")
+
+
+@triton.jit
+def from_nibbles(raw, low, high, word, FAST: tl.constexpr, DTYPE: tl.constexpr):
+    """The numbers in the low and in the high halves of bytes, less zero points. low, high: words whose last 16 bits are
+    what is added to 128 + q, as bfloat16."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            FROM_NIBBLES, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r", [raw, low, high, word],
+            dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)  # fmt: skip
+    else:
+        first = (raw & 15).to(tl.float32) + 128.0 + (low << 16).to(tl.float32, bitcast=True)
+        second = (raw >> 4).to(tl.float32) + 128.0 + (high << 16).to(tl.float32, bitcast=True)
+        return first.to(DTYPE), second.to(DTYPE)
+
+
+@triton.jit
+def from_bytes(raw, word, FAST: tl.constexpr, DTYPE: tl.constexpr):
+    """Signed bytes."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            FROM_BYTES, "=r,=r,r,r,r,r,r", [raw, word], dtype=tl.bfloat16, is_pure=True, pack=4)  # fmt: skip
+    else:
+        return raw.to(tl.int8, bitcast=True).to(tl.float32).to(DTYPE)
+
+
+@triton.jit
+def upper(word, HALF: tl.constexpr):
+    """The number in the first 16 bits of a word. HALF: it is float16, otherwise bfloat16."""
+    if HALF:
+        return ((word >> 16) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return (word & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def lower(word, HALF: tl.constexpr):
+    """The number in the last 16 bits of a word."""
+    return upper(word << 16, HALF)
+
+
+@triton.jit
+def words_of(words, n, at, outputs, EVEN_N: tl.constexpr):
+    """Row `at` of the words, at outputs n."""
+    line = words + at.to(tl.int64) * outputs
+    if EVEN_N:
+        return tl.load(line + n)
+    else:
+        return tl.load(line + n, mask=n < outputs, other=0)
+
+
+@triton.jit
+def nibble_step(
+    weight, words, low, high, y, n, m, start, outputs,
+    KIND: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr, EVEN_N: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y plus STEP inputs of outputs n times x, whose columns are `low` and `high` in the halves of bytes. m: n with
+    outputs that there are."""
+    DTYPE: tl.constexpr = low.dtype
+    raw = bytes_of(weight, m, start // 64, outputs, STEP // 2, FAST)
+    if KIND == PAIRS:
+        word = words_of(words, n, start // 64, outputs, EVEN_N)
+        zero = tl.full([1, 1], MINUS_136, tl.int32)
+        first, second = from_nibbles(raw, zero, zero, word[:, None], FAST, DTYPE)
+        y += lower(word, HALF)[:, None] * tl.dot(first, low, input_precision=PRECISION)
+        y += upper(word, HALF)[:, None] * tl.dot(second, high, input_precision=PRECISION)
+    elif GROUP > WIDE:
+        word = words_of(words, n, start // GROUP, outputs, EVEN_N)
+        first, second = from_nibbles(raw, word[:, None], word[:, None], word[:, None], FAST, DTYPE)
+        total = tl.dot(first, low, input_precision=PRECISION)
+        y += upper(word, HALF)[:, None] * tl.dot(second, high, total, input_precision=PRECISION)
+    else:
+        word = words_of(words, n, start // WIDE, outputs, EVEN_N)
+        other = words_of(words, n, start // WIDE + 1, outputs, EVEN_N)
+        if KIND == MINIMA:
+            zero = tl.full([1, 1], MINUS_128, tl.int32)
+            first, second = from_nibbles(raw, zero, zero, (word ^ other)[:, None], FAST, DTYPE)
+            ones = tl.full(first.shape, 1.0, DTYPE)
+            y -= lower(word, HALF)[:, None] * tl.dot(ones, low, input_precision=PRECISION)
+            y -= lower(other, HALF)[:, None] * tl.dot(ones, high, input_precision=PRECISION)
+        else:
+            first, second = from_nibbles(raw, word[:, None], other[:, None], word[:, None], FAST, DTYPE)
+        y += upper(word, HALF)[:, None] * tl.dot(first, low, input_precision=PRECISION)
+        y += upper(other, HALF)[:, None] * tl.dot(second, high, input_precision=PRECISION)
+    return y
+
+
+@triton.jit
+def byte_step(
+    weight, words, low, high, y, n, m, start, outputs,
+    HALF: tl.constexpr, EVEN_N: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `nibble_step`, 64 inputs of 8 bits."""
+    DTYPE: tl.constexpr = low.dtype
+    word = words_of(words, n, start // 64, outputs, EVEN_N)
+    first = from_bytes(bytes_of(weight, m, start // 32, outputs, WIDE, FAST), word[:, None], FAST, DTYPE)
+    second = from_bytes(bytes_of(weight, m, start // 32 + 1, outputs, WIDE, FAST), word[:, None], FAST, DTYPE)
+    y += lower(word, HALF)[:, None] * tl.dot(first, low, input_precision=PRECISION)
+    return y + upper(word, HALF)[:, None] * tl.dot(second, high, input_precision=PRECISION)
+
+
+@triton.jit
+def step_of(
+    weight, words, low, high, y, n, m, start, outputs,
+    BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr,
+    EVEN_N: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`nibble_step` or `byte_step`."""
+    if BITS == 4:
+        return nibble_step(
+            weight, words, low, high, y, n, m, start, outputs, KIND, GROUP, HALF, STEP, EVEN_N, FAST,
+            PRECISION)  # fmt: skip
+    else:
+        return byte_step(weight, words, low, high, y, n, m, start, outputs, HALF, EVEN_N, FAST, PRECISION)
+
+
+@triton.jit
+def columns_of(x, r, start, rows, inputs, STEP: tl.constexpr, EVEN: tl.constexpr):
+    """x of rows r at STEP inputs, as the halves of bytes have them: two tiles [STEP / 2, rows]."""
+    j = tl.arange(0, STEP // 2)
+    at = start + (j // WIDE) * 64 + j % WIDE
+    line = x + r[:, None].to(tl.int64) * inputs + at[None, :]
+    held = (r < rows)[:, None]
+    if EVEN:
+        low, high = tl.load(line, mask=held, other=0.0), tl.load(line + WIDE, mask=held, other=0.0)
+    else:
+        low = tl.load(line, mask=held & (at < inputs)[None, :], other=0.0)
+        high = tl.load(line + WIDE, mask=held & (at + WIDE < inputs)[None, :], other=0.0)
+    return tl.trans(low), tl.trans(high)
+
+
+@triton.jit
+def ask_for(
+    weight, n, begin, outputs, BITS: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr, GATE: tl.constexpr
+):
+    """Fetch the first AHEAD inputs of the matrix into L2: a tile of a block is a run of memory."""
+    if AHEAD > 0:
+        lines: tl.constexpr = BLOCK_N * WIDE // 128
+        blocks: tl.constexpr = AHEAD * BITS // 256
+        i = tl.arange(0, lines * blocks)
+        at = (i // lines).to(tl.int64) * outputs * WIDE + (i % lines) * 128
+        line = weight + (begin * BITS // 256).to(tl.int64) * outputs * WIDE + n * WIDE
+        fetch(line, at)
+        if GATE:
+            fetch(line + (outputs // 2) * WIDE, at)
+
+
+@kernel
+def integer_kernel(
+    x, weight, words, bias, out, parts, arrived, rows, outputs, inputs, length,
+    GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
+    GROUP: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
+    TIMES: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
+    EVEN_N: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N outputs of ROWS rows on the matrix units. Programs of the same outputs are neighbours, so that the matrix
+    is read from memory once. SPLITS: inputs are split into so many runs of `length`; the last one adds them up, always
+    in the same order. TIMES: steps of an iteration. AHEAD: inputs asked for before the wait."""
+    whole = outputs * 2 if GATE else outputs
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = n
+    if not EVEN_N:
+        m = tl.minimum(n, outputs - 1)
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    begin = tl.program_id(2) * length
+    ask_for(weight, tl.program_id(1) * BLOCK_N, begin, whole, BITS, BLOCK_N, AHEAD, GATE)
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    y = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    z = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    for first in tl.range(begin, tl.minimum(begin + length, inputs), STEP * TIMES, num_stages=STAGES):
+        for u in tl.static_range(TIMES):
+            start = first + u * STEP
+            low, high = columns_of(x, r, start, rows, inputs, STEP, EVEN)
+            y = step_of(
+                weight, words, low, high, y, n, m, start, whole, BITS, KIND, GROUP, HALF, STEP, EVEN_N, FAST,
+                PRECISION)  # fmt: skip
+            if GATE:
+                z = step_of(
+                    weight, words, low, high, z, n + outputs, m + outputs, start, whole, BITS, KIND, GROUP, HALF, STEP,
+                    EVEN_N, FAST, PRECISION)  # fmt: skip
+    place = r[None, :].to(tl.int64) * outputs + n[:, None]
+    inside = (r < rows)[None, :] & (n < outputs)[:, None]
+    if SPLITS == 1:
+        given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
+    elif handed_in(y, z, parts, arrived, GATE, SPLITS, BLOCK_N, ROWS):
+        y, z = added_up(y, z, parts, GATE, SPLITS, BLOCK_N, ROWS)
+        given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
+
+
+def step_inputs(matrix: IntegerMatrix, inputs: int) -> int:
+    """Inputs of a step: 64, or 128 where that many have one scale and an iteration takes as many."""
+    return 64 if matrix.bits == 8 or matrix.kind is IntegerKind.PAIRS else max(64, min(matrix.group, inputs, 128))
+
+
+def fitted(how: GemmConfig, matrix: IntegerMatrix, card: DeviceInfo, row: int, gated: bool) -> GemmConfig:
+    """With iterations that the columns are a multiple of, and as many stages as fit into shared memory. row: bytes of a
+    number of x."""
+    while matrix.padded % how.inputs:
+        how = how._replace(inputs=how.inputs // 2)
+    numbers = how.outputs * (2 if gated else 1) * how.inputs
+    stage = numbers * matrix.bits // 8 + 4 * numbers // 32 + how.rows * row * how.inputs
+    return how._replace(stages=min(how.stages, max(2, card.shared // stage)))
+
+
+def integer_linear(
+    x: Tensor,
+    matrix: IntegerMatrix,
+    bias: Tensor | None,
+    how: GemmConfig,
+    card: DeviceInfo,
+    arrived: Tensor,
+    gate: Gate = "",
+) -> Tensor:
+    """x [T, in] times the matrix [out, in] -> [T, out], or [T, out / 2] with a gate. arrived: [COUNTERS] int32,
+    zeros."""
+    x = x.contiguous() if matrix.order is None else x.index_select(1, matrix.order)
+    rows, inputs = x.shape
+    outputs = matrix.outputs // 2 if gate else matrix.outputs
+    out = x.new_empty(rows, outputs)
+    how = fitted(how, matrix, card, x.element_size(), gate != "")
+    step = step_inputs(matrix, how.inputs)
+    tiles, columns = triton.cdiv(rows, how.rows), triton.cdiv(outputs, how.outputs)
+    length, runs, ahead = cut(how, matrix.padded, tiles * columns)
+    size = runs * tiles * columns * 2 * how.rows * how.outputs
+    parts = x.new_empty(size, dtype=torch.float32) if runs > 1 else x
+    even = outputs % how.outputs == 0
+    fast = x.dtype is torch.bfloat16 and any(card.capability)
+    integer_kernel[(tiles, columns, runs)](
+        *(x, matrix.weight, matrix.words, x if bias is None else bias, out, parts, arrived),
+        *(rows, outputs, inputs, length),
+        GATE=gate != "", GELU=gate == "gelu", BIAS=bias is not None, BITS=matrix.bits, KIND=int(matrix.kind),
+        GROUP=matrix.group, HALF=matrix.half, ROWS=how.rows, BLOCK_N=how.outputs, STEP=step, TIMES=how.inputs // step,
+        STAGES=how.stages, SPLITS=runs, AHEAD=ahead if even and any(card.capability) else 0,
+        EVEN=inputs % how.inputs == 0, EVEN_N=even, FAST=fast, PRECISION=card.precision, DEPENDENT=card.dependent,
+        num_warps=how.warps, **card.options,
+    )  # fmt: skip
+    return out
+
+
+@kernel
+def expand_kernel(
+    weight, words, out, outputs, inputs, first,
+    BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCKS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Numbers of BLOCK_N rows from `first` on, 64 * BLOCKS columns of each, into out [rows, inputs]."""
+    n = first + tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.minimum(n, outputs - 1)
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    for b in tl.static_range(BLOCKS):
+        start = (tl.program_id(0) * BLOCKS + b) * 64
+        if start < inputs:
+            low, high = expanded(weight, words, m, start, outputs, BITS, KIND, GROUP, HALF)
+            at = start + tl.arange(0, WIDE)[None, :]
+            line = out + (n - first)[:, None].to(tl.int64) * inputs + at
+            held = (n < outputs)[:, None]
+            tl.store(line, low.to(out.dtype.element_ty), mask=held & (at < inputs))
+            tl.store(line + WIDE, high.to(out.dtype.element_ty), mask=held & (at + WIDE < inputs))
+
+
+@triton.jit
+def expanded(
+    weight, words, m, start, outputs, BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr
+):
+    """64 columns of rows m from `start` on, float32, as two tiles [rows, 32]."""
+    at = start // (64 if KIND == PAIRS else GROUP)
+    word = words_of(words, m, at, outputs, True)[:, None]
+    other = word
+    if KIND != PAIRS and GROUP == WIDE:
+        other = words_of(words, m, at + 1, outputs, True)[:, None]
+    scale, second = upper(word, HALF), upper(other, HALF)
+    if KIND == PAIRS:
+        scale = lower(word, HALF)
+    if BITS == 8:
+        low = from_bytes(bytes_of(weight, m, start // 32, outputs, WIDE, False), word, False, tl.float32)
+        high = from_bytes(bytes_of(weight, m, start // 32 + 1, outputs, WIDE, False), word, False, tl.float32)
+    else:
+        raw = bytes_of(weight, m, start // 64, outputs, WIDE, False)
+        if KIND == ZEROS:
+            low, high = from_nibbles(raw, word, other, word, False, tl.float32)
+        else:
+            zero = tl.full([1, 1], MINUS_136 if KIND == PAIRS else MINUS_128, tl.int32)
+            low, high = from_nibbles(raw, zero, zero, word, False, tl.float32)
+    low *= scale
+    high *= second
+    if KIND == MINIMA:
+        low -= lower(word, HALF)
+        high -= lower(other, HALF)
+    return low, high
+
+
+def dequantize(matrix: IntegerMatrix, dtype: torch.dtype, card: DeviceInfo, rows: slice = slice(None)) -> Tensor:
+    """Some rows, one after the other, of the matrix [out, in] in dtype, columns in the order of `matrix.order`."""
+    start, stop, _ = rows.indices(matrix.outputs)
+    out = torch.empty(stop - start, matrix.inputs, dtype=dtype, device=matrix.weight.device)
+    grid = (triton.cdiv(matrix.inputs, 256), triton.cdiv(stop - start, 16))
+    expand_kernel[grid](
+        matrix.weight, matrix.words, out, stop, matrix.inputs, start,
+        BITS=matrix.bits, KIND=int(matrix.kind), GROUP=matrix.group, HALF=matrix.half, BLOCK_N=16, BLOCKS=4,
+        DEPENDENT=card.dependent, num_warps=4, **card.options,
+    )  # fmt: skip
+    return out
