@@ -50,6 +50,11 @@ class QuantizedMatrix(NamedTuple):
     groups: Tensor | None = None
 
     @property
+    def outputs(self) -> int:
+        """Rows."""
+        return len(self.weight)
+
+    @property
     def is_int4(self) -> bool:
         """Whether it has two numbers per byte."""
         return self.groups is not None
@@ -129,9 +134,10 @@ class Ops(Protocol):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """x [T, in], weight [out, in], bias [out] -> [T, out]; with a gate [T, out / 2], see `Gate`."""
 
-    def quantized_linear(
-        self, x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None = None, gate: Gate = ""
-    ) -> Tensor:
+    def arranged(self, matrix: QuantizedMatrix) -> AnyMatrix:
+        """The same matrix as these products read it fastest. Called once, when it is loaded."""
+
+    def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """As `linear`, with a quantized matrix."""
 
     def int8_linear(

@@ -80,7 +80,7 @@ def pack_integers(
     4 bits are less `zero` [out, G], or times the scale less `minimum` [out, G], of which only groups of 32 have one;
     without either zero is 8, and groups are of 32, as those of 8 bits are.
     """
-    outputs, inputs = numbers.shape
+    inputs = numbers.shape[1]
     bits = 8 if numbers.dtype is torch.int8 else 4
     missing = -inputs % UNIT
     padded = F.pad(numbers.view(torch.uint8), (0, missing))

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import Gate, QuantizedMatrix, Routing
+from quire.ops.base import AnyMatrix, Gate, IntegerMatrix, QuantizedMatrix, Routing
+from quire.ops.integer import dequantize_integers
 from quire.ops.matmul import combine_experts, through_experts
 from quire.types import UNLIMITED
 
@@ -30,8 +31,10 @@ def to_fp8(x: Tensor, scale: float) -> Tensor:
 INT8_MAX = 127.0
 
 
-def dequantize(matrix: QuantizedMatrix) -> Tensor:
+def dequantize(matrix: AnyMatrix) -> Tensor:
     """The numbers of a matrix, float32 [out, in]."""
+    if isinstance(matrix, IntegerMatrix):
+        return dequantize_integers(matrix)
     weight, scale = matrix.weight, matrix.scale
     if matrix.zero is not None and matrix.groups is not None:
         numbers = torch.stack((weight & 15, weight >> 4), -1).flatten(1).float()
@@ -109,9 +112,11 @@ class BaseOps(ABC):
 
         return through_experts(x, routing, len(gate_up), mlp, self.combine_experts)
 
-    def quantized_linear(
-        self, x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None = None, gate: Gate = ""
-    ) -> Tensor:
+    def arranged(self, matrix: QuantizedMatrix) -> AnyMatrix:
+        """See `Ops.arranged`."""
+        return matrix
+
+    def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """See `Ops.quantized_linear`."""
         return self.linear(x, dequantize(matrix).to(x.dtype), bias, gate)
 

@@ -27,7 +27,7 @@ from triton.runtime.jit import JITFunction
 from quire.model_runner.device_state import DeviceState
 from quire.model_runner.row_state import RowState
 from quire.model_runner.triton_steps import ForcedSteps
-from quire.ops.base import QuantizedMatrix
+from quire.ops.base import IntegerKind, IntegerMatrix, QuantizedMatrix
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton.launch import HOPPER, DeviceInfo
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
@@ -115,6 +115,10 @@ def everything(ops: TritonOps) -> None:
         )
     for tokens, shape in ((1, QWEN), (1, MIXTRAL), (16, QWEN), (200, QWEN), (512, QWEN), (4096, QWEN)):
         mixture(ops, tokens, *shape)
+    for matrix in integers():
+        for rows in (1, 16, 32, 64, 256, 300):
+            ops.quantized_linear(halves(rows, 4096), matrix)
+            ops.quantized_linear(halves(rows, 4096), matrix, None, "silu")
     floats = [torch.empty(8) for _ in range(6)]
     temperature, *rest = floats
     columns = (temperature, torch.empty(8, dtype=torch.int64), ints(8), *rest)
@@ -134,6 +138,15 @@ def mixture(
     gate_up, down = halves(1, 2 * width, hidden, dtype=dtype), halves(1, hidden, width, dtype=dtype)
     routing = ops.route(x, halves(count, hidden, dtype=dtype), used, normalize=True)
     ops.experts(x, routing, gate_up.expand(count, -1, -1), down.expand(count, -1, -1), "silu")
+def integers() -> list[IntegerMatrix]:
+    """One of each kind."""
+    zeros, minima, pairs = IntegerKind
+
+    def made(bits: int, group: int, kind: IntegerKind) -> IntegerMatrix:
+        weight = torch.empty(4096 * bits // 256, 6144, 32, dtype=torch.uint8)
+        return IntegerMatrix(weight, ints(4096 // (64 if kind is pairs else group), 6144), 4096, bits, group, kind)
+
+    return [made(4, 128, zeros), made(4, 32, zeros), made(4, 32, minima), made(4, 32, pairs), made(8, 32, pairs)]
 
 
 def alike(ops: BatchInvariantTritonOps) -> None:
@@ -152,6 +165,8 @@ def alike(ops: BatchInvariantTritonOps) -> None:
             x, QuantizedMatrix(torch.empty(6144, 2048, dtype=torch.uint8), scale, zero=scale, groups=groups)
         )
         mixture(ops, 4, *QWEN, dtype)
+        for matrix in integers():
+            ops.quantized_linear(x, matrix)
         pool = LayerKV(*(halves(4, 8, 64, 128, dtype=dtype) for _ in "kv"))
         ops.attention(halves(4, 32, 128, dtype=dtype), pool, batch(4, 1), 0.1)
     angles, weight = (torch.empty(4, 64), torch.empty(4, 64)), halves(128)

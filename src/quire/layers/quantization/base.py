@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from quire.ops.base import Gate, Ops, QuantizedMatrix
+from quire.ops.base import AnyMatrix, Gate, Ops, QuantizedMatrix
 from quire.ops.quantized import dequantize
 
 
@@ -162,7 +162,7 @@ class QuantizedWeight:
     """
 
     ops: Ops
-    matrix: QuantizedMatrix
+    matrix: AnyMatrix
     bias: Tensor | None
     activations: bool = False
     exact: bool = False
@@ -170,11 +170,11 @@ class QuantizedWeight:
     @property
     def rows(self) -> int:
         """Rows of the matrix."""
-        return len(self.matrix.weight)
+        return self.matrix.outputs
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
         """As `WeightStorage.apply`."""
-        if self.activations and not self.exact:
+        if self.activations and not self.exact and isinstance(self.matrix, QuantizedMatrix):
             return self.ops.int8_linear(x, self.matrix.weight, self.matrix.scale, self.bias, gate)
         return self.ops.quantized_linear(x, self.matrix, self.bias, gate)
 

@@ -70,7 +70,7 @@ class Int4Storage:
         weight = pack_pairs(torch.cat([part.numbers() for part in self.parts]))
         scale, zero = (torch.cat([part.scales()[i] for part in self.parts]).contiguous() for i in (0, 1))
         quantized = QuantizedMatrix(weight, scale, zero=zero, groups=groups)
-        self.quantized = QuantizedWeight(self.ops, quantized, self.bias)
+        self.quantized = QuantizedWeight(self.ops, self.ops.arranged(quantized), self.bias)
         self.parts.clear()
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:

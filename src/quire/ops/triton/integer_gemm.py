@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.base import Gate, IntegerKind, IntegerMatrix
-from quire.ops.triton.gemv import COUNTERS, GemmConfig, added_up, cut, given, handed_in, two
-from quire.ops.triton.launch import DeviceInfo, block, fetch, kernel, release, wait
+from quire.ops.triton.gemv import GemmConfig, added_up, cut, given, handed_in, two
+from quire.ops.triton.launch import DeviceInfo, fetch, kernel, release, wait
 
 WIDE = tl.constexpr(32)
 """Bytes of a row that lie together: columns of a half of a step."""
@@ -65,6 +65,9 @@ fma.rn.bf16x2 $1, d, m, b;
 """Four signed bytes: 128 + the lower seven bits, less 128, or 256 where the sign is set. As above for the last
 operand."""
 
+ONES = tl.constexpr("{ mov.b32 $0, 0x3f803f80; mov.b32 $1, 0x3f803f80; }")
+"""1 for each of four bytes: made of them, so that it lies in registers as their numbers do."""
+
 
 @triton.jit
 def bytes_of(weight, n, at, outputs, BYTES: tl.constexpr, FAST: tl.constexpr):
@@ -100,6 +103,15 @@ def from_bytes(raw, word, FAST: tl.constexpr, DTYPE: tl.constexpr):
             FROM_BYTES, "=r,=r,r,r,r,r,r", [raw, word], dtype=tl.bfloat16, is_pure=True, pack=4)  # fmt: skip
     else:
         return raw.to(tl.int8, bitcast=True).to(tl.float32).to(DTYPE)
+
+
+@triton.jit
+def ones_like(raw, FAST: tl.constexpr, DTYPE: tl.constexpr):
+    """1 for each byte: multiplied with x it adds up x."""
+    if FAST:
+        return tl.inline_asm_elementwise(ONES, "=r,=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        return tl.full(raw.shape, 1.0, DTYPE)
 
 
 @triton.jit
@@ -154,7 +166,7 @@ def nibble_step(
         if KIND == MINIMA:
             zero = tl.full([1, 1], MINUS_128, tl.int32)
             first, second = from_nibbles(raw, zero, zero, (word ^ other)[:, None], FAST, DTYPE)
-            ones = tl.full(first.shape, 1.0, DTYPE)
+            ones = ones_like(raw, FAST, DTYPE)
             y -= lower(word, HALF)[:, None] * tl.dot(ones, low, input_precision=PRECISION)
             y -= lower(other, HALF)[:, None] * tl.dot(ones, high, input_precision=PRECISION)
         else:
@@ -224,7 +236,7 @@ def ask_for(
             fetch(line + (outputs // 2) * WIDE, at)
 
 
-@kernel
+@kernel(do_not_specialize=["rows"])
 def integer_kernel(
     x, weight, words, bias, out, parts, arrived, rows, outputs, inputs, length,
     GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
@@ -282,6 +294,36 @@ def fitted(how: GemmConfig, matrix: IntegerMatrix, card: DeviceInfo, row: int, g
     return how._replace(stages=min(how.stages, max(2, card.shared // stage)))
 
 
+MAX_FUSED_ROWS = 256
+"""Rows up to which numbers are dequantized on the way."""
+
+
+def integer_gemm_config(
+    rows: int, matrix: IntegerMatrix, card: DeviceInfo, *, gated: bool = False
+) -> GemmConfig | None:
+    """How a product is tiled; None where the matrix is dequantized first."""
+    if rows > MAX_FUSED_ROWS:
+        return None
+    if rows <= 8:
+        how, wanted = GemmConfig(8, 32, 256, 2, 5), 6
+    elif rows <= 16:
+        how, wanted = GemmConfig(16, 32 if gated else 64, 256, 2, 4), 4
+    elif rows <= 32:
+        how, wanted = GemmConfig(32, 64, 128, 4, 4), 3
+    elif rows <= 64:
+        how, wanted = GemmConfig(64, 64 if gated else 128, 128, 4 if gated else 8, 4), 2
+    else:
+        how, wanted = GemmConfig(64, 64 if gated else 128, 64, 4 if gated else 8, 4), 1
+    tiles = triton.cdiv(rows, how.rows) * triton.cdiv(matrix.outputs // (2 if gated else 1), how.outputs)
+    splits = two(min(8, max(1, wanted * card.sms // tiles), matrix.padded // (2 * how.inputs)))
+    return how._replace(splits=splits)
+
+
+def ordered(x: Tensor, matrix: IntegerMatrix) -> Tensor:
+    """x [T, in] with its columns in the order of the matrix."""
+    return x.contiguous() if matrix.order is None else x.index_select(1, matrix.order)
+
+
 def integer_linear(
     x: Tensor,
     matrix: IntegerMatrix,
@@ -293,7 +335,7 @@ def integer_linear(
 ) -> Tensor:
     """x [T, in] times the matrix [out, in] -> [T, out], or [T, out / 2] with a gate. arrived: [COUNTERS] int32,
     zeros."""
-    x = x.contiguous() if matrix.order is None else x.index_select(1, matrix.order)
+    x = ordered(x, matrix)
     rows, inputs = x.shape
     outputs = matrix.outputs // 2 if gate else matrix.outputs
     out = x.new_empty(rows, outputs)
@@ -319,11 +361,11 @@ def integer_linear(
 
 @kernel
 def expand_kernel(
-    weight, words, out, outputs, inputs, first,
+    weight, words, out, outputs, inputs, first, stop,
     BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of BLOCK_N rows from `first` on, 64 * BLOCKS columns of each, into out [rows, inputs]."""
+    """Numbers of BLOCK_N rows, 64 * BLOCKS columns of each, into out, which has rows `first` to `stop`."""
     n = first + tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.minimum(n, outputs - 1)
     wait(DEPENDENT)
@@ -334,7 +376,7 @@ def expand_kernel(
             low, high = expanded(weight, words, m, start, outputs, BITS, KIND, GROUP, HALF)
             at = start + tl.arange(0, WIDE)[None, :]
             line = out + (n - first)[:, None].to(tl.int64) * inputs + at
-            held = (n < outputs)[:, None]
+            held = (n < stop)[:, None]
             tl.store(line, low.to(out.dtype.element_ty), mask=held & (at < inputs))
             tl.store(line + WIDE, high.to(out.dtype.element_ty), mask=held & (at + WIDE < inputs))
 
@@ -376,7 +418,7 @@ def dequantize(matrix: IntegerMatrix, dtype: torch.dtype, card: DeviceInfo, rows
     out = torch.empty(stop - start, matrix.inputs, dtype=dtype, device=matrix.weight.device)
     grid = (triton.cdiv(matrix.inputs, 256), triton.cdiv(stop - start, 16))
     expand_kernel[grid](
-        matrix.weight, matrix.words, out, stop, matrix.inputs, start,
+        matrix.weight, matrix.words, out, matrix.outputs, matrix.inputs, start, stop,
         BITS=matrix.bits, KIND=int(matrix.kind), GROUP=matrix.group, HALF=matrix.half, BLOCK_N=16, BLOCKS=4,
         DEPENDENT=card.dependent, num_warps=4, **card.options,
     )  # fmt: skip

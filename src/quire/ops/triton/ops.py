@@ -14,14 +14,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.ops.base import Angles, Gate, Norm, Norms, QuantizedMatrix, Routing
+from quire.ops.base import Angles, AnyMatrix, Gate, IntegerMatrix, Norm, Norms, QuantizedMatrix, Routing
 from quire.ops.cublaslt import CublasLt
 from quire.ops.gemm import GemmAutotuner, on_the_card
+from quire.ops.integer import integers_of
 from quire.ops.matmul import by_owner, combine_experts_in_order, grouped_linear, in_order
 from quire.ops.quantized import E4M3, BaseOps
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton import experts as mixture
-from quire.ops.triton import gemv, quantized_gemm, rows
+from quire.ops.triton import gemv, integer_gemm, quantized_gemm, rows
 from quire.ops.triton.attention import attention, cascade_attention
 from quire.ops.triton.attention_schedule import AttentionPlan
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
@@ -88,13 +89,25 @@ class TritonOps(BaseOps):
             return mixture.SMALL
         return mixture.expert_config(*routing.experts.shape, *down.shape)
 
-    def quantized_linear(
-        self, x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None = None, gate: Gate = ""
-    ) -> Tensor:
+    def arranged(self, matrix: QuantizedMatrix) -> AnyMatrix:
+        """See `Ops.arranged`."""
+        return integers_of(matrix) or matrix
+
+    def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """See `Ops.quantized_linear`."""
+        if isinstance(matrix, IntegerMatrix):
+            return self.integer_linear(x, matrix, bias, gate)
         if matrix.weight.dtype is E4M3 and not self.card.float8:
             return super().quantized_linear(x, matrix, bias, gate)
         return self.fused_linear(x, matrix, bias, gate)
+
+    def integer_linear(self, x: Tensor, matrix: IntegerMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
+        """As `linear`. For many rows the matrix is dequantized first."""
+        how = integer_gemm.integer_gemm_config(len(x), matrix, self.card, gated=gate != "")
+        if how is None or x.dtype is not torch.bfloat16:
+            x = integer_gemm.ordered(x, matrix)
+            return self.linear(x, integer_gemm.dequantize(matrix, x.dtype, self.card), bias, gate)
+        return integer_gemm.integer_linear(x, matrix, bias, how, self.card, self.arrived, gate)
 
     def fused_linear(self, x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
         """As `linear`. Many rows use the library's float8 products, where there are any; else numbers are dequantized
@@ -182,6 +195,11 @@ class BatchInvariantTritonOps(TritonOps):
     def fused_linear(self, x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
         """As `linear`, dequantized on the way."""
         return quantized_gemm.quantized_linear(x, matrix, bias, config_for(x, RESTORED), self.card, self.arrived, gate)
+
+    def integer_linear(self, x: Tensor, matrix: IntegerMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
+        """As `linear`, dequantized on the way."""
+        how = config_for(x, RESTORED)
+        return integer_gemm.integer_linear(x, matrix, bias, how, self.card, self.arrived, gate)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """See `Ops.grouped_linear`."""

@@ -1,0 +1,339 @@
+"""`python -m benchmarks.integers`: products with matrices of 4- and 8-bit integers, the fastest tiles on this card.
+
+Every candidate is checked on random inputs, then timed inside a captured graph, matrices cold, and checked again to the
+bit: what changes between runs is a race. Then whole layers of products are timed, each by the fastest candidate.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import torch
+import triton
+from torch import Tensor
+
+from benchmarks.card import needed
+from benchmarks.kernel_cases import MATRICES, copies, noise, relative
+from benchmarks.kernels import READ, replayed
+from quire.ops.base import Gate, IntegerMatrix, QuantizedMatrix
+from quire.ops.integer import dequantize_integers, pack_integers
+from quire.ops.reference import ReferenceOps
+from quire.ops.triton.gemv import COUNTERS, GemmConfig
+from quire.ops.triton.integer_gemm import dequantize, integer_linear
+from quire.ops.triton.ops import TritonOps
+from quire.ops.triton.precompile import Precompiler
+
+KINDS = ("awq", "q4_k", "q8_0", "gptq 32")
+PRODUCTS = ("8b qkv", "8b o", "8b gate_up", "8b down")
+
+SMALL = (
+    (16, 512, 1, 4), (16, 512, 2, 4), (32, 256, 1, 5), (32, 256, 2, 5), (32, 512, 2, 4), (32, 128, 2, 8),
+    (64, 256, 2, 4), (64, 128, 2, 6), (64, 256, 4, 4),
+)  # fmt: skip
+"""Outputs, inputs, warps and stages for up to 8 rows."""
+
+CANDIDATES: dict[int, Sequence[tuple[int, int, int, int]]] = {
+    8: SMALL,
+    16: ((32, 256, 1, 4), (32, 256, 2, 4), (64, 256, 2, 4), (64, 128, 2, 6), (64, 256, 4, 4), (128, 128, 4, 4)),
+    32: ((32, 256, 2, 4), (64, 256, 2, 3), (64, 128, 4, 4), (128, 128, 4, 4), (128, 128, 8, 4)),
+    64: ((32, 128, 2, 4), (64, 128, 2, 4), (64, 128, 4, 4), (128, 128, 4, 4), (128, 128, 8, 4), (256, 64, 8, 4)),
+    128: ((64, 128, 4, 4), (128, 128, 8, 3), (128, 64, 8, 4), (256, 64, 8, 3)),
+}
+"""By rows of a tile."""
+
+ROWS = {8: (1, 4, 8), 16: (16,), 32: (32,), 64: (64, 256), 128: (128, 256, 2048)}
+"""Rows that are timed with a tile."""
+
+PROGRAMS = {8: (4.0, 8.0), 16: (3.0, 6.0), 32: (2.0, 4.0), 64: (1.0, 2.0, 4.0), 128: (1.0, 2.0)}
+"""About how many programs a multiprocessor gets: inputs are split until there are so many."""
+
+
+class Product(NamedTuple):
+    """A kind and a shape, with copies of the matrix and its values in float32."""
+
+    kind: str
+    name: str
+    gate: Gate
+    matrices: Sequence[IntegerMatrix]
+    exact: Tensor
+
+    @property
+    def bytes(self) -> int:
+        """Of the matrix with its scales."""
+        return self.matrices[0].weight.nbytes + self.matrices[0].words.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """error: ||got - want|| / ||want||, want in float32. us: of a product. same: whether a second run has equal
+    bits."""
+
+    kind: str
+    name: str
+    rows: int
+    how: str
+    us: float
+    tb_s: float
+    error: float
+    same: bool
+
+
+def made(kind: str, name: str) -> Product:
+    """A random matrix of a kind."""
+    outputs, inputs = MATRICES[name]
+    group = 128 if kind == "awq" else 32
+    shape, count = (outputs, inputs), (outputs, inputs // group)
+    scale = (torch.rand(count, device="cuda") * 0.5 + 0.5).div_(8 * inputs**0.5).half().float()
+    high = 128 if kind == "q8_0" else 16
+    numbers = torch.randint(-high if high == 128 else 0, high, shape, device="cuda", dtype=torch.int16)
+    numbers = numbers.to(torch.int8 if high == 128 else torch.uint8)
+    zero, minimum = None, None
+    if kind in ("awq", "gptq 32"):
+        zero = torch.randint(4, 12, count, device="cuda")
+    if kind == "q4_k":
+        minimum = scale * 7.5
+    first = pack_integers(numbers, group, scale / 8 if high == 128 else scale, zero=zero, minimum=minimum)
+    count_of = copies(first.weight.nbytes + first.words.nbytes)
+    others = [first._replace(weight=first.weight.clone(), words=first.words.clone()) for _ in range(count_of - 1)]
+    gate: Gate = "silu" if "gate_up" in name else ""
+    return Product(kind, name, gate, [first, *others], dequantize_integers(first))
+
+
+def configs(product: Product, tile: int) -> Iterator[GemmConfig]:
+    """Candidates with inputs split so that multiprocessors have enough to do."""
+    matrix = product.matrices[0]
+    outputs = matrix.outputs // (2 if product.gate else 1)
+    seen = set()
+    for height, inputs, warps, stages in CANDIDATES[tile]:
+        for wanted in PROGRAMS[tile]:
+            tiles = -(-outputs // height)
+            splits = min((1, 2, 4, 8, 16), key=lambda s: abs(s * tiles / 132 / wanted - 1))
+            splits = min(splits, matrix.inputs // (2 * inputs))
+            for ahead in (0, 512) if tile <= 16 and wanted == PROGRAMS[tile][-1] else (0,):
+                how = GemmConfig(tile, height, inputs, warps, stages, ahead, max(1, splits))
+                if how not in seen and tiles <= COUNTERS:
+                    seen.add(how)
+                    yield how
+
+
+class Bench:
+    """What is measured, until a deadline. seconds: from now on."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.monotonic() + seconds
+        self.ops = TritonOps("cuda")
+        self.rows: list[Row] = []
+        self.best: dict[tuple[str, str, int], tuple[float, GemmConfig]] = {}
+        self.products: dict[tuple[str, str], Product] = {}
+        self.notes: list[str] = []
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.end - time.monotonic()
+
+    def product(self, kind: str, name: str) -> Product:
+        """Made once."""
+        if (kind, name) not in self.products:
+            self.products[kind, name] = made(kind, name)
+        return self.products[kind, name]
+
+    def call(self, product: Product, matrix: IntegerMatrix, x: Tensor, how: GemmConfig) -> Tensor:
+        """One product."""
+        return integer_linear(x, matrix, None, how, self.ops.card, self.ops.arrived, product.gate)
+
+    def note(self, text: str) -> None:
+        """Say and keep."""
+        self.notes.append(text)
+        click.echo(text)
+
+    def precompile(self, works: Sequence[Callable[[], object]]) -> None:
+        """All kernels that works launch, in parallel."""
+        began = time.monotonic()
+
+        @contextmanager
+        def watch() -> Iterator[Callable[[int, int], None]]:
+            yield lambda done, total: None
+
+        Precompiler(16, watch)(works)
+        torch.cuda.synchronize()
+        self.note(f"compiled {len(works)} products in {time.monotonic() - began:.1f} s, {self.left:.0f} s left")
+
+    def measure(self, product: Product, rows: int, how: GemmConfig, want: Tensor, x: Tensor) -> None:
+        """Check and time one candidate."""
+        calls = [partial(self.call, product, matrix, x, how) for matrix in product.matrices]
+        self.timed(product, rows, str(tuple(how)), calls, want)
+        best = self.best.get((product.kind, product.name, rows))
+        found = self.rows[-1]
+        if found.error < 2e-2 and found.same and (best is None or found.us < best[0]):
+            self.best[product.kind, product.name, rows] = found.us, how
+
+    def timed(self, product: Product, rows: int, how: str, calls: Sequence[Callable[[], Tensor]], want: Tensor) -> None:
+        """Check and time some way of multiplying."""
+        try:
+            first = calls[0]()
+            error = relative(first, want)
+            us = replayed(calls, 3)
+            same = torch.equal(calls[0](), first)
+        except Exception as failure:  # a candidate that does not fit the card is one less
+            self.note(f"{product.kind} {product.name} {rows} {how}: {failure!r}"[:300])
+            us, error, same = float("inf"), float("nan"), False
+        self.rows.append(
+            Row(product.kind, product.name, rows, how, round(us, 2), round(product.bytes / us / 1e6, 3), error, same)
+        )
+
+    def tile(self, kind: str, tile: int, most: int = 99) -> None:
+        """All candidates of a tile, for each product; `most`: of those the fastest for awq."""
+        names = [self.product(kind, name) for name in PRODUCTS]
+        every = {product.name: self.chosen(product, tile, most) for product in names}
+        works = [
+            partial(self.call, product, product.matrices[0], noise(tile, product.matrices[0].inputs), how)
+            for product in names
+            for how in every[product.name]
+        ]
+        self.precompile(works)
+        for rows in ROWS[tile]:
+            for product in names:
+                x = noise(rows, product.matrices[0].inputs)
+                want = ReferenceOps().linear(x.float(), product.exact, None, product.gate)
+                for how in every[product.name]:
+                    if self.left > 10 and (rows < 2048 or how.splits == 1):
+                        self.measure(product, rows, how, want, x)
+                self.say(product, rows)
+
+    def chosen(self, product: Product, tile: int, most: int) -> Sequence[GemmConfig]:
+        """Candidates, the fastest for awq first if only some are wanted."""
+        every = list(configs(product, tile))
+        if most >= len(every):
+            return every
+        rows = {str(r.how): r.us for r in self.rows if r.kind == "awq" and r.name == product.name and r.rows <= tile}
+        return sorted(every, key=lambda how: rows.get(str(tuple(how)), 1e9))[:most]
+
+    def say(self, product: Product, rows: int) -> None:
+        """The three fastest."""
+        some = [r for r in self.rows if (r.kind, r.name, r.rows) == (product.kind, product.name, rows)]
+        for r in sorted(some, key=lambda r: r.us)[:3]:
+            click.echo(
+                f"{r.kind:8} {r.name:11} {r.rows:5} {r.how:34} {r.us:8.2f} us {r.tb_s:6.2f} TB/s {r.tb_s / READ:5.0%}"
+                f" error {r.error:.1e}{'' if r.same else ' CHANGES'}"
+            )
+
+    def dequantized(self, kind: str) -> None:
+        """Matrices dequantized whole, or some outputs at a time, and multiplied by the library."""
+        for name in PRODUCTS:
+            product = self.product(kind, name)
+            matrix = product.matrices[0]
+            for rows in (128, 256, 512, 2048):
+                if self.left < 10:
+                    return
+                x, plain = noise(rows, matrix.inputs), product.exact.bfloat16()
+                want = torch.nn.functional.linear(x.float(), product.exact)
+                linear = torch.nn.functional.linear
+                self.timed(product, rows, "bf16", [partial(linear, x, each) for each in (plain, plain.clone())], want)
+                whole = [partial(self.expanded, x, each, matrix.outputs) for each in product.matrices]
+                self.timed(product, rows, "dequantized", whole, want)
+                if matrix.outputs > 4096:
+                    parts = [partial(self.expanded, x, each, 4096) for each in product.matrices]
+                    self.timed(product, rows, "dequantized by 4096", parts, want)
+                for r in self.rows[-3:]:
+                    click.echo(f"{r.kind:8} {r.name:11} {r.rows:5} {r.how:34} {r.us:8.2f} us error {r.error:.1e}")
+
+    def expanded(self, x: Tensor, matrix: IntegerMatrix, step: int) -> Tensor:
+        """The product, `step` outputs at a time."""
+        card = self.ops.card
+        if step >= matrix.outputs:
+            return torch.nn.functional.linear(x, dequantize(matrix, torch.bfloat16, card))
+        out = x.new_empty(len(x), matrix.outputs)
+        for at in range(0, matrix.outputs, step):
+            some = slice(at, min(at + step, matrix.outputs))
+            out[:, some] = torch.nn.functional.linear(x, dequantize(matrix, torch.bfloat16, card, some))
+        return out
+
+    def before(self) -> None:
+        """The products that these replace."""
+        for name in ("8b qkv", "8b gate_up"):
+            product = self.product("awq", name)
+            matrix = product.matrices[0]
+            bits = torch.randint(0, 256, (matrix.outputs, matrix.inputs // 2), dtype=torch.uint8, device="cuda")
+            scale = torch.rand(matrix.outputs, matrix.inputs // 128, device="cuda")
+            groups = torch.arange(matrix.inputs, device="cuda") // 128
+            old = QuantizedMatrix(bits, scale, zero=torch.full_like(scale, 8).byte(), groups=groups)
+            for rows in (1, 16, 64):
+                x = noise(rows, matrix.inputs)
+                want = ReferenceOps().quantized_linear(x.float(), old, None, product.gate)
+                work = partial(self.ops.quantized_linear, x, old, None, product.gate)
+                self.timed(product, rows, "before", [work], want)
+                click.echo(f"before   {name:11} {rows:5} {self.rows[-1].us:8.2f} us")
+
+    def layers(self, kind: str, rows: int, count: int = 3) -> None:
+        """Products of some layers, one after the other, each by the fastest candidate."""
+        found = {name: self.best.get((kind, name, rows)) for name in PRODUCTS}
+        if not all(found.values()):
+            return
+        x = {name: noise(rows, MATRICES[name][1]) for name in PRODUCTS}
+
+        def layer(i: int) -> None:
+            for name, best in found.items():
+                product = self.product(kind, name)
+                assert best is not None
+                self.call(product, product.matrices[i % len(product.matrices)], x[name], best[1])
+
+        us = replayed([partial(layer, i) for i in range(count)], 5)
+        held = sum(self.product(kind, name).bytes for name in PRODUCTS)
+        apart = sum(best[0] for best in found.values() if best is not None)
+        self.note(
+            f"layer {kind:8} rows {rows:5}: {us:8.2f} us ({apart:.2f} apart), {held / us / 1e6:.2f} TB/s, "
+            f"32 of them {us * 32 / 1e3:.3f} ms"
+        )
+
+
+@click.command("integers")
+@click.option("--seconds", default=165.0, show_default=True, help="Nothing new is begun after these.")
+@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the rows here, too.")
+def command(seconds: float, path: Path | None) -> None:
+    """Check and time products with matrices of integers on this machine's CUDA device."""
+    needed("the tests check the kernels on a CPU, too")
+    bench = Bench(seconds)
+    bench.note(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}")
+    with torch.inference_mode():
+        try:
+            measure(bench)
+        finally:
+            if path is not None:
+                rows = [asdict(row) for row in bench.rows]
+                best = {" ".join(map(str, key)): [us, list(how)] for key, (us, how) in bench.best.items()}
+                path.write_text(json.dumps({"notes": bench.notes, "best": best, "rows": rows}) + "\n", encoding="utf-8")
+
+
+def measure(bench: Bench) -> None:
+    """In the order of importance: what is too late is left out."""
+    for tile in (8, 64, 16):
+        bench.tile("awq", tile)
+        for rows in ROWS[tile]:
+            bench.layers("awq", rows)
+    bench.tile("q4_k", 8, 3)
+    bench.tile("q8_0", 8, 3)
+    bench.tile("awq", 128)
+    bench.dequantized("awq")
+    bench.tile("q4_k", 16, 3)
+    bench.tile("q8_0", 16, 3)
+    for kind in ("q4_k", "q8_0"):
+        for rows in (1, 16):
+            bench.layers(kind, rows)
+    bench.tile("awq", 32)
+    for rows in (32, 128, 256):
+        bench.layers("awq", rows)
+    bench.tile("q4_k", 64, 3)
+    bench.before()
+
+
+if __name__ == "__main__":
+    command()

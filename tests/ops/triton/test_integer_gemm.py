@@ -1,0 +1,139 @@
+"""Products with matrices of integers against the matrix dequantized whole, then multiplied."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.ops.base import Gate, IntegerMatrix, QuantizedMatrix
+from quire.ops.integer import dequantize_integers, pack_integers
+from quire.ops.reference import ReferenceOps
+from quire.ops.triton.gemv import COUNTERS, GemmConfig
+from quire.ops.triton.integer_gemm import dequantize, integer_gemm_config, integer_linear
+from quire.ops.triton.launch import DeviceInfo
+from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
+from tests.ops.triton.device import DEVICE
+
+CARD, REFERENCE = DeviceInfo.of(DEVICE), ReferenceOps()
+ARRIVED = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE)
+KINDS = pytest.mark.parametrize(
+    ("kind", "group"),
+    [("zeros", 128), ("zeros", 64), ("zeros", 32), ("minima", 32), ("nibbles", 32), ("bytes", 32)],
+    ids=["zeros of 128", "zeros of 64", "zeros of 32", "minima", "nibbles", "bytes"],
+)
+GATES = pytest.mark.parametrize("gate", ["", "silu"])
+
+
+def made(kind: str, group: int, outputs: int, inputs: int, half: bool = True) -> IntegerMatrix:
+    """A random matrix."""
+    count, dtype = -(-inputs // group), torch.float16 if half else torch.bfloat16
+    scale = (torch.rand(outputs, count, device=DEVICE) + 0.1).to(dtype).float()
+    if kind == "bytes":
+        numbers = torch.randint(-128, 128, (outputs, inputs), device=DEVICE).to(torch.int8)
+        return pack_integers(numbers, group, scale / 16, half=half)
+    numbers = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device=DEVICE)
+    if kind == "zeros":
+        zero = torch.randint(0, 17, (outputs, count), device=DEVICE)
+        return pack_integers(numbers, group, scale, zero=zero, half=half)
+    if kind == "minima":
+        return pack_integers(numbers, group, scale, minimum=scale * 6, half=half)
+    return pack_integers(numbers, group, scale, half=half)
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    """||got - want|| / ||want||."""
+    return float((got.float() - want.float()).norm() / want.float().norm())
+
+
+@KINDS
+@pytest.mark.parametrize("half", [True, False], ids=["float16", "bfloat16"])
+def test_a_matrix_is_dequantized_to_the_bit(kind: str, group: int, half: bool) -> None:
+    torch.manual_seed(0)
+    matrix = made(kind, group, 20, 200, half)
+    assert torch.equal(dequantize(matrix, torch.float32, CARD), dequantize_integers(matrix))
+    assert torch.equal(dequantize(matrix, torch.float32, CARD, slice(3, 19)), dequantize_integers(matrix)[3:19])
+
+
+@KINDS
+@GATES
+def test_a_product_is_that_of_the_dequantized_matrix(kind: str, group: int, gate: Gate) -> None:
+    torch.manual_seed(0)
+    matrix = made(kind, group, 40, 200)
+    for rows, how in ((3, GemmConfig(8, 16, 128, 2, 3)), (20, GemmConfig(16, 32, 64, 2, 2))):
+        x, bias = torch.randn(rows, 200, device=DEVICE), torch.randn(40, device=DEVICE)
+        got = integer_linear(x, matrix, bias, how, CARD, ARRIVED, gate)
+        assert off(got, REFERENCE.linear(x, dequantize_integers(matrix), bias, gate)) < 1e-5
+
+
+@GATES
+def test_inputs_cut_into_runs_add_up_whichever_program_ends_last(gate: Gate) -> None:
+    torch.manual_seed(0)
+    matrix, x = made("zeros", 64, 48, 640), torch.randn(3, 640, device=DEVICE)
+    want = REFERENCE.linear(x, dequantize_integers(matrix), None, gate)
+    for _ in range(2):
+        got = integer_linear(x, matrix, None, GemmConfig(8, 16, 128, 2, 3, splits=3), CARD, ARRIVED, gate)
+        assert off(got, want) < 1e-5
+        assert not ARRIVED.any(), "counters are left as they were found"
+
+
+def test_columns_are_taken_in_the_order_of_the_matrix() -> None:
+    torch.manual_seed(0)
+    groups = (torch.arange(128, device=DEVICE) // 64)[torch.randperm(128, device=DEVICE)]
+    weight = torch.randint(0, 256, (24, 64), dtype=torch.uint8, device=DEVICE)
+    scale, zero = (torch.rand(24, 2, device=DEVICE) + 0.1).half().float(), torch.randint(0, 16, (24, 2), device=DEVICE)
+    plain = QuantizedMatrix(weight, scale, zero=zero.byte(), groups=groups)
+    ops, x = TritonOps(DEVICE), torch.randn(3, 128, device=DEVICE)
+    matrix = ops.arranged(plain)
+    assert isinstance(matrix, IntegerMatrix)
+    want = REFERENCE.quantized_linear(x, plain)
+    assert off(ops.quantized_linear(x, matrix), want) < 1e-5, "dequantized first"
+    got = integer_linear(x, matrix, None, GemmConfig(8, 16, 128, 2, 3), CARD, ARRIVED)
+    assert off(got, want) < 1e-5
+
+
+def test_a_matrix_that_the_layout_cannot_hold_is_multiplied_as_it_is() -> None:
+    groups = torch.arange(96, device=DEVICE) // 48
+    weight = torch.randint(0, 256, (24, 48), dtype=torch.uint8, device=DEVICE)
+    scale = torch.rand(24, 2, device=DEVICE) + 0.1
+    plain = QuantizedMatrix(weight, scale, zero=torch.full_like(scale, 8).byte(), groups=groups)
+    ops, x = TritonOps(DEVICE), torch.randn(3, 96, device=DEVICE)
+    assert ops.arranged(plain) is plain
+    assert off(ops.quantized_linear(x, plain), REFERENCE.quantized_linear(x, plain)) < 1e-4
+
+
+@KINDS
+def test_a_row_has_the_same_bits_in_any_batch(kind: str, group: int) -> None:
+    torch.manual_seed(0)
+    ops, matrix, x = BatchInvariantTritonOps(DEVICE), made(kind, group, 32, 128), torch.randn(20, 128, device=DEVICE)
+    whole = ops.quantized_linear(x, matrix)
+    for rows in (slice(3, 4), slice(5, 12)):
+        assert torch.equal(ops.quantized_linear(x[rows], matrix), whole[rows])
+    assert off(whole, REFERENCE.quantized_linear(x, matrix)) < 1e-5
+
+
+def test_tiles_fit_the_columns_and_many_rows_are_multiplied_by_the_dequantized_matrix() -> None:
+    torch.manual_seed(0)
+    matrix, card = made("zeros", 128, 64, 384), replace(CARD, sms=132)
+    for rows in (1, 8, 9, 16, 17, 32, 33, 64, 65, 256):
+        how = integer_gemm_config(rows, matrix, card, gated=rows % 2 == 0)
+        assert how is not None
+        assert how.rows >= min(rows, 64)
+    assert integer_gemm_config(257, matrix, card) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
+@KINDS
+@GATES
+@pytest.mark.parametrize("rows", [1, 4, 16, 17, 64, 100, 300])
+def test_bfloat16_on_the_gpu(kind: str, group: int, rows: int, gate: Gate) -> None:
+    torch.manual_seed(rows)
+    matrix, ops = made(kind, group, 6144, 4096), TritonOps(DEVICE)
+    x, bias = torch.randn(rows, 4096, device=DEVICE).bfloat16(), torch.randn(6144, device=DEVICE).bfloat16()
+    got = ops.quantized_linear(x, matrix, bias, gate)
+    assert not ops.arrived.any()
+    assert off(got, REFERENCE.linear(x.float(), dequantize_integers(matrix), bias.float(), gate)) < 1e-2
+    assert torch.equal(ops.quantized_linear(x, matrix, bias, gate), got)
