@@ -234,7 +234,7 @@ class Bench:
             for rows in (128, 256, 512, 2048):
                 if self.left < 10:
                     return
-                x, plain = noise(rows, matrix.inputs), product.exact.bfloat16()
+                x, plain, begin = noise(rows, matrix.inputs), product.exact.bfloat16(), len(self.rows)
                 want = torch.nn.functional.linear(x.float(), product.exact)
                 linear = torch.nn.functional.linear
                 self.timed(product, rows, "bf16", [partial(linear, x, each) for each in (plain, plain.clone())], want)
@@ -243,7 +243,7 @@ class Bench:
                 if matrix.outputs > 4096:
                     parts = [partial(self.expanded, x, each, 4096) for each in product.matrices]
                     self.timed(product, rows, "dequantized by 4096", parts, want)
-                for r in self.rows[-3:]:
+                for r in self.rows[begin:]:
                     click.echo(f"{r.kind:8} {r.name:11} {r.rows:5} {r.how:34} {r.us:8.2f} us error {r.error:.1e}")
 
     def expanded(self, x: Tensor, matrix: IntegerMatrix, step: int) -> Tensor:

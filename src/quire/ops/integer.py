@@ -85,13 +85,12 @@ def pack_integers(
     missing = -inputs % UNIT
     padded = F.pad(numbers.view(torch.uint8), (0, missing))
     words = -(-(inputs + missing) // group)
-    scale, low = (None if each is None else F.pad(each, (0, words - each.shape[1])) for each in (scale, minimum))
-    assert scale is not None
+    scale = F.pad(scale, (0, words - scale.shape[1]))
     if zero is not None:
-        kind, low = IntegerKind.ZEROS, F.pad(-128.0 - zero.float(), (0, words - zero.shape[1]))
-        lower = low.bfloat16().view(torch.int16)
-    elif low is not None:
-        kind, lower = IntegerKind.MINIMA, bits_of(low, half)
+        kind, lower = IntegerKind.ZEROS, F.pad(-128.0 - zero.float(), (0, words - zero.shape[1]))
+        lower = lower.bfloat16().view(torch.int16)
+    elif minimum is not None:
+        kind, lower = IntegerKind.MINIMA, bits_of(F.pad(minimum, (0, words - minimum.shape[1])), half)
     else:
         kind, lower, scale = IntegerKind.PAIRS, bits_of(scale[:, ::2], half), scale[:, 1::2]
     held = (bits_of(scale, half).int() << 16) | (lower.int() & 0xFFFF)
@@ -114,7 +113,7 @@ def blocks_of(numbers: Tensor, bits: int) -> Tensor:
 
 def exchanged(stored: Tensor) -> Tensor:
     """Bytes [..., 32] with numbers 1 and 2 of each four exchanged."""
-    return stored.unflatten(-1, (-1, 2, 2)).transpose(-1, -2).flatten(-3)
+    return stored.reshape(*stored.shape[:-1], -1, 2, 2).transpose(-1, -2).flatten(-3)
 
 
 def dequantize_integers(matrix: IntegerMatrix) -> Tensor:
