@@ -44,15 +44,18 @@ CANDIDATES: dict[int, Sequence[tuple[int, int, int, int]]] = {
     8: SMALL,
     16: ((32, 256, 1, 4), (32, 256, 2, 4), (64, 256, 2, 4), (64, 128, 2, 6), (64, 256, 4, 4), (128, 128, 4, 4)),
     32: ((32, 256, 2, 4), (64, 256, 2, 3), (64, 128, 4, 4), (128, 128, 4, 4), (128, 128, 8, 4)),
-    64: ((32, 128, 2, 4), (64, 128, 2, 4), (64, 128, 4, 4), (128, 128, 4, 4), (128, 128, 8, 4), (256, 64, 8, 4)),
-    128: ((64, 128, 4, 4), (128, 128, 8, 3), (128, 64, 8, 4), (256, 64, 8, 3)),
+    64: ((32, 128, 2, 4), (64, 128, 2, 4), (64, 128, 4, 4), (64, 256, 8, 3), (128, 128, 4, 4), (128, 128, 8, 4)),
+    128: ((64, 128, 4, 4), (64, 64, 8, 4), (128, 128, 8, 3), (128, 64, 8, 4)),
 }
 """By rows of a tile."""
+
+MAX_SUMS = 130
+"""Sums that a thread may have: more do not fit its registers."""
 
 ROWS = {8: (1, 4, 8), 16: (16,), 32: (32,), 64: (64, 256), 128: (128, 256, 2048)}
 """Rows that are timed with a tile."""
 
-PROGRAMS = {8: (4.0, 8.0), 16: (3.0, 6.0), 32: (2.0, 4.0), 64: (1.0, 2.0, 4.0), 128: (1.0, 2.0)}
+PROGRAMS = {8: (4.0, 8.0), 16: (3.0, 6.0), 32: (2.0, 4.0), 64: (1.0, 2.0), 128: (1.0, 2.0)}
 """About how many programs a multiprocessor gets: inputs are split until there are so many."""
 
 
@@ -113,6 +116,8 @@ def configs(product: Product, tile: int) -> Iterator[GemmConfig]:
     outputs = matrix.outputs // (2 if product.gate else 1)
     seen = set()
     for height, inputs, warps, stages in CANDIDATES[tile]:
+        if height * tile // (32 * warps) * (3 if product.gate else 2) > MAX_SUMS:
+            continue
         for wanted in PROGRAMS[tile]:
             tiles = -(-outputs // height)
             splits = min((1, 2, 4, 8, 16), key=lambda s: abs(s * tiles / 132 / wanted - 1))
