@@ -16,13 +16,15 @@ from quire.layers.builder import ModelBuilder
 from quire.layers.quantization import scaled
 from quire.layers.quantization.base import Plain
 from quire.models.registry import build_model, read_spec
-from quire.ops.base import QuantizedMatrix
+from quire.ops.base import IntegerMatrix, QuantizedMatrix
 from quire.ops.quantized import dequantize, quantize_tokens
 from quire.ops.reference import ReferenceOps
+from quire.ops.triton.ops import TritonOps
 from quire.weights.canary import Canary, Threshold
 from quire.weights.files import SINGLE, Checkpoint, read_config
 from quire.weights.load import load_model, load_weights
 from quire.weights.schemes import IGNORED_TENSORS, ONLINE, choose_format, named
+from tests import quantised
 from tests.checkpoints import make
 from tests.layers.test_builder import Rank
 from tests.quantised import FORMATS, SHAPE, SIZES, plain, quantise
@@ -80,6 +82,25 @@ def test_w8a8_rounds_each_token_by_its_largest_number(folder: Path) -> None:
     numbers, steps = quantize_tokens(x)
     assert numbers.abs().amax(1).tolist() == [127, 127, 127, 0, 127]
     torch.testing.assert_close(numbers * steps, rounded)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "gptq-act-order", "int4-packed", "int4-packed-zeros"])
+def test_kernels_read_int4_in_groups_of_32_in_their_own_layout(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 192}
+    make(folder, SHAPE, hidden_size=128, **sizes)
+    monkeypatch.setattr(quantised, "GROUP", 32)
+    quantise(folder, name)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"group_size": 16', '"group_size": 32'))
+    ours, theirs = (matrices(load_model(folder, dtype="float32", ops=ops))[1:] for ops in (TritonOps("cpu"), None))
+    for own, other in zip(ours, theirs, strict=True):
+        assert isinstance(own.quantized.matrix, IntegerMatrix)
+        assert (own.quantized.matrix.order is not None) == (name == "gptq-act-order")
+        assert torch.equal(own.quantized.dequantize(), other.quantized.dequantize())
+        x = torch.randn(2, own.matrix.columns)
+        torch.testing.assert_close(own.apply(x), other.apply(x), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", FORMATS)
