@@ -138,6 +138,8 @@ def mixture(
     gate_up, down = halves(1, 2 * width, hidden, dtype=dtype), halves(1, hidden, width, dtype=dtype)
     routing = ops.route(x, halves(count, hidden, dtype=dtype), used, normalize=True)
     ops.experts(x, routing, gate_up.expand(count, -1, -1), down.expand(count, -1, -1), "silu")
+
+
 def integers() -> list[IntegerMatrix]:
     """One of each kind."""
     zeros, minima, pairs = IntegerKind
