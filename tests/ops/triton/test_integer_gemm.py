@@ -11,9 +11,9 @@ from torch import Tensor
 from quire.ops.base import Gate, IntegerMatrix, QuantizedMatrix
 from quire.ops.integer import dequantize_integers, pack_integers
 from quire.ops.reference import ReferenceOps
-from quire.ops.triton.gemv import COUNTERS, GemmConfig
-from quire.ops.triton.integer_gemm import dequantize, integer_gemm_config, integer_linear
-from quire.ops.triton.launch import DeviceInfo
+from quire.ops.triton.gemv import COUNTERS, GemmConfig, settles
+from quire.ops.triton.integer_gemm import ANY_BATCH, dequantize, integer_gemm_config, integer_linear
+from quire.ops.triton.launch import HOPPER, DeviceInfo
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from tests.ops.triton.device import DEVICE
 
@@ -116,12 +116,15 @@ def test_a_row_has_the_same_bits_in_any_batch(kind: str, group: int) -> None:
 
 def test_tiles_fit_the_columns_and_many_rows_are_multiplied_by_the_dequantized_matrix() -> None:
     torch.manual_seed(0)
-    matrix, card = made("zeros", 128, 64, 384), replace(CARD, sms=132)
-    for rows in (1, 8, 9, 16, 17, 32, 33, 64, 65, 256):
-        how = integer_gemm_config(rows, matrix, card, gated=rows % 2 == 0)
-        assert how is not None
-        assert how.rows >= min(rows, 64)
-    assert integer_gemm_config(257, matrix, card) is None
+    matrix, card = made("zeros", 128, 64, 384), replace(CARD, sms=132, capability=HOPPER)
+    for rows in (1, 8, 9, 16, 17, 32, 33, 64):
+        for gated in (False, True):
+            how = integer_gemm_config(rows, matrix, card, gated=gated)
+            assert how is not None
+            assert how.rows >= min(rows, 32)
+            assert not settles(how, card), "not for wgmma"
+    assert integer_gemm_config(65, matrix, card) is None
+    assert not settles(ANY_BATCH, card)
 
 
 @pytest.mark.gpu

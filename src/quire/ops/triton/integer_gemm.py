@@ -7,7 +7,8 @@ addition takes off 128 and the zero point, exactly. The matrix units multiply th
 sums of a group are scaled in float32. So nothing is rounded between memory and the sums.
 
 One row takes the matrix units, too: multiply-adds would cost twice the instructions. Where outputs make too few
-programs, inputs are split into runs, see `gemv`. For many rows the matrix is dequantized first (`dequantize`).
+programs, inputs are split into runs, see `gemv`. For many rows the matrix is dequantized first (`dequantize`), and for
+x in other dtypes than bfloat16.
 """
 
 from __future__ import annotations
@@ -294,29 +295,36 @@ def fitted(how: GemmConfig, matrix: IntegerMatrix, card: DeviceInfo, row: int, g
     return how._replace(stages=min(how.stages, max(2, card.shared // stage)))
 
 
-MAX_FUSED_ROWS = 256
+MAX_FUSED_ROWS = 64
 """Rows up to which numbers are dequantized on the way."""
+
+ANY_BATCH = GemmConfig(16, 64, 128, 2, 6)
+"""The tile of products that do not depend on the batch."""
 
 
 def integer_gemm_config(
     rows: int, matrix: IntegerMatrix, card: DeviceInfo, *, gated: bool = False
 ) -> GemmConfig | None:
-    """How a product is tiled; None where the matrix is dequantized first."""
+    """How a product is tiled; None where the matrix is dequantized first. Measured on an H200 with 4-bit matrices of an
+    8B model. wanted: programs that each multiprocessor gets, by splitting inputs, if outputs make fewer.
+
+    No tile may have 64 outputs on four warps: it would be multiplied by wgmma instructions, for which a thread has two
+    bytes after another of a row, not the four that the conversion takes (measured: wrong).
+    """
     if rows > MAX_FUSED_ROWS:
         return None
+    outputs = matrix.outputs // (2 if gated else 1)
     if rows <= 8:
-        how, wanted = GemmConfig(8, 32, 256, 2, 5), 6
+        large = outputs > 4096 and not gated
+        how, wanted = (GemmConfig(8, 64, 128, 2, 6), 4) if large else (GemmConfig(8, 64, 256, 2, 4), 8)
     elif rows <= 16:
-        how, wanted = GemmConfig(16, 32 if gated else 64, 256, 2, 4), 4
-    elif rows <= 32:
-        how, wanted = GemmConfig(32, 64, 128, 4, 4), 3
-    elif rows <= 64:
-        how, wanted = GemmConfig(64, 64 if gated else 128, 128, 4 if gated else 8, 4), 2
+        how, wanted = GemmConfig(16, 64, 128, 2, 6) if gated else GemmConfig(16, 64, 256, 2, 4), 4
+    elif rows <= 32 or (gated and matrix.group == 32):
+        how, wanted = GemmConfig(32, 32, 256, 2, 4) if gated else GemmConfig(32, 64, 256, 2, 3), 2
     else:
-        how, wanted = GemmConfig(64, 64 if gated else 128, 64, 4 if gated else 8, 4), 1
-    tiles = triton.cdiv(rows, how.rows) * triton.cdiv(matrix.outputs // (2 if gated else 1), how.outputs)
-    splits = two(min(8, max(1, wanted * card.sms // tiles), matrix.padded // (2 * how.inputs)))
-    return how._replace(splits=splits)
+        how, wanted = GemmConfig(64, 32, 128, 2, 4), 2
+    tiles = triton.cdiv(rows, how.rows) * triton.cdiv(outputs, how.outputs)
+    return how._replace(splits=two(min(16, wanted * card.sms // tiles, matrix.padded // (2 * how.inputs))))
 
 
 def ordered(x: Tensor, matrix: IntegerMatrix) -> Tensor:

@@ -198,7 +198,7 @@ class BatchInvariantTritonOps(TritonOps):
 
     def integer_linear(self, x: Tensor, matrix: IntegerMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
         """As `linear`, dequantized on the way."""
-        how = config_for(x, RESTORED)
+        how = config_for(x, integer_gemm.ANY_BATCH)
         return integer_gemm.integer_linear(x, matrix, bias, how, self.card, self.arrived, gate)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
