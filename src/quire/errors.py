@@ -1,4 +1,4 @@
-"""Every error a user can meet, and the HTTP status it becomes.
+"""Every error a user can meet, and the HTTP status it becomes; errors as text for logs and terminals.
 
 QuireError
 ├── InvalidRequest      400  the request names something impossible; `param` says which field
@@ -18,6 +18,9 @@ QuireError
 from __future__ import annotations
 
 import difflib
+import re
+import sys
+import traceback
 from collections.abc import Iterable
 
 
@@ -125,3 +128,22 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for an unknown `name`: ' Did you mean 'x'?' or the empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Line breaks, other control characters, and characters that change the direction of text."""
+
+
+def escape_control(text: str) -> str:
+    """The text on one line, with control characters as escape sequences."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def escape_control_lines(text: str) -> str:
+    """The lines, escaped and indented, so that none looks like the beginning of a log record."""
+    return "\n".join(f"    {escape_control(line)}" for line in text.split("\n"))
+
+
+def print_traceback() -> None:
+    """Print the traceback of the error being handled to standard error, escaped."""
+    print(escape_control_lines(traceback.format_exc()), file=sys.stderr, flush=True)

@@ -14,14 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quire.errors import InvalidRequest, nearest
+from quire.errors import InvalidRequest, escape_control, nearest
 from quire.observability import recording_format
 from quire.observability.checkpoint import CLASSES
 from quire.observability.explain import MISSING
 from quire.scheduler.policy import class_path, load_policy, policy_name
 from quire.sim.replay import Divergence, Replay, replay, step_lines, step_summary
 from quire.sim.replay_stats import ReplayStats
-from quire.tokenization.escape import escape_control
 
 
 @click.command("replay")

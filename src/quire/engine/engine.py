@@ -5,8 +5,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import sys
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -16,10 +14,9 @@ from quire.engine.events import Completed, EngineStats, Gauges, Observer, StepRe
 from quire.engine.executor import Executor, StepHandle
 from quire.engine.recovery import Recovery
 from quire.engine.timing import Clock, LatencyController, PlanDelay, WallClock
-from quire.errors import ExecutorLost, InvalidRequest, QuireError, StepFailed, Unavailable
+from quire.errors import ExecutorLost, InvalidRequest, QuireError, StepFailed, Unavailable, print_traceback
 from quire.scheduler.constraint import FREE, Constraint
 from quire.scheduler.scheduler import Scheduler
-from quire.tokenization.escape import escape_control_lines
 from quire.types import GREEDY, UNLIMITED, FinishReason, Request, RequestStepOutput, SamplingParams, error_output
 
 _Inflight = tuple[float, float, StepHandle]
@@ -352,7 +349,7 @@ def _notify(observe: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> No
     try:
         observe(*args, **kwargs)
     except Exception:
-        print(escape_control_lines(traceback.format_exc()), file=sys.stderr, flush=True)
+        print_traceback()
 
 
 def _root_cause(failure: BaseException) -> str:

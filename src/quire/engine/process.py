@@ -6,8 +6,6 @@ import contextlib
 import math
 import selectors
 import socket
-import sys
-import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -28,9 +26,8 @@ from quire.engine.protocol import (
     submitted,
 )
 from quire.engine.step_watch import StepWatch
-from quire.errors import InvalidRequest, StepFailed
+from quire.errors import InvalidRequest, StepFailed, print_traceback
 from quire.scheduler.constraint import FREE, Constraints
-from quire.tokenization.escape import escape_control_lines
 from quire.types import Request, RequestStepOutput, error_output
 
 _STATS_EVERY = 0.1
@@ -163,14 +160,14 @@ class EngineLoop:
         try:
             return b"null" if self.live_view is None else self.live_view.explain(id, self.engine.clock.now())
         except Exception:  # no request depends on it
-            print(escape_control_lines(traceback.format_exc()), file=sys.stderr, flush=True)
+            print_traceback()
             return b"null"
 
     def _live_frame(self, now: float, *, last: bool) -> tuple[bytes, bool] | None:
         try:
             return None if self.live_view is None else self.live_view.frame(self.engine, now, last=last)
         except Exception:  # no request depends on it
-            print(escape_control_lines(traceback.format_exc()), file=sys.stderr, flush=True)
+            print_traceback()
             return None
 
     def _add(self, request: Request) -> None:
@@ -179,7 +176,7 @@ class EngineLoop:
         except InvalidRequest as error:
             self.refused.append(error_output(request.id, error))
         except Exception as error:  # an error in taking one request must not end the others
-            print(escape_control_lines(traceback.format_exc()), file=sys.stderr, flush=True)
+            print_traceback()
             why = f"the engine could not take this request ({type(error).__name__})"
             self.refused.append(error_output(request.id, StepFailed(why)))
 

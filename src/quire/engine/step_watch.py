@@ -20,10 +20,10 @@ from typing import TextIO
 from quire.engine.engine import Engine
 from quire.engine.events import Observer, StepRecord
 from quire.engine.protocol import REPORT_SIGNAL
+from quire.errors import escape_control
 from quire.scheduler.plan import Plan
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Decision
-from quire.tokenization.escape import escape_control
 
 _UNKNOWN = 0.1
 """Seconds a token before anything was measured: slower than any usable model."""

@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
 from quire.engine.engine import Engine
-from quire.errors import Closed, Interrupted, QuireError, StepFailed
+from quire.errors import Closed, Interrupted, QuireError, StepFailed, print_traceback
 from quire.scheduler.constraint import Constraint
-from quire.tokenization.escape import escape_control_lines
 from quire.types import FinishReason, Request, RequestStepOutput
 
 R = TypeVar("R")
@@ -211,7 +208,7 @@ class EngineThread:
         try:
             events = self._engine.step()
         except Exception as error:
-            print(escape_control_lines(traceback.format_exc()), file=sys.stderr, flush=True)
+            print_traceback()
             self._lose(StepFailed(f"the engine failed in a step ({type(error).__name__}), and every request with it"))
             return
         for event in events:
@@ -231,7 +228,7 @@ class EngineThread:
         try:
             self._engine.abandon()
         except Exception as failure:
-            print(escape_control_lines(traceback.format_exc()), file=sys.stderr, flush=True)
+            print_traceback()
             self._closed = f"the engine failed and could not be started again ({type(failure).__name__})"
             self._calls.put(None)
         for listener in listeners.values():

@@ -14,10 +14,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from quire.errors import InvalidRequest, QuireError
+from quire.errors import InvalidRequest, QuireError, escape_control_lines
 from quire.frontend.interface import Call, Delta
 from quire.tokenization.detokenizer import Detokenizer, NoText, StopFinder, StopStrings
-from quire.tokenization.escape import escape_control_lines
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import Request, RequestStepOutput, SamplingParams, TokenLogprobs
 

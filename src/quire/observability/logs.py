@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from quire.tokenization.escape import escape_control, escape_control_lines
+from quire.errors import escape_control, escape_control_lines
 from quire.types import FinishedRequest
 
 

@@ -17,9 +17,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from quire.errors import InvalidConfig, Unavailable
+from quire.errors import InvalidConfig, Unavailable, escape_control
 from quire.server.error_responses import NotFound
-from quire.tokenization.escape import escape_control
 
 log = logging.getLogger("uvicorn.error")
 

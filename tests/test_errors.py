@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.tokenization.escape import escape_control, escape_control_lines
+from quire.errors import escape_control, escape_control_lines
 
 
 @given(st.text())
