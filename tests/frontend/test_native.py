@@ -20,7 +20,7 @@ from quire.errors import (
 )
 from quire.frontend.interface import Backend, Call, Delta, ModelCard, iterate
 from quire.frontend.native import NativeBackend
-from quire.frontend.observer import ObserverGroup
+from quire.observability.observer import ObserverGroup
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import BACKGROUND, FinishedRequest, RequestStepOutput, SamplingParams

@@ -16,10 +16,10 @@ import pytest
 from quire.engine.timing import RestartBackoff
 from quire.errors import InvalidConfig, Unavailable
 from quire.frontend.http_client import Origin
-from quire.frontend.observer import ObserverGroup
 from quire.frontend.supervisor import PrivateServer, free_port
 from quire.frontend.upstream import UpstreamBackend
 from quire.observability.live_view import RequestTimeline
+from quire.observability.observer import ObserverGroup
 from tests.live import Live, environment, serving
 
 pytestmark = pytest.mark.anyio

@@ -4,8 +4,8 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.frontend.observer import FrontendObserver, ObserverGroup
 from quire.observability.frontend_metrics import FrontendMetrics
+from quire.observability.observer import FrontendObserver, ObserverGroup
 from quire.types import NO_TRACE_CONTEXT, FinishedRequest, SamplingParams
 
 VLLM_BOUNDS = {

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from quire.frontend.observer import ObserverGroup
 from quire.observability.frontend_metrics import FrontendMetrics
 from quire.observability.logs import FORMATS, RequestLogger, log_stats
+from quire.observability.observer import ObserverGroup
 from quire.types import FinishedRequest, SamplingParams, TraceContext
 
 LOG = logging.getLogger("quire.tests")

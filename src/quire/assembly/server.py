@@ -23,12 +23,12 @@ from quire.config.settings import ServerConfig, check_files
 from quire.engine.client import EngineProcess
 from quire.frontend.interface import ModelCard
 from quire.frontend.native import NativeBackend
-from quire.frontend.observer import ObserverGroup
 from quire.frontend.upstream import UpstreamBackend
 from quire.observability import engine_metrics
 from quire.observability.frontend_metrics import FrontendMetrics
 from quire.observability.live_view import Broadcaster
 from quire.observability.logs import RequestLogger, log_config, run_with_stats
+from quire.observability.observer import ObserverGroup
 from quire.observability.recording_format import recording_folder
 from quire.observability.tracing import Traces, build_traces
 from quire.server.access import BATCHES, Hosts, Keys, Rates, loopback

@@ -16,8 +16,8 @@ from quire.engine.client import EngineClient
 from quire.engine.executor import Description
 from quire.errors import DeadlineExceeded, Interrupted, InvalidRequest, Overloaded, Unavailable
 from quire.frontend.interface import Call, Delta, DrainingService, ModelCard
-from quire.frontend.observer import FrontendObserver, ObserverGroup
 from quire.frontend.processor import ActiveRequest, OutputProcessor, delta_of_error, output_processor, requests
+from quire.observability.observer import FrontendObserver
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.detokenizer import StopStrings
 from quire.tokenization.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ class NativeBackend(DrainingService):
     tokenizer: Tokenizer
     card: ModelCard
     chat: ChatTemplate | None = None
-    observer: FrontendObserver = field(default_factory=ObserverGroup)
+    observer: FrontendObserver = field(default_factory=FrontendObserver)
     max_queued: int = 2048
     max_unread: int = 1 << 15
     clock: Callable[[], float] = time.monotonic

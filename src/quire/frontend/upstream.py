@@ -17,9 +17,9 @@ import msgspec
 from quire.errors import InvalidConfig, Overloaded, Unavailable
 from quire.frontend.http_client import Connection, ConnectionLost, Headers, Origin, Pool
 from quire.frontend.interface import DrainingService
-from quire.frontend.observer import FrontendObserver, ObserverGroup, RequestObserver
 from quire.frontend.supervisor import PrivateServer
 from quire.frontend.upstream_response import UpstreamResponse
+from quire.observability.observer import FrontendObserver, RequestObserver
 from quire.types import FinishedRequest, SamplingParams, TraceContext
 
 log = logging.getLogger("uvicorn.error")
@@ -145,7 +145,7 @@ class _UpstreamRequest:
     def __init__(self, backend: UpstreamBackend, about: RequestInfo) -> None:
         self.backend = backend
         self.info = about
-        self.observer: FrontendObserver = backend.observer if about.observed else ObserverGroup()
+        self.observer: FrontendObserver = backend.observer if about.observed else FrontendObserver()
         self.request_observer: RequestObserver | None = backend.request_observer if about.observed else None
         self.arrived = self.last = backend.clock()
         self.first: float | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from quire.observability.observer import FrontendObserver
 from quire.observability.prometheus import COUNTS, Histogram, Metrics
 from quire.types import FinishedRequest
 
@@ -38,8 +39,8 @@ _REASONS = ("stop", "length", "abort", "error", "timeout", "repetition")
 _REFUSALS = ("max_num_queued_reqs", "max_num_queued_tokens", "draining", "unavailable")
 
 
-class FrontendMetrics:
-    """A `FrontendObserver` that counts, for one model and one engine."""
+class FrontendMetrics(FrontendObserver):
+    """Counts, for one model and one engine."""
 
     def __init__(self, model: str, engine: str = "0") -> None:
         self._model, self._engine = model, engine

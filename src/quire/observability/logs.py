@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from quire.errors import escape_control, escape_control_lines
+from quire.observability.observer import FrontendObserver
 from quire.types import FinishedRequest
 
 
@@ -70,23 +71,14 @@ EVERY = 10.0
 """Seconds between two lines of statistics."""
 
 
-class RequestLogger:
-    """A `FrontendObserver` that logs how each answer ended: ids, counts and times, never its text.
+class RequestLogger(FrontendObserver):
+    """Logs how each answer ended: ids, counts and times, never its text.
 
     The record also has them as fields, for JSON logs.
     """
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
-
-    def on_first(self, seconds: float) -> None:
-        """Not logged."""
-
-    def on_gap(self, seconds: float, tokens: int, answers: int = 1) -> None:
-        """Not logged."""
-
-    def on_surplus(self, tokens: int) -> None:
-        """Not logged."""
 
     def on_end(self, ended: FinishedRequest) -> None:
         """Log an answer that ended."""
@@ -111,10 +103,6 @@ class RequestLogger:
     def on_refused(self, reason: str) -> None:
         """Log a refused request."""
         self._log.info("a request was refused: %s", reason, extra={"fields": {"refused": reason}})
-
-    def text(self) -> bytes:
-        """No metrics."""
-        return b""
 
 
 async def log_stats(stats: Callable[[], Mapping[str, Any]], log: logging.Logger, every: float = EVERY) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from quire import __version__
 from quire.errors import InvalidConfig
+from quire.observability.observer import FrontendObserver
 from quire.types import FinishedRequest
 
 Explain = Callable[[str], Coroutine[Any, Any, bytes]]
@@ -27,8 +28,8 @@ _EXPORT_TIMEOUT = 5
 _CHAT = ("chatcmpl-", "resp_", "msg_")
 
 
-class Traces:
-    """A `FrontendObserver` that makes a trace of each call once all its answers have ended.
+class Traces(FrontendObserver):
+    """Makes a trace of each call once all its answers have ended.
 
     provider: OpenTelemetry's. explain: for the time in the queue, which the engine knows; if it fails, the
     spans `queue` and `prefill` are left out.
@@ -45,22 +46,6 @@ class Traces:
         self._server_kind = SpanKind.SERVER
         self._ended: dict[str, list[tuple[int, FinishedRequest]]] = {}
         self._exports: set[asyncio.Task[None]] = set()
-
-    def on_first(self, seconds: float) -> None:
-        """Not traced."""
-
-    def on_gap(self, seconds: float, tokens: int, answers: int = 1) -> None:
-        """Not traced."""
-
-    def on_refused(self, reason: str) -> None:
-        """Not traced."""
-
-    def on_surplus(self, tokens: int) -> None:
-        """Not traced."""
-
-    def text(self) -> bytes:
-        """No metrics."""
-        return b""
 
     def on_end(self, ended: FinishedRequest) -> None:
         """Trace the call if this was its last answer."""

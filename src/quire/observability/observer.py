@@ -7,8 +7,11 @@ from typing import Protocol
 from quire.types import FinishedRequest
 
 
-class FrontendObserver(Protocol):
-    """Observes answers. Times are in seconds, as a client measures them; counts are tokens of one answer."""
+class FrontendObserver:
+    """Observes answers. Times are in seconds, as a client measures them; counts are tokens of one answer.
+
+    What a subclass leaves out does nothing.
+    """
 
     def on_first(self, seconds: float) -> None:
         """The first token of an answer came `seconds` after its call."""
@@ -27,10 +30,11 @@ class FrontendObserver(Protocol):
 
     def text(self) -> bytes:
         """The observations as Prometheus text."""
+        return b""
 
 
-class ObserverGroup:
-    """Forwards to several observers, in order; without any, it ignores everything."""
+class ObserverGroup(FrontendObserver):
+    """Forwards to several observers, in order."""
 
     def __init__(self, *observers: FrontendObserver) -> None:
         self._observers = observers
