@@ -107,8 +107,8 @@ class GatedMLP:
     def __init__(self, gate_up: ColumnParallelLinear, down: RowParallelLinear, gate: Gate) -> None:
         self.gate_up, self.down, self.gate = gate_up, down, gate
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: (tokens, hidden); the same shape."""
+    def __call__(self, x: Tensor, batch: RaggedBatch | None = None) -> Tensor:
+        """x: (tokens, hidden); the same shape. batch: of no use here, see `MLPFunction`."""
         return self.down(self.gate_up(x, self.gate))
 
 

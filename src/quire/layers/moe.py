@@ -16,6 +16,7 @@ from quire.layers.linear import ParallelGroup
 from quire.layers.quantization.base import Plain, WeightStorage
 from quire.ops.base import Gate, Ops, Routing
 from quire.ops.matmul import by_expert, through_experts
+from quire.ops.ragged import RaggedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +85,12 @@ class MoE:
         self.router, self.experts, self.config, self.ops = router, experts, mixture, ops
         self.all_reduce = parallel.all_reduce
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, hidden] -> [T, hidden]."""
-        return self.all_reduce(self.experts(x, self._route(x)))
+    def __call__(self, x: Tensor, batch: RaggedBatch | None = None) -> Tensor:
+        """x [T, hidden] -> [T, hidden]. batch: see `Ops.route`."""
+        return self.all_reduce(self.experts(x, self._route(x, batch)))
 
-    def _route(self, x: Tensor) -> Routing:
+    def _route(self, x: Tensor, batch: RaggedBatch | None) -> Routing:
         used, normalize = self.config.num_experts_per_token, self.config.normalize_weights
         if isinstance(self.router, Plain):
-            return self.ops.route(x, self.router.weight, used, normalize=normalize)
+            return self.ops.route(x, self.router.weight, used, normalize=normalize, batch=batch)
         return self.ops.select_experts(self.router.apply(x), used, normalize=normalize)

@@ -5,10 +5,10 @@ Mistral is Llama with sliding windows, Mixtral is Mistral with experts (Jiang et
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -19,8 +19,12 @@ from quire.models.spec import Config, ModelSpec, read_decoder, read_windows
 from quire.ops.base import Angles
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 
-MLPFunction = Callable[[Tensor], Tensor]
-"""[T, hidden] -> [T, hidden]: an MLP, or experts."""
+
+class MLPFunction(Protocol):
+    """An MLP, or experts."""
+
+    def __call__(self, x: Tensor, batch: RaggedBatch | None = None) -> Tensor:
+        """x [T, hidden] -> [T, hidden]. batch: whose tokens x is of; rows of its null block may be left out."""
 
 
 def build_attention(spec: ModelSpec, build: ModelBuilder, index: int, *, norm_shift: float = 0.0) -> Attention:
@@ -62,7 +66,7 @@ class Block:
         x, residual = self.before_attention.add(x, residual)
         x = self.attention(x, angles, batch, kv, output)
         x, residual = self.before_mlp.add(x, select_rows(residual, output))
-        return self.mlp(x), residual
+        return self.mlp(x, batch if output is None else None), residual
 
 
 class Llama:

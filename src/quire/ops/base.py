@@ -28,7 +28,8 @@ Norms = tuple[Norm, Norm]
 
 
 class Routing(NamedTuple):
-    """Which experts each token uses, the heaviest first, int32 [T, K], and their weights, float32 [T, K]."""
+    """Which experts each token uses, the heaviest first, int32 [T, K], and their weights, float32 [T, K]. Expert -1
+    with weight 0: none."""
 
     experts: Tensor
     weights: Tensor
@@ -160,8 +161,13 @@ class Ops(Protocol):
         normalize: a token's weights are scaled to sum to 1.
         """
 
-    def route(self, x: Tensor, weight: Tensor, used: int, *, normalize: bool) -> Routing:
-        """x [T, in], weight [E, in] -> `select_experts` of their product."""
+    def route(
+        self, x: Tensor, weight: Tensor, used: int, *, normalize: bool, batch: RaggedBatch | None = None
+    ) -> Routing:
+        """x [T, in], weight [E, in] -> `select_experts` of their product.
+
+        batch: whose tokens x is of. Those in the null block only fill up the step, and may get no experts.
+        """
 
     def experts(self, x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, gate: Gate) -> Tensor:
         """x [T, in], gate_up [E, 2F, in], down [E, in, F] -> [T, in]: each token through the MLPs of its experts, gated

@@ -17,6 +17,7 @@ from torch import Tensor
 from quire.ops.base import AnyMatrix, Gate, IntegerMatrix, QuantizedMatrix, Routing
 from quire.ops.integer import dequantize_integers
 from quire.ops.matmul import combine_experts, through_experts
+from quire.ops.ragged import RaggedBatch
 from quire.types import UNLIMITED
 
 E4M3 = torch.float8_e4m3fn
@@ -100,7 +101,9 @@ class BaseOps(ABC):
         weights, experts = logits.float().softmax(-1).topk(used, dim=-1)
         return Routing(experts.int(), self.normalize(weights) if normalize else weights)
 
-    def route(self, x: Tensor, weight: Tensor, used: int, *, normalize: bool) -> Routing:
+    def route(
+        self, x: Tensor, weight: Tensor, used: int, *, normalize: bool, batch: RaggedBatch | None = None
+    ) -> Routing:
         """See `Ops.route`."""
         return self.select_experts(self.linear(x, weight), used, normalize=normalize)
 

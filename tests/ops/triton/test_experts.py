@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import Gate, Routing
+from quire.ops.ragged import RaggedBatch
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.experts import (
     FEW_TOKENS,
@@ -37,6 +38,9 @@ ONE = ExpertConfig(ExpertTile(1, 4, 64, 2), ExpertTile(1, 2, 32, 2))
 ONE_WHOLE = ExpertConfig(ExpertTile(1, 1, 32, 1), ExpertTile(1, 1, 64, 1))
 TILES = ExpertConfig(ExpertTile(16, 16, 32, 4, 3), ExpertTile(16, 32, 16, 4, 3))
 ROWS_FIRST = ExpertConfig(ExpertTile(32, 16, 32, 4, 3, True), ExpertTile(32, 16, 32, 4, 3, True))
+HALVES = ExpertConfig(*(each._replace(halves=True) for each in ROWS_FIRST))
+DESCRIBED = ExpertConfig(*(each._replace(described=True) for each in ROWS_FIRST))
+DESCRIBED_HALVES = ExpertConfig(*(each._replace(halves=True, described=True) for each in TILES))
 
 
 def randoms(tokens: int, count: int, hidden: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -107,7 +111,7 @@ def test_a_token_that_is_not_a_number_uses_experts_that_there_are(how: GemmConfi
 @pytest.mark.parametrize("rows", [1, 16, 32])
 @pytest.mark.parametrize(
     ("tokens", "used", "only"),
-    [(1, 2, [0, 6]), (5, 1, [3]), (40, 2, [1, 2, 4, 6]), (40, 4, [0, 1, 2, 3]), (150, 3, [0, 3, 5, 6])],
+    [(1, 2, [0, 6]), (5, 1, [3]), (40, 2, [1, 2, 4, 6]), (40, 4, [0, 1, 2, 3]), (1700, 3, [0, 3, 5, 6])],
     ids=["one", "same", "some", "first", "many"],
 )
 def test_slots_are_sorted_and_every_one_is_in_a_tile(tokens: int, used: int, only: list[int], rows: int) -> None:
@@ -124,6 +128,23 @@ def test_slots_are_sorted_and_every_one_is_in_a_tile(tokens: int, used: int, onl
     assert torch.equal(covered, chosen.flatten()[order.long()])
 
 
+@pytest.mark.parametrize("tokens", [40, 3000], ids=["scanned", "counted"])
+def test_slots_without_an_expert_are_in_no_tile(tokens: int) -> None:
+    torch.manual_seed(0)
+    chosen = routed(tokens, 7, 2, [0, 3, 5]).experts
+    chosen[torch.rand(tokens, device=DEVICE) < 0.3] = -1
+    order, (expert, begin, count) = sort_slots(chosen, 7, 16, CARD)
+    slots = chosen.flatten()
+    real = int((slots >= 0).sum())
+    want = slots.sort(stable=True).indices[len(slots) - real :]
+    assert torch.equal(order[:real].long(), want)
+    covered = torch.full((real,), -1, device=DEVICE, dtype=torch.int32)
+    for e, start, n in zip(expert.tolist(), begin.tolist(), count.tolist(), strict=True):
+        if e >= 0:
+            covered[start : start + n] = e
+    assert torch.equal(covered, slots[want])
+
+
 @pytest.mark.parametrize("gate", ["silu", "gelu"])
 @pytest.mark.parametrize(("hidden", "width"), [(64, 32), (40, 24), (50, 33)], ids=["even", "multiple", "odd"])
 @pytest.mark.parametrize(
@@ -137,6 +158,9 @@ def test_slots_are_sorted_and_every_one_is_in_a_tile(tokens: int, used: int, onl
         (TILES, 40, 1, [6]),
         (ROWS_FIRST, 40, 8, list(range(9))),
         (ROWS_FIRST, 5, 1, [8]),
+        (HALVES, 40, 2, [0, 3, 8]),
+        (DESCRIBED, 40, 2, [0, 8]),
+        (DESCRIBED_HALVES, 12, 2, [0, 5, 8]),
     ],
 )
 def test_a_mixture_is_that_of_plain_products(
@@ -146,6 +170,36 @@ def test_a_mixture_is_that_of_plain_products(
     routing = routed(tokens, 9, used, only)
     got = experts(x, routing, gate_up, down, gate, how, CARD)
     torch.testing.assert_close(got, REFERENCE.experts(x, routing, gate_up, down, gate), atol=1e-4, rtol=1e-4)
+
+
+def padded(tokens: int, real: int) -> RaggedBatch:
+    """A batch of which only some tokens are written to blocks of their own."""
+    whole = torch.arange(tokens, device=DEVICE)
+    none = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    return RaggedBatch(whole, whole, torch.where(whole < real, 16 + whole, 0), none, none, none[None], 16, 1, 1)
+
+
+@pytest.mark.parametrize("how", [ONE, TILES, HALVES], ids=["one", "tiles", "halves"])
+def test_tokens_that_fill_up_a_step_read_no_expert(how: ExpertConfig) -> None:
+    tokens, real = 6, 4
+    x, weight, gate_up, down = randoms(tokens, 9, 64, 32)
+    every = GemmConfig(16, 16, 32, 4, 3) if how is TILES else GemmConfig(1, 4, 64, 2)
+    got = route(x, weight, 2, every, CARD, ARRIVED, normalize=True, batch=padded(tokens, real))
+    want = REFERENCE.route(x, weight, 2, normalize=True)
+    assert torch.equal(got.experts[:real], want.experts[:real])
+    torch.testing.assert_close(got.weights[:real], want.weights[:real])
+    assert (got.experts[real:] == -1).all()
+    assert (got.weights[real:] == 0).all()
+    idle = [e for e in range(9) if e not in want.experts[:real].flatten().tolist()]
+    gate_up[idle], down[idle], x[real:] = float("nan"), float("nan"), float("nan")
+    made = experts(x, got, gate_up, down, "silu", how, CARD)
+    torch.testing.assert_close(
+        made[:real],
+        REFERENCE.experts(x[:real], Routing(*(each[:real] for each in want)), gate_up, down, "silu"),
+        atol=1e-4,
+        rtol=1e-4,
+    )
+    assert (made[real:] == 0).all()
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 12])

@@ -69,11 +69,12 @@ class TritonOps(BaseOps):
         """See `Ops.grouped_linear`."""
         return grouped_linear(x, weight, ends)
 
-    def route(self, x: Tensor, weight: Tensor, used: int, *, normalize: bool) -> Routing:
+    def route(
+        self, x: Tensor, weight: Tensor, used: int, *, normalize: bool, batch: RaggedBatch | None = None
+    ) -> Routing:
         """See `Ops.route`."""
-        return mixture.route(
-            x, weight, used, self.router_config(len(x), weight), self.card, self.arrived, normalize=normalize
-        )
+        how = self.router_config(len(x), weight)
+        return mixture.route(x, weight, used, how, self.card, self.arrived, normalize=normalize, batch=batch)
 
     def router_config(self, tokens: int, weight: Tensor) -> GemmConfig:
         """How the product of a router [E, in] is tiled."""

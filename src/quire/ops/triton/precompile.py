@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 from triton import AsyncCompileMode, knobs
 from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.ops.triton.launch import PRECOMPILING
 
@@ -121,6 +122,8 @@ class Precompiler:
 
 def _kind(value: Any) -> object:
     """What identifies an argument: at least everything that a kernel is compiled for."""
+    if isinstance(value, TensorDescriptor):
+        return value.base.dtype, tuple(value.block_shape)
     return (value.dtype, value.data_ptr() % 16) if isinstance(value, Tensor) else (type(value), value)
 
 
