@@ -6,6 +6,8 @@ import json
 import time
 from typing import Any
 
+import pytest
+
 from quire.observability.explain import explain
 from quire.observability.history import History, Wait
 from quire.types import Request, SamplingParams
@@ -189,4 +191,29 @@ def test_a_grammar_delays_the_request_that_has_it_and_no_other() -> None:
     assert {id: [(w["for"], w["behind"], w["seconds"]) for w in found] for id, found in waits.items()} == {
         "own": [("grammar", None, 2.0), ("pages", None, 1.0)],
         "other": [("pages", "own", 1.0)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("length", "hits", "why"),
+    [
+        (4, 0, "a prompt this short fills no block of 4 tokens"),
+        (5, 4, "all that could be reused was"),
+        (8, 4, "all that could be reused was"),
+        (9, 8, "all that could be reused was"),
+    ],
+)
+def test_the_last_token_of_a_prompt_is_computed_again_and_its_block_is_not_missed(
+    length: int, hits: int, why: str
+) -> None:
+    watched = Watched()
+    for _ in range(2):
+        id = watched.submit(range(length))
+        watched.run()
+    assert watched.story(id)["prefix"] == {
+        "hit_tokens": hits,
+        "prompt_tokens": length,
+        "diverged_at": None,
+        "from": None,
+        "why": why,
     }

@@ -11,7 +11,9 @@ import pytest
 
 from quire.engine.events import Observer, StepRecord
 from quire.engine.timing import VirtualClock
-from quire.scheduler.policy import Pressure
+from quire.scheduler.kv_cache import KVCacheManager
+from quire.scheduler.policy import Pressure, SchedulingPolicy
+from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Decision, Sequence
 from quire.sim.run import SimConfig
 from quire.types import Request, SamplingParams, TokenLogprobs
@@ -121,3 +123,24 @@ def test_scores_of_a_prompt_are_taken_once_each_and_no_others() -> None:
         sent.append([row.token for row in seq.take_prompt_logprobs(rows[computed : computed + fed])])
         assert seq.needs_prompt_logits is (sent[-1] != [9])
     assert sent == [[1, 2, 3, 4], [5, 6, 7, 8], [], [9]]
+
+
+@pytest.mark.parametrize(
+    ("pressure", "blocks", "opened"),
+    [
+        *(("reserve", 11, ["a"]), ("reserve", 12, ["a", "b"]), ("reserve", 17, ["a", "b"])),
+        *(("foresee", 3, ["a"]), ("foresee", 4, ["a", "b"]), ("foresee", 5, ["a", "b"])),
+        *(("preempt", 2, ["a", "b"]), ("preempt", 3, ["a", "b", "c"])),
+    ],
+)
+def test_requests_of_one_step_leave_each_other_what_is_set_aside(
+    pressure: Pressure, blocks: int, opened: list[str]
+) -> None:
+    """Each has one block of prompt, and six at its end."""
+    scheduler = Scheduler(KVCacheManager(max(blocks, 6), 4), rows=8, policy=SchedulingPolicy(pressure=pressure))
+    for _ in range(scheduler.kv.block_pool.num_blocks - blocks):
+        scheduler.kv.block_pool.allocate()
+    for id in "abc":
+        scheduler.add(Request(id=id, prompt=(1, 2, 3, 4), max_new_tokens=20))
+    assert scheduler.plan() is not None
+    assert [seq.request.id for seq in scheduler.running] == opened
