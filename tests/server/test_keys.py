@@ -54,3 +54,18 @@ def test_a_key_is_one_key_in_either_encoding() -> None:
         headers = httpx.Headers([(b"authorization", b"Bearer " + KEY.encode(encoding))], encoding="latin-1")
         assert keys.check(headers) == 2
         assert keys.in_field(b"Token " + KEY.encode(encoding))
+
+
+@pytest.mark.parametrize(
+    ("field", "found"),
+    [
+        *(("sesame", True), ("Bearer sesame", True), ("open sesame", True), ("open  sesame ", True)),
+        *(("token=sesame", True), ('Signature id="7", token="sesame"', True), ("a=b;key='open sesame'; c=d", True)),
+        *(("", False), ("sesam", False), ("Bearer sesames", False), ("sesame=token", False), ("a=b, c=d", False)),
+    ],
+)
+def test_a_key_is_found_in_a_field_after_any_scheme_or_name(field: str, found: bool) -> None:
+    """Fields that a relay passes on carry none of its own keys."""
+    for keys in (Keys(("sesame", "open sesame"), ("boss",)), Keys((), ("sesame", "open sesame"))):
+        assert keys.in_field(field.encode()) is found
+    assert not Keys().in_field(field.encode())
