@@ -242,3 +242,15 @@ def test_sampling_params_refuse_nan_and_name_the_field() -> None:
         with pytest.raises(InvalidRequest, match=name) as caught:
             SamplingParams(**{name: math.nan})
         assert caught.value.param == name
+
+
+def test_the_snapshot_says_which_share_of_the_blocks_is_used() -> None:
+    engine = SimConfig(pages=8, page_size=4, cost=StepCost(0.01)).build(VirtualClock())
+    seen = [engine.metrics_snapshot()["cache"]]
+    engine.submit(range(10), 3)
+    engine.step()
+    seen.append(engine.metrics_snapshot()["cache"])
+    assert [(cache["used_pages"], cache["free_pages"], cache["utilization"]) for cache in seen] == [
+        (0, 8, 0.0),
+        (3, 5, 0.375),
+    ]
