@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from quire.frontend.http_client import Origin
-from quire.frontend.observer import ObserverGroup
 from quire.frontend.upstream import RequestInfo, UpstreamBackend, _UpstreamRequest
 from quire.observability.live_view import RequestTimeline
+from quire.observability.observer import ObserverGroup
 from quire.types import FinishedRequest, TraceContext
 
 
