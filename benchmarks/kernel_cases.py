@@ -9,12 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quire.model_runner.device_steps import SCORE_WIDTH
 from quire.model_runner.sampling.features import COLUMNS
 from quire.ops.base import Gate
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import TritonOps
-from quire.ops.triton.sampler import RequestedFeatures, SamplingTensors, sample
+from quire.ops.triton.sampler import RequestedFeatures, RowHistories, SamplingTensors, sample
 from quire.types import UNLIMITED
 
 CACHE = 200 << 20
@@ -239,6 +240,7 @@ SAMPLER_CASES: Mapping[str, dict[str, float]] = {
     "top_p": {"temperature": 1.0, "top_p": 0.95},
     "top_k, top_p": {"temperature": 1.0, "top_k": 50, "top_p": 0.95},
     "penalties": {"temperature": 1.0, "repetition_penalty": 1.2},
+    "log-probabilities": {"logprobs": 5},
 }
 """Sampling parameters that are not off, by the case's name."""
 
@@ -251,26 +253,32 @@ def sampler_case(ops: TritonOps, rows: int, what: str) -> Case:
         return torch.full((rows,), value, dtype=dtype, device="cuda")
 
     values = {name: column.off for name, column in COLUMNS.items()} | SAMPLER_CASES[what]
-    settings = SamplingTensors(
-        **{
-            name: full(value, torch.int32 if COLUMNS[name].is_integer else torch.float32)
-            for name, value in values.items()
-        },
-        stream=torch.arange(rows, device="cuda"),
-    )
+    columns = {name: full(0, torch.int32) for name in SamplingTensors._fields}
+    for name, value in values.items():
+        columns[name] = full(value, torch.int32 if COLUMNS[name].is_integer else torch.float32)
+    settings = SamplingTensors(**columns | {"stream": torch.arange(rows, device="cuda")})
     history = torch.randint(vocab, (rows, 1024), dtype=torch.int32, device="cuda")
     which = torch.arange(rows, dtype=torch.int32, device="cuda")
-    asked = RequestedFeatures(random=what != "greedy", truncated="top" in what, penalised=what == "penalties")
+    asked = RequestedFeatures(
+        random="temperature" in SAMPLER_CASES[what],
+        truncated="top" in what,
+        penalised=what == "penalties",
+        scored=what == "log-probabilities",
+    )
+    scores = torch.zeros(rows, SCORE_WIDTH, dtype=torch.int32, device="cuda")
+    histories = RowHistories(
+        history, full(500, torch.int32), full(0, torch.int32), full(0, torch.int32), full(-1, torch.int32)
+    )
     tally = torch.zeros(rows, vocab if asked.penalised else 1, dtype=torch.int32, device="cuda")
-    context = (which, full(1000, torch.int32), history, full(500, torch.int32), settings, ops.card, asked)
+    context = (which, full(1000, torch.int32), histories, settings, ops.card, asked)
 
     def check() -> float:
-        got = sample(logits[0].clone(), *context, tally=tally)[0].long()
-        if what == "greedy":
+        got = sample(logits[0].clone(), *context, tally=tally, scores=scores)[0].long()
+        if "temperature" not in SAMPLER_CASES[what]:
             return float((got != logits[0].argmax(1)).float().mean())
         return float(((got < 0) | (got >= vocab)).float().mean())
 
-    calls = [partial(sample, each, *context, tally=tally) for each in logits]
+    calls = [partial(sample, each, *context, tally=tally, scores=scores) for each in logits]
     return Case(f"sampler {what} {rows} x {vocab}", check, calls, 4.0 * rows * vocab)
 
 

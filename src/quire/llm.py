@@ -21,6 +21,7 @@ from rich.progress import Progress
 
 from quire import errors
 from quire.assembly.engine import build_engine
+from quire.assembly.limits import choose_device
 from quire.assembly.text import build_text
 from quire.checks import token_ids
 from quire.config import Settings
@@ -70,9 +71,11 @@ class LLM:
     def __init__(self, model: str = "embedded", *, settings: Settings | None = None, **options: Any) -> None:
         self.settings = Settings.of(model=model, **options) if settings is None else settings
         self._text = build_text(self.settings)
-        self._engine = build_engine(self.settings)
         self._grammars = GrammarCompiler(LlguidanceCompiler(lambda: self._text.tokenizer))
         self._grammars_lock = threading.Lock()
+        if choose_device(self.settings.execution.device).type == "cuda":
+            self._grammars.warm_up()
+        self._engine = build_engine(self.settings)
         self._seeds = random.Random(self.settings.model.seed)
         self._names = itertools.count()
         self._thread = EngineThread(self._engine, _take_over_threads)

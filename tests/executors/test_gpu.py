@@ -28,6 +28,7 @@ from quire.scheduler.step_time import StepTimeModel
 from quire.types import UNLIMITED, Request, SamplingParams
 from quire.weights.load import load_model
 from tests import checkpoints
+from tests.executors import test_features
 
 triton_ops = pytest.importorskip("quire.ops.triton.ops")
 kernels = pytest.importorskip("quire.model_runner.triton_steps")
@@ -106,12 +107,12 @@ class Subject:
         return ModelProposer(self.gpu, kv, num_drafts=3, rows=ROWS, device=device)
 
     def local(self, requests: Sequence[Request]) -> dict[str, tuple[int, ...]]:
-        executor = LocalExecutor(
-            self.cpu, pages=400, page_size=16, rows=ROWS, max_model_len=LENGTH, dtype=torch.float32
-        )
-        return ask(
-            Engine(Scheduler(KVCacheManager(400, 16, make_prefix_cache(16, True)), rows=ROWS), executor), requests
-        )
+        scheduler = Scheduler(KVCacheManager(400, 16, make_prefix_cache(16, True)), rows=ROWS)
+        return ask(Engine(scheduler, self.local_executor()), requests)
+
+    def local_executor(self) -> LocalExecutor:
+        sizes: dict[str, Any] = {"pages": 400, "page_size": 16, "rows": ROWS, "max_model_len": LENGTH}
+        return LocalExecutor(self.cpu, **sizes, dtype=torch.float32)
 
 
 def ask(engine: Engine, requests: Sequence[Request]) -> dict[str, tuple[int, ...]]:
@@ -144,7 +145,7 @@ def test_every_sampling_setting_answers_as_on_the_cpu(
     it = subject("qwen3-gqa", tmp_path_factory.getbasetemp())
     requests = workload(checkpoints.VOCAB, 20, SAMPLING)
     executor = it.executor(16, eager=eager, drafts=drafts)
-    for which in (requests, [r for r in requests if r.sampling in SAMPLING[:5]]):  # the host samples some, or none
+    for which in (requests, [r for r in requests if r.sampling in SAMPLING[:5]]):
         executor.reset()
         scheduler = Scheduler(
             KVCacheManager(PAGES, 16, make_prefix_cache(16, True)),
@@ -158,6 +159,18 @@ def test_every_sampling_setting_answers_as_on_the_cpu(
     assert not any(
         each.k[0].any() or each.v[0].any() for each in executor.runner.kv
     )  # the null block: nothing writes there
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("drafts", ["none", "ngram", "model"])
+def test_every_pair_of_features_answers_as_on_the_cpu(
+    drafts: str, eager: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    it = subject("qwen3-gqa", tmp_path_factory.getbasetemp())
+    want = test_features.answers(it.local_executor(), 0)
+    for lookahead in (1, 2):
+        got = test_features.answers(it.executor(16, eager=eager, drafts=drafts), lookahead)
+        test_features.agree(got, want, 2e-4)
 
 
 def test_a_step_that_drafts_is_timed_and_leaves_no_trace(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -28,7 +28,7 @@ class OnCard(Ahead):
     device = torch.device("cuda")
 
     def executor(self, s: Situation, pages: int) -> Executor:
-        self.steps = kernels.TritonSteps(self.device, supported_features=0)
+        self.steps = kernels.TritonSteps(self.device)
         self.queue = CudaQueue(self.device, 64)
         return super().executor(s, pages)
 

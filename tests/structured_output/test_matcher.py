@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.scheduler.constraint import FREE, MaskRequest
 from quire.scheduler.plan import Mask
-from quire.structured_output.llguidance import EMPTY_MASK, Matcher, TimeBudget
+from quire.structured_output.llguidance import EMPTY_MASK, LlguidanceCompiler, Matcher, ParallelMasks, TimeBudget
+from quire.tokenization.tokenizer import Tokenizer
 from quire.types import StructuredOutputsParams
 from tests.model_runner.tiny import VOCAB
 from tests.structured_output.little import END, allowed, compiler, tokens_of
@@ -47,6 +50,93 @@ def walks(draw: st.DrawFn) -> tuple[StructuredOutputsParams, list[int], list[int
         choices = sorted(allowed(matcher.masks([*output, *drafts], ())[0])) or [END]
         drafts.append(draw(st.sampled_from(choices) if draw(st.booleans()) else st.integers(0, VOCAB - 1)))
     return structure, output, drafts
+
+
+@given(st.lists(walks(), min_size=1, max_size=5))
+@settings(max_examples=100, deadline=None)
+def test_masks_made_together_are_those_made_one_by_one(
+    several: list[tuple[StructuredOutputsParams, list[int], list[int]]],
+) -> None:
+    together = ParallelMasks(2)
+    matchers = [fresh(structure) for structure, _, _ in several]
+    for part in (0.5, 1.0):
+        outputs = [output[: int(part * len(output))] for _, output, _ in several]
+        drafts = [walked if part == 1.0 else [] for _, _, walked in several]
+        together._measure = False
+        got = together([*zip(matchers, outputs, drafts, strict=True), (FREE, (), drafts[0])])
+        assert got[len(several)] == [None] * (1 + len(drafts[0]))
+        for i, (structure, _, _) in enumerate(several):
+            want = one_by_one(structure, outputs[i], drafts[i])
+            held = len(fresh(structure).masks(outputs[i], drafts[i]))
+            assert [sorted(allowed(mask)) for mask in got[i][:held]] == [sorted(allowed(mask)) for mask in want[:held]]
+            assert got[i][held:] == [None] * (len(drafts[i]) + 1 - held)
+
+
+def test_a_slow_grammar_among_others_is_measured_and_ended() -> None:
+    """Time passes only where this matcher is asked."""
+    now = [0.0]
+    quick, slow = fresh(STRUCTURES[0]), fresh(STRUCTURES[0])
+    slow = Matcher(slow._matcher.deep_copy(), frozenset({END}), slow.mask_bytes, TimeBudget(clock=lambda: now[0]))
+    follow = slow.follow
+
+    def late(output: Sequence[int]) -> object:
+        now[0] += 0.2
+        return follow(output)
+
+    slow.follow = late  # type: ignore[method-assign, assignment]
+    together = ParallelMasks(1, clock=lambda: now[0], cpu_clock=lambda: now[0])
+    for _ in range(8):
+        made = together([(quick, (), ()), (slow, (), ())])
+    assert list(made[1]) == [EMPTY_MASK]
+    assert made[0][0] == fresh(STRUCTURES[0]).masks((), ())[0]
+    assert quick.why() == ""
+    assert "too much time" in slow.why()
+
+
+def test_measuring_is_rare_where_no_grammar_is_slow() -> None:
+    """Every step takes long, as on a busy machine, and no grammar does."""
+    now, measured = [0.0], [0]
+    matchers = [fresh(STRUCTURES[0]) for _ in range(2)]
+    together = ParallelMasks(1, clock=lambda: now[0], cpu_clock=lambda: now[0])
+    make, measure = together._together, together._one_by_one
+
+    def long(requests: Sequence[MaskRequest]) -> Sequence[Sequence[Mask]]:
+        now[0] += 1.0
+        return make(requests)
+
+    def counted(requests: Sequence[MaskRequest]) -> list[list[Mask]]:
+        measured[0] += 1
+        return measure(requests)
+
+    together._together, together._one_by_one = long, counted  # type: ignore[method-assign, assignment]
+    for _ in range(500):
+        together([(matcher, (), ()) for matcher in matchers])
+    assert 5 <= measured[0] <= 15
+
+
+@pytest.mark.parametrize("size", [257, 287, 288, 289])
+def test_masks_made_together_fit_vocabularies_of_any_size(size: int) -> None:
+    core = tokenizers.Tokenizer(tokenizers.models.BPE({**byte_tokens(), **extra_tokens(size)}, []))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = tokenizers.decoders.ByteLevel()
+    core.add_special_tokens([f"<{size - 1}>"])
+    grammars = LlguidanceCompiler(lambda: Tokenizer(core, {"eos_token": f"<{size - 1}>"}))
+    make = grammars(StructuredOutputsParams(regex="[a-f]+"))
+    alone = make().masks((), ())[0]
+    assert alone is not None
+    (mask,) = ParallelMasks(1)([(make(), (), ())])[0]
+    assert mask is not None
+    assert len(mask) == -(-size // 32) * 4
+    assert mask.ljust(len(alone), b"\0") == alone
+
+
+def byte_tokens() -> dict[str, int]:
+    return {symbol: i for i, symbol in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
+
+
+def extra_tokens(size: int) -> dict[str, int]:
+    """Tokens after those of the bytes, up to `size`."""
+    return {f"<{i}>": i for i in range(256, size)}
 
 
 @given(walks(), st.data())
@@ -114,7 +204,7 @@ def test_masks_that_take_too_long_end_the_answer_and_no_other(tick: float, each:
         return now[0]
 
     one = compiler()(StructuredOutputsParams(regex="a*"))
-    slow = Matcher(one()._matcher.deep_copy(), frozenset({END}), TimeBudget(each=each, clock=clock))
+    slow = Matcher(one()._matcher.deep_copy(), frozenset({END}), one().mask_bytes, TimeBudget(each=each, clock=clock))
     said = [slow.masks(tokens_of("a" * n), ()) for n in range(8)]
     assert (said[-1] == [EMPTY_MASK]) is fails
     assert one().masks((), ()) != [EMPTY_MASK]

@@ -28,7 +28,16 @@ from quire.engine.executor import Executor
 from quire.executors.local import CudaExecutor
 from quire.model_runner.graphs import CudaQueue, GraphKey, Works, bucket_seqs, bucket_tokens, no_precompile, padding
 from quire.model_runner.memory import GIB, block_bytes, layer_shapes, plan_blocks
-from quire.model_runner.sampling.features import PENALISED, RANDOM, TRUNCATED
+from quire.model_runner.sampling.features import (
+    ALLOWED,
+    BANNED,
+    BIASED,
+    MASKED,
+    PENALISED,
+    RANDOM,
+    SCORED,
+    TRUNCATED,
+)
 from quire.model_runner.triton_steps import ForcedSteps, TritonSteps
 from quire.models.registry import Model
 from quire.ops.base import Ops
@@ -49,16 +58,12 @@ def make_ops(device: torch.device, deterministic: bool = False) -> Ops:
 
 
 def make_steps(settings: Settings, device: torch.device) -> TritonSteps:
-    """What runs around the model's forward: inputs, sampling, drafts.
-
-    In deterministic mode the host samples every random row: a batch may have rows that only the host can sample, and
-    host and device round differently.
-    """
+    """What runs around the model's forward: inputs, sampling, drafts."""
     speculative = parse(settings.scheduler.speculative_config)
     acceptance = None if speculative is None else speculative.draft_acceptance()
     if acceptance is not None:
         return ForcedSteps(device, acceptance)
-    return TritonSteps(device, supported_features=0) if settings.execution.deterministic else TritonSteps(device)
+    return TritonSteps(device)
 
 
 def make_executor(settings: Settings, model: Model, device: torch.device, limits: Limits) -> Executor:
@@ -137,15 +142,17 @@ def graph_keys(max_num_seqs: int, tokens: int, captured: int) -> list[GraphKey]:
     decode = sorted({padding(n) for n in range(1, max_num_seqs + 1)}, reverse=True)
     mixed = sorted({bucket_tokens(n) for n in range(1, min(tokens, captured) + 1)}, reverse=True)
     widths = sorted({bucket_seqs(n) for n in range(1, max_num_seqs + 1)}, reverse=True)
-    largest, every_feature = bucket_tokens(tokens), RANDOM | TRUNCATED | PENALISED
+    largest = bucket_tokens(tokens)
     forwards = [GraphKey(largest, widths[0], largest)] + [GraphKey(t, s, t) for t in mixed for s in widths]
-    heads = [GraphKey.head(n, features) for features in (0, RANDOM, RANDOM | TRUNCATED) for n in decode]
-    return [
-        *dict.fromkeys(forwards),
-        *(GraphKey(n, n, 1) for n in decode),
-        GraphKey.head(decode[0], every_feature),
-        *heads,
-    ]
+    draws = (0, RANDOM, RANDOM | TRUNCATED)
+    heads = [GraphKey.head(n, features) for features in draws for n in decode]
+    # Edited logits are float32, for which the kernels are compiled again.
+    edited = [GraphKey.head(decode[0], features | EVERY_EDIT | SCORED) for features in draws]
+    return [*dict.fromkeys(forwards), *(GraphKey(n, n, 1) for n in decode), *edited, *heads]
+
+
+EVERY_EDIT = ALLOWED | BANNED | BIASED | PENALISED | MASKED
+"""Features that change logits before they are sampled from."""
 
 
 def count_compiles() -> Callable[[], int]:

@@ -34,6 +34,7 @@ from quire.scheduler.block_pool import EVICTION_POLICIES
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.policy import SchedulingPolicy, make_policy
 from quire.scheduler.scheduler import Scheduler
+from quire.structured_output.llguidance import ParallelMasks
 from quire.types import UNLIMITED
 from quire.weights.canary import PROBE, Canary, Threshold, float8_layers
 from quire.weights.load import load_model
@@ -159,6 +160,7 @@ def build_scheduler(
         max_chunk_tokens=chunk,
         policy=policy,
         speculation=build_speculation(settings, description),
+        compute_masks=ParallelMasks(pinned=torch.cuda.is_available()),
     )
 
 

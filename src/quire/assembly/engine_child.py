@@ -12,6 +12,7 @@ from functools import partial
 
 from quire import heap
 from quire.assembly.engine import build_engine, count_compiles
+from quire.assembly.limits import choose_device
 from quire.assembly.text import build_tokenizer
 from quire.config import Settings
 from quire.engine.executor import Description, Executor
@@ -40,6 +41,9 @@ def main(wrap: Callable[[Executor], Executor] = lambda executor: executor) -> in
     try:
         settings = _settings(link)
         watch = StepWatch(timeout=_step_timeout(settings))
+        grammars = GrammarCompiler(LlguidanceCompiler(partial(build_tokenizer, settings)))
+        if choose_device(settings.execution.device).type == "cuda":
+            grammars.warm_up()
         engine = build_engine(settings, observers=[metrics, watch, history, live_view], wrap=wrap)
     except QuireError as error:
         _send(link, BuildFailed(type(error).__name__, str(error)))
@@ -49,7 +53,6 @@ def main(wrap: Callable[[Executor], Executor] = lambda executor: executor) -> in
     metrics.compiles = count_compiles(engine.description.device)
     watch.install_signal_handler(engine)
     history.attach(engine.scheduler.kv)
-    grammars = GrammarCompiler(LlguidanceCompiler(partial(build_tokenizer, settings)))
     gc.collect()
     heap.settled()
     _send(link, Ready(engine.description))

@@ -5,7 +5,7 @@ A plan becomes (index, value) pairs in one pinned buffer, one copy and one scatt
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,12 +15,14 @@ from torch import Tensor
 
 from quire.model_runner.graphs import padding
 from quire.model_runner.row_state import RowState, StepShape
-from quire.model_runner.sampling.features import COLUMNS, Column
-from quire.scheduler.plan import Plan
+from quire.model_runner.sampling.features import COLUMNS, LISTS, NO_EXTRAS, Column, pack_lists
+from quire.scheduler.plan import Mask, MaskTable, Plan, mask_table
+from quire.types import UNLIMITED
 
-COUNTERS = ("known", "length", "done", "prompt", "stream")
+COUNTERS = ("known", "length", "done", "prompt", "stream", "min_tokens", "lists_low", "lists_high", *LISTS)
 """Columns of one int32 per row: tokens of its history; those whose K/V is computed, by the model and by a draft model;
-those of its prompt; and the key of its noise. Those of `sampling.features.COLUMNS` follow."""
+those of its prompt; the key of its noise; min_tokens; and of the row's lists (see `pack_lists`) the address on the
+device, in two halves, and the sizes of their sections. Those of `sampling.features.COLUMNS` follow."""
 
 Ints32 = npt.NDArray[np.int32]
 Update = tuple["int | Ints32", Ints32]
@@ -52,17 +54,19 @@ class DeviceState:
 
     spans, tokens: the most that a step has. Letters: S spans, T tokens fed, R samples, P blocks, L tokens of a history.
     A chain is a span that samples: its samples are neighbours, from `chain[c]` to `chain[c + 1]`, and the token of each
-    is compared with the draft before the next. wanted_drafts: drafts to make for each chain.
+    is compared with the draft before the next. wanted_drafts: drafts to make for each chain. mask_index [R]: for each
+    sample the line of `masks` that has the tokens it may be, one bit each; -1: any. mask_words [1]: words of a line.
     """
 
-    def __init__(self, rows: RowState, *, spans: int, tokens: int, device: torch.device) -> None:
+    def __init__(self, rows: RowState, *, spans: int, tokens: int, vocab_size: int, device: torch.device) -> None:
         self.num_rows, self.spans = rows.num_rows, spans
+        self.features = rows.features
         self.device = device
         self.max_history, self.max_drafts = rows.max_history, rows.max_drafts
         self.max_samples = padding(spans * (1 + rows.max_drafts))
         self.num_table_columns = rows.block_table.shape[1]
         self.history_width = rows.tokens.shape[1]
-        sizes = {"chain": spans + 1, "wanted": spans}
+        sizes = {"chain": spans + 1, "wanted": spans, "mask_index": self.max_samples, "mask_words": 1}
         for name, samples in (("step", self.max_samples), ("draft", spans)):
             sizes |= {f"{name}.counts": 4, f"{name}.span_row": spans, f"{name}.query_start": spans + 1}
             sizes |= {f"{name}.token_span": tokens, f"{name}.sample_indices": samples, f"{name}.sample_row": samples}
@@ -83,6 +87,10 @@ class DeviceState:
         self.columns = {name: self.part(name) for name in COUNTERS}
         self.columns |= {name: self._column(name, column) for name, column in COLUMNS.items()}
         self.chain, self.wanted_drafts = self.part("chain"), self.part("wanted")
+        self.mask_index, self.mask_words = self.part("mask_index"), self.part("mask_words")
+        self.line_words = -(-vocab_size // 32)
+        self.masks = torch.zeros(self.max_samples * self.line_words, dtype=torch.int32, device=device)
+        self.lists: dict[int, Tensor] = {}
         self.step, self.draft = self._step_inputs("step", "length"), self._step_inputs("draft", "done")
         self.reset()
 
@@ -106,6 +114,59 @@ class DeviceState:
             inputs.sample_row.fill_(self.num_rows)
         for name, column in COLUMNS.items():
             self.columns[name].fill_(column.off)
+        self.mask_index.fill_(-1)
+        self.lists.clear()
+
+    def store_lists(self, lists: Mapping[int, Ints32]) -> dict[int, int]:
+        """Copy lists of rows to the device, in one copy; returns their addresses.
+
+        They are kept until the row is opened again: by then every step that reads them is in the queue, and memory
+        that is freed is reused behind it.
+        """
+        if not lists:
+            return {}
+        host = torch.from_numpy(np.concatenate(list(lists.values())))
+        if self.device.type == "cuda":
+            host = host.pin_memory()
+        on_device = host.to(self.device, non_blocking=True)
+        addresses, begin = {}, on_device.data_ptr()
+        for row, values in lists.items():
+            self.lists[row] = on_device
+            addresses[row] = begin
+            begin += values.nbytes
+        return addresses
+
+
+class MaskUpload:
+    """Copies the masks of a step to the device. A step with masks is sampled when all before it are complete, so one
+    buffer on the host is enough."""
+
+    def __init__(self, state: DeviceState) -> None:
+        self.state = state
+        self.sent: tuple[list[int], list[list[int]], int, int] | None = None
+
+    def send(self, masks: Sequence[Sequence[Mask]], first_samples: list[int], num_samples: int) -> list[Update]:
+        """Copy the masks of spans; returns the updates that say where they are: none where that is as in the step
+        before. first_samples: of each span."""
+        state = self.state
+        table = masks if isinstance(masks, MaskTable) else mask_table(masks, state.line_words)
+        if table.lines.shape[1] > state.line_words:
+            table = MaskTable(np.ascontiguousarray(table.lines[:, : state.line_words]), table.places)
+        flat = torch.from_numpy(table.lines.reshape(-1))
+        state.masks[: len(flat)].copy_(flat, non_blocking=True)
+        layout = first_samples, table.places, table.lines.shape[1], num_samples
+        if layout == self.sent:
+            return []
+        self.sent = layout
+        index = np.full(padding(num_samples), -1, dtype=np.int32)
+        for first, span in zip(first_samples, table.places, strict=True):
+            index[first : first + len(span)] = span
+        words = np.array([table.lines.shape[1]], dtype=np.int32)
+        return [(state.offsets["mask_index"], index), (state.offsets["mask_words"], words)]
+
+    def reset(self) -> None:
+        """The device has forgotten what was sent."""
+        self.sent = None
 
 
 class UploadRing:
@@ -171,9 +232,13 @@ def step_updates(state: DeviceState, rows: RowState, plan: Plan, shape: StepShap
     out: list[Update] = []
     table, width = state.offsets["table"], state.num_table_columns
     new = {one.row for one in plan.new_sequences}
+    with_lists = [row for row in new if rows.features.extras[row] is not NO_EXTRAS]
+    packed = {row: pack_lists(rows.features.extras[row]) for row in with_lists}
+    addresses = state.store_lists({row: words for row, (words, _) in packed.items()})
     for row in new:
         history = rows.tokens[row, : int(rows.num_known[row])]
-        out.append((state.column_at + np.int32(row), columns(rows, row)))
+        _, sizes = packed.get(row, NO_LISTS)
+        out.append((state.column_at + np.int32(row), columns(rows, row, addresses.get(row, 0), sizes)))
         out.append((table + row * width, rows.block_table[row]))
         out.append((state.offsets["history"] + row * state.history_width, history))
     for row, blocks in plan.new_blocks:
@@ -185,12 +250,18 @@ def step_updates(state: DeviceState, rows: RowState, plan: Plan, shape: StepShap
     return out
 
 
-def columns(rows: RowState, row: int) -> Ints32:
-    """A row's numbers, in the order of COUNTERS and COLUMNS; float32 as their bits."""
+NO_LISTS = pack_lists(NO_EXTRAS)
+
+
+def columns(rows: RowState, row: int, lists: int, sizes: Sequence[int]) -> Ints32:
+    """A row's numbers, in the order of COUNTERS and COLUMNS; float32 as their bits. lists: their address; sizes: of
+    their sections."""
     features = rows.features
     out = np.empty(len(COUNTERS) + len(COLUMNS), dtype=np.int32)
     stream = features.stream[row : row + 1].view(np.int32)[0]
-    out[: len(COUNTERS)] = rows.num_known[row], rows.num_computed[row], 0, rows.prompt_length[row], stream
+    known = (rows.num_known[row], rows.num_computed[row], 0, rows.prompt_length[row], stream)
+    halves = np.array([lists], dtype=np.int64).view(np.int32)
+    out[: len(COUNTERS)] = (*known, min(int(features.min_tokens[row]), UNLIMITED), *halves, *sizes)
     floats = out.view(np.float32)
     for at, (name, column) in enumerate(COLUMNS.items(), len(COUNTERS)):
         (out if column.is_integer else floats)[at] = features.columns[name][row]

@@ -5,7 +5,9 @@ Shapes depend on a step's `GraphKey` alone. The kernels read nothing back to the
 
 from __future__ import annotations
 
-from typing import Protocol
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +15,11 @@ import torch
 from torch import Tensor
 
 from quire.model_runner.device_state import DeviceState, StepInputs
+from quire.model_runner.sampling.features import MASKED, MAX_LOGPROBS, SCORED, SamplingFeatures
+from quire.model_runner.sampling.noise import Ids
+from quire.model_runner.sampling.sampler import BROKEN, Sampler, score_tokens
 from quire.ops.ragged import RaggedBatch
+from quire.types import TokenLogprobs
 
 DROPPED = -3
 """The token of a sample after a rejected draft: it is not compared with anything."""
@@ -34,14 +40,25 @@ class DeviceSteps(Protocol):
         `sample_position` takes the index in its row's history of the token that each will give.
         """
 
-    @property
-    def supported_features(self) -> int:
-        """Sampling features (see `sampling.features`) of rows that `sample` can sample."""
-
-    def sample(self, state: DeviceState, inputs: StepInputs, logits: Tensor, tokens: Tensor, features: int) -> None:
+    def sample(
+        self,
+        state: DeviceState,
+        inputs: StepInputs,
+        logits: Tensor,
+        tokens: Tensor,
+        features: int,
+        scores: Tensor | None = None,
+    ) -> None:
         """tokens [R] int32 of logits [R, V], which may be changed, for the rows of `sample_row`.
 
-        features: those that any of the rows has. Token -1: the logits are broken; -2: no token is allowed.
+        features: those that any of the rows has (see `sampling.features`). Token -1: the logits are broken; -2: no
+        token is allowed. scores [R, SCORE_WIDTH] int32: takes log-probabilities where rows ask for them.
+        """
+
+    def score(self, logits: Tensor, tokens: Tensor, wanted: Tensor, scores: Tensor) -> None:
+        """scores [R, SCORE_WIDTH] int32 of tokens [R] int32 under logits [R, V].
+
+        wanted [R] int32: how many of the likeliest tokens to add, at most MAX_LOGPROBS. See `read_scores`.
         """
 
     def verify(self, state: DeviceState, tokens: Tensor) -> None:
@@ -87,10 +104,46 @@ def lookup(history: npt.NDArray[np.int32], longest: int, shortest: int) -> int:
     return found
 
 
-class TorchSteps:
-    """`DeviceSteps` in plain torch. Samples greedy rows only."""
+SCORE_WIDTH = 2 + 2 * MAX_LOGPROBS
+"""Numbers of a line of scores: a token's log-probability (float32) and rank; then the likeliest tokens; then theirs."""
 
-    supported_features = 0
+
+def read_scores(scores: npt.NDArray[np.int32], tokens: Sequence[int], wanted: Sequence[int]) -> list[TokenLogprobs]:
+    """Lines of scores [R, SCORE_WIDTH] as values, for the tokens that they are of."""
+    most = max(wanted, default=0)
+    own = scores[:, 0].view(np.float32).tolist()
+    ranks = scores[:, 1].tolist()
+    ids = scores[:, 2 : 2 + most].tolist()
+    values = scores[:, 2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + most].view(np.float32).tolist()
+    return [
+        TokenLogprobs(token, own[r], ranks[r], tuple(zip(ids[r][:count], values[r][:count], strict=True)))
+        for r, (token, count) in enumerate(zip(tokens, wanted, strict=True))
+    ]
+
+
+class RowsView(NamedTuple):
+    """Rows of a `DeviceState` on a CPU, as the host's sampler reads them."""
+
+    features: SamplingFeatures
+    tokens: npt.NDArray[np.int32]
+    num_known: npt.NDArray[np.int32]
+    prompt_length: npt.NDArray[np.int32]
+    epoch: int
+
+
+class SamplesView(NamedTuple):
+    """Samples of a step's or a draft's inputs, as the host's sampler reads them."""
+
+    sample_row: Ids
+    sample_offset: Ids
+
+
+class TorchSteps:
+    """`DeviceSteps` in plain torch, on a CPU; sampling is the host's."""
+
+    def __init__(self) -> None:
+        self.sampler: Sampler | None = None
+        self.calls = itertools.count()
 
     def scatter(self, data: Tensor, places: Tensor, values: Tensor) -> None:
         """data[places] = values."""
@@ -125,10 +178,43 @@ class TorchSteps:
         )
         torch.index_select(hidden, 0, torch.where(real, inputs.sample_indices[:samples], 0).long(), out=out)
 
-    def sample(self, state: DeviceState, inputs: StepInputs, logits: Tensor, tokens: Tensor, features: int) -> None:
-        """The greatest logit of each row."""
-        peak, best = logits.max(1)
-        tokens.copy_(torch.where(peak.isfinite(), best, -1))
+    def sample(
+        self,
+        state: DeviceState,
+        inputs: StepInputs,
+        logits: Tensor,
+        tokens: Tensor,
+        features: int,
+        scores: Tensor | None = None,
+    ) -> None:
+        """Sample with the host's sampler."""
+        row = inputs.sample_row[: len(tokens)].numpy()
+        which = np.flatnonzero(row < state.num_rows)
+        known, prompt = state.columns["known"].numpy(), state.columns["prompt"].numpy()
+        rows = RowsView(state.features, state.history.numpy(), known, prompt, next(self.calls))
+        offset = inputs.sample_offset[: len(tokens)].numpy()
+        samples = SamplesView(row[which].astype(np.intp), offset[which].astype(np.intp))
+        if self.sampler is None or self.sampler.vocab_size != logits.shape[1]:
+            self.sampler = Sampler(logits.shape[1])
+        index = state.mask_index[: len(tokens)].numpy()[which]
+        masked = np.flatnonzero(index >= 0) if features & MASKED else ()
+        words = int(state.mask_words[0])
+        masks = [(int(i), state.masks[int(index[i]) * words :][:words].numpy().tobytes()) for i in masked]
+        sampled = self.sampler(logits[torch.from_numpy(which)], rows, samples, masks)
+        drawn = sampled.tokens.copy()
+        for r, why in sampled.errors.items():
+            drawn[r] = -1 if why == BROKEN else -2
+        tokens[torch.from_numpy(which)] = torch.from_numpy(drawn.astype(np.int32))
+        if scores is not None and features & SCORED:
+            for r, each in sampled.logprobs.items():
+                if len(each.top) <= MAX_LOGPROBS:
+                    _write_score(scores[int(which[r])], each)
+
+    def score(self, logits: Tensor, tokens: Tensor, wanted: Tensor, scores: Tensor) -> None:
+        """Score with the host's function."""
+        made = score_tokens(logits.float(), tokens.numpy().astype(np.intp), wanted.numpy().astype(np.intp))
+        for line, each in zip(scores, made, strict=True):
+            _write_score(line, each)
 
     def verify(self, state: DeviceState, tokens: Tensor) -> None:
         """Append tokens up to the first rejected draft."""
@@ -188,3 +274,11 @@ class TorchSteps:
         """Write drafts to histories."""
         row, position = state.draft.sample_row[: len(tokens)], state.draft.sample_position[: len(tokens)]
         state.history[row.long(), position.long()] = tokens.clamp(min=0)
+
+
+def _write_score(line: Tensor, score: TokenLogprobs) -> None:
+    """Write one line of scores."""
+    floats, count = line.view(torch.float32), len(score.top)
+    floats[0], line[1] = score.logprob, score.rank
+    line[2 : 2 + count] = torch.tensor([token for token, _ in score.top], dtype=torch.int32)
+    floats[2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + count] = torch.tensor([value for _, value in score.top])

@@ -1,8 +1,8 @@
 """The runner of a device with look-ahead: plans are launched without waiting, tokens return through a pinned ring.
 
-The device keeps the rows (`DeviceState`), drafts by itself and feeds itself. The host keeps them too, one step behind,
-for what it samples itself. The device samples a step when it can sample every row of it; otherwise logits are copied to
-the host, whose sampler draws before anything is launched after it.
+The device keeps the rows (`DeviceState`), samples, drafts by itself and feeds itself. The host keeps the rows too, one
+step behind. A step with masked spans is sampled when the host has made its masks, which it does while the forward runs.
+Numbers return, not logits, with one exception: log-probabilities of more than MAX_LOGPROBS tokens at a position.
 """
 
 from __future__ import annotations
@@ -16,25 +16,37 @@ import torch
 from torch import Tensor
 
 from quire.errors import StepFailed
-from quire.model_runner.device_state import DeviceState, Update, UploadRing, step_updates
-from quire.model_runner.device_steps import DROPPED, DeviceSteps
+from quire.model_runner.device_state import DeviceState, MaskUpload, Update, UploadRing, step_updates
+from quire.model_runner.device_steps import DROPPED, SCORE_WIDTH, DeviceSteps, read_scores
 from quire.model_runner.graphs import GraphKey, WorkQueue, bucket_seqs, bucket_tokens, padding
 from quire.model_runner.row_state import RowState, StepShape
 from quire.model_runner.runner import BaseRunner, LaunchedStep
-from quire.model_runner.sampling.sampler import Sampled, Sampler
+from quire.model_runner.sampling.features import (
+    DRAFT_FEATURES,
+    MASKED,
+    SCORED,
+    SCORED_WIDE,
+    count_on_device,
+)
+from quire.model_runner.sampling.sampler import Sampled, Sampler, score_tokens
 from quire.model_runner.speculative import DraftContext, Proposer
 from quire.model_runner.step_io import (
     Model,
+    PromptScores,
     empty_batch,
-    masks_by_sample,
+    first_samples,
     pooled_bytes,
     sampled_from_host,
+    scored_positions,
     slice_batch,
     step_result,
 )
 from quire.ops.ragged import LayerKV
 from quire.scheduler.plan import Plan, Span
 from quire.types import TokenLogprobs
+
+PIECE = 256
+"""Positions whose logits are computed at once for prompt log-probabilities."""
 
 
 class LookaheadRunner(BaseRunner):
@@ -64,13 +76,17 @@ class LookaheadRunner(BaseRunner):
         spans = max(padding(rows.num_rows), bucket_seqs(rows.num_rows))
         max_tokens = bucket_tokens(padding(max(max_tokens, spans * (1 + rows.max_drafts))))
         with queue:
-            self.state = DeviceState(rows, spans=spans, tokens=max_tokens, device=device)
-            self.uploads = UploadRing(self.state, num_slots=num_slots)
+            vocab = sampler.vocab_size
+            self.state = DeviceState(rows, spans=spans, tokens=max_tokens, vocab_size=vocab, device=device)
+            self.uploads, self.masks = UploadRing(self.state, num_slots=num_slots), MaskUpload(self.state)
             self.batch = empty_batch(self.state, rows, max_tokens)
-            self.tokens = torch.zeros(self.state.max_samples, dtype=torch.int32, device=device)
+            samples = self.state.max_samples
+            self.tokens = torch.zeros(samples, dtype=torch.int32, device=device)
+            self.scores = torch.zeros((samples, SCORE_WIDTH), dtype=torch.int32, device=device)
         self.draft_context = DraftContext(self.state, steps, self.batch, rows.max_model_len)
         pinned = device.type == "cuda"
-        self.ring = torch.zeros((num_slots, self.state.max_samples), dtype=torch.int32, pin_memory=pinned)
+        self.ring = torch.zeros((num_slots, samples), dtype=torch.int32, pin_memory=pinned)
+        self.score_ring = torch.zeros((num_slots, samples, SCORE_WIDTH), dtype=torch.int32, pin_memory=pinned)
         self.ring_slot = 0
         self.features = 0
         self.last_inputs: tuple[object, int] | None = None
@@ -80,15 +96,13 @@ class LookaheadRunner(BaseRunner):
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> LaunchedStep:
-        """Launch a plan; nothing is waited for unless the host samples the step before it."""
+        """Launch a plan; nothing is waited for."""
         step = LaunchedStep(self, plan)
         try:
-            if self.inflight and self.inflight[-1].sampled_on_host:
-                self.complete(self.inflight[-1])
-                if self.inflight:
-                    raise StepFailed("a step was launched after one that still waits for its masks")
             if self.failure is not None:
                 raise self.failure
+            if self.inflight and self._waits_for_masks(self.inflight[-1]):
+                raise StepFailed("a step was launched after one that still waits for its masks")
             with self.queue:
                 self._launch(step)
         except Exception as failure:
@@ -98,6 +112,24 @@ class LookaheadRunner(BaseRunner):
             self.inflight.append(step)
         return step
 
+    @torch.inference_mode()
+    def sample(self, step: LaunchedStep) -> None:
+        """Send a step's masks and launch its sampling, behind its forward."""
+        if self.failure is not None or step not in self.inflight:
+            return
+        try:
+            with self.queue:
+                first = first_samples(step.plan, step.shape)
+                updates = self.masks.send(step.masks or (), first, len(step.shape.sample_indices))
+                if (upload := self.uploads.pack(updates)) is not None:
+                    self.steps.scatter(self.state.data, *upload)
+                self._sample(step, step.features | MASKED)
+        except Exception as failure:
+            self.failure = failure
+
+    def _waits_for_masks(self, step: LaunchedStep) -> bool:
+        return bool(step.plan.masked_spans) and step.masks is None
+
     def reset(self) -> None:
         """Forget every row and step, once the device is idle."""
         self.queue.synchronize()
@@ -105,6 +137,7 @@ class LookaheadRunner(BaseRunner):
         if self.proposer is not None:
             self.proposer.reset()
         self.last_inputs = self.last_drafts = None
+        self.masks.reset()
         with self.queue:
             self.state.reset()
 
@@ -160,25 +193,79 @@ class LookaheadRunner(BaseRunner):
         self.last_inputs = inputs
         if step.is_new_shape:
             self.features = int(np.bitwise_or.reduce(rows.features.bits[shape.row]))
+        step.features = self.features
         step.drafting = self._draft_keys(plan, shape, updates)
         if (upload := self.uploads.pack(updates)) is not None:
             self.steps.scatter(self.state.data, *upload)
-        unsupported = self.features & ~self.steps.supported_features
-        step.sampled_on_host = bool(plan.masked_spans or shape.scored_spans or unsupported)
         self._feed(step, shape, key)
-        samples = len(shape.sample_indices)
-        if step.sampled_on_host:
-            step.fed_tokens = None if shape.one_sample_each else self.batch.tokens[: int(shape.query_start[-1])]
-        elif samples:
-            self._run(GraphKey.head(samples, self.features))
+        if not plan.masked_spans:
+            self._sample(step, step.features)
+
+    def _sample(self, step: LaunchedStep, features: int) -> None:
+        """Sample what the forward made, start the copies of what returns, then draft."""
+        shape, samples = step.shape, len(step.shape.sample_indices)
+        if samples:
+            self._run(GraphKey.head(samples, features & ~SCORED_WIDE))
             slot = self.ring[self.ring_slot, :samples]
             slot.copy_(self.tokens[:samples], non_blocking=True)
             step.host_tokens = slot.numpy()
+            if features & SCORED:
+                lines = self.score_ring[self.ring_slot, :samples]
+                lines.copy_(self.scores[:samples], non_blocking=True)
+                step.host_scores = lines.numpy()
+            if features & SCORED_WIDE:
+                assert self.hidden is not None
+                wide = np.flatnonzero(self.rows.features.bits[shape.sample_row] & SCORED_WIDE)
+                hidden = self.hidden[torch.from_numpy(wide).to(self.hidden.device)]
+                step.logits = self.model.logits(hidden).float().to("cpu", non_blocking=True)
             self.ring_slot = (self.ring_slot + 1) % len(self.ring)
-        step.event = self.queue.record()
-        if not step.sampled_on_host:
-            for key in step.drafting:
-                self._run(key)
+        if not step.plan.masked_spans:
+            step.event = self.queue.record()
+        for key in step.drafting:
+            self._run(key)
+        if step.plan.masked_spans:
+            step.host_drafts = self._drafts_of(step)
+            step.event = self.queue.record()
+
+    def _drafts_of(self, step: LaunchedStep) -> Tensor | None:
+        """[masked spans, drafts] what is drafted for rows with a grammar, on its way to the host."""
+        if not any(step.plan.num_drafts):
+            return None
+        state, spans = self.state, step.shape.spans
+        row = torch.tensor([spans[s].row for s in step.plan.masked_spans], device=state.device)
+        at = state.columns["known"][row][:, None] + torch.arange(max(step.plan.num_drafts), device=state.device)
+        return state.history[row[:, None], at.long()].to("cpu", non_blocking=True)
+
+    def _score_on_device(self, step: LaunchedStep, hidden: Tensor) -> PromptScores | None:
+        """Log-probabilities of the prompt tokens that follow those the step feeds, in pieces."""
+        rows, shape = self.rows, step.shape
+        spans: list[tuple[int, list[int], int]] = []
+        sources: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
+        for s in shape.scored_spans:
+            row = shape.spans[s].row
+            wanted = rows.features.prompt_logprobs[row]
+            if wanted is None or count_on_device(wanted) < 0:
+                continue
+            # Steps in flight before this one feed the same prompt.
+            ahead = sum(span.num_tokens for each in self.inflight for span in each.shape.spans if span.row == row)
+            computed = int(rows.num_computed[row]) + ahead
+            begin, end = scored_positions(shape, s, computed, int(rows.prompt_length[row]))
+            if end > begin:
+                spans.append((s, rows.tokens[row, begin + 1 : end + 1].tolist(), wanted))
+                sources.append(np.arange(begin, end) - computed + int(shape.query_start[s]))
+        if not spans:
+            return None
+        counts = [len(targets) for _, targets, _ in spans]
+        targets = [token for _, tokens, _ in spans for token in tokens]
+        wants = np.repeat([wanted for *_, wanted in spans], counts)
+        given = torch.from_numpy(np.stack([np.concatenate(sources), targets, wants]).astype(np.int32))
+        source, tokens, want = (given.pin_memory() if hidden.is_cuda else given).to(hidden.device, non_blocking=True)
+        scores = torch.zeros((len(targets), SCORE_WIDTH), dtype=torch.int32, device=hidden.device)
+        for at in range(0, len(targets), PIECE):
+            piece = slice(at, at + PIECE)
+            logits = self.model.logits(hidden[source[piece].long()])
+            self.steps.score(logits, tokens[piece], want[piece], scores[piece])
+        return PromptScores(scores.to("cpu", non_blocking=True), spans)
 
     def _feed(self, step: LaunchedStep, shape: StepShape, key: GraphKey) -> None:
         """The forward. One that returns the hidden states of every token is not captured."""
@@ -190,7 +277,11 @@ class LookaheadRunner(BaseRunner):
             self._run(key)
         made = pool.feed(self.rows, shape, hidden, self.hidden)
         step.pooled = {s: vector.to("cpu", non_blocking=True) for s, vector in made.items()}
-        step.hidden = hidden if shape.scored_spans else None
+        if hidden is None or not shape.scored_spans:
+            return
+        step.prompt_scores = self._score_on_device(step, hidden)
+        on_host = len(shape.scored_spans) - (0 if step.prompt_scores is None else len(step.prompt_scores.spans))
+        step.hidden = hidden if on_host else None
 
     def _draft_keys(self, plan: Plan, shape: StepShape, updates: list[Update]) -> Sequence[GraphKey]:
         """What is run once this step has sampled; how many drafts each row wants is added to `updates`."""
@@ -203,7 +294,7 @@ class LookaheadRunner(BaseRunner):
         if self.last_drafts != (shape, plan.num_drafts):
             self.last_drafts = shape, plan.num_drafts
             updates.append((self.state.offsets["wanted"], wanted_drafts.astype(np.int32)))
-        features = self.features & self.steps.supported_features
+        features = self.features & DRAFT_FEATURES
         return self.proposer.keys(shape, wanted_drafts, features, len(self.batch.tokens))
 
     def _run(self, key: GraphKey) -> None:
@@ -238,10 +329,13 @@ class LookaheadRunner(BaseRunner):
         tokens = self.tokens[: key.tokens]
         assert self.hidden is not None
         logits = self.model.logits(self.hidden[: key.tokens])
-        self.steps.sample(self.state, self.state.step, logits, tokens, key.features)
+        self.steps.sample(self.state, self.state.step, logits, tokens, key.features, self.scores[: key.tokens])
         self.steps.verify(self.state, tokens)
 
     # Completing
+
+    def _forward(self, step: LaunchedStep) -> None:
+        """Nothing: `launch` has run it."""
 
     def _complete(self, step: LaunchedStep) -> None:
         rows, shape = self.rows, step.shape
@@ -249,47 +343,41 @@ class LookaheadRunner(BaseRunner):
             step.event.synchronize()
         if step.is_new_shape:
             rows.check(shape)
-        scores: dict[int, list[TokenLogprobs]] = {}
-        matches = None
-        if step.sampled_on_host:
-            with self.queue:
-                scores = self._score_prompts(step)
-                sampled = self._sample(step, shape)
-        else:
-            sampled = sampled_from_host(step.host_tokens)
-            matches = ~shape.is_last_sample & (np.append(sampled.tokens[1:], DROPPED) != DROPPED)
+        scores = {} if step.prompt_scores is None else step.prompt_scores.read()
+        with self.queue:
+            scores |= self._score_prompts(step, [s for s in shape.scored_spans if s not in scores])
+        sampled = sampled_from_host(step.host_tokens)
+        sampled = sampled._replace(logprobs=self._logprobs(step, sampled))
+        matches = ~shape.is_last_sample & (np.append(sampled.tokens[1:], DROPPED) != DROPPED)
         keep, failed = rows.advance(shape, sampled.tokens, sampled.bad, matches)
         if step.plan.num_drafts:
-            with self.queue:
-                self._record_drafts(step.plan, shape)
+            self._record_drafts(step)
         done = step_result(step.plan, shape, sampled, keep, failed, scores, rows)
         step.outcome = done._replace(pooled=pooled_bytes(step.pooled))
 
-    def _record_drafts(self, plan: Plan, shape: StepShape) -> None:
-        """Note how many drafts each row has, and their tokens where a grammar has to follow them."""
-        rows = self.rows
-        rows.num_drafted[shape.sampling_row] = np.array(plan.num_drafts, dtype=np.intp)[shape.sampling_spans]
-        for s in plan.masked_spans:
-            row = shape.spans[s].row
-            at = slice(int(rows.num_known[row]), int(rows.num_known[row] + rows.num_drafted[row]))
-            rows.tokens[row, at] = self.state.history[row, at].cpu().numpy()
+    def _logprobs(self, step: LaunchedStep, sampled: Sampled) -> dict[int, TokenLogprobs]:
+        """Log-probabilities of samples, by sample."""
+        features, row = self.rows.features, step.shape.sample_row
+        out: dict[int, TokenLogprobs] = {}
+        for table, bit in ((step.host_scores, SCORED), (step.logits, SCORED_WIDE)):
+            if table is None:
+                continue
+            which = np.flatnonzero(features.bits[row] & bit)
+            tokens, wanted = sampled.tokens[which], features.logprobs[row[which]]
+            if isinstance(table, Tensor):
+                made = score_tokens(table, np.maximum(tokens, 0), wanted)
+            else:
+                made = read_scores(table[which], tokens.tolist(), wanted.tolist())
+            out |= zip(which.tolist(), made, strict=True)
+        return out
 
-    def _sample(self, step: LaunchedStep, shape: StepShape) -> Sampled:
-        """Sample on the host, with rows as they were when the step was fed, and send the tokens to the device."""
-        rows, samples = self.rows, len(shape.sample_indices)
-        if not samples:
-            return sampled_from_host(None)
-        assert self.hidden is not None
-        if step.fed_tokens is not None:
-            drafted = np.flatnonzero(~shape.is_last_sample)
-            row = shape.sample_row[drafted]
-            drafts = step.fed_tokens.cpu().numpy()[shape.sample_indices[drafted] + 1]
-            rows.tokens[row, rows.num_known[row] + shape.sample_offset[drafted]] = drafts
-        logits = self.model.logits(self.hidden[:samples])
-        sampled = self.sampler(logits, rows, shape, masks_by_sample(step.plan, shape, step.masks))
-        tokens = self.tokens[:samples]
-        tokens.copy_(torch.from_numpy(sampled.tokens.astype(np.int32)))
-        self.steps.verify(self.state, tokens)
-        for key in step.drafting:
-            self._run(key)
-        return sampled
+    def _record_drafts(self, step: LaunchedStep) -> None:
+        """Note how many drafts each row has, and their tokens where a grammar has to follow them."""
+        rows, plan, shape = self.rows, step.plan, step.shape
+        rows.num_drafted[shape.sampling_row] = np.array(plan.num_drafts, dtype=np.intp)[shape.sampling_spans]
+        if step.host_drafts is None:
+            return
+        for s, drafts in zip(plan.masked_spans, step.host_drafts.numpy(), strict=True):
+            row = shape.spans[s].row
+            count, known = int(rows.num_drafted[row]), int(rows.num_known[row])
+            rows.tokens[row, known : known + count] = drafts[:count]

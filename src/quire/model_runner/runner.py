@@ -7,8 +7,9 @@ sampling when its masks are there. Once a step has failed, every later one fails
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +25,7 @@ from quire.model_runner.speculative import Drafter
 from quire.model_runner.step_io import (
     Model,
     PromptPooler,
+    PromptScores,
     build_batch,
     masks_by_sample,
     pooled_bytes,
@@ -42,10 +44,11 @@ class LaunchedStep:
     """One launched step of either runner: an `engine.executor.StepHandle`.
 
     hidden [T, hidden]: of every token, where prompt log-probabilities are wanted. pooled: vectors of prompts that end
-    in this step, by span. The fields from `is_new_shape` on are the look-ahead runner's: sampled_on_host: the host
-    samples, from logits that are copied to it. host_tokens [R]: tokens that the device sampled, on their way to the
-    host. fed_tokens [T]: token ids, where the host samples after drafts that only the device has. drafting: what is run
-    once the step has sampled. event: reached when the tokens have arrived; None where work is done as it is launched.
+    in this step, by span. The fields from `is_new_shape` on are the look-ahead runner's, and what has "host" in its
+    name is on its way there: host_tokens [R], sampled; host_scores [R, SCORE_WIDTH], their log-probabilities;
+    host_drafts [masked spans, drafts], made by the step; logits [rows with SCORED_WIDE, V]. prompt_scores: of prompt
+    tokens. features: of its rows. drafting: what is run once the step has sampled. event: reached when all that has
+    arrived; None where work is done as it is launched.
     """
 
     runner: BaseRunner
@@ -58,16 +61,18 @@ class LaunchedStep:
     outcome: Result | None = None
     failure: Exception | None = None
     is_new_shape: bool = False
-    sampled_on_host: bool = False
+    features: int = 0
     host_tokens: npt.NDArray[np.int32] | None = None
-    fed_tokens: Tensor | None = None
+    host_scores: npt.NDArray[np.int32] | None = None
+    host_drafts: Tensor | None = None
+    prompt_scores: PromptScores | None = None
     drafting: Sequence[GraphKey] = ()
     event: torch.cuda.Event | None = None
 
     def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
         """Hand in the masks of `plan.masked_spans`, in order: one mask per sampled row."""
         self.masks = masks
-        self.runner.complete(self)
+        self.runner.sample(self)
 
     def is_done(self) -> bool:
         """Whether `result` has nothing to wait for: the device is past the step, but for drafts made after it."""
@@ -92,7 +97,7 @@ class LaunchedStep:
         return self.outcome
 
 
-class BaseRunner:
+class BaseRunner(ABC):
     """Steps in flight over rows and a KV pool. kv: one LayerKV per layer, of which block 0 is the null block."""
 
     def __init__(self, model: Model, kv: Sequence[LayerKV], rows: RowState, sampler: Sampler) -> None:
@@ -101,6 +106,10 @@ class BaseRunner:
         self.pool = PromptPooler()
         self.inflight: deque[LaunchedStep] = deque()
         self.failure: Exception | None = None
+
+    def sample(self, step: LaunchedStep) -> None:
+        """Sample a step whose masks have been handed in."""
+        self.complete(step)
 
     @torch.inference_mode()
     def complete(self, step: LaunchedStep) -> None:
@@ -131,20 +140,21 @@ class BaseRunner:
         self.reset()
         self.kv = ()
 
+    @abstractmethod
     def _forward(self, step: LaunchedStep) -> None:
-        """Run the step's forward, unless `launch` has."""
+        """Run the step's forward, unless that is done."""
 
+    @abstractmethod
     def _complete(self, step: LaunchedStep) -> None:
         """Sample a step whose forward ran and whose masks are there; set `step.outcome`."""
-        raise NotImplementedError
 
-    def _score_prompts(self, step: LaunchedStep) -> dict[int, list[TokenLogprobs]]:
-        """Prompt log-probabilities by span, while rows are as they were when the step was fed."""
+    def _score_prompts(self, step: LaunchedStep, spans: Iterable[int]) -> dict[int, list[TokenLogprobs]]:
+        """Prompt log-probabilities of spans by the host, while rows are as they were when the step was fed."""
         hidden, step.hidden = step.hidden, None
         if hidden is None:
             return {}
         vocab = self.sampler.vocab_size
-        return {s: score_prompt(self.model, self.rows, step.shape, s, hidden, vocab) for s in step.shape.scored_spans}
+        return {s: score_prompt(self.model, self.rows, step.shape, s, hidden, vocab) for s in spans}
 
 
 class Runner(BaseRunner):
@@ -205,7 +215,7 @@ class Runner(BaseRunner):
     def _complete(self, step: LaunchedStep) -> None:
         rows, shape, plan = self.rows, step.shape, step.plan
         assert step.logits is not None
-        scores = self._score_prompts(step)
+        scores = self._score_prompts(step, shape.scored_spans)
         sampled = self.sampler(step.logits, rows, shape, masks_by_sample(plan, shape, step.masks))
         keep, failed = rows.advance(shape, sampled.tokens, sampled.bad)
         if plan.num_drafts and self.drafter is not None:

@@ -8,6 +8,7 @@ only says what is drafted.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -141,27 +142,29 @@ class DraftContext(NamedTuple):
     max_model_len: int
 
 
-class Proposer:
+class Proposer(ABC):
     """Drafts on the device, behind the histories there. num_drafts: the most tokens that it drafts."""
 
     num_drafts = 0
 
+    @abstractmethod
     def admit(self, plan: Plan, shape: StepShape, rows: RowState) -> None:
         """Note that a plan's rows are opened and that its spans will sample."""
 
+    @abstractmethod
     def keys(self, shape: StepShape, wanted_drafts: Ints, features: int, max_tokens: int) -> list[GraphKey]:
         """What is run once a step has sampled. wanted_drafts [Q]: drafts for each chain, some above 0. max_tokens:
         tokens that a forward can feed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self, key: GraphKey, context: DraftContext) -> None:
         """Do the work of a key, which depends on the key and on the device's state alone."""
-        raise NotImplementedError
 
     def block_bytes(self) -> int:
         """Bytes of K/V that one block takes beside the target's."""
         return 0
 
+    @abstractmethod
     def reset(self) -> None:
         """Rows and K/V are lost."""
 
@@ -180,6 +183,12 @@ class NgramProposer(Proposer):
     def run(self, key: GraphKey, context: DraftContext) -> None:
         """Look up drafts for the key's chains."""
         context.steps.lookup(context.state, key.spans, key.max_query, self.longest, self.shortest)
+
+    def admit(self, plan: Plan, shape: StepShape, rows: RowState) -> None:
+        """Nothing to note: histories are on the device."""
+
+    def reset(self) -> None:
+        """Nothing is kept beside the rows."""
 
 
 class ModelProposer(Proposer):

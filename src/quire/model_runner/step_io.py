@@ -6,7 +6,7 @@ Array arithmetic only: no Python per token.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.model_runner.device_state import DeviceState
+from quire.model_runner.device_steps import read_scores
 from quire.model_runner.row_state import Ints, RowState, StepShape
 from quire.model_runner.sampling.sampler import BROKEN, Sampled, score_tokens
 from quire.ops.ragged import LayerKV, RaggedBatch
@@ -102,6 +103,30 @@ def slice_batch(
     )
 
 
+class PromptScores(NamedTuple):
+    """Scores [N, SCORE_WIDTH] int32 of prompt tokens, on their way to the host. spans: (span, targets, wanted), of
+    which each has as many lines as targets: the tokens scored, and how many likeliest tokens are wanted beside each."""
+
+    host: Tensor
+    spans: list[tuple[int, list[int], int]]
+
+    def read(self) -> dict[int, list[TokenLogprobs]]:
+        """By span, once the scores have arrived."""
+        table, out, begin = self.host.numpy(), dict[int, list[TokenLogprobs]](), 0
+        for s, targets, wanted in self.spans:
+            lines = table[begin : begin + len(targets)]
+            out[s] = read_scores(lines, targets, [wanted] * len(targets))
+            begin += len(targets)
+        return out
+
+
+def scored_positions(shape: StepShape, s: int, num_computed: int, prompt_length: int) -> tuple[int, int]:
+    """The positions, from and to, whose next token's log-probability span `s` gives: of its logits those that are not
+    sampled from, within the prompt. num_computed: tokens of its row before the step."""
+    _, n, sampled, logits = shape.spans[s]
+    return num_computed + n - logits, min(num_computed + n - sampled, prompt_length - 1)
+
+
 def score_prompt(
     model: Model, rows: RowState, shape: StepShape, s: int, hidden: Tensor, vocab: int
 ) -> list[TokenLogprobs]:
@@ -109,10 +134,9 @@ def score_prompt(
 
     rows: as they were when the step was fed. hidden [T, hidden]: of every token fed.
     """
-    row, n, sampled, logits = shape.spans[s]
+    row = shape.spans[s].row
     computed = int(rows.num_computed[row])
-    begin = computed + n - logits
-    end = min(computed + n - sampled, int(rows.prompt_length[row]) - 1)
+    begin, end = scored_positions(shape, s, computed, int(rows.prompt_length[row]))
     first = int(shape.query_start[s]) - computed
     num_top = rows.features.prompt_logprobs[row] or 0
     piece = max(1, _CHUNK // vocab)
@@ -136,7 +160,8 @@ def step_result(
 ) -> Result:
     """The Result of a step. keep [Q]: how many samples each sampling span keeps; failed [Q]: which failed it, or -1."""
     flat = sampled.tokens.tolist()
-    drafts = [rows.drafts_of(shape.spans[s].row) for s in plan.masked_spans]
+    drafted = bool(plan.num_drafts)
+    drafts = [rows.drafts_of(shape.spans[s].row) if drafted else [] for s in plan.masked_spans]
     if shape.one_sample_each and not sampled.errors and not sampled.logprobs:
         return Result([[token] for token in flat], drafts, {}, dict(scores))
     tokens: list[list[int]] = [[] for _ in shape.spans]
@@ -150,13 +175,19 @@ def step_result(
     return Result(tokens, drafts, logprobs, dict(scores), errors)
 
 
+def first_samples(plan: Plan, shape: StepShape) -> list[int]:
+    """The first sample of each masked span."""
+    if shape.one_sample_each:
+        return list(plan.masked_spans)
+    at = np.searchsorted(shape.sampling_spans, np.array(plan.masked_spans, dtype=np.intp))
+    first: list[int] = shape.first_sample[at].tolist()
+    return first
+
+
 def masks_by_sample(plan: Plan, shape: StepShape, given: Sequence[Sequence[Mask]] | None) -> list[tuple[int, Mask]]:
     """(sample, its mask) for every sample of a masked span."""
-    out: list[tuple[int, Mask]] = []
-    for s, masks in zip(plan.masked_spans, given or (), strict=True):
-        at = int(shape.first_sample[np.searchsorted(shape.sampling_spans, s)])
-        out += [(at + i, each) for i, each in enumerate(masks)]
-    return out
+    spans = zip(first_samples(plan, shape), given or (), strict=True)
+    return [(first + i, mask) for first, masks in spans for i, mask in enumerate(masks)]
 
 
 def sampled_from_host(host_tokens: npt.NDArray[np.int32] | None) -> Sampled:

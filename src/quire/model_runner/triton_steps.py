@@ -9,11 +9,21 @@ from torch import Tensor
 
 from quire.model_runner.device_state import DeviceState, StepInputs
 from quire.model_runner.device_steps import DROPPED
-from quire.model_runner.sampling.features import PENALISED, RANDOM, TRUNCATED
+from quire.model_runner.sampling.features import (
+    ALLOWED,
+    BANNED,
+    BIASED,
+    MASKED,
+    PENALISED,
+    RANDOM,
+    SCORED,
+    TRUNCATED,
+)
 from quire.ops.ragged import RaggedBatch
 from quire.ops.triton import step
 from quire.ops.triton.launch import DeviceInfo
-from quire.ops.triton.sampler import RequestedFeatures, SamplingTensors, sample
+from quire.ops.triton.logprobs import score
+from quire.ops.triton.sampler import RequestedFeatures, RowHistories, SamplingTensors, sample
 
 
 class Views(NamedTuple):
@@ -23,17 +33,15 @@ class Views(NamedTuple):
     step: step.DeviceRows
     draft: step.DeviceRows
     settings: SamplingTensors
+    histories: RowHistories
 
 
 class TritonSteps:
-    """`DeviceSteps` by kernels. The host samples rows with masks or lists (bias, bans, allowed tokens)."""
+    """`DeviceSteps` by kernels."""
 
-    def __init__(
-        self, device: torch.device, *, dependent: bool = True, supported_features: int = RANDOM | TRUNCATED | PENALISED
-    ) -> None:
-        """dependent: use programmatic dependent launch where the GPU has it. supported_features: as `DeviceSteps`."""
+    def __init__(self, device: torch.device, *, dependent: bool = True) -> None:
+        """dependent: use programmatic dependent launch where the GPU has it."""
         self.card = DeviceInfo.of(device, dependent)
-        self.supported_features = supported_features
         self.views: Views | None = None
         self.tally = torch.zeros(0, 0, dtype=torch.int32, device=device)
 
@@ -49,9 +57,17 @@ class TritonSteps:
         """Advance rows and select hidden states."""
         step.advance(self._rows(state, inputs), spans, hidden, out, self.card)
 
-    def sample(self, state: DeviceState, inputs: StepInputs, logits: Tensor, tokens: Tensor, features: int) -> None:
+    def sample(
+        self,
+        state: DeviceState,
+        inputs: StepInputs,
+        logits: Tensor,
+        tokens: Tensor,
+        features: int,
+        scores: Tensor | None = None,
+    ) -> None:
         """Sample without a sort, see `ops.triton.sampler`."""
-        rows, settings = self._rows(state, inputs), self._views(state).settings
+        rows, views = self._rows(state, inputs), self._views(state)
         count = len(tokens)
         if features & PENALISED and not len(self.tally):
             self.tally = self.tally.new_zeros(state.max_samples, logits.shape[1])
@@ -59,18 +75,19 @@ class TritonSteps:
             logits,
             rows.sample_row[:count],
             rows.sample_position[:count],
-            state.history,
-            state.columns["prompt"],
-            settings,
+            views.histories,
+            views.settings,
             self.card,
-            RequestedFeatures(
-                random=bool(features & RANDOM),
-                truncated=bool(features & TRUNCATED),
-                penalised=bool(features & PENALISED),
-            ),
+            requested(features),
             tally=self.tally,
             out=tokens,
+            scores=scores,
         )
+
+    def score(self, logits: Tensor, tokens: Tensor, wanted: Tensor, scores: Tensor) -> None:
+        """Score without a sort, see `ops.triton.logprobs`."""
+        rows = torch.arange(len(tokens), dtype=torch.int32, device=tokens.device)
+        score(logits, tokens, rows, wanted, scores, self.card)
 
     def verify(self, state: DeviceState, tokens: Tensor) -> None:
         """Append tokens up to the first rejected draft."""
@@ -97,7 +114,10 @@ class TritonSteps:
         """Made once for a state, whose memory stays where it is."""
         if self.views is None or self.views.state is not state:
             settings = SamplingTensors(**{name: state.columns[name] for name in SamplingTensors._fields})
-            self.views = Views(state, rows_of(state, state.step), rows_of(state, state.draft), settings)
+            histories = RowHistories(
+                state.history, state.columns["prompt"], state.masks, state.mask_words, state.mask_index
+            )
+            self.views = Views(state, rows_of(state, state.step), rows_of(state, state.draft), settings, histories)
         return self.views
 
 
@@ -112,6 +132,19 @@ class ForcedSteps(TritonSteps):
         """Replace tokens by the drafts that count as right, then verify."""
         step.force(self._views(state).step, tokens, self.rate, self.card)
         super().verify(state, tokens)
+
+
+def requested(features: int) -> RequestedFeatures:
+    """What the bits of `sampling.features` ask of the kernels."""
+    return RequestedFeatures(
+        random=bool(features & RANDOM),
+        truncated=bool(features & TRUNCATED),
+        penalised=bool(features & PENALISED),
+        masked=bool(features & MASKED),
+        allowed=bool(features & ALLOWED),
+        listed=bool(features & (BANNED | BIASED)),
+        scored=bool(features & SCORED),
+    )
 
 
 def rows_of(state: DeviceState, inputs: StepInputs) -> step.DeviceRows:

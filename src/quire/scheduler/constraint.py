@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from quire.errors import InvalidRequest
@@ -11,7 +11,7 @@ from quire.types import Request
 
 
 class Constraint(Protocol):
-    """Called once for each sampling step, while that step's forward pass runs."""
+    """Asked once for each sampling step, while that step's forward pass runs; see `ComputeMasks`."""
 
     def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[Mask]:
         """The masks after `output` and after each of `drafts` in turn: 1 + len(drafts).
@@ -22,6 +22,23 @@ class Constraint(Protocol):
 
     def why(self) -> str:
         """Why the last mask allows no token, where the constraint itself has ended; otherwise empty."""
+
+
+MaskRequest = tuple[Constraint, Sequence[int], Sequence[int]]
+"""(constraint, output, drafts), as `Constraint.masks` takes them."""
+
+ComputeMasks = Callable[[Sequence[MaskRequest]], Sequence[Sequence[Mask]]]
+"""Makes the masks of a step's constrained sequences: for each request 1 + len(drafts)."""
+
+
+def one_by_one(requests: Sequence[MaskRequest]) -> list[list[Mask]]:
+    """The masks of each request in turn."""
+    return [filled(constraint.masks(output, drafts), drafts) for constraint, output, drafts in requests]
+
+
+def filled(masks: list[Mask], drafts: Sequence[int]) -> list[Mask]:
+    """`masks` with None behind a draft that breaks the constraint: 1 + len(drafts)."""
+    return masks + [None] * (1 + len(drafts) - len(masks))
 
 
 class NoConstraint:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Sequence as SequenceOf
 
 from quire.errors import InvalidRequest
-from quire.scheduler.constraint import FREE, PENDING, Constraint
+from quire.scheduler.constraint import FREE, PENDING, ComputeMasks, Constraint, MaskRequest, one_by_one
 from quire.scheduler.kv_cache import KVCacheManager
 from quire.scheduler.plan import Mask, NewSequence, Plan, Result, Span
 from quire.scheduler.policy import SchedulingPolicy, policy_name
@@ -107,7 +108,7 @@ class Scheduler:
     rows: places on the device. max_num_seqs: sequences running at once. max_num_batched_tokens: tokens of a step;
     max_background_tokens: of a step of background requests. max_chunk_tokens: prompt tokens of a span (UNLIMITED: whole
     prompts). policy: admission, order, victims and reservations. speculation: how many tokens to draft, for which
-    sequences.
+    sequences. compute_masks: makes the masks of constrained sequences.
     """
 
     def __init__(
@@ -121,8 +122,10 @@ class Scheduler:
         max_chunk_tokens: int = UNLIMITED,
         policy: SchedulingPolicy | None = None,
         speculation: SpeculationPolicy | None = None,
+        compute_masks: ComputeMasks = one_by_one,
     ) -> None:
         self.kv = kv
+        self.compute_masks = compute_masks
         self.max_num_seqs = min(max_num_seqs, rows)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_background_tokens = min(max_background_tokens, max_num_batched_tokens)
@@ -392,19 +395,17 @@ class Scheduler:
 
     # ---------------------------------------------------------------- masks and results
 
-    def masks(self) -> list[list[Mask]]:
+    def masks(self) -> SequenceOf[SequenceOf[Mask]]:
         """For the oldest step in flight, by masked span. Every token before its samples must be committed."""
         step = self.inflight[0]
-        return [
-            self._sequence_masks(s, step.plan.spans[j].num_samples)
-            for s, j in zip(step.masked_seqs, step.plan.masked_spans, strict=True)
-        ]
-
-    def _sequence_masks(self, seq: Sequence, num_samples: int) -> list[Mask]:
-        if seq.finish_reason:
-            return [None] * num_samples
-        masks = seq.constraint.masks(seq.tokens[seq.prompt_length :], seq.draft_tokens[: num_samples - 1])
-        return masks + [None] * (num_samples - len(masks))
+        requests: list[MaskRequest] = []
+        for seq, j in zip(step.masked_seqs, step.plan.masked_spans, strict=True):
+            drafts = seq.draft_tokens[: step.plan.spans[j].num_samples - 1]
+            if seq.finish_reason:
+                requests.append((FREE, (), drafts))
+            else:
+                requests.append((seq.constraint, seq.tokens[seq.prompt_length :], drafts))
+        return self.compute_masks(requests)
 
     def commit(self, result: Result) -> list[RequestStepOutput]:
         """Take the oldest step's result. Returns what each request got; spans of ended ones count as discarded."""

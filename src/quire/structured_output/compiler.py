@@ -22,6 +22,10 @@ CompileFunction = Callable[[StructuredOutputsParams], CompiledGrammar]
 """Raises InvalidRequest."""
 
 
+WARM_UP = StructuredOutputsParams(regex=".")
+"""What `warm_up` compiles."""
+
+
 @dataclass(eq=False, slots=True)
 class _Job:
     """A grammar being compiled, and the (request id, field of the request) of those that wait for it."""
@@ -70,6 +74,10 @@ class GrammarCompiler:
 
     # ---------------------------------------------------------------- called by the loop
 
+    def warm_up(self, structure: StructuredOutputsParams = WARM_UP) -> None:
+        """Compile a structure in a worker, so that what all grammars share is ready when the first one is needed."""
+        self._enqueue(structure)
+
     def constraint_for(self, request: Request) -> Constraint:
         """See Constraints."""
         structure = request.sampling.structured_outputs
@@ -77,16 +85,18 @@ class GrammarCompiler:
             return FREE
         if structure in self._cache:
             return self._from_cache(structure)
-        job = self._jobs.get(structure)
-        if job is None:
-            job = self._jobs[structure] = _Job(structure, self._clock() + self._timeout)
-            if self._idle:
-                self._idle -= 1
-                self._wakeup = self._wakeup or _wakeup_pair()
-                self._start_worker()
-            self._queue.put(job)
+        job = self._jobs.get(structure) or self._enqueue(structure)
         job.waiters.append((request.id, structure.param))
         return PENDING
+
+    def _enqueue(self, structure: StructuredOutputsParams) -> _Job:
+        job = self._jobs[structure] = _Job(structure, self._clock() + self._timeout)
+        if self._idle:
+            self._idle -= 1
+            self._wakeup = self._wakeup or _wakeup_pair()
+            self._start_worker()
+        self._queue.put(job)
+        return job
 
     def poll(self) -> list[tuple[str, Constraint | InvalidRequest]]:
         """See Constraints."""

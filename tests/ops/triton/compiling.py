@@ -25,13 +25,15 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from quire.model_runner.device_state import DeviceState
+from quire.model_runner.device_steps import SCORE_WIDTH
 from quire.model_runner.row_state import RowState
+from quire.model_runner.sampling.features import COLUMNS
 from quire.model_runner.triton_steps import ForcedSteps
 from quire.ops.base import IntegerKind, IntegerMatrix, QuantizedMatrix
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton.launch import HOPPER, DeviceInfo
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
-from quire.ops.triton.sampler import RequestedFeatures, SamplingTensors, sample
+from quire.ops.triton.sampler import RequestedFeatures, RowHistories, SamplingTensors, sample
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 CAPABILITY, SHARED = int(sys.argv[1]), int(sys.argv[2])
@@ -119,12 +121,16 @@ def everything(ops: TritonOps) -> None:
         for rows in (1, 16, 32, 64, 256, 300):
             ops.quantized_linear(halves(rows, 4096), matrix)
             ops.quantized_linear(halves(rows, 4096), matrix, None, "silu")
-    floats = [torch.empty(8) for _ in range(6)]
-    temperature, *rest = floats
-    columns = (temperature, torch.empty(8, dtype=torch.int64), ints(8), *rest)
-    settings = SamplingTensors(*columns)
-    at = ints(8), ints(8), ints(8, 4096), ints(8)
-    sample(torch.empty(8, 151936), *at, settings, ops.card, RequestedFeatures(), tally=ints(8, 151936))
+    columns = {name: ints(8) for name in SamplingTensors._fields}
+    floats = [name for name, column in COLUMNS.items() if not column.is_integer]
+    columns |= {name: torch.empty(8) for name in floats} | {"stream": torch.empty(8, dtype=torch.int64)}
+    histories = RowHistories(ints(8, 4096), ints(8), ints(8 * 4748), ints(1), ints(8))
+    logits, scores = torch.empty(8, 151936), ints(8, SCORE_WIDTH)
+    asked = RequestedFeatures(*[True] * len(RequestedFeatures._fields))
+    sample(
+        logits, ints(8), ints(8), histories, SamplingTensors(**columns), ops.card, asked, tally=ints(8, 151936),
+        scores=scores,
+    )  # fmt: skip
 
 
 QWEN, MIXTRAL = (128, 8, 2048, 768), (8, 2, 4096, 14336)
@@ -178,7 +184,7 @@ def alike(ops: BatchInvariantTritonOps) -> None:
 
 def around() -> None:
     """What is around a forward: of a step, and of drafting."""
-    state = DeviceState(RowState(4, 64, 16, 3), spans=8, tokens=64, device=torch.device("cpu"))
+    state = DeviceState(RowState(4, 64, 16, 3), spans=8, tokens=64, vocab_size=64, device=torch.device("cpu"))
     steps, tokens = ForcedSteps(torch.device("cpu"), 0.7), ints(16)
     steps.card = DeviceInfo(sms=132, capability=divmod(CAPABILITY, 10), dependent=CAPABILITY >= 90)
     steps.scatter(state.data, tokens, tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,13 +13,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.model_runner.sampling.features import COLUMNS
+from quire.model_runner.device_steps import SCORE_WIDTH, read_scores
+from quire.model_runner.sampling.features import (
+    COLUMNS,
+    LISTS,
+    MASKED,
+    MAX_LOGPROBS,
+    SamplingFeatures,
+    bitmask,
+    pack_lists,
+)
 from quire.model_runner.sampling.noise import Draw, stream
-from quire.model_runner.sampling.sampler import Truncation, truncate
+from quire.model_runner.sampling.sampler import Truncation, score_tokens, truncate
+from quire.model_runner.triton_steps import TritonSteps, requested
 from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.noise import exponentials
-from quire.ops.triton.sampler import BROKEN, FINE, STUCK, RequestedFeatures, SamplingTensors, sample
-from quire.types import SamplingParams
+from quire.ops.triton.sampler import (
+    BROKEN,
+    FINE,
+    STUCK,
+    RequestedFeatures,
+    RowHistories,
+    SamplingTensors,
+    sample,
+)
+from quire.scheduler.plan import NewSequence
+from quire.types import SamplingParams, TokenLogprobs
 from tests.model_runner import oracle
 from tests.ops.triton.device import DEVICE
 
@@ -27,46 +47,100 @@ CARD = DeviceInfo.of(DEVICE)
 
 @dataclass(frozen=True)
 class Row:
-    """One row to sample: its parameters, and its tokens so far."""
+    """One row to sample: its parameters, and its tokens so far. mask: allowed tokens, bit by bit; None: all."""
 
     params: SamplingParams
     tokens: tuple[int, ...] = (3, 5, 3)
     prompt: int = 1
     seed: int = 0
     choice: int = 0
+    stop: frozenset[int] = frozenset()
+    mask: bytes | None = None
+
+    @property
+    def features(self) -> SamplingFeatures:
+        made = SamplingFeatures(1)
+        made.open(NewSequence(0, self.tokens, 0, self.prompt, self.params, stop_token_ids=self.stop))
+        return made
 
 
-def settings(rows: list[Row]) -> SamplingTensors:
-    def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=DEVICE)
+def column(values: Sequence[float], dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
 
+
+def settings(rows: list[Row], lists: list[Tensor]) -> SamplingTensors:
+    """lists: takes what the settings point to, which must outlive them."""
     s = [row.params for row in rows]
+    packed = [pack_lists(row.features.extras[0]) for row in rows]
+    lists += [torch.from_numpy(words.copy()).to(DEVICE) for words, _ in packed]
+    halves = np.array([each.data_ptr() for each in lists], dtype=np.int64).view(np.int32).reshape(-1, 2)
+    sizes = {name: column([size[i] for _, size in packed]) for i, name in enumerate(LISTS)}
     return SamplingTensors(
         **{
             name: column([each.read(p) for p in s], torch.int32 if each.is_integer else torch.float32)
             for name, each in COLUMNS.items()
         },
         stream=column([stream(row.seed, row.choice) for row in rows], torch.int64),
+        min_tokens=column([p.min_tokens for p in s]),
+        lists_low=column(halves[:, 0].tolist()),
+        lists_high=column(halves[:, 1].tolist()),
+        **sizes,
     )
 
 
-def drawn(logits: Tensor, rows: list[Row], asked: RequestedFeatures | None = None) -> tuple[list[int], list[int]]:
-    """Tokens and state. asked: by default what the rows ask for."""
-    if asked is None:
-        p = [row.params for row in rows]
-        cut = any(s.top_k > 0 or s.top_p < 1 or s.min_p > 0 for s in p)
-        penalised = any(s.repetition_penalty != 1 or s.frequency_penalty or s.presence_penalty for s in p)
-        asked = RequestedFeatures(not all(s.greedy for s in p), cut, penalised)
+def asked_by(rows: list[Row]) -> RequestedFeatures:
+    bits = 0
+    for row in rows:
+        bits |= int(row.features.bits[0]) | (0 if row.mask is None else MASKED)
+    return requested(bits)
+
+
+def masks_of(rows: list[Row], vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(masks, mask_words, mask_index): those that rows have, last row first."""
+    masks = np.zeros((len(rows), -(-vocab // 32) * 4), dtype=np.uint8)
+    index = np.full(len(rows), -1, dtype=np.int32)
+    for place, r in enumerate(reversed([r for r, row in enumerate(rows) if row.mask is not None])):
+        bits = np.frombuffer(rows[r].mask or b"", dtype=np.uint8)[: masks.shape[1]]
+        masks[place, : len(bits)] = bits
+        index[r] = place
+    lines = torch.from_numpy(masks.view(np.int32))
+    return lines.flatten().to(DEVICE), column([lines.shape[1]]), torch.from_numpy(index).to(DEVICE)
+
+
+def sampled(
+    logits: Tensor, rows: list[Row], asked: RequestedFeatures | None = None
+) -> tuple[list[int], list[int], list[TokenLogprobs]]:
+    """Tokens, states, and the scores of rows that ask for them. asked: by default what the rows ask for."""
     longest = max(len(row.tokens) for row in rows) + 4
     history = torch.tensor([[*row.tokens, *[7] * (longest - len(row.tokens))] for row in rows], dtype=torch.int32)
-    positions = torch.tensor([len(row.tokens) for row in rows], dtype=torch.int32)
-    prompt = torch.tensor([row.prompt for row in rows], dtype=torch.int32)
-    which = torch.arange(len(rows), dtype=torch.int32)
-    moved = (x.to(DEVICE) for x in (logits.clone(), which, positions, history, prompt))
+    positions = column([len(row.tokens) for row in rows])
+    histories = RowHistories(history.to(DEVICE), column([row.prompt for row in rows]), *masks_of(rows, logits.shape[1]))
     tally = torch.zeros(logits.shape, dtype=torch.int32, device=DEVICE)
-    tokens, state = sample(*moved, settings(rows), CARD, asked, tally=tally)
+    scores = torch.zeros(len(rows), SCORE_WIDTH, dtype=torch.int32, device=DEVICE)
+    held: list[Tensor] = []
+    which = torch.arange(len(rows), dtype=torch.int32, device=DEVICE)
+    tokens, state = sample(
+        logits.to(DEVICE, copy=True),
+        which,
+        positions,
+        histories,
+        settings(rows, held),
+        CARD,
+        asked or asked_by(rows),
+        tally=tally,
+        scores=scores,
+    )
     assert not tally.any()
-    return tokens.tolist(), state.tolist()
+    wanted = [-1 if row.params.logprobs is None else row.params.logprobs for row in rows]
+    scored = [r for r, count in enumerate(wanted) if count >= 0]
+    drawn_tokens = tokens.tolist()
+    lines = read_scores(scores.cpu().numpy()[scored], [drawn_tokens[r] for r in scored], [wanted[r] for r in scored])
+    return drawn_tokens, state.tolist(), lines
+
+
+def drawn(logits: Tensor, rows: list[Row], asked: RequestedFeatures | None = None) -> tuple[list[int], list[int]]:
+    """Tokens and states."""
+    return sampled(logits, rows, asked)[:2]
 
 
 def expected(logits: Tensor, rows: list[Row]) -> list[int]:
@@ -75,7 +149,7 @@ def expected(logits: Tensor, rows: list[Row]) -> list[int]:
     for x, row in zip(logits.tolist(), rows, strict=True):
         p = row.params
         prompt, output = row.tokens[: row.prompt], row.tokens[row.prompt :]
-        line = np.array([oracle.edited(x, p, prompt, output, frozenset(), None)], np.float32)
+        line = np.array([oracle.edited(x, p, prompt, output, row.stop, row.mask)], np.float32)
         if p.greedy:
             out.append(int(line.argmax()))
             continue
@@ -140,6 +214,101 @@ def test_penalties_equal_the_oracles() -> None:
         Row(SamplingParams(temperature=1.0)),
     ]
     agree(logits, asked)
+
+
+VOCAB = 4500
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def greatest(logits: Tensor, count: int) -> list[int]:
+    return [int(token) for token in logits.topk(count).indices]
+
+
+def edits(logits: Tensor) -> list[Row]:
+    """A row for each way of changing logits, each of which changes what is drawn, and one for all of them."""
+    top = [greatest(line, 40) for line in logits]
+    allowed = (*top[3][7:9], VOCAB - 1)
+    every = {
+        "allowed_token_ids": tuple(top[8][2:]),
+        "logit_bias": {top[8][3]: 30.0, top[8][4]: -30.0},
+        "bad_words_token_ids": ((3, top[8][2]),),
+        "min_tokens": 3,
+        "presence_penalty": 1.0,
+        "repetition_penalty": 1.3,
+    }
+    return [
+        Row(GREEDY),
+        Row(SamplingParams(temperature=0.0, logit_bias={top[1][5]: 50.0, top[1][0]: -50.0, VOCAB + 9: 1.0})),
+        Row(SamplingParams(temperature=1.0, logit_bias=dict.fromkeys(top[2][:30], -100.0))),
+        Row(SamplingParams(temperature=1.0, allowed_token_ids=allowed)),
+        Row(SamplingParams(temperature=0.0, bad_words_token_ids=((5, 3, top[4][0]), (top[4][1],), (9, top[4][2])))),
+        Row(SamplingParams(temperature=0.0, bad_words_token_ids=((3, 5, 3, top[5][0]),))),
+        Row(SamplingParams(temperature=0.0, min_tokens=3), stop=frozenset({top[6][0], VOCAB + 1})),
+        Row(SamplingParams(temperature=0.0, min_tokens=2), stop=frozenset({top[7][0]})),
+        Row(SamplingParams(temperature=0.7, **every), stop=frozenset({top[8][5]}), mask=bitmask(tuple(top[8][1:]))),
+        Row(GREEDY, mask=bitmask(tuple(top[9][3:]))),
+        Row(SamplingParams(temperature=1.0, top_k=5), mask=bitmask(tuple(top[10][2:]))),
+    ]
+
+
+def test_masks_and_lists_equal_the_oracles() -> None:
+    logits = 3 * torch.randn(11, VOCAB, generator=torch.Generator().manual_seed(11))
+    rows = edits(logits)
+    agree(logits, rows)
+    for r, row in enumerate(rows):
+        agree(logits[r : r + 1], [row])
+
+
+def test_an_edit_changes_no_other_row_and_a_row_with_nothing_left_says_so() -> None:
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(12))
+    only = SamplingParams(temperature=0.0, allowed_token_ids=(7,))
+    rows = [Row(GREEDY), Row(GREEDY, mask=b""), Row(only, mask=bitmask((6, 8))), Row(only)]
+    tokens, state = drawn(logits, rows)
+    assert state == [FINE, STUCK, STUCK, FINE]
+    assert (tokens[0], tokens[3]) == (int(logits[0].argmax()), 7)
+
+
+def test_many_bad_words_and_biases_are_all_seen() -> None:
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(13))
+    order = greatest(logits[0], VOCAB)
+    banned = tuple((3, token) if i % 2 else (token,) for i, token in enumerate(order[:700]))
+    params = SamplingParams(temperature=0.0, bad_words_token_ids=banned)
+    biased = SamplingParams(temperature=0.0, logit_bias=dict.fromkeys(greatest(logits[1], 600), -99.0))
+    agree(logits, [Row(params), Row(biased)])
+    assert drawn(logits, [Row(params), Row(biased)])[0][0] == order[700]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_are_of_the_logits_as_they_were(dtype: torch.dtype) -> None:
+    logits = (3 * torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(14))).to(dtype)
+    logits[1, [4499, 17, 4100]] = 20.0
+    logits[2, 5:] = -math.inf
+    logits[3, :4] = torch.tensor([0.0, -0.0, 0.0, -0.0])
+    penalised = SamplingParams(temperature=1.0, repetition_penalty=1.2, logprobs=5)
+    counts = [0, 3, MAX_LOGPROBS, 20]
+    rows = [Row(SamplingParams(temperature=0.0, logprobs=count)) for count in counts] + [Row(penalised)]
+    tokens, _, got = sampled(logits, rows)
+    wanted = np.array([*counts, 5])
+    want = score_tokens(logits.float(), np.array(tokens), wanted)
+    for one, other in zip(got, want, strict=True):
+        assert (one.token, one.rank) == (other.token, other.rank)
+        assert one.logprob == pytest.approx(other.logprob, abs=2e-6)
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+        assert [value for _, value in one.top] == pytest.approx([value for _, value in other.top], abs=2e-6)
+    alone = sampled(logits[1:2], rows[1:2])[2]
+    assert alone == got[1:2]
+
+
+def test_scores_of_given_tokens_equal_the_hosts() -> None:
+    logits = torch.randn(4, 9000, generator=torch.Generator().manual_seed(15))
+    tokens = np.array([8999, 0, 4095, 4096])
+    wanted = np.array([2, 0, 7, 32])
+    scores = torch.zeros(4, SCORE_WIDTH, dtype=torch.int32, device=DEVICE)
+    TritonSteps(DEVICE).score(logits.to(DEVICE), column(tokens.tolist()), column(wanted.tolist()), scores)
+    got = read_scores(scores.cpu().numpy(), tokens.tolist(), wanted.tolist())
+    for one, other in zip(got, score_tokens(logits, tokens, wanted), strict=True):
+        assert (one.rank, [t for t, _ in one.top]) == (other.rank, [t for t, _ in other.top])
+        assert one.logprob == pytest.approx(other.logprob, abs=2e-6)
 
 
 def test_features_that_no_row_has_change_nothing_when_they_run() -> None:

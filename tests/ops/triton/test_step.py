@@ -38,7 +38,7 @@ def state_with_rows(seed: int) -> tuple[DeviceState, RowState, int]:
     third are picked, with drafts between them, of which the first is right, and then the second wrong."""
     draw = torch.Generator().manual_seed(seed)
     rows = RowState(ROWS, LENGTH, PAGE, DRAFTS)
-    made = DeviceState(rows, spans=16, tokens=64, device=DEVICE)
+    made = DeviceState(rows, spans=16, tokens=64, vocab_size=VOCAB, device=DEVICE)
     number = lambda high, *shape: torch.randint(high, shape, generator=draw, dtype=torch.int32)  # noqa: E731
     made.history.copy_(number(1000, *made.history.shape))
     made.block_table.copy_(number(50, *made.block_table.shape))

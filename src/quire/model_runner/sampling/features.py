@@ -18,12 +18,15 @@ from quire.model_runner.sampling.noise import stream
 from quire.scheduler.plan import NewSequence
 from quire.types import UNLIMITED, SamplingParams
 
-RANDOM, TRUNCATED, ALLOWED, BANNED, BIASED, PENALISED, SCORED = (1 << i for i in range(7))
+RANDOM, TRUNCATED, ALLOWED, BANNED, BIASED, PENALISED, SCORED, SCORED_WIDE, MASKED = (1 << i for i in range(9))
 """Samples at a temperature; truncates; allowed_token_ids; tokens that may be forbidden (bad words, min_tokens);
-logit_bias; penalties; log-probabilities are requested."""
+logit_bias; penalties; log-probabilities of up to MAX_LOGPROBS tokens; of more; a grammar's mask, of steps only."""
 
-ALL_FEATURES = -1
-"""`logprobs` -1: of the whole vocabulary."""
+DRAFT_FEATURES = RANDOM | TRUNCATED | ALLOWED | BANNED | BIASED | PENALISED
+"""Those that a draft is sampled with."""
+
+MAX_LOGPROBS = 32
+"""Most likely tokens whose log-probabilities a device finds by itself. For more, the logits are copied to the host."""
 
 
 class Column(NamedTuple):
@@ -44,6 +47,12 @@ class Column(NamedTuple):
         return issubclass(self.dtype, np.integer)
 
 
+def count_on_device(count: int | None) -> int:
+    """`count`, where a device finds log-probabilities of so many likeliest tokens by itself; -1 where there are none to
+    find, or too many (`count` -1: of all)."""
+    return -1 if count is None or count > MAX_LOGPROBS else count
+
+
 COLUMNS: Mapping[str, Column] = MappingProxyType(
     {
         "temperature": Column(RANDOM, np.float32, 0.0, lambda s: 0.0 if s.greedy else s.temperature),
@@ -53,6 +62,7 @@ COLUMNS: Mapping[str, Column] = MappingProxyType(
         "repetition_penalty": Column(PENALISED, np.float32, 1.0, attrgetter("repetition_penalty")),
         "frequency_penalty": Column(PENALISED, np.float32, 0.0, attrgetter("frequency_penalty")),
         "presence_penalty": Column(PENALISED, np.float32, 0.0, attrgetter("presence_penalty")),
+        "logprobs": Column(SCORED, np.int64, -1, lambda s: count_on_device(s.logprobs)),
     }
 )
 """By name, which is that of the field of SamplingParams and of `ops.triton.sampler.SamplingTensors`."""
@@ -68,6 +78,9 @@ class SamplingExtras(NamedTuple):
 
 
 NO_EXTRAS = SamplingExtras()
+
+LISTS = ("allowed_words", "num_bias", "num_stop", "num_bad_words", "bad_word_length")
+"""Sizes of the sections of `pack_lists`, in order; the last one is the tokens of the longest bad word."""
 
 
 class SamplingFeatures:
@@ -93,7 +106,7 @@ class SamplingFeatures:
             (s.allowed_token_ids is not None) * ALLOWED
             | banned * BANNED
             | bool(s.logit_bias) * BIASED
-            | (s.logprobs is not None) * SCORED
+            | (s.logprobs is not None and count_on_device(s.logprobs) < 0) * SCORED_WIDE
         )
         for name, each in COLUMNS.items():
             value = each.read(s)
@@ -123,6 +136,28 @@ def extras(one: NewSequence) -> SamplingExtras:
         bad_words=tuple(s.bad_words_token_ids),
         stop=np.array(sorted(one.stop_token_ids), np.int64),
     )
+
+
+def pack_lists(extras: SamplingExtras) -> tuple[npt.NDArray[np.int32], tuple[int, ...]]:
+    """The lists of a row as one int32 array, as devices read them, and the sizes of its sections (see LISTS).
+
+    Sections: the bits of the allowed tokens; the biased tokens; their biases, float32; stop tokens; and a line for each
+    bad word, filled with -1 in front.
+    """
+    allowed = np.frombuffer(pad_to_words(extras.allowed or b""), dtype=np.int32)
+    biased, amounts = extras.bias
+    longest = max(map(len, extras.bad_words), default=0)
+    words = np.full((len(extras.bad_words), longest), -1, dtype=np.int32)
+    for i, word in enumerate(extras.bad_words):
+        words[i, longest - len(word) :] = word
+    sections = (allowed, biased.astype(np.int32), amounts.view(np.int32), extras.stop.astype(np.int32), words.ravel())
+    sizes = (len(allowed), len(biased), len(extras.stop), len(words), longest)
+    return np.concatenate(sections), sizes
+
+
+def pad_to_words(bits: bytes) -> bytes:
+    """A bit string of whole 32-bit words."""
+    return bits.ljust(-(-len(bits) // 4) * 4, b"\0")
 
 
 def bitmask(tokens: tuple[int, ...]) -> bytes:

@@ -15,21 +15,67 @@ last one kept (as in vLLM), so the answer depends neither on the order of equal 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.model_runner.row_state import RowState, StepShape
-from quire.model_runner.sampling.features import ALLOWED, BANNED, BIASED, PENALISED, RANDOM, SCORED, TRUNCATED
+from quire.model_runner.sampling.features import (
+    ALLOWED,
+    BANNED,
+    BIASED,
+    PENALISED,
+    RANDOM,
+    SCORED,
+    SCORED_WIDE,
+    TRUNCATED,
+    SamplingFeatures,
+)
 from quire.model_runner.sampling.noise import Draw, Floats, Ids, keys
 from quire.scheduler.plan import NO_TOKEN_ALLOWED, Mask
 from quire.types import TokenLogprobs
 
-LogitsProcessor = Callable[[Floats, RowState, StepShape, Ids], None]
-"""(logits [R, V], rows, shape, which of the R rows)."""
+
+class SampledRows(Protocol):
+    """What sampling reads of rows: a `RowState`, or a view of rows on a device."""
+
+    @property
+    def features(self) -> SamplingFeatures:
+        """How each row is sampled."""
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """[rows, L] histories and the drafts behind them."""
+
+    @property
+    def num_known(self) -> npt.NDArray[Any]:
+        """[rows] tokens of each history."""
+
+    @property
+    def prompt_length(self) -> npt.NDArray[Any]:
+        """[rows] tokens of each prompt."""
+
+    @property
+    def epoch(self) -> int:
+        """Changes when rows are opened."""
+
+
+class Samples(Protocol):
+    """Which rows are sampled, and how far behind their histories: a `StepShape`, or those of drafts."""
+
+    @property
+    def sample_row(self) -> Ids:
+        """[R] row of each sample."""
+
+    @property
+    def sample_offset(self) -> Ids:
+        """[R] drafts before each sample."""
+
+
+LogitsProcessor = Callable[[Floats, SampledRows, Samples, Ids], None]
+"""(logits [R, V], rows, samples, which of the R rows)."""
 
 
 def mask(logits: Floats, masks: Iterable[tuple[int, Mask]]) -> None:
@@ -48,12 +94,12 @@ def mask(logits: Floats, masks: Iterable[tuple[int, Mask]]) -> None:
         np.copyto(logits[r], -np.inf, where=where)
 
 
-def allow(logits: Floats, rows: RowState, shape: StepShape, which: Ids) -> None:
+def allow(logits: Floats, rows: SampledRows, shape: Samples, which: Ids) -> None:
     """allowed_token_ids."""
     mask(logits, ((r, rows.features.extras[shape.sample_row[r]].allowed) for r in which.tolist()))
 
 
-def ban(logits: Floats, rows: RowState, shape: StepShape, which: Ids) -> None:
+def ban(logits: Floats, rows: SampledRows, shape: Samples, which: Ids) -> None:
     """No stop token before min_tokens; no token that would complete a bad word of the output."""
     vocab = logits.shape[1]
     for r, row, output in _outputs(rows, shape, which):
@@ -65,7 +111,7 @@ def ban(logits: Floats, rows: RowState, shape: StepShape, which: Ids) -> None:
                 logits[r, tail] = -np.inf
 
 
-def bias(logits: Floats, rows: RowState, shape: StepShape, which: Ids) -> None:
+def bias(logits: Floats, rows: SampledRows, shape: Samples, which: Ids) -> None:
     """logit_bias."""
     vocab = logits.shape[1]
     for r in which.tolist():
@@ -73,7 +119,7 @@ def bias(logits: Floats, rows: RowState, shape: StepShape, which: Ids) -> None:
         logits[r, tokens[tokens < vocab]] += amounts[tokens < vocab]
 
 
-def penalise(logits: Floats, rows: RowState, shape: StepShape, which: Ids) -> None:
+def penalise(logits: Floats, rows: SampledRows, shape: Samples, which: Ids) -> None:
     """Repetition (prompt and output: positive logits divided, negative multiplied), frequency, presence (output)."""
     columns = rows.features.columns
     for r, row, output in _outputs(rows, shape, which):
@@ -86,7 +132,7 @@ def penalise(logits: Floats, rows: RowState, shape: StepShape, which: Ids) -> No
         line[said] -= columns["frequency_penalty"][row] * times.astype(np.float32) + columns["presence_penalty"][row]
 
 
-def _outputs(rows: RowState, shape: StepShape, which: Ids) -> Iterator[tuple[int, int, npt.NDArray[np.int32]]]:
+def _outputs(rows: SampledRows, shape: Samples, which: Ids) -> Iterator[tuple[int, int, npt.NDArray[np.int32]]]:
     """(logits row, state row, the output before it: sampled tokens and the drafts that the row takes as accepted)."""
     for r in which.tolist():
         row = int(shape.sample_row[r])
@@ -255,7 +301,7 @@ class Sampler:
         self._plan_for: tuple[int, bytes] = (-1, b"")
 
     def __call__(
-        self, logits: Tensor, rows: RowState, shape: StepShape, masks: Sequence[tuple[int, Mask]] = ()
+        self, logits: Tensor, rows: SampledRows, shape: Samples, masks: Sequence[tuple[int, Mask]] = ()
     ) -> Sampled:
         """logits [R, V] of the shape's sampled rows, which may be changed; masks: (row, allowed) of rows with a
         grammar."""
@@ -288,7 +334,7 @@ class Sampler:
             logprobs = dict(zip(scored.tolist(), score_tokens(raw, tokens[scored], wanted), strict=True))
         return Sampled(tokens, bad, errors, logprobs)
 
-    def _random(self, x: Floats, rows: RowState, shape: StepShape, plan: SamplingPlan) -> Ids:
+    def _random(self, x: Floats, rows: SampledRows, shape: Samples, plan: SamplingPlan) -> Ids:
         random_rows, truncated = plan.random_rows, plan.truncated
         drawn = x if len(random_rows) == len(x) else x[random_rows]
         if len(truncated):
@@ -300,7 +346,7 @@ class Sampler:
         return self.draw(drawn, plan.temperature, keys(plan.streams, position))
 
 
-def sampling_plan(rows: RowState, shape: StepShape, vocab_size: int) -> SamplingPlan:
+def sampling_plan(rows: SampledRows, shape: Samples, vocab_size: int) -> SamplingPlan:
     """What the sampled rows of a shape ask for."""
     features = rows.features
     bits = features.bits[shape.sample_row]
@@ -311,7 +357,7 @@ def sampling_plan(rows: RowState, shape: StepShape, vocab_size: int) -> Sampling
     each = ((process, np.flatnonzero(bits & bit)) for bit, process in LOGITS_PROCESSORS)
     return SamplingPlan(
         processors=tuple((process, which) for process, which in each if len(which)),
-        scored=np.flatnonzero(bits & SCORED),
+        scored=np.flatnonzero(bits & (SCORED | SCORED_WIDE)),
         random_rows=random_rows,
         truncated=truncated,
         temperature=features.columns["temperature"][random_row][:, None],

@@ -3,8 +3,9 @@
 `survey_kernel` reads every chunk of every row: the greatest logit, and for each block of 32 tokens an upper bound on
 their scores. `choose_kernel` takes a row's greatest logit, or opens its blocks, the highest bound first, until no other
 block can hold a higher score: a handful of the vocabulary. For a row that truncates, the threshold is found first, by
-bisection (`limited`). Penalties are applied before both. What no row asks for is not launched; what one row asks for
-changes nothing for another. The host samples rows with a mask or with lists of tokens (bias, bans, allowed tokens).
+bisection (`limited`). Masks, lists of tokens (allowed, bias, bans) and penalties are applied to a float32 copy before
+both, see `edits.py`; log-probabilities are of the logits as they were, see `logprobs.py`. What no row asks for is not
+launched; what one row asks for changes nothing for another.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.triton.edits import ListTensors, Penalties, edit_by_lists, penalise, restrict
 from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
+from quire.ops.triton.logprobs import score
 from quire.ops.triton.noise import fold, least, scores
+from quire.ops.triton.ranks import rank, ranked
 
 CHUNK = 4096
 """Tokens that one program of `survey_kernel` reads."""
@@ -34,7 +38,9 @@ class SamplingTensors(NamedTuple):
 
     temperature float32 [rows], 0: greedy. stream int64 [rows]: of `model_runner.sampling.noise.stream`, a uint32. top_k
     int32 [rows], off: the vocabulary's size or more. top_p, min_p float32 [rows], off: above 1, and 0. The penalties
-    float32 [rows], off: 1, 0, 0.
+    float32 [rows], off: 1, 0, 0. logprobs int32 [rows], off: -1. min_tokens and those that follow int32 [rows]: the
+    address of the row's lists (allowed tokens, biases, stop tokens, bad words) in two halves, and their sizes; see
+    `model_runner.sampling.features.pack_lists`.
     """
 
     temperature: Tensor
@@ -45,10 +51,20 @@ class SamplingTensors(NamedTuple):
     repetition_penalty: Tensor
     frequency_penalty: Tensor
     presence_penalty: Tensor
+    logprobs: Tensor
+    min_tokens: Tensor
+    lists_low: Tensor
+    lists_high: Tensor
+    allowed_words: Tensor
+    num_bias: Tensor
+    num_stop: Tensor
+    num_bad_words: Tensor
+    bad_word_length: Tensor
 
 
 class RequestedFeatures(NamedTuple):
-    """What any of the rows may ask for: a temperature; top_k, top_p or min_p; a penalty.
+    """What any of the rows may ask for: a temperature; top_k, top_p or min_p; a penalty; a mask of this step; allowed
+    tokens; bias, bad words or min_tokens; log-probabilities.
 
     Kernels for the rest are not launched.
     """
@@ -56,73 +72,27 @@ class RequestedFeatures(NamedTuple):
     random: bool = True
     truncated: bool = True
     penalised: bool = True
+    masked: bool = False
+    allowed: bool = False
+    listed: bool = False
+    scored: bool = False
+
+    @property
+    def edited(self) -> bool:
+        """Whether logits are changed before they are sampled from."""
+        return self.penalised or self.masked or self.allowed or self.listed
 
 
-@kernel
-def raw_peak_kernel(logits, row_of, raw, vocab, chunks, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr):
-    """One chunk of a row: its greatest logit as the model made it to raw [R, chunks] (NaN counts as inf)."""
-    r, chunk = tl.program_id(0), tl.program_id(1)
-    at = chunk * CHUNK + tl.arange(0, CHUNK)
-    wait(DEPENDENT)
-    release(DEPENDENT)
-    if tl.load(row_of + r) < 0:
-        return
-    x = tl.load(logits + r.to(tl.int64) * vocab + at, mask=at < vocab, other=float("-inf"))
-    tl.store(raw + r * chunks + chunk, tl.max(tl.where(x != x, float("inf"), x), 0))
+class RowHistories(NamedTuple):
+    """Of each of the store's rows: tokens int32 [., L], all before the positions that are drawn, and how many of them
+    are the prompt's, int32 [.]. masks int32 [.]: lines of `mask_words` int32 [1] words, whose bits are the allowed
+    tokens; mask_index int32 [R]: which of them each sample has, -1: none."""
 
-
-@kernel
-def penalty_kernel(
-    logits, row_of, position_of, history, prompt, repetition, frequency, presence, tally, width, vocab,
-    PROMPT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """One row. Each token of it is counted in the tally, with PROMPT for one of the prompt's. Then the first thread
-    that finds a count takes it, so that each token is penalised once and the tally is zero again."""
-    r = tl.program_id(0)
-    wait(DEPENDENT)
-    release(DEPENDENT)
-    row = tl.load(row_of + r)
-    if row < 0:
-        return
-    mine, counts = logits + r.to(tl.int64) * vocab, tally + r.to(tl.int64) * vocab
-    position, start = tl.load(position_of + r), tl.load(prompt + row)
-    by, often, once = tl.load(repetition + row), tl.load(frequency + row), tl.load(presence + row)
-    if (by != 1.0) | (often != 0.0) | (once != 0.0):
-        tokens = history + row.to(tl.int64) * width
-        for first in range(0, position, BLOCK):
-            i = first + tl.arange(0, BLOCK)
-            known = tl.load(tokens + i, mask=i < position, other=0)
-            tl.atomic_add(counts + known, tl.where(i < start, PROMPT, 1), mask=i < position)
-        tl.debug_barrier()
-        for first in range(0, position, BLOCK):
-            i = first + tl.arange(0, BLOCK)
-            known = tl.load(tokens + i, mask=i < position, other=0)
-            times = tl.atomic_xchg(counts + known, 0, mask=i < position)
-            found = (i < position) & (times > 0)
-            x = tl.load(mine + known, mask=found, other=0.0, cache_modifier=".cg")
-            x = tl.where(x > 0.0, tl.div_rn(x, by), x * by)
-            said = (times % PROMPT).to(tl.float32)
-            x = tl.where(said > 0.0, x - (often * said + once), x)
-            tl.store(mine + known, x, mask=found)
-
-
-def penalise(
-    logits: Tensor, rows: Tensor, positions: Tensor, history: Tensor, prompt: Tensor, settings: SamplingTensors,
-    card: DeviceInfo,
-    tally: Tensor, raw: Tensor,
-) -> None:  # fmt: skip
-    """Apply penalties in place; the greatest logits as they were go to raw [R, chunks]. See `sample`."""
-    count, vocab = logits.shape
-    s = settings
-    raw_peak_kernel[(count, raw.shape[1])](
-        *(logits, rows, raw, vocab, raw.shape[1]),
-        CHUNK=CHUNK, DEPENDENT=card.dependent, num_warps=4, **card.options,
-    )  # fmt: skip
-    penalty_kernel[(count,)](
-        *(logits, rows, positions, history, prompt, s.repetition_penalty, s.frequency_penalty, s.presence_penalty),
-        *(tally, history.shape[1], vocab),
-        PROMPT=1 << 20, BLOCK=1024, DEPENDENT=card.dependent, num_warps=8, **card.options,
-    )  # fmt: skip
+    tokens: Tensor
+    prompt: Tensor
+    masks: Tensor
+    mask_words: Tensor
+    mask_index: Tensor
 
 
 @triton.jit
@@ -150,19 +120,6 @@ def weighed(
         return tl.sum(a, 0), tl.sum(b, 0), tl.sum(c, 0), first, second, third
     else:
         return first.to(tl.float32), second.to(tl.float32), third.to(tl.float32), first, second, third
-
-
-@triton.jit
-def rank(x):
-    """A float32 as an int32 of the same order."""
-    bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def ranked(i):
-    """The float32 of a rank."""
-    return (i ^ ((i >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -325,42 +282,62 @@ def opened(
 
 
 def sample(
-    logits: Tensor, rows: Tensor, positions: Tensor, history: Tensor, prompt: Tensor, settings: SamplingTensors,
+    logits: Tensor, rows: Tensor, positions: Tensor, histories: RowHistories, settings: SamplingTensors,
     card: DeviceInfo,
-    asked: RequestedFeatures, *, tally: Tensor, out: Tensor | None = None,
+    asked: RequestedFeatures, *, tally: Tensor, out: Tensor | None = None, scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One token for each row of logits [R, V], widened as they are read; they may be changed. Nothing is read back.
 
     Returns tokens [R] int32, -state for a row that has none, and state [R] int32: FINE, BROKEN or STUCK.
 
     rows [R] int32: the store's row of each, below 0 for none. positions [R] int32: the index in its sequence of the
-    token drawn. history [., L] int32: the tokens of each of the store's rows, all before `positions` there; prompt [.]
-    int32: how many of them are the prompt's. tally int32 [at least R, V], 0 before and after; unused without
-    penalties.
-    out [R] int32: where the tokens are to be.
+    token drawn. tally int32 [at least R, V], 0 before and after; unused without penalties. out [R] int32: where the
+    tokens are to be. scores [R, 2 + 2 * most] int32: where log-probabilities are to be, see `logprobs.score`.
     """
     count, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
-    logits = logits.float() if asked.penalised else logits  # penalised logits are not rounded
-    peak, held, raw = logits.new_empty(3, count, chunks, dtype=torch.float32).unbind()
-    winner, holder = logits.new_empty(2, count, chunks, dtype=torch.int32).unbind()
-    blocks = chunks * (CHUNK // BLOCK)
-    bounds, peaks = logits.new_empty(2, count, blocks if asked.random else 1, dtype=torch.float32).unbind()
+    blocks = chunks * (CHUNK // BLOCK) if asked.random else 1
+    # Tensors of their own: parts of one would be aligned differently by their sizes, and compile kernels again.
+    peak, held = (logits.new_empty(count, chunks, dtype=torch.float32) for _ in range(2))
+    winner, holder = (logits.new_empty(count, chunks, dtype=torch.int32) for _ in range(2))
+    bounds, peaks = (logits.new_empty(count, blocks, dtype=torch.float32) for _ in range(2))
     state = logits.new_zeros(count, dtype=torch.int32)
     out = torch.zeros_like(state) if out is None else out
-    s = settings
+    s, unedited, raw = settings, logits, peak
     same = {"DEPENDENT": card.dependent, **card.options}
-    if asked.penalised:
-        penalise(logits, rows, positions, history, prompt, settings, card, tally, raw)
+    if asked.edited:
+        # Not rounded, and not in place where log-probabilities of what the model made are wanted.
+        logits = logits.to(torch.float32, copy=asked.scored)
+        raw = logits.new_empty(count, chunks)
+        edit(logits, rows, positions, histories, settings, card, asked, tally=tally, raw=raw)
     survey_kernel[(count, chunks)](
         *(logits, rows, positions, s.temperature, s.stream, peak, winner, held, holder, bounds, peaks, vocab, chunks),
         HOT=asked.random, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=4, **same,
     )  # fmt: skip
     choose_kernel[(count,)](
-        *(logits, rows, positions, s.temperature, s.stream, s.top_k, s.top_p, s.min_p),
-        raw if asked.penalised else peak,
+        *(logits, rows, positions, s.temperature, s.stream, s.top_k, s.top_p, s.min_p, raw),
         *(peak, winner, held, holder, bounds, peaks, out, state, vocab, chunks),
-        HOT=asked.random, CUT=asked.truncated and asked.random, CHUNKS=block(chunks), BLOCKS=block(blocks), CHUNK=CHUNK,
+        HOT=asked.random, CUT=asked.truncated and asked.random, CHUNKS=block(chunks), CHUNK=CHUNK,
+        BLOCKS=block(chunks * (CHUNK // BLOCK)) if asked.random else 1,
         BLOCK=BLOCK, num_warps=16 if asked.truncated and asked.random else 8 if asked.random else 1, **same,
     )  # fmt: skip
+    if asked.scored and scores is not None:
+        score(unedited, out, rows, s.logprobs, scores, card)
     return out, state
+
+
+def edit(
+    logits: Tensor, rows: Tensor, positions: Tensor, histories: RowHistories, settings: SamplingTensors,
+    card: DeviceInfo,
+    asked: RequestedFeatures, *, tally: Tensor, raw: Tensor,
+) -> None:  # fmt: skip
+    """Apply masks, lists and penalties in place; the greatest logits as they were go to raw [R, chunks]."""
+    s = settings
+    lists = ListTensors(*s[s._fields.index("min_tokens") :])
+    masks = histories.mask_index, histories.masks, histories.mask_words
+    restrict(logits, rows, masks, lists, raw, card, CHUNK, masked=asked.masked)
+    if asked.listed:
+        edit_by_lists(logits, rows, positions, histories.tokens, histories.prompt, lists, card)
+    if asked.penalised:
+        penalties = Penalties(s.repetition_penalty, s.frequency_penalty, s.presence_penalty)
+        penalise(logits, rows, positions, histories.tokens, histories.prompt, penalties, tally, card)
