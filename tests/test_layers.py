@@ -21,7 +21,7 @@ LAYERS = (
     ("types",),
     ("values", "build"),
     ("ops", "parsers", "scheduler"),
-    ("layers", "config", "tokenization"),
+    ("layers", "config", "tokenization", "token_masks"),
     ("engine", "model_runner", "models", "structured_output"),
     ("executors", "observability", "weights"),
     ("frontend",),

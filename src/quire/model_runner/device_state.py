@@ -16,7 +16,8 @@ from torch import Tensor
 from quire.model_runner.graphs import padding
 from quire.model_runner.row_state import RowState, StepShape
 from quire.model_runner.sampling.features import COLUMNS, LISTS, NO_EXTRAS, Column, pack_lists
-from quire.scheduler.plan import Mask, MaskTable, Plan, mask_table
+from quire.scheduler.plan import Mask, Plan
+from quire.token_masks import MaskTable, mask_table
 from quire.types import UNLIMITED
 
 COUNTERS = ("known", "length", "done", "prompt", "stream", "min_tokens", "lists_low", "lists_high", *LISTS)

@@ -8,6 +8,7 @@ Numbers return, not logits, with one exception: log-probabilities of more than M
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
@@ -241,14 +242,16 @@ class LookaheadRunner(BaseRunner):
         rows, shape = self.rows, step.shape
         spans: list[tuple[int, list[int], int]] = []
         sources: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
+        # Steps in flight before this one may feed the same prompt.
+        ahead = Counter[int]()
+        for span in (span for each in self.inflight for span in each.shape.spans):
+            ahead[span.row] += span.num_tokens
         for s in shape.scored_spans:
             row = shape.spans[s].row
             wanted = rows.features.prompt_logprobs[row]
             if wanted is None or count_on_device(wanted) < 0:
                 continue
-            # Steps in flight before this one feed the same prompt.
-            ahead = sum(span.num_tokens for each in self.inflight for span in each.shape.spans if span.row == row)
-            computed = int(rows.num_computed[row]) + ahead
+            computed = int(rows.num_computed[row]) + ahead[row]
             begin, end = scored_positions(shape, s, computed, int(rows.prompt_length[row]))
             if end > begin:
                 spans.append((s, rows.tokens[row, begin + 1 : end + 1].tolist(), wanted))

@@ -7,63 +7,12 @@ sampled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, overload
-
-import numpy as np
-import numpy.typing as npt
+from typing import NamedTuple
 
 from quire.types import GREEDY, SamplingParams, TokenLogprobs
 
 Mask = bytes | None
 """The tokens allowed at one row of logits: bit t of a little-endian bit string is token t. None allows all."""
-
-
-class MaskTable(Sequence[list[Mask]]):
-    """The masks of masked spans as lines of one array, which can be copied at once: [span][sample] -> Mask.
-
-    lines int32 [N, ceil(V / 32)], reused by the next step. places: for each span, the line of each of its samples; -1
-    allows all.
-    """
-
-    def __init__(self, lines: npt.NDArray[np.int32], places: list[list[int]]) -> None:
-        self.lines, self.places = lines, places
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    @overload
-    def __getitem__(self, span: int) -> list[Mask]: ...
-
-    @overload
-    def __getitem__(self, span: slice) -> list[list[Mask]]: ...
-
-    def __getitem__(self, span: int | slice) -> list[Mask] | list[list[Mask]]:
-        if isinstance(span, slice):
-            return [self[i] for i in range(*span.indices(len(self)))]
-        return [None if line < 0 else self.lines[line].tobytes() for line in self.places[span]]
-
-
-def mask_table(masks: Sequence[Sequence[Mask]], words: int) -> MaskTable:
-    """Masks of spans as lines of `words` words."""
-    lines = np.zeros((sum(map(len, masks)), words), dtype=np.int32)
-    places: list[list[int]] = []
-    end = 0
-    for span in masks:
-        places.append([])
-        for mask in span:
-            places[-1].append(-1 if mask is None else end)
-            if mask is not None:
-                write_mask(mask, lines[end])
-                end += 1
-    return MaskTable(lines[:end], places)
-
-
-def write_mask(mask: bytes, line: npt.NDArray[np.int32]) -> None:
-    """Write a mask to a line of words; what is beyond its end is forbidden."""
-    bits = line.view(np.uint8)
-    bits[: len(mask)] = np.frombuffer(mask[: len(bits)], dtype=np.uint8)
-    bits[len(mask) :] = 0
 
 
 NULL_BLOCK = 0

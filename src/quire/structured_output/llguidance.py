@@ -19,8 +19,9 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, Token
 from quire.errors import InvalidModel, InvalidRequest
 from quire.parsers.reasoning import CLOSE, OPEN
 from quire.scheduler.constraint import MaskRequest, filled
-from quire.scheduler.plan import Mask, MaskTable, write_mask
+from quire.scheduler.plan import Mask
 from quire.structured_output.schema import check_schema
+from quire.token_masks import MaskTable, write_mask
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import StructuredOutputsParams
 

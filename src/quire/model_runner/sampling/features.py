@@ -162,6 +162,7 @@ def pad_to_words(bits: bytes) -> bytes:
 
 def bitmask(tokens: tuple[int, ...]) -> bytes:
     """A `Mask` that allows `tokens`: bit t of the little-endian bit string is token t."""
-    bits = np.zeros(max(tokens) + 1, dtype=np.uint8)
-    bits[list(tokens)] = 1
+    ids = np.fromiter(tokens, dtype=np.intp, count=len(tokens))
+    bits = np.zeros(int(ids.max()) + 1, dtype=np.uint8)
+    bits[ids] = 1
     return np.packbits(bits, bitorder="little").tobytes()
