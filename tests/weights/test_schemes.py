@@ -16,7 +16,7 @@ from quire.layers.builder import ModelBuilder
 from quire.layers.quantization import scaled
 from quire.layers.quantization.base import Plain
 from quire.models.registry import build_model, read_spec
-from quire.ops.base import IntegerMatrix, QuantizedMatrix
+from quire.ops.base import IntegerMatrix, QuantizedMatrix, Routing
 from quire.ops.quantized import dequantize, quantize_tokens
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import TritonOps
@@ -101,6 +101,27 @@ def test_kernels_read_int4_in_groups_of_32_in_their_own_layout(
         assert torch.equal(own.quantized.dequantize(), other.quantized.dequantize())
         x = torch.randn(2, own.matrix.columns)
         torch.testing.assert_close(own.apply(x), other.apply(x), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "fp8-tensor", "fp8-rows", "int8-w8a16"])
+def test_experts_of_float8_are_one_matrix_that_kernels_read(tmp_path: Path, name: str) -> None:
+    make(tmp_path, "qwen3_moe-gqa", hidden_size=144, num_hidden_layers=1)
+    quantise(tmp_path, name)
+    ours, theirs = (load_model(tmp_path, dtype="float32", ops=ops) for ops in (TritonOps("cpu"), ReferenceOps()))
+    own, other = (model.blocks[0].mlp for model in (ours, theirs))
+    x, routing = torch.randn(3, 144), Routing(torch.tensor([[0, 6], [6, 2], [3, 0]]).int(), torch.rand(3, 2))
+    with torch.inference_mode():
+        got, want = own.experts(x, routing), other.experts(x, routing)
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+        if name == "int8-w8a16":
+            assert own.experts.joined is None
+            return
+        for whole, each in zip(own.experts.joined, (own.experts.gate_up, own.experts.down), strict=True):
+            kept = [stored.quantized.matrix.weight for stored in each]
+            assert torch.equal(torch.cat(kept).float(), whole.weight.float())
+            assert {part.untyped_storage().data_ptr() for part in kept} == {whole.weight.untyped_storage().data_ptr()}
+        other.experts.joined = None
+        torch.testing.assert_close(other.experts(x, routing), want)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -47,6 +47,7 @@ class ModelBuilder:
         self.prefix = ""
         self.slots: dict[str, list[WeightSlot]] = {}
         self.matrices: list[WeightStorage] = []
+        self.separate: list[SeparateExperts] = []
         self.ignored: list[str] = []
         self.renames: dict[str, str] = {}
 
@@ -72,6 +73,9 @@ class ModelBuilder:
         self.slots.clear()
         for stored in self.matrices:
             stored.finalize()
+        for experts in self.separate:
+            experts.join()
+        self.separate.clear()
 
     def vector(self, name: str, size: int, *, mean: float = 0.0, std: float = 0.1, shift: float = 0.0) -> Tensor:
         """A tensor [size], whole on every rank. shift: is added to the checkpoint's values, in float32."""
@@ -204,9 +208,9 @@ class ModelBuilder:
             )
         else:
             gate_ups = [self._store(parts, hidden, whole) for parts in rises]
-            experts = SeparateExperts(
-                gate_ups, [self._store(parts, mixture.width, cut) for parts in falls], act, self.ops
-            )
+            downs = [self._store(parts, mixture.width, cut) for parts in falls]
+            experts = SeparateExperts(gate_ups, downs, act, self.ops)
+            self.separate.append(experts)
         return MoE(router, experts, mixture, self.parallel, self.ops)
 
     def router(self, name: str, hidden: int, count: int) -> WeightStorage:

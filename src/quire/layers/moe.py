@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.layers.linear import ParallelGroup
 from quire.layers.quantization.base import Plain, WeightStorage
-from quire.ops.base import Gate, Ops, Routing
+from quire.ops.base import Gate, Ops, QuantizedMatrix, Routing
 from quire.ops.matmul import by_expert, through_experts
+from quire.ops.quantized import E4M3, parts
 from quire.ops.ragged import RaggedBatch
 
 
@@ -62,18 +64,41 @@ class StackedExperts:
 
 
 class SeparateExperts:
-    """Matrices in any format, each in its own storage."""
+    """Matrices in any format, each in its own storage; float8 ones in one tensor, see `join`."""
 
     def __init__(self, gate_up: Sequence[WeightStorage], down: Sequence[WeightStorage], gate: Gate, ops: Ops) -> None:
         self.gate_up, self.down, self.gate, self.ops = gate_up, down, gate, ops
+        self.joined: tuple[QuantizedMatrix, QuantizedMatrix] | None = None
+
+    def join(self) -> None:
+        """Once all matrices have their final form: put those of float8 one below the other."""
+        gate_up, down = joined(self.gate_up), joined(self.down)
+        self.joined = (gate_up, down) if gate_up and down else None
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """See `Experts`."""
+        if self.joined:
+            return self.ops.quantized_experts(x, routing, *self.joined, self.gate)
         return through_experts(x, routing, len(self.gate_up), self._mlp, self.ops.combine_experts)
 
     def _mlp(self, rows: Tensor, ends: Tensor) -> Tensor:
         inner = by_expert(rows, self.gate_up, ends, lambda x, stored: stored.apply(x))
         return by_expert(self.ops.apply_gate(inner, self.gate), self.down, ends, lambda x, stored: stored.apply(x))
+
+
+def joined(matrices: Sequence[WeightStorage]) -> QuantizedMatrix | None:
+    """The matrices one below the other, each a part of the whole from now on. None if there are any other than float8
+    ones with the same scales per row."""
+    stored = [each.quantized for each in matrices if each.quantized is not None and each.quantized.bias is None]
+    made = [each.matrix for each in stored if isinstance(each.matrix, QuantizedMatrix)]
+    kinds = {(each.weight.dtype, each.scale.shape[1], each.width, each.offset) for each in made}
+    if len(made) < len(matrices) or len(kinds) > 1 or made[0].weight.dtype != E4M3:
+        return None
+    weight, scale = torch.cat([each.weight for each in made]), torch.cat([each.scale for each in made])
+    whole = made[0]._replace(weight=weight, scale=scale)
+    for each, part in zip(stored, parts(whole, len(made)), strict=True):
+        each.matrix = part
+    return whole
 
 
 class MoE:

@@ -147,9 +147,6 @@ class Ops(Protocol):
         """As `linear`, but each token of x is rounded to int8 by its own largest number and multiplied by weight
         [out, in] int8 with integer sums; the result is scaled back. scale [out, 1] float32."""
 
-    def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        """x [N, in], weight [E, out, in], ends [E] int32 -> [N, out]: rows ends[e - 1] to ends[e] times weight[e]."""
-
     def combine_experts(self, made: Tensor, weights: Tensor) -> Tensor:
         """made [T, K, n], weights [T, K] float32 -> [T, n]: for each token the sum of its experts' outputs times their
         weights."""
@@ -172,6 +169,12 @@ class Ops(Protocol):
     def experts(self, x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, gate: Gate) -> Tensor:
         """x [T, in], gate_up [E, 2F, in], down [E, in, F] -> [T, in]: each token through the MLPs of its experts, gated
         by "silu" or "gelu", added up as by `combine_experts`."""
+
+    def quantized_experts(
+        self, x: Tensor, routing: Routing, gate_up: QuantizedMatrix, down: QuantizedMatrix, gate: Gate
+    ) -> Tensor:
+        """As `experts`, with quantized matrices, each expert's below that of the one before: gate_up [E 2F, in], down
+        [E in, F]."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019).

@@ -73,30 +73,15 @@ def by_expert(
 
     On a GPU, which must not be waited for, every expert computes every row.
     """
-    if x.is_cuda:
-        return by_owner(x, experts, ends, product)
-    stops = ends.tolist()
-    runs = zip(experts, [0, *stops], stops, strict=False)
-    return torch.cat([product(x[start:stop], each) for each, start, stop in runs if start < stop])
-
-
-def by_owner(x: Tensor, experts: Iterable[Expert], ends: Tensor, product: Callable[[Tensor, Expert], Tensor]) -> Tensor:
-    """`by_expert` where only the device knows which rows are whose: every expert computes every row."""
+    if not x.is_cuda:
+        stops = ends.tolist()
+        runs = zip(experts, [0, *stops], stops, strict=False)
+        return torch.cat([product(x[start:stop], each) for each, start, stop in runs if start < stop])
     owner = torch.searchsorted(ends, torch.arange(len(x), device=x.device, dtype=ends.dtype), right=True)[:, None]
     total = x.new_zeros(())
     for e, each in enumerate(experts):
         total = torch.where(owner == e, product(x, each), total)
     return total
-
-
-def grouped_linear(
-    x: Tensor, weight: Tensor, ends: Tensor, product: Callable[[Tensor, Tensor], Tensor] = F.linear
-) -> Tensor:
-    """See `Ops.grouped_linear`. On a GPU, bfloat16 rows whose size is a multiple of 16 bytes take torch's grouped
-    GEMM."""
-    if x.is_cuda and x.dtype is torch.bfloat16 and all(size % 8 == 0 for size in weight.shape[1:]):
-        return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    return by_expert(x, weight, ends, product)
 
 
 def through_experts(
@@ -107,7 +92,7 @@ def through_experts(
     combine: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """As `Ops.experts`, of `count` experts. mlp: (rows [N, in] sorted by expert, ends [E] int32) -> [N, in], see
-    `Ops.grouped_linear`. combine: `Ops.combine_experts`.
+    `by_expert`. combine: `Ops.combine_experts`.
 
     Shapes do not depend on which experts tokens use, so that a step can be captured.
     """

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.ops.base import AnyMatrix, Gate, IntegerMatrix, QuantizedMatrix, Routing
 from quire.ops.integer import dequantize_integers
-from quire.ops.matmul import combine_experts, through_experts
+from quire.ops.matmul import by_expert, combine_experts, through_experts
 from quire.ops.ragged import RaggedBatch
 from quire.types import UNLIMITED
 
@@ -46,6 +46,12 @@ def dequantize(matrix: AnyMatrix) -> Tensor:
         return exact.mul_(scale)
     column = (torch.arange(weight.shape[1], device=weight.device) + matrix.offset) // matrix.width
     return exact.mul_(scale.index_select(1, column))
+
+
+def parts(matrix: QuantizedMatrix, count: int) -> list[QuantizedMatrix]:
+    """A matrix cut into `count` of equally many rows."""
+    rows = len(matrix.weight) // count
+    return [matrix.rows(slice(first, first + rows)) for first in range(0, count * rows, rows)]
 
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,10 +90,6 @@ class BaseOps(ABC):
         """See `Ops.apply_gate`."""
         return y if not gate else self.silu_mul(y) if gate == "silu" else self.gelu_mul(y)
 
-    @abstractmethod
-    def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        """See `Ops.grouped_linear`."""
-
     def combine_experts(self, made: Tensor, weights: Tensor) -> Tensor:
         """See `Ops.combine_experts`."""
         return combine_experts(made, weights)
@@ -111,9 +113,22 @@ class BaseOps(ABC):
         """See `Ops.experts`."""
 
         def mlp(rows: Tensor, ends: Tensor) -> Tensor:
-            return self.grouped_linear(self.apply_gate(self.grouped_linear(rows, gate_up, ends), gate), down, ends)
+            inner = by_expert(rows, gate_up, ends, self.linear)
+            return by_expert(self.apply_gate(inner, gate), down, ends, self.linear)
 
         return through_experts(x, routing, len(gate_up), mlp, self.combine_experts)
+
+    def quantized_experts(
+        self, x: Tensor, routing: Routing, gate_up: QuantizedMatrix, down: QuantizedMatrix, gate: Gate
+    ) -> Tensor:
+        """See `Ops.quantized_experts`."""
+        count = len(down.weight) // x.shape[1]
+
+        def mlp(rows: Tensor, ends: Tensor) -> Tensor:
+            inner = by_expert(rows, parts(gate_up, count), ends, self.quantized_linear)
+            return by_expert(self.apply_gate(inner, gate), parts(down, count), ends, self.quantized_linear)
+
+        return through_experts(x, routing, count, mlp, self.combine_experts)
 
     def arranged(self, matrix: QuantizedMatrix) -> AnyMatrix:
         """See `Ops.arranged`."""

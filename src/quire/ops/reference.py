@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.base import Angles, Gate, Norm, Norms
-from quire.ops.matmul import grouped_linear
 from quire.ops.paged_attention import FEW, PagedAttentionMetadata, SpanGroup
 from quire.ops.quantized import BaseOps
 from quire.ops.ragged import LayerKV, RaggedBatch
@@ -28,16 +27,12 @@ class ReferenceOps(BaseOps):
         return batch if isinstance(batch, PagedAttentionMetadata) else PagedAttentionMetadata.of(batch, self.reach)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The product of `linear` and `grouped_linear`, without a gate."""
+        """The product of `linear`, without a gate."""
         return F.linear(x, weight, bias)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """See `Ops.linear`."""
         return self.apply_gate(self.product(x, weight, bias), gate)
-
-    def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        """See `Ops.grouped_linear`."""
-        return grouped_linear(x, weight, ends, self.product)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Ops.rms_norm`."""

@@ -29,7 +29,7 @@ from quire.model_runner.device_steps import SCORE_WIDTH
 from quire.model_runner.row_state import RowState
 from quire.model_runner.sampling.features import COLUMNS
 from quire.model_runner.triton_steps import ForcedSteps
-from quire.ops.base import IntegerKind, IntegerMatrix, QuantizedMatrix
+from quire.ops.base import IntegerKind, IntegerMatrix, QuantizedMatrix, Routing
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton.launch import HOPPER, DeviceInfo
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
@@ -117,6 +117,10 @@ def everything(ops: TritonOps) -> None:
         )
     for tokens, shape in ((1, QWEN), (1, MIXTRAL), (16, QWEN), (200, QWEN), (512, QWEN), (4096, QWEN)):
         mixture(ops, tokens, *shape)
+    if CAPABILITY >= 89:
+        for tokens in (4, 10, 24, 64):
+            float8_mixture(ops, tokens, width=128)
+            float8_mixture(ops, tokens, width=2048)
     for matrix in integers():
         for rows in (1, 16, 32, 64, 256, 300):
             ops.quantized_linear(halves(rows, 4096), matrix)
@@ -157,6 +161,18 @@ def integers() -> list[IntegerMatrix]:
     return [made(4, 128, zeros), made(4, 32, zeros), made(4, 32, minima), made(4, 32, pairs), made(8, 32, pairs)]
 
 
+def float8_mixture(ops: TritonOps, tokens: int, width: int) -> None:
+    """Of four experts, so that each has as many tokens as in a large batch."""
+    hidden, inner, count, used = 2048, 768, 4, 8
+    shapes = (count * 2 * inner, hidden), (count * hidden, inner)
+    gate_up, down = (
+        QuantizedMatrix(torch.empty(rows, columns, dtype=E4M3), torch.empty(rows, -(-columns // width)), width)
+        for rows, columns in shapes
+    )
+    routing = Routing(ints(tokens, used), torch.empty(tokens, used))
+    ops.quantized_experts(halves(tokens, hidden), routing, gate_up, down, "silu")
+
+
 def alike(ops: BatchInvariantTritonOps) -> None:
     """What depends on no batch: one way for each."""
     for dtype in (BF16, *([torch.float32] if "float32" in sys.argv else [])):
@@ -173,6 +189,8 @@ def alike(ops: BatchInvariantTritonOps) -> None:
             x, QuantizedMatrix(torch.empty(6144, 2048, dtype=torch.uint8), scale, zero=scale, groups=groups)
         )
         mixture(ops, 4, *QWEN, dtype)
+        if CAPABILITY >= 89:
+            float8_mixture(ops, 4, width=128)
         for matrix in integers():
             ops.quantized_linear(x, matrix)
         pool = LayerKV(*(halves(4, 8, 64, 128, dtype=dtype) for _ in "kv"))

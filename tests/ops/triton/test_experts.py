@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import Gate, Routing
+from quire.layers.quantization.scaled import quantize
+from quire.ops.base import Gate, QuantizedMatrix, Routing
+from quire.ops.quantized import E4M3
 from quire.ops.ragged import RaggedBatch
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.experts import (
@@ -23,6 +25,8 @@ from quire.ops.triton.experts import (
     expert_config,
     experts,
     few_tiles,
+    is_supported,
+    quantized_experts,
     route,
     router_config,
     sort_slots,
@@ -170,6 +174,42 @@ def test_a_mixture_is_that_of_plain_products(
     routing = routed(tokens, 9, used, only)
     got = experts(x, routing, gate_up, down, gate, how, CARD)
     torch.testing.assert_close(got, REFERENCE.experts(x, routing, gate_up, down, gate), atol=1e-4, rtol=1e-4)
+
+
+def float8(weight: Tensor, width: int) -> QuantizedMatrix:
+    """Matrices [E, out, in] of float8 with a scale for every `width` columns, one below the other."""
+    flat = weight.flatten(0, 1)
+    numbers, scale = quantize(flat, E4M3, (1, width))
+    return QuantizedMatrix(numbers, scale, width)
+
+
+@pytest.mark.parametrize("width", [1 << 20, 32], ids=["row", "blocks"])
+@pytest.mark.parametrize("how", [TILES, HALVES, DESCRIBED], ids=["tiles", "halves", "described"])
+def test_experts_of_float8(how: ExpertConfig, width: int) -> None:
+    x, _, gate_up, down = randoms(20, 6, 96, 64)
+    routing = routed(20, 6, 2, [0, 2, 5])
+    matrices = float8(gate_up, width), float8(down, width)
+    got = quantized_experts(x, routing, *matrices, "silu", how, CARD)
+    torch.testing.assert_close(got, REFERENCE.quantized_experts(x, routing, *matrices, "silu"), atol=1e-4, rtol=1e-4)
+
+
+def test_experts_of_float8_whose_blocks_are_cut_are_dequantized() -> None:
+    x, _, gate_up, down = randoms(5, 6, 96, 64)
+    routing, ops = routed(5, 6, 2, [1, 4]), TritonOps(DEVICE)
+    rise, fall = float8(gate_up, 32), float8(down, 32)._replace(offset=4, width=60)
+    fall = fall._replace(scale=fall.scale[:, :2].contiguous())
+    assert not is_supported(fall, CARD)
+    got, want = (each.quantized_experts(x, routing, rise, fall, "silu") for each in (ops, REFERENCE))
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_experts_of_float8_take_the_kernels() -> None:
+    x, _, gate_up, down = randoms(5, 6, 64, 64)
+    routing, ops = routed(5, 6, 2, [1, 4]), TritonOps(DEVICE)
+    matrices = float8(gate_up, 32), float8(down, 64)
+    assert all(is_supported(each, CARD) for each in matrices)
+    got, want = (each.quantized_experts(x, routing, *matrices, "gelu") for each in (ops, REFERENCE))
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 def padded(tokens: int, real: int) -> RaggedBatch:

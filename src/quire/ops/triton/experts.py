@@ -23,14 +23,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.ops.base import Gate, Routing
+from quire.ops.base import Gate, QuantizedMatrix, Routing
 from quire.ops.ragged import RaggedBatch
 from quire.ops.triton.gemv import GemmConfig, lines, numbers, two
 from quire.ops.triton.launch import HOPPER, DeviceInfo, block, kernel, release, wait
+from quire.ops.triton.quantized_gemm import FOUR_AT_ONCE
 from quire.ops.triton.rows import activate, warps
 
 LEAST = tl.constexpr(-(1 << 63))
 """Below every key of `choose`."""
+
+PLAIN, E4M3, BYTES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""How numbers of matrices are stored: see `expert_tile`."""
+
+UNSCALED, BY_ROW, BY_BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""What shares a scale: see `experts_kernel`."""
 
 
 @triton.jit
@@ -202,12 +209,27 @@ def sort_kernel(
 def expert_tile(
     weight, expert, first, start, outputs, inputs,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, DESCRIBED: tl.constexpr,
+    FORMAT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Rows from `first` and columns from `start` of an expert's matrix, one of [E, outputs, inputs]. ONCE: no other
-    program reads them soon. DESCRIBED: see `ExpertTile`. Rows after the expert's last may be any numbers.
-
-    Formats other than plain numbers would be loaded here.
+    """Rows from `first` and columns from `start` of an expert's matrix, one of [E, outputs, inputs], as DTYPE. ONCE:
+    no other program reads them soon. DESCRIBED: see `ExpertTile`. Rows after the expert's last may be any numbers.
+    FORMAT: PLAIN, E4M3, or the BYTES of e4m3, which become bfloat16 four at once; only for a card.
     """
+    tile = stored_tile(weight, expert, first, start, outputs, inputs, BLOCK_N, BLOCK_K, EVEN, ONCE, DESCRIBED)
+    if FORMAT == BYTES:
+        return tl.inline_asm_elementwise(FOUR_AT_ONCE, "=r,=r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=4)
+    elif FORMAT == E4M3:
+        return tile.to(tl.float32).to(DTYPE)
+    else:
+        return tile
+
+
+@triton.jit
+def stored_tile(
+    weight, expert, first, start, outputs, inputs,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """As `expert_tile`, as it is stored."""
     if DESCRIBED:
         return weight.load([expert * outputs + first, start])
     else:
@@ -219,18 +241,33 @@ def expert_tile(
             return tl.load(line, mask=(at < inputs)[None, :], other=0.0)
 
 
+@triton.jit
+def scale_of(scale, expert, first, number, outputs, count, BLOCK_N: tl.constexpr, ROWS_FIRST: tl.constexpr):
+    """Scale `number` of BLOCK_N rows of an expert's matrix from `first`, of `count` per row, as a factor of
+    `multiplied`'s result."""
+    n = tl.minimum(first + tl.arange(0, BLOCK_N), outputs - 1)
+    factor = tl.load(scale + (expert.to(tl.int64) * outputs + n) * count + number)
+    if ROWS_FIRST:
+        return factor[None, :]
+    else:
+        return factor[:, None]
+
+
 @kernel(do_not_specialize=["room"])
 def experts_kernel(
-    x, weight, out, order, tiles, room, outputs, inputs,
+    x, weight, scale, out, order, tiles, room, outputs, inputs, scales, width, offset,
     USED: tl.constexpr, GATE: tl.constexpr, GELU: tl.constexpr, EVEN: tl.constexpr, ROWS_FIRST: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
-    DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    DESCRIBED: tl.constexpr, FORMAT: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of a tile of rows that use the same expert.
 
     GATE: x has a row per token, the matrix 2 * outputs rows, and out [slots, outputs] is in the order of `order`: act(x
     gate) * (x up), F outputs. Else x is in that order, and out [slots, outputs] in that of slots; tiles are from two
-    kernels before, and may be read before the wait. HALVES, DESCRIBED: see `ExpertTile`.
+    kernels before, and may be read before the wait. HALVES, DESCRIBED: see `ExpertTile`. FORMAT: see `expert_tile`.
+    SCALED: each row of a matrix has a factor (BY_ROW), or one for each `width` of its columns (BY_BLOCK), as in
+    `QuantizedMatrix`; BLOCK_K divides their width and offset.
     """
     tile = tiles + tl.program_id(1)
     if GATE:
@@ -244,22 +281,23 @@ def experts_kernel(
     if HALVES:
         if count <= ROWS // 2:
             tile_product(
-                x, weight, out, order, expert, begin, count, outputs, inputs, USED, GATE, GELU, EVEN, ROWS_FIRST,
-                ROWS // 2, BLOCK_N, BLOCK_K, STAGES, HALVES, DESCRIBED, PRECISION,
+                x, weight, scale, out, order, expert, begin, count, outputs, inputs, scales, width, offset, USED, GATE,
+                GELU, EVEN, ROWS_FIRST, ROWS // 2, BLOCK_N, BLOCK_K, STAGES, HALVES, DESCRIBED, FORMAT, SCALED,
+                PRECISION,
             )  # fmt: skip
             return
     tile_product(
-        x, weight, out, order, expert, begin, count, outputs, inputs, USED, GATE, GELU, EVEN, ROWS_FIRST, ROWS,
-        BLOCK_N, BLOCK_K, STAGES, HALVES, DESCRIBED, PRECISION,
+        x, weight, scale, out, order, expert, begin, count, outputs, inputs, scales, width, offset, USED, GATE, GELU,
+        EVEN, ROWS_FIRST, ROWS, BLOCK_N, BLOCK_K, STAGES, HALVES, DESCRIBED, FORMAT, SCALED, PRECISION,
     )  # fmt: skip
 
 
 @triton.jit
 def tile_product(
-    x, weight, out, order, expert, begin, count, outputs, inputs,
+    x, weight, scale, out, order, expert, begin, count, outputs, inputs, scales, width, offset,
     USED: tl.constexpr, GATE: tl.constexpr, GELU: tl.constexpr, EVEN: tl.constexpr, ROWS_FIRST: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
-    DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr, FORMAT: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of `count` rows from `begin` in the order: see `experts_kernel`. ROWS_FIRST: which factor is first on the matrix
     units: the first has at least 64 rows on Hopper, so few rows come second."""
@@ -279,14 +317,29 @@ def tile_product(
             mask = held[:, None] if EVEN else held[:, None] & (at < inputs)[None, :]
             value = tl.load(x + row[:, None] * inputs + at[None, :], mask=mask, other=0.0)
         matrix = expert_tile(
-            weight, expert, first, start, whole, inputs, BLOCK_N, BLOCK_K, EVEN, ROWS <= 32, DESCRIBED
+            weight, expert, first, start, whole, inputs, BLOCK_N, BLOCK_K, EVEN, ROWS <= 32, DESCRIBED, FORMAT,
+            value.dtype,
         )  # fmt: skip
-        y = multiplied(value, matrix, y, ROWS_FIRST, PRECISION)
+        number = (start + offset) // width
+        if SCALED == BY_BLOCK:
+            part = multiplied(value, matrix, tl.zeros_like(y), ROWS_FIRST, PRECISION)
+            y += part * scale_of(scale, expert, first, number, whole, scales, BLOCK_N, ROWS_FIRST)
+        else:
+            y = multiplied(value, matrix, y, ROWS_FIRST, PRECISION)
         if GATE:
             other = expert_tile(
-                weight, expert, first + outputs, start, whole, inputs, BLOCK_N, BLOCK_K, EVEN, ROWS <= 32, DESCRIBED
+                weight, expert, first + outputs, start, whole, inputs, BLOCK_N, BLOCK_K, EVEN, ROWS <= 32, DESCRIBED,
+                FORMAT, value.dtype,
             )  # fmt: skip
-            z = multiplied(value, other, z, ROWS_FIRST, PRECISION)
+            if SCALED == BY_BLOCK:
+                part = multiplied(value, other, tl.zeros_like(z), ROWS_FIRST, PRECISION)
+                z += part * scale_of(scale, expert, first + outputs, number, whole, scales, BLOCK_N, ROWS_FIRST)
+            else:
+                z = multiplied(value, other, z, ROWS_FIRST, PRECISION)
+    if SCALED == BY_ROW:
+        y *= scale_of(scale, expert, first, 0, whole, scales, BLOCK_N, ROWS_FIRST)
+        if GATE:
+            z *= scale_of(scale, expert, first + outputs, 0, whole, scales, BLOCK_N, ROWS_FIRST)
     if GATE:
         y = activate(y, GELU) * z
     place = (begin + r if GATE else slot).to(tl.int64) * outputs
@@ -467,6 +520,12 @@ SIXTY_FOUR = ExpertConfig(ExpertTile(64, 64, 64, 4, 4), ExpertTile(64, 128, 64, 
 MANY = ExpertConfig(ExpertTile(128, 128, 64, 8, 3, True), ExpertTile(128, 256, 64, 8, 3, True))
 
 
+SIXTEEN_E4M3 = ExpertConfig(ExpertTile(16, 64, 128, 4, 4), ExpertTile(16, 128, 128, 8, 4))
+THIRTY_TWO_E4M3 = ExpertConfig(ExpertTile(32, 64, 128, 4, 3), ExpertTile(32, 128, 128, 8, 4))
+SIXTY_FOUR_E4M3 = ExpertConfig(ExpertTile(64, 64, 128, 4, 3), ExpertTile(64, 128, 128, 8, 3))
+MANY_E4M3 = ExpertConfig(ExpertTile(128, 64, 128, 8, 3, True), ExpertTile(128, 128, 128, 8, 3))
+
+
 def expert_config(tokens: int, used: int, experts: int, hidden: int, width: int) -> ExpertConfig:
     """The fastest of many, measured on an H200 with the shapes of Qwen3-30B-A3B: by tokens, and by slots per expert on
     average. Of more than 2,048 tokens at most one number may separate two configurations: kernels for larger steps are
@@ -476,6 +535,20 @@ def expert_config(tokens: int, used: int, experts: int, hidden: int, width: int)
         return few
     slots = tokens * used / experts
     return SIXTEEN if slots <= 8 else THIRTY_TWO if slots <= 20 else SIXTY_FOUR if slots <= 48 else MANY
+
+
+def quantized_expert_config(tokens: int, used: int, experts: int) -> ExpertConfig:
+    """As `expert_config`, of e4m3 matrices; not measured yet."""
+    slots = tokens * used / experts
+    return (
+        SIXTEEN_E4M3
+        if slots <= 8
+        else THIRTY_TWO_E4M3
+        if slots <= 20
+        else SIXTY_FOUR_E4M3
+        if slots <= 48
+        else MANY_E4M3
+    )
 
 
 FEW_ROUTED = 16
@@ -563,26 +636,59 @@ def sort_slots(experts: Tensor, count: int, rows: int, card: DeviceInfo) -> Sort
 
 
 def multiply_tiles(
-    x: Tensor, weight: Tensor, slots: SortedSlots, used: int, how: ExpertTile, card: DeviceInfo, gate: Gate = ""
+    x: Tensor,
+    matrices: Tensor | QuantizedMatrix,
+    slots: SortedSlots,
+    used: int,
+    how: ExpertTile,
+    card: DeviceInfo,
+    gate: Gate = "",
+    *,
+    count: int = 1,
 ) -> Tensor:
-    """x times the matrices [E, out, in] of its rows' experts.
+    """x times the matrices of its rows' experts: [E, out, in], or those of `count` experts, one below the other.
 
     With a gate, x is [T, in] and the result [slots, out / 2], in the order of `slots.order`; without, x is [slots, in]
     in that order and the result [slots, out] in that of slots.
     """
+    weight, scale, sizes, form, scaled = opened(matrices, count, x, card)
     outputs, inputs = weight.shape[1] // (2 if gate else 1), weight.shape[2]
     how = how.fitted(card, weight.element_size() * (2 if gate else 1), x.element_size())
     how = how._replace(described=how.described and can_describe(card, weight, x))
     out, room = x.new_empty(len(slots.order), outputs), slots.tiles.shape[1]
     experts_kernel[(triton.cdiv(outputs, how.outputs), room)](
         how.descriptor(x, how.rows) if gate == "" and not how.halves else x,
-        *(how.descriptor(weight, how.outputs), out, slots.order, slots.tiles, room, outputs, inputs),
+        *(how.descriptor(weight, how.outputs), scale, out, slots.order, slots.tiles, room, outputs, inputs, *sizes),
         USED=used, GATE=gate != "", GELU=gate == "gelu", EVEN=inputs % how.inputs == 0, ROWS_FIRST=how.rows_first,
         ROWS=how.rows, BLOCK_N=how.outputs, BLOCK_K=how.inputs, STAGES=how.stages, HALVES=how.halves,
-        DESCRIBED=how.described, PRECISION=card.precision, DEPENDENT=card.dependent, num_warps=how.warps,
-        **card.options,
+        DESCRIBED=how.described, FORMAT=form, SCALED=scaled, PRECISION=card.precision, DEPENDENT=card.dependent,
+        num_warps=how.warps, **card.options,
     )  # fmt: skip
     return out
+
+
+class OpenedMatrices(NamedTuple):
+    """What `experts_kernel` gets of the experts' matrices. weight: [E, out, in]. sizes: scales per row, their width and
+    offset. form: FORMAT, scaled: SCALED."""
+
+    weight: Tensor
+    scale: Tensor
+    sizes: tuple[int, int, int]
+    form: int
+    scaled: int
+
+
+def opened(matrices: Tensor | QuantizedMatrix, count: int, x: Tensor, card: DeviceInfo) -> OpenedMatrices:
+    """count: of experts whose quantized matrices are one below the other."""
+    if not isinstance(matrices, QuantizedMatrix):
+        return OpenedMatrices(matrices, matrices, (1, 1, 0), PLAIN.value, UNSCALED.value)
+    scale, scaled = matrices.scale, BY_ROW if matrices.scale.shape[1] == 1 else BY_BLOCK
+    quick = x.dtype is torch.bfloat16 and card.capability >= HOPPER
+    weight = matrices.weight.view(torch.uint8) if quick else matrices.weight
+    sizes = scale.shape[1], matrices.width, matrices.offset
+    return OpenedMatrices(
+        weight.unflatten(0, (count, -1)), scale, sizes, (BYTES if quick else E4M3).value, scaled.value
+    )
 
 
 def can_describe(card: DeviceInfo, *matrices: Tensor) -> bool:
@@ -634,6 +740,45 @@ def multiply_down(x: Tensor, weight: Tensor, routing: Routing, how: ExpertTile, 
         num_warps=how.warps, **card.options,
     )  # fmt: skip
     return out
+
+
+def quantized_experts(
+    x: Tensor,
+    routing: Routing,
+    gate_up: QuantizedMatrix,
+    down: QuantizedMatrix,
+    gate: Gate,
+    how: ExpertConfig,
+    card: DeviceInfo,
+) -> Tensor:
+    """See `Ops.quantized_experts`: of e4m3, with scales that `divided` accepts."""
+    x, used, count = x.contiguous(), routing.experts.shape[1], len(down.weight) // x.shape[1]
+    how = ExpertConfig(divided(how.gate_up, gate_up), divided(how.down, down))
+    slots = sort_slots(routing.experts, count, how.gate_up.rows, card)
+    inner = multiply_tiles(x, gate_up, slots, used, how.gate_up, card, gate, count=count)
+    made = multiply_tiles(inner, down, slots, used, how.down, card, count=count)
+    return combine(made, routing.weights, card)
+
+
+LEAST_RUN = 32
+"""Inputs of a tile of quantized matrices, at least."""
+
+
+def common_run(matrix: QuantizedMatrix) -> int:
+    """The largest power of two that divides every run of columns with one scale; 0 where a row has one."""
+    both = matrix.width | matrix.offset
+    return 0 if matrix.scale.shape[1] == 1 else both & -both
+
+
+def divided(how: ExpertTile, matrix: QuantizedMatrix) -> ExpertTile:
+    """With as many inputs at a time as have one scale."""
+    return how._replace(inputs=min(how.inputs, common_run(matrix) or how.inputs))
+
+
+def is_supported(matrix: QuantizedMatrix, card: DeviceInfo) -> bool:
+    """Whether `quantized_experts` takes such matrices."""
+    runs = matrix.scale.shape[1] == 1 or common_run(matrix) >= LEAST_RUN
+    return matrix.weight.dtype is torch.float8_e4m3fn and card.float8 and runs
 
 
 def experts(

@@ -18,7 +18,7 @@ from quire.ops.base import Angles, AnyMatrix, Gate, IntegerMatrix, Norm, Norms, 
 from quire.ops.cublaslt import CublasLt
 from quire.ops.gemm import GemmAutotuner, on_the_card
 from quire.ops.integer import integers_of
-from quire.ops.matmul import by_owner, combine_experts_in_order, grouped_linear, in_order
+from quire.ops.matmul import combine_experts_in_order, in_order
 from quire.ops.quantized import E4M3, BaseOps
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton import experts as mixture
@@ -65,10 +65,6 @@ class TritonOps(BaseOps):
             return gemv.gemv_linear(x, weight, bias, how, self.card, gate, arrived=self.arrived)
         return self.apply_gate(self.gemm.linear(x, weight, bias), gate)
 
-    def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        """See `Ops.grouped_linear`."""
-        return grouped_linear(x, weight, ends)
-
     def route(
         self, x: Tensor, weight: Tensor, used: int, *, normalize: bool, batch: RaggedBatch | None = None
     ) -> Routing:
@@ -89,6 +85,22 @@ class TritonOps(BaseOps):
         if down.dtype is torch.float32:
             return mixture.SMALL
         return mixture.expert_config(*routing.experts.shape, *down.shape)
+
+    def quantized_experts(
+        self, x: Tensor, routing: Routing, gate_up: QuantizedMatrix, down: QuantizedMatrix, gate: Gate
+    ) -> Tensor:
+        """See `Ops.quantized_experts`."""
+        if not all(mixture.is_supported(each, self.card) for each in (gate_up, down)):
+            return super().quantized_experts(x, routing, gate_up, down, gate)
+        how = self.quantized_expert_config(routing, x, len(down.weight) // x.shape[1])
+        return mixture.quantized_experts(x, routing, gate_up, down, gate, how, self.card)
+
+    def quantized_expert_config(self, routing: Routing, x: Tensor, count: int) -> mixture.ExpertConfig:
+        """As `expert_config`, of `count` quantized experts."""
+        if x.dtype is torch.float32:
+            return mixture.SMALL
+        tokens, used = routing.experts.shape
+        return mixture.quantized_expert_config(tokens, used, count)
 
     def arranged(self, matrix: QuantizedMatrix) -> AnyMatrix:
         """See `Ops.arranged`."""
@@ -202,10 +214,6 @@ class BatchInvariantTritonOps(TritonOps):
         how = config_for(x, integer_gemm.ANY_BATCH)
         return integer_gemm.integer_linear(x, matrix, bias, how, self.card, self.arrived, gate)
 
-    def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        """See `Ops.grouped_linear`."""
-        return by_owner(x, weight, ends, self.linear)
-
     def combine_experts(self, made: Tensor, weights: Tensor) -> Tensor:
         """See `Ops.combine_experts`."""
         return combine_experts_in_order(made, weights)
@@ -221,6 +229,10 @@ class BatchInvariantTritonOps(TritonOps):
     def expert_config(self, routing: Routing, down: Tensor) -> mixture.ExpertConfig:
         """The same for any number of tokens."""
         return mixture.SMALL if down.dtype is torch.float32 else mixture.FIXED
+
+    def quantized_expert_config(self, routing: Routing, x: Tensor, count: int) -> mixture.ExpertConfig:
+        """The same for any number of tokens."""
+        return mixture.SMALL if x.dtype is torch.float32 else mixture.FIXED
 
 
 def config_for(x: Tensor, usual: GemmConfig) -> GemmConfig:
