@@ -22,8 +22,8 @@ from torch import Tensor
 from benchmarks.card import needed
 from benchmarks.kernel_cases import noise, relative
 from benchmarks.kernels import MULTIPLY, replayed
-from quire.ops.base import Routing
-from quire.ops.quantized import BaseOps
+from quire.ops.base import QuantizedMatrix, Routing
+from quire.ops.quantized import E4M3, E4M3_MAX, BaseOps, dequantize
 from quire.ops.triton import experts as mixture
 from quire.ops.triton.experts import ExpertConfig, ExpertTile, SortedSlots
 from quire.ops.triton.gemv import GemmConfig
@@ -94,12 +94,82 @@ ROUTERS = (
 )
 
 
+Tables = tuple[Mapping[int, Sequence[ExpertTile]], Mapping[int, Sequence[ExpertTile]]]
+"""Tiles of gate and up and of down, by their rows."""
+
+
+def tables(rows: Sequence[int], gate_up: Sequence[ExpertTile], down: Sequence[ExpertTile]) -> Tables:
+    """Tiles by their rows."""
+    first, second = ({r: [how for how in some if how.rows == r] for r in rows} for some in (gate_up, down))
+    return first, second
+
+
+EIGHT_BITS = tables(
+    (16, 32, 64, 128),
+    [
+        *tiles(16, (64, 128, 4, 4), (32, 128, 2, 5), (64, 128, 4, 3), (128, 128, 8, 3), ways="d"),
+        *tiles(32, (64, 128, 4, 3), (64, 64, 4, 5), ways="d"),
+        *tiles(64, (64, 128, 4, 3), (64, 64, 4, 4), ways="d"),
+        *tiles(64, (64, 128, 8, 3), first=True, ways="d"),
+        *tiles(128, (64, 128, 8, 3), (64, 64, 8, 3), (128, 64, 8, 3), first=True, ways="d"),
+    ],
+    [
+        *tiles(16, (128, 128, 8, 4), (64, 128, 4, 4), (32, 128, 2, 5), ways="d"),
+        *tiles(32, (128, 128, 8, 4), (128, 64, 4, 5), (64, 128, 4, 4), ways="d"),
+        *tiles(64, (128, 128, 8, 3), (128, 64, 4, 4), ways="d"),
+        *tiles(64, (128, 128, 8, 3), first=True, ways="d"),
+        *tiles(128, (128, 128, 8, 3), (128, 64, 8, 3), (64, 128, 8, 3), first=True, ways="d"),
+    ],
+)
+"""Of e4m3 matrices with a scale for 128 columns."""
+
+EIGHT_BIT_TOKENS: Mapping[int, tuple[int, ...]] = {1: (16,), 16: (16,), 256: (32, 64), 2048: (64, 128), 8192: (128,)}
+"""Rows of the tiles that are tried with e4m3, by tokens."""
+
+
 class Layer(NamedTuple):
-    """The matrices of a mixture."""
+    """The matrices of a mixture, plain or of e4m3. exact: the numbers that e4m3 ones stand for, of one layer alone."""
 
     router: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | QuantizedMatrix
+    down: Tensor | QuantizedMatrix
+    exact: tuple[Tensor, Tensor] | None = None
+
+    def expert(self, which: int, e: int) -> Tensor:
+        """An expert's gate and up (0) or down (1), float32."""
+        matrix = self[1 + which] if self.exact is None else self.exact[which]
+        assert isinstance(matrix, Tensor)
+        return matrix[e].float()
+
+
+def eight_bits(weight: Tensor, width: int = 128) -> QuantizedMatrix:
+    """Matrices [E, out, in] one below the other, with a scale for every `width` columns of a row."""
+    flat = weight.flatten(0, 1).float()
+    runs = flat.view(len(flat), -1, width)
+    scale = runs.abs().amax(-1) / E4M3_MAX
+    return QuantizedMatrix((runs / scale[..., None]).flatten(1).to(E4M3), scale, width)
+
+
+def in_eight_bits(layers: Sequence[Layer]) -> list[Layer]:
+    """The same layers of e4m3."""
+    made = list[Layer]()
+    for layer in layers:
+        gate_up, down = small_matrices(layer)
+        exact = None if made else (restored(gate_up), restored(down))
+        made.append(Layer(layer.router, gate_up, down, exact))
+    return made
+
+
+def small_matrices(layer: Layer) -> tuple[QuantizedMatrix, QuantizedMatrix]:
+    """Gate and up, and down, of e4m3."""
+    assert isinstance(layer.gate_up, Tensor)
+    assert isinstance(layer.down, Tensor)
+    return eight_bits(layer.gate_up), eight_bits(layer.down)
+
+
+def restored(matrix: QuantizedMatrix) -> Tensor:
+    """[E, out, in] float32."""
+    return dequantize(matrix).view(EXPERTS, -1, matrix.weight.shape[1])
 
 
 class Batch(NamedTuple):
@@ -112,8 +182,14 @@ class Batch(NamedTuple):
 
 def weights() -> list[Layer]:
     """With standard deviations as those of random models."""
-    shapes = (EXPERTS, HIDDEN), (EXPERTS, 2 * WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)
-    return [Layer(*(noise(*shape).mul_(shape[-1] ** -0.5) for shape in shapes)) for _ in range(LAYERS)]
+
+    def made(*shape: int) -> Tensor:
+        return noise(*shape).mul_(shape[-1] ** -0.5)
+
+    return [
+        Layer(made(EXPERTS, HIDDEN), made(EXPERTS, 2 * WIDTH, HIDDEN), made(EXPERTS, HIDDEN, WIDTH))
+        for _ in range(LAYERS)
+    ]
 
 
 class Tried(NamedTuple):
@@ -138,7 +214,7 @@ def exact_inner(batch: Batch, slots: Tensor) -> Tensor:
     """Gated outputs of some slots, in float32."""
     own = batch.routing.experts.flatten()[slots].long()
     both = torch.stack(
-        [batch.layer.gate_up[e].float() @ batch.x[s // USED].float() for e, s in zip(own.tolist(), slots, strict=True)]
+        [batch.layer.expert(0, e) @ batch.x[s // USED].float() for e, s in zip(own.tolist(), slots, strict=True)]
     )
     return F.silu(both[:, :WIDTH]) * both[:, WIDTH:]
 
@@ -146,20 +222,22 @@ def exact_inner(batch: Batch, slots: Tensor) -> Tensor:
 def exact_outer(batch: Batch, inner: Tensor, slots: Tensor) -> Tensor:
     """Outputs of some slots from their inner numbers, in float32."""
     own = batch.routing.experts.flatten()[slots].tolist()
-    return torch.stack([batch.layer.down[e].float() @ row.float() for e, row in zip(own, inner, strict=True)])
+    return torch.stack([batch.layer.expert(1, e) @ row.float() for e, row in zip(own, inner, strict=True)])
 
 
 def gate_up(batch: Batch, slots: SortedSlots, how: ExpertTile, card: DeviceInfo) -> Tensor:
     """The first product of a mixture, with its gate."""
     if how.stages:
-        return mixture.multiply_tiles(batch.x, batch.layer.gate_up, slots, USED, how, card, "silu")
+        return mixture.multiply_tiles(batch.x, batch.layer.gate_up, slots, USED, how, card, "silu", count=EXPERTS)
+    assert isinstance(batch.layer.gate_up, Tensor)
     return mixture.multiply_gate_up(batch.x, batch.layer.gate_up, batch.routing, how, card, "silu")
 
 
 def down(batch: Batch, inner: Tensor, slots: SortedSlots, how: ExpertTile, card: DeviceInfo) -> Tensor:
     """The second product: of slots, or added up for each token where there are no tiles."""
     if how.stages:
-        return mixture.multiply_tiles(inner, batch.layer.down, slots, USED, how, card)
+        return mixture.multiply_tiles(inner, batch.layer.down, slots, USED, how, card, count=EXPERTS)
+    assert isinstance(batch.layer.down, Tensor)
     return mixture.multiply_down(inner, batch.layer.down, batch.routing, how, card)
 
 
@@ -172,14 +250,14 @@ class Tiling(NamedTuple):
     calls: Sequence[Callable[[], Tensor]]
 
 
-def tilings(rows: int, batches: Sequence[Batch], card: DeviceInfo) -> Iterator[Tiling]:
+def tilings(rows: int, batches: Sequence[Batch], card: DeviceInfo, table: Tables) -> Iterator[Tiling]:
     """Those with so many rows."""
     count, first = len(batches[0].x) * USED, batches[0]
     slots = [mixture.sort_slots(b.routing.experts, EXPERTS, rows, card) for b in batches]
     some = slots[0].order[:: max(1, count // 64)].long()
     at = some if rows == 1 else torch.argsort(slots[0].order)[some]
     want = exact_inner(first, some)
-    for how in GATE_UP[rows]:
+    for how in table[0][rows]:
         calls = [partial(gate_up, b, s, how, card) for b, s in zip(batches, slots, strict=True)]
         yield Tiling("gate_up", how, partial(error_of, calls[0], at, want), calls)
     inners = [noise(count, WIDTH) for _ in batches]
@@ -188,7 +266,7 @@ def tilings(rows: int, batches: Sequence[Batch], card: DeviceInfo) -> Iterator[T
     want = exact_outer(first, inners[0][at], at if rows == 1 else some)
     if rows == 1:
         want = (want * first.routing.weights[0][:, None]).sum(0, keepdim=True)
-    for how in DOWN[rows]:
+    for how in table[1][rows]:
         calls = [partial(down, *each, how, card) for each in zip(batches, inners, slots, strict=True)]
         yield Tiling("down", how, partial(error_of, calls[0], some, want), calls)
 
@@ -210,7 +288,8 @@ def floors(batches: Sequence[Batch]) -> dict[str, float]:
     """Microseconds of each product, on average over the layers, and the experts used."""
     used = sum(len(set(b.routing.experts.flatten().tolist())) for b in batches) / len(batches)
     numbers, slots = WIDTH * HIDDEN, batches[0].routing.experts.numel()
-    first, second = (max(used * n * 2 / READ, 2 * slots * n / MULTIPLY) / 1e6 for n in (2 * numbers, numbers))
+    size = 2 if isinstance(batches[0].layer.down, Tensor) else 1
+    first, second = (max(used * n * size / READ, 2 * slots * n / MULTIPLY) / 1e6 for n in (2 * numbers, numbers))
     return {
         "experts": round(used, 1),
         "gate_up": round(first, 2),
@@ -225,18 +304,27 @@ def whole(
     """All launches of a mixture."""
 
     def call(batch: Batch) -> Tensor:
-        layer = batch.layer
-        routing = mixture.route(batch.x, layer.router, USED, router, ops.card, ops.arrived, normalize=True)
-        return mixture.experts(batch.x, routing, layer.gate_up, layer.down, "silu", how, ops.card)
+        routing = mixture.route(batch.x, batch.layer.router, USED, router, ops.card, ops.arrived, normalize=True)
+        return through(batch, routing, how, ops.card)
 
     return [partial(call, batch) for batch in batches]
+
+
+def through(batch: Batch, routing: Routing, how: ExpertConfig, card: DeviceInfo) -> Tensor:
+    """The experts alone."""
+    first, second = batch.layer.gate_up, batch.layer.down
+    if isinstance(first, QuantizedMatrix) and isinstance(second, QuantizedMatrix):
+        return mixture.quantized_experts(batch.x, routing, first, second, "silu", how, card)
+    assert isinstance(first, Tensor)
+    assert isinstance(second, Tensor)
+    return mixture.experts(batch.x, routing, first, second, "silu", how, card)
 
 
 def whole_error(batch: Batch, ops: TritonOps, how: ExpertConfig, router: GemmConfig) -> float:
     """The relative error of some tokens of all launches, against float32 with the experts that the router chose."""
     layer = batch.layer
     routing = mixture.route(batch.x, layer.router, USED, router, ops.card, ops.arrived, normalize=True)
-    got = mixture.experts(batch.x, routing, layer.gate_up, layer.down, "silu", how, ops.card)
+    got = through(batch, routing, how, ops.card)
     chosen, tokens = batch._replace(routing=routing), torch.arange(len(batch.x))[:: max(1, len(batch.x) // 16)]
     slots = (tokens[:, None] * USED + torch.arange(USED)).flatten().to(batch.x.device)
     parts = exact_outer(chosen, exact_inner(chosen, slots), slots).view(len(tokens), USED, -1)
@@ -278,21 +366,24 @@ def routers(batches: Sequence[Batch], ops: TritonOps) -> list[Tried]:
 
 
 def measure(tokens: int, layers: Sequence[Layer], ops: TritonOps) -> dict[str, Any]:
-    """Every tiling at so many tokens, and all launches: as before, as configured, with the fastest tilings."""
-    batches = batches_of(tokens, layers, ops)
-    found: dict[str, Any] = {"tokens": tokens, "floor": floors(batches), "gate_up": [], "down": []}
+    """Every tiling at so many tokens, and all launches: as configured, and with the fastest tilings."""
+    batches, plain = batches_of(tokens, layers, ops), isinstance(layers[0].down, Tensor)
+    table, tried_rows = ((GATE_UP, DOWN), ROWS) if plain else (EIGHT_BITS, EIGHT_BIT_TOKENS)
+    kind = "bfloat16" if plain else "e4m3"
+    found: dict[str, Any] = {"tokens": tokens, "kind": kind, "floor": floors(batches), "gate_up": [], "down": []}
     best: list[ExpertConfig] = []
-    for rows in ROWS[tokens]:
+    for rows in tried_rows[tokens]:
         own: dict[str, tuple[float, ExpertTile]] = {}
-        for each in tilings(rows, batches, ops.card):
+        for each in tilings(rows, batches, ops.card, table):
             tried = attempt(each.how, each.check, each.calls)
             found[each.product].append(tried._asdict())
             if tried.error < 5e-3 and (each.product not in own or tried.us < own[each.product][0]):
                 own[each.product] = tried.us, each.how
         if len(own) == 2:
             best.append(ExpertConfig(own["gate_up"][1], own["down"][1]))
-    found["routers"] = [each._asdict() for each in routers(batches, ops)]
+    found["routers"] = [each._asdict() for each in (routers(batches, ops) if plain else [])]
     now = mixture.expert_config(tokens, USED, EXPERTS, HIDDEN, WIDTH)
+    now = now if plain else mixture.quantized_expert_config(tokens, USED, EXPERTS)
     router = mixture.router_config(tokens, HIDDEN)
     found["around"] = around(batches, ops, now.gate_up.rows)
     found["now"] = attempt(
@@ -310,6 +401,10 @@ def precompile(layers: Sequence[Layer], ops: TritonOps) -> None:
     (batch,), works = batches_of(4, layers[:1], ops), list[Callable[[], object]]()
     slots, inner = mixture.sort_slots(batch.routing.experts, EXPERTS, 16, ops.card), noise(4 * USED, WIDTH)
     many = batch.routing.experts.new_zeros(8192, USED)
+    eight = batch._replace(layer=Layer(batch.layer.router, *small_matrices(batch.layer)))
+    for rows in EIGHT_BITS[0]:
+        works += [partial(gate_up, eight, slots, how, ops.card) for how in EIGHT_BITS[0][rows]]
+        works += [partial(down, eight, inner, slots, how, ops.card) for how in EIGHT_BITS[1][rows]]
     for rows in GATE_UP:
         works += [partial(gate_up, batch, slots, how, ops.card) for how in GATE_UP[rows]]
         works += [partial(down, batch, inner, slots, how, ops.card) for how in DOWN[rows]]
@@ -328,10 +423,11 @@ def precompile(layers: Sequence[Layer], ops: TritonOps) -> None:
 
 def line(found: Mapping[str, Any]) -> str:
     """What matters of a batch size."""
-    lowest = {name: min(found[name], key=lambda each: each["us"]) for name in ("gate_up", "down", "routers")}
+    named = [name for name in ("gate_up", "down", "routers") if found[name]]
+    lowest = {name: min(found[name], key=lambda each: each["us"]) for name in named}
     floor = found["floor"]
     parts = [
-        f"{found['tokens']} tokens, {floor['experts']} experts: floor {floor['all']} us, "
+        f"{found['kind']}, {found['tokens']} tokens, {floor['experts']} experts: floor {floor['all']} us, "
         f"now {found['now']['us']} (error {found['now']['error']:.1e} {found['now']['failure']}), best "
         f"{min((each['us'] for each in found['best']), default=float('nan'))}"
     ]
@@ -343,7 +439,7 @@ def line(found: Mapping[str, Any]) -> str:
 
 
 @click.command("experts")
-@click.option("--seconds", default=140.0, show_default=True, help="No batch size is begun after so many.")
+@click.option("--seconds", default=90.0, show_default=True, help="No batch size is begun after so many.")
 @click.option("--json", "path", type=click.Path(path_type=Path), required=True, help="Where all rows are written.")
 def command(seconds: float, path: Path) -> None:
     """Check and time a mixture of experts on this machine's CUDA device."""
@@ -359,11 +455,13 @@ def command(seconds: float, path: Path) -> None:
         "seconds": 0.0,
     }
     click.echo(f"{about['device']}, torch {about['torch']}, compiled after {time.monotonic() - began:.0f} s")
-    for tokens in TOKENS:
+    small = in_eight_bits(layers)
+    plans = [(tokens, layers) for tokens in TOKENS[:7]] + [(tokens, small) for tokens in EIGHT_BIT_TOKENS]
+    for tokens, made in [*plans, *((tokens, layers) for tokens in TOKENS[7:])]:
         if time.monotonic() - began > seconds:
             click.echo(f"{tokens} tokens: no time left")
             continue
-        found = measure(tokens, layers, ops)
+        found = measure(tokens, made, ops)
         about["rows"] = [*about["rows"], found]
         about["seconds"] = round(time.monotonic() - began, 1)
         click.echo(line(found))
