@@ -70,7 +70,7 @@ GATE_UP: Mapping[int, Sequence[ExpertTile]] = {
         *tiles(128, (128, 64, 8, 3), (128, 64, 8, 4), first=True, ways="dhb"),
         *tiles(128, (64, 64, 4, 3), (64, 64, 8, 3), (128, 32, 8, 4), (64, 128, 8, 2), first=True, ways="db"),
     ],
-    256: tiles(256, (64, 64, 8, 3), (128, 64, 16, 3), first=True, ways="db"),
+    256: tiles(256, (64, 64, 8, 3), first=True, ways="db"),
 }
 DOWN: Mapping[int, Sequence[ExpertTile]] = {
     1: tiles(1, (2, 256, 4, 0), (2, 256, 1, 0), (1, 256, 2, 0), (4, 256, 8, 0), (1, 256, 4, 0)),
@@ -84,7 +84,7 @@ DOWN: Mapping[int, Sequence[ExpertTile]] = {
         *tiles(128, (256, 64, 8, 3), (256, 64, 8, 4), first=True, ways="dhb"),
         *tiles(128, (128, 64, 4, 3), (128, 64, 8, 3), (256, 32, 8, 4), (128, 128, 8, 2), first=True, ways="db"),
     ],
-    256: tiles(256, (128, 64, 8, 3), (256, 64, 16, 3), first=True, ways="db"),
+    256: tiles(256, (128, 64, 8, 3), first=True, ways="db"),
 }
 ROUTERS = (
     *(GemmConfig(1, 4, 2048, 4), GemmConfig(1, 2, 2048, 4), GemmConfig(1, 8, 2048, 8)),
