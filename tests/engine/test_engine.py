@@ -254,3 +254,14 @@ def test_the_snapshot_says_which_share_of_the_blocks_is_used() -> None:
         (0, 8, 0.0),
         (3, 5, 0.375),
     ]
+
+
+@pytest.mark.parametrize("chunk", [4, 64])
+def test_tokens_of_prompts_and_of_answers_are_counted_apart(chunk: int) -> None:
+    engine = config(chunk=chunk, pressure_policy="preempt", pages=8).build(VirtualClock())
+    for id in range(4):
+        engine.submit([id, 1, 2, 3, 4, 5], 9)
+    while engine.has_pending_work:
+        engine.step()
+    assert engine.gauges().preemptions > 0, "what is computed again is not counted again"
+    assert (engine.stats.num_prompt_tokens, engine.stats.num_generated_tokens) == (24, 36)

@@ -115,10 +115,11 @@ async def test_thoughts_are_blocks_and_come_back_as_such() -> None:
         thinking, text = (block.to_dict() for block in made.content)
         assert (thinking["type"], thinking["thinking"], text["text"]) == ("thinking", "Let me see.", "Yes.")
         assert TOKENIZER.decode(server.port.submitted[-1].prompt).endswith("True")
-        more: Any = [*HI, {"role": "assistant", "content": [thinking, text]}, *HI]
+        second: Any = {"type": "thinking", "thinking": "Well.", "signature": ""}
+        more: Any = [*HI, {"role": "assistant", "content": [thinking, second, text]}, *HI]
         await client.messages.create(model="tiny", max_tokens=9, messages=more, thinking={"type": "disabled"})
         said = TOKENIZER.decode(server.port.submitted[-1].prompt)
-        assert "assistant:Let me see.|Yes." in said and said.endswith("False")
+        assert "assistant:Let me see.\nWell.|Yes." in said and said.endswith("False")
 
 
 @pytest.mark.parametrize(
