@@ -103,10 +103,14 @@ def test_nonsense_begins_a_new_trace(given: str) -> None:
 
 def test_choices_are_parts_of_one_trace() -> None:
     two = SamplingParams(n=2)
-    spans = traced(ended("cmpl-7", sampling=two), ended("cmpl-7", choice=1, sampling=two, tokens=2, reason="length"))
+    late = ended("cmpl-7", choice=1, sampling=two, tokens=2, cached=8, first=0.2, reason="length")
+    spans = traced(late, ended("cmpl-7", sampling=two))
     assert [s.name for s in spans].count("queue") == 2 and [s.name for s in spans].count("text_completion tiny") == 1
     about = dict(spans[-1].attributes or {})
     assert about["gen_ai.usage.output_tokens"] == 7
+    assert about["gen_ai.usage.input_tokens"] == 9, "they have one prompt"
+    assert about["gen_ai.usage.cache_read.input_tokens"] == 8, "the most that one of them found"
+    assert about["gen_ai.response.time_to_first_chunk"] == 0.2
     assert about["gen_ai.response.finish_reasons"] == ("stop", "length")
     assert about["gen_ai.request.choice.count"] == 2
 
