@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ from quire.engine.executor import Description
 from quire.errors import InvalidConfig
 from quire.server.connection import Timeouts
 from quire.server.limits import Limits
-from quire.server.serve import listen, serve, url
+from quire.server.serve import _written, listen, serve, url
 from tests.frontend.ports import FakePort, Script
 from tests.server.doubles import ANSWER, TOKENIZER, Served, answers, check_error, says, served
 
@@ -340,3 +341,25 @@ async def test_large_blocks_go_back_and_long_work_has_four_threads(monkeypatch: 
             not_asked, backend, listen("127.0.0.1", 0), batch_service=recorder.batch_service(), log_level="error"
         )
     assert names == {f"server_{i}" for i in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("http://0.0.0.0:8000", "http://127.0.0.1:8000"),
+        ("https://[::]:8443", "https://[::1]:8443"),
+        ("https://[::1]:8443", "https://[::1]:8443"),
+        ("http://10.0.0.0:80", "http://10.0.0.0:80"),
+    ],
+)
+def test_the_address_file_has_an_address_that_this_machine_reaches(address: str, local: str, tmp_path: Path) -> None:
+    file = tmp_path / "address"
+    with _written(str(file), address) as shown:
+        assert (shown, file.read_text()) == (address, local)
+    assert not file.exists()
+
+
+def test_an_address_file_that_cannot_be_written_stops_no_server(tmp_path: Path) -> None:
+    with _written(str(tmp_path / "no folder" / "address"), "http://127.0.0.1:1") as shown:
+        assert shown == "http://127.0.0.1:1"

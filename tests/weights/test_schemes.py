@@ -15,6 +15,7 @@ from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
 from quire.layers.quantization import scaled
 from quire.layers.quantization.base import Plain
+from quire.layers.quantization.int4 import Int4Scheme
 from quire.models.registry import build_model, read_spec
 from quire.ops.base import IntegerMatrix, QuantizedMatrix, Routing
 from quire.ops.quantized import dequantize, quantize_tokens
@@ -23,7 +24,7 @@ from quire.ops.triton.ops import TritonOps
 from quire.weights.canary import Canary, Threshold
 from quire.weights.files import SINGLE, Checkpoint, read_config
 from quire.weights.load import load_model, load_weights
-from quire.weights.schemes import IGNORED_TENSORS, ONLINE, choose_format, named
+from quire.weights.schemes import IGNORED_TENSORS, ONLINE, choose_format, named, read_scheme
 from tests import quantised
 from tests.checkpoints import make
 from tests.layers.test_builder import Rank
@@ -298,3 +299,17 @@ def test_a_scale_counts_for_its_columns_only() -> None:
 def test_a_rule_means_a_whole_module_and_what_is_in_it(rule: str, meant: set[str]) -> None:
     modules = ("lm_head", "model.layers.1.mlp.up_proj", "model.layers.10.mlp.up_proj")
     assert {module for module in modules if named(module, rule)} == meant
+
+
+@pytest.mark.parametrize(
+    ("actorder", "ordered"), [("group", True), (True, True), ("weight", False), ("static", False), (None, False)]
+)
+def test_columns_are_in_another_order_where_the_checkpoint_says_so_by_name_or_as_true(
+    actorder: object, ordered: bool
+) -> None:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "actorder": actorder}
+    group = {"weights": weights, "format": "pack-quantized"}
+    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    scheme = read_scheme({"quantization_config": config})
+    assert scheme is not None and isinstance(scheme.layout, Int4Scheme)
+    assert scheme.layout.ordered is ordered
