@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -32,7 +33,7 @@ from quire.executors.contract.translate import (
     send_result,
 )
 from quire.executors.grpc_client import RemoteExecutor, TlsConfig
-from quire.executors.grpc_server import Credentials, ExecutorServer
+from quire.executors.grpc_server import Credentials, ExecutorServer, Session
 from quire.executors.synthetic import SyntheticExecutor
 from quire.frontend.supervisor import free_port
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
@@ -447,3 +448,44 @@ def test_tls_admits_clients_that_trust_and_are_trusted(mutual: bool) -> None:
         with pytest.raises(InvalidConfig, match="is lost"):
             RemoteExecutor(address, trust=stranger, connect_timeout=0.3)
     host.stop()
+
+
+class Failing(SyntheticExecutor):
+    """Its first result is an error; counts launches."""
+
+    launched = 0
+
+    def launch(self, plan: Plan) -> Any:
+        self.launched += 1
+        handle = super().launch(plan)
+        return SimpleNamespace(result=self.fail) if self.launched == 1 else handle
+
+    def fail(self) -> Result:
+        raise StepFailed("broken")
+
+
+def test_after_a_failed_result_no_step_of_the_epoch_is_launched() -> None:
+    """Steps that were sent ahead would run on rows whose state is not known."""
+    executor, answers = Failing(**SIZES), list[pb.Answer]()
+    first = Plan((NewSequence(0, (1, 2), 0, 2),), ((0, (1,)),), (Span(0, 2, 1, 1),))
+    answered = threading.Semaphore(0)
+
+    def commands() -> Iterator[pb.Command]:
+        yield pb.Command(epoch=1, begin=pb.Begin(version=1))
+        yield pb.Command(epoch=1, step=0, plan=send_plan(first, ()))
+        answered.acquire(timeout=60)
+        yield pb.Command(epoch=1, step=1, plan=send_plan(Plan((), (), (Span(0, 1, 1, 1),)), first.spans))
+        answered.acquire(timeout=60)
+        yield pb.Command(epoch=2, begin=pb.Begin(version=1))
+        yield pb.Command(epoch=2, step=0, plan=send_plan(first, ()))
+        answered.acquire(timeout=60)
+
+    for answer in Session(executor).run(commands()):
+        answers.append(answer)
+        answered.release()
+    assert [(answer.epoch, answer.step, answer.failure) for answer in answers] == [
+        (1, 0, "broken"),
+        (1, 1, "broken"),
+        (2, 0, ""),
+    ]
+    assert executor.launched == 2
