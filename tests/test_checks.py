@@ -47,3 +47,12 @@ def test_what_vllm_takes_is_taken() -> None:
     made = SamplingParams(stop=None, stop_token_ids=None, bad_words=None, logit_bias=None, seed=None, max_tokens=None)  # type: ignore[arg-type]
     assert (made.stop, made.stop_token_ids, made.bad_words, made.logit_bias) == ((), (), (), {})
     assert SamplingParams(structured_outputs=StructuredOutputsParams(choice=("a",))).structured_outputs is not None
+
+
+@pytest.mark.parametrize(("least", "most", "fine"), [(0, 1, True), (4, 4, True), (5, 4, False), (4, None, True)])
+def test_an_answer_may_be_asked_for_of_exactly_so_many_tokens(least: int, most: int | None, fine: bool) -> None:
+    if fine:
+        assert SamplingParams(min_tokens=least, max_tokens=most).min_tokens == least
+    else:
+        with pytest.raises(InvalidRequest, match="above max_tokens"):
+            SamplingParams(min_tokens=least, max_tokens=most)
