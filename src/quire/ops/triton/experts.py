@@ -520,7 +520,7 @@ SIXTY_FOUR = ExpertConfig(ExpertTile(64, 64, 64, 4, 4), ExpertTile(64, 128, 64, 
 MANY = ExpertConfig(ExpertTile(128, 128, 64, 8, 3, True), ExpertTile(128, 256, 64, 8, 3, True))
 
 
-SIXTEEN_E4M3 = ExpertConfig(ExpertTile(16, 64, 128, 4, 4), ExpertTile(16, 128, 128, 8, 4))
+SIXTEEN_E4M3 = ExpertConfig(ExpertTile(16, 32, 128, 2, 5), ExpertTile(16, 32, 128, 2, 5))
 THIRTY_TWO_E4M3 = ExpertConfig(ExpertTile(32, 64, 128, 4, 3), ExpertTile(32, 128, 128, 8, 4))
 SIXTY_FOUR_E4M3 = ExpertConfig(ExpertTile(64, 64, 128, 4, 3), ExpertTile(64, 128, 128, 8, 3))
 MANY_E4M3 = ExpertConfig(ExpertTile(128, 64, 128, 8, 3, True), ExpertTile(128, 128, 128, 8, 3))
