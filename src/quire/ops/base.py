@@ -82,7 +82,7 @@ class IntegerMatrix(NamedTuple):
     """A matrix [out, in] of integers of 4 or 8 bits, a scale for every `group` columns of a row, as kernels read it.
 
     weight: uint8 [B, out, 32], block by block of columns. Of 4 bits, byte j of a row of block b has columns 64 b + j
-    (low bits) and 64 b + 32 + j; of 8 bits it is column 32 b + j, signed. Bytes 1 and 2 of each four are exchanged.
+    (low bits) and 64 b + 32 + j; of 8 bits it is column 32 b + j, signed.
     words: int32 [W, out], one for a group of columns, or for 64 (see `IntegerKind`); scales and minima are float16, or
     bfloat16 where `half` is False. inputs: columns, without those of zeros by which they are padded. order: int64 [in],
     columns of x in the matrix's order; None: as they are. See `ops.integer`.

@@ -108,17 +108,12 @@ def blocks_of(numbers: Tensor, bits: int) -> Tensor:
     if bits == 4:
         halves = numbers.view(outputs, -1, 2, WIDE)
         numbers = halves[:, :, 0] | (halves[:, :, 1] << 4)
-    return exchanged(numbers.reshape(outputs, -1, WIDE)).transpose(0, 1).contiguous()
-
-
-def exchanged(stored: Tensor) -> Tensor:
-    """Bytes [..., 32] with numbers 1 and 2 of each four exchanged."""
-    return stored.reshape(*stored.shape[:-1], -1, 2, 2).transpose(-1, -2).flatten(-3)
+    return numbers.reshape(outputs, -1, WIDE).transpose(0, 1).contiguous()
 
 
 def dequantize_integers(matrix: IntegerMatrix) -> Tensor:
     """The numbers of a matrix, float32 [out, in], in the order of x."""
-    stored = exchanged(matrix.weight.transpose(0, 1))
+    stored = matrix.weight.transpose(0, 1)
     words = matrix.words.t().contiguous()
     upper, lower = ((words >> shift).to(torch.int16) for shift in (16, 0))
     scale = upper.view(HALVES[not matrix.half]).float()

@@ -12,7 +12,16 @@ from quire.ops.base import Gate, IntegerMatrix, QuantizedMatrix
 from quire.ops.integer import dequantize_integers, pack_integers
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.gemv import COUNTERS, GemmConfig, settles
-from quire.ops.triton.integer_gemm import ANY_BATCH, dequantize, integer_gemm_config, integer_linear
+from quire.ops.triton.integer_gemm import (
+    ANY_BATCH,
+    BYTES,
+    NIBBLES,
+    dequantize,
+    fitted,
+    in_float16,
+    integer_gemm_config,
+    integer_linear,
+)
 from quire.ops.triton.launch import HOPPER, DeviceInfo
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from tests.ops.triton.device import DEVICE
@@ -77,6 +86,73 @@ def test_inputs_cut_into_runs_add_up_whichever_program_ends_last(gate: Gate) -> 
         got = integer_linear(x, matrix, None, GemmConfig(8, 16, 128, 2, 3, splits=3), CARD, ARRIVED, gate)
         assert off(got, want) < 1e-5
         assert not ARRIVED.any(), "counters are left as they were found"
+
+
+@KINDS
+@GATES
+@pytest.mark.parametrize(("rows", "how"), [(1, (8, 8)), (3, (8, 4)), (4, (16, 2))], ids=["8", "4 of two", "2 of eight"])
+def test_inputs_in_chunks_side_by_side(kind: str, group: int, gate: Gate, rows: int, how: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    matrix, x = made(kind, group, 32, 2048), torch.randn(rows, 2048, device=DEVICE)
+    want = REFERENCE.linear(x, dequantize_integers(matrix), None, gate)
+    for splits in (1, 2):
+        some = GemmConfig(how[0], 16, 128, 4, 3, splits=splits, chunks=how[1])
+        assert fitted(some, matrix, CARD, 4, gate != "").chunks == how[1]
+        assert off(integer_linear(x, matrix, None, some, CARD, ARRIVED, gate), want) < 1e-5
+
+
+def test_inputs_with_a_remainder_are_not_taken_in_chunks() -> None:
+    torch.manual_seed(0)
+    for inputs, outputs in ((1920, 32), (2048, 40)):
+        matrix, x = made("zeros", 64, outputs, inputs), torch.randn(2, inputs, device=DEVICE)
+        how = GemmConfig(8, 16, 128, 4, 3, chunks=8)
+        assert fitted(how, matrix, CARD, 4, False).chunks == 1
+        assert off(integer_linear(x, matrix, None, how, CARD, ARRIVED), x @ dequantize_integers(matrix).T) < 1e-5
+
+
+def computed(code: str, *given: int) -> dict[str, int]:
+    """Registers after a run of PTX instructions, 32 bits each. given: what comes after the outputs ($0, $1 ..)."""
+    outputs = code.count("fma")
+    held = {f"${outputs + i}": word for i, word in enumerate(given)}
+    dtype = torch.bfloat16 if "bf16" in code else torch.float16
+
+    def pair(word: int) -> Tensor:
+        return torch.tensor([word & 0xFFFF, word >> 16]).to(torch.uint16).view(dtype)
+
+    for line in code.splitlines()[2:-1]:
+        name, rest = line.rstrip(";").split(" ", 1)
+        to, *names = rest.split(", ")
+        value = [held[each] if each in held else int(each, 0) for each in names]
+        if name.startswith("prmt"):
+            whole = (value[1] << 32 | value[0]).to_bytes(8, "little")
+            held[to] = int.from_bytes(bytes(whole[value[2] >> 4 * i & 7] for i in range(4)), "little")
+        elif name.startswith("fma"):
+            first, second = (
+                (pair(value[0]).float() * pair(value[1]).float() + pair(value[2]).float()).to(dtype).tolist()
+            )
+            held[to] = int(torch.tensor([first, second], dtype=dtype).view(torch.int32).item()) & 0xFFFFFFFF
+        else:
+            held[to] = {"mov": lambda a: a, "shr": lambda a, b: a >> b, "lop3": lambda a, b, c, _: a & b | c}[
+                name.split(".")[0]
+            ](*value)
+    return {f"${i}": held[f"${i}"] for i in range(outputs)}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_conversions_of_a_card_take_every_byte_by_itself(dtype: torch.dtype) -> None:
+    half = dtype is torch.float16
+    for byte in range(256):
+        others = [(byte * k + 7 * k) % 256 for k in (1, 3, 5, 11)]
+        word = int.from_bytes(bytes(others), "little")
+        zeros = [0xC300 + (byte + k) % 17 + (0xE400 - 0xC300 if half else 0) for k in range(8)]
+        less = [(byte + k) % 17 for k in range(8)]
+        made = computed(NIBBLES if not half else in_float16(NIBBLES), word, *(z | 0x5A5A0000 for z in zeros))
+        got = torch.tensor([made[f"${i}"] for i in range(4)]).to(torch.uint32).view(torch.int32).view(dtype).tolist()
+        low, high = [b & 15 for b in others], [b >> 4 for b in others]
+        assert got == [q - z for q, z in zip(low + high, less, strict=True)]
+        made = computed(BYTES if not half else in_float16(BYTES), word)
+        got = torch.tensor([made[f"${i}"] for i in range(2)]).to(torch.uint32).view(torch.int32).view(dtype).tolist()
+        assert got == [b - 256 if b > 127 else b for b in others]
 
 
 def test_columns_are_taken_in_the_order_of_the_matrix() -> None:

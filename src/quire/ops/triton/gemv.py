@@ -69,7 +69,8 @@ def added_up(y, z, parts, GATE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.
 
 class GemmConfig(NamedTuple):
     """How a product is tiled. rows: the most at once, a power of two. stages 0: multiply-adds without matrix units, all
-    inputs by the same program, `inputs` at a time. splits: runs that the inputs are split into."""
+    inputs by the same program, `inputs` at a time. splits: runs that the inputs are split into. chunks: of a run, which
+    a program has side by side, see `integer_kernel`; then it has rows / chunks rows at most."""
 
     rows: int
     outputs: int
@@ -78,6 +79,7 @@ class GemmConfig(NamedTuple):
     stages: int = 0
     ahead: int = 0
     splits: int = 1
+    chunks: int = 1
 
     def fitted(self, card: DeviceInfo, matrix: int, row: int) -> GemmConfig:
         """With as many stages as fit into the GPU's shared memory. matrix, row: bytes of a number of each."""

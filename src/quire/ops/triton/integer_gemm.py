@@ -30,13 +30,14 @@ ZEROS, MINIMA, PAIRS = (tl.constexpr(int(kind)) for kind in IntegerKind)
 MINUS_136, MINUS_128 = tl.constexpr(0xC308), tl.constexpr(0xC300)
 """-136 and -128 in bfloat16: what makes 128 + q a number around 8, and q itself."""
 
-FROM_NIBBLES = tl.constexpr("""{
+NIBBLES = """{
 .reg .b32 a, b, c, d, e, f, g, h, one;
 mov.b32 one, 0x3f803f80;
-shr.u32 b, $4, 8;
-shr.u32 c, $4, 4;
-shr.u32 d, $4, 12;
-lop3.b32 a, $4, 0x000f000f, 0x43004300, 0xea;
+prmt.b32 a, $4, $4, 0x1100;
+prmt.b32 b, $4, $4, 0x3322;
+shr.u32 c, a, 4;
+shr.u32 d, b, 4;
+lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
 lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea;
 lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
 lop3.b32 d, d, 0x000f000f, 0x43004300, 0xea;
@@ -48,35 +49,49 @@ fma.rn.bf16x2 $0, a, one, e;
 fma.rn.bf16x2 $1, b, one, f;
 fma.rn.bf16x2 $2, c, one, g;
 fma.rn.bf16x2 $3, d, one, h;
-}""")
+}"""
 """Four bytes -> the numbers in their low and in their high halves, plus those in the low halves of the next operands.
-The last operand is not used: the pipeline then loads it as early as the bytes."""
+Each byte by itself: with some instructions of the matrix units a thread's four bytes are of two rows. The last operand
+is not used: the pipeline then loads it as early as the bytes."""
 
-FROM_BYTES = tl.constexpr("""{
+BYTES = """{
 .reg .b32 a, b, c, d, m;
 mov.b32 m, 0xbf80bf80;
-shr.u32 b, $2, 8;
-lop3.b32 a, $2, 0x007f007f, 0x43004300, 0xea;
-lop3.b32 c, $2, 0x00800080, 0x43004300, 0xea;
+prmt.b32 a, $2, $2, 0x1100;
+prmt.b32 b, $2, $2, 0x3322;
+lop3.b32 c, a, 0x00800080, 0x43004300, 0xea;
 lop3.b32 d, b, 0x00800080, 0x43004300, 0xea;
+lop3.b32 a, a, 0x007f007f, 0x43004300, 0xea;
 lop3.b32 b, b, 0x007f007f, 0x43004300, 0xea;
 fma.rn.bf16x2 $0, c, m, a;
 fma.rn.bf16x2 $1, d, m, b;
-}""")
+}"""
 """Four signed bytes: 128 + the lower seven bits, less 128, or 256 where the sign is set. As above for the last
 operand."""
 
+
+def in_float16(code: str) -> str:
+    """The same with 1024 + q, 0x6400 with q in its last bits."""
+    for old, new in (("0x4300", "0x6400"), ("4300,", "6400,"), ("3f80", "3c00"), ("bf80", "bc00"), ("bf16", "f16")):
+        code = code.replace(old, new)
+    return code
+
+
+FROM_NIBBLES, FROM_NIBBLES_16 = tl.constexpr(NIBBLES), tl.constexpr(in_float16(NIBBLES))
+FROM_BYTES, FROM_BYTES_16 = tl.constexpr(BYTES), tl.constexpr(in_float16(BYTES))
+
+LARGER = tl.constexpr(0xE400 - 0xC300)
+"""What the bits of -128 - z in bfloat16 become those of -1024 - z in float16 by."""
+
 ONES = tl.constexpr("{ mov.b32 $0, 0x3f803f80; mov.b32 $1, 0x3f803f80; }")
+ONES_16 = tl.constexpr("{ mov.b32 $0, 0x3c003c00; mov.b32 $1, 0x3c003c00; }")
 """1 for each of four bytes: made of them, so that it lies in registers as their numbers do."""
 
 
 @triton.jit
-def bytes_of(weight, n, at, outputs, BYTES: tl.constexpr, FAST: tl.constexpr):
-    """BYTES of rows n from block `at` on. Bytes 1 and 2 of a word are stored the other way round, which only the
-    conversion on a card expects."""
+def bytes_of(weight, n, at, outputs, BYTES: tl.constexpr):
+    """BYTES of rows n from block `at` on."""
     j = tl.arange(0, BYTES)
-    if not FAST:
-        j = (j & ~3) | ((j & 1) << 1) | ((j & 2) >> 1)
     line = weight + at.to(tl.int64) * outputs * WIDE
     place = n[:, None] * WIDE + (j % WIDE)[None, :] + (j // WIDE)[None, :] * (outputs * WIDE)
     return tl.load(line + place, eviction_policy="evict_first")
@@ -86,7 +101,11 @@ def bytes_of(weight, n, at, outputs, BYTES: tl.constexpr, FAST: tl.constexpr):
 def from_nibbles(raw, low, high, word, FAST: tl.constexpr, DTYPE: tl.constexpr):
     """The numbers in the low and in the high halves of bytes, less zero points. low, high: words whose last 16 bits are
     what is added to 128 + q, as bfloat16."""
-    if FAST:
+    if FAST and tl.float16 == DTYPE:
+        return tl.inline_asm_elementwise(
+            FROM_NIBBLES_16, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r", [raw, low + LARGER, high + LARGER, word],
+            dtype=(tl.float16, tl.float16), is_pure=True, pack=4)  # fmt: skip
+    elif FAST:
         return tl.inline_asm_elementwise(
             FROM_NIBBLES, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r", [raw, low, high, word],
             dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)  # fmt: skip
@@ -100,8 +119,9 @@ def from_nibbles(raw, low, high, word, FAST: tl.constexpr, DTYPE: tl.constexpr):
 def from_bytes(raw, word, FAST: tl.constexpr, DTYPE: tl.constexpr):
     """Signed bytes."""
     if FAST:
+        code: tl.constexpr = FROM_BYTES_16 if tl.float16 == DTYPE else FROM_BYTES
         return tl.inline_asm_elementwise(
-            FROM_BYTES, "=r,=r,r,r,r,r,r", [raw, word], dtype=tl.bfloat16, is_pure=True, pack=4)  # fmt: skip
+            code, "=r,=r,r,r,r,r,r", [raw, word], dtype=DTYPE, is_pure=True, pack=4)  # fmt: skip
     else:
         return raw.to(tl.int8, bitcast=True).to(tl.float32).to(DTYPE)
 
@@ -110,7 +130,8 @@ def from_bytes(raw, word, FAST: tl.constexpr, DTYPE: tl.constexpr):
 def ones_like(raw, FAST: tl.constexpr, DTYPE: tl.constexpr):
     """1 for each byte: multiplied with x it adds up x."""
     if FAST:
-        return tl.inline_asm_elementwise(ONES, "=r,=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=4)
+        code: tl.constexpr = ONES_16 if tl.float16 == DTYPE else ONES
+        return tl.inline_asm_elementwise(code, "=r,=r,r", [raw], dtype=DTYPE, is_pure=True, pack=4)
     else:
         return tl.full(raw.shape, 1.0, DTYPE)
 
@@ -149,7 +170,7 @@ def nibble_step(
     """y plus STEP inputs of outputs n times x, whose columns are `low` and `high` in the halves of bytes. m: n with
     outputs that there are."""
     DTYPE: tl.constexpr = low.dtype
-    raw = bytes_of(weight, m, start // 64, outputs, STEP // 2, FAST)
+    raw = bytes_of(weight, m, start // 64, outputs, STEP // 2)
     if KIND == PAIRS:
         word = words_of(words, n, start // 64, outputs, EVEN_N)
         zero = tl.full([1, 1], MINUS_136, tl.int32)
@@ -185,8 +206,8 @@ def byte_step(
     """As `nibble_step`, 64 inputs of 8 bits."""
     DTYPE: tl.constexpr = low.dtype
     word = words_of(words, n, start // 64, outputs, EVEN_N)
-    first = from_bytes(bytes_of(weight, m, start // 32, outputs, WIDE, FAST), word[:, None], FAST, DTYPE)
-    second = from_bytes(bytes_of(weight, m, start // 32 + 1, outputs, WIDE, FAST), word[:, None], FAST, DTYPE)
+    first = from_bytes(bytes_of(weight, m, start // 32, outputs, WIDE), word[:, None], FAST, DTYPE)
+    second = from_bytes(bytes_of(weight, m, start // 32 + 1, outputs, WIDE), word[:, None], FAST, DTYPE)
     y += lower(word, HALF)[:, None] * tl.dot(first, low, input_precision=PRECISION)
     return y + upper(word, HALF)[:, None] * tl.dot(second, high, input_precision=PRECISION)
 
@@ -207,63 +228,90 @@ def step_of(
 
 
 @triton.jit
-def columns_of(x, r, start, rows, inputs, STEP: tl.constexpr, EVEN: tl.constexpr):
-    """x of rows r at STEP inputs, as the halves of bytes have them: two tiles [STEP / 2, rows]."""
+def columns_of(line, held, start, inputs, STEP: tl.constexpr, EVEN: tl.constexpr):
+    """x at `line` + STEP inputs, as the halves of bytes have them: two tiles [STEP / 2, rows]. held: rows there are."""
     j = tl.arange(0, STEP // 2)
     at = start + (j // WIDE) * 64 + j % WIDE
-    line = x + r[:, None].to(tl.int64) * inputs + at[None, :]
-    held = (r < rows)[:, None]
+    place = line[:, None] + at[None, :]
     if EVEN:
-        low, high = tl.load(line, mask=held, other=0.0), tl.load(line + WIDE, mask=held, other=0.0)
+        low = tl.load(place, mask=held[:, None], other=0.0)
+        high = tl.load(place + WIDE, mask=held[:, None], other=0.0)
     else:
-        low = tl.load(line, mask=held & (at < inputs)[None, :], other=0.0)
-        high = tl.load(line + WIDE, mask=held & (at + WIDE < inputs)[None, :], other=0.0)
+        low = tl.load(place, mask=held[:, None] & (at < inputs)[None, :], other=0.0)
+        high = tl.load(place + WIDE, mask=held[:, None] & (at + WIDE < inputs)[None, :], other=0.0)
     return tl.trans(low), tl.trans(high)
 
 
 @triton.jit
 def ask_for(
-    weight, n, begin, outputs, BITS: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr, GATE: tl.constexpr
-):
-    """Fetch the first AHEAD inputs of the matrix into L2: a tile of a block is a run of memory."""
+    weight, n, begin, each, outputs, BITS: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
+    CHUNKS: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    """Fetch the first AHEAD inputs of every chunk of the matrix into L2: a tile of a block is a run of memory. each:
+    rows of blocks that a chunk has."""
     if AHEAD > 0:
         lines: tl.constexpr = BLOCK_N * WIDE // 128
         blocks: tl.constexpr = AHEAD * BITS // 256
-        i = tl.arange(0, lines * blocks)
-        at = (i // lines).to(tl.int64) * outputs * WIDE + (i % lines) * 128
+        i = tl.arange(0, lines * blocks * CHUNKS)
+        row = (i // lines % blocks) * outputs + i // (lines * blocks) * each
+        at = row.to(tl.int64) * WIDE + (i % lines) * 128
         line = weight + (begin * BITS // 256).to(tl.int64) * outputs * WIDE + n * WIDE
         fetch(line, at)
         if GATE:
             fetch(line + (outputs // 2) * WIDE, at)
 
 
+@triton.jit
+def gathered(y, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr):
+    """[CHUNKS * BLOCK_N, ROWS], columns chunk by chunk -> [BLOCK_N, ROWS / CHUNKS]: each chunk of the matrix times that
+    of x, added up."""
+    if CHUNKS > 1:
+        y = tl.reshape(y, [CHUNKS, BLOCK_N, CHUNKS, ROWS // CHUNKS])
+        first = tl.arange(0, CHUNKS)[:, None, None, None]
+        second = tl.arange(0, CHUNKS)[None, None, :, None]
+        y = tl.sum(tl.sum(tl.where(first == second, y, 0.0), 2), 0)
+    return y
+
+
 @kernel(do_not_specialize=["rows"])
 def integer_kernel(
     x, weight, words, bias, out, parts, arrived, rows, outputs, inputs, length,
     GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
-    GROUP: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
-    TIMES: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
-    EVEN_N: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    GROUP: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
+    STEP: tl.constexpr, TIMES: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_N: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of ROWS rows on the matrix units. Programs of the same outputs are neighbours, so that the matrix
-    is read from memory once. SPLITS: inputs are split into so many runs of `length`; the last one adds them up, always
-    in the same order. TIMES: steps of an iteration. AHEAD: inputs asked for before the wait."""
+    """BLOCK_N outputs of ROWS / CHUNKS rows on the matrix units. Programs of the same outputs are neighbours, so that
+    the matrix is read from memory once. SPLITS: inputs are split into so many runs of `length`; the last one adds them
+    up, always in the same order. TIMES: steps of an iteration. AHEAD: inputs asked for before the wait.
+
+    CHUNKS: a run is cut once more, within the program. The matrix units take ROWS columns at least, and where x has
+    fewer rows, they are given its chunks; of the products only those of equal chunks are wanted. Warps then have chunks
+    of their own, and no sums go through memory.
+    """
     whole = outputs * 2 if GATE else outputs
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    v, c = tl.arange(0, CHUNKS * BLOCK_N), tl.arange(0, ROWS)
+    chunk = length // CHUNKS
+    n = tl.program_id(1) * BLOCK_N + v % BLOCK_N
     m = n
     if not EVEN_N:
         m = tl.minimum(n, outputs - 1)
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    r = tl.program_id(0) * (ROWS // CHUNKS) + c % (ROWS // CHUNKS)
     begin = tl.program_id(2) * length
-    ask_for(weight, tl.program_id(1) * BLOCK_N, begin, whole, BITS, BLOCK_N, AHEAD, GATE)
+    each = chunk * BITS // 256 * whole
+    ask_for(weight, tl.program_id(1) * BLOCK_N, begin, each, whole, BITS, BLOCK_N, AHEAD, CHUNKS, GATE)
     wait(DEPENDENT)
     release(DEPENDENT)
-    y = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    z = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    for first in tl.range(begin, tl.minimum(begin + length, inputs), STEP * TIMES, num_stages=STAGES):
+    line = x + r.to(tl.int64) * inputs + c // (ROWS // CHUNKS) * chunk
+    m += v // BLOCK_N * each
+    n += v // BLOCK_N * (chunk // (64 if KIND == PAIRS else GROUP)) * whole
+    y = tl.zeros([CHUNKS * BLOCK_N, ROWS], tl.float32)
+    z = tl.zeros([CHUNKS * BLOCK_N, ROWS], tl.float32)
+    stop = begin + chunk if CHUNKS > 1 else tl.minimum(begin + length, inputs)
+    for first in tl.range(begin, stop, STEP * TIMES, num_stages=STAGES):
         for u in tl.static_range(TIMES):
             start = first + u * STEP
-            low, high = columns_of(x, r, start, rows, inputs, STEP, EVEN)
+            low, high = columns_of(line, r < rows, start, inputs, STEP, EVEN)
             y = step_of(
                 weight, words, low, high, y, n, m, start, whole, BITS, KIND, GROUP, HALF, STEP, EVEN_N, FAST,
                 PRECISION)  # fmt: skip
@@ -271,12 +319,15 @@ def integer_kernel(
                 z = step_of(
                     weight, words, low, high, z, n + outputs, m + outputs, start, whole, BITS, KIND, GROUP, HALF, STEP,
                     EVEN_N, FAST, PRECISION)  # fmt: skip
+    y, z = gathered(y, BLOCK_N, ROWS, CHUNKS), gathered(z, BLOCK_N, ROWS, CHUNKS)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    r = tl.program_id(0) * (ROWS // CHUNKS) + tl.arange(0, ROWS // CHUNKS)
     place = r[None, :].to(tl.int64) * outputs + n[:, None]
     inside = (r < rows)[None, :] & (n < outputs)[:, None]
     if SPLITS == 1:
         given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
-    elif handed_in(y, z, parts, arrived, GATE, SPLITS, BLOCK_N, ROWS):
-        y, z = added_up(y, z, parts, GATE, SPLITS, BLOCK_N, ROWS)
+    elif handed_in(y, z, parts, arrived, GATE, SPLITS, BLOCK_N, ROWS // CHUNKS):
+        y, z = added_up(y, z, parts, GATE, SPLITS, BLOCK_N, ROWS // CHUNKS)
         given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
 
 
@@ -287,10 +338,13 @@ def step_inputs(matrix: IntegerMatrix, inputs: int) -> int:
 
 def fitted(how: GemmConfig, matrix: IntegerMatrix, card: DeviceInfo, row: int, gated: bool) -> GemmConfig:
     """With iterations that the columns are a multiple of, and as many stages as fit into shared memory. row: bytes of a
-    number of x."""
+    number of x. Not in chunks, where the inputs or outputs have a remainder."""
+    outputs = matrix.outputs // (2 if gated else 1)
+    if matrix.inputs % (how.inputs * how.chunks * how.splits) or outputs % how.outputs:
+        how = how._replace(chunks=1)
     while matrix.padded % how.inputs:
         how = how._replace(inputs=how.inputs // 2)
-    numbers = how.outputs * (2 if gated else 1) * how.inputs
+    numbers = how.outputs * how.chunks * (2 if gated else 1) * how.inputs
     stage = numbers * matrix.bits // 8 + 4 * numbers // 32 + how.rows * row * how.inputs
     return how._replace(stages=min(how.stages, max(2, card.shared // stage)))
 
@@ -349,19 +403,19 @@ def integer_linear(
     out = x.new_empty(rows, outputs)
     how = fitted(how, matrix, card, x.element_size(), gate != "")
     step = step_inputs(matrix, how.inputs)
-    tiles, columns = triton.cdiv(rows, how.rows), triton.cdiv(outputs, how.outputs)
-    length, runs, ahead = cut(how, matrix.padded, tiles * columns)
+    tiles, columns = triton.cdiv(rows, how.rows // how.chunks), triton.cdiv(outputs, how.outputs)
+    length, runs, ahead = cut(how._replace(inputs=how.inputs * how.chunks), matrix.padded, tiles * columns)
     size = runs * tiles * columns * 2 * how.rows * how.outputs
     parts = x.new_empty(size, dtype=torch.float32) if runs > 1 else x
     even = outputs % how.outputs == 0
-    fast = x.dtype is torch.bfloat16 and any(card.capability)
+    ahead = ahead if even and ahead * how.chunks <= length and any(card.capability) else 0
+    fast = x.dtype in (torch.bfloat16, torch.float16) and any(card.capability)
     integer_kernel[(tiles, columns, runs)](
         *(x, matrix.weight, matrix.words, x if bias is None else bias, out, parts, arrived),
         *(rows, outputs, inputs, length),
         GATE=gate != "", GELU=gate == "gelu", BIAS=bias is not None, BITS=matrix.bits, KIND=int(matrix.kind),
-        GROUP=matrix.group, HALF=matrix.half, ROWS=how.rows, BLOCK_N=how.outputs, STEP=step, TIMES=how.inputs // step,
-        STAGES=how.stages, SPLITS=runs, AHEAD=ahead if even and any(card.capability) else 0,
-        EVEN=inputs % how.inputs == 0, EVEN_N=even, FAST=fast, PRECISION=card.precision, DEPENDENT=card.dependent,
+        GROUP=matrix.group, HALF=matrix.half, ROWS=how.rows, BLOCK_N=how.outputs, CHUNKS=how.chunks, STEP=step,
+        TIMES=how.inputs // step, STAGES=how.stages, SPLITS=runs, AHEAD=ahead, EVEN=inputs % how.inputs == 0, EVEN_N=even, FAST=fast, PRECISION=card.precision, DEPENDENT=card.dependent,
         num_warps=how.warps, **card.options,
     )  # fmt: skip
     return out
@@ -403,10 +457,10 @@ def expanded(
     if KIND == PAIRS:
         scale = lower(word, HALF)
     if BITS == 8:
-        low = from_bytes(bytes_of(weight, m, start // 32, outputs, WIDE, False), word, False, tl.float32)
-        high = from_bytes(bytes_of(weight, m, start // 32 + 1, outputs, WIDE, False), word, False, tl.float32)
+        low = from_bytes(bytes_of(weight, m, start // 32, outputs, WIDE), word, False, tl.float32)
+        high = from_bytes(bytes_of(weight, m, start // 32 + 1, outputs, WIDE), word, False, tl.float32)
     else:
-        raw = bytes_of(weight, m, start // 64, outputs, WIDE, False)
+        raw = bytes_of(weight, m, start // 64, outputs, WIDE)
         if KIND == ZEROS:
             low, high = from_nibbles(raw, word, other, word, False, tl.float32)
         else:
