@@ -415,7 +415,8 @@ def integer_linear(
         *(rows, outputs, inputs, length),
         GATE=gate != "", GELU=gate == "gelu", BIAS=bias is not None, BITS=matrix.bits, KIND=int(matrix.kind),
         GROUP=matrix.group, HALF=matrix.half, ROWS=how.rows, BLOCK_N=how.outputs, CHUNKS=how.chunks, STEP=step,
-        TIMES=how.inputs // step, STAGES=how.stages, SPLITS=runs, AHEAD=ahead, EVEN=inputs % how.inputs == 0, EVEN_N=even, FAST=fast, PRECISION=card.precision, DEPENDENT=card.dependent,
+        TIMES=how.inputs // step, STAGES=how.stages, SPLITS=runs, AHEAD=ahead, EVEN=inputs % how.inputs == 0,
+        EVEN_N=even, FAST=fast, PRECISION=card.precision, DEPENDENT=card.dependent,
         num_warps=how.warps, **card.options,
     )  # fmt: skip
     return out
