@@ -117,7 +117,7 @@ class TritonOps(BaseOps):
     def integer_linear(self, x: Tensor, matrix: IntegerMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
         """As `linear`. For many rows the matrix is dequantized first."""
         how = integer_gemm.integer_gemm_config(len(x), matrix, self.card, gated=gate != "")
-        if how is None or x.dtype is not torch.bfloat16:
+        if how is None or x.dtype is torch.float32:
             x = integer_gemm.ordered(x, matrix)
             return self.linear(x, integer_gemm.dequantize(matrix, x.dtype, self.card), bias, gate)
         return integer_gemm.integer_linear(x, matrix, bias, how, self.card, self.arrived, gate)
@@ -134,7 +134,7 @@ class TritonOps(BaseOps):
                 return quantized_gemm.fp8_linear(x, weight, scale, bias, self.one, self.card, gate)
         fast = quantized_gemm.uses_fast_conversion(x, matrix, self.card)
         how = quantized_gemm.quantized_gemm_config(len(x), len(weight), x.shape[-1], fast=fast, halved=matrix.is_int4)
-        if how is None or x.dtype is not torch.bfloat16:
+        if how is None or x.dtype is torch.float32:
             return self.linear(x, quantized_gemm.dequantize(matrix, x.shape[-1], x.dtype, self.card), bias, gate)
         how = quantized_gemm.gated_config(how) if gate and not matrix.is_int4 else how
         return quantized_gemm.quantized_linear(x, matrix, bias, how, self.card, self.arrived, gate)
