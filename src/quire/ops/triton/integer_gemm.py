@@ -2,13 +2,13 @@
 
 Half a byte is read per number, so that an H200 can spend two instructions on it before they become the bottleneck. The
 matrix is stored as the kernel reads it (`IntegerMatrix`): a tile is one run of memory, and a register of eight numbers
-becomes four registers of bfloat16 pairs by seven instructions, since 0x4300 with q in its last bits is 128 + q; an
+becomes four registers of bfloat16 pairs by eight instructions, since 0x4300 with q in its last bits is 128 + q; an
 addition takes off 128 and the zero point, exactly. The matrix units multiply those whole numbers with x as it is, and
 sums of a group are scaled in float32. So nothing is rounded between memory and the sums.
 
 One row takes the matrix units, too: multiply-adds would cost twice the instructions. Where outputs make too few
-programs, inputs are split into runs, see `gemv`. For many rows the matrix is dequantized first (`dequantize`), and for
-x in other dtypes than bfloat16.
+programs, inputs are split into runs, see `gemv`, or within a program (chunks, see `integer_kernel`). For many rows the
+matrix is dequantized first (`dequantize`), and for x in float32.
 """
 
 from __future__ import annotations
@@ -360,11 +360,7 @@ def integer_gemm_config(
     rows: int, matrix: IntegerMatrix, card: DeviceInfo, *, gated: bool = False
 ) -> GemmConfig | None:
     """How a product is tiled; None where the matrix is dequantized first. Measured on an H200 with 4-bit matrices of an
-    8B model. wanted: programs that each multiprocessor gets, by splitting inputs, if outputs make fewer.
-
-    No tile may have 64 outputs on four warps: it would be multiplied by wgmma instructions, for which a thread has two
-    bytes after another of a row, not the four that the conversion takes (measured: wrong).
-    """
+    8B model. wanted: programs that each multiprocessor gets, by splitting inputs, if outputs make fewer."""
     if rows > MAX_FUSED_ROWS:
         return None
     outputs = matrix.outputs // (2 if gated else 1)
