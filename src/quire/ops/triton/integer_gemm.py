@@ -118,10 +118,12 @@ def from_nibbles(raw, low, high, word, FAST: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def from_bytes(raw, word, FAST: tl.constexpr, DTYPE: tl.constexpr):
     """Signed bytes."""
-    if FAST:
-        code: tl.constexpr = FROM_BYTES_16 if tl.float16 == DTYPE else FROM_BYTES
+    if FAST and tl.float16 == DTYPE:
         return tl.inline_asm_elementwise(
-            code, "=r,=r,r,r,r,r,r", [raw, word], dtype=DTYPE, is_pure=True, pack=4)  # fmt: skip
+            FROM_BYTES_16, "=r,=r,r,r,r,r,r", [raw, word], dtype=tl.float16, is_pure=True, pack=4)  # fmt: skip
+    elif FAST:
+        return tl.inline_asm_elementwise(
+            FROM_BYTES, "=r,=r,r,r,r,r,r", [raw, word], dtype=tl.bfloat16, is_pure=True, pack=4)  # fmt: skip
     else:
         return raw.to(tl.int8, bitcast=True).to(tl.float32).to(DTYPE)
 
@@ -129,9 +131,10 @@ def from_bytes(raw, word, FAST: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def ones_like(raw, FAST: tl.constexpr, DTYPE: tl.constexpr):
     """1 for each byte: multiplied with x it adds up x."""
-    if FAST:
-        code: tl.constexpr = ONES_16 if tl.float16 == DTYPE else ONES
-        return tl.inline_asm_elementwise(code, "=r,=r,r", [raw], dtype=DTYPE, is_pure=True, pack=4)
+    if FAST and tl.float16 == DTYPE:
+        return tl.inline_asm_elementwise(ONES_16, "=r,=r,r", [raw], dtype=tl.float16, is_pure=True, pack=4)
+    elif FAST:
+        return tl.inline_asm_elementwise(ONES, "=r,=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
         return tl.full(raw.shape, 1.0, DTYPE)
 
