@@ -125,6 +125,7 @@ def everything(ops: TritonOps) -> None:
         for rows in (1, 16, 32, 64, 256, 300):
             ops.quantized_linear(halves(rows, 4096), matrix)
             ops.quantized_linear(halves(rows, 4096), matrix, None, "silu")
+        ops.quantized_linear(halves(1, 4096, dtype=torch.float16), matrix)
     columns = {name: ints(8) for name in SamplingTensors._fields}
     floats = [name for name, column in COLUMNS.items() if not column.is_integer]
     columns |= {name: torch.empty(8) for name in floats} | {"stream": torch.empty(8, dtype=torch.int64)}
