@@ -372,10 +372,13 @@ def integer_gemm_config(
         how, wanted = (GemmConfig(8, 64, 128, 2, 6), 4) if large else (GemmConfig(8, 64, 256, 2, 4), 8)
     elif rows <= 16:
         how, wanted = GemmConfig(16, 64, 128, 2, 6) if gated else GemmConfig(16, 64, 256, 2, 4), 4
-    elif rows <= 32 or (gated and matrix.group == 32):
-        how, wanted = GemmConfig(32, 32, 256, 2, 4) if gated else GemmConfig(32, 64, 256, 2, 3), 2
+    elif gated and matrix.group == 32:
+        # Larger tiles spill.
+        how, wanted = GemmConfig(32, 32, 256, 2, 4), 2
+    elif rows <= 32:
+        how, wanted = (GemmConfig(32, 64, 256, 4, 3), 1) if gated else (GemmConfig(32, 64, 128, 4, 3), 4)
     else:
-        how, wanted = GemmConfig(64, 32, 128, 2, 4), 2
+        how, wanted = (GemmConfig(64, 128, 128, 8, 3), 1) if gated else (GemmConfig(64, 128, 128, 4, 4), 2)
     tiles = triton.cdiv(rows, how.rows) * triton.cdiv(outputs, how.outputs)
     return how._replace(splits=two(min(16, wanted * card.sms // tiles, matrix.padded // (2 * how.inputs))))
 
