@@ -226,7 +226,7 @@ def test_an_executor_that_is_started_later_is_waited_for() -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(RemoteExecutor, address, connect_timeout=100.0)
         with pytest.raises(TimeoutError):
-            waiting.result(timeout=0.5)
+            waiting.result(timeout=0.05)
         host = ExecutorServer(SyntheticExecutor(**SIZES), address)
         remote = waiting.result(timeout=100)
     assert remote.describe().num_rows == host.executor.describe().num_rows

@@ -102,6 +102,7 @@ _SPECIAL: Mapping[str, frozenset[str]] = {
     "KVCacheManager": frozenset({"inflight_prefixes"}),
     "EngineStats": frozenset({"completed"}),
     "RadixPrefixCache": frozenset({"edges"}),
+    "Scheduler": frozenset({"compute_masks"}),
     "Sequence": frozenset({"request", "tokens", "constraint", "inflight_prefix", "draft_tokens"}),
 }
 """Fields that are written in another way, rebuilt from others, or that no decision depends on."""
