@@ -130,6 +130,19 @@ def test_masks_made_together_fit_vocabularies_of_any_size(size: int) -> None:
     assert mask.ljust(len(alone), b"\0") == alone
 
 
+def test_an_answer_that_has_ended_leaves_the_buffer_of_masks_as_it_is() -> None:
+    """Its mask is shorter than the vocabulary, and another buffer would be pinned anew in every such step."""
+    together, ended, going = ParallelMasks(1), fresh(STRUCTURES[1]), fresh(STRUCTURES[1])
+    together([(going, (), ())])
+    lines = together._lines
+    answer = [*tokens_of("a"), END]
+    for requests in ([(ended, answer, ())], [(going, (), ())], [(FREE, (), ())]):
+        made = together(requests)
+        assert together._lines is lines
+    assert list(made[0]) == [None]
+    assert allowed(together([(ended, answer, ())])[0][0]) == {END}
+
+
 def byte_tokens() -> dict[str, int]:
     return {symbol: i for i, symbol in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
 

@@ -257,7 +257,7 @@ class Matcher:
             return 1
         over = False
         for i, draft in enumerate(drafts):
-            if draft >> 5 >= lines.shape[1] or not lines[begin + i, draft >> 5] >> (draft & 31) & 1:
+            if not _allows(lines[begin + i].view(np.uint8), draft):
                 return i + 1
             over = over or draft in self._eos
             if over:
@@ -372,17 +372,19 @@ class ParallelMasks:
             library = constraint.follow(output) if isinstance(constraint, Matcher) else None
             span = list(range(end, end + 1 + len(drafts))) if drafts else [end]
             places.append(span)
+            if isinstance(constraint, Matcher):
+                width = constraint.mask_bytes // 4
             if library is None or not isinstance(constraint, Matcher):
                 others.append((span, filled(constraint.masks(output, drafts), drafts)))
             else:
-                width = constraint.mask_bytes // 4
                 checks.append((constraint, span, drafts))
                 if drafts and (walked := constraint.drafts_to_walk(drafts)):
                     drafted.append((library, end, walked))
                 else:
                     plain.append((library, end))
             end += len(span)
-        lines = self._buffer(end, width or max(-(-len(mask or b"") // 4) for _, each in others for mask in each))
+        least = max((-(-len(mask or b"") // 4) for _, each in others for mask in each), default=0)
+        lines = self._buffer(end, width or max(least, self._lines.shape[1]))
         at = lines.ctypes.data
         if plain:
             self._executor.unsafe_compute_mask_ptr(plain, at, 4 * lines.shape[1], end)
@@ -408,7 +410,7 @@ class ParallelMasks:
         return self._lines[:count]
 
 
-def _allows(mask: bytes, token: int) -> bool:
+def _allows(mask: bytes | npt.NDArray[np.uint8], token: int) -> bool:
     at = token >> 3
     return at < len(mask) and bool(mask[at] >> (token & 7) & 1)
 
