@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quire.model_runner.device_state import COUNTERS
 from quire.model_runner.device_steps import SCORE_WIDTH
 from quire.model_runner.sampling.features import COLUMNS
 from quire.ops.base import Gate
@@ -253,10 +254,10 @@ def sampler_case(ops: TritonOps, rows: int, what: str) -> Case:
         return torch.full((rows,), value, dtype=dtype, device="cuda")
 
     values = {name: column.off for name, column in COLUMNS.items()} | SAMPLER_CASES[what]
-    columns = {name: full(0, torch.int32) for name in SamplingTensors._fields}
+    columns = {name: full(0, torch.int32) for name in COUNTERS}
     for name, value in values.items():
         columns[name] = full(value, torch.int32 if COLUMNS[name].is_integer else torch.float32)
-    settings = SamplingTensors(**columns | {"stream": torch.arange(rows, device="cuda")})
+    settings = SamplingTensors.of(columns | {"stream": torch.arange(rows, device="cuda")})
     history = torch.randint(vocab, (rows, 1024), dtype=torch.int32, device="cuda")
     which = torch.arange(rows, dtype=torch.int32, device="cuda")
     asked = RequestedFeatures(

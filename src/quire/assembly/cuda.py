@@ -28,16 +28,7 @@ from quire.engine.executor import Executor
 from quire.executors.local import CudaExecutor
 from quire.model_runner.graphs import CudaQueue, GraphKey, Works, bucket_seqs, bucket_tokens, no_precompile, padding
 from quire.model_runner.memory import GIB, block_bytes, layer_shapes, plan_blocks
-from quire.model_runner.sampling.features import (
-    ALLOWED,
-    BANNED,
-    BIASED,
-    MASKED,
-    PENALISED,
-    RANDOM,
-    SCORED,
-    TRUNCATED,
-)
+from quire.model_runner.sampling.features import EDITED, RANDOM, SCORED, TRUNCATED
 from quire.model_runner.triton_steps import ForcedSteps, TritonSteps
 from quire.models.registry import Model
 from quire.ops.base import Ops
@@ -147,12 +138,8 @@ def graph_keys(max_num_seqs: int, tokens: int, captured: int) -> list[GraphKey]:
     draws = (0, RANDOM, RANDOM | TRUNCATED)
     heads = [GraphKey.head(n, features) for features in draws for n in decode]
     # Edited logits are float32, for which the kernels are compiled again.
-    edited = [GraphKey.head(decode[0], features | EVERY_EDIT | SCORED) for features in draws]
+    edited = [GraphKey.head(decode[0], features | EDITED | SCORED) for features in draws]
     return [*dict.fromkeys(forwards), *(GraphKey(n, n, 1) for n in decode), *edited, *heads]
-
-
-EVERY_EDIT = ALLOWED | BANNED | BIASED | PENALISED | MASKED
-"""Features that change logits before they are sampled from."""
 
 
 def count_compiles() -> Callable[[], int]:

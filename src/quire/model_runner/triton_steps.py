@@ -113,7 +113,7 @@ class TritonSteps:
     def _views(self, state: DeviceState) -> Views:
         """Made once for a state, whose memory stays where it is."""
         if self.views is None or self.views.state is not state:
-            settings = SamplingTensors(**{name: state.columns[name] for name in SamplingTensors._fields})
+            settings = SamplingTensors.of(state.columns)
             histories = RowHistories(
                 state.history, state.columns["prompt"], state.masks, state.mask_words, state.mask_index
             )

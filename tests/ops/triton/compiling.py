@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from quire.model_runner.device_state import DeviceState
+from quire.model_runner.device_state import COUNTERS, DeviceState
 from quire.model_runner.device_steps import SCORE_WIDTH
 from quire.model_runner.row_state import RowState
 from quire.model_runner.sampling.features import COLUMNS
@@ -126,14 +126,15 @@ def everything(ops: TritonOps) -> None:
             ops.quantized_linear(halves(rows, 4096), matrix)
             ops.quantized_linear(halves(rows, 4096), matrix, None, "silu")
         ops.quantized_linear(halves(1, 4096, dtype=torch.float16), matrix)
-    columns = {name: ints(8) for name in SamplingTensors._fields}
+    names = (*COUNTERS, *COLUMNS)
     floats = [name for name, column in COLUMNS.items() if not column.is_integer]
-    columns |= {name: torch.empty(8) for name in floats} | {"stream": torch.empty(8, dtype=torch.int64)}
+    columns = {name: ints(8) for name in names} | {name: torch.empty(8) for name in floats}
+    settings = SamplingTensors.of(columns | {"stream": torch.empty(8, dtype=torch.int64)})
     histories = RowHistories(ints(8, 4096), ints(8), ints(8 * 4748), ints(1), ints(8))
     logits, scores = torch.empty(8, 151936), ints(8, SCORE_WIDTH)
     asked = RequestedFeatures(*[True] * len(RequestedFeatures._fields))
     sample(
-        logits, ints(8), ints(8), histories, SamplingTensors(**columns), ops.card, asked, tally=ints(8, 151936),
+        logits, ints(8), ints(8), histories, settings, ops.card, asked, tally=ints(8, 151936),
         scores=scores,
     )  # fmt: skip
 

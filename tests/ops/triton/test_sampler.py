@@ -75,16 +75,17 @@ def settings(rows: list[Row], lists: list[Tensor]) -> SamplingTensors:
     lists += [torch.from_numpy(words.copy()).to(DEVICE) for words, _ in packed]
     halves = np.array([each.data_ptr() for each in lists], dtype=np.int64).view(np.int32).reshape(-1, 2)
     sizes = {name: column([size[i] for _, size in packed]) for i, name in enumerate(LISTS)}
-    return SamplingTensors(
-        **{
-            name: column([each.read(p) for p in s], torch.int32 if each.is_integer else torch.float32)
-            for name, each in COLUMNS.items()
-        },
-        stream=column([stream(row.seed, row.choice) for row in rows], torch.int64),
-        min_tokens=column([p.min_tokens for p in s]),
-        lists_low=column(halves[:, 0].tolist()),
-        lists_high=column(halves[:, 1].tolist()),
-        **sizes,
+    columns = {
+        name: column([each.read(p) for p in s], torch.int32 if each.is_integer else torch.float32)
+        for name, each in COLUMNS.items()
+    }
+    addresses = {"lists_low": column(halves[:, 0].tolist()), "lists_high": column(halves[:, 1].tolist())}
+    return SamplingTensors.of(
+        columns
+        | {"stream": column([stream(row.seed, row.choice) for row in rows], torch.int64)}
+        | {"min_tokens": column([p.min_tokens for p in s])}
+        | addresses
+        | sizes
     )
 
 

@@ -22,7 +22,10 @@ RANDOM, TRUNCATED, ALLOWED, BANNED, BIASED, PENALISED, SCORED, SCORED_WIDE, MASK
 """Samples at a temperature; truncates; allowed_token_ids; tokens that may be forbidden (bad words, min_tokens);
 logit_bias; penalties; log-probabilities of up to MAX_LOGPROBS tokens; of more; a grammar's mask, of steps only."""
 
-DRAFT_FEATURES = RANDOM | TRUNCATED | ALLOWED | BANNED | BIASED | PENALISED
+EDITED = ALLOWED | BANNED | BIASED | PENALISED | MASKED
+"""Those that change logits before they are sampled from."""
+
+DRAFT_FEATURES = RANDOM | TRUNCATED | (EDITED & ~MASKED)
 """Those that a draft is sampled with."""
 
 MAX_LOGPROBS = 32
@@ -65,7 +68,8 @@ COLUMNS: Mapping[str, Column] = MappingProxyType(
         "logprobs": Column(SCORED, np.int64, -1, lambda s: count_on_device(s.logprobs)),
     }
 )
-"""By name, which is that of the field of SamplingParams and of `ops.triton.sampler.SamplingTensors`."""
+"""By name, which is that of the field of SamplingParams, and of `ops.triton.sampler.SamplingTensors` or of its
+penalties."""
 
 
 class SamplingExtras(NamedTuple):

@@ -15,7 +15,8 @@ from quire.ops.triton.launch import DeviceInfo, kernel, release, wait
 
 
 class ListTensors(NamedTuple):
-    """The lists of each row, int32 [rows] each: see `SamplingTensors`."""
+    """The lists of each row, int32 [rows] each: min_tokens, the lists' address in two halves, and the sizes of their
+    sections (see `model_runner.sampling.features.pack_lists`); 0 for none."""
 
     min_tokens: Tensor
     lists_low: Tensor
@@ -30,9 +31,9 @@ class ListTensors(NamedTuple):
 class Penalties(NamedTuple):
     """The penalties of each row, float32 [rows] each; off: 1, 0, 0."""
 
-    repetition: Tensor
-    frequency: Tensor
-    presence: Tensor
+    repetition_penalty: Tensor
+    frequency_penalty: Tensor
+    presence_penalty: Tensor
 
 
 @kernel(do_not_specialize=["masked"])

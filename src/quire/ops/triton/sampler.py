@@ -10,6 +10,7 @@ launched; what one row asks for changes nothing for another.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -37,10 +38,8 @@ class SamplingTensors(NamedTuple):
     """How each row is sampled: a column on the device for each parameter.
 
     temperature float32 [rows], 0: greedy. stream int64 [rows]: of `model_runner.sampling.noise.stream`, a uint32. top_k
-    int32 [rows], off: the vocabulary's size or more. top_p, min_p float32 [rows], off: above 1, and 0. The penalties
-    float32 [rows], off: 1, 0, 0. logprobs int32 [rows], off: -1. min_tokens and those that follow int32 [rows]: the
-    address of the row's lists (allowed tokens, biases, stop tokens, bad words) in two halves, and their sizes; see
-    `model_runner.sampling.features.pack_lists`.
+    int32 [rows], off: the vocabulary's size or more. top_p, min_p float32 [rows], off: above 1, and 0. logprobs int32
+    [rows], off: -1.
     """
 
     temperature: Tensor
@@ -48,18 +47,17 @@ class SamplingTensors(NamedTuple):
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    repetition_penalty: Tensor
-    frequency_penalty: Tensor
-    presence_penalty: Tensor
     logprobs: Tensor
-    min_tokens: Tensor
-    lists_low: Tensor
-    lists_high: Tensor
-    allowed_words: Tensor
-    num_bias: Tensor
-    num_stop: Tensor
-    num_bad_words: Tensor
-    bad_word_length: Tensor
+    penalties: Penalties
+    lists: ListTensors
+
+    @staticmethod
+    def of(columns: Mapping[str, Tensor]) -> SamplingTensors:
+        """The columns of these names."""
+        own = {name: columns[name] for name in SamplingTensors._fields if name in columns}
+        penalties = Penalties(*[columns[name] for name in Penalties._fields])
+        lists = ListTensors(*[columns[name] for name in ListTensors._fields])
+        return SamplingTensors(**own, penalties=penalties, lists=lists)
 
 
 class RequestedFeatures(NamedTuple):
@@ -332,12 +330,10 @@ def edit(
     asked: RequestedFeatures, *, tally: Tensor, raw: Tensor,
 ) -> None:  # fmt: skip
     """Apply masks, lists and penalties in place; the greatest logits as they were go to raw [R, chunks]."""
-    s = settings
-    lists = ListTensors(*s[s._fields.index("min_tokens") :])
+    lists = settings.lists
     masks = histories.mask_index, histories.masks, histories.mask_words
     restrict(logits, rows, masks, lists, raw, card, CHUNK, masked=asked.masked)
     if asked.listed:
         edit_by_lists(logits, rows, positions, histories.tokens, histories.prompt, lists, card)
     if asked.penalised:
-        penalties = Penalties(s.repetition_penalty, s.frequency_penalty, s.presence_penalty)
-        penalise(logits, rows, positions, histories.tokens, histories.prompt, penalties, tally, card)
+        penalise(logits, rows, positions, histories.tokens, histories.prompt, settings.penalties, tally, card)
