@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
+from typing import Any
 
 import pytest
 import tokenizers
@@ -63,7 +65,7 @@ def test_masks_made_together_are_those_made_one_by_one(
         outputs = [output[: int(part * len(output))] for _, output, _ in several]
         drafts = [walked if part == 1.0 else [] for _, _, walked in several]
         together._measure = False
-        got = together([*zip(matchers, outputs, drafts, strict=True), (FREE, (), drafts[0])])
+        got = together([*zip(matchers, outputs, repeat(0), drafts, strict=False), (FREE, (), 0, drafts[0])])
         assert got[len(several)] == [None] * (1 + len(drafts[0]))
         for i, (structure, _, _) in enumerate(several):
             want = one_by_one(structure, outputs[i], drafts[i])
@@ -79,18 +81,40 @@ def test_a_slow_grammar_among_others_is_measured_and_ended() -> None:
     slow = Matcher(slow._matcher.deep_copy(), frozenset({END}), slow.mask_bytes, TimeBudget(clock=lambda: now[0]))
     follow = slow.follow
 
-    def late(output: Sequence[int]) -> object:
+    def late(tokens: Sequence[int], begin: int) -> object:
         now[0] += 0.2
-        return follow(output)
+        return follow(tokens, begin)
 
     slow.follow = late  # type: ignore[method-assign, assignment]
     together = ParallelMasks(1, clock=lambda: now[0], cpu_clock=lambda: now[0])
     for _ in range(8):
-        made = together([(quick, (), ()), (slow, (), ())])
+        made = together([(quick, (), 0, ()), (slow, (), 0, ())])
     assert list(made[1]) == [EMPTY_MASK]
     assert made[0][0] == fresh(STRUCTURES[0]).masks((), ())[0]
     assert quick.why() == ""
     assert "too much time" in slow.why()
+
+
+def test_threads_make_masks_after_a_slow_step_and_no_longer_after_a_quick_one() -> None:
+    now, threaded = [0.0], list[bool]()
+    together = ParallelMasks(2, clock=lambda: now[0])
+    matchers = [fresh(STRUCTURES[1]) for _ in range(3)]
+    fill = together._fill
+
+    def timed(*given: Any) -> None:
+        threaded.append(together._threaded)
+        inner, times = together._clock, iter([0.0, seconds.pop(0)])
+        together._clock = lambda: next(times)
+        fill(*given)
+        together._clock = inner
+
+    together._fill = timed  # type: ignore[method-assign]
+    want = [allowed(mask) for mask in matchers[0].masks((), ())]
+    seconds = [0.0, 0.1, 0.1, 0.0, 0.0]
+    while seconds:
+        made = together([(matcher, (), 0, ()) for matcher in matchers])
+        assert [[allowed(mask) for mask in masks] for masks in made] == [want] * 3
+    assert threaded == [False, False, True, True, False]
 
 
 def test_measuring_is_rare_where_no_grammar_is_slow() -> None:
@@ -110,7 +134,7 @@ def test_measuring_is_rare_where_no_grammar_is_slow() -> None:
 
     together._together, together._one_by_one = long, counted  # type: ignore[method-assign, assignment]
     for _ in range(500):
-        together([(matcher, (), ()) for matcher in matchers])
+        together([(matcher, (), 0, ()) for matcher in matchers])
     assert 5 <= measured[0] <= 15
 
 
@@ -124,7 +148,7 @@ def test_masks_made_together_fit_vocabularies_of_any_size(size: int) -> None:
     make = grammars(StructuredOutputsParams(regex="[a-f]+"))
     alone = make().masks((), ())[0]
     assert alone is not None
-    (mask,) = ParallelMasks(1)([(make(), (), ())])[0]
+    (mask,) = ParallelMasks(1)([(make(), (), 0, ())])[0]
     assert mask is not None
     assert len(mask) == -(-size // 32) * 4
     assert mask.ljust(len(alone), b"\0") == alone
@@ -133,14 +157,14 @@ def test_masks_made_together_fit_vocabularies_of_any_size(size: int) -> None:
 def test_an_answer_that_has_ended_leaves_the_buffer_of_masks_as_it_is() -> None:
     """Its mask is shorter than the vocabulary, and another buffer would be pinned anew in every such step."""
     together, ended, going = ParallelMasks(1), fresh(STRUCTURES[1]), fresh(STRUCTURES[1])
-    together([(going, (), ())])
+    together([(going, (), 0, ())])
     lines = together._lines
     answer = [*tokens_of("a"), END]
-    for requests in ([(ended, answer, ())], [(going, (), ())], [(FREE, (), ())]):
+    for requests in ([(ended, answer, 0, ())], [(going, (), 0, ())], [(FREE, (), 0, ())]):
         made = together(requests)
         assert together._lines is lines
     assert list(made[0]) == [None]
-    assert allowed(together([(ended, answer, ())])[0][0]) == {END}
+    assert allowed(together([(ended, answer, 0, ())])[0][0]) == {END}
 
 
 def byte_tokens() -> dict[str, int]:

@@ -24,8 +24,8 @@ class Constraint(Protocol):
         """Why the last mask allows no token, where the constraint itself has ended; otherwise empty."""
 
 
-MaskRequest = tuple[Constraint, Sequence[int], Sequence[int]]
-"""(constraint, output, drafts), as `Constraint.masks` takes them."""
+MaskRequest = tuple[Constraint, Sequence[int], int, Sequence[int]]
+"""(constraint, tokens, begin, drafts): the output is `tokens[begin:]`, which is long and not copied for each step."""
 
 ComputeMasks = Callable[[Sequence[MaskRequest]], Sequence[Sequence[Mask]]]
 """Makes the masks of a step's constrained sequences: for each request 1 + len(drafts)."""
@@ -33,7 +33,7 @@ ComputeMasks = Callable[[Sequence[MaskRequest]], Sequence[Sequence[Mask]]]
 
 def one_by_one(requests: Sequence[MaskRequest]) -> list[list[Mask]]:
     """The masks of each request in turn."""
-    return [filled(constraint.masks(output, drafts), drafts) for constraint, output, drafts in requests]
+    return [filled(constraint.masks(tokens[begin:], drafts), drafts) for constraint, tokens, begin, drafts in requests]
 
 
 def filled(masks: list[Mask], drafts: Sequence[int]) -> list[Mask]:

@@ -400,11 +400,10 @@ class Scheduler:
         step = self.inflight[0]
         requests: list[MaskRequest] = []
         for seq, j in zip(step.masked_seqs, step.plan.masked_spans, strict=True):
-            drafts = seq.draft_tokens[: step.plan.spans[j].num_samples - 1]
-            if seq.finish_reason:
-                requests.append((FREE, (), drafts))
-            else:
-                requests.append((seq.constraint, seq.tokens[seq.prompt_length :], drafts))
+            num_drafts = step.plan.spans[j].num_samples - 1
+            drafts = seq.draft_tokens[:num_drafts] if num_drafts else ()
+            constraint = FREE if seq.finish_reason else seq.constraint
+            requests.append((constraint, seq.tokens, len(seq.request.prompt), drafts))
         return self.compute_masks(requests)
 
     def commit(self, result: Result) -> list[RequestStepOutput]:

@@ -18,7 +18,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, Token
 
 from quire.errors import InvalidModel, InvalidRequest
 from quire.parsers.reasoning import CLOSE, OPEN
-from quire.scheduler.constraint import MaskRequest, filled
+from quire.scheduler.constraint import MaskRequest, one_by_one
 from quire.scheduler.plan import Mask
 from quire.structured_output.schema import check_schema
 from quire.token_masks import MaskTable, write_mask
@@ -208,7 +208,8 @@ class Matcher:
         self.mask_bytes = mask_bytes
         self._eos = eos
         self._budget = budget
-        self._seen: list[int] = []
+        self._num_seen = 0
+        self._last = -1
         self._over = False
         self._why = ""
         self._time_spent = 0.0
@@ -217,7 +218,7 @@ class Matcher:
     def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[Mask]:
         """See Constraint."""
         began = self._budget.clock()
-        self.follow(output)
+        self.follow(output, 0)
         made = self._walk(drafts)
         self._time_spent += self._budget.clock() - began
         if self._time_spent > self._budget.once + self._budget.each * len(output):
@@ -228,21 +229,19 @@ class Matcher:
         """See Constraint."""
         return self._why
 
-    def follow(self, output: Sequence[int]) -> LLMatcher | None:
-        """Consume what is new in `output`. None: the library is not needed for the next masks."""
-        output = output if isinstance(output, list) else list(output)
-        known = len(self._seen)
-        if output[:known] != self._seen:
+    def follow(self, tokens: Sequence[int], begin: int) -> LLMatcher | None:
+        """Consume what is new in the output, `tokens[begin:]`. None: the library is not needed for the next masks."""
+        known = begin + self._num_seen
+        if len(tokens) < known or (self._num_seen and tokens[known - 1] != self._last):
             self._matcher.reset()
             self._over = False
-            self._seen = []
-            known = 0
-        fresh = output[known:]
-        for token in fresh:
+            known = begin
+        for token in tokens[known:]:
+            self._last = token
             self._over = self._over or token in self._eos
             if not self._over and not self._matcher.consume_token(token):
                 self._why = message(self._matcher.get_error()) or "the answer left it"
-        self._seen += fresh
+        self._num_seen = len(tokens) - begin
         return None if self._over or self._why else self._matcher
 
     def collect(self, lines: npt.NDArray[np.int32], begin: int, drafts: Sequence[int]) -> int:
@@ -303,21 +302,28 @@ class Matcher:
 
 
 class ParallelMasks:
-    """Computes the masks of a step on several cores, without the interpreter's lock (a `ComputeMasks`).
+    """Computes the masks of a step, on several cores where they are slow (a `ComputeMasks`).
 
-    num_threads: None for up to MAX_THREADS, as cores allow. pinned: masks are written to pinned memory. The time of one
-    grammar is not known there, so a step that took longer than usual by `TimeBudget.each` is followed by one whose
-    masks are made one by one, each charged to its answer; where none was slow, that is done ever more rarely.
+    A usual mask takes 4 to 6 us, and waking threads for 64 of them takes longer than making them. num_threads: None for
+    up to MAX_THREADS, as cores allow. pinned: masks are written to pinned memory. The time of one grammar is not known
+    there, so two steps in a row that took longer than usual by `TimeBudget.each` are followed by one whose masks are
+    made one by one, each charged to its answer; where none was slow, that is done ever more rarely. (One step alone may
+    be slow because answers enter a state that their grammar has not been in.)
     """
 
     USUAL = 3e-5
-    """Seconds of one mask."""
+    """Seconds of one mask, with what is done around it."""
+
+    WAKE = 1e-3
+    """Seconds that masks take beyond usual ones before the next step uses threads. They also do where other threads of
+    the process take the interpreter's lock: without threads it is released for each mask, with them for all at once."""
 
     MAX_PAUSE = 63
     """Most steps between two that are measured, where no grammar is slow."""
 
     MAX_THREADS = 4
-    """More wait for each other: 64 masks of 152,000 tokens take 0.40 ms with 4 threads, 0.55 with 12 (16 cores)."""
+    """More wait for each other: 64 usual masks of 152,000 tokens take 0.64 ms with 4, 0.78 with 8 (16 cores), and 0.23
+    with none."""
 
     def __init__(
         self,
@@ -331,7 +337,7 @@ class ParallelMasks:
         self._pinned = pinned
         self._num_threads = num_threads or max(1, min(self.MAX_THREADS, (os.cpu_count() or 1) - 1))
         self._clock = clock
-        self._measure = False
+        self._measure = self._slow = self._threaded = False
         self._pause = self._wait = 0
         self._lines = np.zeros((0, 0), dtype=np.int32)
 
@@ -346,15 +352,15 @@ class ParallelMasks:
         began = self._clock()
         made = self._together(requests)
         self._wait -= 1
-        expected = DEFAULT_BUDGET.each + self.USUAL * len(requests)
-        self._measure = self._clock() - began > expected and self._wait < 0
+        was_slow, self._slow = self._slow, self._clock() - began > DEFAULT_BUDGET.each + self.USUAL * len(requests)
+        self._measure = was_slow and self._slow and self._wait < 0
         return made
 
     def _one_by_one(self, requests: Sequence[MaskRequest]) -> list[list[Mask]]:
         made, slowest = list[list[Mask]](), 0.0
-        for constraint, output, drafts in requests:
+        for request in requests:
             began = self._cpu_clock()
-            made.append(filled(constraint.masks(output, drafts), drafts))
+            made += one_by_one([request])
             slowest = max(slowest, self._cpu_clock() - began)
         self._measure = slowest > DEFAULT_BUDGET.each
         self._pause = 0 if self._measure else min(2 * self._pause + 1, self.MAX_PAUSE)
@@ -368,15 +374,18 @@ class ParallelMasks:
         others: list[tuple[list[int], list[Mask]]] = []
         places: list[list[int]] = []
         end = width = 0
-        for constraint, output, drafts in requests:
-            library = constraint.follow(output) if isinstance(constraint, Matcher) else None
-            span = list(range(end, end + 1 + len(drafts))) if drafts else [end]
+        for request in requests:
+            constraint, tokens, begin, drafts = request
+            span = [*range(end, end + 1 + len(drafts))] if drafts else [end]
             places.append(span)
+            library = None
             if isinstance(constraint, Matcher):
                 width = constraint.mask_bytes // 4
-            if library is None or not isinstance(constraint, Matcher):
-                others.append((span, filled(constraint.masks(output, drafts), drafts)))
+                library = constraint.follow(tokens, begin)
+            if library is None:
+                others.append((span, one_by_one([request])[0]))
             else:
+                assert isinstance(constraint, Matcher)
                 checks.append((constraint, span, drafts))
                 if drafts and (walked := constraint.drafts_to_walk(drafts)):
                     drafted.append((library, end, walked))
@@ -386,8 +395,7 @@ class ParallelMasks:
         least = max((-(-len(mask or b"") // 4) for _, each in others for mask in each), default=0)
         lines = self._buffer(end, width or max(least, self._lines.shape[1]))
         at = lines.ctypes.data
-        if plain:
-            self._executor.unsafe_compute_mask_ptr(plain, at, 4 * lines.shape[1], end)
+        self._fill(plain, at, 4 * lines.shape[1], end)
         if drafted:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, at, 4 * lines.shape[1], end)
         for matcher, span, drafts in checks:
@@ -401,6 +409,16 @@ class ParallelMasks:
                 else:
                     write_mask(mask, lines[span[n]])
         return MaskTable(lines, places)
+
+    def _fill(self, plain: list[tuple[LLMatcher, int]], at: int, size: int, count: int) -> None:
+        """Write masks of `size` bytes to lines of the `count` that begin at address `at`."""
+        began = self._clock()
+        if self._threaded and plain:
+            self._executor.unsafe_compute_mask_ptr(plain, at, size, count)
+        else:
+            for library, line in plain:
+                library.unsafe_compute_mask_ptr(at + line * size, size)
+        self._threaded = self._clock() - began > self.WAKE + self.USUAL * len(plain)
 
     def _buffer(self, count: int, words: int) -> npt.NDArray[np.int32]:
         if len(self._lines) < count or self._lines.shape[1] != words:
