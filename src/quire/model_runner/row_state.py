@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.errors import StepFailed
-from quire.model_runner.sampling.features import SamplingFeatures
+from quire.model_runner.sampling.features import SamplingFeatures, token_array
 from quire.scheduler.plan import NewSequence, Plan, Span
 from quire.types import UNLIMITED
 
@@ -160,7 +160,7 @@ class RowState:
             raise StepFailed(
                 f"row {row} opens with {size} tokens, {one.num_computed} computed, of {self.max_model_len}"
             )
-        self.tokens[row, :size] = one.tokens
+        self.tokens[row, :size] = token_array(one.tokens)
         self.num_known[row], self.num_computed[row], self.prompt_length[row] = size, one.num_computed, one.prompt_length
         self.block_table[row, : self.num_blocks[row]] = 0
         self.num_blocks[row] = self.num_drafted[row] = 0
