@@ -37,6 +37,7 @@ _FIGURES = ("front_us", "engine_us", "tokens_s", "ttft_ms", "itl_ms", "itl_p99_m
 @click.option("--seconds", default=4.0, show_default=True, help="How long a round is, roughly.")
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--chat", is_flag=True, help="Ask /v1/chat/completions.")
+@click.option("--logprobs", default=-1, help="Likeliest tokens asked for beside each token; -1: no log-probabilities.")
 @click.option("--lookahead", default=1, show_default=True, help="Steps launched ahead of results.")
 @click.option("--recording-dir", type=click.Path(path_type=Path), help="Record steps there.")
 @click.option("--against", type=click.Path(exists=True, path_type=Path), help="Another checkout, to be compared with.")
@@ -57,7 +58,13 @@ def command(levels: tuple[int, ...], rounds: int, chat: bool, against: Path | No
                     row = measure(pid, at, level, chat, step, sizes)
                     if turn:  # the first warms
                         found[name].append(row)
-        result = {"revision": revision(), "streams": level, "step_ms": step, "chat": chat, **compare(found)}
+        result = {
+            "revision": revision(),
+            "streams": level,
+            "step_ms": step,
+            "chat": chat,
+            "logprobs": sizes["logprobs"],
+        } | compare(found)
         click.echo(json.dumps(result))
 
 
@@ -82,6 +89,8 @@ def measure(pid: int, port: int, level: int, chat: bool, step: float, sizes: dic
     job = LoadJob(
         host="127.0.0.1", port=port, model="embedded", streams=level, prompts=small, output_lens=new, chat=chat
     )
+    if (wanted := sizes["logprobs"]) >= 0:
+        job.extra = {"logprobs": True, "top_logprobs": wanted} if chat else {"logprobs": wanted}
     before = spent(pid), spent(child(pid))
     seen = summarize(run_clients(job, 1))
     after = spent(pid), spent(child(pid))

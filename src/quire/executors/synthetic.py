@@ -9,6 +9,7 @@ from quire.engine.executor import Description
 from quire.engine.timing import Clock, WallClock
 from quire.scheduler.plan import Mask, Plan, Result, Span
 from quire.scheduler.step_time import StepCost
+from quire.types import TokenLogprobs
 
 FREE = StepCost()
 
@@ -16,10 +17,12 @@ FREE = StepCost()
 class SyntheticHandle:
     """A step that is done at `done`, on the executor's clock."""
 
-    __slots__ = ("clock", "done", "tokens")
+    __slots__ = ("clock", "done", "logprobs", "tokens")
 
-    def __init__(self, clock: Clock, done: float, tokens: list[list[int]]) -> None:
-        self.clock, self.done, self.tokens = clock, done, tokens
+    def __init__(
+        self, clock: Clock, done: float, tokens: list[list[int]], logprobs: dict[int, list[TokenLogprobs]]
+    ) -> None:
+        self.clock, self.done, self.tokens, self.logprobs = clock, done, tokens, logprobs
 
     def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
         """Not called: `describe` says that masks are not supported."""
@@ -32,11 +35,12 @@ class SyntheticHandle:
         """Wait for that time."""
         if self.done:
             self.clock.sleep_until(self.done)
-        return Result(self.tokens, [])
+        return Result(self.tokens, [], self.logprobs)
 
 
 class SyntheticExecutor:
-    """A row's next token is a function of its prompt, seed and position, whatever the batch.
+    """A row's next token is a function of its prompt, seed and position, whatever the batch. Log-probabilities are made
+    up: the token's own, and those of the tokens after it.
 
     Steps run one after another, as on a device. cost: seconds of a step; by default none, which leaves the engine's own
     time.
@@ -68,6 +72,7 @@ class SyntheticExecutor:
         self.clock: Clock = WallClock() if clock is None else clock
         self.state: dict[int, int] = {}
         self.lengths: dict[int, int] = {}
+        self.num_logprobs: dict[int, int | None] = {}
         self.busy_until = 0.0
 
     def describe(self) -> Description:
@@ -81,11 +86,17 @@ class SyntheticExecutor:
             prompt = opened.tokens[: opened.prompt_length]
             state[opened.row] = hash((opened.seed, opened.choice, prompt)) & 0x7FFFFFFF
             lengths[opened.row] = opened.num_computed
+            self.num_logprobs[opened.row] = opened.sampling.logprobs
         tokens: list[list[int]] = []
-        for row, n, rows, _ in plan.spans:
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        for j, (row, n, rows, _) in enumerate(plan.spans):
             lengths[row] = length = lengths[row] + n
-            tokens.append([((state[row] + length * 2654435761) >> 7) % vocab] if rows else [])
-        return SyntheticHandle(self.clock, self._finish(plan.spans), tokens)
+            token = ((state[row] + length * 2654435761) >> 7) % vocab
+            tokens.append([token] if rows else [])
+            if rows and (wanted := self.num_logprobs[row]) is not None:
+                top = tuple(((token + i) % vocab, -1.0 - i) for i in range(wanted))
+                logprobs[j] = [TokenLogprobs(token, -1.0, 1, top)]
+        return SyntheticHandle(self.clock, self._finish(plan.spans), tokens, logprobs)
 
     def _finish(self, spans: tuple[Span, ...]) -> float:
         if self.cost is FREE:
@@ -96,7 +107,7 @@ class SyntheticExecutor:
 
     def reset(self) -> None:
         """Forget all rows."""
-        self.state, self.lengths, self.busy_until = {}, {}, 0.0
+        self.state, self.lengths, self.num_logprobs, self.busy_until = {}, {}, {}, 0.0
 
     def close(self) -> None:
         """Forget all rows."""
