@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from quire.engine.engine import Engine
 from quire.executors.local import CudaExecutor, LocalExecutor
 from quire.model_runner.device_steps import DeviceSteps, TorchSteps
-from quire.model_runner.graphs import WorkQueue
+from quire.model_runner.graphs import GraphKey, WorkQueue
+from quire.model_runner.lookahead_runner import PIECES
 from quire.model_runner.speculative import NgramDrafter, NgramProposer
 from quire.scheduler.constraint import FREE
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
@@ -137,6 +139,25 @@ def test_what_the_cpu_answers_has_every_feature() -> None:
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_every_pair_of_features_answers_as_on_the_cpu(lookahead: int, drafts: int) -> None:
     agree(answers(on_device(TorchSteps(), drafts), lookahead), WANT, 1e-6)
+
+
+def test_prompts_are_scored_in_sizes_that_were_there_when_the_engine_started() -> None:
+    """Any other would compile kernels while requests wait."""
+    steps, sizes = TorchSteps(), list[int]()
+    score = steps.score
+
+    def counted(logits: Tensor, tokens: Tensor, wanted: Tensor, scores: Tensor) -> None:
+        assert len(logits) == len(tokens) == len(wanted) == len(scores)
+        sizes.append(len(tokens))
+        score(logits, tokens, wanted, scores)
+
+    steps.score = counted  # type: ignore[method-assign]
+    executor = on_device(steps, 0)
+    executor.runner.precompile([GraphKey(16, 16, 1)])
+    known = {*sizes}
+    sizes.clear()
+    agree(answers(executor, 1), WANT, 1e-6)
+    assert known == {*PIECES} and {*sizes} == {16}
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # hashes wrap around, as they do on a card

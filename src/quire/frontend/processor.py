@@ -159,8 +159,8 @@ class OutputProcessor:
     first: float | None = None
     last: float | None = None
     detokenize_seconds: float = 0.0
-    _tokens: tuple[int, ...] = ()
-    _logprobs: tuple[TokenLogprobs, ...] = ()
+    _tokens: list[int] = field(default_factory=list)
+    _logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def process(self, event: RequestStepOutput) -> Delta | None:
         """The delta after one step of the engine; None while all text is held back."""
@@ -231,10 +231,17 @@ class OutputProcessor:
     ) -> Delta:
         """A delta with the tokens since the previous one; log-probabilities of the prompt go with the first."""
         delta = Delta(
-            self.index, text, self._tokens, self._logprobs, finish, reason, self.prompt_logprobs, self.cached, error
+            self.index,
+            text,
+            tuple(self._tokens),
+            tuple(self._logprobs),
+            finish,
+            reason,
+            self.prompt_logprobs,
+            self.cached,
+            error,
         )
-        self._tokens = ()
-        self._logprobs = ()
+        self._tokens, self._logprobs = [], []
         self.prompt_logprobs = None
         return delta
 

@@ -58,7 +58,8 @@ class DeviceSteps(Protocol):
     def score(self, logits: Tensor, tokens: Tensor, wanted: Tensor, scores: Tensor) -> None:
         """scores [R, SCORE_WIDTH] int32 of tokens [R] int32 under logits [R, V].
 
-        wanted [R] int32: how many of the likeliest tokens to add, at most MAX_LOGPROBS. See `read_scores`.
+        wanted [R] int32: how many of the likeliest tokens to add, at most MAX_LOGPROBS; -1: not scored. See
+        `read_scores`.
         """
 
     def verify(self, state: DeviceState, tokens: Tensor) -> None:
@@ -111,14 +112,11 @@ SCORE_WIDTH = 2 + 2 * MAX_LOGPROBS
 def read_scores(scores: npt.NDArray[np.int32], tokens: Sequence[int], wanted: Sequence[int]) -> list[TokenLogprobs]:
     """Lines of scores [R, SCORE_WIDTH] as values, for the tokens that they are of."""
     most = max(wanted, default=0)
-    own = scores[:, 0].view(np.float32).tolist()
-    ranks = scores[:, 1].tolist()
-    ids = scores[:, 2 : 2 + most].tolist()
-    values = scores[:, 2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + most].view(np.float32).tolist()
-    return [
-        TokenLogprobs(token, own[r], ranks[r], tuple(zip(ids[r][:count], values[r][:count], strict=True)))
-        for r, (token, count) in enumerate(zip(tokens, wanted, strict=True))
-    ]
+    ids = scores[:, 2 : 2 + most].ravel().tolist()
+    values = scores[:, 2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + most].view(np.float32).ravel().tolist()
+    pairs = [*zip(ids, values, strict=True)]
+    tops = [tuple(pairs[at : at + count]) for at, count in zip(itertools.count(0, most), wanted, strict=False)]
+    return [*map(TokenLogprobs, tokens, scores[:, 0].view(np.float32).tolist(), scores[:, 1].tolist(), tops)]
 
 
 class RowsView(NamedTuple):
@@ -212,7 +210,8 @@ class TorchSteps:
 
     def score(self, logits: Tensor, tokens: Tensor, wanted: Tensor, scores: Tensor) -> None:
         """Score with the host's function."""
-        made = score_tokens(logits.float(), tokens.numpy().astype(np.intp), wanted.numpy().astype(np.intp))
+        known, most = (given.clamp(min=0).numpy().astype(np.intp) for given in (tokens, wanted))
+        made = score_tokens(logits.float(), known, most)
         for line, each in zip(scores, made, strict=True):
             _write_score(line, each)
 

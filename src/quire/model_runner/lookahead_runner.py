@@ -46,8 +46,9 @@ from quire.ops.ragged import LayerKV
 from quire.scheduler.plan import Plan, Span
 from quire.types import TokenLogprobs
 
-PIECE = 256
-"""Positions whose logits are computed at once for prompt log-probabilities."""
+PIECES = (16, 64, 256)
+"""Positions whose logits are computed at once for prompt log-probabilities: the last ones are padded to one of these,
+so that kernels exist."""
 
 
 class LookaheadRunner(BaseRunner):
@@ -152,9 +153,12 @@ class LookaheadRunner(BaseRunner):
         """Be ready for all of these, on padding, before there are rows: nothing is compiled or captured later."""
         with self.queue:
             touch = partial(self.steps.scatter, self.state.data, *self.uploads.empty())
-            self.queue.precompile([touch, *(partial(self._work, key) for key in keys)])
+            scoring = [partial(self._score_padding, size) for size in PIECES if keys]
+            self.queue.precompile([touch, *(partial(self._work, key) for key in keys), *scoring])
             for key in keys:
                 self.queue.prepare(key, partial(self._work, key))
+            for work in scoring:
+                work()
             self.state.reset()
             touch()
         self.queue.synchronize()
@@ -259,16 +263,31 @@ class LookaheadRunner(BaseRunner):
         if not spans:
             return None
         counts = [len(targets) for _, targets, _ in spans]
-        targets = [token for _, tokens, _ in spans for token in tokens]
-        wants = np.repeat([wanted for *_, wanted in spans], counts)
-        given = torch.from_numpy(np.stack([np.concatenate(sources), targets, wants]).astype(np.int32))
-        source, tokens, want = (given.pin_memory() if hidden.is_cuda else given).to(hidden.device, non_blocking=True)
-        scores = torch.zeros((len(targets), SCORE_WIDTH), dtype=torch.int32, device=hidden.device)
-        for at in range(0, len(targets), PIECE):
-            piece = slice(at, at + PIECE)
-            logits = self.model.logits(hidden[source[piece].long()])
-            self.steps.score(logits, tokens[piece], want[piece], scores[piece])
-        return PromptScores(scores.to("cpu", non_blocking=True), spans)
+        total, most = sum(counts), PIECES[-1]
+        padded = total - total % most + next(size for size in (0, *PIECES) if size >= total % most)
+        given = np.full((3, padded), -1, dtype=np.int32)
+        given[0, :total] = np.concatenate(sources)
+        given[1, :total] = [token for _, tokens, _ in spans for token in tokens]
+        given[2, :total] = np.repeat([wanted for *_, wanted in spans], counts)
+        scores = self._scores(hidden, torch.from_numpy(given))
+        return PromptScores(scores[:total].to("cpu", non_blocking=True), spans)
+
+    def _scores(self, hidden: Tensor, given: Tensor) -> Tensor:
+        """Scores [N, SCORE_WIDTH] of N positions. given int32 [3, N]: the index in hidden [T, H] of each, its next
+        token, and how many of the likeliest are wanted; -1: padding."""
+        given = (given.pin_memory() if hidden.is_cuda else given).to(hidden.device, non_blocking=True)
+        source, tokens, wanted = given
+        scores = torch.zeros((len(source), SCORE_WIDTH), dtype=torch.int32, device=hidden.device)
+        for at in range(0, len(source), PIECES[-1]):
+            piece = slice(at, at + PIECES[-1])
+            logits = self.model.logits(hidden[source[piece].clamp(min=0).long()])
+            self.steps.score(logits, tokens[piece], wanted[piece], scores[piece])
+        return scores
+
+    def _score_padding(self, size: int) -> None:
+        """Launch what scores `size` positions."""
+        assert self.hidden is not None
+        self._scores(self.hidden, torch.full((3, size), -1, dtype=torch.int32))
 
     def _feed(self, step: LaunchedStep, shape: StepShape, key: GraphKey) -> None:
         """The forward. One that returns the hidden states of every token is not captured."""

@@ -162,8 +162,9 @@ def step_result(
     flat = sampled.tokens.tolist()
     drafted = bool(plan.num_drafts)
     drafts = [rows.drafts_of(shape.spans[s].row) if drafted else [] for s in plan.masked_spans]
-    if shape.one_sample_each and not sampled.errors and not sampled.logprobs:
-        return Result([[token] for token in flat], drafts, {}, dict(scores))
+    if shape.one_sample_each and not sampled.errors:
+        alone = {s: [score] for s, score in sampled.logprobs.items()}
+        return Result([[token] for token in flat], drafts, alone, dict(scores))
     tokens: list[list[int]] = [[] for _ in shape.spans]
     logprobs: dict[int, list[TokenLogprobs]] = {}
     samples, first, kept = shape.sampling_spans.tolist(), shape.first_sample.tolist(), keep.tolist()
