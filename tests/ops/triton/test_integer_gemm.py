@@ -230,6 +230,12 @@ def test_tiles_fit_the_columns_and_many_rows_are_multiplied_by_the_dequantized_m
     assert integer_gemm_config(65, matrix, card) is None
 
 
+def test_tiles_of_superblocks_are_those_that_each_card_can_compile() -> None:
+    matrix, card = made("q4_k", 32, 64, 512), replace(CARD, sms=132)
+    tiles = [integer_gemm_config(64, matrix, replace(card, capability=each)) for each in ((9, 0), (10, 0), (12, 0))]
+    assert [how.rows for how in tiles if how is not None] == [64, 32, 32]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
 @KINDS

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quire.ops.base import Gate, IntegerKind, IntegerMatrix
 from quire.ops.triton.gemv import GemmConfig, added_up, cut, given, handed_in, two
-from quire.ops.triton.launch import DeviceInfo, fetch, kernel, release, wait
+from quire.ops.triton.launch import HOPPER, DeviceInfo, fetch, kernel, release, wait
 
 WIDE = tl.constexpr(32)
 """Columns of a group, at least, but for those of 16; and bytes of a row that lie together."""
@@ -479,7 +479,9 @@ def integer_gemm_config(
         # Larger tiles spill.
         how, wanted = GemmConfig(32, 32, 64 if double else 1024 // matrix.bits, 2, 4), 2
     elif rows > 32 and double:
-        how, wanted = GemmConfig(64, 64, 128, 4, 4), 2
+        # 64 rows spill on other cards, and for compute capability 10 Triton 3.9 makes an empty kernel of them.
+        hopper = card.capability[0] == HOPPER[0]
+        how, wanted = GemmConfig(64, 64, 128, 4, 4) if hopper else GemmConfig(32, 64, 128, 4, 3), 2
     elif rows <= 32:
         how, wanted = (GemmConfig(32, 64, 256, 4, 3), 1) if gated else (GemmConfig(32, 64, 128, 4, 3), 4)
     else:
