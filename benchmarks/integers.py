@@ -3,6 +3,8 @@
 First the products as `TritonOps` chooses them are checked: all kinds, dtypes and numbers of rows. Then every candidate
 is checked on random inputs, timed inside a captured graph, matrices cold, and checked again to the bit: what changes
 between runs is a race. Then whole layers of products are timed, each by the fastest candidate, and as chosen now.
+
+`--kind` names the kinds to do instead of AWQ in full: fewer candidates each, 1 to 64 rows.
 """
 
 from __future__ import annotations
@@ -25,14 +27,16 @@ from benchmarks.card import needed
 from benchmarks.kernel_cases import MATRICES, copies, noise, relative
 from benchmarks.kernels import READ, replayed
 from quire.ops.base import Gate, IntegerMatrix
-from quire.ops.integer import dequantize_integers, pack_integers
+from quire.ops.integer import dequantize_integers, pack_integers, pack_rows, pack_superblocks
+from quire.ops.quantized import BaseOps
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
+from quire.ops.triton.int8_gemm import int8_linear
 from quire.ops.triton.integer_gemm import dequantize, integer_linear
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from quire.ops.triton.precompile import Precompiler
 
-KINDS = ("awq", "q4_k", "q8_0", "q4_0", "gptq 32", "gptq 64")
+KINDS = ("awq", "q4_k", "q8_0", "q4_0", "gptq 32", "gptq 64", "q5_k", "q6_k", "gptq 8 bits", "int8")
 PRODUCTS = ("8b qkv", "8b o", "8b gate_up", "8b down")
 
 CANDIDATES: dict[int, Sequence[tuple[int, int, int, int, int]]] = {
@@ -62,6 +66,27 @@ CANDIDATES: dict[int, Sequence[tuple[int, int, int, int, int]]] = {
 """By columns of x of a tile: outputs, inputs, warps, stages and chunks. Few enough bytes of shared memory and registers
 that all programs of a product, or nearly, run at the same time: two unequal turns of them cost twice."""
 
+FEW: dict[int, Sequence[tuple[int, int, int, int, int]]] = {
+    8: (
+        (64, 128, 2, 6, 1), (64, 256, 2, 4, 1), (64, 128, 4, 4, 1), (32, 128, 2, 4, 1), (32, 256, 1, 4, 1),
+        (16, 256, 1, 3, 1),
+    ),
+    16: ((64, 128, 2, 6, 1), (64, 256, 2, 4, 1), (64, 128, 4, 4, 1), (32, 128, 2, 4, 1), (32, 256, 1, 4, 1)),
+    32: ((64, 128, 4, 3, 1), (64, 128, 4, 4, 1), (64, 64, 4, 4, 1), (32, 128, 2, 4, 1), (32, 64, 2, 4, 1)),
+    64: ((64, 128, 4, 4, 1), (64, 128, 8, 4, 1), (64, 64, 4, 4, 1), (128, 128, 8, 3, 1), (32, 64, 2, 4, 1)),
+}  # fmt: skip
+"""As CANDIDATES, for the other kinds."""
+
+FEW_ROWS = {8: (1, 4, 8), 16: (16,), 32: (32,), 64: (64,)}
+
+W8A8: Sequence[GemmConfig] = (
+    GemmConfig(8, 32, 256, 4, 4), GemmConfig(8, 16, 256, 2, 6), GemmConfig(8, 64, 256, 4, 4),
+    GemmConfig(16, 32, 256, 4, 4), GemmConfig(16, 64, 256, 4, 4), GemmConfig(64, 64, 128, 4, 4),
+    GemmConfig(64, 128, 128, 4, 4), GemmConfig(128, 128, 128, 8, 3), GemmConfig(128, 64, 128, 8, 3),
+    GemmConfig(128, 128, 128, 4, 4), GemmConfig(256, 128, 128, 8, 3),
+)  # fmt: skip
+"""Tiles of products with int8 activations."""
+
 MAX_SUMS = 130
 """Sums that a thread may have: more do not fit its registers."""
 
@@ -90,7 +115,7 @@ class Product(NamedTuple):
     @property
     def bytes(self) -> int:
         """Of the matrix with its scales."""
-        return self.matrices[0].weight.nbytes + self.matrices[0].words.nbytes
+        return self.matrices[0].nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,37 +136,58 @@ class Row:
 def made(kind: str, name: str, most: int = 64) -> Product:
     """A random matrix of a kind, with copies, at most so many."""
     outputs, inputs = MATRICES[name]
-    group = {"awq": 128, "gptq 64": 64}.get(kind, 32)
-    shape, count = (outputs, inputs), (outputs, inputs // group)
-    scale = (torch.rand(count, device="cuda") * 0.5 + 0.5).div_(8 * inputs**0.5).half().float()
-    high = 128 if kind == "q8_0" else 16
-    numbers = torch.randint(-high if high == 128 else 0, high, shape, device="cuda", dtype=torch.int16)
-    numbers = numbers.to(torch.int8 if high == 128 else torch.uint8)
-    zero, minimum = None, None
-    if kind == "awq" or kind.startswith("gptq"):
-        zero = torch.randint(4, 12, count, device="cuda")
-    if kind == "q4_k":
-        minimum = scale * 7.5
-    first = pack_integers(numbers, group, scale / 8 if high == 128 else scale, zero=zero, minimum=minimum)
-    count_of = copies(first.weight.nbytes + first.words.nbytes, most)
-    others = [first._replace(weight=first.weight.clone(), words=first.words.clone()) for _ in range(count_of - 1)]
+    first = superblocks(kind, outputs, inputs) if kind in ("q4_k", "q5_k", "q6_k") else integers(kind, outputs, inputs)
+    others = [
+        first._replace(
+            weight=first.weight.clone(),
+            words=first.words.clone(),
+            supers=None if first.supers is None else first.supers.clone(),
+        )
+        for _ in range(copies(first.nbytes, most) - 1)
+    ]
     gate: Gate = "silu" if "gate_up" in name else ""
     return Product(kind, name, gate, [first, *others], dequantize_integers(first))
 
 
-def configs(product: Product, tile: int) -> Iterator[GemmConfig]:
+def superblocks(kind: str, outputs: int, inputs: int) -> IntegerMatrix:
+    """A random matrix of GGUF's K types."""
+    group = 16 if kind == "q6_k" else 32
+    supers = (torch.rand(outputs, inputs // 256, 2, device="cuda") + 0.5).div_(64 * 8 * inputs**0.5).half()
+    scales = torch.randint(1, 64, (outputs, inputs // 16), device="cuda", dtype=torch.int16).to(torch.uint8)
+    low, high = {"q4_k": (0, 16), "q5_k": (0, 32), "q6_k": (-32, 32)}[kind]
+    numbers = torch.randint(low, high, (outputs, inputs), device="cuda", dtype=torch.int16)
+    return pack_superblocks(numbers.to(torch.uint8 if kind == "q4_k" else torch.int8), group, scales, supers)
+
+
+def integers(kind: str, outputs: int, inputs: int) -> IntegerMatrix:
+    """A random matrix of another kind."""
+    group = {"awq": 128, "gptq 64": 64, "gptq 8 bits": 128, "int8": inputs}.get(kind, 32)
+    shape, count = (outputs, inputs), (outputs, inputs // group)
+    scale = (torch.rand(count, device="cuda") * 0.5 + 0.5).div_(8 * inputs**0.5).half().float()
+    high = 128 if kind in ("q8_0", "gptq 8 bits", "int8") else 16
+    numbers = torch.randint(-high if high == 128 else 0, high, shape, device="cuda", dtype=torch.int16)
+    numbers = numbers.to(torch.int8 if high == 128 else torch.uint8)
+    if kind == "int8":
+        return pack_rows(numbers, scale / 8)
+    zero = None
+    if kind == "awq" or kind.startswith("gptq"):
+        zero = torch.randint(-8, 8, count, device="cuda") if high == 128 else torch.randint(4, 12, count, device="cuda")
+    return pack_integers(numbers, group, scale / 8 if high == 128 else scale, zero=zero)
+
+
+def configs(product: Product, tile: int, *, few: bool = False) -> Iterator[GemmConfig]:
     """Candidates with inputs split so that multiprocessors have enough to do; in chunks not at all, or in two."""
     matrix = product.matrices[0]
     outputs = matrix.outputs // (2 if product.gate else 1)
     seen = set()
-    for height, inputs, warps, stages, chunks in CANDIDATES[tile]:
+    for height, inputs, warps, stages, chunks in (FEW if few else CANDIDATES)[tile]:
         if height * chunks * tile // (32 * warps) * (3 if product.gate else 2) > MAX_SUMS:
             continue
         tiles = -(-outputs // height)
         near = [min((1, 2, 4, 8, 16), key=lambda s: abs(s * tiles / 132 / wanted - 1)) for wanted in PROGRAMS[tile]]
         for splits in (1, 2) if chunks > 1 else near:
             runs = max(1, min(splits, matrix.inputs // (2 * inputs * chunks)))
-            for ahead in AHEAD if tile <= 16 and splits in (1, near[-1]) else (0,):
+            for ahead in AHEAD if tile <= 16 and splits in (1, near[-1]) and not few else (0,):
                 how = GemmConfig(tile, height, inputs, warps, stages, ahead, runs, chunks)
                 if how not in seen and tiles <= COUNTERS and ahead * runs * chunks <= matrix.inputs:
                     seen.add(how)
@@ -214,19 +260,21 @@ class Bench:
             Row(product.kind, product.name, rows, how, round(us, 2), round(product.bytes / us / 1e6, 3), error, same)
         )
 
-    def tile(self, kind: str, tile: int, most: int = 99) -> None:
-        """All candidates of a tile, for each product; `most`: of those the fastest for awq."""
-        names = [self.product(kind, name) for name in PRODUCTS]
+    def tile(self, kind: str, tile: int, most: int = 99, *, few: bool = False) -> None:
+        """All candidates of a tile, for each product, or few; `most`: of those the fastest for awq."""
+        names, rows_of = [self.product(kind, name) for name in PRODUCTS], FEW_ROWS if few else ROWS
         every = {
-            (product.name, rows): self.chosen(product, tile, rows, most) for product in names for rows in ROWS[tile]
+            (product.name, rows): self.chosen(product, tile, rows, most, few=few)
+            for product in names
+            for rows in rows_of[tile]
         }
         works = [
             partial(self.call, product, product.matrices[0], noise(tile, product.matrices[0].inputs), how)
             for product in names
-            for how in {how: 0 for rows in ROWS[tile] for how in every[product.name, rows]}
+            for how in {how: 0 for rows in rows_of[tile] for how in every[product.name, rows]}
         ]
         self.precompile(works)
-        for rows in ROWS[tile]:
+        for rows in rows_of[tile]:
             for product in names:
                 x = noise(rows, product.matrices[0].inputs)
                 want = ReferenceOps().linear(x.float(), product.exact, None, product.gate)
@@ -235,9 +283,9 @@ class Bench:
                         self.measure(product, rows, how, want, x)
                 self.say(product, rows)
 
-    def chosen(self, product: Product, tile: int, rows: int, most: int) -> Sequence[GemmConfig]:
+    def chosen(self, product: Product, tile: int, rows: int, most: int, *, few: bool = False) -> Sequence[GemmConfig]:
         """Candidates that have so many rows, the fastest for awq first if only some are wanted."""
-        every = [how for how in configs(product, tile) if how.chunks == 1 or how.rows // how.chunks >= rows]
+        every = [how for how in configs(product, tile, few=few) if how.chunks == 1 or how.rows // how.chunks >= rows]
         if most >= len(every):
             return every
         us = {r.how: r.us for r in self.rows if (r.kind, r.name, r.rows) == ("awq", product.name, rows)}
@@ -283,10 +331,36 @@ class Bench:
             out[:, some] = torch.nn.functional.linear(x, dequantize(matrix, torch.bfloat16, card, some))
         return out
 
-    def check(self) -> None:
+    def w8a8(self) -> None:
+        """Products with int8 activations, rounding included, by a few tiles, and as chosen now."""
+        ops, card = self.ops, self.ops.card
+        cases = [(name, rows) for name in PRODUCTS for rows in (1, 4, 8, 16, 32, 64, 512, 2048)]
+
+        def works(name: str, rows: int) -> dict[str, partial[Tensor]]:
+            outputs, inputs = MATRICES[name]
+            gate: Gate = "silu" if "gate_up" in name else ""
+            weight = torch.randint(-127, 128, (outputs, inputs), device="cuda", dtype=torch.int16).to(torch.int8)
+            scale, x = torch.rand(outputs, 1, device="cuda") / (127 * inputs**0.5), noise(rows, inputs)
+            every = [how for how in W8A8 if how.rows <= max(8, 2 * rows) and (rows <= 64 or how.rows >= 64)]
+            made = {str(tuple(how)): partial(int8_linear, x, weight, scale, None, how, card, gate) for how in every}
+            return {**made, "as now": partial(ops.int8_linear, x, weight, scale, None, gate)}
+
+        self.precompile([work for name, rows in cases for work in works(name, rows).values()])
+        for name, rows in cases:
+            every = works(name, rows)
+            want, found = BaseOps.int8_linear(ops, *every["as now"].args), list[tuple[float, str]]()
+            for how, work in every.items():
+                if self.left > 5:
+                    found.append((replayed([work], 3), how))
+                    if not relative(work(), want) < 1e-2:
+                        self.note(f"WRONG w8a8 {name} {rows} {how}")
+            for us, how in sorted(found)[:3] + [each for each in found if each[1] == "as now"]:
+                self.note(f"w8a8     {name:11} {rows:5} {how:40} {us:8.2f} us (matrix partly in L2)")
+
+    def check(self, kinds: Sequence[str] = KINDS) -> None:
         """Products as they are chosen now, whatever was measured: a note of each that is wrong."""
         always, wrong, count = BatchInvariantTritonOps("cuda"), 0, 0
-        products = [made(kind, name, 1) for kind in KINDS for name in ("8b o", "8b gate_up")]
+        products = [made(kind, name, 1) for kind in kinds for name in ("8b o", "8b gate_up")]
         cases = [(product, dtype) for product in products for dtype in (torch.bfloat16, torch.float16)]
 
         def product_of(ops: TritonOps, case: tuple[Product, torch.dtype], x: Tensor) -> Tensor:
@@ -356,20 +430,36 @@ class Bench:
 
 @click.command("integers")
 @click.option("--seconds", default=135.0, show_default=True, help="Nothing new is begun after these.")
+@click.option("--kind", "kinds", multiple=True, type=click.Choice((*KINDS, "w8a8")), help="Only these.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write the rows here, too.")
-def command(seconds: float, path: Path | None) -> None:
+def command(seconds: float, kinds: tuple[str, ...], path: Path | None) -> None:
     """Check and time products with matrices of integers on this machine's CUDA device."""
     needed("the tests check the kernels on a CPU, too")
     bench = Bench(seconds)
     bench.note(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}")
     with torch.inference_mode():
         try:
-            measure(bench)
+            measure_kinds(bench, kinds) if kinds else measure(bench)
         finally:
             if path is not None:
                 rows = [asdict(row) for row in bench.rows]
                 best = {" ".join(map(str, key)): [us, list(how)] for key, (us, how) in bench.best.items()}
                 path.write_text(json.dumps({"notes": bench.notes, "best": best, "rows": rows}) + "\n", encoding="utf-8")
+
+
+def measure_kinds(bench: Bench, kinds: Sequence[str]) -> None:
+    """Few candidates of each kind, and layers of them."""
+    plain = [kind for kind in kinds if kind != "w8a8"]
+    if plain:
+        bench.check(plain)
+    for kind in plain:
+        for tile, every in FEW_ROWS.items():
+            bench.tile(kind, tile, few=True)
+            for rows in every:
+                bench.layers(kind, rows)
+        bench.products.clear()
+    if "w8a8" in kinds:
+        bench.w8a8()
 
 
 def measure(bench: Bench) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,16 +26,20 @@ ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = MappingProxyType(
     }
 )
 TYPES: Mapping[str, gguf.GGMLQuantizationType] = MappingProxyType(
-    {name: gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K")}
+    {name: gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K")}
 )
 
 
 def write(
-    path: Path, model: PreTrainedModel, kind: str = "F32", *, facts: Mapping[str, Any] | None = None
+    path: Path,
+    model: PreTrainedModel,
+    kind: str | Callable[[str], str] = "F32",
+    *,
+    facts: Mapping[str, Any] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Convert as llama.cpp's converter does; -> what the file means, under transformers' names.
 
-    Vectors, and rows a block does not fit in, stay F32.
+    kind: of all tensors, or of each by the name. Vectors, and rows a block does not fit in, stay F32.
     """
     config = model.config
     arch = ARCHITECTURES[config.model_type]
@@ -52,7 +56,7 @@ def write(
         if tied and key == "lm_head.weight":
             continue
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
-        data, kept = stored(changed(config, key, tensor).float().numpy(), kind)
+        data, kept = stored(changed(config, key, tensor).float().numpy(), kind if isinstance(kind, str) else kind(key))
         writer.add_tensor(name, data, raw_dtype=kept)
         back = torch.from_numpy(gguf.quants.dequantize(data, kept).astype(np.float32))
         meant[key] = unchanged(config, key, back)
@@ -172,29 +176,44 @@ def stored(data: np.ndarray, kind: str) -> tuple[np.ndarray, gguf.GGMLQuantizati
     block = gguf.GGML_QUANT_SIZES[wanted][0]
     if data.ndim < 2 or data.shape[-1] % block:
         return data.astype(np.float32), gguf.GGMLQuantizationType.F32
-    if kind in ("Q4_K", "Q6_K"):
-        return {"Q4_K": q4_k, "Q6_K": q6_k}[kind](data), wanted
+    if kind in ("Q4_K", "Q5_K", "Q6_K"):
+        return {"Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k}[kind](data), wanted
     return gguf.quants.quantize(data, wanted), wanted
 
 
 def q4_k(data: np.ndarray) -> np.ndarray:
     """A plain quantiser, for the package has none: 8 groups of 32 with 6-bit scales and minima."""
+    head, q = grouped(data, 15)
+    packed = (q[:, ::2] | q[:, 1::2] << 4).reshape(len(q), -1)
+    return np.concatenate([*head, packed], 1).reshape(*data.shape[:-1], -1)
+
+
+def q5_k(data: np.ndarray) -> np.ndarray:
+    """The same with 5-bit numbers, whose fifth bits come first."""
+    head, q = grouped(data, 31)
+    fifth = np.zeros((len(q), 32), np.uint8)
+    for group in range(8):
+        fifth |= (q[:, group] >> 4) << group
+    packed = (q[:, ::2] & 15 | (q[:, 1::2] & 15) << 4).reshape(len(q), -1)
+    return np.concatenate([*head, fifth, packed], 1).reshape(*data.shape[:-1], -1)
+
+
+def grouped(data: np.ndarray, most: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Bytes of scales and minima, and numbers 0 to `most` [N, 8, 32]."""
     rows = data.reshape(-1, 8, 32).astype(np.float32)
     low, high = np.minimum(rows.min(-1), 0), rows.max(-1)
-    scale, least = (high - low) / 15, -low
+    scale, least = (high - low) / most, -low
     d = (scale.max(-1) / 63).astype(np.float16)
     dmin = (least.max(-1) / 63).astype(np.float16)
     s = np.clip(np.rint(scale / d.astype(np.float32)[:, None]), 1, 63).astype(np.uint8)
     m = np.clip(np.rint(least / dmin.astype(np.float32)[:, None]), 0, 63).astype(np.uint8)
     step = d.astype(np.float32)[:, None, None] * s[..., None]
-    q = np.clip(np.rint((rows + dmin.astype(np.float32)[:, None, None] * m[..., None]) / step), 0, 15).astype(np.uint8)
+    q = np.rint((rows + dmin.astype(np.float32)[:, None, None] * m[..., None]) / step)
     about = np.zeros((len(rows), 12), np.uint8)
     about[:, :4] = s[:, :4] | (s[:, 4:] >> 4) << 6
     about[:, 4:8] = m[:, :4] | (m[:, 4:] >> 4) << 6
     about[:, 8:] = (s[:, 4:] & 15) | (m[:, 4:] & 15) << 4
-    packed = (q[:, ::2] | q[:, 1::2] << 4).reshape(len(rows), -1)
-    blocks = [d[:, None].view(np.uint8), dmin[:, None].view(np.uint8), about, packed]
-    return np.concatenate(blocks, 1).reshape(*data.shape[:-1], -1)
+    return [d[:, None].view(np.uint8), dmin[:, None].view(np.uint8), about], np.clip(q, 0, most).astype(np.uint8)
 
 
 def q6_k(data: np.ndarray) -> np.ndarray:

@@ -78,18 +78,18 @@ def pack(numbers: Tensor, bits: int, order: Any) -> Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 
-def grouped(w: Tensor, group_of: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Numbers 0 to 15 [out, in], scales and zero points [out, groups], and what they mean."""
+def grouped(w: Tensor, group_of: Tensor, most: int = 15) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Numbers 0 to `most` [out, in], scales and zero points [out, groups], and what they mean."""
     count = int(group_of.max()) + 1
     scales, zeros = torch.empty(len(w), count), torch.empty(len(w), count, dtype=torch.int32)
     numbers, means = torch.empty_like(w, dtype=torch.int32), torch.empty_like(w)
     for g in range(count):
         own = w[:, group_of == g]
         low, high = own.amin(1).clamp(max=0), own.amax(1).clamp(min=0)
-        scale = ((high - low) / 15).half().float()
-        zero = (-low / scale).round().clamp(1, 15)
+        scale = ((high - low) / most).half().float()
+        zero = (-low / scale).round().clamp(1, most)
         scales[:, g], zeros[:, g] = scale, zero.int()
-        q = (own / scale[:, None] + zero[:, None]).round().clamp(0, 15)
+        q = (own / scale[:, None] + zero[:, None]).round().clamp(0, most)
         numbers[:, group_of == g] = q.int()
         means[:, group_of == g] = (q - zero[:, None]) * scale[:, None]
     return numbers, scales, zeros, means
@@ -102,7 +102,7 @@ def awq(w: Tensor) -> Written:
     return {**tensors, "scales": scales.t().half().contiguous()}, means
 
 
-def gptq(w: Tensor, shuffled: bool = False) -> Written:
+def gptq(w: Tensor, shuffled: bool = False, bits: int = 4) -> Written:
     columns = w.shape[1]
     # Columns of any order may share a group; the order is that of the input, so q, k and v have one.
     order = (
@@ -110,11 +110,12 @@ def gptq(w: Tensor, shuffled: bool = False) -> Written:
     )
     group_of = torch.empty(columns, dtype=torch.int64)
     group_of[order] = torch.arange(columns) // GROUP
-    numbers, scales, zeros, means = grouped(w, group_of)
-    words = pack(numbers, 4, range(8)).t().contiguous()
+    numbers, scales, zeros, means = grouped(w, group_of, (1 << bits) - 1)
+    # Packed along the inputs.
+    words = pack(numbers, bits, range(32 // bits)).t().contiguous()
     return {
         "qweight": words,
-        "qzeros": pack(zeros.t() - 1, 4, range(8)),
+        "qzeros": pack(zeros.t() - 1, bits, range(32 // bits)),
         "scales": scales.t().half().contiguous(),
         "g_idx": group_of.int(),
     }, means
@@ -122,6 +123,10 @@ def gptq(w: Tensor, shuffled: bool = False) -> Written:
 
 def gptq_shuffled(w: Tensor) -> Written:
     return gptq(w, shuffled=True)
+
+
+def gptq_of_bytes(w: Tensor) -> Written:
+    return gptq(w, shuffled=True, bits=8)
 
 
 def int4_packed(w: Tensor) -> Written:
@@ -133,10 +138,14 @@ def int4_packed(w: Tensor) -> Written:
     return {**tensors, "weight_shape": torch.tensor(w.shape)}, (q * scale[..., None]).flatten(1)
 
 
-def int4_packed_with_zeros(w: Tensor) -> Written:
-    numbers, scales, zeros, means = grouped(w, torch.arange(w.shape[1]) // GROUP)
-    tensors = {"weight_packed": pack(numbers, 4, range(8)), "weight_scale": scales.half()}
-    return {**tensors, "weight_zero_point": pack(zeros.t(), 4, range(8)).t().contiguous()}, means
+def packed_with_zeros(w: Tensor, bits: int = 4) -> Written:
+    numbers, scales, zeros, means = grouped(w, torch.arange(w.shape[1]) // GROUP, (1 << bits) - 1)
+    tensors = {"weight_packed": pack(numbers, bits, range(32 // bits)), "weight_scale": scales.half()}
+    return {**tensors, "weight_zero_point": pack(zeros.t(), bits, range(32 // bits)).t().contiguous()}, means
+
+
+def int8_packed_with_zeros(w: Tensor) -> Written:
+    return packed_with_zeros(w, 8)
 
 
 def compressed(bits: int, kind: str, strategy: str, format: str, **more: Any) -> dict[str, Any]:
@@ -167,8 +176,13 @@ FORMATS: Mapping[str, tuple[Callable[[Tensor], Written], dict[str, Any]]] = Mapp
         "gptq-act-order": (gptq_shuffled, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}),
         "int4-packed": (int4_packed, compressed(4, "int", "group", "pack-quantized", group_size=GROUP)),
         "int4-packed-zeros": (
-            int4_packed_with_zeros,
+            packed_with_zeros,
             compressed(4, "int", "group", "pack-quantized", group_size=GROUP, symmetric=False),
+        ),
+        "gptq-8": (gptq_of_bytes, {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "desc_act": True}),
+        "int8-packed-zeros": (
+            int8_packed_with_zeros,
+            compressed(8, "int", "group", "pack-quantized", group_size=GROUP, symmetric=False),
         ),
     }
 )

@@ -51,7 +51,7 @@ def test_a_known_layout_takes_one_file_and_a_new_one_three() -> None:
     files = listed("A quantization format")
     option = "src/quire/config/settings.py"
     assert mentions("fbgemm_fp8") - {option} == {"src/quire/weights/schemes.py"}
-    assert mentions("Int4Scheme") == {file for file in files if file.startswith("src/")}
+    assert mentions("IntegerScheme") == {file for file in files if file.startswith("src/")}
     assert len(files) == 3
     assert all((ROOT / file).is_file() for file in files)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import IntegerKind, QuantizedMatrix
-from quire.ops.integer import dequantize_integers, integers_of, pack_integers
+from quire.ops.integer import dequantize_integers, integers_of, pack_integers, pack_superblocks
 from quire.ops.quantized import dequantize
 from quire.ops.reference import ReferenceOps
 
@@ -69,18 +69,55 @@ def test_scales_that_sixteen_bits_do_not_hold_stay_as_they_are() -> None:
     torch.testing.assert_close(dequantize(near), dequantize(matrix) * 1.0003, rtol=1e-3, atol=0.0)
 
 
-def test_a_matrix_without_zero_points_stays_as_it_is() -> None:
-    assert integers_of(QuantizedMatrix(torch.ones(4, 64, dtype=torch.int8), torch.ones(4, 1), 64)) is None
+def test_bytes_with_a_scale_for_each_row_keep_it_in_float32() -> None:
+    matrix = QuantizedMatrix(torch.randint(-128, 128, (4, 200)).to(torch.int8), torch.rand(4, 1) * 1e-9, 200)
+    packed = integers_of(matrix)
+    assert packed is not None
+    assert (packed.kind, packed.bits) == (IntegerKind.ROWS, 8)
+    assert torch.equal(dequantize(packed), dequantize(matrix))
 
 
-@pytest.mark.parametrize("inputs", [64, 96, 320])
-def test_minima_are_subtracted_after_scaling(inputs: int) -> None:
-    numbers = torch.randint(0, 16, (3, inputs), dtype=torch.uint8)
-    scale, minimum = ((torch.rand(3, inputs // 32) + 0.1).half().float() for _ in "sm")
-    packed = pack_integers(numbers, 32, scale, minimum=minimum)
-    assert packed.kind is IntegerKind.MINIMA
-    wanted = numbers.float() * scale.repeat_interleave(32, 1) - minimum.repeat_interleave(32, 1)
+@pytest.mark.parametrize(("width", "offset"), [(32, 0), (64, 64), (128, 0), (256, 0)])
+def test_bytes_with_scales_for_groups_stand_for_the_same_numbers(width: int, offset: int) -> None:
+    weight = torch.randint(-128, 128, (4, 320)).to(torch.int8)
+    scale = (torch.rand(4, -(-(320 + offset) // width)) + 0.1).half().float()
+    matrix = QuantizedMatrix(weight, scale, width, offset)
+    packed = integers_of(matrix)
+    assert packed is not None
+    assert packed.kind is (IntegerKind.PAIRS if width == 32 else IntegerKind.ZEROS)
+    assert torch.equal(dequantize(packed), dequantize(matrix))
+
+
+def test_bytes_with_zero_points_stand_for_the_same_numbers() -> None:
+    groups = torch.arange(300) // 128
+    weight, zero = torch.randint(0, 256, (4, 300), dtype=torch.uint8), torch.randint(0, 257, (4, 3))
+    matrix = QuantizedMatrix(weight, (torch.rand(4, 3) + 0.1).half().float(), zero=zero, groups=groups)
+    packed = integers_of(matrix)
+    assert packed is not None
+    assert (packed.kind, packed.bits) == (IntegerKind.ZEROS, 8)
+    assert torch.equal(dequantize(packed), dequantize(matrix))
+
+
+def test_matrices_of_float8_stay_as_they_are() -> None:
+    assert integers_of(QuantizedMatrix(torch.ones(4, 64).to(torch.float8_e4m3fn), torch.ones(4, 1), 64)) is None
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 32), (8, 16)])
+def test_superblocks_have_scales_of_scales(bits: int, group: int) -> None:
+    shape = (3, 512)
+    numbers = (
+        torch.randint(0, 16, shape, dtype=torch.uint8) if bits == 4 else torch.randint(-32, 32, shape).to(torch.int8)
+    )
+    supers = (torch.rand(3, 2, 2) + 0.1).half()
+    scales = torch.randint(0, 64, (3, 32), dtype=torch.uint8)
+    packed = pack_superblocks(numbers, group, scales, supers)
+    assert packed.nbytes == 3 * 512 * (bits + 0.5 + 0.125) / 8
+    scale, minimum = (scales, None) if group == 16 else (scales[:, ::2], scales[:, 1::2])
+    wanted = numbers.float() * scale.repeat_interleave(group, 1) * supers[..., 0].float().repeat_interleave(256, 1)
+    if minimum is not None:
+        wanted -= minimum.repeat_interleave(32, 1) * supers[..., 1].float().repeat_interleave(256, 1)
     assert torch.equal(dequantize_integers(packed), wanted)
+    assert torch.equal(dequantize_integers(packed.rows(slice(1, 3))), wanted[1:])
 
 
 @pytest.mark.parametrize("inputs", [64, 96, 320])

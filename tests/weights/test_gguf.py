@@ -12,6 +12,15 @@ import pytest
 import torch
 
 from quire.errors import InvalidModel
+from quire.layers.basic import GgufEmbedding
+from quire.layers.quantization.base import Matrix, MatrixPart, Plain
+from quire.layers.quantization.gguf import GgufFormat, GgufStorage, StoredBlocks
+from quire.ops.base import IntegerMatrix, MixedMatrix
+from quire.ops.gguf_blocks import BLOCKS
+from quire.ops.quantized import dequantize
+from quire.ops.reference import ReferenceOps
+from quire.ops.triton.ops import TritonOps
+from quire.weights.canary import Canary, answers
 from quire.weights.gguf import KINDS, Gguf, GgufTensorInfo, read_gguf
 from quire.weights.gguf_model import block_entry
 from quire.weights.load import load_model
@@ -68,7 +77,16 @@ WIDE = {
 
 @pytest.mark.parametrize(
     ("kind", "near"),
-    [("F32", 0), ("F16", 0.003), ("BF16", 0.03), ("Q8_0", 0.1), ("Q6_K", 0.3), ("Q4_K", 0.9), ("Q4_0", 0.9)],
+    [
+        ("F32", 0),
+        ("F16", 0.003),
+        ("BF16", 0.03),
+        ("Q8_0", 0.1),
+        ("Q6_K", 0.3),
+        ("Q5_K", 0.5),
+        ("Q4_K", 0.9),
+        ("Q4_0", 0.9),
+    ],
 )
 def test_every_type_means_what_the_gguf_package_says_it_does(tmp_path: Path, kind: str, near: float) -> None:
     """Logits are those of the numbers the package reads back; `near` states how far those are from the source's,
@@ -132,7 +150,7 @@ def test_types_that_are_not_read_are_named(tmp_path: Path) -> None:
         load_model(tmp_path / "model.gguf")
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "Q4_K", "Q4_0"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0"])
 def test_a_part_of_a_quantised_matrix_is_that_part_of_the_whole(tmp_path: Path, kind: str) -> None:
     """Ranks read their rows, and experts that one tensor holds are read one by one."""
     numbers = np.random.default_rng(1).standard_normal((6, 4, 512), dtype=np.float32)
@@ -147,3 +165,137 @@ def test_a_part_of_a_quantised_matrix_is_that_part_of_the_whole(tmp_path: Path, 
         assert torch.equal(entry.read(cut), whole[cut])
     for expert in range(6):
         assert torch.equal(entry.part(expert).read(()), whole[expert])
+
+
+def kind_name(kind: object) -> str:
+    return kind if isinstance(kind, str) else "mixed"
+
+
+def mixed(name: str) -> str:
+    """As llama.cpp's Q4_K_M has it: what loses most is in Q6_K."""
+    return "Q6_K" if any(part in name for part in ("v_proj", "down_proj", "embed_tokens", "lm_head")) else "Q4_K"
+
+
+class KeptOps(ReferenceOps):
+    """Wants matrices as a GPU does, and multiplies by the reference."""
+
+    multiplies_integers = True
+
+
+@pytest.mark.parametrize("shape", ["llama-gqa-tied", "qwen2-gqa"], ids=["tied", "untied, biased"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", mixed], ids=kind_name)
+def test_blocks_are_kept_as_they_are_in_the_file_where_kernels_multiply_them(
+    tmp_path: Path, kind: str | Callable[[str], str], shape: str
+) -> None:
+    model = make(tmp_path / "source", shape, **WIDE)
+    write(tmp_path / "model.gguf", model, kind)
+    theirs = load_model(tmp_path / "model.gguf", dtype="float32")
+    ours = load_model(tmp_path / "model.gguf", dtype="float32", ops=KeptOps(), canary=Canary())
+    tokens = torch.tensor([3, 0, 3, 198])
+    assert isinstance(ours.embedding, GgufEmbedding)
+    assert torch.equal(ours.embedding(tokens), theirs.embedding(tokens))
+    stored = [ours.head.apply.__self__, *(layer.apply.__self__ for layer in layers_of(ours))]
+    for own, plain in zip(stored[1:], layers_of(theirs), strict=True):
+        found = own.quantized.matrix
+        assert isinstance(found, MixedMatrix if kind is mixed and len(own.matrix.parts) == 3 else IntegerMatrix)
+        x = torch.eye(own.matrix.columns)
+        got, wanted = own.quantized.dequantize(), plain(x) - plain(torch.zeros_like(x))
+        torch.testing.assert_close(got, wanted.t(), rtol=0, atol=1e-5)
+        some = slice(1, None, 7)
+        assert torch.equal(own.quantized.dequantize(some), got[some])
+    assert (stored[0].quantized is ours.embedding.stored.quantized) == (shape == "llama-gqa-tied")
+    found = Feeder(ours, page_size=16).step([(0, PROMPTS[0])])[0]
+    assert (found - Feeder(theirs, page_size=16).step([(0, PROMPTS[0])])[0]).abs().max() < 1e-4
+
+
+def test_kernels_multiply_the_blocks_of_a_file(tmp_path: Path) -> None:
+    write(tmp_path / "model.gguf", make(tmp_path / "source", "qwen2-gqa", **WIDE), mixed)
+    ours, theirs = (
+        load_model(tmp_path / "model.gguf", dtype="float32", ops=ops) for ops in (TritonOps("cpu"), KeptOps())
+    )
+    x, tokens = torch.randn(2, 256), torch.tensor([3, 0, 3, 198])
+    assert torch.equal(ours.embedding(tokens), theirs.embedding(tokens))
+    for own, other in list(zip(layers_of(ours), layers_of(theirs), strict=True))[:3]:
+        torch.testing.assert_close(own(x), other(x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.head(x), theirs.head(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", mixed], ids=kind_name)
+def test_a_model_of_blocks_says_the_same_on_a_gpu(tmp_path: Path, kind: str | Callable[[str], str]) -> None:
+    model = make(tmp_path / "source", "llama-gqa-tied", **WIDE)
+    write(tmp_path / "model.gguf", model, kind)
+    wanted = Feeder(load_model(tmp_path / "model.gguf", dtype="float32"), page_size=16).step([(0, PROMPTS[0])])[0]
+    for dtype, most in (("float32", 1e-3), ("bfloat16", 0.1)):
+        device = torch.device("cuda")
+        ours = load_model(tmp_path / "model.gguf", dtype=dtype, device=device, ops=TritonOps(device), canary=Canary())
+        assert isinstance(ours.embedding, GgufEmbedding)
+        got = answers(ours, PROMPTS[0], device)
+        assert (got - wanted).std() < most * wanted.std()
+
+
+def layers_of(model: Any) -> list[Any]:
+    """The linear layers of its blocks."""
+    blocks = model.blocks
+    return [each for b in blocks for each in (b.attention.qkv, b.attention.out, b.mlp.gate_up, b.mlp.down)]
+
+
+def test_blocks_take_the_memory_that_they_take_in_the_file(tmp_path: Path) -> None:
+    most = {"Q4_0": 4.5, "Q4_K": 4.625, "Q5_K": 8.625, "Q6_K": 8.625, "Q8_0": 8.5}
+    numbers = np.random.default_rng(1).standard_normal((4, 512), dtype=np.float32)
+    for kind, bits in most.items():
+        raw = torch.from_numpy(stored(numbers, kind)[0])
+        facts = next(each for each in KINDS.values() if each.name == kind)
+        matrix = StoredBlocks(kind, facts.block, facts.size).packed(raw)
+        assert matrix.nbytes * 8 == bits * 4 * 512
+        assert torch.equal(dequantize(matrix), BLOCKS[kind](raw.view(-1, facts.size)).values().view(4, 512))
+
+
+@pytest.mark.parametrize("shape", ["mixtral-three-of-six", "gpt2-odd-heads"])
+def test_experts_and_transposed_matrices_are_dequantised(tmp_path: Path, shape: str) -> None:
+    sizes = {"n_embd": 96, "n_head": 3} if shape.startswith("gpt2") else {"hidden_size": 64, "intermediate_size": 64}
+    write(tmp_path / "model.gguf", make(tmp_path / "source", shape, **sizes), "Q8_0")
+    ours, theirs = (load_model(tmp_path / "model.gguf", dtype="float32", ops=ops) for ops in (KeptOps(), None))
+    found, wanted = (Feeder(model, page_size=16).step([(0, PROMPTS[1])])[0] for model in (ours, theirs))
+    assert (found - wanted).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_rows_of_a_few_blocks_are_multiplied_too(tmp_path: Path, kind: str) -> None:
+    sizes = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 32}
+    write(tmp_path / "model.gguf", make(tmp_path / "source", "qwen2-gqa", **sizes, intermediate_size=160), kind)
+    ours, kept, theirs = (
+        load_model(tmp_path / "model.gguf", dtype="float32", ops=ops) for ops in (TritonOps("cpu"), KeptOps(), None)
+    )
+    for own, other in zip(layers_of(ours), layers_of(theirs), strict=True):
+        x = torch.randn(2, own.apply.__self__.matrix.columns)
+        torch.testing.assert_close(own(x), other(x), rtol=1e-4, atol=1e-4)
+    found, wanted = (Feeder(model, page_size=16).step([(0, PROMPTS[0])])[0] for model in (kept, theirs))
+    assert (found - wanted).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("shard", "transposed", "kept"),
+    [
+        (slice(0, 512), False, True),
+        (slice(256, 512), False, True),
+        (slice(0, 128), False, False),
+        (slice(0, 512), True, False),
+    ],
+    ids=["whole", "blocks", "through a block", "transposed"],
+)
+def test_a_shard_is_kept_where_it_is_whole_blocks(shard: slice, *, transposed: bool, kept: bool) -> None:
+    numbers = np.random.default_rng(1).standard_normal((6, 512), dtype=np.float32)
+    raw = torch.from_numpy(stored(numbers, "Q4_K")[0])
+    blocks, part = {"a.weight": StoredBlocks("Q4_K", 256, 144)}, MatrixPart("a", 6, slice(1, 5))
+    matrix = Matrix((part,), 512, shard, torch.float32, torch.device("cpu"), transposed=transposed)
+    found = GgufFormat(Plain, blocks)(matrix, ReferenceOps())
+    assert isinstance(found, GgufStorage if kept else Plain)
+    if kept:
+        place = found.slots()[0]
+        place.copy_from(raw[place.shard])
+        found.finalize()
+        assert found.quantized is not None
+        wanted = BLOCKS["Q4_K"](raw.view(-1, 144)).values().view(6, 512)
+        assert torch.equal(found.quantized.dequantize(), wanted[1:5, shard])

@@ -15,7 +15,7 @@ from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
 from quire.layers.quantization import scaled
 from quire.layers.quantization.base import Plain
-from quire.layers.quantization.int4 import Int4Scheme
+from quire.layers.quantization.integers import IntegerScheme
 from quire.models.registry import build_model, read_spec
 from quire.ops.base import IntegerMatrix, QuantizedMatrix, Routing
 from quire.ops.quantized import dequantize, quantize_tokens
@@ -85,8 +85,14 @@ def test_w8a8_rounds_each_token_by_its_largest_number(folder: Path) -> None:
     torch.testing.assert_close(numbers * steps, rounded)
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq", "gptq-act-order", "int4-packed", "int4-packed-zeros"])
-def test_kernels_read_int4_in_groups_of_32_in_their_own_layout(
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("awq", "gptq", "gptq-act-order", "int4-packed", "int4-packed-zeros"),
+        *("gptq-8", "int8-packed-zeros", "int8-w8a16", "int8-w8a16-packed"),
+    ],
+)
+def test_kernels_read_integers_in_groups_of_32_or_rows_in_their_own_layout(
     folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 192}
@@ -95,10 +101,11 @@ def test_kernels_read_int4_in_groups_of_32_in_their_own_layout(
     quantise(folder, name)
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"group_size": 16', '"group_size": 32'))
-    ours, theirs = (matrices(load_model(folder, dtype="float32", ops=ops))[1:] for ops in (TritonOps("cpu"), None))
+    ours, theirs = (matrices(load_model(folder, dtype="float32", ops=ops))[1:5] for ops in (TritonOps("cpu"), None))
     for own, other in zip(ours, theirs, strict=True):
         assert isinstance(own.quantized.matrix, IntegerMatrix)
-        assert (own.quantized.matrix.order is not None) == (name == "gptq-act-order")
+        assert (own.quantized.matrix.order is not None) == (name in ("gptq-act-order", "gptq-8"))
+        assert own.quantized.matrix.bits == (8 if "8" in name else 4)
         assert torch.equal(own.quantized.dequantize(), other.quantized.dequantize())
         x = torch.randn(2, own.matrix.columns)
         torch.testing.assert_close(own.apply(x), other.apply(x), atol=1e-4, rtol=1e-4)
@@ -263,7 +270,7 @@ def test_what_cannot_be_is_refused_by_name(folder: Path) -> None:
     for change, said in (
         ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported"),
         ({"quant_method": "awq", "bits": 3}, "only 4 bits"),
-        ({"quant_method": "gptq", "bits": 8}, "GPTQ of 8 bits is not supported"),
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ of 3 bits is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two numbers"),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "must hold one group"),
     ):
@@ -311,5 +318,5 @@ def test_columns_are_in_another_order_where_the_checkpoint_says_so_by_name_or_as
     group = {"weights": weights, "format": "pack-quantized"}
     config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
     scheme = read_scheme({"quantization_config": config})
-    assert scheme is not None and isinstance(scheme.layout, Int4Scheme)
+    assert scheme is not None and isinstance(scheme.layout, IntegerScheme)
     assert scheme.layout.ordered is ordered

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.errors import InvalidModel, nearest
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
+from quire.layers.quantization.gguf import GgufStorage
 from quire.ops.base import Angles, Gate, Ops
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 from quire.types import UNLIMITED
@@ -82,19 +83,33 @@ class Embedding:
     """Token ids [T] -> [T, hidden]. Whole on every rank."""
 
     def __init__(self, weight: Tensor, ops: Ops) -> None:
-        self.weight, self.ops = weight, ops
+        self.weight, self.ops, self.dtype = weight, ops, weight.dtype
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """tokens: (tokens,); (tokens, hidden)."""
         return self.ops.embedding(tokens, self.weight)
 
 
+class GgufEmbedding:
+    """As `Embedding`, kept at the bits of the file; a tied head multiplies the same matrix."""
+
+    def __init__(self, stored: GgufStorage) -> None:
+        self.stored, self.dtype = stored, stored.matrix.dtype
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """tokens: (tokens,); (tokens, hidden)."""
+        return self.stored.rows(tokens)
+
+
+AnyEmbedding = Embedding | GgufEmbedding
+
+
 class ScaledEmbedding:
     """An embedding times `scale`, which is rounded to the table's dtype first (Gemma)."""
 
-    def __init__(self, embedding: Embedding, scale: float) -> None:
+    def __init__(self, embedding: AnyEmbedding, scale: float) -> None:
         self.embedding = embedding
-        self.scale = float(torch.tensor(scale, dtype=embedding.weight.dtype))
+        self.scale = float(torch.tensor(scale, dtype=embedding.dtype))
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """tokens: (tokens,); (tokens, hidden)."""

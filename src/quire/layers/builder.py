@@ -16,10 +16,23 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel, nearest
-from quire.layers.basic import MLP, Attention, Embedding, GatedMLP, Heads, LayerNorm, RMSNorm, RopeConfig, Rotary
+from quire.layers.basic import (
+    MLP,
+    AnyEmbedding,
+    Attention,
+    Embedding,
+    GatedMLP,
+    GgufEmbedding,
+    Heads,
+    LayerNorm,
+    RMSNorm,
+    RopeConfig,
+    Rotary,
+)
 from quire.layers.linear import ColumnParallelLinear, LMHead, ParallelGroup, RowParallelLinear, shard_of
 from quire.layers.moe import Experts, MoE, MoEConfig, SeparateExperts, StackedExperts
 from quire.layers.quantization.base import Format, Matrix, MatrixPart, Plain, WeightSlot, WeightStorage
+from quire.layers.quantization.gguf import Tables, no_table
 from quire.ops.base import Gate, Ops
 
 Kind = TypeVar("Kind")
@@ -42,11 +55,14 @@ class ModelBuilder:
         dtype: torch.dtype,
         device: torch.device,
         format: Format = Plain,
+        tables: Tables = no_table,
     ) -> None:
         self.ops, self.parallel, self.dtype, self.device, self.format = ops, parallel, dtype, device, format
+        self.tables = tables
         self.prefix = ""
         self.slots: dict[str, list[WeightSlot]] = {}
         self.matrices: list[WeightStorage] = []
+        self.embeddings: list[WeightStorage] = []
         self.separate: list[SeparateExperts] = []
         self.ignored: list[str] = []
         self.renames: dict[str, str] = {}
@@ -71,7 +87,7 @@ class ModelBuilder:
         Slots are dropped first, so that a matrix's loaded tensors are freed as soon as it is converted.
         """
         self.slots.clear()
-        for stored in self.matrices:
+        for stored in (*self.embeddings, *self.matrices):
             stored.finalize()
         for experts in self.separate:
             experts.join()
@@ -94,8 +110,16 @@ class ModelBuilder:
         weight, bias = self.vector(f"{name}.weight", size, mean=1.0), self.vector(f"{name}.bias", size)
         return LayerNorm(weight, bias, eps, self.ops)
 
-    def embedding(self, name: str, count: int, hidden: int) -> Embedding:
+    def embedding(self, name: str, count: int, hidden: int) -> AnyEmbedding:
         """A table [count, hidden]; its random init gives logits of standard deviation 1 when it is the head, too."""
+        part = MatrixPart(self.prefix + name, count, slice(0, count))
+        matrix = Matrix((part,), hidden, slice(0, hidden), self.dtype, self.device, keep_precision=True)
+        stored = self.tables(matrix, self.ops) if self.parallel.size == 1 else None
+        if stored is not None:
+            for place in stored.slots():
+                self._add_slot(place)
+            self.embeddings.append(stored)
+            return GgufEmbedding(stored)
         data = torch.empty(count, hidden, dtype=self.dtype, device=self.device)
         cut = (slice(0, count), slice(0, hidden))
         self._add_slot(WeightSlot(f"{self.prefix}{name}.weight", (count, hidden), cut, data, std=hidden**-0.5))
@@ -140,13 +164,15 @@ class ModelBuilder:
         stored = self._store([part], count * unit, cut, bias=bias, own_bias=first, transposed=transposed)
         return RowParallelLinear(stored, self.parallel)
 
-    def head(self, name: str, hidden: int, vocab: int, tied: Embedding | None, *, soft_cap: float = 0.0) -> LMHead:
+    def head(self, name: str, hidden: int, vocab: int, tied: AnyEmbedding | None, *, soft_cap: float = 0.0) -> LMHead:
         """Hidden states to logits. tied: the embedding whose table it shares."""
         cut = shard_of(vocab, self.parallel, "logits")
         part = MatrixPart(self.prefix + name, vocab, cut)
         if tied is None:
             return LMHead(self._store([part], hidden, slice(0, hidden), keep_precision=True), self.parallel, soft_cap)
         self.ignore(f"{name}.weight")
+        if isinstance(tied, GgufEmbedding):
+            return LMHead(tied.stored, self.parallel, soft_cap)
         shared = tied.weight[cut]
         return LMHead(self._store([part], hidden, slice(0, hidden), tied_weight=shared), self.parallel, soft_cap)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from quire.ops.ragged import LayerKV, RaggedBatch
@@ -38,9 +39,10 @@ class Routing(NamedTuple):
 class QuantizedMatrix(NamedTuple):
     """A matrix [out, in] in one of two layouts. scale: float32 [out, G], G scales per row.
 
-    Scaled: weight [out, in] int8 or float8_e4m3, times its scale: column c has scale number (c + offset) // width. INT4
-    (zero and groups are not None): weight uint8 [out, in / 2], even columns in the low bits; (w - zero) scale with zero
-    [out, G]. groups [in] int64: each column's group, which is the number of its scale and zero.
+    Scaled: weight [out, in] int8 or float8_e4m3, times its scale: column c has scale number (c + offset) // width.
+    Grouped (zero and groups are not None): weight uint8 [out, in], or [out, in / 2] of 4 bits, even columns in the low
+    bits; (w - zero) scale with zero [out, G]. groups [in] int64: each column's group, which is the number of its scale
+    and zero.
     """
 
     weight: Tensor
@@ -58,7 +60,7 @@ class QuantizedMatrix(NamedTuple):
     @property
     def is_int4(self) -> bool:
         """Whether it has two numbers per byte."""
-        return self.groups is not None
+        return self.groups is not None and len(self.groups) > self.weight.shape[1]
 
     def rows(self, which: slice) -> QuantizedMatrix:
         """Some of its rows."""
@@ -67,15 +69,19 @@ class QuantizedMatrix(NamedTuple):
 
 
 class IntegerKind(IntEnum):
-    """What a word of an `IntegerMatrix` has in its upper and its lower 16 bits, for a group of columns of a row.
+    """What the words of an `IntegerMatrix` hold for columns of a row, in their upper and their lower 16 bits.
 
-    ZEROS: the scale, and -128 less the zero point in bfloat16. MINIMA: the scale, and what is subtracted after scaling.
-    PAIRS: the scales of columns 32 to 63 and 0 to 31 of 64; zero is 8 of 4 bits, and 0 of signed bytes.
+    ZEROS: of a group, the scale, and the zero point in bfloat16: less -128 of 4 bits, as it is of signed bytes. PAIRS:
+    the scales of columns 32 to 63 and 0 to 31 of 64; zero is 8 of 4 bits, and 0 of signed bytes. ROWS: one word for a
+    row, its scale in float32. SUPERBLOCKS: of 64 columns four bytes, from the lowest bits on, which float16 numbers of
+    256 columns are multiplied with: scale and minimum of columns 0 to 31 and of 32 to 63, or in groups of 16 their four
+    signed scales. Minima are subtracted after scaling.
     """
 
     ZEROS = 0
-    MINIMA = 1
+    SUPERBLOCKS = 1
     PAIRS = 2
+    ROWS = 3
 
 
 class IntegerMatrix(NamedTuple):
@@ -83,9 +89,10 @@ class IntegerMatrix(NamedTuple):
 
     weight: uint8 [B, out, 32], block by block of columns. Of 4 bits, byte j of a row of block b has columns 64 b + j
     (low bits) and 64 b + 32 + j; of 8 bits it is column 32 b + j, signed.
-    words: int32 [W, out], one for a group of columns, or for 64 (see `IntegerKind`); scales and minima are float16, or
-    bfloat16 where `half` is False. inputs: columns, without those of zeros by which they are padded. order: int64 [in],
-    columns of x in the matrix's order; None: as they are. See `ops.integer`.
+    words: int32 [W, out], see `IntegerKind`; scales are float16, or bfloat16 where `half` is False. inputs: columns,
+    without those of zeros by which they are padded. order: int64 [in], columns of x in the matrix's order; None: as
+    they are. supers: int32 [S, out], what multiplies the scales (upper 16 bits) and minima (lower) of 256 columns of
+    SUPERBLOCKS. See `ops.integer`.
     """
 
     weight: Tensor
@@ -96,6 +103,7 @@ class IntegerMatrix(NamedTuple):
     kind: IntegerKind
     half: bool = True
     order: Tensor | None = None
+    supers: Tensor | None = None
 
     @property
     def outputs(self) -> int:
@@ -107,12 +115,40 @@ class IntegerMatrix(NamedTuple):
         """Columns with padding, a multiple of 128."""
         return self.weight.shape[0] * 256 // self.bits
 
-    def rows(self, which: slice) -> IntegerMatrix:
-        """Some of its rows."""
-        return self._replace(weight=self.weight[:, which], words=self.words[:, which])
+    @property
+    def nbytes(self) -> int:
+        """Memory of numbers and scales."""
+        return self.weight.nbytes + self.words.nbytes + (0 if self.supers is None else self.supers.nbytes)
+
+    def rows(self, which: slice | Tensor) -> IntegerMatrix:
+        """Some of its rows; a tensor [T] holds their numbers."""
+        supers = None if self.supers is None else self.supers[:, which]
+        return self._replace(weight=self.weight[:, which], words=self.words[:, which], supers=supers)
 
 
-AnyMatrix = QuantizedMatrix | IntegerMatrix
+class MixedMatrix(NamedTuple):
+    """Matrices of different layouts, one below the other."""
+
+    parts: tuple[IntegerMatrix, ...]
+
+    @property
+    def outputs(self) -> int:
+        """Rows."""
+        return sum(part.outputs for part in self.parts)
+
+    def rows(self, which: slice) -> MixedMatrix:
+        """Some of its rows, in order."""
+        some, first = list[IntegerMatrix](), 0
+        wanted = range(*which.indices(self.outputs))
+        for part in self.parts:
+            begin, stop = (max(0, -(-(at - wanted.start) // wanted.step)) for at in (first, first + part.outputs))
+            own = wanted[begin:stop]
+            some += [part.rows(slice(own.start - first, own.stop - first, own.step))] if len(own) else []
+            first += part.outputs
+        return MixedMatrix(tuple(some))
+
+
+AnyMatrix = QuantizedMatrix | IntegerMatrix | MixedMatrix
 """A quantized matrix."""
 
 
@@ -129,8 +165,16 @@ class Ops(Protocol):
         Optional: `attention` and `qk_norm_rope_store_kv` take any RaggedBatch. Its tensors must not change afterwards.
         """
 
+    @property
+    def multiplies_integers(self) -> bool:
+        """Whether products with an `IntegerMatrix` read it as it is, so that it is better than the same numbers as
+        floats."""
+
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """tokens [T], weight [V, hidden] -> [T, hidden]."""
+
+    def integer_embedding(self, tokens: Tensor, matrix: IntegerMatrix, dtype: torch.dtype) -> Tensor:
+        """As `embedding`, with a matrix of integers, in dtype."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """x [T, in], weight [out, in], bias [out] -> [T, out]; with a gate [T, out / 2], see `Gate`."""

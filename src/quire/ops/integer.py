@@ -1,7 +1,7 @@
 """Matrices of integers of 4 and 8 bits with scales for groups of columns: into the layout of the kernels, and back.
 
 The layout is `IntegerMatrix`. What it cannot hold stays a `QuantizedMatrix`: groups of other sizes than 32 or multiples
-of 64, and scales that neither float16 nor bfloat16 holds.
+of 64, and scales of groups that neither float16 nor bfloat16 holds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.ops.base import IntegerKind, IntegerMatrix, QuantizedMatrix
 
 WIDE = 32
-"""Bytes of a row that lie together."""
+"""Columns of a group, at least, but for those of 16; and bytes of a row that lie together."""
 
 UNIT = 128
 """What columns are padded to a multiple of."""
@@ -23,20 +23,40 @@ PRECISE = 2.0**-11
 
 
 def integers_of(matrix: QuantizedMatrix) -> IntegerMatrix | None:
-    """An INT4 matrix in the layout of the kernels; None where it cannot be."""
-    if matrix.zero is None or matrix.groups is None:
+    """A matrix of integers in the layout of the kernels; None where it cannot be."""
+    if matrix.weight.dtype not in (torch.int8, torch.uint8):
         return None
-    order, group, first, count = regular(matrix.groups)
+    if matrix.groups is None and matrix.scale.shape[1] == 1:
+        return pack_rows(matrix.weight, matrix.scale)
+    inputs, groups = matrix.weight.shape[1], matrix.groups
+    if groups is None:
+        groups = (torch.arange(inputs, device=matrix.weight.device) + matrix.offset) // matrix.width
+    order, group, first, count = regular(groups)
     half = held_by(matrix.scale)
     if group == 0 or half is None:
         return None
-    numbers = torch.stack((matrix.weight & 15, matrix.weight >> 4), -1).flatten(1)
+    numbers, zero = signed(matrix)
     if order is not None:
         numbers = numbers.index_select(1, order)
-    scale, zero = (each[:, first : first + count] for each in (matrix.scale, matrix.zero))
     kept = min(group, UNIT)
-    scale, zero = (each.repeat_interleave(group // kept, 1) for each in (scale, zero))
+    scale, zero = (
+        None if each is None else each[:, first : first + count].repeat_interleave(group // kept, 1)
+        for each in (matrix.scale, zero)
+    )
+    assert scale is not None
+    if zero is None and kept > WIDE:
+        zero = torch.zeros_like(scale)
     return pack_integers(numbers, kept, scale, zero=zero, half=half)._replace(order=order)
+
+
+def signed(matrix: QuantizedMatrix) -> tuple[Tensor, Tensor | None]:
+    """Numbers [out, in] as `pack_integers` wants them, and their zero points."""
+    weight, zero = matrix.weight, matrix.zero
+    if matrix.is_int4:
+        return torch.stack((weight & 15, weight >> 4), -1).flatten(1), zero
+    if zero is None:
+        return weight, None
+    return (weight ^ 128).view(torch.int8), zero.float() - 128
 
 
 def regular(groups: Tensor) -> tuple[Tensor | None, int, int, int]:
@@ -67,39 +87,55 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def pack_integers(
-    numbers: Tensor,
-    group: int,
-    scale: Tensor,
-    *,
-    zero: Tensor | None = None,
-    minimum: Tensor | None = None,
-    half: bool = True,
+    numbers: Tensor, group: int, scale: Tensor, *, zero: Tensor | None = None, half: bool = True
 ) -> IntegerMatrix:
-    """numbers [out, in], 0 to 15 in uint8 or signed in int8, scale [out, G] of groups of so many columns: 32, 64, 128.
-
-    4 bits are less `zero` [out, G], or times the scale less `minimum` [out, G], of which only groups of 32 have one;
-    without either zero is 8, and groups are of 32, as those of 8 bits are.
-    """
-    inputs = numbers.shape[1]
-    bits = 8 if numbers.dtype is torch.int8 else 4
-    missing = -inputs % UNIT
-    padded = F.pad(numbers.view(torch.uint8), (0, missing))
-    words = -(-(inputs + missing) // group)
+    """numbers [out, in], 0 to 15 in uint8 or signed in int8, less `zero` [out, G], times scale [out, G] of groups of so
+    many columns: 32, 64, 128. Without zero points, zero is 8 of 4 bits and 0 of 8, and groups are of 32."""
+    padded, bits = filled(numbers)
+    words = padded.shape[1] // group
     scale = F.pad(scale, (0, words - scale.shape[1]))
     if zero is not None:
-        kind, lower = IntegerKind.ZEROS, F.pad(-128.0 - zero.float(), (0, words - zero.shape[1]))
-        lower = lower.bfloat16().view(torch.int16)
-    elif minimum is not None:
-        kind, lower = IntegerKind.MINIMA, bits_of(F.pad(minimum, (0, words - minimum.shape[1])), half)
+        kind, exact = IntegerKind.ZEROS, F.pad(zero.float(), (0, words - zero.shape[1]))
+        lower = bits_of(-128.0 - exact if bits == 4 else exact, False)
     else:
         kind, lower, scale = IntegerKind.PAIRS, bits_of(scale[:, ::2], half), scale[:, 1::2]
-    held = (bits_of(scale, half).int() << 16) | (lower.int() & 0xFFFF)
-    return IntegerMatrix(blocks_of(padded, bits), held.t().contiguous(), inputs, bits, group, kind, half)
+    held = both(bits_of(scale, half), lower)
+    return IntegerMatrix(blocks_of(padded, bits), held, numbers.shape[1], bits, group, kind, half)
+
+
+def pack_rows(numbers: Tensor, scale: Tensor) -> IntegerMatrix:
+    """numbers int8 [out, in] times scale float32 [out, 1]."""
+    padded, bits = filled(numbers)
+    held = scale.float().view(torch.int32).t().contiguous()
+    return IntegerMatrix(blocks_of(padded, bits), held, numbers.shape[1], bits, UNIT, IntegerKind.ROWS)
+
+
+def pack_superblocks(numbers: Tensor, group: int, scales: Tensor, supers: Tensor) -> IntegerMatrix:
+    """Blocks of 256 columns as in GGUF's K types. numbers [out, in], 0 to 15 in uint8 or signed in int8; scales uint8
+    [out, in / 16], scale and minimum of each group of 32 in turn, or signed scales of groups of 16; supers float16
+    [out, in / 256, 2], what scales and minima are multiplied with."""
+    inputs, bits = numbers.shape[1], 8 if numbers.dtype is torch.int8 else 4
+    about = supers.contiguous().view(torch.int16)
+    words = scales.contiguous().view(torch.int32).t().contiguous()
+    blocks = blocks_of(numbers.view(torch.uint8), bits)
+    held = both(about[..., 0], about[..., 1])
+    return IntegerMatrix(blocks, words, inputs, bits, group, IntegerKind.SUPERBLOCKS, supers=held)
+
+
+def filled(numbers: Tensor) -> tuple[Tensor, int]:
+    """(numbers with columns of zeros up to a multiple of UNIT, as bytes; their bits)."""
+    missing = -numbers.shape[1] % UNIT
+    return F.pad(numbers.contiguous().view(torch.uint8), (0, missing)), 8 if numbers.dtype is torch.int8 else 4
 
 
 def bits_of(values: Tensor, half: bool) -> Tensor:
     """Values as float16 or bfloat16, as int16."""
     return values.to(HALVES[not half]).contiguous().view(torch.int16)
+
+
+def both(upper: Tensor, lower: Tensor) -> Tensor:
+    """int16 [out, W], twice -> int32 [W, out]."""
+    return ((upper.int() << 16) | (lower.int() & 0xFFFF)).t().contiguous()
 
 
 def blocks_of(numbers: Tensor, bits: int) -> Tensor:
@@ -114,25 +150,47 @@ def blocks_of(numbers: Tensor, bits: int) -> Tensor:
 def dequantize_integers(matrix: IntegerMatrix) -> Tensor:
     """The numbers of a matrix, float32 [out, in], in the order of x."""
     stored = matrix.weight.transpose(0, 1)
-    words = matrix.words.t().contiguous()
-    upper, lower = ((words >> shift).to(torch.int16) for shift in (16, 0))
-    scale = upper.view(HALVES[not matrix.half]).float()
     if matrix.bits == 8:
         exact = stored.view(torch.int8).float().flatten(1)
     else:
         exact = torch.stack((stored & 15, stored >> 4), 2).flatten(1).float()
-    minimum: Tensor | float = 0.0
-    if matrix.kind is IntegerKind.ZEROS:
-        exact += spread(128.0 + lower.view(torch.bfloat16).float(), matrix)
-    elif matrix.kind is IntegerKind.MINIMA:
-        minimum = spread(lower.view(HALVES[not matrix.half]).float(), matrix)
-    else:
-        scale = torch.stack((lower.view(HALVES[not matrix.half]).float(), scale), -1).flatten(1)
-        exact -= 8.0 if matrix.bits == 4 else 0.0
-    ordered = exact.mul_(spread(scale, matrix)).sub_(minimum)[:, : matrix.inputs]
+    scale, zero, minimum = scales_of(matrix)
+    if zero is not None:
+        exact -= spread(zero, matrix)
+    exact *= spread(scale, matrix)
+    if minimum is not None:
+        exact -= spread(minimum, matrix)
+    ordered = exact[:, : matrix.inputs]
     return ordered if matrix.order is None else torch.empty_like(ordered).index_copy_(1, matrix.order, ordered)
 
 
+def scales_of(matrix: IntegerMatrix) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Scales, zero points and minima, float32 [out, G] of as many groups as there are; None: zero."""
+    words = matrix.words.t().contiguous()
+    if matrix.kind is IntegerKind.ROWS:
+        return words.view(torch.float32), None, None
+    upper, lower = halves_of(words, matrix.half)
+    if matrix.kind is IntegerKind.ZEROS:
+        zero = halves_of(words, False)[1]
+        return upper, -128.0 - zero if matrix.bits == 4 else zero, None
+    if matrix.kind is IntegerKind.PAIRS:
+        scale = torch.stack((lower, upper), -1).flatten(1)
+        return scale, torch.full_like(scale, 8.0) if matrix.bits == 4 else None, None
+    assert matrix.supers is not None
+    scale, minimum = halves_of(matrix.supers.t().contiguous(), True)
+    parts = words.view(torch.uint8).view(len(words), -1, 16)
+    if matrix.group < WIDE:
+        return (parts.view(torch.int8).float() * scale[..., None]).flatten(1), None, None
+    scale, minimum = (parts[..., i::2].float() * each[..., None] for i, each in enumerate((scale, minimum)))
+    return scale.flatten(1), None, minimum.flatten(1)
+
+
+def halves_of(words: Tensor, half: bool) -> tuple[Tensor, Tensor]:
+    """The numbers in the upper and lower 16 bits of words, float32."""
+    upper, lower = ((words >> shift).to(torch.int16).view(HALVES[not half]).float() for shift in (16, 0))
+    return upper, lower
+
+
 def spread(values: Tensor, matrix: IntegerMatrix) -> Tensor:
-    """[out, G] -> [out, padded columns]."""
-    return values.repeat_interleave(matrix.group, 1)
+    """[out, G] -> [out, padded columns], or [out, 1]."""
+    return values if values.shape[1] == 1 else values.repeat_interleave(matrix.padded // values.shape[1], 1)

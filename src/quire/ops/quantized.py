@@ -2,8 +2,8 @@
 kernels.
 
 Every supported format has one of two layouts. Scaled: one number per byte (int8, or e4m3: float8 with four bits of
-exponent and three of mantissa, Micikevicius et al. 2022), and a scale for every `width` columns of a row. INT4: two
-numbers per byte, the even column's in the low bits, with a scale and a zero point for every group of columns of a row.
+exponent and three of mantissa, Micikevicius et al. 2022), and a scale for every `width` columns of a row. Grouped: one
+number per byte or two, the even column's in the low bits, with a scale and a zero point for every group of columns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import AnyMatrix, Gate, IntegerMatrix, QuantizedMatrix, Routing
+from quire.ops.base import AnyMatrix, Gate, IntegerMatrix, MixedMatrix, QuantizedMatrix, Routing
 from quire.ops.integer import dequantize_integers
 from quire.ops.matmul import by_expert, combine_experts, through_experts
 from quire.ops.ragged import RaggedBatch
@@ -36,9 +36,11 @@ def dequantize(matrix: AnyMatrix) -> Tensor:
     """The numbers of a matrix, float32 [out, in]."""
     if isinstance(matrix, IntegerMatrix):
         return dequantize_integers(matrix)
+    if isinstance(matrix, MixedMatrix):
+        return torch.cat([dequantize_integers(part) for part in matrix.parts])
     weight, scale = matrix.weight, matrix.scale
     if matrix.zero is not None and matrix.groups is not None:
-        numbers = torch.stack((weight & 15, weight >> 4), -1).flatten(1).float()
+        numbers = (torch.stack((weight & 15, weight >> 4), -1).flatten(1) if matrix.is_int4 else weight).float()
         zero = matrix.zero.float().index_select(1, matrix.groups)
         return numbers.sub_(zero).mul_(scale.index_select(1, matrix.groups))
     exact = weight.float()
@@ -69,6 +71,7 @@ class BaseOps(ABC):
     """What implementations of `Ops` have in common; quantized products dequantize the matrix at each call."""
 
     rows = UNLIMITED
+    multiplies_integers = False
 
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
@@ -85,6 +88,10 @@ class BaseOps(ABC):
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """See `Ops.embedding`."""
         return F.embedding(tokens, weight)
+
+    def integer_embedding(self, tokens: Tensor, matrix: IntegerMatrix, dtype: torch.dtype) -> Tensor:
+        """See `Ops.integer_embedding`."""
+        return dequantize(matrix.rows(tokens)).to(dtype)
 
     def apply_gate(self, y: Tensor, gate: Gate) -> Tensor:
         """See `Ops.apply_gate`."""

@@ -23,7 +23,8 @@ class TensorEntry:
     dtype: of what `read` returns. order: (file, position); entries read in this order read their files from front to
     back. kind: how it is stored, as its format names it ('BF16', 'Q4_K'). size: bytes on disk. read: returns a cut of
     the tensor on the CPU, and raises InvalidModel for a file that ends too soon. copy: what `read_into` does, where
-    there is a faster way than `read` and a copy.
+    there is a faster way than `read` and a copy. stored: of quantized blocks, the bytes of the same rows, uint8 [..,
+    rows, bytes of a row].
     """
 
     dtype: torch.dtype
@@ -33,6 +34,7 @@ class TensorEntry:
     size: int
     read: Callable[[Cut], Tensor]
     copy: Callable[[Cut, Tensor], None] | None = None
+    stored: TensorEntry | None = None
 
     def read_into(self, cut: Cut, target: Tensor) -> None:
         """Read a cut into a tensor of its shape, of any dtype and on any device."""
@@ -48,11 +50,16 @@ class TensorEntry:
         def read(cut: Cut) -> Tensor:
             return self.read((slice(number, number + 1), *cut))[0]
 
-        return replace(self, shape=self.shape[1:], size=size, read=read, copy=None)
+        stored = self.stored and self.stored.part(number)
+        return replace(self, shape=self.shape[1:], size=size, read=read, copy=None, stored=stored)
 
-    def transformed(self, shape: tuple[int, ...], change: Callable[[Tensor], Tensor]) -> TensorEntry:
-        """The tensor of `shape` that `change` makes of the whole one."""
-        return replace(self, shape=shape, read=lambda cut: change(self.read(()))[cut], copy=None)
+    def transformed(
+        self, shape: tuple[int, ...], change: Callable[[Tensor], Tensor], *, rows_only: bool = False
+    ) -> TensorEntry:
+        """The tensor of `shape` that `change` makes of the whole one. rows_only: it only moves rows, and so those of
+        `stored`."""
+        stored = self.stored.transformed(self.stored.shape, change) if rows_only and self.stored else None
+        return replace(self, shape=shape, read=lambda cut: change(self.read(()))[cut], copy=None, stored=stored)
 
 
 def file_entry(file: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...], kind: str = "") -> TensorEntry:

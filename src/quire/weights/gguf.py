@@ -35,6 +35,7 @@ KINDS: Mapping[int, Kind] = {
     2: Kind("Q4_0", 32, 18),
     8: Kind("Q8_0", 32, 34),
     12: Kind("Q4_K", 256, 144),
+    13: Kind("Q5_K", 256, 176),
     14: Kind("Q6_K", 256, 210),
 }
 """Storage types that can be read, by their number in the file."""
@@ -45,7 +46,6 @@ OTHERS: Mapping[int, str] = {
     7: "Q5_1",
     10: "Q2_K",
     11: "Q3_K",
-    13: "Q5_K",
     16: "IQ2_XXS",
     20: "IQ4_NL",
     23: "IQ4_XS",

@@ -1,15 +1,16 @@
-"""A GGUF file as a config.json and a checkpoint of transformers: names, layouts, and numbers of quantized blocks."""
+"""A GGUF file as a config.json and a checkpoint of transformers: names and layouts."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel, nearest
+from quire.ops.gguf_blocks import BLOCKS
 from quire.weights.entries import Cut, TensorEntry, file_entry, read_tensor
 from quire.weights.gguf import Gguf, GgufTensorInfo
 
@@ -57,7 +58,7 @@ NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
 def block_entry(gguf: Gguf, info: GgufTensorInfo) -> TensorEntry:
-    """A tensor stored in quantized blocks, read as float32, whole rows at a time."""
+    """A tensor stored in quantized blocks, read as float32, whole rows at a time, or as bytes."""
     kind = info.kind
     row = info.size // info.shape[0]
 
@@ -65,10 +66,13 @@ def block_entry(gguf: Gguf, info: GgufTensorInfo) -> TensorEntry:
         first, last, _ = (cut[0] if cut else slice(None)).indices(info.shape[0])
         raw = torch.empty((last - first) * row // kind.size, kind.size, dtype=torch.uint8)
         read_tensor(gguf.path, info.start + first * row, raw)
-        whole = BLOCKS[kind.name](raw).view(last - first, *info.shape[1:])
+        whole = BLOCKS[kind.name](raw).values().view(last - first, *info.shape[1:])
         return whole[(slice(None), *cut[1:])]
 
-    return TensorEntry(torch.float32, info.shape, (gguf.path.name, info.start), kind.name, info.size, read)
+    bytes_of_row = info.shape[-1] // kind.block * kind.size
+    stored = file_entry(gguf.path, info.start, torch.uint8, (*info.shape[:-1], bytes_of_row), kind.name)
+    order = gguf.path.name, info.start
+    return TensorEntry(torch.float32, info.shape, order, kind.name, info.size, read, stored=stored)
 
 
 def gguf_entries(gguf: Gguf) -> dict[str, TensorEntry]:
@@ -113,7 +117,7 @@ def restored(gguf: Gguf, name: str, theirs: str, entry: TensorEntry) -> TensorEn
     """Undo a converter's changes: Llama's interleaved heads, Gemma's norms plus 1, GPT-2's transposed matrices."""
     if gguf.architecture == "llama" and re.search(r"\.attn_[qk]\.", name):
         heads = gguf.get("attention.head_count") if ".attn_q." in name else kv_heads(gguf)
-        return entry.transformed(entry.shape, lambda whole: halves(whole, heads))
+        return entry.transformed(entry.shape, lambda whole: halves(whole, heads), rows_only=True)
     if gguf.architecture.startswith("gemma") and name.endswith("norm.weight"):
         return entry.transformed(entry.shape, lambda whole: whole.float() - 1.0)
     if gguf.architecture == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight$", theirs):
@@ -209,49 +213,3 @@ ARCHITECTURES: Mapping[str, str] = {
     "gemma3": "Gemma3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
-
-
-# ---------------------------------------------------------------- blocks, as in ggml-common.h and ggml-quants.c
-
-
-def float16(raw: Tensor) -> Tensor:
-    """Bytes [N, 2 n] -> float32 [N, n]: the float16 they are."""
-    return raw.contiguous().view(torch.float16).float()
-
-
-def q8_0(raw: Tensor) -> Tensor:
-    """d float16, then 32 int8: d q."""
-    return raw[:, 2:].view(torch.int8).float() * float16(raw[:, :2])
-
-
-def q4_0(raw: Tensor) -> Tensor:
-    """d float16, then 16 bytes, low halves the first 16 numbers: d (q - 8)."""
-    numbers = torch.cat((raw[:, 2:] & 15, raw[:, 2:] >> 4), 1)
-    return (numbers.float() - 8) * float16(raw[:, :2])
-
-
-def q4_k(raw: Tensor) -> Tensor:
-    """d and dmin float16, 12 bytes of eight 6-bit scales and minima, 128 bytes of 4-bit numbers: d s q - dmin m."""
-    about, packed = raw[:, 4:16], raw[:, 16:]
-    low, high = about[:, :8] & 63, about[:, 8:]
-    upper = (about[:, :8] >> 6) << 4
-    scales = torch.cat((low[:, :4], (high & 15) | upper[:, :4]), 1).float() * float16(raw[:, :2])
-    minima = torch.cat((low[:, 4:], (high >> 4) | upper[:, 4:]), 1).float() * float16(raw[:, 2:4])
-    pairs = packed.view(-1, 4, 32)
-    numbers = torch.stack((pairs & 15, pairs >> 4), 2).view(-1, 8, 32).float()
-    return (numbers * scales[..., None] - minima[..., None]).flatten(1)
-
-
-def q6_k(raw: Tensor) -> Tensor:
-    """128 bytes of low halves, 64 of upper two bits, 16 int8 scales, d float16: d s (q - 32)."""
-    low, high = raw[:, :128].view(-1, 2, 64), raw[:, 128:192].view(-1, 2, 32)
-    scales = raw[:, 192:208].contiguous().view(torch.int8).float() * float16(raw[:, 208:])
-    fours = torch.stack((low[..., :32] & 15, low[..., 32:] & 15, low[..., :32] >> 4, low[..., 32:] >> 4), 2)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
-    twos = (high[:, :, None] >> shifts) & 3
-    numbers = (fours | (twos << 4)).reshape(-1, 16, 16).float() - 32
-    return (numbers * scales[..., None]).flatten(1)
-
-
-BLOCKS: Mapping[str, Callable[[Tensor], Tensor]] = {"Q8_0": q8_0, "Q4_0": q4_0, "Q4_K": q4_k, "Q6_K": q6_k}
-"""Bytes [N, bytes a block] -> float32 [N, numbers a block]."""

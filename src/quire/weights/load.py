@@ -16,6 +16,7 @@ from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
 from quire.layers.linear import ParallelGroup
 from quire.layers.quantization.base import Format, Plain, WeightSlot
+from quire.layers.quantization.gguf import GgufFormat, StoredBlocks, Tables, no_table
 from quire.layers.quantization.packed import SMALL, packed_if_large
 from quire.layers.quantization.scaled import OnlineQuantization
 from quire.models.registry import Model, build_model, read_spec
@@ -26,6 +27,7 @@ from quire.ops.reference import ReferenceOps
 from quire.weights.canary import Canary
 from quire.weights.entries import TensorEntry
 from quire.weights.files import Checkpoint, listed, read_config
+from quire.weights.gguf import KINDS
 from quire.weights.schemes import AUTO, IGNORED_TENSORS, CheckpointFormat, choose_format
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -76,11 +78,11 @@ def load_model(
     spec = read_spec(config)
     checkpoint = None if load_format == "dummy" else Checkpoint(folder)
     number = choose_dtype(dtype, spec, checkpoint, device)
-    format = choose_format(
-        config, quantization, choose_plain_format(number, device, draft), checkpoint.entries if checkpoint else {}
-    )
+    ops, entries = ops or ReferenceOps(), checkpoint.entries if checkpoint else {}
+    plain, tables = kept_as_stored(choose_plain_format(number, device, draft), ops, entries)
+    format = choose_format(config, quantization, plain, entries)
     build = ModelBuilder(
-        ops=ops or ReferenceOps(), parallel=parallel or ParallelGroup(), dtype=number, device=device, format=format
+        ops=ops, parallel=parallel or ParallelGroup(), dtype=number, device=device, format=format, tables=tables
     )
     build.ignore(*(IGNORED_TENSORS if isinstance(format, CheckpointFormat) else ()))
     with torch.inference_mode():
@@ -130,6 +132,25 @@ def choose_plain_format(dtype: torch.dtype, device: torch.device, draft: bool) -
     return partial(packed_if_large, spare=[], least=least) if can_pack(dtype, device) else Plain
 
 
+def kept_as_stored(plain: Format, ops: Ops, entries: Mapping[str, TensorEntry]) -> tuple[Format, Tables]:
+    """Formats of matrices and embeddings that keep GGUF's blocks, where there are any and kernels multiply them."""
+    blocks = stored_blocks(entries) if ops.multiplies_integers else {}
+    kept = GgufFormat(plain, blocks)
+    return (kept, kept.table) if blocks else (plain, no_table)
+
+
+def stored_blocks(entries: Mapping[str, TensorEntry]) -> Mapping[str, StoredBlocks]:
+    """How tensors in quantized blocks are stored, by name. None of a mixture of experts, whose kernels want floats."""
+    if any(".experts." in name for name in entries):
+        return {}
+    kinds = {kind.name: kind for kind in KINDS.values()}
+    return {
+        name: StoredBlocks(entry.kind, kinds[entry.kind].block, kinds[entry.kind].size)
+        for name, entry in entries.items()
+        if entry.stored is not None
+    }
+
+
 def load_weights(build: ModelBuilder, checkpoint: Checkpoint, progress: Progress) -> None:
     """Fill every slot from the checkpoint, in the order of the files."""
     entries = named(build, checkpoint)
@@ -174,6 +195,8 @@ def named(build: ModelBuilder, checkpoint: Checkpoint) -> Mapping[str, TensorEnt
     OpenAI's GPT-2).
     """
     entries = {renamed(name, build.renames): entry for name, entry in checkpoint.entries.items()}
+    bytewise = (name for name, places in build.slots.items() if places[0].stored_dtype is torch.uint8)
+    entries |= {name: entry.stored for name in bytewise if (entry := entries.get(name)) and entry.stored}
     longer = {name.partition(".")[2]: name for name in build.slots if name not in entries}
     body = {name.partition(".")[0] + "." for name in longer.values() if name.partition(".")[2] in entries}
     if len(body) != 1:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.errors import InvalidModel, nearest
 from quire.layers.quantization.base import Format, Layout, Matrix, WeightStorage
-from quire.layers.quantization.int4 import Int4Scheme
+from quire.layers.quantization.integers import IntegerScheme
 from quire.layers.quantization.scaled import ROW, TILE, OnlineQuantization, ScaleScheme
 from quire.models.spec import Config
 from quire.ops.base import Ops
@@ -147,17 +147,17 @@ def read_awq(config: Config) -> Scheme:
             f"{config.where}: AWQ of {bits} bits, version {version!r}: only 4 bits, version 'gemm' is read"
         )
     group = config.fields.get("group_size", config.fields.get("q_group_size", 128))
-    return Scheme("awq", Int4Scheme("awq", size(config, group)), names(config, "modules_to_not_convert"))
+    return Scheme("awq", IntegerScheme("awq", size(config, group)), names(config, "modules_to_not_convert"))
 
 
 def read_gptq(config: Config) -> Scheme:
-    """GPTQ (Frantar et al. 2022), 4 bits. The first version of the layout stores zero points less 1."""
+    """GPTQ (Frantar et al. 2022), 4 or 8 bits. The first version of the layout stores zero points less 1."""
     bits = config.get(int, "bits", default=4)
-    if bits != 4:
-        raise InvalidModel(f"{config.where}: GPTQ of {bits} bits is not supported: only 4")
+    if bits not in (4, 8):
+        raise InvalidModel(f"{config.where}: GPTQ of {bits} bits is not supported: only 4 and 8")
     more = 0 if config.get(str, "checkpoint_format", default="gptq") == "gptq_v2" else 1
     group = size(config, config.fields.get("group_size", 128))
-    return Scheme("gptq", Int4Scheme("gptq", group, more=more, ordered=True))
+    return Scheme("gptq", IntegerScheme("gptq", group, more=more, ordered=True, bits=bits))
 
 
 def read_compressed(config: Config) -> Scheme:
@@ -173,14 +173,14 @@ def read_compressed(config: Config) -> Scheme:
     ordered = weights.fields.get("actorder") in ("group", True)
     symmetric = weights.get(bool, "symmetric", default=True)
     block = block_of(weights)
-    if kind == "int" and bits == 4 and packed and block[0] == 1:
-        return Scheme(
-            "compressed-tensors", Int4Scheme("packed", block[1], zeros=not symmetric, ordered=ordered), skipped
-        )
+    zeros = bits == 8 and (ordered or not symmetric)
+    if kind == "int" and packed and block[0] == 1 and (bits == 4 or zeros):
+        layout = IntegerScheme("packed", block[1], zeros=not symmetric, ordered=ordered, bits=bits)
+        return Scheme("compressed-tensors", layout, skipped)
     if (kind, bits) not in (("int", 8), ("float", 8)) or not symmetric or ordered:
         raise InvalidModel(
             f"{config.where}: {kind}{bits} weights{'' if symmetric else ' with zero points'} are not supported so "
-            "(known: float8, int8 and packed int4)"
+            "(known: float8, int8, and packed int4 and int8)"
         )
     dtype, rounds = (E4M3, False) if kind == "float" else (torch.int8, bool(acts.fields))
     if rounds and (acts.get(int, "num_bits", default=8) != 8 or block[1] != UNLIMITED):

@@ -126,6 +126,11 @@ def everything(ops: TritonOps) -> None:
             ops.quantized_linear(halves(rows, 4096), matrix)
             ops.quantized_linear(halves(rows, 4096), matrix, None, "silu")
         ops.quantized_linear(halves(1, 4096, dtype=torch.float16), matrix)
+        ops.integer_embedding(torch.empty(4, dtype=torch.int64), matrix, BF16)
+    for rows in (1, 16, 64, 300):
+        weight = torch.empty(6144, 4096, dtype=torch.int8)
+        ops.int8_linear(halves(rows, 4096), weight, torch.empty(6144, 1))
+        ops.int8_linear(halves(rows, 4096), weight, torch.empty(6144, 1), None, "silu")
     names = (*COUNTERS, *COLUMNS)
     floats = [name for name, column in COLUMNS.items() if not column.is_integer]
     columns = {name: ints(8) for name in names} | {name: torch.empty(8) for name in floats}
@@ -154,13 +159,19 @@ def mixture(
 
 def integers() -> list[IntegerMatrix]:
     """One of each kind."""
-    zeros, minima, pairs = IntegerKind
+    zeros, superblocks, pairs, row = IntegerKind
+    width = {superblocks: 64, pairs: 64, row: 4096}
 
     def made(bits: int, group: int, kind: IntegerKind) -> IntegerMatrix:
         weight = torch.empty(4096 * bits // 256, 6144, 32, dtype=torch.uint8)
-        return IntegerMatrix(weight, ints(4096 // (64 if kind is pairs else group), 6144), 4096, bits, group, kind)
+        words, supers = ints(4096 // width.get(kind, group), 6144), ints(16, 6144)
+        return IntegerMatrix(weight, words, 4096, bits, group, kind, supers=supers)
 
-    return [made(4, 128, zeros), made(4, 32, zeros), made(4, 32, minima), made(4, 32, pairs), made(8, 32, pairs)]
+    return [
+        *(made(4, 128, zeros), made(4, 32, zeros), made(4, 32, superblocks), made(4, 32, pairs)),
+        *(made(8, 32, pairs), made(8, 128, zeros), made(8, 128, row), made(8, 32, superblocks)),
+        made(8, 16, superblocks),
+    ]
 
 
 def float8_mixture(ops: TritonOps, tokens: int, width: int) -> None:

@@ -34,7 +34,7 @@ def alike(monkeypatch: pytest.MonkeyPatch) -> None:
         left, right = floats(a), floats(b)
         total = d.data.copy()
         for i in range(left.shape[1]):
-            total += left[:, i, None] * right[i]
+            np.add(total, left[:, i, None] * right[i], out=total, casting="unsafe")
         return interpreter.TensorHandle(total, d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import Gate, IntegerMatrix, QuantizedMatrix
-from quire.ops.integer import dequantize_integers, pack_integers
+from quire.ops.integer import dequantize_integers, pack_integers, pack_rows, pack_superblocks
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
 from quire.ops.triton.integer_gemm import (
@@ -29,26 +29,42 @@ CARD, REFERENCE = DeviceInfo.of(DEVICE), ReferenceOps()
 ARRIVED = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE)
 KINDS = pytest.mark.parametrize(
     ("kind", "group"),
-    [("zeros", 128), ("zeros", 64), ("zeros", 32), ("minima", 32), ("nibbles", 32), ("bytes", 32)],
-    ids=["zeros of 128", "zeros of 64", "zeros of 32", "minima", "nibbles", "bytes"],
+    [
+        *(("zeros", 128), ("zeros", 64), ("zeros", 32), ("nibbles", 32), ("bytes", 32), ("rows", 128)),
+        *(("byte zeros", 128), ("byte zeros", 32), ("q4_k", 32), ("q5_k", 32), ("q6_k", 16)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"of {value}",
 )
 GATES = pytest.mark.parametrize("gate", ["", "silu"])
 
 
 def made(kind: str, group: int, outputs: int, inputs: int, half: bool = True) -> IntegerMatrix:
-    """A random matrix."""
+    """A random matrix. Superblocks have a multiple of 256 inputs, and at least so many as asked for."""
+    if kind.startswith("q"):
+        return superblocks(kind, group, outputs, -(-inputs // 256) * 256)
     count, dtype = -(-inputs // group), torch.float16 if half else torch.bfloat16
     scale = (torch.rand(outputs, count, device=DEVICE) + 0.1).to(dtype).float()
-    if kind == "bytes":
+    if kind in ("bytes", "byte zeros", "rows"):
         numbers = torch.randint(-128, 128, (outputs, inputs), device=DEVICE).to(torch.int8)
-        return pack_integers(numbers, group, scale / 16, half=half)
+        if kind == "rows":
+            return pack_rows(numbers, scale[:, :1] / 17)
+        zero = torch.randint(-128, 129, (outputs, count), device=DEVICE) if kind == "byte zeros" else None
+        return pack_integers(numbers, group, scale / 16, zero=zero, half=half)
     numbers = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device=DEVICE)
     if kind == "zeros":
         zero = torch.randint(0, 17, (outputs, count), device=DEVICE)
         return pack_integers(numbers, group, scale, zero=zero, half=half)
-    if kind == "minima":
-        return pack_integers(numbers, group, scale, minimum=scale * 6, half=half)
     return pack_integers(numbers, group, scale, half=half)
+
+
+def superblocks(kind: str, group: int, outputs: int, inputs: int) -> IntegerMatrix:
+    """A random matrix as GGUF has them."""
+    supers = (torch.rand(outputs, inputs // 256, 2, device=DEVICE) / 64 + 0.002).half()
+    low, high = (-128, 128) if kind == "q6_k" else (0, 64)
+    scales = torch.randint(low, high, (outputs, inputs // 16), device=DEVICE).to(torch.int8).view(torch.uint8)
+    low, high, dtype = {"q4_k": (0, 16, torch.uint8), "q5_k": (0, 32, torch.int8), "q6_k": (-32, 32, torch.int8)}[kind]
+    numbers = torch.randint(low, high, (outputs, inputs), device=DEVICE).to(dtype)
+    return pack_superblocks(numbers, group, scales, supers)
 
 
 def off(got: Tensor, want: Tensor) -> float:
@@ -61,6 +77,8 @@ def off(got: Tensor, want: Tensor) -> float:
 def test_a_matrix_is_dequantized_to_the_bit(kind: str, group: int, half: bool) -> None:
     torch.manual_seed(0)
     matrix = made(kind, group, 20, 200, half)
+    chosen = torch.tensor([7, 0, 19, 7], device=DEVICE)
+    assert torch.equal(dequantize(matrix, torch.float32, CARD, chosen=chosen), dequantize_integers(matrix)[chosen])
     assert torch.equal(dequantize(matrix, torch.float32, CARD), dequantize_integers(matrix))
     assert torch.equal(dequantize(matrix, torch.float32, CARD, slice(3, 19)), dequantize_integers(matrix)[3:19])
 
@@ -71,7 +89,7 @@ def test_a_product_is_that_of_the_dequantized_matrix(kind: str, group: int, gate
     torch.manual_seed(0)
     matrix = made(kind, group, 40, 200)
     for rows, how in ((3, GemmConfig(8, 16, 128, 2, 3)), (20, GemmConfig(16, 32, 64, 2, 2))):
-        x, bias = torch.randn(rows, 200, device=DEVICE), torch.randn(40, device=DEVICE)
+        x, bias = torch.randn(rows, matrix.inputs, device=DEVICE), torch.randn(40, device=DEVICE)
         got = integer_linear(x, matrix, bias, how, CARD, ARRIVED, gate)
         assert off(got, REFERENCE.linear(x, dequantize_integers(matrix), bias, gate)) < 1e-5
 
@@ -87,7 +105,9 @@ def test_inputs_cut_into_runs_add_up_whichever_program_ends_last(gate: Gate) -> 
         assert not ARRIVED.any(), "counters are left as they were found"
 
 
-@KINDS
+@pytest.mark.parametrize(
+    ("kind", "group"), [("zeros", 128), ("zeros", 32), ("nibbles", 32), ("rows", 128), ("q4_k", 32), ("q6_k", 16)]
+)
 @GATES
 @pytest.mark.parametrize(("rows", "how"), [(1, (8, 8)), (3, (8, 4)), (4, (16, 2))], ids=["8", "4 of two", "2 of eight"])
 def test_inputs_in_chunks_side_by_side(kind: str, group: int, gate: Gate, rows: int, how: tuple[int, int]) -> None:
@@ -95,7 +115,8 @@ def test_inputs_in_chunks_side_by_side(kind: str, group: int, gate: Gate, rows: 
     matrix, x = made(kind, group, 32, 2048), torch.randn(rows, 2048, device=DEVICE)
     want = REFERENCE.linear(x, dequantize_integers(matrix), None, gate)
     for splits in (1, 2):
-        some = GemmConfig(how[0], 16, 128, 4, 3, splits=splits, chunks=how[1])
+        some = GemmConfig(how[0], 16, 256 if kind.startswith("q") else 128, 4, 3, splits=splits, chunks=how[1])
+        some = some._replace(splits=1) if kind.startswith("q") and how[1] == 8 else some
         assert fitted(some, matrix, CARD, 4, gate != "").chunks == how[1]
         assert off(integer_linear(x, matrix, None, some, CARD, ARRIVED, gate), want) < 1e-5
 
@@ -179,10 +200,19 @@ def test_a_matrix_that_the_layout_cannot_hold_is_multiplied_as_it_is() -> None:
     assert off(ops.quantized_linear(x, plain), REFERENCE.quantized_linear(x, plain)) < 1e-4
 
 
+def test_a_matrix_of_many_outputs_is_dequantized_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr("quire.ops.triton.ops.MOST_OUTPUTS", 16)
+    matrix, x, bias = made("q4_k", 32, 40, 256), torch.randn(70, 256, device=DEVICE), torch.randn(40, device=DEVICE)
+    got = TritonOps(DEVICE).quantized_linear(x, matrix, bias)
+    assert off(got, REFERENCE.quantized_linear(x, matrix, bias)) < 1e-5
+
+
 @KINDS
 def test_a_row_has_the_same_bits_in_any_batch(kind: str, group: int) -> None:
     torch.manual_seed(0)
-    ops, matrix, x = BatchInvariantTritonOps(DEVICE), made(kind, group, 32, 128), torch.randn(20, 128, device=DEVICE)
+    ops, matrix = BatchInvariantTritonOps(DEVICE), made(kind, group, 32, 128)
+    x = torch.randn(20, matrix.inputs, device=DEVICE)
     whole = ops.quantized_linear(x, matrix)
     for rows in (slice(3, 4), slice(5, 12)):
         assert torch.equal(ops.quantized_linear(x[rows], matrix), whole[rows])
@@ -200,13 +230,22 @@ def test_tiles_fit_the_columns_and_many_rows_are_multiplied_by_the_dequantized_m
     assert integer_gemm_config(65, matrix, card) is None
 
 
+def test_tiles_of_superblocks_are_those_that_each_card_can_compile() -> None:
+    matrix, card = made("q4_k", 32, 64, 512), replace(CARD, sms=132)
+    tiles = [integer_gemm_config(64, matrix, replace(card, capability=each)) for each in ((9, 0), (10, 0), (12, 0))]
+    assert [how.rows for how in tiles if how is not None] == [64, 32, 32]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
 @KINDS
 @GATES
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [1, 4, 16, 17, 64, 100, 300])
-def test_half_precision_on_the_gpu(kind: str, group: int, rows: int, dtype: torch.dtype, gate: Gate) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "rows"),
+    [*((torch.bfloat16, rows) for rows in (1, 4, 16, 17, 64, 100, 300)), (torch.float16, 1), (torch.float16, 64)],
+    ids=str,
+)
+def test_half_precision_on_the_gpu(kind: str, group: int, dtype: torch.dtype, rows: int, gate: Gate) -> None:
     torch.manual_seed(rows)
     matrix, ops = made(kind, group, 6144, 4096), TritonOps(DEVICE)
     # Small enough that what a gate multiplies is within float16.

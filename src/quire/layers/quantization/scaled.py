@@ -45,6 +45,12 @@ class ScaleScheme:
         return ScaledStorage(matrix, ops, self)
 
 
+def weight_of(matrix: QuantizedMatrix, ops: Ops, bias: Tensor | None, scaling: ScaleScheme) -> QuantizedWeight:
+    """The final form: as it is where activations are rounded, too."""
+    held = matrix if scaling.activations else ops.arranged(matrix)
+    return QuantizedWeight(ops, held, bias, scaling.activations)
+
+
 ENOUGH, FAR = 8, 1e4
 """Of ENOUGH scales or more, none is FAR times the median."""
 
@@ -101,8 +107,7 @@ class ScaledStorage:
             spread.append(scale[row, first : -(-cut.stop // across)])
         weight = unpack(self.raw, 8, 1).to(torch.int16).sub_(128).to(torch.int8) if self.scheme.packed else self.raw
         scale, offset = torch.cat(spread).contiguous(), cut.start - first * across
-        quantized = QuantizedMatrix(weight, scale, across, offset)
-        self.quantized = QuantizedWeight(self.ops, quantized, self.bias, self.scheme.activations)
+        self.quantized = weight_of(QuantizedMatrix(weight, scale, across, offset), self.ops, self.bias, self.scheme)
         self.scales.clear()
         del self.raw
 
@@ -182,8 +187,7 @@ class OnlineQuantized(Plain):
             scales.append(scale[torch.arange(len(own), device=own.device) // down])
             row += len(own)
         scale = torch.cat(scales).contiguous()
-        quantized = QuantizedMatrix(numbers, scale, across)
-        self.quantized = QuantizedWeight(self.ops, quantized, self.bias, self.scheme.activations)
+        self.quantized = weight_of(QuantizedMatrix(numbers, scale, across), self.ops, self.bias, self.scheme)
         del self.weight
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from quire.ops.base import Gate, IntegerKind, IntegerMatrix
 from quire.ops.triton.gemv import GemmConfig, added_up, cut, given, handed_in, two
-from quire.ops.triton.launch import DeviceInfo, fetch, kernel, release, wait
+from quire.ops.triton.launch import HOPPER, DeviceInfo, fetch, kernel, release, wait
 
 WIDE = tl.constexpr(32)
-"""Bytes of a row that lie together: columns of a half of a step."""
+"""Columns of a group, at least, but for those of 16; and bytes of a row that lie together."""
 
-ZEROS, MINIMA, PAIRS = (tl.constexpr(int(kind)) for kind in IntegerKind)
+ZEROS, SUPERBLOCKS, PAIRS, ROW = (tl.constexpr(int(kind)) for kind in IntegerKind)
 
 MINUS_136, MINUS_128 = tl.constexpr(0xC308), tl.constexpr(0xC300)
 """-136 and -128 in bfloat16: what makes 128 + q a number around 8, and q itself."""
@@ -165,8 +165,61 @@ def words_of(words, n, at, outputs, EVEN_N: tl.constexpr):
 
 
 @triton.jit
+def row_scales(words, n, outputs):
+    """The scales of whole rows n, float32."""
+    return tl.load(words + n, mask=n < outputs, other=0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def byte_of(word, i):
+    """Byte i of words, from the lowest, as float32."""
+    return ((word >> (8 * i)) & 255).to(tl.float32)
+
+
+@triton.jit
+def signed_byte_of(word, i):
+    """As `byte_of`, signed."""
+    return ((word << (24 - 8 * i)) >> 24).to(tl.float32)
+
+
+@triton.jit
+def scales_of(
+    words, supers, n, start, outputs,
+    KIND: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, EVEN_N: tl.constexpr,
+):  # fmt: skip
+    """Of 64 columns from `start`: scales of their halves; what is subtracted from either after scaling, of superblocks
+    and of zero points of 8 bits, or in groups of 16 the scales of the halves' second halves; and words that all of
+    these are read with."""
+    if KIND == PAIRS:
+        word = words_of(words, n, start // 64, outputs, EVEN_N)
+        return lower(word, HALF), upper(word, HALF), lower(word, HALF), upper(word, HALF), word
+    elif KIND == SUPERBLOCKS:
+        word = words_of(words, n, start // 64, outputs, EVEN_N)
+        about = words_of(supers, n, start // 256, outputs, EVEN_N)
+        scale, minimum = upper(about, True), lower(about, True)
+        if GROUP == 16:
+            return (
+                scale * signed_byte_of(word, 0), scale * signed_byte_of(word, 2),
+                scale * signed_byte_of(word, 1), scale * signed_byte_of(word, 3), word ^ about,
+            )  # fmt: skip
+        else:
+            return (
+                scale * byte_of(word, 0), scale * byte_of(word, 2),
+                minimum * byte_of(word, 1), minimum * byte_of(word, 3), word ^ about,
+            )  # fmt: skip
+    else:
+        word = words_of(words, n, start // GROUP, outputs, EVEN_N)
+        other, read = word, word
+        if GROUP == WIDE:
+            other = words_of(words, n, start // WIDE + 1, outputs, EVEN_N)
+            read = word ^ other
+        scale, second = upper(word, HALF), upper(other, HALF)
+        return scale, second, scale * lower(word, False), second * lower(other, False), read
+
+
+@triton.jit
 def nibble_step(
-    weight, words, low, high, y, n, m, start, outputs,
+    weight, words, supers, low, high, y, n, m, start, outputs,
     KIND: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr, EVEN_N: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -174,69 +227,90 @@ def nibble_step(
     outputs that there are."""
     DTYPE: tl.constexpr = low.dtype
     raw = bytes_of(weight, m, start // 64, outputs, STEP // 2)
-    if KIND == PAIRS:
-        word = words_of(words, n, start // 64, outputs, EVEN_N)
-        zero = tl.full([1, 1], MINUS_136, tl.int32)
-        first, second = from_nibbles(raw, zero, zero, word[:, None], FAST, DTYPE)
-        y += lower(word, HALF)[:, None] * tl.dot(first, low, input_precision=PRECISION)
-        y += upper(word, HALF)[:, None] * tl.dot(second, high, input_precision=PRECISION)
-    elif GROUP > WIDE:
+    if KIND == ZEROS:
         word = words_of(words, n, start // GROUP, outputs, EVEN_N)
-        first, second = from_nibbles(raw, word[:, None], word[:, None], word[:, None], FAST, DTYPE)
-        total = tl.dot(first, low, input_precision=PRECISION)
-        y += upper(word, HALF)[:, None] * tl.dot(second, high, total, input_precision=PRECISION)
-    else:
-        word = words_of(words, n, start // WIDE, outputs, EVEN_N)
-        other = words_of(words, n, start // WIDE + 1, outputs, EVEN_N)
-        if KIND == MINIMA:
-            zero = tl.full([1, 1], MINUS_128, tl.int32)
-            first, second = from_nibbles(raw, zero, zero, (word ^ other)[:, None], FAST, DTYPE)
-            ones = ones_like(raw, FAST, DTYPE)
-            y -= lower(word, HALF)[:, None] * tl.dot(ones, low, input_precision=PRECISION)
-            y -= lower(other, HALF)[:, None] * tl.dot(ones, high, input_precision=PRECISION)
+        if GROUP > WIDE:
+            first, second = from_nibbles(raw, word[:, None], word[:, None], word[:, None], FAST, DTYPE)
+            total = tl.dot(first, low, input_precision=PRECISION)
+            y += upper(word, HALF)[:, None] * tl.dot(second, high, total, input_precision=PRECISION)
         else:
+            other = words_of(words, n, start // WIDE + 1, outputs, EVEN_N)
             first, second = from_nibbles(raw, word[:, None], other[:, None], word[:, None], FAST, DTYPE)
-        y += upper(word, HALF)[:, None] * tl.dot(first, low, input_precision=PRECISION)
-        y += upper(other, HALF)[:, None] * tl.dot(second, high, input_precision=PRECISION)
+            y += upper(word, HALF)[:, None] * tl.dot(first, low, input_precision=PRECISION)
+            y += upper(other, HALF)[:, None] * tl.dot(second, high, input_precision=PRECISION)
+    else:
+        scale, other, least, less, read = scales_of(words, supers, n, start, outputs, KIND, GROUP, HALF, EVEN_N)
+        zero = tl.full([1, 1], MINUS_136 if KIND == PAIRS else MINUS_128, tl.int32)
+        first, second = from_nibbles(raw, zero, zero, read[:, None], FAST, DTYPE)
+        if KIND == SUPERBLOCKS:
+            ones = ones_like(raw, FAST, DTYPE)
+            y -= least[:, None] * tl.dot(ones, low, input_precision=PRECISION)
+            y -= less[:, None] * tl.dot(ones, high, input_precision=PRECISION)
+        y += scale[:, None] * tl.dot(first, low, input_precision=PRECISION)
+        y += other[:, None] * tl.dot(second, high, input_precision=PRECISION)
     return y
 
 
 @triton.jit
 def byte_step(
-    weight, words, low, high, y, n, m, start, outputs,
-    HALF: tl.constexpr, EVEN_N: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    weight, words, supers, low, high, more_low, more_high, y, n, m, start, outputs,
+    KIND: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, EVEN_N: tl.constexpr, FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `nibble_step`, 64 inputs of 8 bits."""
+    """As `nibble_step`, two blocks of 8 bits. Scales of whole rows are left out. In groups of 16, low and high have the
+    first 16 of each half's columns and zeros, and more_low and more_high the others."""
     DTYPE: tl.constexpr = low.dtype
-    word = words_of(words, n, start // 64, outputs, EVEN_N)
-    first = from_bytes(bytes_of(weight, m, start // 32, outputs, WIDE), word[:, None], FAST, DTYPE)
-    second = from_bytes(bytes_of(weight, m, start // 32 + 1, outputs, WIDE), word[:, None], FAST, DTYPE)
-    y += lower(word, HALF)[:, None] * tl.dot(first, low, input_precision=PRECISION)
-    return y + upper(word, HALF)[:, None] * tl.dot(second, high, input_precision=PRECISION)
+    left = bytes_of(weight, m, start // WIDE, outputs, WIDE)
+    right = bytes_of(weight, m, start // WIDE + 1, outputs, WIDE)
+    if KIND == ROW:
+        zero = tl.full([1, 1], 0, tl.int32)
+        total = tl.dot(from_bytes(left, zero, FAST, DTYPE), low, input_precision=PRECISION)
+        y += tl.dot(from_bytes(right, zero, FAST, DTYPE), high, total, input_precision=PRECISION)
+    else:
+        scale, other, least, less, read = scales_of(words, supers, n, start, outputs, KIND, GROUP, HALF, EVEN_N)
+        first = from_bytes(left, read[:, None], FAST, DTYPE)
+        second = from_bytes(right, read[:, None], FAST, DTYPE)
+        if GROUP == 16:
+            y += least[:, None] * tl.dot(first, more_low, input_precision=PRECISION)
+            y += less[:, None] * tl.dot(second, more_high, input_precision=PRECISION)
+        elif KIND != PAIRS:
+            ones = ones_like(left, FAST, DTYPE)
+            y -= least[:, None] * tl.dot(ones, low, input_precision=PRECISION)
+            y -= less[:, None] * tl.dot(ones, high, input_precision=PRECISION)
+        y += scale[:, None] * tl.dot(first, low, input_precision=PRECISION)
+        y += other[:, None] * tl.dot(second, high, input_precision=PRECISION)
+    return y
 
 
 @triton.jit
 def step_of(
-    weight, words, low, high, y, n, m, start, outputs,
+    weight, words, supers, low, high, more_low, more_high, y, n, m, start, outputs,
     BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr,
     EVEN_N: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`nibble_step` or `byte_step`."""
     if BITS == 4:
         return nibble_step(
-            weight, words, low, high, y, n, m, start, outputs, KIND, GROUP, HALF, STEP, EVEN_N, FAST,
+            weight, words, supers, low, high, y, n, m, start, outputs, KIND, GROUP, HALF, STEP, EVEN_N, FAST,
             PRECISION)  # fmt: skip
     else:
-        return byte_step(weight, words, low, high, y, n, m, start, outputs, HALF, EVEN_N, FAST, PRECISION)
+        return byte_step(
+            weight, words, supers, low, high, more_low, more_high, y, n, m, start, outputs, KIND, GROUP, HALF, EVEN_N,
+            FAST, PRECISION)  # fmt: skip
 
 
 @triton.jit
-def columns_of(line, held, start, inputs, STEP: tl.constexpr, EVEN: tl.constexpr):
-    """x at `line` + STEP inputs, as the halves of bytes have them: two tiles [STEP / 2, rows]. held: rows there are."""
+def columns_of(line, held, start, inputs, STEP: tl.constexpr, EVEN: tl.constexpr, PART: tl.constexpr):
+    """x at `line` + STEP inputs, as the halves of bytes have them: two tiles [STEP / 2, rows]. held: rows there are.
+    PART 0 or 1: of each 32 columns the first or the last 16 alone, zeros otherwise; inputs are even then."""
     j = tl.arange(0, STEP // 2)
     at = start + (j // WIDE) * 64 + j % WIDE
     place = line[:, None] + at[None, :]
-    if EVEN:
+    if PART >= 0:
+        mask = held[:, None] & (j % WIDE // 16 == PART)[None, :]
+        low = tl.load(place, mask=mask, other=0.0)
+        high = tl.load(place + WIDE, mask=mask, other=0.0)
+    elif EVEN:
         low = tl.load(place, mask=held[:, None], other=0.0)
         high = tl.load(place + WIDE, mask=held[:, None], other=0.0)
     else:
@@ -246,9 +320,21 @@ def columns_of(line, held, start, inputs, STEP: tl.constexpr, EVEN: tl.constexpr
 
 
 @triton.jit
+def halves_of(line, held, start, inputs, STEP: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr):
+    """As `columns_of`, and what `byte_step` wants more of in groups of 16."""
+    if GROUP == 16:
+        low, high = columns_of(line, held, start, inputs, STEP, EVEN, 0)
+        more_low, more_high = columns_of(line, held, start, inputs, STEP, EVEN, 1)
+        return low, high, more_low, more_high
+    else:
+        low, high = columns_of(line, held, start, inputs, STEP, EVEN, -1)
+        return low, high, low, high
+
+
+@triton.jit
 def ask_for(
-    weight, n, begin, each, outputs, BITS: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
-    CHUNKS: tl.constexpr, GATE: tl.constexpr,
+    weight, n, begin, each, outputs, BITS: tl.constexpr, BLOCK_N: tl.constexpr,
+    AHEAD: tl.constexpr, CHUNKS: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """Fetch the first AHEAD inputs of every chunk of the matrix into L2: a tile of a block is a run of memory. each:
     rows of blocks that a chunk has."""
@@ -278,7 +364,7 @@ def gathered(y, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr)
 
 @kernel(do_not_specialize=["rows"])
 def integer_kernel(
-    x, weight, words, bias, out, parts, arrived, rows, outputs, inputs, length,
+    x, weight, words, supers, bias, out, parts, arrived, rows, outputs, inputs, length,
     GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
     GROUP: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
     STEP: tl.constexpr, TIMES: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr,
@@ -307,23 +393,32 @@ def integer_kernel(
     release(DEPENDENT)
     line = x + r.to(tl.int64) * inputs + c // (ROWS // CHUNKS) * chunk
     m += v // BLOCK_N * each
-    n += v // BLOCK_N * (chunk // (64 if KIND == PAIRS else GROUP)) * whole
+    if KIND == SUPERBLOCKS and CHUNKS > 1:
+        supers += v // BLOCK_N * (chunk // 256 - chunk // 64) * whole
+    if KIND == ZEROS:
+        n += v // BLOCK_N * (chunk // GROUP) * whole
+    elif KIND != ROW:
+        n += v // BLOCK_N * (chunk // 64) * whole
     y = tl.zeros([CHUNKS * BLOCK_N, ROWS], tl.float32)
     z = tl.zeros([CHUNKS * BLOCK_N, ROWS], tl.float32)
     stop = begin + chunk if CHUNKS > 1 else tl.minimum(begin + length, inputs)
     for first in tl.range(begin, stop, STEP * TIMES, num_stages=STAGES):
         for u in tl.static_range(TIMES):
             start = first + u * STEP
-            low, high = columns_of(line, r < rows, start, inputs, STEP, EVEN)
+            low, high, more_low, more_high = halves_of(line, r < rows, start, inputs, STEP, EVEN, GROUP)
             y = step_of(
-                weight, words, low, high, y, n, m, start, whole, BITS, KIND, GROUP, HALF, STEP, EVEN_N, FAST,
-                PRECISION)  # fmt: skip
+                weight, words, supers, low, high, more_low, more_high, y, n, m, start, whole, BITS, KIND, GROUP, HALF,
+                STEP, EVEN_N, FAST, PRECISION)  # fmt: skip
             if GATE:
                 z = step_of(
-                    weight, words, low, high, z, n + outputs, m + outputs, start, whole, BITS, KIND, GROUP, HALF, STEP,
-                    EVEN_N, FAST, PRECISION)  # fmt: skip
+                    weight, words, supers, low, high, more_low, more_high, z, n + outputs, m + outputs, start, whole,
+                    BITS, KIND, GROUP, HALF, STEP, EVEN_N, FAST, PRECISION)  # fmt: skip
     y, z = gathered(y, BLOCK_N, ROWS, CHUNKS), gathered(z, BLOCK_N, ROWS, CHUNKS)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if KIND == ROW:
+        y *= row_scales(words, n, outputs)[:, None]
+        if GATE:
+            z *= row_scales(words + outputs, n, outputs)[:, None]
     r = tl.program_id(0) * (ROWS // CHUNKS) + tl.arange(0, ROWS // CHUNKS)
     place = r[None, :].to(tl.int64) * outputs + n[:, None]
     inside = (r < rows)[None, :] & (n < outputs)[:, None]
@@ -335,20 +430,25 @@ def integer_kernel(
 
 
 def step_inputs(matrix: IntegerMatrix, inputs: int) -> int:
-    """Inputs of a step: 64, or 128 where that many have one scale and an iteration takes as many."""
-    return 64 if matrix.bits == 8 or matrix.kind is IntegerKind.PAIRS else max(64, min(matrix.group, inputs, 128))
+    """Inputs of a step: two blocks of 8 bits or one of 4, or two where as many inputs have one scale and an iteration
+    takes as many."""
+    if matrix.bits == 8:
+        return 64
+    return max(64, min(matrix.group, inputs, 128)) if matrix.kind is IntegerKind.ZEROS else 64
 
 
 def fitted(how: GemmConfig, matrix: IntegerMatrix, card: DeviceInfo, row: int, gated: bool) -> GemmConfig:
     """With iterations that the columns are a multiple of, and as many stages as fit into shared memory. row: bytes of a
     number of x. Not in chunks, where the inputs or outputs have a remainder."""
     outputs = matrix.outputs // (2 if gated else 1)
-    if matrix.inputs % (how.inputs * how.chunks * how.splits) or outputs % how.outputs:
+    parted = matrix.kind is IntegerKind.SUPERBLOCKS and how.inputs % 256
+    if matrix.inputs % (how.inputs * how.chunks * how.splits) or outputs % how.outputs or parted:
         how = how._replace(chunks=1)
     while matrix.padded % how.inputs:
         how = how._replace(inputs=how.inputs // 2)
     numbers = how.outputs * how.chunks * (2 if gated else 1) * how.inputs
-    stage = numbers * matrix.bits // 8 + 4 * numbers // 32 + how.rows * row * how.inputs
+    columns = how.rows * row * how.inputs * (2 if matrix.group == 16 else 1)
+    stage = numbers * matrix.bits // 8 + 4 * numbers // 32 + columns
     return how._replace(stages=min(how.stages, max(2, card.shared // stage)))
 
 
@@ -366,21 +466,33 @@ def integer_gemm_config(
     8B model. wanted: programs that each multiprocessor gets, by splitting inputs, if outputs make fewer."""
     if rows > MAX_FUSED_ROWS:
         return None
-    outputs = matrix.outputs // (2 if gated else 1)
-    if rows <= 8:
+    outputs, double = matrix.outputs // (2 if gated else 1), has_two_products(matrix)
+    if rows <= 16 and (double or matrix.bits == 8):
+        # Not measured yet: tiles that leave room for several programs.
+        how, wanted = GemmConfig(8, 64, 128, 2, 4) if rows <= 8 else GemmConfig(16, 64, 128, 4, 4), 4
+    elif rows <= 8:
         large = outputs > 4096 and not gated
         how, wanted = (GemmConfig(8, 64, 128, 2, 6), 4) if large else (GemmConfig(8, 64, 256, 2, 4), 8)
     elif rows <= 16:
         how, wanted = GemmConfig(16, 64, 128, 2, 6) if gated else GemmConfig(16, 64, 256, 2, 4), 4
-    elif gated and matrix.group == 32:
+    elif gated and (double or matrix.group == 32):
         # Larger tiles spill.
-        how, wanted = GemmConfig(32, 32, 256, 2, 4), 2
+        how, wanted = GemmConfig(32, 32, 64 if double else 1024 // matrix.bits, 2, 4), 2
+    elif rows > 32 and double:
+        # 64 rows spill on other cards, and for compute capability 10 Triton 3.9 makes an empty kernel of them.
+        hopper = card.capability[0] == HOPPER[0]
+        how, wanted = GemmConfig(64, 64, 128, 4, 4) if hopper else GemmConfig(32, 64, 128, 4, 3), 2
     elif rows <= 32:
         how, wanted = (GemmConfig(32, 64, 256, 4, 3), 1) if gated else (GemmConfig(32, 64, 128, 4, 3), 4)
     else:
         how, wanted = (GemmConfig(64, 128, 128, 8, 3), 1) if gated else (GemmConfig(64, 128, 128, 4, 4), 2)
     tiles = triton.cdiv(rows, how.rows) * triton.cdiv(outputs, how.outputs)
     return how._replace(splits=two(min(16, wanted * card.sms // tiles, matrix.padded // (2 * how.inputs))))
+
+
+def has_two_products(matrix: IntegerMatrix) -> bool:
+    """Whether each tile is multiplied twice: for minima, zero points of bytes, or the halves of 32 columns."""
+    return matrix.kind is IntegerKind.SUPERBLOCKS or (matrix.kind is IntegerKind.ZEROS and matrix.bits == 8)
 
 
 def ordered(x: Tensor, matrix: IntegerMatrix) -> Tensor:
@@ -413,7 +525,7 @@ def integer_linear(
     ahead = ahead if even and ahead * how.chunks <= length and any(card.capability) else 0
     fast = x.dtype in (torch.bfloat16, torch.float16) and any(card.capability)
     integer_kernel[(tiles, columns, runs)](
-        *(x, matrix.weight, matrix.words, x if bias is None else bias, out, parts, arrived),
+        *(x, matrix.weight, matrix.words, supers_of(matrix), x if bias is None else bias, out, parts, arrived),
         *(rows, outputs, inputs, length),
         GATE=gate != "", GELU=gate == "gelu", BIAS=bias is not None, BITS=matrix.bits, KIND=int(matrix.kind),
         GROUP=matrix.group, HALF=matrix.half, ROWS=how.rows, BLOCK_N=how.outputs, CHUNKS=how.chunks, STEP=step,
@@ -424,67 +536,88 @@ def integer_linear(
     return out
 
 
+def supers_of(matrix: IntegerMatrix) -> Tensor:
+    """What a kernel gets as `supers`: any tensor where there are none."""
+    return matrix.words if matrix.supers is None else matrix.supers
+
+
 @kernel
 def expand_kernel(
-    weight, words, out, outputs, inputs, first, stop,
-    BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCKS: tl.constexpr, DEPENDENT: tl.constexpr,
+    weight, words, supers, chosen, out, outputs, inputs, first, stop,
+    BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, CHOSEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of BLOCK_N rows, 64 * BLOCKS columns of each, into out, which has rows `first` to `stop`."""
-    n = first + tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.minimum(n, outputs - 1)
+    """Numbers of BLOCK_N rows, 64 BLOCKS columns of each, into out, whose rows are `first` to `stop` of the matrix,
+    or those that CHOSEN numbers name."""
+    i = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    held = (i < stop - first)[:, None]
     wait(DEPENDENT)
     release(DEPENDENT)
+    n = first + i
+    if CHOSEN:
+        n = tl.load(chosen + i, mask=i < stop - first, other=0).to(tl.int32)
+    m = tl.minimum(n, outputs - 1)
     for b in tl.static_range(BLOCKS):
         start = (tl.program_id(0) * BLOCKS + b) * 64
         if start < inputs:
-            low, high = expanded(weight, words, m, start, outputs, BITS, KIND, GROUP, HALF)
+            low, high = expanded(weight, words, supers, m, start, outputs, BITS, KIND, GROUP, HALF)
             at = start + tl.arange(0, WIDE)[None, :]
-            line = out + (n - first)[:, None].to(tl.int64) * inputs + at
-            held = (n < stop)[:, None]
+            line = out + i[:, None].to(tl.int64) * inputs + at
             tl.store(line, low.to(out.dtype.element_ty), mask=held & (at < inputs))
             tl.store(line + WIDE, high.to(out.dtype.element_ty), mask=held & (at + WIDE < inputs))
 
 
 @triton.jit
 def expanded(
-    weight, words, m, start, outputs, BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr
-):
+    weight, words, supers, m, start, outputs,
+    BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
     """64 columns of rows m from `start` on, float32, as two tiles [rows, 32]."""
-    at = start // (64 if KIND == PAIRS else GROUP)
-    word = words_of(words, m, at, outputs, True)[:, None]
-    other = word
-    if KIND != PAIRS and GROUP == WIDE:
-        other = words_of(words, m, at + 1, outputs, True)[:, None]
-    scale, second = upper(word, HALF), upper(other, HALF)
-    if KIND == PAIRS:
-        scale = lower(word, HALF)
+    word = tl.full([1, 1], 0, tl.int32)
     if BITS == 8:
-        low = from_bytes(bytes_of(weight, m, start // 32, outputs, WIDE), word, False, tl.float32)
-        high = from_bytes(bytes_of(weight, m, start // 32 + 1, outputs, WIDE), word, False, tl.float32)
+        low = from_bytes(bytes_of(weight, m, start // WIDE, outputs, WIDE), word, False, tl.float32)
+        high = from_bytes(bytes_of(weight, m, start // WIDE + 1, outputs, WIDE), word, False, tl.float32)
     else:
         raw = bytes_of(weight, m, start // 64, outputs, WIDE)
+        first = tl.full([1, 1], MINUS_136 if KIND == PAIRS else MINUS_128, tl.int32)
+        second = first
         if KIND == ZEROS:
-            low, high = from_nibbles(raw, word, other, word, False, tl.float32)
+            first = words_of(words, m, start // GROUP, outputs, True)[:, None]
+            second = words_of(words, m, (start + WIDE) // GROUP, outputs, True)[:, None]
+        low, high = from_nibbles(raw, first, second, word, False, tl.float32)
+    if KIND == ROW:
+        scale = row_scales(words, m, outputs)[:, None]
+        return low * scale, high * scale
+    else:
+        scale, other, least, less, word = scales_of(words, supers, m, start, outputs, KIND, GROUP, HALF, True)
+        if GROUP == 16:
+            early = (tl.arange(0, WIDE) < 16)[None, :]
+            return (
+                low * tl.where(early, scale[:, None], least[:, None]),
+                high * tl.where(early, other[:, None], less[:, None]),
+            )  # fmt: skip
+        elif KIND == SUPERBLOCKS or (KIND == ZEROS and BITS == 8):
+            return low * scale[:, None] - least[:, None], high * other[:, None] - less[:, None]
         else:
-            zero = tl.full([1, 1], MINUS_136 if KIND == PAIRS else MINUS_128, tl.int32)
-            low, high = from_nibbles(raw, zero, zero, word, False, tl.float32)
-    low *= scale
-    high *= second
-    if KIND == MINIMA:
-        low -= lower(word, HALF)
-        high -= lower(other, HALF)
-    return low, high
+            return low * scale[:, None], high * other[:, None]
 
 
-def dequantize(matrix: IntegerMatrix, dtype: torch.dtype, card: DeviceInfo, rows: slice = slice(None)) -> Tensor:
-    """Some rows, one after the other, of the matrix [out, in] in dtype, columns in the order of `matrix.order`."""
-    start, stop, _ = rows.indices(matrix.outputs)
+def dequantize(
+    matrix: IntegerMatrix,
+    dtype: torch.dtype,
+    card: DeviceInfo,
+    rows: slice = slice(None),
+    chosen: Tensor | None = None,
+) -> Tensor:
+    """Some rows of the matrix [out, in], one after the other, in dtype, columns in the order of `matrix.order`. chosen:
+    [T] numbers of the rows instead."""
+    start, stop, _ = rows.indices(matrix.outputs if chosen is None else len(chosen))
     out = torch.empty(stop - start, matrix.inputs, dtype=dtype, device=matrix.weight.device)
     grid = (triton.cdiv(matrix.inputs, 256), triton.cdiv(stop - start, 16))
     expand_kernel[grid](
-        matrix.weight, matrix.words, out, matrix.outputs, matrix.inputs, start, stop,
-        BITS=matrix.bits, KIND=int(matrix.kind), GROUP=matrix.group, HALF=matrix.half, BLOCK_N=16, BLOCKS=4,
-        DEPENDENT=card.dependent, num_warps=4, **card.options,
+        *(matrix.weight, matrix.words, supers_of(matrix), matrix.words if chosen is None else chosen, out),
+        *(matrix.outputs, matrix.inputs, start, stop),
+        BITS=matrix.bits, KIND=int(matrix.kind), GROUP=matrix.group, HALF=matrix.half, CHOSEN=chosen is not None,
+        BLOCK_N=16, BLOCKS=4, DEPENDENT=card.dependent, num_warps=4, **card.options,
     )  # fmt: skip
     return out

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.ops.base import Angles, AnyMatrix, Gate, IntegerMatrix, Norm, Norms, QuantizedMatrix, Routing
+from quire.ops.base import Angles, AnyMatrix, Gate, IntegerMatrix, MixedMatrix, Norm, Norms, QuantizedMatrix, Routing
 from quire.ops.cublaslt import CublasLt
 from quire.ops.gemm import GemmAutotuner, on_the_card
 from quire.ops.integer import integers_of
@@ -22,12 +22,15 @@ from quire.ops.matmul import combine_experts_in_order, in_order
 from quire.ops.quantized import E4M3, BaseOps
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton import experts as mixture
-from quire.ops.triton import gemv, integer_gemm, quantized_gemm, rows
+from quire.ops.triton import gemv, int8_gemm, integer_gemm, quantized_gemm, rows
 from quire.ops.triton.attention import attention, cascade_attention
 from quire.ops.triton.attention_schedule import AttentionPlan
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
 from quire.ops.triton.launch import DeviceInfo
 from quire.types import UNLIMITED
+
+MOST_OUTPUTS = 1 << 15
+"""Outputs of a matrix that are dequantized at a time."""
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +49,8 @@ def gemm_library(device: torch.device) -> GemmAutotuner:
 class TritonOps(BaseOps):
     """`Ops`. Launches depend on shapes and on the batch's `max_query` and `max_kv` alone: lengths, query starts, blocks
     and slots are read on the device, so a captured step serves any batch within them."""
+
+    multiplies_integers = True
 
     def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
         """dependent: use programmatic dependent launch where the GPU has it."""
@@ -102,6 +107,10 @@ class TritonOps(BaseOps):
         tokens, used = routing.experts.shape
         return mixture.quantized_expert_config(tokens, used, count)
 
+    def integer_embedding(self, tokens: Tensor, matrix: IntegerMatrix, dtype: torch.dtype) -> Tensor:
+        """See `Ops.integer_embedding`."""
+        return integer_gemm.dequantize(matrix, dtype, self.card, chosen=tokens)
+
     def arranged(self, matrix: QuantizedMatrix) -> AnyMatrix:
         """See `Ops.arranged`."""
         return integers_of(matrix) or matrix
@@ -110,17 +119,40 @@ class TritonOps(BaseOps):
         """See `Ops.quantized_linear`."""
         if isinstance(matrix, IntegerMatrix):
             return self.integer_linear(x, matrix, bias, gate)
+        if isinstance(matrix, MixedMatrix):
+            y = torch.cat([self.integer_linear(x, part, None, "") for part in matrix.parts], 1)
+            return self.apply_gate(y if bias is None else y + bias, gate)
+        if matrix.groups is not None and not matrix.is_int4:
+            return super().quantized_linear(x, matrix, bias, gate)
         if matrix.weight.dtype is E4M3 and not self.card.float8:
             return super().quantized_linear(x, matrix, bias, gate)
         return self.fused_linear(x, matrix, bias, gate)
+
+    def int8_linear(
+        self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, gate: Gate = ""
+    ) -> Tensor:
+        """See `Ops.int8_linear`."""
+        how = int8_gemm.int8_gemm_config(len(x), gated=gate != "")
+        return int8_gemm.int8_linear(x, weight, scale, bias, how, self.card, gate)
 
     def integer_linear(self, x: Tensor, matrix: IntegerMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
         """As `linear`. For many rows the matrix is dequantized first."""
         how = integer_gemm.integer_gemm_config(len(x), matrix, self.card, gated=gate != "")
         if how is None or x.dtype is torch.float32:
+            if not gate and matrix.outputs > MOST_OUTPUTS:
+                return self.in_pieces(x, matrix, bias)
             x = integer_gemm.ordered(x, matrix)
             return self.linear(x, integer_gemm.dequantize(matrix, x.dtype, self.card), bias, gate)
         return integer_gemm.integer_linear(x, matrix, bias, how, self.card, self.arrived, gate)
+
+    def in_pieces(self, x: Tensor, matrix: IntegerMatrix, bias: Tensor | None) -> Tensor:
+        """As `linear`, MOST_OUTPUTS at a time, so that a dequantized head takes little memory."""
+        out = x.new_empty(len(x), matrix.outputs)
+        for first in range(0, matrix.outputs, MOST_OUTPUTS):
+            own = slice(first, min(first + MOST_OUTPUTS, matrix.outputs))
+            exact = integer_gemm.dequantize(matrix, x.dtype, self.card, own)
+            out[:, own] = self.linear(integer_gemm.ordered(x, matrix), exact, None if bias is None else bias[own])
+        return out
 
     def fused_linear(self, x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
         """As `linear`. Many rows use the library's float8 products, where there are any; else numbers are dequantized

@@ -1,6 +1,6 @@
-"""INT4: two numbers per byte, with a scale and a zero point for every group of columns of a row.
+"""Integers of 4 or 8 bits, with a scale and a zero point for every group of columns of a row.
 
-AWQ, GPTQ and compressed-tensors lay it out in their own ways; all are converted to one form.
+AWQ, GPTQ and compressed-tensors lay them out in their own ways; all are converted to one form.
 """
 
 from __future__ import annotations
@@ -16,21 +16,18 @@ from quire.layers.quantization.base import Matrix, MatrixPart, QuantizedWeight, 
 from quire.layers.quantization.scaled import check_aligned, check_scale, unpack
 from quire.ops.base import Gate, Ops, QuantizedMatrix
 
-VALUES_PER_INT32 = 8
-"""Numbers in an int32."""
-
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where AWQ's kernels want the eight numbers of an int32: number i lies at place AWQ_ORDER[i]."""
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Scheme:
+class IntegerScheme:
     """How a checkpoint stores such a matrix.
 
     layout: "awq", qweight [in, out / 8], the eight numbers of an int32 in AWQ's order; "gptq", qweight [in / 8, out]
     and g_idx; "packed", weight_packed [out, in / 8] (compressed-tensors). group: columns that share a scale, UNLIMITED
-    for all. zeros: whether there are zero points; without, 8 is zero. more: what is added to stored zero points (GPTQ's
-    first version stores them less 1). ordered: whether there is a g_idx.
+    for all. zeros: whether there are zero points; without, 8 is zero, or 128 of 8 bits. more: what is added to stored
+    zero points (GPTQ's first version stores them less 1). ordered: whether there is a g_idx.
     """
 
     layout: Literal["awq", "gptq", "packed"]
@@ -38,21 +35,27 @@ class Int4Scheme:
     zeros: bool = True
     more: int = 0
     ordered: bool = False
+    bits: int = 4
 
-    def store(self, matrix: Matrix, ops: Ops) -> Int4Storage:
+    @property
+    def each(self) -> int:
+        """Numbers in an int32."""
+        return 32 // self.bits
+
+    def store(self, matrix: Matrix, ops: Ops) -> IntegerStorage:
         """See `Layout`."""
-        return Int4Storage(matrix, ops, self)
+        return IntegerStorage(matrix, ops, self)
 
 
-class Int4Storage:
+class IntegerStorage:
     """Read from a checkpoint, each part by itself. Scales are kept for all groups, whatever columns the rank keeps."""
 
-    def __init__(self, matrix: Matrix, ops: Ops, halving: Int4Scheme) -> None:
+    def __init__(self, matrix: Matrix, ops: Ops, halving: IntegerScheme) -> None:
         if matrix.transposed:
             raise InvalidModel(f"{matrix.parts[0].name}: a quantised matrix stored [in, out] is not supported")
         self.matrix, self.ops, self.scheme = matrix, ops, halving
         self.bias = bias_of(matrix)
-        self.parts = [Int4Tensors(part, matrix, halving) for part in matrix.parts]
+        self.parts = [IntegerTensors(part, matrix, halving) for part in matrix.parts]
         self.quantized: QuantizedWeight | None = None
 
     def slots(self) -> list[WeightSlot]:
@@ -60,14 +63,15 @@ class Int4Storage:
         return [place for part in self.parts for place in part.places()] + bias_slots(self.matrix, self.bias)
 
     def finalize(self) -> None:
-        """Unpack the parts and pack them as one matrix, two numbers a byte."""
+        """Unpack the parts and pack them as one matrix, two numbers of 4 bits a byte."""
         groups = self.parts[0].groups()
         for part in self.parts[1:]:
             if not torch.equal(part.groups(), groups):
                 raise InvalidModel(
                     f"{part.name} and {self.parts[0].name} order their columns differently, and are multiplied as one"
                 )
-        weight = pack_pairs(torch.cat([part.numbers() for part in self.parts]))
+        numbers = torch.cat([part.numbers() for part in self.parts])
+        weight = pack_pairs(numbers) if self.scheme.bits == 4 else numbers
         scale, zero = (torch.cat([part.scales()[i] for part in self.parts]).contiguous() for i in (0, 1))
         quantized = QuantizedMatrix(weight, scale, zero=zero, groups=groups)
         self.quantized = QuantizedWeight(self.ops, self.ops.arranged(quantized), self.bias)
@@ -79,41 +83,40 @@ class Int4Storage:
         return self.quantized.apply(x, gate)
 
 
-class Int4Tensors:
+class IntegerTensors:
     """The tensors of one part as the checkpoint has them, and how they are read."""
 
-    def __init__(self, part: MatrixPart, matrix: Matrix, halving: Int4Scheme) -> None:
+    def __init__(self, part: MatrixPart, matrix: Matrix, halving: IntegerScheme) -> None:
         self.name, self.rows, self.cut = part
         self.columns, self.across, self.scheme = matrix.columns, matrix.shard, halving
-        if self.columns % 2:
+        each = halving.each
+        if self.columns % 2 and each == 8:
             raise InvalidModel(f"{self.name} has {self.columns} columns, which cannot be stored two by two")
         self.count = -(-self.columns // halving.group)
         layout, kept, wide = halving.layout, self.cut.stop - self.cut.start, self.across.stop - self.across.start
-        check_aligned(self.across, VALUES_PER_INT32 if layout != "awq" else 2, self.name)
+        check_aligned(self.across, each if layout != "awq" else 2, self.name)
         if layout != "packed" or halving.zeros:
-            check_aligned(self.cut, VALUES_PER_INT32, self.name)
+            check_aligned(self.cut, each, self.name)
 
         def room(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=matrix.device)
 
         across_first = {
-            "awq": (wide, kept // VALUES_PER_INT32),
-            "gptq": (wide // VALUES_PER_INT32, kept),
-            "packed": (kept, wide // VALUES_PER_INT32),
+            "awq": (wide, kept // each),
+            "gptq": (wide // each, kept),
+            "packed": (kept, wide // each),
         }
         self.weight = room(*across_first[layout])
         packed = layout == "packed"
         self.scale = room(*((kept, self.count) if packed else (self.count, kept)), dtype=torch.float32)
-        self.zero = room(
-            *((kept // VALUES_PER_INT32, self.count) if packed else (self.count, kept // VALUES_PER_INT32))
-        )
+        self.zero = room(*((kept // each, self.count) if packed else (self.count, kept // each)))
         self.order = (torch.arange(self.across.start, self.across.stop, device=matrix.device) // halving.group).int()
 
     def places(self) -> list[WeightSlot]:
         """Slots of the part's tensors."""
         name, rows, columns, count = self.name, self.rows, self.columns, self.count
-        kept, wide, every = self.cut, self.across, slice(0, self.count)
-        eighth_rows, eighth_wide = packed_dim(kept), packed_dim(wide)
+        kept, wide, every, each = self.cut, self.across, slice(0, self.count), self.scheme.each
+        fewer_rows, fewer_wide = packed_dim(kept, each), packed_dim(wide, each)
         scale, zero, int32 = self.scale, self.zero, torch.int32
         mean, std = columns**-0.5 / 6.0, float(1 << 29)
 
@@ -127,20 +130,18 @@ class Int4Tensors:
 
         if self.scheme.layout == "packed":
             places = [
-                place("weight_packed", (rows, columns // VALUES_PER_INT32), (kept, eighth_wide), self.weight),
+                place("weight_packed", (rows, columns // each), (kept, fewer_wide), self.weight),
                 place("weight_scale", (rows, count), (kept, every), scale, mean),
             ]
-            zeros = place("weight_zero_point", (rows // VALUES_PER_INT32, count), (eighth_rows, every), zero)
+            zeros = place("weight_zero_point", (rows // each, count), (fewer_rows, every), zero)
             return [*places, *([zeros] if self.scheme.zeros else []), *self._order("weight_g_idx")]
         awq = self.scheme.layout == "awq"
         shape, cut = (
-            ((columns, rows // VALUES_PER_INT32), (wide, eighth_rows))
-            if awq
-            else ((columns // VALUES_PER_INT32, rows), (eighth_wide, kept))
+            ((columns, rows // each), (wide, fewer_rows)) if awq else ((columns // each, rows), (fewer_wide, kept))
         )
         return [
             place("qweight", shape, cut, self.weight),
-            place("qzeros", (count, rows // VALUES_PER_INT32), (every, eighth_rows), zero),
+            place("qzeros", (count, rows // each), (every, fewer_rows), zero),
             place("scales", (count, rows), (every, kept), scale, mean),
             *self._order("g_idx"),
         ]
@@ -161,28 +162,28 @@ class Int4Tensors:
         return self.order.long()
 
     def numbers(self) -> Tensor:
-        """[out, in] uint8, 0 to 15."""
-        layout = self.scheme.layout
+        """[out, in] uint8."""
+        layout, bits = self.scheme.layout, self.scheme.bits
         if layout == "packed":
-            return unpack(self.weight, 4, 1)
-        return (unpack(self.weight, 4, 1, AWQ_ORDER) if layout == "awq" else unpack(self.weight, 4, 0)).t()
+            return unpack(self.weight, bits, 1)
+        return (unpack(self.weight, 4, 1, AWQ_ORDER) if layout == "awq" else unpack(self.weight, bits, 0)).t()
 
     def scales(self) -> tuple[Tensor, Tensor]:
-        """Scales float32 and zero points uint8, [out, groups]."""
+        """Scales float32 and zero points int16, [out, groups]."""
         check_scale(self.scale, f"{self.name}'s scales")
-        layout = self.scheme.layout
+        layout, bits = self.scheme.layout, self.scheme.bits
         scale = self.scale if layout == "packed" else self.scale.t()
         if not self.scheme.zeros:
-            return scale, torch.full_like(scale, 8, dtype=torch.uint8)
+            return scale, torch.full_like(scale, 1 << (bits - 1), dtype=torch.int16)
         if layout == "packed":
-            return scale, unpack(self.zero, 4, 0)
-        zero = unpack(self.zero, 4, 1, AWQ_ORDER if layout == "awq" else None)
+            return scale, unpack(self.zero, bits, 0).short()
+        zero = unpack(self.zero, bits, 1, AWQ_ORDER if layout == "awq" else None).short()
         return scale, (zero + self.scheme.more).t()
 
 
-def packed_dim(cut: slice) -> slice:
-    """A shard of packed numbers, in int32."""
-    return slice(cut.start // VALUES_PER_INT32, cut.stop // VALUES_PER_INT32)
+def packed_dim(cut: slice, each: int) -> slice:
+    """A shard of numbers packed so many to an int32, in int32."""
+    return slice(cut.start // each, cut.stop // each)
 
 
 def pack_pairs(numbers: Tensor) -> Tensor:
