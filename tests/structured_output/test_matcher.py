@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import repeat
-from typing import Any
 
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 
 from quire.scheduler.constraint import FREE, MaskRequest
 from quire.scheduler.plan import Mask
@@ -95,26 +95,28 @@ def test_a_slow_grammar_among_others_is_measured_and_ended() -> None:
     assert "too much time" in slow.why()
 
 
-def test_threads_make_masks_after_a_slow_step_and_no_longer_after_a_quick_one() -> None:
-    now, threaded = [0.0], list[bool]()
-    together = ParallelMasks(2, clock=lambda: now[0])
-    matchers = [fresh(STRUCTURES[1]) for _ in range(3)]
-    fill = together._fill
+@pytest.mark.parametrize(("each", "by_threads"), [(0.0, 0), (4e-4, 2), (2e-3, 4)])
+def test_threads_make_the_masks_that_are_left_once_some_were_slow(each: float, by_threads: int) -> None:
+    now, given = [0.0], list[int]()
+    matchers = [fresh(STRUCTURES[1]) for _ in range(4)]
 
-    def timed(*given: Any) -> None:
-        threaded.append(together._threaded)
-        inner, times = together._clock, iter([0.0, seconds.pop(0)])
-        together._clock = lambda: next(times)
-        fill(*given)
-        together._clock = inner
+    def clock() -> float:
+        now[0] += each
+        return now[0]
 
-    together._fill = timed  # type: ignore[method-assign]
+    together = ParallelMasks(2, clock=clock)
+    executor = together._executor
+
+    class Counted:
+        def unsafe_compute_mask_ptr(self, some: list[tuple[LLMatcher, int]], *where: int) -> None:
+            given.append(len(some))
+            executor.unsafe_compute_mask_ptr(some, *where)
+
+    together.__dict__["_executor"] = Counted()
+    made = together([(matcher, (), 0, ()) for matcher in matchers])
     want = [allowed(mask) for mask in matchers[0].masks((), ())]
-    seconds = [0.0, 0.1, 0.1, 0.0, 0.0]
-    while seconds:
-        made = together([(matcher, (), 0, ()) for matcher in matchers])
-        assert [[allowed(mask) for mask in masks] for masks in made] == [want] * 3
-    assert threaded == [False, False, True, True, False]
+    assert [[allowed(mask) for mask in masks] for masks in made] == [want] * 4
+    assert sum(given) == by_threads
 
 
 def test_measuring_is_rare_where_no_grammar_is_slow() -> None:

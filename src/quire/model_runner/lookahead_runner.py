@@ -153,7 +153,7 @@ class LookaheadRunner(BaseRunner):
         """Be ready for all of these, on padding, before there are rows: nothing is compiled or captured later."""
         with self.queue:
             touch = partial(self.steps.scatter, self.state.data, *self.uploads.empty())
-            scoring = [partial(self._score_padding, size) for size in PIECES if keys]
+            scoring = [partial(self._score_padding, size) for size in PIECES]
             self.queue.precompile([touch, *(partial(self._work, key) for key in keys), *scoring])
             for key in keys:
                 self.queue.prepare(key, partial(self._work, key))
@@ -285,9 +285,9 @@ class LookaheadRunner(BaseRunner):
         return scores
 
     def _score_padding(self, size: int) -> None:
-        """Launch what scores `size` positions."""
-        assert self.hidden is not None
-        self._scores(self.hidden, torch.full((3, size), -1, dtype=torch.int32))
+        """Launch what scores `size` positions, if a forward has shown how wide hidden states are."""
+        if self.hidden is not None:
+            self._scores(self.hidden, torch.full((3, size), -1, dtype=torch.int32))
 
     def _feed(self, step: LaunchedStep, shape: StepShape, key: GraphKey) -> None:
         """The forward. One that returns the hidden states of every token is not captured."""

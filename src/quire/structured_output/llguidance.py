@@ -315,8 +315,8 @@ class ParallelMasks:
     """Seconds of one mask, with what is done around it."""
 
     WAKE = 1e-3
-    """Seconds that masks take beyond usual ones before the next step uses threads. They also do where other threads of
-    the process take the interpreter's lock: without threads it is released for each mask, with them for all at once."""
+    """Seconds after which the masks that are left are made by threads. They also are where other threads of the process
+    take the interpreter's lock: it is released for each mask before, and for all at once then."""
 
     MAX_PAUSE = 63
     """Most steps between two that are measured, where no grammar is slow."""
@@ -337,7 +337,7 @@ class ParallelMasks:
         self._pinned = pinned
         self._num_threads = num_threads or max(1, min(self.MAX_THREADS, (os.cpu_count() or 1) - 1))
         self._clock = clock
-        self._measure = self._slow = self._threaded = False
+        self._measure = self._slow = False
         self._pause = self._wait = 0
         self._lines = np.zeros((0, 0), dtype=np.int32)
 
@@ -413,12 +413,11 @@ class ParallelMasks:
     def _fill(self, plain: list[tuple[LLMatcher, int]], at: int, size: int, count: int) -> None:
         """Write masks of `size` bytes to lines of the `count` that begin at address `at`."""
         began = self._clock()
-        if self._threaded and plain:
-            self._executor.unsafe_compute_mask_ptr(plain, at, size, count)
-        else:
-            for library, line in plain:
-                library.unsafe_compute_mask_ptr(at + line * size, size)
-        self._threaded = self._clock() - began > self.WAKE + self.USUAL * len(plain)
+        for i, (library, line) in enumerate(plain):
+            if self._clock() - began > self.WAKE:
+                self._executor.unsafe_compute_mask_ptr(plain[i:], at, size, count)
+                break
+            library.unsafe_compute_mask_ptr(at + line * size, size)
 
     def _buffer(self, count: int, words: int) -> npt.NDArray[np.int32]:
         if len(self._lines) < count or self._lines.shape[1] != words:
