@@ -337,7 +337,7 @@ def test_what_is_no_tool_is_refused_as_that(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids"])
-@pytest.mark.parametrize("token", [-1, END + 1])
+@pytest.mark.parametrize("token", [-1, END + 1, 1 << 70])
 def test_token_ids_outside_the_vocabulary_are_refused(llm: LLM, field: str, token: int) -> None:
     """A negative one would count from the end."""
     with pytest.raises(InvalidRequest, match=f"{field}: token ids must be from 0 to {END}"):

@@ -4,7 +4,7 @@ field."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quire.errors import InvalidRequest
@@ -59,9 +59,3 @@ def biases(name: str, value: Any, most: float) -> Mapping[int, float]:
     for token, bias in value.items():
         number(f"{name}[{token}]", bias, -most, most, param=name)
     return value
-
-
-def vocabulary(name: str, ids: Collection[int] | None, size: int) -> None:
-    """Raises InvalidRequest for token ids that are none of `size`."""
-    if ids and not 0 <= min(ids) <= max(ids) < size:
-        raise InvalidRequest(f"{name}: token ids must be from 0 to {size - 1}", param=name)

@@ -294,12 +294,6 @@ class Request:
     deadline: float = math.inf
     cache_salt: str = ""
 
-    def check_ids(self, vocab_size: int) -> None:
-        """Raises InvalidRequest for token ids outside the vocabulary."""
-        checks.vocabulary("prompt", self.prompt, vocab_size)
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            checks.vocabulary(name, getattr(self.sampling, name), vocab_size)
-
 
 class RequestStepOutput(NamedTuple):
     """What one request got from one step. `finish` is None while it goes on.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import struct
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,6 +18,7 @@ from quire.engine.timing import Clock, LatencyController, PlanDelay, WallClock
 from quire.errors import ExecutorLost, InvalidRequest, QuireError, StepFailed, Unavailable, print_traceback
 from quire.scheduler.constraint import FREE, Constraint
 from quire.scheduler.scheduler import Scheduler
+from quire.token_masks import token_array
 from quire.types import GREEDY, UNLIMITED, FinishReason, Request, RequestStepOutput, SamplingParams, error_output
 
 _Inflight = tuple[float, float, StepHandle]
@@ -169,7 +171,7 @@ class Engine:
                 f"and this model's context holds {description.max_model_len}",
                 param="prompt",
             )
-        request.check_ids(description.vocab_size)
+        _check_ids(request, description.vocab_size)
         structure = request.sampling.structured_outputs
         if structure is not None and (constraint is FREE or not description.supports_masks):
             raise InvalidRequest(f"{structure.param}: this engine cannot make structured output", param=structure.param)
@@ -332,6 +334,22 @@ class Engine:
     def close(self) -> None:
         """Close the executor."""
         self.executor.close()
+
+
+def _check_ids(request: Request, vocab_size: int) -> None:
+    """Raises InvalidRequest for token ids outside the vocabulary."""
+    for name in ("prompt", "stop_token_ids", "allowed_token_ids", "logit_bias"):
+        ids = request.prompt if name == "prompt" else getattr(request.sampling, name)
+        if ids and not _in_vocabulary(ids, vocab_size):
+            raise InvalidRequest(f"{name}: token ids must be from 0 to {vocab_size - 1}", param=name)
+
+
+def _in_vocabulary(ids: Collection[int], vocab_size: int) -> bool:
+    try:
+        found = token_array(ids)
+    except struct.error:
+        return False
+    return bool(found.min() >= 0 and found.max() < vocab_size)
 
 
 def _as_step_failure(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

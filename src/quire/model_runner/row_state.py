@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.errors import StepFailed
-from quire.model_runner.sampling.features import SamplingFeatures, token_array
+from quire.model_runner.sampling.features import SamplingFeatures
 from quire.scheduler.plan import NewSequence, Plan, Span
+from quire.token_masks import token_array
 from quire.types import UNLIMITED
 
 Ints = npt.NDArray[np.intp]

@@ -6,8 +6,7 @@ argmax.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import numpy.typing as npt
 
 from quire.model_runner.sampling.noise import stream
 from quire.scheduler.plan import NewSequence
+from quire.token_masks import token_array
 from quire.types import UNLIMITED, SamplingParams
 
 RANDOM, TRUNCATED, ALLOWED, BANNED, BIASED, PENALISED, SCORED, SCORED_WIDE, MASKED = (1 << i for i in range(9))
@@ -163,11 +163,6 @@ def pack_lists(extras: SamplingExtras) -> tuple[npt.NDArray[np.int32], tuple[int
 def pad_to_words(bits: bytes) -> bytes:
     """A bit string of whole 32-bit words."""
     return bits.ljust(-(-len(bits) // 4) * 4, b"\0")
-
-
-def token_array(tokens: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Token ids as an array, in a quarter of the time that numpy takes."""
-    return np.frombuffer(struct.pack(f"{len(tokens)}q", *tokens), dtype=np.int64)
 
 
 def bitmask(tokens: tuple[int, ...]) -> bytes:

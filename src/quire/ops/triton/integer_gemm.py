@@ -462,26 +462,30 @@ ANY_BATCH = GemmConfig(16, 64, 128, 2, 6)
 def integer_gemm_config(
     rows: int, matrix: IntegerMatrix, card: DeviceInfo, *, gated: bool = False
 ) -> GemmConfig | None:
-    """How a product is tiled; None where the matrix is dequantized first. Measured on an H200 with 4-bit matrices of an
-    8B model. wanted: programs that each multiprocessor gets, by splitting inputs, if outputs make fewer."""
+    """How a product is tiled; None where the matrix is dequantized first. Measured on an H200 with matrices of an 8B
+    model, of 4 bits in groups of 128, Q4_K and Q8_0. wanted: programs that each multiprocessor gets, by splitting
+    inputs, if outputs make fewer."""
     if rows > MAX_FUSED_ROWS:
         return None
     outputs, double = matrix.outputs // (2 if gated else 1), has_two_products(matrix)
-    if rows <= 16 and (double or matrix.bits == 8):
-        # Not measured yet: tiles that leave room for several programs.
-        how, wanted = GemmConfig(8, 64, 128, 2, 4) if rows <= 8 else GemmConfig(16, 64, 128, 4, 4), 4
+    hopper = card.capability[0] == HOPPER[0]
+    if rows <= 8 and (double or matrix.bits == 8):
+        how, wanted = GemmConfig(8, 64, 128, 2, 4), 4
+    elif rows <= 16 and (double or matrix.bits == 8):
+        how, wanted = GemmConfig(16, 64, 128, 2, 6) if double else GemmConfig(16, 32, 128, 2, 4), 4
     elif rows <= 8:
         large = outputs > 4096 and not gated
         how, wanted = (GemmConfig(8, 64, 128, 2, 6), 4) if large else (GemmConfig(8, 64, 256, 2, 4), 8)
     elif rows <= 16:
         how, wanted = GemmConfig(16, 64, 128, 2, 6) if gated else GemmConfig(16, 64, 256, 2, 4), 4
+    elif rows > 32 and double and hopper:
+        how, wanted = GemmConfig(64, 64, 64 if gated else 128, 4, 4), 2
     elif gated and (double or matrix.group == 32):
         # Larger tiles spill.
         how, wanted = GemmConfig(32, 32, 64 if double else 1024 // matrix.bits, 2, 4), 2
     elif rows > 32 and double:
         # 64 rows spill on other cards, and for compute capability 10 Triton 3.9 makes an empty kernel of them.
-        hopper = card.capability[0] == HOPPER[0]
-        how, wanted = GemmConfig(64, 64, 128, 4, 4) if hopper else GemmConfig(32, 64, 128, 4, 3), 2
+        how, wanted = GemmConfig(32, 64, 128, 4, 3), 2
     elif rows <= 32:
         how, wanted = (GemmConfig(32, 64, 256, 4, 3), 1) if gated else (GemmConfig(32, 64, 128, 4, 3), 4)
     else:
