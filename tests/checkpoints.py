@@ -304,6 +304,9 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """At least three a family, which differ in every way its members do: see `make`."""
 
+FIRST = frozenset({shape.split("-")[0]: shape for shape in reversed(list(SHAPES))}.values())
+"""One of each family."""
+
 
 def make(folder: Path, shape: str, *, seed: int = 0, shard: str = "5GB", **changes: Any) -> PreTrainedModel:
     """Write the checkpoint `shape` to `folder` and return transformers' model of it, float32, ready to run.
