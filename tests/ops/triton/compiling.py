@@ -91,7 +91,9 @@ def by_row(ops: TritonOps) -> None:
 def everything(ops: TritonOps) -> None:
     by_row(ops)
     angles = Angles(torch.empty(4, 64), torch.empty(4, 64))
-    for heads, groups, dim, dtype in ((32, 8, 128, BF16), (4, 1, 256, BF16), (12, 12, 64, torch.float32)):
+    shapes = [(32, 8, 128, BF16), (4, 1, 256, BF16), (12, 12, 64, torch.float32)]
+    shapes += [(24, 8, dim, BF16) for dim in (80, 96, 112)]
+    for heads, groups, dim, dtype in shapes:
         pool = LayerKV(*(halves(4, groups, 64, dim, dtype=dtype) for _ in "kv"))
         for spans, n in ((4, 1), (64, 1), (2, 512)):
             q = halves(spans * n, heads, dim, dtype=dtype)
