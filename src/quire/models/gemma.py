@@ -1,6 +1,6 @@
-"""The text models of Gemma 2 and 3 (Gemma Team 2024, 2025).
+"""The text models of Gemma 1, 2 and 3 (Gemma Team 2024, 2025).
 
-Embeddings are scaled, and norms store their weight minus 1. Attention and MLP stand between two norms
+Embeddings are scaled, and norms store their weight minus 1. In Gemma 2 and 3 attention and MLP stand between two norms
 each, and local layers with a sliding window alternate with global ones. Gemma 2 has soft caps on scores and logits;
 Gemma 3 norms queries and keys instead, and has another RoPE base for local layers.
 """
@@ -15,6 +15,7 @@ from quire.layers.builder import ModelBuilder
 from quire.models.llama import BlockNorms, Llama
 from quire.models.multimodal import nested, select_decoder
 from quire.models.spec import Config, ModelSpec, read_decoder, read_two_ropes, read_windows
+from quire.types import UNLIMITED
 
 
 class Gemma(Llama):
@@ -30,6 +31,21 @@ class Gemma(Llama):
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         select_decoder(build)
         super().__init__(spec, build)
+
+
+class Gemma1(Gemma):
+    """Gemma 1 (Gemma Team 2024): Llama with the norms and embeddings of its successors."""
+
+    architectures = MappingProxyType({"GemmaForCausalLM": "gemma"})
+    norms = Llama.norms
+
+    @staticmethod
+    def read(config: Config, architecture: str) -> ModelSpec:
+        """See `registry.Architecture`."""
+        spec = read_gemma(config, architecture, every=0)
+        # Published config.json files say "gelu", and mean its tanh approximation.
+        activation = "gelu_pytorch_tanh" if spec.activation == "gelu" else spec.activation
+        return replace(spec, windows=(UNLIMITED,) * spec.layers, scale=0.0, activation=activation)
 
 
 class Gemma2(Gemma):

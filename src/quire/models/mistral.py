@@ -8,19 +8,37 @@ from types import MappingProxyType
 from quire.layers.builder import ModelBuilder
 from quire.layers.moe import MoEConfig
 from quire.models.llama import Llama, MLPFunction
+from quire.models.multimodal import nested, select_decoder
 from quire.models.spec import Config, ModelSpec, read_decoder, read_windows
 
 
 class Mistral(Llama):
     """Mistral 7B and later: layers with sliding windows."""
 
-    architectures = MappingProxyType({"MistralForCausalLM": "mistral"})
+    architectures = MappingProxyType({"MistralForCausalLM": "mistral", "MinistralForCausalLM": "ministral"})
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
         """See `registry.Architecture`."""
         spec = read_decoder(config, architecture)
         return replace(spec, windows=read_windows(config, spec.layers))
+
+
+class Ministral3(Mistral):
+    """Ministral 3, and the text models of Mistral Small 3.1 and later: queries grow with their position."""
+
+    architectures = MappingProxyType(
+        {"Ministral3ForCausalLM": "ministral3", "Mistral3ForConditionalGeneration": "mistral3"}
+    )
+
+    def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
+        select_decoder(build)
+        super().__init__(spec, build)
+
+    @staticmethod
+    def read(config: Config, architecture: str) -> ModelSpec:
+        """See `registry.Architecture`."""
+        return Mistral.read(nested(config), architecture)
 
 
 class Mixtral(Mistral):

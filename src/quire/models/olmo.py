@@ -1,4 +1,7 @@
-"""OLMo 2 (OLMo Team 2024): Llama with norms after attention and MLP, and q and k normed over all heads at once."""
+"""OLMo 2 and 3 (OLMo Team 2024, 2025): Llama with norms after attention and MLP, q and k normed over all heads at once.
+
+OLMo 3 has sliding windows in three of four layers.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from quire.models.llama import BlockNorms, Llama
-from quire.models.spec import Config, ModelSpec, read_decoder
+from quire.models.spec import Config, ModelSpec, read_decoder, read_two_ropes, read_windows
 
 
 class Olmo2(Llama):
@@ -19,3 +22,17 @@ class Olmo2(Llama):
     def read(config: Config, architecture: str) -> ModelSpec:
         """See `registry.Architecture`."""
         return replace(read_decoder(config, architecture), qk_norm="together")
+
+
+class Olmo3(Olmo2):
+    """OLMo 3: every fourth layer is global, and the others' RoPE is not scaled."""
+
+    architectures = MappingProxyType({"Olmo3ForCausalLM": "olmo3"})
+
+    @staticmethod
+    def read(config: Config, architecture: str) -> ModelSpec:
+        """See `registry.Architecture`."""
+        spec = Olmo2.read(config, architecture)
+        spec = replace(spec, windows=read_windows(config, spec.layers, every=4))
+        theta = config.get(float, "rope_theta", default=500_000.0)
+        return read_two_ropes(config, spec, theta, theta, every=4)
