@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.model_runner.device_state import COUNTERS
 from quire.model_runner.device_steps import SCORE_WIDTH
 from quire.model_runner.sampling.features import COLUMNS
-from quire.ops.base import Gate
+from quire.ops.base import Angles, Gate, Norm, Norms
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import TritonOps
@@ -197,11 +197,11 @@ def row_case(ops: TritonOps, what: str, tokens: int) -> Case:
     plain = ReferenceOps()
     x, residual, gamma = noise(tokens, hidden), noise(tokens, hidden), noise(hidden)
     if what == "add_rms_norm":
-        want = plain.rms_norm((x + residual).float(), gamma.float(), 1e-5)
+        want = plain.norm((x + residual).float(), Norm(gamma.float(), 1e-5))
         return Case(
             f"rows {what} {tokens} x {hidden}",
-            lambda: relative(ops.add_rms_norm(x, residual.clone(), gamma, 1e-5)[0], want),
-            [partial(ops.add_rms_norm, x, noise(tokens, hidden), gamma, 1e-5) for _ in range(16)],
+            lambda: relative(ops.add_norm(x, residual.clone(), Norm(gamma, 1e-5))[0], want),
+            [partial(ops.add_norm, x, noise(tokens, hidden), Norm(gamma, 1e-5)) for _ in range(16)],
             8.0 * x.numel(),
         )
     if what == "silu_mul":
@@ -214,12 +214,13 @@ def row_case(ops: TritonOps, what: str, tokens: int) -> Case:
     batch = ops.prepare(batch_of([(0, tokens)], pages))
     qkv = noise(tokens, (heads + 2 * groups) * dim)
     angle = noise(tokens, dim // 2, dtype=torch.float32)
-    turn, norms = (angle.cos(), angle.sin()), ((noise(dim), 1e-6), (noise(dim), 1e-6))
+    turn, norms = Angles(angle.cos(), angle.sin()), Norms(Norm(noise(dim), 1e-6), Norm(noise(dim), 1e-6))
 
     def check_turn() -> float:
         exact = LayerKV(other.k.float(), other.v.float())
-        wanted = tuple((weight.float(), eps) for weight, eps in norms)
-        want = plain.qk_norm_rope_store_kv(qkv.float(), heads, exact, batch, turn, wanted)  # type: ignore[arg-type]
+        q_norm, k_norm = (each._replace(weight=each.weight.float()) for each in (norms.q, norms.k))
+        wanted = Norms(q_norm, k_norm)
+        want = plain.qk_norm_rope_store_kv(qkv.float(), heads, exact, batch, turn, wanted)
         got = ops.qk_norm_rope_store_kv(qkv, heads, other, batch, turn, norms)
         page, at = batch.slots // PAGE, batch.slots % PAGE
         written = ((relative(a[page, :, at], b[page, :, at])) for a, b in ((other.k, exact.k), (other.v, exact.v)))

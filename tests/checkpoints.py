@@ -6,6 +6,7 @@ have a standard deviation of at least 1 and greedy answers wander.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -32,6 +33,42 @@ GEMMA3_ROPE = MappingProxyType(
     {
         "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 200.0},
+    }
+)
+
+LONG_ROPE = MappingProxyType(
+    {
+        "rope_type": "longrope",
+        "rope_theta": 400.0,
+        "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+        "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0, 12.0],
+    }
+)
+
+MINISTRAL3_ROPE = MappingProxyType(
+    {
+        "rope_type": "yarn",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 8.0,
+        "beta_slow": 0.7,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.5,
+    }
+)
+
+GRANITE4 = MappingProxyType(
+    {
+        "num_local_experts": 0,
+        "layer_types": ["full_attention"] * 3,
+        "shared_intermediate_size": 90,
+        "mamba_n_heads": 1,
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 1.2,
+        "logits_scaling": 0.8,
     }
 )
 
@@ -292,6 +329,406 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "attention_bias": True,
             "rope_parameters": dict(LLAMA3_ROPE),
         },
+        "phi3-gqa-partly-rotated": {
+            "hidden_size": 64,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.75},
+            "sliding_window": 17,
+        },
+        "phi3-mqa-tied-long-factors": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 1,
+            "rope_parameters": {**LONG_ROPE, "original_max_position_embeddings": 1, "attention_factor": 1.3},
+        },
+        "phi3-mha-short-factors": {
+            "hidden_size": 36,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "original_max_position_embeddings": 512,
+            "rope_parameters": {**LONG_ROPE, "original_max_position_embeddings": 512, "factor": 4.0},
+        },
+        "olmo3-gqa-yarn": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 4,
+            "sliding_window": 11,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 800.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 24,
+                    "beta_fast": 8.0,
+                    "beta_slow": 0.7,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 800.0},
+            },
+        },
+        "olmo3-mha": {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 7, "sliding_window": 6},
+        "olmo3-global-first": {
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "sliding_window": 19,
+        },
+        "granite-gqa": {
+            "hidden_size": 60,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 1.7,
+            "logits_scaling": 0.7,
+        },
+        "granite-mha-tied-biased": {
+            "hidden_size": 56,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 7,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "attention_multiplier": 0.5,
+            "embedding_multiplier": 0.5,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 0.5,
+        },
+        "granite-mqa": {
+            "hidden_size": 80,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 2.0,
+            "residual_multiplier": 2.2,
+            "logits_scaling": 0.8,
+        },
+        "granitemoehybrid-gqa": {
+            **GRANITE4,
+            "hidden_size": 60,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "position_embedding_type": "rope",
+            "residual_multiplier": 1.4,
+        },
+        "granitemoehybrid-mqa-tied": {
+            **GRANITE4,
+            "hidden_size": 40,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "position_embedding_type": "rope",
+            "tie_word_embeddings": True,
+            "attention_multiplier": 0.4,
+        },
+        "granitemoehybrid-no-rope": {
+            **GRANITE4,
+            "hidden_size": 56,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 7,
+            "shared_intermediate_size": 50,
+            "embedding_multiplier": 3.0,
+        },
+        "glm-gqa": {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 12},
+        "glm-mha-unbiased": {
+            "hidden_size": 56,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 7,
+            "head_dim": 8,
+            "attention_bias": False,
+        },
+        "glm-mqa-all-rotated": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 12,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 1.0},
+        },
+        "glm4-gqa": {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16},
+        "glm4-mha-tied": {
+            "hidden_size": 70,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 7,
+            "head_dim": 12,
+            "tie_word_embeddings": True,
+        },
+        "glm4-mqa-unbiased": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 20,
+            "attention_bias": False,
+        },
+        "smollm3-gqa": {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 5},
+        "smollm3-mha-every-other": {
+            "hidden_size": 54,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "no_rope_layer_interval": 2,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+        "smollm3-mqa-windows": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "no_rope_layers": [0, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 12,
+        },
+        "cohere-gqa": {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "logit_scale": 1.5},
+        "cohere-mha-untied": {
+            "hidden_size": 42,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "logit_scale": 0.9,
+            "tie_word_embeddings": False,
+        },
+        "cohere-mqa-biased": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "logit_scale": 2.0,
+            "attention_bias": True,
+        },
+        "cohere2-gqa": {
+            "hidden_size": 64,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 5,
+            "sliding_window": 13,
+            "logit_scale": 1.5,
+        },
+        "cohere2-mha-global-first": {
+            "hidden_size": 42,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "sliding_window": 7,
+            "logit_scale": 1.2,
+            "tie_word_embeddings": False,
+        },
+        "cohere2-mqa-biased": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 21,
+            "attention_bias": True,
+            "logit_scale": 2.0,
+        },
+        "gemma-mqa": {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 14},
+        "gemma-mha-untied": {
+            "hidden_size": 42,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 16,
+            "tie_word_embeddings": False,
+        },
+        "gemma-gqa-as-first-published": {
+            "hidden_size": 40,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "hidden_act": "gelu",
+        },
+        "internlm3-gqa": {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 12},
+        "internlm3-mha-biased": {
+            "hidden_size": 63,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 7,
+            "head_dim": 10,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+        "internlm3-dynamic-rope": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 6.0},
+        },
+        "ministral-mixed-windows": {
+            "hidden_size": 64,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+        "ministral-mqa-window": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "sliding_window": 14,
+        },
+        "ministral-mha-tied": {
+            "hidden_size": 54,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 18,
+            "layer_types": ["full_attention"] * 3,
+            "tie_word_embeddings": True,
+        },
+        "ministral3-gqa": {
+            "hidden_size": 64,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "rope_parameters": dict(MINISTRAL3_ROPE),
+        },
+        "ministral3-mha-tied": {
+            "hidden_size": 54,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "rope_parameters": {**MINISTRAL3_ROPE, "original_max_position_embeddings": 7},
+        },
+        "ministral3-mqa-window": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 20,
+            "sliding_window": 15,
+            "rope_parameters": {**MINISTRAL3_ROPE, "llama_4_scaling_beta": 0.9},
+        },
+        "seed_oss-gqa": {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 12},
+        "seed_oss-mha-all-biased": {
+            "hidden_size": 54,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 16,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+        },
+        "seed_oss-mqa-unbiased": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 20,
+            "attention_bias": False,
+            "attention_out_bias": True,
+        },
+        "exaone4-gqa": {
+            "hidden_size": 64,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 5,
+            "sliding_window": 13,
+        },
+        "exaone4-mqa-all-global": {
+            "hidden_size": 50,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * 3,
+            "rope_parameters": dict(LLAMA3_ROPE),
+        },
+        "exaone4-mha-global-first": {
+            "hidden_size": 36,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "sliding_window": 8,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+        "nemotron-gqa": {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2},
+        "nemotron-mha-biased": {
+            "hidden_size": 60,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 24,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+        "nemotron-mqa-all-rotated": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "partial_rotary_factor": 1.0,
+        },
+        "arcee-gqa": {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2},
+        "arcee-mha-biased": {
+            "hidden_size": 60,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+        "arcee-mqa-yarn": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 800.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 24,
+            },
+        },
+        "starcoder2-gqa": {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "sliding_window": 16},
+        "starcoder2-mha-untied": {
+            "hidden_size": 54,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "tie_word_embeddings": False,
+        },
+        "starcoder2-mqa-unbiased": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "use_bias": False,
+        },
+        "hunyuan_v1_dense-gqa": {
+            "hidden_size": 64,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 20.0, "factor": 1.0},
+        },
+        "hunyuan_v1_dense-mha-tied": {
+            "hidden_size": 54,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+        },
+        "hunyuan_v1_dense-mqa-biased": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 20,
+            "attention_bias": True,
+        },
+        "ernie4_5-gqa": {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 12},
+        "ernie4_5-mha-untied-biased": {
+            "hidden_size": 54,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 16,
+            "use_bias": True,
+            "tie_word_embeddings": False,
+        },
+        "ernie4_5-mqa": {"hidden_size": 60, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 20},
+        "helium-gqa": {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8},
+        "helium-mha-biased": {
+            "hidden_size": 48,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 16,
+            "attention_bias": True,
+        },
+        "helium-mqa-tied": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 12,
+            "tie_word_embeddings": True,
+        },
         "gpt2-odd-heads": {"hidden_size": 60, "num_attention_heads": 5},
         "gpt2-one-head": {"hidden_size": 32, "num_attention_heads": 1, "num_hidden_layers": 2},
         "gpt2-narrow-mlp-untied": {
@@ -304,6 +741,9 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """At least three a family, which differ in every way its members do: see `make`."""
 
+FIRST = frozenset({shape.split("-")[0]: shape for shape in reversed(list(SHAPES))}.values())
+"""One of each family."""
+
 
 def make(folder: Path, shape: str, *, seed: int = 0, shard: str = "5GB", **changes: Any) -> PreTrainedModel:
     """Write the checkpoint `shape` to `folder` and return transformers' model of it, float32, ready to run.
@@ -312,7 +752,7 @@ def make(folder: Path, shape: str, *, seed: int = 0, shard: str = "5GB", **chang
     """
     logging.disable_progress_bar()
     fields = {"num_hidden_layers": 3, "intermediate_size": 90, "max_position_embeddings": 512, "vocab_size": VOCAB}
-    fields |= {"bos_token_id": 1, "eos_token_id": 2}
+    fields |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     fields |= {"model_type": shape.split("-")[0], **SHAPES[shape], **changes}
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
@@ -320,26 +760,43 @@ def make(folder: Path, shape: str, *, seed: int = 0, shard: str = "5GB", **chang
     ).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(draw(name, parameter, generator, shape.startswith("gemma"), shape.startswith("olmo2")))
+            family = fields["model_type"]
+            parameter.copy_(draw(name, parameter, generator, family))
     model.save_pretrained(folder, max_shard_size=shard)
+    if family == "internlm3":  # transformers has no class of its own for it, and its publishers do
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"architectures": ["InternLM3ForCausalLM"]}))
     return model
 
 
-def draw(
-    name: str, parameter: torch.Tensor, generator: torch.Generator, shifted: bool = False, normed_after: bool = False
-) -> torch.Tensor:
-    """shifted: norms hold how far they are from 1 (Gemma). normed_after: what layers add is normed (OLMo 2)."""
+SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron")
+"""Norms hold how far they are from 1."""
+
+NORMED_AFTER = ("olmo2", "olmo3", "exaone4")
+"""What layers add is normed."""
+
+UNGATED = ("nemotron", "arcee", "starcoder2")
+"""MLPs of two matrices, which add little unless these are larger."""
+
+
+def draw(name: str, parameter: torch.Tensor, generator: torch.Generator, family: str) -> torch.Tensor:
+    """A parameter of a model of `family`."""
+    shifted, normed_after, ungated = (family in families for families in (SHIFTED, NORMED_AFTER, UNGATED))
     noise = torch.randn(parameter.shape, generator=generator)
     if normed_after and ("post_" in name or "embed" in name):
         # Layers add vectors of length sqrt(hidden): embeddings as large, or answers would repeat themselves.
         return noise + 1.0 if "post_" in name else noise
-    if shifted and "post_" in name:  # Gemma's large embeddings would repeat themselves unless layers add more
+    if (
+        family.startswith("gemma") and "post_" in name
+    ):  # Gemma's large embeddings would repeat themselves unless layers add more
         return noise + 7.0
     if shifted and "embed" in name:
         noise = noise * 0.75
     if parameter.dim() == 1:
         return 0.3 * noise + (0.0 if name.endswith("bias") or shifted else 1.0)
-    if ".c_" in name:  # GPT-2 keeps its matrices the other way round, and repeats itself unless they are larger
+    if ungated and ("mlp" in name or "_proj" in name):
+        noise = 1.7 * noise
+    elif ".c_" in name:  # GPT-2 keeps its matrices the other way round, and repeats itself unless they are larger
         return noise * (3.0 if name.endswith("c_attn.weight") else 2.0) * parameter.shape[0] ** -0.5
     return noise * 1.5 * parameter.shape[-1] ** -0.5
 

@@ -14,69 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
-from quire.engine.engine import Engine
-from quire.executors.local import LocalExecutor
-from quire.models.registry import Model
-from quire.scheduler.block_pool import EVICTION_POLICIES
-from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.policy import SchedulingPolicy
-from quire.scheduler.scheduler import Scheduler
-from quire.types import GREEDY, UNLIMITED, Request
+from quire.types import UNLIMITED
 from quire.weights.load import load_model
 from quire.weights.locate import embedded
 from tests import checkpoints
+from tests.answers import Subject
 
-NEW = 64
 SHAPES = ("llama-gqa-tied", "llama-mha-llama3-rope", "embedded")
-
-
-class Subject:
-    """One checkpoint: ours, theirs, sixteen prompts and what the answers must be."""
-
-    def __init__(self, ours: Model, theirs: PreTrainedModel) -> None:
-        self.ours = ours
-        vocab, rng = ours.spec.vocab, random.Random(5)
-        draw = lambda n: tuple(rng.randrange(vocab) for _ in range(n))  # noqa: E731
-        shared = draw(40)
-        self.prompts = [(shared if i % 3 == 0 else ()) + draw(rng.randrange(2, 60)) for i in range(15)]
-        self.prompts.append(self.prompts[0])
-        self.want = [reference(theirs, prompt) for prompt in self.prompts]
-
-    def engine(self, *, pages: int = 400, page_size: int = 16, **settings: Any) -> Engine:
-        """An engine around the CPU executor; `settings` are the scheduler's, and those of the lines below."""
-        lookahead, caching = settings.pop("lookahead", 0), settings.pop("prefix_caching", True)
-        eviction_policy = EVICTION_POLICIES[settings.pop("eviction_policy", "lru")]()
-        executor = LocalExecutor(
-            self.ours, pages=pages, page_size=page_size, rows=64, max_model_len=512, dtype=torch.float32
-        )
-        kv = KVCacheManager(pages, page_size, make_prefix_cache(page_size, caching), eviction_policy)
-        return Engine(Scheduler(kv, rows=64, **settings), executor, lookahead=lookahead)
-
-    def ask(self, engine: Engine, which: Sequence[int], new: int = NEW) -> dict[int, tuple[int, ...]]:
-        for i in which:
-            engine.add(Request(id=str(i), prompt=self.prompts[i], max_new_tokens=new, sampling=GREEDY))
-        while engine.has_pending_work:
-            engine.step()
-        assert engine.gauges().used_blocks == 0
-        return {int(c.id): c.tokens for c in engine.completed_requests}
-
-
-@torch.no_grad()
-def reference(model: PreTrainedModel, prompt: Sequence[int]) -> tuple[int, ...]:
-    """transformers' greedy answer, `NEW` tokens whatever they are."""
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        min_new_tokens=NEW,
-        max_new_tokens=NEW,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return tuple(out[0, len(prompt) :].tolist())
 
 
 @pytest.fixture(scope="module", params=SHAPES)

@@ -181,7 +181,7 @@ def test_the_first_layer_that_departs_is_named(tmp_path: Path) -> None:
     make(tmp_path, "llama-gqa-tied")
     model = load_model(tmp_path, dtype="float32")
     with torch.inference_mode():
-        model.blocks[1].before_mlp.weight[3] += 0.5
+        model.blocks[1].before_mlp.norm.weight[3] += 0.5
     found = list(compare(model, tmp_path, list(range(50))))
     first = departs(found)
     assert first is not None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.ops import batch_invariant
-from quire.ops.base import QuantizedMatrix
+from quire.ops.base import Angles, Norm, QuantizedMatrix
 from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.matmul import TILE_ROWS, can_pack, in_tiles, pack, packed_linear
 from quire.ops.reference import ReferenceOps
@@ -45,8 +45,9 @@ def test_every_operation_on_a_row_has_the_same_bits_in_any_batch(dtype: torch.dt
         "silu": OPS.silu_mul,
         "gelu gate": OPS.gelu_mul,
         "gelu": OPS.gelu,
-        "norm": lambda x: OPS.rms_norm(x, norm[0], 1e-6),
-        "layer norm": lambda x: OPS.layer_norm(x, norm[0], norm[0], 1e-6),
+        "relu2": OPS.relu2,
+        "norm": lambda x: OPS.norm(x, Norm(norm[0], 1e-6)),
+        "layer norm": lambda x: OPS.norm(x, Norm(norm[0], 1e-6, norm[0], centred=True)),
         "tanh": torch.tanh,
         "shares": lambda x: x.float().softmax(-1),
         "mix": lambda x: OPS.combine_experts(x.view(len(x), 6, -1), OPS.normalize(x[:, :6].float().abs())),
@@ -75,9 +76,10 @@ def test_activations_and_rotations_are_those_of_the_reference(dtype: torch.dtype
     for name in ("silu_mul", "gelu_mul", "gelu"):
         torch.testing.assert_close(getattr(OPS, name)(x), getattr(REFERENCE, name)(x))
     heads = torch.randn(33, 3, 22).to(dtype), torch.randn(33, 1, 22).to(dtype)
-    turns = OPS.angles(torch.arange(33), torch.rand(8))
-    for ours, theirs in zip(OPS.rope(*heads, *turns), REFERENCE.rope(*heads, *turns), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for interleaved in (False, True):
+        turns = Angles(*OPS.angles(torch.arange(33), torch.rand(8)), interleaved)
+        for ours, theirs in zip(OPS.rope(*heads, turns), REFERENCE.rope(*heads, turns), strict=True):
+            torch.testing.assert_close(ours, theirs)
     made, shares = torch.randn(33, 3, 20).to(dtype), torch.rand(33, 3)
     torch.testing.assert_close(OPS.normalize(shares), REFERENCE.normalize(shares))
     torch.testing.assert_close(OPS.combine_experts(made, shares), REFERENCE.combine_experts(made, shares))

@@ -9,8 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.ops.base import Angles, Norm, Norms
 from quire.ops.matmul import can_pack, pack, packed_linear
+from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
+from tests.ops.batches import Pages
 
 OPS = ReferenceOps()
 DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
@@ -24,41 +27,49 @@ def test_rms_norm_divides_by_the_root_of_the_mean_square(
     torch.manual_seed(0)
     x, weight = 3 * torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 0.1).sqrt() * weight.double()
-    torch.testing.assert_close(OPS.rms_norm(x, weight, 0.1).double(), exact, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(OPS.norm(x, Norm(weight, 0.1)).double(), exact, atol=tolerance, rtol=tolerance)
 
 
 @DTYPES
-def test_add_rms_norm_also_returns_the_sum(dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize("centred", [False, True])
+def test_add_norm_norms_scales_adds_and_norms_again(centred: bool, dtype: torch.dtype, tolerance: float) -> None:
     x, residual, weight = torch.randn(4, 12).to(dtype), torch.randn(4, 12).to(dtype), torch.rand(12).to(dtype)
-    total = x + residual
-    normed, stream = OPS.add_rms_norm(x, residual.clone(), weight, 1e-5)
-    torch.testing.assert_close(stream, total)
-    torch.testing.assert_close(normed, OPS.rms_norm(total, weight, 1e-5), atol=tolerance, rtol=tolerance)
+    norm, first = Norm(weight, 1e-5, None, centred), Norm(weight.flip(0), 0.1, weight if centred else None, centred)
+    for before, scale in ((None, 1.0), (first, 1.0), (None, 0.3), (first, 0.3)):
+        total = (OPS.norm(x, before) if before else x) * scale + residual
+        normed, stream = OPS.add_norm(x, residual.clone(), norm, before, scale)
+        torch.testing.assert_close(stream, total, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(normed, OPS.norm(total, norm), atol=tolerance, rtol=tolerance)
+        bare = OPS.add_norm(x, residual.clone(), None, before, scale)
+        assert bare[0] is bare[1]
+        assert torch.equal(bare[1], stream)
 
 
 def test_layer_norm_centres_scales_and_shifts() -> None:
     x, weight, bias = torch.randn(4, 12), torch.randn(12), torch.randn(12)
     centred = x - x.mean(-1, keepdim=True)
     exact = centred / (centred.square().mean(-1, keepdim=True) + 0.1).sqrt() * weight + bias
-    torch.testing.assert_close(OPS.layer_norm(x, weight, bias, 0.1), exact)
+    torch.testing.assert_close(OPS.norm(x, Norm(weight, 0.1, bias, centred=True)), exact)
 
 
 @settings(deadline=None, max_examples=40, derandomize=True)
-@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(0, 4), st.integers(0, 3))
-def test_rope_rotates_pairs_by_their_angles_and_keeps_the_rest(t: int, h: int, g: int, half: int, rest: int) -> None:
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(0, 4), st.integers(0, 3), st.booleans())
+def test_rope_rotates_pairs_by_their_angles_and_keeps_the_rest(
+    t: int, h: int, g: int, half: int, rest: int, interleaved: bool
+) -> None:
     dim = 2 * half + rest
     if not dim:
         return
     torch.manual_seed(t)
     q, k, angle = torch.randn(t, h, dim), torch.randn(t, g, dim), torch.randn(t, half)
-    for x, got in zip((q, k), OPS.rope(q, k, angle.cos(), angle.sin()), strict=True):
+    for x, got in zip((q, k), OPS.rope(q, k, Angles(angle.cos(), angle.sin(), interleaved)), strict=True):
         assert got.shape == x.shape
         for i in range(t):
             for pair in range(half):
                 c, s = math.cos(angle[i, pair]), math.sin(angle[i, pair])
                 turn = torch.tensor([[c, -s], [s, c]])
-                want = x[i, :, [pair, pair + half]] @ turn.T
-                torch.testing.assert_close(got[i, :, [pair, pair + half]], want, atol=1e-5, rtol=1e-5)
+                both = [2 * pair, 2 * pair + 1] if interleaved else [pair, pair + half]
+                torch.testing.assert_close(got[i, :, both], x[i, :, both] @ turn.T, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(got[..., 2 * half :], x[..., 2 * half :])
 
 
@@ -72,6 +83,30 @@ def test_gated_activations_take_the_gate_first(dtype: torch.dtype, tolerance: fl
     torch.testing.assert_close(OPS.silu_mul(fused).double(), silu * up.double(), atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(OPS.gelu_mul(fused).double(), gelu * up.double(), atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(OPS.gelu(gate).double(), gelu, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(OPS.relu2(gate).double(), gate.double().clamp(0) ** 2, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(("together", "after"), [(False, False), (True, False), (False, True)])
+def test_queries_and_keys_are_normed_head_by_head_or_together_before_or_after_rope(together: bool, after: bool) -> None:
+    torch.manual_seed(0)
+    batch, heads, dim = Pages(4, 8).batch([(0, 0, [0] * 5)]), 3, 8
+    qkv, angle, gain = torch.randn(5, (heads + 2) * dim), torch.randn(5, dim // 2), torch.rand(5) + 1
+    norms = Norms(Norm(torch.rand((heads if together else 1) * dim), 0.1), Norm(torch.rand(dim), 0.2), after)
+    kv, angles = LayerKV(*torch.zeros(2, 4, 1, 8, dim)), Angles(angle.cos(), angle.sin(), query_gain=gain)
+    got = OPS.qk_norm_rope_store_kv(qkv, heads, kv, batch, angles, norms)
+
+    def normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        square = x.square().mean((1, 2) if together else 2, keepdim=True)
+        return x / (square + norm.eps).sqrt() * norm.weight.view(-1, dim)
+
+    q, k = qkv[:, : heads * dim].view(5, heads, dim), qkv[:, heads * dim : (heads + 1) * dim].view(5, 1, dim)
+    if after:
+        q, k = OPS.rope(q, k, angles)
+    q, k = normed(q, norms.q), normed(k, norms.k)
+    if not after:
+        q, k = OPS.rope(q, k, angles)
+    torch.testing.assert_close(got, q * gain[:, None, None])
+    torch.testing.assert_close(kv.k[batch.slots // 8, :, batch.slots % 8], k)
 
 
 CPU = torch.device("cpu")

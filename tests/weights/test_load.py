@@ -211,6 +211,13 @@ def test_folders_that_are_none_say_what_they_lack(tmp_path: Path) -> None:
         Checkpoint(tmp_path / "nowhere")
 
 
+def test_longrope_takes_the_factors_of_the_longest_sequence(tmp_path: Path) -> None:
+    make(tmp_path, "phi3-mqa-tied-long-factors")
+    long, short = (load_model(tmp_path, max_model_len=length).spec.rope for length in (None, 1))
+    assert long.factors[-1] == 12.0
+    assert short.factors[-1] == 2.5
+
+
 def test_dummy_weights_need_no_files_and_make_lively_finite_logits(folder: Path) -> None:
     (folder / SINGLE).unlink()
     first = answer(load_model(folder, load_format="dummy", seed=3), 40)

@@ -179,6 +179,7 @@ def _load(settings: Settings, device: torch.device, canary: Canary | None) -> Mo
             seed=model.seed,
             progress=progress,
             room=host_bytes() if device.type == "cpu" else math.inf,
+            max_model_len=model.max_model_len,
         )
 
 

@@ -69,6 +69,7 @@ def load_draft(settings: Settings, target: Model, device: torch.device, ops: Ops
         quantization=config.quantization,
         seed=(model.seed + 1) % (1 << 64),
         draft=True,
+        max_model_len=model.max_model_len,
     )
     if draft.spec.vocab != target.spec.vocab:
         raise InvalidConfig(

@@ -16,7 +16,7 @@ from quire.cli.base import SettingsCommand
 from quire.cli.tables import print_pairs
 from quire.config import Settings
 from quire.errors import InvalidConfig, InvalidModel
-from quire.models import gemma
+from quire.models import llama
 from quire.models.registry import Model
 from quire.weights.canary import PROBE, feed, pages, probe
 from quire.weights.load import load_model
@@ -81,14 +81,14 @@ class Recorded:
 
     def __init__(self, block: Any, kept: list[Tensor]) -> None:
         self.block, self.kept = block, kept
-        self.after_mlp = block.after_mlp if isinstance(block, gemma.Block) else None  # left to the layer behind it
+        self.after_mlp = block.after_mlp if isinstance(block, llama.Block) else None  # left to the layer behind it
 
     def __call__(self, *args: Any) -> Any:
         """The layer's output, which is kept for the comparison."""
         out = self.block(*args)
-        if isinstance(out, tuple):
+        if self.after_mlp:
             added, residual = out
-            self.kept.append(residual + (self.after_mlp(added) if self.after_mlp else added))
+            self.kept.append(residual + self.after_mlp(added) * self.after_mlp.scale)
         else:
             self.kept.append(out.clone())
         return out

@@ -88,7 +88,7 @@ def shapes(facts: ModelFacts) -> Iterator[Fact]:
     local = Counter(window for window in spec.windows if window < UNLIMITED)
     seen = ", ".join(f"{n} of {spec.layers} layers see {window:,} positions" for window, n in local.items())
     yield "attention", seen or "every layer sees everything"
-    yield "rope", "; ".join(dict.fromkeys(map(describe_rope, spec.ropes or (spec.rope,))))
+    yield "rope", describe_ropes(spec.layer_ropes)
     yield "vocabulary", f"{spec.vocab:,}, head {'tied to the embedding' if spec.tie else 'of its own'}"
     yield "context", f"{spec.context:,} tokens"
     for name, dtype in (("as activations", facts.dtype), ("fp8", torch.float8_e4m3fn)):
@@ -148,12 +148,20 @@ def show(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     return ", ".join(f"{tokenizer.token_text(token)[0]!r} ({token})" for token in tokens) or "nothing"
 
 
+def describe_ropes(ropes: Sequence[RopeConfig]) -> str:
+    """The rotary embeddings of all layers in words."""
+    said = list(dict.fromkeys(describe_rope(rope) for rope in ropes if rope.dim))
+    without = sum(not rope.dim for rope in ropes)
+    if said and without:
+        said.append(f"none in {without} of {len(ropes)} layers")
+    return "; ".join(said) or "none"
+
+
 def describe_rope(rope: RopeConfig) -> str:
     """A rotary embedding in words."""
-    if not rope.dim:
-        return "none: positions are learned"
     scaled = "" if rope.kind == "default" else f", {rope.kind} scaling by {rope.factor:g}"
-    return f"base {rope.theta:,.0f} over {rope.dim} numbers of a head{scaled}"
+    neighbours = ", by neighbours" if rope.interleaved else ""
+    return f"base {rope.theta:,.0f} over {rope.dim} numbers of a head{neighbours}{scaled}"
 
 
 def short(dtype: torch.dtype) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.errors import InvalidModel, nearest
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.quantization.gguf import GgufStorage
-from quire.ops.base import Angles, Gate, Ops
+from quire.ops.base import Angles, Gate, Norm, Norms, Ops
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 from quire.types import UNLIMITED
 
@@ -27,7 +27,9 @@ class RopeConfig:
     above `original` / `low`; "yarn", from those that fit `original` `fast` times to those that fit it `slow` times;
     "factors", each wavelength multiplied by its number in `factors` (Llama 3.1 in GGUF). original: context length, in
     tokens, of the first training. full_dim: yarn's two bounds are rounded to whole pairs of dimensions. gain: what the
-    rotated dimensions are multiplied by.
+    rotated dimensions are multiplied by. interleaved: neighbours are rotated together, not the two halves of `dim`.
+    query_beta: b multiplies the query at position p by 1 + b log(1 + floor(p / original)) (Llama 4). short_factors:
+    instead of `factors` where no sequence is longer than `original` (LongRoPE, Ding et al. 2024).
     """
 
     dim: int
@@ -42,78 +44,61 @@ class RopeConfig:
     full_dim: bool = True
     gain: float = 1.0
     factors: tuple[float, ...] = ()
+    interleaved: bool = False
+    query_beta: float = 0.0
+    short_factors: tuple[float, ...] = ()
 
 
 NO_ROPE = RopeConfig(dim=0)
 """No rotary embedding."""
 
 
-class RMSNorm:
-    """See `Ops.rms_norm`."""
+class NormLayer:
+    """An RMS norm or a layer norm, or none: then x stays as it is.
 
-    def __init__(self, weight: Tensor, eps: float, ops: Ops) -> None:
-        self.weight, self.eps, self.ops = weight, eps, ops
+    scale: what its output is multiplied by where it is added to the residual stream.
+    """
 
-    @property
-    def settings(self) -> tuple[Tensor, float]:
-        """(weight, eps), for ops that norm as part of something larger."""
-        return self.weight, self.eps
+    def __init__(self, norm: Norm | None, ops: Ops, scale: float = 1.0) -> None:
+        self.norm, self.ops, self.scale = norm, ops, scale
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (tokens, hidden); the same shape."""
-        return self.ops.rms_norm(x, self.weight, self.eps)
+        return self.ops.norm(x, self.norm) if self.norm else x
 
-    def add(self, x: Tensor, residual: Tensor, before: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual); x is normed by `before` first, if given."""
-        return self.ops.add_rms_norm(x, residual, self.weight, self.eps, before.settings if before else None)
-
-
-class LayerNorm:
-    """See `Ops.layer_norm`."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float, ops: Ops) -> None:
-        self.weight, self.bias, self.eps, self.ops = weight, bias, eps, ops
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: (tokens, hidden); the same shape."""
-        return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
+    def add(self, x: Tensor, residual: Tensor, before: NormLayer) -> tuple[Tensor, Tensor]:
+        """(norm of the sum, sum) of residual and of what `before` makes of x. See `Ops.add_norm`."""
+        return self.ops.add_norm(x, residual, self.norm, before.norm, before.scale)
 
 
 class Embedding:
-    """Token ids [T] -> [T, hidden]. Whole on every rank."""
+    """Token ids [T] -> [T, hidden], times `scale`, which is rounded to the table's dtype (Gemma). Whole on every
+    rank."""
 
-    def __init__(self, weight: Tensor, ops: Ops) -> None:
+    def __init__(self, weight: Tensor, ops: Ops, scale: float = 1.0) -> None:
         self.weight, self.ops, self.dtype = weight, ops, weight.dtype
+        self.scale = float(torch.tensor(scale, dtype=weight.dtype))
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """tokens: (tokens,); (tokens, hidden)."""
-        return self.ops.embedding(tokens, self.weight)
+        x = self.ops.embedding(tokens, self.weight)
+        return x if self.scale == 1.0 else x * self.scale
 
 
 class GgufEmbedding:
     """As `Embedding`, kept at the bits of the file; a tied head multiplies the same matrix."""
 
-    def __init__(self, stored: GgufStorage) -> None:
+    def __init__(self, stored: GgufStorage, scale: float = 1.0) -> None:
         self.stored, self.dtype = stored, stored.matrix.dtype
+        self.scale = float(torch.tensor(scale, dtype=self.dtype))
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """tokens: (tokens,); (tokens, hidden)."""
-        return self.stored.rows(tokens)
+        x = self.stored.rows(tokens)
+        return x if self.scale == 1.0 else x * self.scale
 
 
 AnyEmbedding = Embedding | GgufEmbedding
-
-
-class ScaledEmbedding:
-    """An embedding times `scale`, which is rounded to the table's dtype first (Gemma)."""
-
-    def __init__(self, embedding: AnyEmbedding, scale: float) -> None:
-        self.embedding = embedding
-        self.scale = float(torch.tensor(scale, dtype=embedding.dtype))
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """tokens: (tokens,); (tokens, hidden)."""
-        return self.embedding(tokens) * self.scale
 
 
 class GatedMLP:
@@ -135,20 +120,23 @@ class MLP:
     ) -> None:
         self.up, self.down, self.activation = up, down, activation
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: (tokens, hidden); the same shape."""
+    def __call__(self, x: Tensor, batch: RaggedBatch | None = None) -> Tensor:
+        """x: (tokens, hidden); the same shape. batch: of no use here, see `MLPFunction`."""
         return self.down(self.activation(self.up(x)))
 
 
 class Rotary:
-    """Positions [T] -> (cos, sin), float32 [T, dim / 2] each: computed once a forward, used by every layer."""
+    """Positions [T] -> `Angles` of [T, dim / 2]: computed once a forward, used by every layer."""
 
     def __init__(self, rope: RopeConfig, device: torch.device, ops: Ops) -> None:
-        self.frequencies, self.gain, self.ops = frequencies(rope).to(device), rope.gain, ops
+        self.rope, self.frequencies, self.ops = rope, frequencies(rope).to(device), ops
 
     def __call__(self, positions: Tensor) -> Angles:
         """The angles of `positions`, for `Ops` that rotate."""
-        return self.ops.angles(positions, self.frequencies, self.gain)
+        rope, gain = self.rope, None
+        if rope.query_beta:
+            gain = 1.0 + rope.query_beta * torch.log1p((positions // rope.original).float())
+        return Angles(*self.ops.angles(positions, self.frequencies, rope.gain), rope.interleaved, gain)
 
 
 def frequencies(rope: RopeConfig) -> Tensor:
@@ -231,20 +219,15 @@ class Attention:
         out: RowParallelLinear,
         heads: Heads,
         ops: Ops,
-        norms: tuple[RMSNorm, RMSNorm] | None = None,
+        norms: Norms | None = None,
     ) -> None:
-        self.qkv, self.out, self.heads, self.ops = qkv, out, heads, ops
-        self.norms = norms and (norms[0].settings, norms[1].settings)
-
-    def project(self, x: Tensor) -> Tensor:
-        """x [T, hidden] -> q, k and v side by side, [T, (heads + 2 kv_heads) head_dim]."""
-        return self.qkv(x)
+        self.qkv, self.out, self.heads, self.ops, self.norms = qkv, out, heads, ops, norms
 
     def __call__(
         self, x: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
     ) -> Tensor:
         """x [T, hidden], angles from `Rotary` -> [T, hidden], or the rows `outputs` of it."""
         h = self.heads
-        q = self.ops.qk_norm_rope_store_kv(self.project(x), h.count, kv, batch, angles, self.norms)
+        q = self.ops.qk_norm_rope_store_kv(self.qkv(x), h.count, kv, batch, angles, self.norms)
         mixed = self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap).flatten(1)
         return self.out(select_rows(mixed, outputs))

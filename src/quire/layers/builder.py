@@ -24,8 +24,7 @@ from quire.layers.basic import (
     GatedMLP,
     GgufEmbedding,
     Heads,
-    LayerNorm,
-    RMSNorm,
+    NormLayer,
     RopeConfig,
     Rotary,
 )
@@ -33,11 +32,14 @@ from quire.layers.linear import ColumnParallelLinear, LMHead, ParallelGroup, Row
 from quire.layers.moe import Experts, MoE, MoEConfig, SeparateExperts, StackedExperts
 from quire.layers.quantization.base import Format, Matrix, MatrixPart, Plain, WeightSlot, WeightStorage
 from quire.layers.quantization.gguf import Tables, no_table
-from quire.ops.base import Gate, Ops
+from quire.ops.base import Gate, Norm, Norms, Ops
 
 Kind = TypeVar("Kind")
 
 QKV = ("q_proj", "k_proj", "v_proj")
+QK_NORMS = ("q_norm", "k_norm")
+GATED = ("gate_proj", "up_proj", "down_proj")
+"""The usual names of a layer's matrices and norms."""
 
 
 class ModelBuilder:
@@ -101,16 +103,20 @@ class ModelBuilder:
         )
         return data
 
-    def rms_norm(self, name: str, size: int, eps: float, *, shift: float = 0.0) -> RMSNorm:
+    def rms_norm(self, name: str, size: int, eps: float, *, shift: float = 0.0) -> Norm:
         """shift: what the checkpoint's weight lacks (1 for Gemma, which stores the weight less 1)."""
-        return RMSNorm(self.vector(f"{name}.weight", size, mean=1.0, shift=shift), eps, self.ops)
+        return Norm(self.vector(f"{name}.weight", size, mean=1.0, shift=shift), eps)
 
-    def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
-        """A layer norm with weight and bias."""
-        weight, bias = self.vector(f"{name}.weight", size, mean=1.0), self.vector(f"{name}.bias", size)
-        return LayerNorm(weight, bias, eps, self.ops)
+    def layer_norm(self, name: str, size: int, eps: float, *, bias: bool = True, shift: float = 0.0) -> Norm:
+        """shift: as of `rms_norm`."""
+        weight = self.vector(f"{name}.weight", size, mean=1.0, shift=shift)
+        return Norm(weight, eps, self.vector(f"{name}.bias", size) if bias else None, centred=True)
 
-    def embedding(self, name: str, count: int, hidden: int) -> AnyEmbedding:
+    def norm_layer(self, norm: Norm | None, scale: float = 1.0) -> NormLayer:
+        """See `NormLayer`."""
+        return NormLayer(norm, self.ops, scale)
+
+    def embedding(self, name: str, count: int, hidden: int, *, scale: float = 1.0) -> AnyEmbedding:
         """A table [count, hidden]; its random init gives logits of standard deviation 1 when it is the head, too."""
         part = MatrixPart(self.prefix + name, count, slice(0, count))
         matrix = Matrix((part,), hidden, slice(0, hidden), self.dtype, self.device, keep_precision=True)
@@ -119,11 +125,11 @@ class ModelBuilder:
             for place in stored.slots():
                 self._add_slot(place)
             self.embeddings.append(stored)
-            return GgufEmbedding(stored)
+            return GgufEmbedding(stored, scale)
         data = torch.empty(count, hidden, dtype=self.dtype, device=self.device)
         cut = (slice(0, count), slice(0, hidden))
         self._add_slot(WeightSlot(f"{self.prefix}{name}.weight", (count, hidden), cut, data, std=hidden**-0.5))
-        return Embedding(data, self.ops)
+        return Embedding(data, self.ops, scale)
 
     def rotary(self, rope: RopeConfig) -> Rotary:
         """The rotary embedding of a config."""
@@ -164,17 +170,29 @@ class ModelBuilder:
         stored = self._store([part], count * unit, cut, bias=bias, own_bias=first, transposed=transposed)
         return RowParallelLinear(stored, self.parallel)
 
-    def head(self, name: str, hidden: int, vocab: int, tied: AnyEmbedding | None, *, soft_cap: float = 0.0) -> LMHead:
+    def head(
+        self,
+        name: str,
+        hidden: int,
+        vocab: int,
+        tied: AnyEmbedding | None,
+        *,
+        soft_cap: float = 0.0,
+        scale: float = 1.0,
+    ) -> LMHead:
         """Hidden states to logits. tied: the embedding whose table it shares."""
         cut = shard_of(vocab, self.parallel, "logits")
-        part = MatrixPart(self.prefix + name, vocab, cut)
+        part, columns = MatrixPart(self.prefix + name, vocab, cut), slice(0, hidden)
+        stored: WeightStorage
         if tied is None:
-            return LMHead(self._store([part], hidden, slice(0, hidden), keep_precision=True), self.parallel, soft_cap)
-        self.ignore(f"{name}.weight")
-        if isinstance(tied, GgufEmbedding):
-            return LMHead(tied.stored, self.parallel, soft_cap)
-        shared = tied.weight[cut]
-        return LMHead(self._store([part], hidden, slice(0, hidden), tied_weight=shared), self.parallel, soft_cap)
+            stored = self._store([part], hidden, columns, keep_precision=True)
+        else:
+            self.ignore(f"{name}.weight")
+            if isinstance(tied, GgufEmbedding):
+                stored = tied.stored
+            else:
+                stored = self._store([part], hidden, columns, tied_weight=tied.weight[cut])
+        return LMHead(stored, self.parallel, soft_cap, scale)
 
     def attention(
         self,
@@ -185,31 +203,28 @@ class ModelBuilder:
         out: str = "o_proj",
         bias: bool = False,
         out_bias: bool = False,
-        norm_eps: float | None = None,
-        norm_shift: float = 0.0,
+        norms: Norms | None = None,
         transposed: bool = False,
     ) -> Attention:
         """heads: of the whole model; this rank's share is taken here.
 
-        names: of the checkpoint's q, k and v, or the one that holds all three. norm_eps, norm_shift: of q_norm and
-        k_norm, if any.
+        names: of the checkpoint's q, k and v, or the one that holds all three. norms: of q and k, if any.
         """
         size = self.parallel.size
         own = replace(heads, count=heads.count // size, kv=max(1, heads.kv // size))
         outputs = ((heads.count, heads.dim), (heads.kv, heads.dim), (heads.kv, heads.dim))
         qkv = self.column_parallel(names, hidden, outputs, bias=bias, transposed=transposed)
-        norms = None
-        if norm_eps is not None:
-            q_norm, k_norm = (self.rms_norm(n, heads.dim, norm_eps, shift=norm_shift) for n in ("q_norm", "k_norm"))
-            norms = q_norm, k_norm
         back = self.row_parallel(out, (heads.count, heads.dim), hidden, bias=out_bias, transposed=transposed)
         return Attention(qkv, back, own, self.ops, norms)
 
-    def gated_mlp(self, hidden: int, width: int, activation: str, *, bias: bool = False) -> GatedMLP:
-        """gate_proj, up_proj, down_proj."""
+    def gated_mlp(
+        self, hidden: int, width: int, activation: str, *, bias: bool = False, names: Sequence[str] = GATED
+    ) -> GatedMLP:
+        """names: of gate, up and down; or of the one that holds gate and up, and of down."""
+        *rises, down = names
         gate = activation_of(activation, GATES)
-        gate_up = self.column_parallel(("gate_proj", "up_proj"), hidden, ((width, 1), (width, 1)), bias=bias)
-        return GatedMLP(gate_up, self.row_parallel("down_proj", (width, 1), hidden, bias=bias), gate)
+        gate_up = self.column_parallel(rises, hidden, ((width, 1), (width, 1)), bias=bias)
+        return GatedMLP(gate_up, self.row_parallel(down, (width, 1), hidden, bias=bias), gate)
 
     def experts(
         self,
@@ -217,7 +232,7 @@ class ModelBuilder:
         mixture: MoEConfig,
         activation: str,
         *,
-        names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+        names: Sequence[str] = GATED,
     ) -> MoE:
         """`gate`, the router, and experts.N, each with the matrices called `names`: gate, up and down."""
         act = activation_of(activation, GATES)
@@ -256,11 +271,21 @@ class ModelBuilder:
                 self._add_slot(WeightSlot(f"{name}.weight", (height, columns), (kept, cut), into, std=columns**-0.5))
         return weight
 
-    def mlp(self, up: str, down: str, hidden: int, width: int, activation: str, *, transposed: bool = False) -> MLP:
-        """Two matrices with biases."""
-        act = activation_of(activation, dict.fromkeys(GELUS, self.ops.gelu))
-        rise = self.column_parallel((up,), hidden, ((width, 1),), bias=True, transposed=transposed)
-        return MLP(rise, self.row_parallel(down, (width, 1), hidden, bias=True, transposed=transposed), act)
+    def mlp(
+        self,
+        up: str,
+        down: str,
+        hidden: int,
+        width: int,
+        activation: str,
+        *,
+        bias: bool = True,
+        transposed: bool = False,
+    ) -> MLP:
+        """Two matrices."""
+        act = activation_of(activation, {**dict.fromkeys(GELUS, self.ops.gelu), "relu2": self.ops.relu2})
+        rise = self.column_parallel((up,), hidden, ((width, 1),), bias=bias, transposed=transposed)
+        return MLP(rise, self.row_parallel(down, (width, 1), hidden, bias=bias, transposed=transposed), act)
 
     def _store(
         self,

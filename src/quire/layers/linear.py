@@ -67,13 +67,15 @@ class RowParallelLinear:
 class LMHead:
     """The output embedding, divided by outputs: hidden states to logits, whole on every rank.
 
-    soft_cap c above 0 makes logits c * tanh(logit / c), in float32.
+    Logits are multiplied by `scale`; then soft_cap c above 0 makes them c * tanh(logit / c), in float32.
     """
 
-    def __init__(self, stored: WeightStorage, parallel: ParallelGroup, soft_cap: float = 0.0) -> None:
-        self.apply, self.all_gather, self.soft_cap = stored.apply, parallel.all_gather, soft_cap
+    def __init__(
+        self, stored: WeightStorage, parallel: ParallelGroup, soft_cap: float = 0.0, scale: float = 1.0
+    ) -> None:
+        self.apply, self.all_gather, self.soft_cap, self.scale = stored.apply, parallel.all_gather, soft_cap, scale
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R, V] in the dtype of the product; the sampler converts them to float32."""
-        logits = self.all_gather(self.apply(hidden))
+        logits = self.all_gather(self.apply(hidden if self.scale == 1.0 else hidden * self.scale))
         return logits if not self.soft_cap else torch.tanh(logits.float() / self.soft_cap) * self.soft_cap

@@ -21,7 +21,7 @@ class Block:
     """One layer: attention and an MLP, each after a norm of the residual stream."""
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
-        self.before_attention = build.layer_norm("ln_1", spec.hidden, spec.norm_eps)
+        self.before_attention = build.norm_layer(build.layer_norm("ln_1", spec.hidden, spec.norm_eps))
         self.attention = build.scope("attn").attention(
             spec.hidden,
             Heads(count=spec.heads, kv=spec.kv_heads, dim=spec.head_dim, scale=spec.head_dim**-0.5),
@@ -31,7 +31,7 @@ class Block:
             out_bias=True,
             transposed=True,
         )
-        self.before_mlp = build.layer_norm("ln_2", spec.hidden, spec.norm_eps)
+        self.before_mlp = build.norm_layer(build.layer_norm("ln_2", spec.hidden, spec.norm_eps))
         self.mlp = build.scope("mlp").mlp("c_fc", "c_proj", spec.hidden, spec.mlp, spec.activation, transposed=True)
 
     def __call__(self, x: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV, output: Tensor | None) -> Tensor:
@@ -55,7 +55,7 @@ class GPT2:
         self.positions = body.embedding("wpe", spec.context, spec.hidden)
         self.no_rope = body.rotary(spec.rope)
         self.blocks = [Block(spec, body.scope(f"h.{i}")) for i in range(spec.layers)]
-        self.norm = body.layer_norm("ln_f", spec.hidden, spec.norm_eps)
+        self.norm = build.norm_layer(body.layer_norm("ln_f", spec.hidden, spec.norm_eps))
         self.head = build.head("lm_head", spec.hidden, spec.vocab, self.embedding if spec.tie else None)
 
     @staticmethod

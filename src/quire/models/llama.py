@@ -1,22 +1,22 @@
-"""Llama 2, 3, 3.1, 3.2 and models built like them (Touvron et al. 2023; Dubey et al. 2024); Mistral and Mixtral.
+"""Llama 2, 3, 3.1, 3.2 and models built like them (Touvron et al. 2023; Dubey et al. 2024).
 
-Mistral is Llama with sliding windows, Mixtral is Mistral with experts (Jiang et al. 2023, 2024).
+Every decoder with a residual stream is this one with other norms, matrices or numbers: what a model lacks is a value, a
+norm that is None, a scale of 1, a layer without rotary embedding, on the same path.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
-from quire.layers.basic import Attention, Heads
-from quire.layers.builder import ModelBuilder
-from quire.layers.moe import MoEConfig
-from quire.models.spec import Config, ModelSpec, read_decoder, read_windows
-from quire.ops.base import Angles
+from quire.errors import InvalidModel
+from quire.layers.basic import Attention, Heads, NormLayer
+from quire.layers.builder import GATED, QK_NORMS, QKV, ModelBuilder
+from quire.models.spec import Config, ModelSpec, read_decoder
+from quire.ops.base import Angles, Norm, Norms
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 
 
@@ -27,52 +27,54 @@ class MLPFunction(Protocol):
         """x [T, hidden] -> [T, hidden]. batch: whose tokens x is of; rows of its null block may be left out."""
 
 
-def build_attention(spec: ModelSpec, build: ModelBuilder, index: int, *, norm_shift: float = 0.0) -> Attention:
-    """`self_attn` of layer `index`. norm_shift: added to the weights of its norms, if any."""
-    heads = Heads(
-        count=spec.heads,
-        kv=spec.kv_heads,
-        dim=spec.head_dim,
-        scale=spec.scale or spec.head_dim**-0.5,
-        window=spec.windows[index],
-        soft_cap=spec.score_cap,
-    )
-    return build.scope("self_attn").attention(
-        spec.hidden,
-        heads,
-        bias=spec.qkv_bias,
-        out_bias=spec.out_bias,
-        norm_eps=spec.norm_eps if spec.qk_norm else None,
-        norm_shift=norm_shift,
-    )
+class BlockNorms(NamedTuple):
+    """Names of the norms of a layer, empty for none: of what attention and the MLP read, and of what they add."""
+
+    before_attention: str = ""
+    after_attention: str = ""
+    before_mlp: str = ""
+    after_mlp: str = ""
 
 
 class Block:
-    """One layer: attention and `mlp`, each after a norm of the residual stream."""
+    """One layer: attention and `mlp`, each between two norms, most of which a model does not have."""
 
-    def __init__(self, spec: ModelSpec, build: ModelBuilder, index: int, mlp: MLPFunction) -> None:
-        self.before_attention = build.rms_norm("input_layernorm", spec.hidden, spec.norm_eps)
-        self.attention = build_attention(spec, build, index)
-        self.before_mlp = build.rms_norm("post_attention_layernorm", spec.hidden, spec.norm_eps)
+    def __init__(self, norms: Sequence[NormLayer], attention: Attention, mlp: MLPFunction) -> None:
+        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
+        self.attention = attention
         self.mlp = mlp
 
     def __call__(
-        self, x: Tensor, residual: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV, output: Tensor | None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        after: NormLayer,
+        angles: Angles,
+        batch: RaggedBatch,
+        kv: LayerKV,
+        output: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """(output of the layer before, residual stream without it), both [T, hidden] -> the same after this layer.
 
-        output: indices of the rows to return, None for all.
+        after: the norm of the layer before that its output has still to pass. output: indices of the rows to return,
+        None for all.
         """
-        x, residual = self.before_attention.add(x, residual)
+        x, residual = self.before_attention.add(x, residual, after)
         x = self.attention(x, angles, batch, kv, output)
-        x, residual = self.before_mlp.add(x, select_rows(residual, output))
+        x, residual = self.before_mlp.add(x, select_rows(residual, output), self.after_attention)
         return self.mlp(x, batch if output is None else None), residual
 
 
 class Llama:
-    """A decoder of Llama's structure, see `registry.Model`. Others override `read`, `make_block` or `make_mlp`."""
+    """A decoder of Llama's structure, see `registry.Model`. Others override `read` and what differs of the rest."""
 
     architectures: ClassVar[Mapping[str, str]] = MappingProxyType({"LlamaForCausalLM": "llama"})
+
+    block: ClassVar[type[Block]] = Block
+    norms: ClassVar[BlockNorms] = BlockNorms("input_layernorm", before_mlp="post_attention_layernorm")
+    qkv: ClassVar[Sequence[str]] = QKV
+    qk_norms: ClassVar[Sequence[str]] = QK_NORMS
+    mlp_names: ClassVar[Sequence[str]] = GATED
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         self.spec = spec
@@ -80,74 +82,78 @@ class Llama:
         self.dtype = build.dtype
         body = build.scope("model")
         body.ignore("layers.*.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq")
-        self.embedding = body.embedding("embed_tokens", spec.vocab, spec.hidden)
-        self.rotary = body.rotary(spec.rope)
-        self.blocks = [self.make_block(spec, body.scope(f"layers.{i}"), i) for i in range(spec.layers)]
-        self.norm = body.rms_norm("norm", spec.hidden, spec.norm_eps)
-        self.head = build.head("lm_head", spec.hidden, spec.vocab, self.embedding if spec.tie else None)
+        self.embedding = body.embedding("embed_tokens", spec.vocab, spec.hidden, scale=spec.embedding_scale)
+        self.rotaries = {rope: body.rotary(rope) for rope in dict.fromkeys(spec.layer_ropes)}
+        self.blocks = [self.make_block(body.scope(f"layers.{i}"), i) for i in range(spec.layers)]
+        self.nothing = build.norm_layer(None)
+        self.norm = build.norm_layer(self.make_norm(body, "norm"))
+        table = self.embedding if spec.tie else None
+        scales = {"soft_cap": spec.logit_cap, "scale": spec.logit_scale}
+        self.head = build.head("lm_head", spec.hidden, spec.vocab, table, **scales)
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
         """See `registry.Architecture`."""
         return read_decoder(config, architecture)
 
-    @classmethod
-    def make_block(cls, spec: ModelSpec, build: ModelBuilder, index: int) -> Block:
-        """Layer `index`."""
-        return Block(spec, build, index, cls.make_mlp(spec, build, index))
+    def make_norm(self, build: ModelBuilder, name: str) -> Norm:
+        """A norm of the residual stream."""
+        return build.rms_norm(name, self.spec.hidden, self.spec.norm_eps, shift=self.spec.norm_shift)
 
-    @classmethod
-    def make_mlp(cls, spec: ModelSpec, build: ModelBuilder, index: int) -> MLPFunction:
+    def make_block(self, build: ModelBuilder, index: int) -> Block:
+        """Layer `index`."""
+        norms = []
+        for field, name in self.norms._asdict().items():
+            scale = self.spec.residual_scale if field.startswith("after") else 1.0
+            norms.append(build.norm_layer(self.make_norm(build, name) if name else None, scale))
+        return self.block(norms, self.make_attention(build, index), self.make_mlp(build, index))
+
+    def make_attention(self, build: ModelBuilder, index: int) -> Attention:
+        """`self_attn` of layer `index`."""
+        spec, scope = self.spec, build.scope("self_attn")
+        heads = Heads(
+            count=spec.heads,
+            kv=spec.kv_heads,
+            dim=spec.head_dim,
+            scale=spec.scale or spec.head_dim**-0.5,
+            window=spec.windows[index],
+            soft_cap=spec.score_cap,
+        )
+        norms = self.make_qk_norms(scope) if spec.qk_norm else None
+        return scope.attention(
+            spec.hidden, heads, names=self.qkv, bias=spec.qkv_bias, out_bias=spec.out_bias, norms=norms
+        )
+
+    def make_qk_norms(self, build: ModelBuilder) -> Norms:
+        """The norms of q and k. Raises InvalidModel with several ranks, whose shares would each be normed alone."""
+        spec, together = self.spec, self.spec.qk_norm == "together"
+        if together and build.parallel.size > 1:
+            raise InvalidModel(f"{spec.architecture}: norms of whole projections cannot be divided among ranks")
+        sizes = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim) if together else (spec.head_dim,) * 2
+        q, k = (
+            build.rms_norm(name, size, spec.norm_eps, shift=spec.norm_shift)
+            for name, size in zip(self.qk_norms, sizes, strict=True)
+        )
+        return Norms(q, k, after_rope=spec.qk_norm == "after_rope")
+
+    def make_mlp(self, build: ModelBuilder, index: int) -> MLPFunction:
         """The MLP of layer `index`."""
-        return build.scope("mlp").gated_mlp(spec.hidden, spec.mlp, spec.activation, bias=spec.mlp_bias)
+        spec, scope = self.spec, build.scope("mlp")
+        return scope.gated_mlp(spec.hidden, spec.mlp, spec.activation, bias=spec.mlp_bias, names=self.mlp_names)
 
     def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
         """See `registry.Model`."""
         batch = self.ops.prepare(batch)
-        angles = self.rotary(batch.positions)
+        angles = {rope: rotary(batch.positions) for rope, rotary in self.rotaries.items()}
         residual = self.embedding(batch.tokens)
         x = residual.new_zeros(residual.shape)
-        for block, cache in zip(self.blocks, kv, strict=True):
+        after = self.nothing
+        for block, rope, cache in zip(self.blocks, self.spec.layer_ropes, kv, strict=True):
             output = batch.output_indices if block is self.blocks[-1] else None
-            x, residual = block(x, residual, angles, batch, cache, output)
-        return batch.select_outputs(self.norm.add(x, residual)[0])
+            x, residual = block(x, residual, after, angles[rope], batch, cache, output)
+            after = block.after_mlp
+        return batch.select_outputs(self.norm.add(x, residual, after)[0])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `registry.Model`."""
         return self.head(hidden)
-
-
-class Mistral(Llama):
-    """Mistral 7B and later: layers with sliding windows."""
-
-    architectures = MappingProxyType({"MistralForCausalLM": "mistral"})
-
-    @staticmethod
-    def read(config: Config, architecture: str) -> ModelSpec:
-        """See `registry.Architecture`."""
-        spec = read_decoder(config, architecture)
-        return replace(spec, windows=read_windows(config, spec.layers))
-
-
-class Mixtral(Mistral):
-    """Mistral with a mixture of experts in each layer."""
-
-    architectures = MappingProxyType({"MixtralForCausalLM": "mixtral"})
-
-    @staticmethod
-    def read(config: Config, architecture: str) -> ModelSpec:
-        """See `registry.Architecture`."""
-        spec = Mistral.read(config, architecture)
-        experts = MoEConfig(
-            num_experts=config.get(int, "num_local_experts", default=8),
-            num_experts_per_token=config.get(int, "num_experts_per_tok", default=2),
-            width=spec.mlp,
-        )
-        return replace(spec, experts=experts.checked())
-
-    @classmethod
-    def make_mlp(cls, spec: ModelSpec, build: ModelBuilder, index: int) -> MLPFunction:
-        """The experts of layer `index`."""
-        assert spec.experts is not None
-        names = ("w1", "w3", "w2")
-        return build.scope("block_sparse_moe").experts(spec.hidden, spec.experts, spec.activation, names=names)

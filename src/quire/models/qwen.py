@@ -34,7 +34,7 @@ class Qwen3(Llama):
     def read(config: Config, architecture: str) -> ModelSpec:
         """See `registry.Architecture`."""
         spec = read_decoder(config, architecture)
-        return replace(spec, qk_norm=True, windows=windows(config, spec.layers))
+        return replace(spec, qk_norm="each", windows=windows(config, spec.layers))
 
 
 class Qwen3Moe(Qwen3):
@@ -59,13 +59,12 @@ class Qwen3Moe(Qwen3):
         )
         return replace(spec, experts=experts.checked())
 
-    @classmethod
-    def make_mlp(cls, spec: ModelSpec, build: ModelBuilder, index: int) -> MLPFunction:
+    def make_mlp(self, build: ModelBuilder, index: int) -> MLPFunction:
         """The MLP of layer `index`, or its experts."""
-        assert spec.experts is not None
-        if index in spec.experts.dense_layers:
-            return super().make_mlp(spec, build, index)
-        return build.scope("mlp").experts(spec.hidden, spec.experts, spec.activation)
+        assert self.spec.experts is not None
+        if index in self.spec.experts.dense_layers:
+            return super().make_mlp(build, index)
+        return build.scope("mlp").experts(self.spec.hidden, self.spec.experts, self.spec.activation)
 
 
 def windows(config: Config, layers: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire import models
-from quire.errors import InvalidModel, nearest
+from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
 from quire.layers.linear import ParallelGroup
 from quire.models.spec import Config, ModelSpec, check_sizes
@@ -102,8 +102,10 @@ def active_parameters(spec: ModelSpec) -> int:
 
 
 def find_architecture(name: str) -> Architecture:
-    """The class of an architecture. Raises InvalidModel with the nearest known name."""
-    known = ARCHITECTURES
-    if name not in known:
-        raise InvalidModel(f"architecture {name!r} is not supported (known: {', '.join(known)}).{nearest(name, known)}")
-    return known[name]
+    """The class of an architecture. Raises InvalidModel for one that there is none for."""
+    if name not in ARCHITECTURES:
+        raise InvalidModel(
+            f"architecture {name!r} is not supported: none of the {len(ARCHITECTURES)} of docs/guides/models.md. "
+            "transformers may run it, slowly: --executor hf"
+        )
+    return ARCHITECTURES[name]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 from quire.errors import InvalidModel
-from quire.layers.basic import RopeConfig
+from quire.layers.basic import NO_ROPE, RopeConfig
 from quire.layers.moe import MoEConfig
 from quire.types import UNLIMITED
 
 T = TypeVar("T", int, float, str, bool)
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+
+QKNorm = Literal["", "each", "together", "after_rope"]
+"""How queries and keys are normed: not at all, head by head, all heads at once, or head by head after RoPE."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +26,11 @@ class ModelSpec:
 
     hidden: width of the residual stream. mlp: inner width of an MLP. context: longest sequence it was made for, in
     tokens. windows: per layer, how many positions a query sees (UNLIMITED: all). ropes: per layer, where they differ;
-    empty where all are `rope`. tie: the head is the embedding's table. qk_norm: each head's query and key is normed
-    before RoPE. scale: of attention's scores, 0 for 1 / sqrt(head_dim). score_cap, logit_cap: soft caps, 0 for none.
-    experts: None where every layer has one MLP. dtype: the checkpoint's, as config.json names it, or empty. stop: its
-    end-of-text ids.
+    empty where all are `rope`. tie: the head is the embedding's table. norm_shift: what the weights of norms lack.
+    qk_norm: see `QKNorm`. scale: of attention's scores, 0 for 1 / sqrt(head_dim). embedding_scale, residual_scale,
+    logit_scale: what embeddings, what attention and MLP add, and logits are multiplied by. score_cap, logit_cap: soft
+    caps, 0 for none. experts: None where every layer has one MLP. dtype: the checkpoint's, as config.json names it, or
+    empty. stop: its end-of-text ids.
     """
 
     architecture: str
@@ -46,14 +50,28 @@ class ModelSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    norm_shift: float = 0.0
+    qk_norm: QKNorm = ""
     ropes: tuple[RopeConfig, ...] = ()
     scale: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     score_cap: float = 0.0
     logit_cap: float = 0.0
     experts: MoEConfig | None = None
     dtype: str = ""
     stop: tuple[int, ...] = ()
+
+    def for_length(self, length: int) -> ModelSpec:
+        """The same for sequences of at most `length` tokens: LongRoPE has other factors for short ones."""
+        short = self.rope.short_factors
+        return replace(self, rope=replace(self.rope, factors=short)) if short and length <= self.rope.original else self
+
+    @property
+    def layer_ropes(self) -> tuple[RopeConfig, ...]:
+        """Per layer, its rotary embedding."""
+        return self.ropes or (self.rope,) * self.layers
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -95,6 +113,10 @@ class Config:
         if default is None:
             raise InvalidModel(f"{self.where}: {names[0]} is missing")
         return default
+
+    def with_defaults(self, **fields: Any) -> Config:
+        """The same with values for fields that are not there."""
+        return Config({**fields, **self.fields}, self.where)
 
     def section(self, *names: str) -> Config:
         """A nested object, empty where there is none."""
@@ -150,7 +172,7 @@ def read_decoder(config: Config, architecture: str) -> ModelSpec:
         mlp=config.get(int, "intermediate_size"),
         vocab=config.get(int, "vocab_size"),
         context=read_context(config, rope),
-        norm_eps=config.get(float, "rms_norm_eps", default=1e-6),
+        norm_eps=config.get(float, "rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", default=1e-6),
         rope=rope,
         windows=(UNLIMITED,) * layers,
         activation=config.get(str, "hidden_act", default="silu"),
@@ -177,11 +199,16 @@ def read_rope(config: Config, head_dim: int, scaling: Config, *, theta: float = 
     share = scaling.get(float, "partial_rotary_factor", default=0.0)
     share = share or config.get(float, "partial_rotary_factor", default=1.0)
     theta = scaling.get(float, "rope_theta", default=theta) or config.get(float, "rope_theta", default=10_000.0)
-    kind = scaling.get(str, "rope_type", "type", default="default")
-    plain = kind == "default"
-    factor = 1.0 if plain else scaling.get(float, "factor")
+    kind, dim = scaling.get(str, "rope_type", "type", default="default"), int(head_dim * share)
+    if kind in ("longrope", "su"):
+        return read_longrope(config, scaling, RopeConfig(dim=dim, theta=theta, kind="factors"))
+    if kind == "dynamic":
+        # With `alpha` (Hunyuan) the base is stretched once; without, only beyond max_position_embeddings.
+        kind, alpha = "default", scaling.get(float, "alpha", default=0.0)
+        theta *= alpha ** (dim / (dim - 2)) if alpha > 0 and dim > 2 else 1.0
+    factor = 1.0 if kind == "default" else scaling.get(float, "factor")
     rope = RopeConfig(
-        dim=int(head_dim * share),
+        dim=dim,
         theta=theta,
         kind=kind,
         factor=factor,
@@ -192,16 +219,42 @@ def read_rope(config: Config, head_dim: int, scaling: Config, *, theta: float = 
         slow=scaling.get(float, "beta_slow", default=1.0),
         full_dim=scaling.get(bool, "truncate", default=True),
         gain=read_gain(scaling, factor) if kind == "yarn" else 1.0,
-        factors=tuple(scaling.fields.get("factors", ())) if kind == "factors" else (),
+        factors=read_factors(scaling, "factors", dim) if kind == "factors" else (),
+        query_beta=scaling.get(float, "llama_4_scaling_beta", default=0.0),
     )
     if rope.dim % 2 or theta <= 0 or rope.factor <= 0 or rope.gain <= 0 or min(rope.fast, rope.slow) <= 0:
         raise InvalidModel(f"{scaling.where}: impossible numbers ({rope})")
-    if kind in ("llama3", "yarn") and (rope.original < 1 or rope.high <= rope.low):
+    if (kind in ("llama3", "yarn") or rope.query_beta) and (rope.original < 1 or rope.high <= rope.low):
         raise InvalidModel(
             f"{scaling.where}: {kind} scaling needs original_max_position_embeddings and "
             "low_freq_factor < high_freq_factor"
         )
     return rope
+
+
+def read_longrope(config: Config, scaling: Config, rope: RopeConfig) -> RopeConfig:
+    """LongRoPE: a factor for each pair of dimensions, others for sequences of up to the length of training."""
+    names = "original_max_position_embeddings", "max_position_embeddings"
+    original = scaling.get(int, names[0], default=0) or config.get(int, *names, default=0)
+    context = config.get(int, names[1], default=original)
+    long, short = (read_factors(scaling, name, rope.dim) for name in ("long_factor", "short_factor"))
+    gain = scaling.get(float, "attention_factor", default=0.0)
+    if not gain and original < 2:
+        raise InvalidModel(f"{scaling.where}: longrope needs original_max_position_embeddings")
+    stretch = scaling.get(float, "factor", default=context / original)
+    gain = gain or (math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0)
+    factors = long if context > original else short
+    return replace(rope, factors=factors, short_factors=short, factor=stretch, original=original, gain=gain)
+
+
+def read_factors(scaling: Config, name: str, dim: int) -> tuple[float, ...]:
+    """A list of numbers above 0, one for each pair of `dim` dimensions."""
+    found = scaling.fields.get(name)
+    if not isinstance(found, list | tuple) or not all(isinstance(x, int | float) and x > 0 for x in found):
+        raise InvalidModel(f"{scaling.where}: {name} must be a list of numbers above 0")
+    if len(found) != dim // 2:
+        raise InvalidModel(f"{scaling.where}: {name} has {len(found)} numbers for {dim // 2} pairs of dimensions")
+    return tuple(map(float, found))
 
 
 def read_original(config: Config, scaling: Config, kind: str) -> int:
@@ -223,10 +276,33 @@ def read_gain(scaling: Config, factor: float) -> float:
     return given or (gain(own) / gain(whole) if own and whole else gain(1.0))
 
 
-def read_windows(config: Config, layers: int) -> tuple[int, ...]:
-    """Windows per layer: `sliding_window` for the local layers of `layer_types`, or for all; none where it is null."""
+def read_windows(config: Config, layers: int, *, every: int = 0) -> tuple[int, ...]:
+    """Windows per layer: `sliding_window` for local layers, see `read_locals`; none where it is null."""
     width = config.get(int, "sliding_window", default=0) or UNLIMITED
-    return tuple(width if local else UNLIMITED for local in read_locals(config, layers, every=0))
+    return tuple(width if local else UNLIMITED for local in read_locals(config, layers, every=every))
+
+
+def read_two_ropes(config: Config, spec: ModelSpec, theta: float, local_theta: float, *, every: int) -> ModelSpec:
+    """`spec` with the rotary embeddings of global and of local layers: `rope_parameters` has a section for each; the
+    older `rope_scaling` is of global ones. theta, local_theta: the bases where they are not named."""
+    own = config.section("rope_parameters")
+    full = own.section(FULL) if FULL in own.fields else config.section("rope_scaling")
+    rope = read_rope(config, spec.head_dim, full, theta=theta)
+    local = read_rope(config, spec.head_dim, own.section(SLIDING), theta=local_theta)
+    locals = read_locals(config, spec.layers, every=every)
+    return replace(
+        spec, rope=rope, ropes=tuple(local if each else rope for each in locals), context=read_context(config, rope)
+    )
+
+
+def without_rope(spec: ModelSpec, layers: Iterable[bool]) -> ModelSpec:
+    """The same with no rotary embedding in `layers`."""
+    return replace(spec, ropes=tuple(NO_ROPE if none else spec.rope for none in layers))
+
+
+def interleave(spec: ModelSpec) -> ModelSpec:
+    """The same with rotary embeddings of neighbours, see `RopeConfig`."""
+    return replace(spec, rope=replace(spec.rope, interleaved=True))
 
 
 def read_locals(config: Config, layers: int, *, every: int) -> tuple[bool, ...]:

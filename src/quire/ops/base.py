@@ -15,17 +15,46 @@ from torch import Tensor
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.types import UNLIMITED
 
-Angles = tuple[Tensor, Tensor]
-"""cos and sin, float32 [T, r], of the angles by which each token's heads are rotated."""
+
+class Angles(NamedTuple):
+    """cos and sin, float32 [T, r], of the angles by which each token's heads are rotated.
+
+    interleaved: the pairs are neighbours, (2 i, 2 i + 1), rather than (i, i + r). query_gain: float32 [T], what each
+    token's queries are multiplied by; None: 1.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+    query_gain: Tensor | None = None
+
 
 Gate = Literal["", "silu", "gelu"]
 """What is done with the halves of a product: nothing (""), or `silu_mul` or `gelu_mul` of them."""
 
-Norm = tuple[Tensor, float]
-"""(weight, eps) of an RMS norm."""
 
-Norms = tuple[Norm, Norm]
-"""The norms of q and of k, over D."""
+class Norm(NamedTuple):
+    """An RMS norm, x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019), or, if `centred`, a layer norm,
+    (x - mean) / sqrt(var + eps) * weight + bias, of each row.
+
+    The weight may be float32 whatever x is (Gemma's 1 + w, which would lose precision if rounded).
+    """
+
+    weight: Tensor
+    eps: float
+    bias: Tensor | None = None
+    centred: bool = False
+
+
+class Norms(NamedTuple):
+    """RMS norms of q and of k: with weights [D] head by head, with weights [H D] and [G D] all heads at once.
+
+    after_rope: the normed heads are the rotated ones; head by head only.
+    """
+
+    q: Norm
+    k: Norm
+    after_rope: bool = False
 
 
 class Routing(NamedTuple):
@@ -220,20 +249,16 @@ class Ops(Protocol):
         """As `experts`, with quantized matrices, each expert's below that of the one before: gate_up [E 2F, in], down
         [E in, F]."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019).
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """x normed over its last dimension."""
 
-        The weight may be float32 whatever x is (Gemma's 1 + w, which would lose precision if rounded).
-        """
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, before: Norm | None = None
+    def add_norm(
+        self, x: Tensor, residual: Tensor, norm: Norm | None, before: Norm | None = None, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """(rms_norm of x + residual, x + residual). `residual` may be overwritten by the sum. before: a norm of x
-        first."""
+        """(norm of the sum, sum) of residual and x, which is first normed by `before` and multiplied by `scale`.
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension."""
+        `residual` may be overwritten by the sum. Without a norm both results are the sum.
+        """
 
     def apply_gate(self, y: Tensor, gate: Gate) -> Tensor:
         """y [T, out] itself, or what a gate makes of its halves, [T, out / 2]."""
@@ -247,7 +272,10 @@ class Ops(Protocol):
     def gelu(self, x: Tensor) -> Tensor:
         """gelu by its tanh approximation, as in GPT-2."""
 
-    def angles(self, positions: Tensor, frequencies: Tensor, gain: float = 1.0) -> Angles:
+    def relu2(self, x: Tensor) -> Tensor:
+        """max(x, 0)^2 (So et al. 2021)."""
+
+    def angles(self, positions: Tensor, frequencies: Tensor, gain: float = 1.0) -> tuple[Tensor, Tensor]:
         """positions [T], frequencies [r] float32, in radians per position -> cos and sin of their products, times
         gain."""
 
@@ -256,9 +284,9 @@ class Ops(Protocol):
     ) -> Tensor:
         """From the projection to attention: qkv [T, (H + 2 G) D] -> q [T, H, D].
 
-        With `norms`, q and k are normed head by head (Qwen 3). Then pair (i, i + r) of each head of q and k is rotated
-        by its angle (Su et al. 2021, with Llama's layout in halves); dimensions from 2 r on are unchanged. k and v are
-        written to the batch's slots, except those of the null block, which need not be written.
+        With `norms`, q and k are normed, before they are rotated or after. Each pair of dimensions of each head of q
+        and k is rotated by its angle (Su et al. 2021); dimensions from 2 r on are unchanged. k and v are written to the
+        batch's slots, except those of the null block, which need not be written.
         """
 
     def attention(

@@ -58,14 +58,9 @@ class BatchInvariantOps(ReferenceOps):
             bias = None if bias is None else F.pad(bias, (0, NARROW - out))
         return in_tiles(partial(F.linear, weight=weight, bias=bias), x, TILE_ROWS)[:, :out]
 
-    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate q and k without complex products."""
-        heads, half = q.shape[1], cos.shape[-1]
-        x = torch.cat((q, k), 1).float()
-        first, second, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], -1)
-        cos, sin = cos[:, None], sin[:, None]
-        turned = torch.cat((first * cos - second * sin, first * sin + second * cos, rest), -1).to(q.dtype)
-        return turned[:, :heads], turned[:, heads:]
+    def rotate(self, first: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate pairs without complex products."""
+        return first * cos - second * sin, first * sin + second * cos
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `Ops.silu_mul`."""
@@ -212,7 +207,7 @@ class SteadyOps(BatchInvariantOps):
         return batch if isinstance(batch, PagedAttentionMetadata) else PagedAttentionMetadata.cut(batch, RUN)
 
     # These are invariant as they are.
-    rope = ReferenceOps.rope
+    rotate = ReferenceOps.rotate
     silu_mul = ReferenceOps.silu_mul
 
     def attend(

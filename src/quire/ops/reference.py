@@ -34,24 +34,24 @@ class ReferenceOps(BaseOps):
         """See `Ops.linear`."""
         return self.apply_gate(self.product(x, weight, bias), gate)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `Ops.rms_norm`."""
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """See `Ops.norm`."""
+        weight, eps, bias, centred = norm
         if weight.dtype is not x.dtype:
-            return torch.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+            exact = Norm(weight.float(), eps, None if bias is None else bias.float(), centred)
+            return self.norm(x.float(), exact).to(x.dtype)
+        if centred:
+            return F.layer_norm(x, weight.shape, weight, bias, eps)
         return torch.rms_norm(x, weight.shape, weight, eps)
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, before: Norm | None = None
+    def add_norm(
+        self, x: Tensor, residual: Tensor, norm: Norm | None, before: Norm | None = None, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """See `Ops.add_rms_norm`."""
-        total = residual.add_(self.rms_norm(x, *before) if before else x)
-        return self.rms_norm(total, weight, eps), total
+        """See `Ops.add_norm`."""
+        total = residual.add_(self.norm(x, before) if before else x, alpha=scale)
+        return self.norm(total, norm) if norm else total, total
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """See `Ops.layer_norm`."""
-        return F.layer_norm(x, weight.shape, weight, bias, eps)
-
-    def angles(self, positions: Tensor, frequencies: Tensor, gain: float = 1.0) -> Angles:
+    def angles(self, positions: Tensor, frequencies: Tensor, gain: float = 1.0) -> tuple[Tensor, Tensor]:
         """See `Ops.angles`."""
         angles = positions.float()[:, None] * frequencies
         return angles.cos() * gain, angles.sin() * gain
@@ -63,21 +63,36 @@ class ReferenceOps(BaseOps):
         groups, dim = kv.k.shape[1], kv.k.shape[3]
         q, k, v = torch.split(qkv, [heads * dim, groups * dim, groups * dim], -1)
         q, k, v = q.view(-1, heads, dim), k.view(-1, groups, dim), v.view(-1, groups, dim)
-        if norms:
-            q, k = self.rms_norm(q, *norms[0]), self.rms_norm(k, *norms[1])
-        q, k = self.rope(q, k, *angles)
+        if norms and not norms.after_rope:
+            q, k = self.norm_heads(q, norms.q), self.norm_heads(k, norms.k)
+        q, k = self.rope(q, k, angles)
+        if norms and norms.after_rope:
+            q, k = self.norm_heads(q, norms.q), self.norm_heads(k, norms.k)
+        if angles.query_gain is not None:
+            q = (q * angles.query_gain[:, None, None]).to(q.dtype)
         self.write_kv(kv, k, v, batch)
         return q
 
-    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def norm_heads(self, x: Tensor, norm: Norm) -> Tensor:
+        """x [T, heads, D] normed as its weight is long: head by head or all heads at once."""
+        return self.norm(x.reshape(len(x), -1, len(norm.weight)), norm).view(x.shape)
+
+    def rope(self, q: Tensor, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """Rotate q [T, H, D] and k [T, G, D]."""
-        heads, half = q.shape[1], cos.shape[-1]
+        heads, half = q.shape[1], angles.cos.shape[-1]
         if not half:
             return q, k
         x = torch.cat((q, k), 1).float()
-        pairs = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.complex(cos, sin)[:, None]
-        turned = torch.cat((pairs.real, pairs.imag, x[..., 2 * half :]), -1).to(q.dtype)
+        axis, shape = (-1, (half, 2)) if angles.interleaved else (-2, (2, half))
+        first, second = torch.unflatten(x[..., : 2 * half], -1, shape).unbind(axis)
+        pairs = self.rotate(first, second, angles.cos[:, None], angles.sin[:, None])
+        turned = torch.cat((torch.stack(pairs, axis).flatten(-2), x[..., 2 * half :]), -1).to(q.dtype)
         return turned[:, :heads], turned[:, heads:]
+
+    def rotate(self, first: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate the pairs (first, second), [T, heads, r] each."""
+        pairs = torch.complex(first, second) * torch.complex(cos, sin)
+        return pairs.real, pairs.imag
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `Ops.silu_mul`."""
@@ -92,6 +107,10 @@ class ReferenceOps(BaseOps):
     def gelu(self, x: Tensor) -> Tensor:
         """See `Ops.gelu`."""
         return F.gelu(x, approximate="tanh")
+
+    def relu2(self, x: Tensor) -> Tensor:
+        """See `Ops.relu2`."""
+        return F.relu(x).square_()
 
     def write_kv(self, kv: LayerKV, k: Tensor, v: Tensor, batch: RaggedBatch) -> None:
         """Write k and v [T, G, D] into their slots."""

@@ -63,6 +63,7 @@ def load_model(
     draft: bool = False,
     progress: Progress = quiet,
     room: float = math.inf,
+    max_model_len: int | None = None,
 ) -> Model:
     """The model in `folder`, ready to run.
 
@@ -71,11 +72,13 @@ def load_model(
     finite and logits have a standard deviation near 1. quantization: see `schemes.choose_format`; `canary` checks
     quantized models. draft: this is a draft model, whose rows may round differently alone and in a batch, so that
     small products may take the fastest kernel. room: bytes of memory to load into, for devices that do not say so, such
-    as a CPU. Raises InvalidModel, in one line, for what cannot be loaded.
+    as a CPU. max_model_len: the longest sequence, in tokens; None: the model's context. Raises InvalidModel, in one
+    line, for what cannot be loaded.
     """
     folder, device = Path(folder), torch.device(device)
     config = read_config(folder)
     spec = read_spec(config)
+    spec = spec.for_length(max_model_len or spec.context)
     checkpoint = None if load_format == "dummy" else Checkpoint(folder)
     number = choose_dtype(dtype, spec, checkpoint, device)
     ops, entries = ops or ReferenceOps(), checkpoint.entries if checkpoint else {}

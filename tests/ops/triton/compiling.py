@@ -29,7 +29,7 @@ from quire.model_runner.device_steps import SCORE_WIDTH
 from quire.model_runner.row_state import RowState
 from quire.model_runner.sampling.features import COLUMNS
 from quire.model_runner.triton_steps import ForcedSteps
-from quire.ops.base import IntegerKind, IntegerMatrix, QuantizedMatrix, Routing
+from quire.ops.base import Angles, IntegerKind, IntegerMatrix, Norm, Norms, QuantizedMatrix, Routing
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton.launch import HOPPER, DeviceInfo
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
@@ -67,17 +67,33 @@ def batch(spans: int, n: int) -> RaggedBatch:
     return RaggedBatch(*longs, ints(spans + 1), ints(spans), ints(spans, 64), 64, n, 4096)
 
 
-def everything(ops: TritonOps) -> None:
+def by_row(ops: TritonOps) -> None:
+    """What passes once over each row."""
     x, w = halves(4, 4096), halves(4096)
-    ops.rms_norm(x, w, 1e-5)
-    ops.add_rms_norm(x, x, w, 1e-5)
-    ops.layer_norm(x, w, w, 1e-5)
+    rms, layer = Norm(w, 1e-5), Norm(w, 1e-5, w, centred=True)
+    ops.norm(x, rms)
+    ops.norm(x, layer)
+    ops.add_norm(x, x, rms)
+    ops.add_norm(x, x, layer._replace(bias=None))
+    ops.add_norm(x, x, None, rms, 0.2)
     ops.silu_mul(x)
     ops.gelu(x)
-    angles = torch.empty(4, 64), torch.empty(4, 64)
+    ops.relu2(x)
+    angles = Angles(torch.empty(4, 64), torch.empty(4, 64))
     kv = LayerKV(halves(4, 8, 64, 128), halves(4, 8, 64, 128))
-    ops.qk_norm_rope_store_kv(halves(4, 48 * 128), 32, kv, batch(4, 1), angles, ((w[:128], 1e-6), (w[:128], 1e-6)))
-    for heads, groups, dim, dtype in ((32, 8, 128, BF16), (4, 1, 256, BF16), (12, 12, 64, torch.float32)):
+    qkv, each = halves(4, 48 * 128), Norm(w[:128], 1e-6)
+    for norms in (Norms(each, each), Norms(each, each, after_rope=True), Norms(rms, Norm(w[:1024], 1e-5))):
+        ops.qk_norm_rope_store_kv(qkv, 32, kv, batch(4, 1), angles, norms)
+    turned = angles._replace(interleaved=True, query_gain=torch.empty(4))
+    ops.qk_norm_rope_store_kv(qkv, 32, kv, batch(4, 1), turned)
+
+
+def everything(ops: TritonOps) -> None:
+    by_row(ops)
+    angles = Angles(torch.empty(4, 64), torch.empty(4, 64))
+    shapes = [(32, 8, 128, BF16), (4, 1, 256, BF16), (12, 12, 64, torch.float32)]
+    shapes += [(24, 8, dim, BF16) for dim in (80, 96, 112)]
+    for heads, groups, dim, dtype in shapes:
         pool = LayerKV(*(halves(4, groups, 64, dim, dtype=dtype) for _ in "kv"))
         for spans, n in ((4, 1), (64, 1), (2, 512)):
             q = halves(spans * n, heads, dim, dtype=dtype)
@@ -208,9 +224,9 @@ def alike(ops: BatchInvariantTritonOps) -> None:
             ops.quantized_linear(x, matrix)
         pool = LayerKV(*(halves(4, 8, 64, 128, dtype=dtype) for _ in "kv"))
         ops.attention(halves(4, 32, 128, dtype=dtype), pool, batch(4, 1), 0.1)
-    angles, weight = (torch.empty(4, 64), torch.empty(4, 64)), halves(128)
+    angles, norm = Angles(torch.empty(4, 64), torch.empty(4, 64)), Norm(halves(128), 1e-6)
     kv = LayerKV(halves(4, 8, 64, 128), halves(4, 8, 64, 128))
-    ops.qk_norm_rope_store_kv(halves(4, 48 * 128), 32, kv, batch(4, 1), angles, ((weight, 1e-6), (weight, 1e-6)))
+    ops.qk_norm_rope_store_kv(halves(4, 48 * 128), 32, kv, batch(4, 1), angles, Norms(norm, norm))
 
 
 def around() -> None:
@@ -252,7 +268,7 @@ def main() -> None:
     options = MappingProxyType({"launch_pdl": True} if dependent else {})
     ops.card = DeviceInfo(132, capability, dependent, "tf32x3", SHARED, options)
     if "few" in sys.argv:
-        ops.rms_norm(halves(4, 4096), halves(4096), 1e-5)
+        by_row(ops)
         around()
         print(json.dumps(found))
         return

@@ -86,7 +86,7 @@ def test_any_number_of_query_heads_shares_a_kv_head(heads: int, groups: int) -> 
     check([(70, 1), (3, 2)], heads, groups, 16)
 
 
-@pytest.mark.parametrize("dim", [24, 64, 128, 256])
+@pytest.mark.parametrize("dim", [24, 64, 80, 96, 112, 128, 192, 256])
 def test_any_head_dim(dim: int) -> None:
     check([(70, 1), (3, 20)], 4, 2, dim, tolerance=5e-5)
 
@@ -138,7 +138,7 @@ def test_pages_of_eight_bits_are_read_times_their_scales() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 80, 96, 112, 128, 192, 256])
 @pytest.mark.parametrize("spans", [DECODE, MIXED, [(5000, 1), (3000, 300)]], ids=["decode", "mixed", "long"])
 def test_bfloat16_on_the_gpu(spans: Spans, dim: int) -> None:
     check(spans, 8, 2, dim, 64, dtype=torch.bfloat16, tolerance=2e-2)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from quire.ops.base import Gate, Ops, QuantizedMatrix
+from quire.ops.base import Angles, Gate, Norm, Norms, Ops, QuantizedMatrix
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import BatchInvariantTritonOps
@@ -66,7 +66,7 @@ def ways() -> dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Ten
         "blocks": of("quantized_linear", QuantizedMatrix(eighth, torch.rand(OUT, 3, device=DEVICE), 48), gate="gelu"),
         "halved": of("quantized_linear", QuantizedMatrix(halved, scales, zero=zeros, groups=groups)),
         "int8": of("int8_linear", whole, scale),
-        "norm": of("rms_norm", weight[0], 1e-6),
+        "norm": of("norm", Norm(weight[0], 1e-6)),
         "silu": of("silu_mul"),
     }
 
@@ -131,10 +131,9 @@ class Layer:
             first = sum(len(fed) for _, _, fed in spans[:at])
             qkv = torch.randn(len(batch.slots), self.qkv.shape[1])
             qkv[first : first + n] = self.qkv[past : past + n]
-            turns = OPS.angles(
-                batch.positions, torch.rand(self.dim // 2, generator=torch.Generator().manual_seed(9)).to(DEVICE)
-            )
-            norms = (self.norm, 1e-6), (self.norm, 1e-6)
+            frequencies = torch.rand(self.dim // 2, generator=torch.Generator().manual_seed(9)).to(DEVICE)
+            turns = Angles(*OPS.angles(batch.positions, frequencies))
+            norms = Norms(Norm(self.norm, 1e-6), Norm(self.norm, 1e-6))
             q = OPS.qk_norm_rope_store_kv(qkv.to(DEVICE), self.heads, kv, batch, turns, norms)
             out.append(OPS.attention(q, kv, batch, 0.3, window, soft_cap)[first : first + n])
             past += n

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quire.ops.base import Angles, Norm, Norms
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import TritonOps
@@ -21,35 +22,32 @@ def test_norms(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> 
     torch.manual_seed(0)
     x, residual, weight, bias = (torch.randn(s).to(dtype).to(DEVICE) for s in (shape, shape, shape[-1:], shape[-1:]))
     close = {"atol": tolerance, "rtol": tolerance}
-    torch.testing.assert_close(OPS.rms_norm(x, weight, 0.1), REFERENCE.rms_norm(x, weight, 0.1), **close)
-    for shift in (bias, None):
-        want = REFERENCE.layer_norm(x, weight, shift, 0.1)
-        torch.testing.assert_close(OPS.layer_norm(x, weight, shift, 0.1), want, **close)
-    want, stream = REFERENCE.add_rms_norm(x, residual.clone(), weight, 0.1)
-    got, total = OPS.add_rms_norm(x, residual, weight, 0.1)
-    torch.testing.assert_close(total, stream)
-    torch.testing.assert_close(got, want, **close)
-    want, stream = REFERENCE.add_rms_norm(x, residual.clone(), weight, 0.1, (bias, 0.2))
-    got, total = OPS.add_rms_norm(x, residual, weight, 0.1, (bias, 0.2))
-    torch.testing.assert_close(total, stream, **close)
-    torch.testing.assert_close(got, want, **close)
+    for norm in (Norm(weight, 0.1), Norm(weight, 0.1, bias, centred=True), Norm(weight.float(), 0.1, centred=True)):
+        torch.testing.assert_close(OPS.norm(x, norm), REFERENCE.norm(x, norm), **close)
+        for last, first, scale in ((norm, None, 1.0), (norm, norm._replace(eps=0.2), 0.3), (None, norm, 1.0)):
+            want, stream = REFERENCE.add_norm(x, residual.clone(), last, first, scale)
+            got, total = OPS.add_norm(x, residual.clone(), last, first, scale)
+            torch.testing.assert_close(total, stream, **close)
+            torch.testing.assert_close(got, want, **close)
 
 
 @DTYPES
 def test_activations(dtype: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(0)
     x = 6 * torch.randn(3, 2100).to(dtype).to(DEVICE)
-    for name in ("silu_mul", "gelu_mul", "gelu"):
+    for name in ("silu_mul", "gelu_mul", "gelu", "relu2"):
         want = getattr(REFERENCE, name)(x)
         torch.testing.assert_close(getattr(OPS, name)(x), want, atol=tolerance, rtol=tolerance)
 
 
 @DTYPES
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    ("turned", "normed"), [("halves", ""), ("halves", "heads"), ("neighbours", "whole"), ("neighbours", "after")]
+)
 @pytest.mark.parametrize(("heads", "groups", "dim", "half"), [(4, 2, 16, 8), (7, 1, 24, 8), (3, 3, 8, 0)])
 @pytest.mark.parametrize("spans", [[(0, 0, 1), (1, 0, 3)], [(0, 0, 40), (1, 0, 3)]], ids=["few", "many"])
 def test_heads_are_normed_rotated_and_stored(
-    spans: list[tuple[int, int, int]], heads: int, groups: int, dim: int, half: int, normed: bool,
+    spans: list[tuple[int, int, int]], heads: int, groups: int, dim: int, half: int, turned: str, normed: str,
     dtype: torch.dtype, tolerance: float,
 ) -> None:  # fmt: skip
     torch.manual_seed(0)
@@ -57,14 +55,19 @@ def test_heads_are_normed_rotated_and_stored(
     tokens = len(batch.slots)
     qkv = torch.randn(tokens, (heads + 2 * groups) * dim).to(dtype).to(DEVICE)
     angle = torch.randn(tokens, half, device=DEVICE)
-    weights = torch.randn(2, dim).to(dtype).to(DEVICE)
-    norms = ((weights[0], 0.1), (weights[1], 0.2)) if normed else None
+    wide = normed == "whole"
+    weights = [torch.randn((n if wide else 1) * dim).to(dtype).to(DEVICE) for n in (heads, groups)]
+
+    def norms(dtype: torch.dtype) -> Norms | None:
+        each = [Norm(weight.to(dtype), eps) for weight, eps in zip(weights, (0.1, 0.2), strict=True)]
+        return Norms(*each, after_rope=normed == "after") if normed else None
+
     got = torch.zeros(2, 30, groups, 4, dim, dtype=dtype, device=DEVICE)
     want = torch.zeros_like(got, dtype=torch.float32)
-    turn = (angle.cos(), angle.sin())
-    q = OPS.qk_norm_rope_store_kv(qkv, heads, LayerKV(*got), batch, turn, norms)
-    expected = REFERENCE.qk_norm_rope_store_kv(qkv.float(), heads, LayerKV(*want), batch, turn, norms and tuple(
-        (weight.float(), eps) for weight, eps in norms))  # fmt: skip
+    gain = torch.rand(tokens, device=DEVICE) + 0.5 if turned == "neighbours" else None
+    turn = Angles(angle.cos(), angle.sin(), turned == "neighbours", gain)
+    q = OPS.qk_norm_rope_store_kv(qkv, heads, LayerKV(*got), batch, turn, norms(dtype))
+    expected = REFERENCE.qk_norm_rope_store_kv(qkv.float(), heads, LayerKV(*want), batch, turn, norms(torch.float32))
     torch.testing.assert_close(q.float(), expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
 
@@ -74,7 +77,7 @@ def test_blocks_of_eight_bits_saturate() -> None:
     batch = moved(Pages(30, 4).batch([(0, 0, [0] * 5)]))
     qkv = torch.randint(-15, 16, (5, 4 * 16), device=DEVICE).float()  # held exactly: the interpreter rounds badly
     qkv[:, ::7] = 1e4
-    angles = torch.zeros(5, 0, device=DEVICE), torch.zeros(5, 0, device=DEVICE)
+    angles = Angles(torch.zeros(5, 0, device=DEVICE), torch.zeros(5, 0, device=DEVICE))
     got, want = (torch.zeros(2, 30, 1, 4, 16, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
     for ops, pool in ((OPS, got), (REFERENCE, want)):
         ops.qk_norm_rope_store_kv(qkv, 2, LayerKV(*pool, k_scale=0.5, v_scale=2.0), batch, angles)

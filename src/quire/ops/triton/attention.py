@@ -89,8 +89,9 @@ def fold_blocks(
 def ahead(
     k, v, pages, b, group, GROUPS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Prefetch block b's keys and values into L2, a line of 64 numbers at a time."""
-    LINES: tl.constexpr = DIM // 64 if DIM % 64 == 0 else 1
+    """Prefetch block b's keys and values into L2, a line of 64 numbers at a time; of heads of any other size than a
+    power of two only the first."""
+    LINES: tl.constexpr = DIM // 64 if DIM >= 64 and DIM & (DIM - 1) == 0 else 1
     at = b * COLUMNS + tl.arange(0, COLUMNS)
     page = tl.load(pages + at // PAGE).to(tl.int64)
     line = ((page * GROUPS + group) * PAGE + at % PAGE) * DIM

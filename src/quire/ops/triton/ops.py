@@ -171,33 +171,33 @@ class TritonOps(BaseOps):
         how = quantized_gemm.gated_config(how) if gate and not matrix.is_int4 else how
         return quantized_gemm.quantized_linear(x, matrix, bias, how, self.card, self.arrived, gate)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `Ops.rms_norm`."""
-        return rows.rms_norm(x, weight, eps, self.card)
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """See `Ops.norm`."""
+        return rows.norm(x, norm, self.card)
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, before: Norm | None = None
+    def add_norm(
+        self, x: Tensor, residual: Tensor, norm: Norm | None, before: Norm | None = None, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """See `Ops.add_rms_norm`."""
-        return rows.rms_norm(x, weight, eps, self.card, residual, before), residual
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """See `Ops.layer_norm`."""
-        return rows.layer_norm(x, weight, bias, eps, self.card)
+        """See `Ops.add_norm`."""
+        return rows.norm(x, norm, self.card, residual, before, scale), residual
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `Ops.silu_mul`."""
-        return rows.activation(gate_up, self.card, gelu=False, gated=True)
+        return rows.activation(gate_up, self.card, rows.SILU, gated=True)
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """See `Ops.gelu_mul`."""
-        return rows.activation(gate_up, self.card, gelu=True, gated=True)
+        return rows.activation(gate_up, self.card, rows.GELU, gated=True)
 
     def gelu(self, x: Tensor) -> Tensor:
         """See `Ops.gelu`."""
-        return rows.activation(x, self.card, gelu=True, gated=False)
+        return rows.activation(x, self.card, rows.GELU, gated=False)
 
-    def angles(self, positions: Tensor, frequencies: Tensor, gain: float = 1.0) -> Angles:
+    def relu2(self, x: Tensor) -> Tensor:
+        """See `Ops.relu2`."""
+        return rows.activation(x, self.card, rows.RELU2, gated=False)
+
+    def angles(self, positions: Tensor, frequencies: Tensor, gain: float = 1.0) -> tuple[Tensor, Tensor]:
         """See `Ops.angles`."""
         return rows.angles(positions, frequencies, gain, self.card)
 

@@ -14,53 +14,52 @@ from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
 
 
+@triton.jit
+def normalize(x, weight, bias, inside, columns, eps, CENTRED: tl.constexpr):
+    """A row, its weight and its bias, float32, zero outside."""
+    if CENTRED:
+        x = tl.where(inside, x - tl.sum(x, 0) / columns, 0.0)
+    return x * tl.rsqrt(tl.sum(x * x, 0) / columns + eps) * weight + bias
+
+
 @kernel
-def rms_kernel(
-    x, residual, weight, before, out, columns, eps, before_eps,
-    ADD: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+def norm_kernel(
+    x, residual, weight, bias, first_weight, first_bias, out, columns, eps, first_eps, scale,
+    NORM: tl.constexpr, ADD: tl.constexpr, FIRST: tl.constexpr, CENTRED: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row per program. With ADD the sum is rounded, stored in `residual`, then normed; with BEFORE x is normed and
-    rounded first."""
+    """One row per program. With ADD the sum is rounded, stored in `residual`, then normed, if NORM; with FIRST x is
+    normed before, scaled and rounded. Both norms are of one kind."""
     at = tl.arange(0, BLOCK)
     inside = at < columns
-    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    gain, shift = row_of(weight, bias, at, inside, BIAS)
+    first_gain, first_shift = gain, shift
+    if FIRST:
+        first_gain, first_shift = row_of(first_weight, first_bias, at, inside, BIAS)
     place = tl.program_id(0).to(tl.int64) * columns + at
-    first = scale
-    if BEFORE:
-        first = tl.load(before + at, mask=inside, other=0.0).to(tl.float32)
     wait(DEPENDENT)
     release(DEPENDENT)
     value = tl.load(x + place, mask=inside, other=0.0)
-    if BEFORE:
-        wide = value.to(tl.float32)
-        value = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / columns + before_eps) * first).to(value.dtype)
+    if FIRST:
+        exact = normalize(value.to(tl.float32), first_gain, first_shift, inside, columns, first_eps, CENTRED)
+        value = exact.to(value.dtype)
     if ADD:
-        total = value.to(tl.float32) + tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+        total = value.to(tl.float32) * scale + tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
         value = total.to(value.dtype)
         tl.store(residual + place, value, mask=inside)
-    exact = value.to(tl.float32)
-    exact = exact * tl.rsqrt(tl.sum(exact * exact, 0) / columns + eps) * scale
-    tl.store(out + place, exact.to(value.dtype), mask=inside)
+    if NORM:
+        exact = normalize(value.to(tl.float32), gain, shift, inside, columns, eps, CENTRED)
+        tl.store(out + place, exact.to(value.dtype), mask=inside)
 
 
-@kernel
-def layer_norm_kernel(
-    x, weight, bias, out, columns, eps, BIAS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
-):
-    """One row per program."""
-    at = tl.arange(0, BLOCK)
-    inside = at < columns
-    place = tl.program_id(0).to(tl.int64) * columns + at
-    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    wait(DEPENDENT)
-    release(DEPENDENT)
-    value = tl.load(x + place, mask=inside, other=0.0)
-    exact = value.to(tl.float32)
-    centred = tl.where(inside, exact - tl.sum(exact, 0) / columns, 0.0)
-    exact = centred * tl.rsqrt(tl.sum(centred * centred, 0) / columns + eps) * scale
+@triton.jit
+def row_of(weight, bias, at, inside, BIAS: tl.constexpr):
+    """A norm's weight and bias, float32; without BIAS zeros."""
+    gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.zeros_like(gain)
     if BIAS:
-        exact += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, exact.to(value.dtype), mask=inside)
+        shift = tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+    return gain, shift
 
 
 @triton.jit
@@ -69,18 +68,25 @@ def tanh(x):
     return 1.0 - 2.0 / (tl.exp2(tl.minimum(x, 20.0, propagate_nan=tl.PropagateNan.ALL) * 2.885390081777927) + 1.0)
 
 
+SILU, GELU, RELU2 = 0, 1, 2
+"""Activations."""
+
+
 @triton.jit
-def activate(x, GELU: tl.constexpr):
-    """gelu by its tanh approximation, or silu; x float32."""
-    if GELU:
+def activate(x, KIND: tl.constexpr):
+    """silu, gelu by its tanh approximation, or max(x, 0)^2, as numbered above; x float32."""
+    if KIND == 1:
         return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    elif KIND == 2:
+        rest = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return rest * rest
     else:
         return x / (1.0 + tl.exp2(-1.4426950408889634 * tl.maximum(x, -80.0)))
 
 
 @kernel
 def activation_kernel(
-    x, out, width, stride, GELU: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+    x, out, width, stride, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):
     """x [T, stride], the gate first and, if GATED, what it gates after `width` numbers; out [T, width]."""
     row = tl.program_id(0).to(tl.int64)
@@ -89,7 +95,7 @@ def activation_kernel(
     wait(DEPENDENT)
     release(DEPENDENT)
     gate = tl.load(x + row * stride + at, mask=inside, other=0.0)
-    value = activate(gate.to(tl.float32), GELU)
+    value = activate(gate.to(tl.float32), KIND)
     if GATED:
         value = value * tl.load(x + row * stride + width + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + at, value.to(gate.dtype), mask=inside)
@@ -100,38 +106,32 @@ def warps(size: int) -> int:
     return min(16, max(1, size // 512))
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, card: DeviceInfo, residual: Tensor | None = None, before: Norm | None = None
+def norm(
+    x: Tensor,
+    norm: Norm | None,
+    card: DeviceInfo,
+    residual: Tensor | None = None,
+    before: Norm | None = None,
+    scale: float = 1.0,
 ) -> Tensor:
-    """See `Ops.rms_norm`; with `residual`, `Ops.add_rms_norm`, with the sum stored in `residual`."""
+    """See `Ops.norm`; with `residual`, `Ops.add_norm`, with the sum stored in `residual`."""
     x = x.contiguous()
-    columns = weight.numel()
+    columns = x.shape[-1]
     size = block(columns)
-    out = torch.empty_like(x)
-    first, first_eps = before or (weight, eps)
-    rms_kernel[(x.numel() // columns,)](
-        *(x, x if residual is None else residual, weight, first, out, columns, eps, first_eps),
-        ADD=residual is not None, BEFORE=before is not None, BLOCK=size, DEPENDENT=card.dependent,
-        num_warps=warps(size), **card.options,
+    last = norm or before or Norm(x, 0.0)
+    first = before or last
+    out = residual if norm is None and residual is not None else torch.empty_like(x)
+    norm_kernel[(x.numel() // columns,)](
+        *(x, x if residual is None else residual, last.weight, last.weight if last.bias is None else last.bias),
+        *(first.weight, first.weight if first.bias is None else first.bias, out, columns, last.eps, first.eps, scale),
+        NORM=norm is not None, ADD=residual is not None, FIRST=before is not None, CENTRED=last.centred,
+        BIAS=last.bias is not None, BLOCK=size, DEPENDENT=card.dependent, num_warps=warps(size), **card.options,
     )  # fmt: skip
     return out
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, card: DeviceInfo) -> Tensor:
-    """See `Ops.layer_norm`."""
-    x = x.contiguous()
-    columns = weight.numel()
-    size = block(columns)
-    out = torch.empty_like(x)
-    layer_norm_kernel[(x.numel() // columns,)](
-        *(x, weight, weight if bias is None else bias, out, columns, eps),
-        BIAS=bias is not None, BLOCK=size, DEPENDENT=card.dependent, num_warps=warps(size), **card.options,
-    )  # fmt: skip
-    return out
-
-
-def activation(x: Tensor, card: DeviceInfo, *, gelu: bool, gated: bool) -> Tensor:
-    """x [T, F], or [T, 2F] with the gate first if `gated` -> [T, F]."""
+def activation(x: Tensor, card: DeviceInfo, kind: int, *, gated: bool) -> Tensor:
+    """x [T, F], or [T, 2F] with the gate first if `gated` -> [T, F]. kind: SILU, GELU or RELU2."""
     x = x.contiguous()
     stride = x.shape[-1]
     width = stride // 2 if gated else stride
@@ -140,50 +140,68 @@ def activation(x: Tensor, card: DeviceInfo, *, gelu: bool, gated: bool) -> Tenso
     out = x.new_empty((*x.shape[:-1], width))
     activation_kernel[(rows, triton.cdiv(width, size))](
         *(x, out, width, stride),
-        GELU=gelu, GATED=gated, BLOCK=size, DEPENDENT=card.dependent, num_warps=warps(2 * size), **card.options,
+        KIND=kind, GATED=gated, BLOCK=size, DEPENDENT=card.dependent, num_warps=warps(2 * size), **card.options,
     )  # fmt: skip
     return out
 
 
 @kernel
 def qk_norm_rope_store_kv_kernel(
-    qkv, cos, sin, q_weight, k_weight, q_out, k_pool, v_pool, slots, q_eps, k_eps, k_scale, v_scale, page_size,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr,
+    qkv, cos, sin, query_gain, q_weight, k_weight, q_out, k_pool, v_pool, slots, q_eps, k_eps, k_scale, v_scale,
+    page_size,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    GAINED: tl.constexpr, NORMED: tl.constexpr, AFTER: tl.constexpr, WHOLE: tl.constexpr, STRIDE: tl.constexpr,
     LARGEST: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Heads of one token: first those of q, then of k, then of v. Sums and angles in float32, rounded once.
 
-    LARGEST: the largest number of an 8-bit pool, 0 for wider ones, which have no scale. The null block stays zero:
-    padding may compute NaN, and drafts after a sequence's last block read there.
+    NORMED, AFTER: q and k are normed before they are rotated, or after. WHOLE: a power of two that holds all heads of
+    q, if they are normed together; 0: head by head. STRIDE: between the weights of one head and the next. LARGEST: the
+    largest number of an 8-bit pool, 0 for wider ones, which have no scale. The null block stays zero: padding may
+    compute NaN, and drafts after a sequence's last block read there.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
-    other = tl.where(d < HALF, d + HALF, tl.where(d < 2 * HALF, d - HALF, d))
+    turns = d < 2 * HALF
+    first, pair = d < HALF, tl.where(d < HALF, d, d - HALF)
+    other = tl.where(turns, tl.where(first, d + HALF, pair), d)
+    if INTERLEAVED:
+        first, pair, other = d % 2 == 0, d // 2, tl.where(turns, d ^ 1, d)
     inside = (head < HEADS + 2 * GROUPS)[:, None] & (d < DIM)[None, :]
     is_q, is_v = (head < HEADS)[:, None], (head >= HEADS + GROUPS)[:, None]
     wait(DEPENDENT)
     release(DEPENDENT)
-    base = qkv + (token * (HEADS + 2 * GROUPS) + head[:, None]) * DIM
+    start = qkv + token * ((HEADS + 2 * GROUPS) * DIM)
+    base = start + head[:, None] * DIM
     raw = tl.load(base + d[None, :], mask=inside, other=0.0)
     x = raw.to(tl.float32)
     if HALF > 0 or NORMED:
         y = tl.load(base + other[None, :], mask=inside, other=0.0).to(tl.float32)
         if NORMED:
-            eps = tl.where(is_q, q_eps, k_eps)
-            root = tl.where(is_v, 1.0, tl.rsqrt(tl.sum(x * x, 1)[:, None] / DIM + eps))
-            x = x * root * scale_of(q_weight, k_weight, d, is_q, is_v, DIM)
-            y = y * root * scale_of(q_weight, k_weight, other, is_q, is_v, DIM)
-        turns = d < 2 * HALF
-        angle = token * HALF + tl.where(d < HALF, d, d - HALF)
-        c = tl.load(cos + angle, mask=turns, other=1.0)[None, :]
-        s = tl.load(sin + angle, mask=turns, other=0.0)[None, :]
-        x = tl.where(is_v, x, x * c + tl.where(d < HALF, -s, s) * y)
+            if WHOLE > 0:
+                squares = tl.where(
+                    is_q,
+                    mean_square(start, HEADS * DIM, WHOLE),
+                    mean_square(start + HEADS * DIM, GROUPS * DIM, WHOLE),
+                )
+            else:
+                squares = tl.sum(x * x, 1)[:, None] / DIM
+            root = tl.where(is_v, 1.0, tl.rsqrt(squares + tl.where(is_q, q_eps, k_eps)))
+            x = x * root * weight_of(q_weight, k_weight, head, d, HEADS, GROUPS, DIM, STRIDE)
+            y = y * root * weight_of(q_weight, k_weight, head, other, HEADS, GROUPS, DIM, STRIDE)
+        c = tl.load(cos + token * HALF + pair, mask=turns, other=1.0)[None, :]
+        s = tl.load(sin + token * HALF + pair, mask=turns, other=0.0)[None, :]
+        x = tl.where(is_v, x, x * c + tl.where(first, -s, s) * y)
+    if AFTER:
+        root = tl.rsqrt(tl.sum(x * x, 1)[:, None] / DIM + tl.where(is_q, q_eps, k_eps))
+        x = x * tl.where(is_v, 1.0, root) * weight_of(q_weight, k_weight, head, d, HEADS, GROUPS, DIM, 0)
     slot = tl.load(slots + token)
     group = head - tl.where(head < HEADS + GROUPS, HEADS, HEADS + GROUPS)
     row = ((slot // page_size) * GROUPS + group) * page_size + slot % page_size
     place = row[:, None] * DIM + d[None, :]
-    tl.store(q_out + (token * HEADS + head[:, None]) * DIM + d[None, :], x.to(raw.dtype), mask=inside & is_q)
+    query = x * tl.load(query_gain + token) if GAINED else x
+    tl.store(q_out + (token * HEADS + head[:, None]) * DIM + d[None, :], query.to(raw.dtype), mask=inside & is_q)
     held = inside & (row >= GROUPS * page_size)[:, None]
     k_mask = held & (head >= HEADS)[:, None] & (head < HEADS + GROUPS)[:, None]
     if LARGEST > 0:
@@ -193,11 +211,24 @@ def qk_norm_rope_store_kv_kernel(
 
 
 @triton.jit
-def scale_of(q_weight, k_weight, at, is_q, is_v, DIM: tl.constexpr):
-    """The norms' weights at `at`, 1 for v: [heads, len(at)] float32."""
-    q = tl.load(q_weight + at, mask=at < DIM, other=0.0).to(tl.float32)
-    k = tl.load(k_weight + at, mask=at < DIM, other=0.0).to(tl.float32)
-    return tl.where(is_v, 1.0, tl.where(is_q, q[None, :], k[None, :]))
+def mean_square(start, count: tl.constexpr, BLOCK: tl.constexpr):
+    """Of `count` numbers, at most BLOCK."""
+    i = tl.arange(0, BLOCK)
+    x = tl.load(start + i, mask=i < count, other=0.0).to(tl.float32)
+    return tl.sum(x * x, 0) / count
+
+
+@triton.jit
+def weight_of(
+    q_weight, k_weight, head, at, HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr
+):  # fmt: skip
+    """The norms' weights at dimensions `at` of the heads, 1 for v: [heads, len(at)] float32."""
+    inside = (at < DIM)[None, :]
+    q_head, k_head = head[:, None] * STRIDE, (head - HEADS)[:, None] * STRIDE
+    is_q, is_v = (head < HEADS)[:, None], (head >= HEADS + GROUPS)[:, None]
+    q = tl.load(q_weight + q_head + at[None, :], mask=inside & is_q, other=0.0).to(tl.float32)
+    k = tl.load(k_weight + k_head + at[None, :], mask=inside & ~is_q & ~is_v, other=0.0).to(tl.float32)
+    return tl.where(is_v, 1.0, q + k)
 
 
 def qk_norm_rope_store_kv(
@@ -210,21 +241,23 @@ def qk_norm_rope_store_kv(
     card: DeviceInfo,
 ) -> Tensor:
     """See `Ops.qk_norm_rope_store_kv`."""
-    cos, sin = angles
+    cos, sin, interleaved, gain = angles
     _, groups, page_size, dim = kv.k.shape
     tokens = qkv.shape[0]
-    (q_weight, q_eps), (k_weight, k_eps) = norms or ((cos, 0.0), (cos, 0.0))
+    q_norm, k_norm, after = norms or (Norm(cos, 0.0), Norm(cos, 0.0), False)
+    whole = block(heads * dim) if norms and len(q_norm.weight) > dim else 0
     out = qkv.new_empty(tokens, heads, dim)
     total = heads + 2 * groups
     # Few tokens: as many programs as there are heads. Many: longer ones, so that starting them is not the cost.
     at_once = 1 if tokens * total <= 16 * card.sms else min(16, block(total))
     qk_norm_rope_store_kv_kernel[(tokens, triton.cdiv(total, at_once))](
-        *(qkv.contiguous(), cos, sin, q_weight, k_weight, out, kv.k, kv.v, batch.slots, q_eps, k_eps),
-        *(kv.k_scale, kv.v_scale, page_size),
-        HEADS=heads, GROUPS=groups, DIM=dim, HALF=cos.shape[-1], NORMED=norms is not None,
+        *(qkv.contiguous(), cos, sin, cos if gain is None else gain, q_norm.weight, k_norm.weight, out, kv.k, kv.v),
+        *(batch.slots, q_norm.eps, k_norm.eps, kv.k_scale, kv.v_scale, page_size),
+        HEADS=heads, GROUPS=groups, DIM=dim, HALF=cos.shape[-1], INTERLEAVED=interleaved, GAINED=gain is not None,
+        NORMED=norms is not None and not after, AFTER=after, WHOLE=whole, STRIDE=dim if whole else 0,
         LARGEST=E4M3_MAX if kv.k.dtype is E4M3 else 0.0,
-        BLOCK_H=at_once, BLOCK_D=block(dim), DEPENDENT=card.dependent, num_warps=1 if at_once < 8 else 4,
-        **card.options,
+        BLOCK_H=at_once, BLOCK_D=block(dim), DEPENDENT=card.dependent,
+        num_warps=max(1 if at_once < 8 else 4, warps(whole)), **card.options,
     )  # fmt: skip
     return out
 
@@ -249,7 +282,7 @@ def angles_kernel(
     tl.store(sin + i, y * gain, mask=inside)
 
 
-def angles(positions: Tensor, frequencies: Tensor, gain: float, card: DeviceInfo) -> Angles:
+def angles(positions: Tensor, frequencies: Tensor, gain: float, card: DeviceInfo) -> tuple[Tensor, Tensor]:
     """See `Ops.angles`."""
     half = len(frequencies)
     cos, sin = frequencies.new_empty(2, len(positions), half).unbind()

@@ -1,0 +1,61 @@
+"""Granite 3 and 4 without experts (IBM 2024, 2025): Llama whose embeddings, sums, scores and logits are scaled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+
+from quire.errors import InvalidModel
+from quire.layers.basic import NO_ROPE
+from quire.layers.builder import ModelBuilder
+from quire.models.llama import Llama, MLPFunction
+from quire.models.spec import Config, ModelSpec, read_decoder
+
+
+class Granite(Llama):
+    """Granite 3."""
+
+    architectures = MappingProxyType({"GraniteForCausalLM": "granite"})
+
+    @staticmethod
+    def read(config: Config, architecture: str) -> ModelSpec:
+        """See `registry.Architecture`."""
+        divisor = config.get(float, "logits_scaling", default=1.0)
+        if divisor <= 0:
+            raise InvalidModel(f"config.json: logits_scaling must be above 0, not {divisor:g}")
+        return replace(
+            read_decoder(config, architecture),
+            scale=config.get(float, "attention_multiplier", default=1.0),
+            embedding_scale=config.get(float, "embedding_multiplier", default=1.0),
+            residual_scale=config.get(float, "residual_multiplier", default=1.0),
+            logit_scale=1.0 / divisor,
+        )
+
+
+class GraniteHybrid(Granite):
+    """Granite 4 without experts and without Mamba layers."""
+
+    architectures = MappingProxyType({"GraniteMoeHybridForCausalLM": "granitemoehybrid"})
+
+    @staticmethod
+    def read(config: Config, architecture: str) -> ModelSpec:
+        """See `registry.Architecture`."""
+        spec = Granite.read(config, architecture)
+        experts = config.get(int, "num_local_experts", default=8)
+        kinds = config.fields.get("layer_types")
+        if experts or not isinstance(kinds, list) or not set(kinds) <= {"attention", "full_attention"}:
+            raise InvalidModel(
+                "config.json: of Granite 4, models without experts (num_local_experts 0) and with attention in every "
+                "layer (layer_types) are supported; transformers runs others, slowly: --executor hf"
+            )
+        rotated = config.get(str, "position_embedding_type", default="nope") == "rope"
+        return replace(
+            spec,
+            mlp=config.get(int, "shared_intermediate_size", default=1024),
+            rope=spec.rope if rotated else NO_ROPE,
+        )
+
+    def make_mlp(self, build: ModelBuilder, index: int) -> MLPFunction:
+        """The MLP of layer `index`, which the hybrids share with experts."""
+        names = ("input_linear", "output_linear")
+        return build.scope("shared_mlp").gated_mlp(self.spec.hidden, self.spec.mlp, self.spec.activation, names=names)

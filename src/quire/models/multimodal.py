@@ -1,0 +1,27 @@
+"""Decoders of multimodal checkpoints: their section of config.json, and the names of their tensors."""
+
+from __future__ import annotations
+
+from quire.layers.builder import ModelBuilder
+from quire.models.spec import Config
+
+VISION = ("vision_tower.*", "multi_modal_projector.*", "vision_model.*", "embed_vision.*")
+"""Tensors that do not belong to the decoder."""
+
+WHOLE = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
+"""Fields of a multimodal config.json that hold for the decoder too."""
+
+
+def nested(config: Config) -> Config:
+    """The decoder's section of a multimodal config.json, or the whole of another."""
+    if "text_config" not in config.fields:
+        return config
+    shared = {name: config.fields[name] for name in WHOLE if name in config.fields}
+    return Config({**shared, **config.section("text_config").fields})
+
+
+def select_decoder(build: ModelBuilder) -> None:
+    """Names of the decoder's tensors are those of a checkpoint without vision, and other tensors are not loaded."""
+    build.ignore(*VISION)
+    build.scope("model").ignore(*VISION)
+    build.rename({"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""})

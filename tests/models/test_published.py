@@ -1,0 +1,210 @@
+"""Facts of published config.json files: they are read, their parameters add up, and `inspect` and `plan` know them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+
+from quire.cli.inspect import amount, read_facts, shapes
+from quire.cli.plan import plan_lines
+from quire.config import Settings
+from quire.models.registry import ARCHITECTURES, parameters, read_spec
+from quire.models.spec import ModelSpec
+from quire.types import UNLIMITED
+
+
+def config(
+    name: str, hidden: int, mlp: int, layers: int, heads: tuple[int, int], vocab: int, context: int, **others: Any
+) -> dict[str, Any]:
+    """heads: of queries, and of keys and values."""
+    return {
+        "architectures": [name],
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "vocab_size": vocab,
+        "max_position_embeddings": context,
+        "torch_dtype": "bfloat16",
+        **others,
+    }
+
+
+def long_rope(pairs: int) -> dict[str, Any]:
+    return {"type": "longrope", "short_factor": [1.0] * pairs, "long_factor": [8.0] * pairs}
+
+
+GRANITE = {"embedding_multiplier": 12, "residual_multiplier": 0.22, "rope_theta": 1e7, "tie_word_embeddings": True}
+MISTRAL3_YARN = {
+    "type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+OLMO3_YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "attention_factor": 1.2079441541679836,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+EXAONE_ROPE = {
+    "rope_type": "llama3",
+    "factor": 16.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+THREE_OF_FOUR = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+
+PUBLISHED: Mapping[str, tuple[float, dict[str, Any]]] = MappingProxyType(
+    {
+        "microsoft/Phi-4-mini-instruct": (3.836e9, config(
+            "Phi3ForCausalLM", 3072, 8192, 32, (24, 8), 200064, 131072, original_max_position_embeddings=4096,
+            partial_rotary_factor=0.75, rope_scaling=long_rope(48), sliding_window=262144, **TIED)),
+        "microsoft/phi-4": (14.66e9, config(
+            "Phi3ForCausalLM", 5120, 17920, 40, (40, 10), 100352, 16384, rope_theta=250000.0, **UNTIED)),
+        "microsoft/Phi-3.5-mini-instruct": (3.821e9, config(
+            "Phi3ForCausalLM", 3072, 8192, 32, (32, 32), 32064, 131072, original_max_position_embeddings=4096,
+            rope_scaling=long_rope(48), sliding_window=262144, **UNTIED)),
+        "allenai/OLMo-2-1124-7B": (7.30e9, config(
+            "Olmo2ForCausalLM", 4096, 11008, 32, (32, 32), 100352, 4096, rope_theta=500000, **UNTIED)),
+        "allenai/Olmo-3-1025-7B": (7.30e9, config(
+            "Olmo3ForCausalLM", 4096, 11008, 32, (32, 32), 100278, 65536, rope_theta=500000, sliding_window=4096,
+            layer_types=THREE_OF_FOUR * 8, rope_scaling=OLMO3_YARN, **UNTIED)),
+        "ibm-granite/granite-3.3-8b-instruct": (8.17e9, config(
+            "GraniteForCausalLM", 4096, 12800, 40, (32, 8), 49159, 131072, attention_multiplier=0.0078125,
+            logits_scaling=16.0, **GRANITE)),
+        "ibm-granite/granite-4.0-micro": (3.40e9, config(
+            "GraniteMoeHybridForCausalLM", 2560, 8192, 40, (40, 8), 100352, 131072, attention_multiplier=0.015625,
+            logits_scaling=10, layer_types=["attention"] * 40, num_local_experts=0, position_embedding_type="rope",
+            shared_intermediate_size=8192, **GRANITE)),
+        "zai-org/GLM-4-9B-0414": (9.40e9, config(
+            "Glm4ForCausalLM", 4096, 13696, 40, (32, 2), 151552, 32768, head_dim=128, partial_rotary_factor=0.5,
+            attention_bias=True, rms_norm_eps=1e-5, **UNTIED)),
+        "zai-org/glm-4-9b-chat-hf": (9.40e9, config(
+            "GlmForCausalLM", 4096, 13696, 40, (32, 2), 151552, 131072, head_dim=128, attention_bias=True, **UNTIED)),
+        "HuggingFaceTB/SmolLM3-3B": (3.075e9, config(
+            "SmolLM3ForCausalLM", 2048, 11008, 36, (16, 4), 128256, 65536, rope_theta=5e6,
+            no_rope_layers=[1, 1, 1, 0] * 9, no_rope_layer_interval=4, use_sliding_window=False)),
+        "CohereLabs/c4ai-command-r7b-12-2024": (8.03e9, config(
+            "Cohere2ForCausalLM", 4096, 14336, 32, (32, 8), 256000, 8192, layer_norm_eps=1e-5, logit_scale=0.25,
+            rope_theta=50000, sliding_window=4096, sliding_window_pattern=4)),
+        "CohereLabs/c4ai-command-r-08-2024": (32.3e9, config(
+            "CohereForCausalLM", 8192, 24576, 40, (64, 8), 256000, 131072, logit_scale=0.0625, rope_theta=4e6)),
+        "google/gemma-2b": (2.506e9, config(
+            "GemmaForCausalLM", 2048, 16384, 18, (8, 1), 256000, 8192, head_dim=256, hidden_act="gelu")),
+        "google/gemma-7b": (8.538e9, config(
+            "GemmaForCausalLM", 3072, 24576, 28, (16, 16), 256000, 8192, head_dim=256, hidden_act="gelu")),
+        "tiiuae/Falcon3-7B-Instruct": (7.456e9, config(
+            "LlamaForCausalLM", 3072, 23040, 28, (12, 4), 131072, 32768, head_dim=256, rope_theta=1000042)),
+        "internlm/internlm3-8b-instruct": (8.80e9, config(
+            "InternLM3ForCausalLM", 4096, 10240, 48, (32, 2), 128512, 32768, head_dim=128, bias=False, qkv_bias=False,
+            rope_theta=50000000, rope_scaling={"rope_type": "dynamic", "factor": 6.0})),
+        "mistralai/Ministral-3-8B-Instruct-2512": (8.49e9, {
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "text_config": config("", 4096, 14336, 34, (32, 8), 131072, 262144, head_dim=128,
+                                  rope_parameters=MISTRAL3_YARN, sliding_window=None)}),
+        "mistralai/Mistral-Small-3.2-24B-Instruct-2506": (23.57e9, {
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "text_config": config("", 5120, 32768, 40, (32, 8), 131072, 131072, head_dim=128, rope_theta=1e9)}),
+        "ByteDance-Seed/Seed-OSS-36B-Instruct": (36.15e9, config(
+            "SeedOssForCausalLM", 5120, 27648, 64, (80, 8), 155136, 524288, head_dim=128, attention_bias=True,
+            attention_out_bias=False, rope_scaling={"rope_type": "default"}, rope_theta=1e7, **UNTIED)),
+        "LGAI-EXAONE/EXAONE-4.0-32B": (32.0e9, config(
+            "Exaone4ForCausalLM", 5120, 27392, 64, (40, 8), 102400, 131072, head_dim=128, rope_theta=1000000,
+            sliding_window=4096, sliding_window_pattern="LLLG", rope_scaling=EXAONE_ROPE, **UNTIED)),
+        "LGAI-EXAONE/EXAONE-4.0-1.2B": (1.28e9, config(
+            "Exaone4ForCausalLM", 2048, 4096, 30, (32, 8), 102400, 65536, head_dim=64, rope_theta=1000000,
+            sliding_window=None, rope_scaling=EXAONE_ROPE, **TIED)),
+        "nvidia/Minitron-4B-Base": (4.19e9, config(
+            "NemotronForCausalLM", 3072, 9216, 32, (24, 8), 256000, 4096, head_dim=128, hidden_act="relu2",
+            norm_eps=1e-5, partial_rotary_factor=0.5, **UNTIED)),
+        "bigcode/starcoder2-7b": (7.17e9, config(
+            "Starcoder2ForCausalLM", 4608, 18432, 32, (36, 4), 49152, 16384, hidden_act="gelu_pytorch_tanh",
+            norm_epsilon=1e-5, rope_theta=1000000, sliding_window=4096, use_bias=True)),
+        "tencent/Hunyuan-7B-Instruct": (7.50e9, config(
+            "HunYuanDenseV1ForCausalLM", 4096, 14336, 32, (32, 8), 128167, 32768, head_dim=128, attention_bias=False,
+            rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0}, use_qk_norm=True, **TIED)),
+        "baidu/ERNIE-4.5-0.3B-PT": (0.361e9, config(
+            "Ernie4_5_ForCausalLM", 1024, 3072, 18, (16, 2), 103424, 131072, head_dim=128, rope_theta=500000,
+            use_bias=False, **TIED)),
+        "arcee-ai/AFM-4.5B": (4.62e9, config(
+            "ArceeForCausalLM", 2560, 18432, 36, (20, 4), 128004, 65536, head_dim=128, hidden_act="relu2",
+            rope_scaling={"rope_type": "yarn", "factor": 20.0, "original_max_position_embeddings": 4096}, **UNTIED)),
+        "kyutai/helium-1-preview-2b": (2.17e9, config(
+            "HeliumForCausalLM", 2560, 7040, 24, (20, 20), 48000, 4096, head_dim=128, rope_theta=100000.0,
+            rms_norm_eps=1e-8, **UNTIED)),
+        "Qwen/Qwen2.5-7B-Instruct": (7.616e9, config(
+            "Qwen2ForCausalLM", 3584, 18944, 28, (28, 4), 152064, 32768, rope_theta=1000000.0, **UNTIED)),
+    }
+)  # fmt: skip
+"""Their parameters, and what config.json says that matters here."""
+
+
+def spec(name: str) -> ModelSpec:
+    return read_spec(PUBLISHED[name][1])
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_parameters_of_a_published_model_add_up(name: str) -> None:
+    count, _ = PUBLISHED[name]
+    assert parameters(spec(name)) == pytest.approx(count, rel=0.005)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_inspect_and_plan_know_a_published_model(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name][1]))
+    settings = Settings.of(model=str(tmp_path))
+    facts = read_facts(settings)
+    said = dict(shapes(facts))
+    assert said["architecture"] in ARCHITECTURES
+    assert said["context"].endswith(" tokens")
+    plan = dict(plan_lines(settings, facts, 1 << 40, torch.device("cpu")))
+    assert plan["weights"] == amount(2 * parameters(facts.spec))
+
+
+def test_layers_without_rotary_embedding_and_windows_are_where_they_were_published() -> None:
+    smollm, cohere, exaone = map(
+        spec, ("HuggingFaceTB/SmolLM3-3B", "CohereLabs/c4ai-command-r7b-12-2024", "LGAI-EXAONE/EXAONE-4.0-32B")
+    )
+    assert [rope.dim for rope in smollm.layer_ropes[:4]] == [128, 128, 128, 0]
+    assert set(smollm.windows) == {UNLIMITED}
+    for each in (cohere, exaone):
+        assert [rope.dim for rope in each.layer_ropes[:5]] == [128, 128, 128, 0, 128]
+        assert each.windows[:5] == (4096, 4096, 4096, UNLIMITED, 4096)
+    assert cohere.layer_ropes[0].interleaved
+    olmo = spec("allenai/Olmo-3-1025-7B")
+    assert [rope.kind for rope in olmo.layer_ropes[:4]] == ["default", "default", "default", "yarn"]
+    assert (olmo.rope.gain, olmo.context) == (1.2079441541679836, 65536)
+    assert {rope.dim for rope in spec("LGAI-EXAONE/EXAONE-4.0-1.2B").layer_ropes} == {64}
+
+
+def test_scales_and_rotations_are_those_published() -> None:
+    granite = spec("ibm-granite/granite-3.3-8b-instruct")
+    scales = granite.scale, granite.embedding_scale, granite.residual_scale, granite.logit_scale
+    assert scales == (0.0078125, 12.0, 0.22, 1 / 16)
+    phi = spec("microsoft/Phi-4-mini-instruct")
+    assert (phi.rope.dim, phi.rope.factors, phi.rope.gain) == (96, (8.0,) * 48, pytest.approx(1.1902381))
+    assert phi.for_length(4096).rope.factors == (1.0,) * 48
+    assert phi.for_length(4097).rope.factors == (8.0,) * 48
+    assert spec("zai-org/GLM-4-9B-0414").rope.dim == spec("zai-org/glm-4-9b-chat-hf").rope.dim == 64
+    assert spec("nvidia/Minitron-4B-Base").rope.dim == 64
+    assert spec("tencent/Hunyuan-7B-Instruct").rope.theta == pytest.approx(11158840, rel=1e-4)
+    internlm = spec("internlm/internlm3-8b-instruct")
+    assert (internlm.rope.kind, internlm.rope.theta, internlm.context) == ("default", 5e7, 32768)
+    ministral = spec("mistralai/Ministral-3-8B-Instruct-2512")
+    assert (ministral.rope.query_beta, ministral.rope.gain, ministral.context) == (0.1, 1.0, 262144)
+    assert spec("mistralai/Mistral-Small-3.2-24B-Instruct-2506").rope.query_beta == 0.0
