@@ -20,4 +20,4 @@ def check(file: Path, text: str) -> None:
     if text != expected:
         names = f"expected ({file.name})", "now"
         changes = difflib.unified_diff(expected.splitlines(), text.splitlines(), *names, lineterm="", n=2)
-        raise AssertionError("\n".join(["", *list(changes)[:80]]))
+        raise AssertionError("\n".join(["", *(line[:1000] for line in list(changes)[:80])]))

@@ -58,7 +58,8 @@ class NativeBackend(DrainingService):
     _active: dict[str, tuple[ActiveRequest, OutputProcessor]] = field(default_factory=dict)
     _num_background: int = 0
     """The number of those with background priority."""
-    _requests: set[ActiveRequest] = field(default_factory=set)
+    _requests: dict[ActiveRequest, None] = field(default_factory=dict)
+    """Those that have a reader, oldest first."""
     _stats: dict[str, Any] = field(default_factory=dict)
 
     # ---------------------------------------------------------------- life cycle
@@ -138,7 +139,7 @@ class NativeBackend(DrainingService):
             live.processors[request.id] = made = output_processor(request, self.tokenizer, stops)
             self._active[request.id] = live, made
         self._num_background += len(asked) * (call.priority >= BACKGROUND)
-        self._requests.add(live)
+        self._requests[live] = None
         if call.timeout < math.inf:
             live.timer = asyncio.get_running_loop().call_later(call.timeout, self._end, live, "timeout")
         return live
@@ -297,7 +298,7 @@ class NativeBackend(DrainingService):
             live.timer.cancel()
         if ids := self._drop(live, "abort"):
             self.engine.abort(ids)
-        self._requests.discard(live)
+        self._requests.pop(live, None)
         if not self._requests:
             self._empty.set()
 
