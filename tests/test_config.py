@@ -174,6 +174,7 @@ def test_variables_are_refused_in_their_own_spelling(environ: dict[str, str], hi
         ("- port", "option: value"),
         ("max-num-seqs: 1\nmax_num_seqs: 2", "twice"),
         ("max_num_seqs: 1\nmax-num-seqs: 2", "twice"),
+        ("port: 1\nseed: 1\nport: 2", "port is given twice"),
         ("port: x", "quire.yaml"),
         ("api-key: 5", "api_key"),
     ],

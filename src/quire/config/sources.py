@@ -43,7 +43,8 @@ def load(
 
 def _from_file(path: Path) -> dict[str, tuple[object, str]]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        content, node = yaml.safe_load(text), yaml.compose(text)
     except OSError as error:
         raise InvalidConfig(f"cannot read the settings file {path}: {error.strerror}", param="config") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -54,11 +55,13 @@ def _from_file(path: Path) -> dict[str, tuple[object, str]]:
     if not isinstance(content, dict):
         raise InvalidConfig(f"the settings file {path} must hold 'option: value' lines", param="config")
     given: dict[str, tuple[object, str]] = {}
+    # `content` has the last of equal keys only.
+    names = [key.value.replace("-", "_") for key, _ in node.value]
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in OPTIONS:
             raise refuse(str(key), f"file {path}", _keys("-" if "-" in str(key) else "_"))
-        if name in given:
+        if names.count(name) > 1:
             raise InvalidConfig(f"file {path}: {name} is given twice", param=name)
         given[name] = (value, f"file {path}")
     return given
