@@ -132,7 +132,9 @@ def _output(event: RequestStepOutput) -> str:
 
 
 class Run:
-    """An engine of these settings, and everything that it reports."""
+    """An engine of these settings, and everything that it reports. make: `Engine`, or what makes recorded ones."""
+
+    make: Callable[..., Engine] = Engine
 
     def __init__(
         self,
@@ -177,7 +179,7 @@ class Run:
         self.view.base, self.view.epoch = 0.0, 0.0
         self.view.watch(True)
         self.history.attach(kv)
-        self.engine = Engine(
+        self.engine = type(self).make(
             self.scheduler,
             self.device,
             lookahead=lookahead,

@@ -94,8 +94,8 @@ def test_thoughts_are_read_as_written_down() -> None:
 
 SOURCES = """
 now() & weather('x') & weather('x', 2) & weather('x', 2, 3) & weather(days=1, city='x') & weather(town='x')
-print(now()) & [now(), now()] & x = now() & now();now() & now(*a) & never() & now().x & 1 & now( & a.now() & weather(None, True)
-weather(-1.5, [1, (2,)]) & weather({'a': {1: 2}}) & weather(b'x') & weather('x', city='y') & now(**a) & (now())
+print(now()) & [now(), now()] & x = now() & now();now() & now(*a) & never() & now().x & 1 & now( & a.now() & now(**a)
+weather(None, True) & weather(-1.5, [1, (2,)]) & weather({'a': {1: 2}}) & weather(b'x') & weather('x', city='y')
 """
 
 
