@@ -86,8 +86,9 @@ def test_a_remote_answer_comes_in_pieces_from_the_model_that_is_served(server: S
 
 def test_a_named_model_and_a_key_are_sent(server: Server) -> None:
     list(ChatClient(server.url, key="sesame", model="mine").answer(HELLO))
+    list(ChatClient(server.url, model="mine").answer(HELLO))
     assert server.asked[0]["model"] == "mine"
-    assert server.keys == ["Bearer sesame"]
+    assert server.keys == ["Bearer sesame", None], "where there is no key none is sent"
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from quire.assembly.progress import compiling, loading
 GB = 10**9
 
 
-def run(total: int) -> None:
-    seconds = itertools.count(0, 3)
+def run(total: int, begin: int = 0) -> None:
+    seconds = itertools.count(begin, 3)
     with loading("name", clock=lambda: float(next(seconds))) as tell:
         for done in range(5):
             tell(done * total // 4, total)
@@ -39,6 +39,8 @@ def test_where_nobody_does_there_is_a_line_now_and_then(capsys: pytest.CaptureFi
     ]
     run(GB // 8)
     assert capsys.readouterr().err == ""
+    run(8 * GB, begin=10**6)
+    assert len(capsys.readouterr().err.splitlines()) == 2, "whatever the clock says at the beginning"
 
 
 def compile_in(seconds: float, kernels: int) -> None:

@@ -194,3 +194,18 @@ def test_as_much_is_kept_after_many_grammars_as_at_first() -> None:
         for source in ("dddd", "eeee", "dddd", "eeee"):
             shop.get_or_compile(ask("x", source))
         assert bench.done == [], "two of four characters fit into ten"
+
+
+def test_grammars_that_are_ready_together_are_all_told_at_once() -> None:
+    bench = Bench()
+    gates = [bench.hold(source) for source in ("one", "two", "bad three")]
+    with grammar_compiler(bench, workers=3) as compiler:
+        for id, source in (("a", "one"), ("b", "two"), ("c", "bad three"), ("d", "one")):
+            assert compiler.constraint_for(ask(id, source)) is PENDING
+        for gate in gates:
+            gate.set()
+        while len(compiler._done) < 3:
+            select.select(compiler.wait_fds(), [], [], 0.01)
+        told = dict(compiler.poll())
+        assert sorted(told) == ["a", "b", "c", "d"] and isinstance(told["c"], InvalidRequest)
+        assert compiler.poll() == [] and not compiler._jobs and compiler.timeout() is None

@@ -100,9 +100,13 @@ def test_a_template_that_refuses_a_plain_message_is_sound() -> None:
     ChatTemplate("{{ raise_exception('a system message first') }}").try_out()
 
 
-def test_a_template_that_does_not_compile_is_a_broken_model() -> None:
+@pytest.mark.parametrize(
+    "source",
+    ["{% for %}", "{% break %}", "{% continue %}", "{% for a in b %}" * 40 + "{% endfor %}" * 40, "{{ 'a" + "{" * 9],
+)
+def test_a_template_that_does_not_compile_is_a_broken_model(source: str) -> None:
     with pytest.raises(InvalidModel, match="does not compile"):
-        ChatTemplate("{% for %}")
+        ChatTemplate(source)
 
 
 def test_sources_of_templates_in_order(tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ class ChatTemplate:
         try:
             names = meta.find_undeclared_variables(sandbox.parse(source))
             self._template = sandbox.from_string(Metered().visit(sandbox.parse(source)))
-        except (TemplateSyntaxError, RecursionError) as error:
+        # Python's own errors are those of what jinja makes of the template: a break outside of loops, nesting too deep.
+        except (TemplateSyntaxError, SyntaxError, RecursionError) as error:
             raise InvalidModel(f"the chat template does not compile: {_line(error)}") from error
         self._tokens = dict(tokens or {})
         self._knows_developer = "developer" in source
