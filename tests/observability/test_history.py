@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.timing import VirtualClock
-from quire.observability.history import MOST_NOTES, History, Note, RequestHistory
-from quire.sim.run import SimConfig
+from quire.observability.history import MOST_NOTES, Note, RequestHistory
 from quire.types import Request
 from tests.observability.watched import Watched
 
@@ -111,21 +109,3 @@ def test_a_failed_step_forgets_who_wrote_which_page_and_who_held_what() -> None:
     watched.history.on_failure("it broke", [id], watched.clock.now())
     assert story.held == [] and watched.history.writers == {} and story.waiting
     assert (story.notes[-1].what, story.notes[-1].by) == ("failed", "it broke")
-
-
-def test_blocks_are_followed_beside_requests_that_came_before_the_history() -> None:
-    engine = SimConfig(pages=32, page_size=4, max_num_seqs=4).build(VirtualClock())
-    engine.submit([1, 2, 3], 9, id="early")
-    engine.step()
-    history = History()
-    history.attach(engine.scheduler.kv)
-    engine.observers = (history,)
-    engine.submit([4, 5, 6, 7, 8], 9, id="late")
-    engine.submit([9, 10], 9, id="later")
-    for _ in range(4):
-        engine.step()
-    held = {seq.request.id: seq.blocks for seq in engine.scheduler.running}
-    assert {id: story.held for id, story in history.requests.items()} == {id: held[id] for id in ("late", "later")}
-    assert {block: story.request.id for block, (story, _) in history.writers.items()} == {
-        block: id for id in ("late", "later") for block in held[id]
-    }

@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -363,3 +364,16 @@ def test_the_address_file_has_an_address_that_this_machine_reaches(address: str,
 def test_an_address_file_that_cannot_be_written_stops_no_server(tmp_path: Path) -> None:
     with _written(str(tmp_path / "no folder" / "address"), "http://127.0.0.1:1") as shown:
         assert shown == "http://127.0.0.1:1"
+
+
+async def test_a_server_with_too_few_descriptors_says_how_many_clients_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, said = sys.modules["quire.server.serve"], list[str]()
+    monkeypatch.setattr(module, "raise_descriptor_limit", lambda: 128)
+    monkeypatch.setattr(module, "log", SimpleNamespace(warning=lambda text, *values: said.append(text % values)))
+    for wanted in (48, 100):
+        async with running(timeouts=Timeouts(connections=wanted)):
+            pass
+    [line] = said
+    assert line.startswith("at most 48 clients are connected at once, not 100 (--max-connections)")
