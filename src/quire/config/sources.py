@@ -44,7 +44,7 @@ def load(
 def _from_file(path: Path) -> dict[str, tuple[object, str]]:
     try:
         text = path.read_text(encoding="utf-8")
-        content, node = yaml.safe_load(text), yaml.compose(text)
+        content, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except OSError as error:
         raise InvalidConfig(f"cannot read the settings file {path}: {error.strerror}", param="config") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -56,7 +56,7 @@ def _from_file(path: Path) -> dict[str, tuple[object, str]]:
         raise InvalidConfig(f"the settings file {path} must hold 'option: value' lines", param="config")
     given: dict[str, tuple[object, str]] = {}
     # `content` has the last of equal keys only.
-    names = [key.value.replace("-", "_") for key, _ in node.value]
+    names = [key.value.replace("-", "_") for key, _ in node.value] if node is not None else []
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in OPTIONS:
