@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from quire.cli import main
-from quire.cli.verify import Difference, difference
+from quire.cli.verify import PLAIN, Difference, difference, drafting
 from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.reference import ReferenceOps
 from quire.types import UNLIMITED, TokenLogprobs
@@ -137,3 +137,16 @@ def test_a_difference_is_the_first_and_gives_how_far_likelihoods_moved_while_tok
     here = (one(1, -1.0), one(2, -1.5), one(7, -9.0))
     assert difference("a", alone, here) == Difference("a", 1, (2, -1.0), (2, -1.5), 2, 0.5)
     assert difference("a", alone, alone[:3]) == Difference("a", 3, (4, -1.0), None, 3, 0.0)
+
+
+def test_every_kind_of_schedule_is_a_situation_with_and_without_speculation() -> None:
+    flags = [(each.name, *each[2:]) for each in (*PLAIN, *drafting("n-gram"))]
+    assert flags == [
+        ("alone, once more", False, False, False, False),
+        ("in a batch", True, False, False, False),
+        ("warm prefix cache", False, True, False, False),
+        ("small chunks", True, False, True, False),
+        ("preempted", True, False, False, True),
+        ("n-gram", True, False, False, False),
+        ("n-gram, all at once", True, True, True, True),
+    ]

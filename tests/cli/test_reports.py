@@ -23,7 +23,9 @@ def printed(folder: Path, *words: object) -> str:
     return "\n".join(line.rstrip().replace(str(folder), "FOLDER") for line in lines)
 
 
-@pytest.mark.parametrize("shape", ["gemma3_text-gqa", SHAPE])
+@pytest.mark.parametrize(
+    "shape", ["gemma3_text-gqa", SHAPE, "qwen3_moe-gqa", "qwen3_moe-raw-shares-some-dense", "gpt2-odd-heads"]
+)
 def test_a_model_is_described_as_written_down(shape: str, tmp_path: Path) -> None:
     make(tmp_path, shape, shard="20KB")
     config = {"eos_token": "<|end|>", "bos_token": "<|begin|>", "add_bos_token": True, "chat_template": CHATML}

@@ -118,3 +118,16 @@ async def test_a_connection_rests_no_longer_because_its_server_would_wait_longer
         monkeypatch.setattr(loop, "time", lambda: now + 4.5)
         await ask(one, "POST")
         assert server.connections == 2
+
+
+@pytest.mark.parametrize(("names", "taken"), [(1, True), (7, True), (8, False), (9, False)])
+async def test_the_header_fields_of_an_answer_have_a_limit_in_all(names: int, taken: bool) -> None:
+    fields = b"".join(b"x-%d: " % i + b"y" * ((8 << 10) - 3) + b"\r\n" for i in range(names))
+    server = Server(more=fields)
+    async with pool(server) as made:
+        if taken:
+            assert len((await ask(made, "GET")).headers) == names + 1
+        else:
+            with pytest.raises(ConnectionLost, match="header fields are too long") as broken:
+                await ask(made, "GET")
+            assert broken.value.code == "upstream_malformed"

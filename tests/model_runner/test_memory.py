@@ -75,6 +75,18 @@ def test_a_pool_that_cannot_be_allocated_says_how_large_it_would_be() -> None:
         allocate(LAYERS, pages=1 << 40, page_size=16)
 
 
+def test_the_size_of_a_pool_that_cannot_be_allocated_is_that_of_all_its_blocks_and_the_null_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("not enough memory")
+
+    monkeypatch.setattr(torch, "zeros", refuse)
+    size = 4 * block_bytes(LAYERS, 16)
+    with pytest.raises(MemoryError, match=f"3 KV blocks of 16 tokens take {size / (1 << 20):.2f} MiB"):
+        allocate(LAYERS, pages=3, page_size=16)
+
+
 def test_the_default_budget_is_modest() -> None:
     assert cpu_budget(100 * GIB) == 4 * GIB
     assert cpu_budget(8 * GIB) == 2 * GIB

@@ -233,7 +233,7 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         """The end of the header fields."""
         status = self._parser.get_status_code()
-        if self._done or status < 200:
+        if self._done or self._broken is not None or status < 200:
             return
         self.status = status
         self._headed = True
