@@ -104,6 +104,10 @@ def test_python_is_read_as_written_down() -> None:
     check(EXPECTED / "python.txt", "\n".join(f"{source!r} -> {python_calls(source, TOOLS)}" for source in sources))
 
 
+def test_white_space_around_python_says_nothing() -> None:
+    assert python_calls("  \n now()\n\n ", TOOLS) == [("now", "{}")]
+
+
 def test_tools_and_calls_are_told_to_models_as_written_down() -> None:
     tools = [{"type": "function", "function": {"name": "now", "description": "it's", "parameters": {"type": "object"}}}]
     calls = [{"id": "c1", "function": {"name": "now", "arguments": {"a": 1}}}] * 2

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from quire.errors import InvalidRequest
-from quire.structured_output.llguidance import message
+from quire.structured_output.llguidance import LlguidanceCompiler, message
 from quire.structured_output.schema import DEPTH, OBEYED, REFUSED, check_schema
+from quire.tokenization.tokenizer import Tokenizer
+from quire.types import StructuredOutputsParams
 from tests.expected import check
+from tests.tokenization.vocabulary import wordpiece
 
 EXPECTED = Path(__file__).parent / "expected"
 
@@ -55,6 +58,13 @@ def test_schemas_are_taken_or_refused_as_written_down() -> None:
 def test_schemas_are_nested_as_deep_as_the_limit_and_no_deeper() -> None:
     assert said(nested(DEPTH - 1)) == "taken"
     assert said(nested(DEPTH)).startswith(f"response_format: the schema is nested more than {DEPTH} deep")
+
+
+def test_a_structure_that_the_tokenizer_cannot_have_is_refused_by_its_field() -> None:
+    compiler = LlguidanceCompiler(lambda: Tokenizer(wordpiece()))
+    with pytest.raises(InvalidRequest) as refused:
+        compiler(StructuredOutputsParams(regex="a", param="guided_regex"))
+    assert refused.value.param == "guided_regex" and str(refused.value).startswith("guided_regex: ")
 
 
 @pytest.mark.parametrize(
