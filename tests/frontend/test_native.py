@@ -127,7 +127,7 @@ async def test_many_answers_do_not_mix() -> None:
             text = "".join(d.text for d in deltas if d.index == choice)
             assert text == "dog " * (1 + i % 7) + f"c{i}-{choice}"
     assert backend._active == {}
-    assert backend._requests == set()
+    assert not backend._requests
 
 
 async def test_what_is_ready_together_comes_together() -> None:
