@@ -118,7 +118,7 @@ BUGS = [
         _MASKS,
         "            scheduler.inflight.rotate(1)\n            masks = scheduler.masks()\n            scheduler.inflight.rotate(-1)\n            flight[-1][2].sample(masks)",
     ),
-    Bug("masks do not walk the drafts", S, "seq.draft_tokens[: step.plan.spans[j].num_samples - 1]\n", "[]\n"),
+    Bug("masks do not walk the drafts", S, "seq.draft_tokens[:num_drafts] if num_drafts else ()\n", "[]\n"),
     Bug(
         "masks asked for after the depth check",
         E,
