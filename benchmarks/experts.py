@@ -2,6 +2,7 @@
 
 Beside each time stands the floor: the bytes of the experts that are used at 4.3 TB/s, or the arithmetic at 770 TFLOP/s,
 whichever takes longer. Kernels are timed inside a captured graph, layers by turns, so that matrices come from memory.
+`--kind int4` measures mixtures of one kind alone: bf16, fp8, or int4 as AWQ has it.
 """
 
 from __future__ import annotations
@@ -22,11 +23,18 @@ from torch import Tensor
 from benchmarks.card import needed
 from benchmarks.kernel_cases import noise, relative
 from benchmarks.kernels import MULTIPLY, replayed
-from quire.ops.base import QuantizedMatrix, Routing
+from quire.ops.base import ExpertMatrices, IntegerMatrix, QuantizedMatrix, Routing
+from quire.ops.integer import dequantize_integers, pack_integers, stack_integers
 from quire.ops.quantized import E4M3, E4M3_MAX, BaseOps, dequantize
 from quire.ops.triton import experts as mixture
 from quire.ops.triton.experts import ExpertConfig, ExpertTile, SortedSlots
 from quire.ops.triton.gemv import GemmConfig
+from quire.ops.triton.integer_experts import (
+    IntegerExpertConfig,
+    integer_expert_config,
+    integer_experts,
+    multiply_integer_tiles,
+)
 from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.ops import TritonOps
 from quire.ops.triton.precompile import Precompiler
@@ -94,8 +102,18 @@ ROUTERS = (
 )
 
 
-Tables = tuple[Mapping[int, Sequence[ExpertTile]], Mapping[int, Sequence[ExpertTile]]]
+AnyTile = ExpertTile | GemmConfig
+"""Of one product; of integers the latter."""
+
+AnyConfig = ExpertConfig | IntegerExpertConfig
+
+Tables = tuple[Mapping[int, Sequence[AnyTile]], Mapping[int, Sequence[AnyTile]]]
 """Tiles of gate and up and of down, by their rows."""
+
+
+def pairs(gate_up: tuple[int, ...], down: tuple[int, ...], *, sorted: bool = True) -> list[IntegerExpertConfig]:
+    """One candidate for each product of integers: rows, outputs, inputs, warps, stages, inputs asked for ahead."""
+    return [IntegerExpertConfig(GemmConfig(*gate_up), GemmConfig(*down), sorted)]
 
 
 def tables(rows: Sequence[int], gate_up: Sequence[ExpertTile], down: Sequence[ExpertTile]) -> Tables:
@@ -123,16 +141,70 @@ EIGHT_BITS = tables(
 )
 """Of e4m3 matrices with a scale for 128 columns."""
 
-EIGHT_BIT_TOKENS: Mapping[int, tuple[int, ...]] = {1: (16,), 16: (16,), 256: (32, 64), 2048: (64, 128), 8192: (128,)}
+FOUR_BITS: Mapping[int, Sequence[IntegerExpertConfig]] = {
+    1: [
+        *pairs((8, 32, 256, 2, 4), (8, 64, 256, 2, 3, 256), sorted=False),
+        *pairs((8, 16, 256, 1, 4), (8, 64, 256, 2, 3), sorted=False),
+        *pairs((8, 32, 128, 2, 6), (8, 64, 128, 2, 6, 128), sorted=False),
+        *pairs((8, 64, 256, 2, 4), (8, 32, 256, 2, 3, 256), sorted=False),
+        *pairs((8, 32, 256, 4, 4), (8, 32, 128, 1, 6, 128), sorted=False),
+        *pairs((8, 16, 512, 2, 3), (8, 16, 256, 1, 3, 256), sorted=False),
+    ],
+    8: [
+        *pairs((8, 64, 256, 2, 4), (8, 64, 128, 2, 6)),
+        *pairs((8, 64, 128, 2, 6), (8, 64, 256, 2, 3)),
+        *pairs((8, 32, 256, 2, 4), (8, 128, 128, 4, 4)),
+        *pairs((8, 64, 256, 4, 4), (8, 64, 256, 2, 3, 256)),
+        *pairs((8, 128, 128, 4, 4), (8, 64, 128, 2, 6, 128)),
+    ],
+    16: [
+        *pairs((16, 64, 128, 2, 6), (16, 64, 256, 2, 4)),
+        *pairs((16, 64, 128, 4, 4), (16, 64, 128, 2, 6)),
+        *pairs((16, 32, 256, 2, 4), (16, 64, 128, 4, 4)),
+        *pairs((16, 64, 256, 4, 3), (16, 128, 128, 4, 4)),
+    ],
+    32: [
+        *pairs((32, 64, 256, 4, 3), (32, 64, 128, 4, 3)),
+        *pairs((32, 64, 128, 4, 4), (32, 128, 128, 4, 3)),
+        *pairs((32, 128, 128, 8, 3), (32, 64, 256, 4, 3)),
+    ],
+    64: [
+        *pairs((64, 128, 128, 8, 3), (64, 128, 128, 8, 3)),
+        *pairs((64, 64, 128, 4, 3), (64, 64, 128, 4, 4)),
+        *pairs((64, 128, 64, 8, 4), (64, 128, 128, 4, 4)),
+        *pairs((64, 64, 64, 4, 4), (64, 128, 64, 8, 4)),
+    ],
+    128: [
+        *pairs((128, 64, 128, 8, 3), (128, 128, 128, 8, 3)),
+        *pairs((128, 128, 64, 8, 3), (128, 128, 64, 8, 3)),
+        *pairs((128, 64, 64, 4, 3), (128, 64, 128, 4, 3)),
+    ],
+}
+"""Tiles of int4 matrices in groups of 128, by their rows; 1: of slots that are not sorted."""
+
+FOUR_BIT_TOKENS: Mapping[int, tuple[int, ...]] = {
+    1: (1, 8), 16: (8, 16), 64: (8, 16), 256: (16, 32), 4: (1, 8), 8192: (64, 128), 1024: (32, 64),
+}  # fmt: skip
+"""Rows of the tiles that are tried with int4, by tokens."""
+
+EIGHT_BIT_TOKENS: Mapping[int, tuple[int, ...]] = {
+    1: (16,),
+    16: (16,),
+    64: (16,),
+    256: (32, 64),
+    2048: (64, 128),
+    8192: (128,),
+}
 """Rows of the tiles that are tried with e4m3, by tokens."""
 
 
 class Layer(NamedTuple):
-    """The matrices of a mixture, plain or of e4m3. exact: the numbers that e4m3 ones stand for, of one layer alone."""
+    """The matrices of a mixture, plain or quantized. exact: the numbers that quantized ones stand for, of one layer
+    alone."""
 
     router: Tensor
-    gate_up: Tensor | QuantizedMatrix
-    down: Tensor | QuantizedMatrix
+    gate_up: Tensor | ExpertMatrices
+    down: Tensor | ExpertMatrices
     exact: tuple[Tensor, Tensor] | None = None
 
     def expert(self, which: int, e: int) -> Tensor:
@@ -170,6 +242,35 @@ def small_matrices(layer: Layer) -> tuple[QuantizedMatrix, QuantizedMatrix]:
 def restored(matrix: QuantizedMatrix) -> Tensor:
     """[E, out, in] float32."""
     return dequantize(matrix).view(EXPERTS, -1, matrix.weight.shape[1])
+
+
+def in_four_bits(layers: Sequence[Layer]) -> list[Layer]:
+    """Layers of random int4 matrices in groups of 128 with zero points, as AWQ has them."""
+    made = list[Layer]()
+    for layer in layers:
+        gate_up, down = four_bits(2 * WIDTH, HIDDEN), four_bits(HIDDEN, WIDTH)
+        exact = None if made else (dequantized(gate_up), dequantized(down))
+        made.append(Layer(layer.router, gate_up, down, exact))
+    return made
+
+
+def dequantized(matrix: IntegerMatrix) -> Tensor:
+    """[E, out, in] float32."""
+    return torch.stack([dequantize_integers(matrix.expert(e)) for e in range(EXPERTS)])
+
+
+def four_bits(outputs: int, inputs: int) -> IntegerMatrix:
+    """Matrices of all experts."""
+    count = outputs, inputs // 128
+
+    def one() -> IntegerMatrix:
+        numbers = torch.randint(0, 16, (outputs, inputs), device="cuda", dtype=torch.uint8)
+        scale = (torch.rand(count, device="cuda") * 0.5 + 0.5).div_(4 * inputs**0.5).half().float()
+        return pack_integers(numbers, 128, scale, zero=torch.randint(4, 12, count, device="cuda"))
+
+    whole = stack_integers([one() for _ in range(EXPERTS)])
+    assert whole is not None
+    return whole
 
 
 class Batch(NamedTuple):
@@ -225,18 +326,28 @@ def exact_outer(batch: Batch, inner: Tensor, slots: Tensor) -> Tensor:
     return torch.stack([batch.layer.expert(1, e) @ row.float() for e, row in zip(own, inner, strict=True)])
 
 
-def gate_up(batch: Batch, slots: SortedSlots, how: ExpertTile, card: DeviceInfo) -> Tensor:
-    """The first product of a mixture, with its gate."""
-    if how.stages:
-        return mixture.multiply_tiles(batch.x, batch.layer.gate_up, slots, USED, how, card, "silu", count=EXPERTS)
+def gate_up(batch: Batch, slots: SortedSlots | Tensor, how: AnyTile, card: DeviceInfo) -> Tensor:
+    """The first product of a mixture, with its gate. slots: as they are, the experts of each."""
+    matrix = batch.layer.gate_up
+    if isinstance(how, GemmConfig):
+        assert isinstance(matrix, IntegerMatrix)
+        return multiply_integer_tiles(batch.x, matrix, slots, USED, how, card, "silu")
+    assert not isinstance(matrix, IntegerMatrix)
+    if how.stages and isinstance(slots, SortedSlots):
+        return mixture.multiply_tiles(batch.x, matrix, slots, USED, how, card, "silu", count=EXPERTS)
     assert isinstance(batch.layer.gate_up, Tensor)
     return mixture.multiply_gate_up(batch.x, batch.layer.gate_up, batch.routing, how, card, "silu")
 
 
-def down(batch: Batch, inner: Tensor, slots: SortedSlots, how: ExpertTile, card: DeviceInfo) -> Tensor:
+def down(batch: Batch, inner: Tensor, slots: SortedSlots | Tensor, how: AnyTile, card: DeviceInfo) -> Tensor:
     """The second product: of slots, or added up for each token where there are no tiles."""
-    if how.stages:
-        return mixture.multiply_tiles(inner, batch.layer.down, slots, USED, how, card, count=EXPERTS)
+    matrix = batch.layer.down
+    if isinstance(how, GemmConfig):
+        assert isinstance(matrix, IntegerMatrix)
+        return multiply_integer_tiles(inner, matrix, slots, USED, how, card)
+    assert not isinstance(matrix, IntegerMatrix)
+    if how.stages and isinstance(slots, SortedSlots):
+        return mixture.multiply_tiles(inner, matrix, slots, USED, how, card, count=EXPERTS)
     assert isinstance(batch.layer.down, Tensor)
     return mixture.multiply_down(inner, batch.layer.down, batch.routing, how, card)
 
@@ -245,26 +356,30 @@ class Tiling(NamedTuple):
     """One way to make one product, "gate_up" or "down"."""
 
     product: str
-    how: ExpertTile
+    how: AnyTile
     check: Callable[[], float]
     calls: Sequence[Callable[[], Tensor]]
 
 
 def tilings(rows: int, batches: Sequence[Batch], card: DeviceInfo, table: Tables) -> Iterator[Tiling]:
-    """Those with so many rows."""
+    """Those with so many rows; 1: of slots that are not sorted."""
     count, first = len(batches[0].x) * USED, batches[0]
-    slots = [mixture.sort_slots(b.routing.experts, EXPERTS, rows, card) for b in batches]
-    some = slots[0].order[:: max(1, count // 64)].long()
-    at = some if rows == 1 else torch.argsort(slots[0].order)[some]
+    ordered = [mixture.sort_slots(b.routing.experts, EXPERTS, rows, card) for b in batches]
+    integers = isinstance(first.layer.down, IntegerMatrix)
+    summed, slots = rows == 1 and not integers, list[SortedSlots | Tensor](ordered)
+    if rows == 1 and integers:
+        slots = [b.routing.experts for b in batches]
+    some = ordered[0].order[:: max(1, count // 64)].long()
+    at = some if rows == 1 else torch.argsort(ordered[0].order)[some]
     want = exact_inner(first, some)
     for how in table[0][rows]:
         calls = [partial(gate_up, b, s, how, card) for b, s in zip(batches, slots, strict=True)]
         yield Tiling("gate_up", how, partial(error_of, calls[0], at, want), calls)
     inners = [noise(count, WIDTH) for _ in batches]
-    if rows == 1:
+    if summed:
         some, at = torch.zeros(1, dtype=torch.int64), torch.arange(USED, device=first.x.device)
-    want = exact_outer(first, inners[0][at], at if rows == 1 else some)
-    if rows == 1:
+    want = exact_outer(first, inners[0][at], at if summed else some)
+    if summed:
         want = (want * first.routing.weights[0][:, None]).sum(0, keepdim=True)
     for how in table[1][rows]:
         calls = [partial(down, *each, how, card) for each in zip(batches, inners, slots, strict=True)]
@@ -288,7 +403,10 @@ def floors(batches: Sequence[Batch]) -> dict[str, float]:
     """Microseconds of each product, on average over the layers, and the experts used."""
     used = sum(len(set(b.routing.experts.flatten().tolist())) for b in batches) / len(batches)
     numbers, slots = WIDTH * HIDDEN, batches[0].routing.experts.numel()
-    size = 2 if isinstance(batches[0].layer.down, Tensor) else 1
+    matrix = batches[0].layer.down
+    size = 2.0 if isinstance(matrix, Tensor) else 1.0
+    if isinstance(matrix, IntegerMatrix):
+        size = matrix.nbytes / (EXPERTS * numbers)
     first, second = (max(used * n * size / READ, 2 * slots * n / MULTIPLY) / 1e6 for n in (2 * numbers, numbers))
     return {
         "experts": round(used, 1),
@@ -298,9 +416,7 @@ def floors(batches: Sequence[Batch]) -> dict[str, float]:
     }
 
 
-def whole(
-    batches: Sequence[Batch], ops: TritonOps, how: ExpertConfig, router: GemmConfig
-) -> list[Callable[[], Tensor]]:
+def whole(batches: Sequence[Batch], ops: TritonOps, how: AnyConfig, router: GemmConfig) -> list[Callable[[], Tensor]]:
     """All launches of a mixture."""
 
     def call(batch: Batch) -> Tensor:
@@ -310,9 +426,13 @@ def whole(
     return [partial(call, batch) for batch in batches]
 
 
-def through(batch: Batch, routing: Routing, how: ExpertConfig, card: DeviceInfo) -> Tensor:
+def through(batch: Batch, routing: Routing, how: AnyConfig, card: DeviceInfo) -> Tensor:
     """The experts alone."""
     first, second = batch.layer.gate_up, batch.layer.down
+    if isinstance(how, IntegerExpertConfig):
+        assert isinstance(first, IntegerMatrix)
+        assert isinstance(second, IntegerMatrix)
+        return integer_experts(batch.x, routing, first, second, "silu", how, card)
     if isinstance(first, QuantizedMatrix) and isinstance(second, QuantizedMatrix):
         return mixture.quantized_experts(batch.x, routing, first, second, "silu", how, card)
     assert isinstance(first, Tensor)
@@ -320,7 +440,7 @@ def through(batch: Batch, routing: Routing, how: ExpertConfig, card: DeviceInfo)
     return mixture.experts(batch.x, routing, first, second, "silu", how, card)
 
 
-def whole_error(batch: Batch, ops: TritonOps, how: ExpertConfig, router: GemmConfig) -> float:
+def whole_error(batch: Batch, ops: TritonOps, how: AnyConfig, router: GemmConfig) -> float:
     """The relative error of some tokens of all launches, against float32 with the experts that the router chose."""
     layer = batch.layer
     routing = mixture.route(batch.x, layer.router, USED, router, ops.card, ops.arrived, normalize=True)
@@ -368,22 +488,21 @@ def routers(batches: Sequence[Batch], ops: TritonOps) -> list[Tried]:
 def measure(tokens: int, layers: Sequence[Layer], ops: TritonOps) -> dict[str, Any]:
     """Every tiling at so many tokens, and all launches: as configured, and with the fastest tilings."""
     batches, plain = batches_of(tokens, layers, ops), isinstance(layers[0].down, Tensor)
-    table, tried_rows = ((GATE_UP, DOWN), ROWS) if plain else (EIGHT_BITS, EIGHT_BIT_TOKENS)
-    kind = "bfloat16" if plain else "e4m3"
+    kind = kind_of(layers[0])
+    table, tried_rows = TRIED[kind]
     found: dict[str, Any] = {"tokens": tokens, "kind": kind, "floor": floors(batches), "gate_up": [], "down": []}
-    best: list[ExpertConfig] = []
+    best: list[AnyConfig] = []
     for rows in tried_rows[tokens]:
-        own: dict[str, tuple[float, ExpertTile]] = {}
+        own: dict[str, tuple[float, AnyTile]] = {}
         for each in tilings(rows, batches, ops.card, table):
             tried = attempt(each.how, each.check, each.calls)
             found[each.product].append(tried._asdict())
             if tried.error < 5e-3 and (each.product not in own or tried.us < own[each.product][0]):
                 own[each.product] = tried.us, each.how
         if len(own) == 2:
-            best.append(ExpertConfig(own["gate_up"][1], own["down"][1]))
+            best.append(config_of(own["gate_up"][1], own["down"][1], rows))
     found["routers"] = [each._asdict() for each in (routers(batches, ops) if plain else [])]
-    now = mixture.expert_config(tokens, USED, EXPERTS, HIDDEN, WIDTH)
-    now = now if plain else mixture.quantized_expert_config(tokens, USED, EXPERTS)
+    now = current(tokens, layers[0])
     router = mixture.router_config(tokens, HIDDEN)
     found["around"] = around(batches, ops, now.gate_up.rows)
     found["now"] = attempt(
@@ -396,18 +515,57 @@ def measure(tokens: int, layers: Sequence[Layer], ops: TritonOps) -> dict[str, A
     return found
 
 
-def precompile(layers: Sequence[Layer], ops: TritonOps) -> None:
-    """Compile every tiling, several at a time."""
+TRIED: Mapping[str, tuple[Tables, Mapping[int, tuple[int, ...]]]] = {
+    "bf16": ((GATE_UP, DOWN), ROWS),
+    "fp8": (EIGHT_BITS, EIGHT_BIT_TOKENS),
+    "int4": (
+        (
+            {rows: [how.gate_up for how in some] for rows, some in FOUR_BITS.items()},
+            {rows: [how.down for how in some] for rows, some in FOUR_BITS.items()},
+        ),
+        FOUR_BIT_TOKENS,
+    ),
+}
+"""By kind of matrix: tiles, and their rows by tokens."""
+
+
+def kind_of(layer: Layer) -> str:
+    """Of TRIED."""
+    return "bf16" if isinstance(layer.down, Tensor) else "int4" if isinstance(layer.down, IntegerMatrix) else "fp8"
+
+
+def config_of(gate_up: AnyTile, down: AnyTile, rows: int) -> AnyConfig:
+    """Of two tiles."""
+    if isinstance(gate_up, GemmConfig):
+        assert isinstance(down, GemmConfig)
+        return IntegerExpertConfig(gate_up, down, rows > 1)
+    assert isinstance(down, ExpertTile)
+    return ExpertConfig(gate_up, down)
+
+
+def current(tokens: int, layer: Layer) -> AnyConfig:
+    """What the engine takes now."""
+    if isinstance(layer.gate_up, IntegerMatrix):
+        assert isinstance(layer.down, IntegerMatrix)
+        return integer_expert_config(tokens, USED, layer.gate_up, layer.down)
+    if isinstance(layer.gate_up, Tensor):
+        return mixture.expert_config(tokens, USED, EXPERTS, HIDDEN, WIDTH)
+    return mixture.quantized_expert_config(tokens, USED, EXPERTS)
+
+
+def precompile(layers: Sequence[Layer], kinds: Sequence[Sequence[Layer]], ops: TritonOps) -> None:
+    """Compile every tiling, several at a time. kinds: layers of each kind that is measured."""
     (batch,), works = batches_of(4, layers[:1], ops), list[Callable[[], object]]()
     slots, inner = mixture.sort_slots(batch.routing.experts, EXPERTS, 16, ops.card), noise(4 * USED, WIDTH)
     many = batch.routing.experts.new_zeros(8192, USED)
-    eight = batch._replace(layer=Layer(batch.layer.router, *small_matrices(batch.layer)))
-    for rows in EIGHT_BITS[0]:
-        works += [partial(gate_up, eight, slots, how, ops.card) for how in EIGHT_BITS[0][rows]]
-        works += [partial(down, eight, inner, slots, how, ops.card) for how in EIGHT_BITS[1][rows]]
-    for rows in GATE_UP:
-        works += [partial(gate_up, batch, slots, how, ops.card) for how in GATE_UP[rows]]
-        works += [partial(down, batch, inner, slots, how, ops.card) for how in DOWN[rows]]
+    for made in kinds:
+        own = batch._replace(layer=made[0])
+        rises, falls = TRIED[kind_of(made[0])][0]
+        for rows in rises:
+            sort = batch.routing.experts if rows == 1 and kind_of(made[0]) == "int4" else slots
+            works += [partial(gate_up, own, sort, how, ops.card) for how in rises[rows]]
+            works += [partial(down, own, inner, sort, how, ops.card) for how in falls[rows]]
+    for rows in {1, 8, *GATE_UP}:
         works += [partial(mixture.sort_slots, each, EXPERTS, rows, ops.card) for each in (batch.routing.experts, many)]
     works += [
         partial(mixture.route, batch.x, batch.layer.router, USED, how, ops.card, ops.arrived, normalize=True)
@@ -440,14 +598,21 @@ def line(found: Mapping[str, Any]) -> str:
 
 @click.command("experts")
 @click.option("--seconds", default=90.0, show_default=True, help="No batch size is begun after so many.")
+@click.option("--kind", "names", multiple=True, type=click.Choice(sorted(TRIED)), help="All, unless some are named.")
 @click.option("--json", "path", type=click.Path(path_type=Path), required=True, help="Where all rows are written.")
-def command(seconds: float, path: Path) -> None:
+def command(seconds: float, names: Sequence[str], path: Path) -> None:
     """Check and time a mixture of experts on this machine's CUDA device."""
     needed("the tests check every kernel on a CPU, too")
     began = time.monotonic()
     torch.manual_seed(0)
     ops, layers = TritonOps("cuda"), weights()
-    precompile(layers, ops)
+    kinds: Mapping[str, Callable[[], Sequence[Layer]]] = {
+        "bf16": lambda: layers,
+        "fp8": lambda: in_eight_bits(layers),
+        "int4": lambda: in_four_bits(layers),
+    }
+    chosen = [make() for name, make in kinds.items() if name in (names or kinds)]
+    precompile(layers, chosen, ops)
     about: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -455,9 +620,8 @@ def command(seconds: float, path: Path) -> None:
         "seconds": 0.0,
     }
     click.echo(f"{about['device']}, torch {about['torch']}, compiled after {time.monotonic() - began:.0f} s")
-    small = in_eight_bits(layers)
-    plans = [(tokens, layers) for tokens in TOKENS[:7]] + [(tokens, small) for tokens in EIGHT_BIT_TOKENS]
-    for tokens, made in [*plans, *((tokens, layers) for tokens in TOKENS[7:])]:
+    plans = [(tokens, made) for tokens in TOKENS for made in chosen if tokens in TRIED[kind_of(made[0])][1]]
+    for tokens, made in plans:
         if time.monotonic() - began > seconds:
             click.echo(f"{tokens} tokens: no time left")
             continue

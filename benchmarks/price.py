@@ -85,6 +85,8 @@ MODELS: Mapping[str, Model] = MappingProxyType(
         "8B fp8": Model(shape="qwen3-8b", options={"quantization": "fp8"}, draft="qwen3-0.6b"),
         "8B int4": Model(shape="qwen3-8b", config={"quantization_config": AWQ}, draft="qwen3-0.6b"),
         "30B-A3B": Model(shape="qwen3-30b-a3b", draft="qwen3-0.6b"),
+        "30B-A3B fp8": Model(shape="qwen3-30b-a3b", options={"quantization": "fp8"}, draft="qwen3-0.6b"),
+        "30B-A3B int4": Model(shape="qwen3-30b-a3b", config={"quantization_config": AWQ}, draft="qwen3-0.6b"),
         "tiny": Model(shape="qwen3-0.6b", config=SMALL),
     }
 )

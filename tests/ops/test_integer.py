@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import IntegerKind, QuantizedMatrix
-from quire.ops.integer import dequantize_integers, integers_of, pack_integers, pack_superblocks
+from quire.ops.integer import dequantize_integers, integers_of, pack_integers, pack_superblocks, stack_integers
 from quire.ops.quantized import dequantize
 from quire.ops.reference import ReferenceOps
 
@@ -129,3 +129,41 @@ def test_zero_is_in_the_middle_without_zero_points(bits: int, inputs: int) -> No
     assert (packed.bits, packed.kind) == (bits, IntegerKind.PAIRS)
     assert packed.weight.nbytes + packed.words.nbytes == 3 * packed.padded * (bits + 0.5) / 8
     assert torch.equal(dequantize_integers(packed), numbers.float() * scale.repeat_interleave(32, 1))
+
+
+def test_matrices_of_experts_lie_one_after_the_other() -> None:
+    torch.manual_seed(0)
+    groups = torch.arange(192) // 64
+    plain = [halved(groups) for _ in range(3)]
+    packed = [matrix for each in plain if (matrix := integers_of(each))]
+    whole = stack_integers(packed)
+    assert whole is not None
+    assert (whole.outputs, whole.padded, len(whole.weight)) == (5, 256, 3)
+    for e, each in enumerate(plain):
+        assert torch.equal(dequantize(whole.expert(e)), dequantize(each))
+
+
+def test_experts_whose_scales_float16_holds_join_others_of_a_checkpoint_in_bfloat16() -> None:
+    torch.manual_seed(0)
+    groups = torch.arange(192) // 64
+    plain = [halved(groups, half=False), halved(groups)]
+    plain[1] = plain[1]._replace(scale=plain[1].scale.bfloat16().float())
+    packed = [matrix for each in plain if (matrix := integers_of(each))]
+    assert [each.half for each in packed] == [False, True]
+    whole = stack_integers(packed)
+    assert whole is not None
+    for e, each in enumerate(plain):
+        assert torch.equal(dequantize(whole.expert(e)), dequantize(each))
+
+
+def test_experts_of_several_layouts_or_with_columns_moved_stay_apart() -> None:
+    torch.manual_seed(0)
+    groups = torch.arange(256) // 64
+    plain, moved = integers_of(halved(groups)), integers_of(halved(groups[torch.randperm(256)]))
+    other, small = integers_of(halved(torch.arange(256) // 128)), integers_of(halved(groups, half=False))
+    fine = halved(groups)
+    fine = integers_of(fine._replace(scale=fine.scale * 1.0003))
+    assert plain and moved and other and small and fine
+    assert moved.order is not None
+    for pair in ([moved, moved], [plain, other], [fine, small]):
+        assert stack_integers(pair) is None

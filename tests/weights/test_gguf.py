@@ -15,7 +15,7 @@ from quire.errors import InvalidModel
 from quire.layers.basic import GgufEmbedding
 from quire.layers.quantization.base import Matrix, MatrixPart, Plain
 from quire.layers.quantization.gguf import GgufFormat, GgufStorage, StoredBlocks
-from quire.ops.base import IntegerMatrix, MixedMatrix
+from quire.ops.base import IntegerMatrix, MixedMatrix, Routing
 from quire.ops.gguf_blocks import BLOCKS
 from quire.ops.quantized import dequantize
 from quire.ops.reference import ReferenceOps
@@ -252,13 +252,51 @@ def test_blocks_take_the_memory_that_they_take_in_the_file(tmp_path: Path) -> No
         assert torch.equal(dequantize(matrix), BLOCKS[kind](raw.view(-1, facts.size)).values().view(4, 512))
 
 
-@pytest.mark.parametrize("shape", ["mixtral-three-of-six", "gpt2-odd-heads"])
-def test_experts_and_transposed_matrices_are_dequantised(tmp_path: Path, shape: str) -> None:
-    sizes = {"n_embd": 96, "n_head": 3} if shape.startswith("gpt2") else {"hidden_size": 64, "intermediate_size": 64}
-    write(tmp_path / "model.gguf", make(tmp_path / "source", shape, **sizes), "Q8_0")
+def test_transposed_matrices_are_dequantised(tmp_path: Path) -> None:
+    write(tmp_path / "model.gguf", make(tmp_path / "source", "gpt2-odd-heads", n_embd=96, n_head=3), "Q8_0")
     ours, theirs = (load_model(tmp_path / "model.gguf", dtype="float32", ops=ops) for ops in (KeptOps(), None))
     found, wanted = (Feeder(model, page_size=16).step([(0, PROMPTS[1])])[0] for model in (ours, theirs))
     assert (found - wanted).abs().max() < 1e-4
+
+
+def uneven(name: str) -> str:
+    """The matrices of gate in another type than those of up."""
+    return "Q4_0" if "gate_proj" in name else "Q8_0"
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", mixed, uneven], ids=kind_name)
+@pytest.mark.parametrize("shape", ["qwen3_moe-gqa", "mixtral-three-of-six"], ids=["qwen", "mixtral"])
+def test_experts_are_kept_where_all_of_a_layer_are_of_one_type(
+    tmp_path: Path, kind: str | Callable[[str], str], shape: str
+) -> None:
+    width = {"moe_intermediate_size": 256} if shape.startswith("qwen") else {"intermediate_size": 256}
+    write(tmp_path / "model.gguf", make(tmp_path / "source", shape, hidden_size=256, **width), kind)
+    theirs = load_model(tmp_path / "model.gguf", dtype="float32")
+    ours = load_model(tmp_path / "model.gguf", dtype="float32", ops=KeptOps(), canary=Canary())
+    own, other = (model.blocks[0].mlp.experts for model in (ours, theirs))
+    if kind is uneven:
+        assert all(each.quantized is None for each in (*own.gate_up, *own.down))
+    else:
+        assert all(isinstance(each, IntegerMatrix) for each in own.joined)
+    x, used = torch.randn(3, 256), torch.tensor([[0, 4], [4, 2], [3, 0]]).int()
+    routing = Routing(used, torch.rand(3, 2))
+    torch.testing.assert_close(own(x, routing), other(x, routing), rtol=1e-4, atol=1e-3)
+    found, wanted = (Feeder(model, page_size=16).step([(0, PROMPTS[1])])[0] for model in (ours, theirs))
+    assert (found - wanted).abs().max() < 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", mixed], ids=kind_name)
+def test_a_mixture_of_blocks_says_the_same_on_a_gpu(tmp_path: Path, kind: str | Callable[[str], str]) -> None:
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256}
+    write(tmp_path / "model.gguf", make(tmp_path / "source", "qwen3_moe-gqa", **sizes), kind)
+    device = torch.device("cuda")
+    wanted = answers(load_model(tmp_path / "model.gguf", dtype="float32"), PROMPTS[0], torch.device("cpu"))
+    got = answers(
+        load_model(tmp_path / "model.gguf", dtype="float32", device=device, ops=TritonOps(device)), PROMPTS[0], device
+    )
+    assert (got - wanted).std() < 1e-3 * wanted.std()
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])

@@ -21,7 +21,7 @@ from quire.ops.base import IntegerMatrix, QuantizedMatrix, Routing
 from quire.ops.quantized import dequantize, quantize_tokens
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import TritonOps
-from quire.weights.canary import Canary, Threshold
+from quire.weights.canary import Canary, Threshold, answers
 from quire.weights.files import SINGLE, Checkpoint, read_config
 from quire.weights.load import load_model, load_weights
 from quire.weights.schemes import IGNORED_TENSORS, ONLINE, choose_format, named, read_scheme
@@ -111,7 +111,7 @@ def test_kernels_read_integers_in_groups_of_32_or_rows_in_their_own_layout(
         torch.testing.assert_close(own.apply(x), other.apply(x), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["fp8-blocks", "fp8-tensor", "fp8-rows", "int8-w8a16"])
+@pytest.mark.parametrize("name", ["fp8-blocks", "fp8-tensor", "fp8-rows"])
 def test_experts_of_float8_are_one_matrix_that_kernels_read(tmp_path: Path, name: str) -> None:
     make(tmp_path, "qwen3_moe-gqa", hidden_size=144, num_hidden_layers=1)
     quantise(tmp_path, name)
@@ -121,15 +121,57 @@ def test_experts_of_float8_are_one_matrix_that_kernels_read(tmp_path: Path, name
     with torch.inference_mode():
         got, want = own.experts(x, routing), other.experts(x, routing)
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-        if name == "int8-w8a16":
-            assert own.experts.joined is None
-            return
         for whole, each in zip(own.experts.joined, (own.experts.gate_up, own.experts.down), strict=True):
             kept = [stored.quantized.matrix.weight for stored in each]
             assert torch.equal(torch.cat(kept).float(), whole.weight.float())
             assert {part.untyped_storage().data_ptr() for part in kept} == {whole.weight.untyped_storage().data_ptr()}
         other.experts.joined = None
         torch.testing.assert_close(other.experts(x, routing), want)
+
+
+def integer_mixture(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixture of experts in a format of integers, in groups of 32."""
+    make(folder, "qwen3_moe-gqa", hidden_size=64, moe_intermediate_size=32, head_dim=16, num_hidden_layers=1)
+    monkeypatch.setattr(quantised, "GROUP", 32)
+    quantise(folder, name)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"group_size": 16', '"group_size": 32'))
+
+
+@pytest.mark.parametrize(
+    "name", ["awq", "gptq", "gptq-act-order", "int4-packed", "int4-packed-zeros", "int8-w8a16", "int8-packed-zeros"]
+)
+def test_experts_of_integers_stay_packed_and_are_one_matrix_that_kernels_read(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    integer_mixture(tmp_path, name, monkeypatch)
+    ours, theirs = (load_model(tmp_path, dtype="float32", ops=ops) for ops in (TritonOps("cpu"), ReferenceOps()))
+    own, other = (model.blocks[0].mlp.experts for model in (ours, theirs))
+    x, routing = torch.randn(3, 64), Routing(torch.tensor([[0, 6], [6, 2], [3, 0]]).int(), torch.rand(3, 2))
+    assert (own.joined is None) == (name == "gptq-act-order"), "columns are moved in each matrix by itself"
+    with torch.inference_mode():
+        torch.testing.assert_close(own(x, routing), other(x, routing), atol=1e-4, rtol=1e-4)
+        for whole, each in zip(own.joined or (), (own.gate_up, own.down), strict=False):
+            assert isinstance(whole, IntegerMatrix)
+            kept = [stored.quantized.matrix.weight.untyped_storage().data_ptr() for stored in each]
+            assert set(kept) == {whole.weight.untyped_storage().data_ptr()}
+        for one, two in zip(own.gate_up, other.gate_up, strict=True):
+            assert torch.equal(one.quantized.dequantize(), two.quantized.dequantize())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["awq", "gptq", "int4-packed-zeros", "int8-w8a16"])
+def test_a_mixture_of_integers_says_the_same_on_a_gpu(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    integer_mixture(tmp_path, name, monkeypatch)
+    tokens, device = [7 * i % 199 for i in range(45)], torch.device("cuda")
+    wanted = answers(load_model(tmp_path, dtype="float32"), tokens, torch.device("cpu"))
+    ours = load_model(tmp_path, dtype="float32", device=device, ops=TritonOps(device))
+    got = answers(ours, tokens, device)
+    assert (got - wanted).std() < 1e-3 * wanted.std()
+    assert torch.equal(got.argmax(-1), wanted.argmax(-1))
 
 
 @pytest.mark.parametrize("name", FORMATS)

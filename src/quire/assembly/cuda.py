@@ -67,6 +67,8 @@ def make_executor(settings: Settings, model: Model, device: torch.device, limits
     layers = layer_shapes(spec.kv_shapes, model.dtype) + draft_layers(draft)
     captured = 0 if settings.execution.enforce_eager else LARGEST_GEMM_WORKSPACE
     follow = bucket_tokens(min(tokens, LARGEST_GEMM_WORKSPACE))
+    # Loading leaves the memory of repacked matrices in the caching allocator, where it counts as taken.
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     work = working_bytes(spec, model.dtype, tokens=tokens, captured=captured, rows=max_num_seqs * (1 + drafts))
     left = int(free - (1 - cache.gpu_memory_utilization) * total) - work

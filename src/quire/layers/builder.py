@@ -31,7 +31,7 @@ from quire.layers.basic import (
 from quire.layers.linear import ColumnParallelLinear, LMHead, ParallelGroup, RowParallelLinear, shard_of
 from quire.layers.moe import Experts, MoE, MoEConfig, SeparateExperts, StackedExperts
 from quire.layers.quantization.base import Format, Matrix, MatrixPart, Plain, WeightSlot, WeightStorage
-from quire.layers.quantization.gguf import Tables, no_table
+from quire.layers.quantization.gguf import GgufFormat, Tables, no_table
 from quire.ops.base import Gate, Norm, Norms, Ops
 
 Kind = TypeVar("Kind")
@@ -234,7 +234,8 @@ class ModelBuilder:
         *,
         names: Sequence[str] = GATED,
     ) -> MoE:
-        """`gate`, the router, and experts.N, each with the matrices called `names`: gate, up and down."""
+        """`gate`, the router, and experts.N, each with the matrices called `names`: gate, up and down. Those of a GGUF
+        file that differ in type are dequantized."""
         act = activation_of(activation, GATES)
         gate, up, down = names
         cut = shard_of(mixture.width, self.parallel, "expert width")
@@ -243,13 +244,16 @@ class ModelBuilder:
         falls = [(MatrixPart(p + down, hidden, slice(0, hidden)),) for p in each]
         router, whole = self.router("gate", hidden, mixture.num_experts), slice(0, hidden)
         experts: Experts
-        if self.format is Plain:
+        build, format = copy(self), self.format
+        if isinstance(format, GgufFormat) and not (format.keeps(rises, whole) and format.keeps(falls, cut)):
+            build.format = format.plain
+        if build.format is Plain:
             experts = StackedExperts(
                 self._stacked(rises, hidden, whole), self._stacked(falls, mixture.width, cut), act, self.ops
             )
         else:
-            gate_ups = [self._store(parts, hidden, whole) for parts in rises]
-            downs = [self._store(parts, mixture.width, cut) for parts in falls]
+            gate_ups = [build._store(parts, hidden, whole) for parts in rises]
+            downs = [build._store(parts, mixture.width, cut) for parts in falls]
             experts = SeparateExperts(gate_ups, downs, act, self.ops)
             self.separate.append(experts)
         return MoE(router, experts, mixture, self.parallel, self.ops)

@@ -15,7 +15,8 @@ from torch import Tensor
 from quire.errors import InvalidModel
 from quire.layers.linear import ParallelGroup
 from quire.layers.quantization.base import Plain, WeightStorage
-from quire.ops.base import Gate, Ops, QuantizedMatrix, Routing
+from quire.ops.base import ExpertMatrices, Gate, IntegerMatrix, Ops, QuantizedMatrix, Routing
+from quire.ops.integer import stack_integers
 from quire.ops.matmul import by_expert, through_experts
 from quire.ops.quantized import E4M3, parts
 from quire.ops.ragged import RaggedBatch
@@ -64,14 +65,14 @@ class StackedExperts:
 
 
 class SeparateExperts:
-    """Matrices in any format, each in its own storage; float8 ones in one tensor, see `join`."""
+    """Matrices in any format, each in its own storage; quantized ones of one layout in one tensor, see `join`."""
 
     def __init__(self, gate_up: Sequence[WeightStorage], down: Sequence[WeightStorage], gate: Gate, ops: Ops) -> None:
         self.gate_up, self.down, self.gate, self.ops = gate_up, down, gate, ops
-        self.joined: tuple[QuantizedMatrix, QuantizedMatrix] | None = None
+        self.joined: tuple[ExpertMatrices, ExpertMatrices] | None = None
 
     def join(self) -> None:
-        """Once all matrices have their final form: put those of float8 one below the other."""
+        """Once all matrices have their final form: put them where kernels of experts want them."""
         gate_up, down = joined(self.gate_up), joined(self.down)
         self.joined = (gate_up, down) if gate_up and down else None
 
@@ -86,19 +87,31 @@ class SeparateExperts:
         return by_expert(self.ops.apply_gate(inner, self.gate), self.down, ends, lambda x, stored: stored.apply(x))
 
 
-def joined(matrices: Sequence[WeightStorage]) -> QuantizedMatrix | None:
-    """The matrices one below the other, each a part of the whole from now on. None if there are any other than float8
-    ones with the same scales per row."""
+def joined(matrices: Sequence[WeightStorage]) -> ExpertMatrices | None:
+    """The matrices one after the other, each a part of the whole from now on. None unless all are integers of one
+    layout, or float8 with the same scales per row."""
     stored = [each.quantized for each in matrices if each.quantized is not None and each.quantized.bias is None]
-    made = [each.matrix for each in stored if isinstance(each.matrix, QuantizedMatrix)]
-    kinds = {(each.weight.dtype, each.scale.shape[1], each.width, each.offset) for each in made}
-    if len(made) < len(matrices) or len(kinds) > 1 or made[0].weight.dtype != E4M3:
-        return None
-    weight, scale = torch.cat([each.weight for each in made]), torch.cat([each.scale for each in made])
-    whole = made[0]._replace(weight=weight, scale=scale)
-    for each, part in zip(stored, parts(whole, len(made)), strict=True):
-        each.matrix = part
+    integers = [each.matrix for each in stored if isinstance(each.matrix, IntegerMatrix)]
+    scaled = [each.matrix for each in stored if isinstance(each.matrix, QuantizedMatrix)]
+    whole: ExpertMatrices | None = None
+    if len(integers) == len(matrices):
+        whole = stack_integers(integers)
+    elif len(scaled) == len(matrices):
+        whole = stack_float8(scaled)
+    if whole is not None:
+        for each, part in zip(stored, parts(whole, len(stored)), strict=True):
+            each.matrix = part
     return whole
+
+
+def stack_float8(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix | None:
+    """Matrices of float8 with the same scales per row in one, see `ExpertMatrices`; None of others."""
+    first = matrices[0]
+    layouts = {(each.weight.dtype, each.scale.shape[1], each.width, each.offset) for each in matrices}
+    if len(layouts) > 1 or first.weight.dtype != E4M3:
+        return None
+    weight, scale = torch.cat([each.weight for each in matrices]), torch.cat([each.scale for each in matrices])
+    return first._replace(weight=weight, scale=scale)
 
 
 class MoE:

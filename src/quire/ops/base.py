@@ -122,6 +122,9 @@ class IntegerMatrix(NamedTuple):
     without those of zeros by which they are padded. order: int64 [in], columns of x in the matrix's order; None: as
     they are. supers: int32 [S, out], what multiplies the scales (upper 16 bits) and minima (lower) of 256 columns of
     SUPERBLOCKS. See `ops.integer`.
+
+    Of experts: the tensors of each, one after the other, with a dimension more in front. outputs and padded are those
+    of each, and `rows` is not for them.
     """
 
     weight: Tensor
@@ -137,12 +140,12 @@ class IntegerMatrix(NamedTuple):
     @property
     def outputs(self) -> int:
         """Rows."""
-        return self.weight.shape[1]
+        return self.weight.shape[-2]
 
     @property
     def padded(self) -> int:
         """Columns with padding, a multiple of 128."""
-        return self.weight.shape[0] * 256 // self.bits
+        return self.weight.shape[-3] * 256 // self.bits
 
     @property
     def nbytes(self) -> int:
@@ -153,6 +156,11 @@ class IntegerMatrix(NamedTuple):
         """Some of its rows; a tensor [T] holds their numbers."""
         supers = None if self.supers is None else self.supers[:, which]
         return self._replace(weight=self.weight[:, which], words=self.words[:, which], supers=supers)
+
+    def expert(self, number: int) -> IntegerMatrix:
+        """One of the matrices of experts."""
+        supers = None if self.supers is None else self.supers[number]
+        return self._replace(weight=self.weight[number], words=self.words[number], supers=supers)
 
 
 class MixedMatrix(NamedTuple):
@@ -179,6 +187,9 @@ class MixedMatrix(NamedTuple):
 
 AnyMatrix = QuantizedMatrix | IntegerMatrix | MixedMatrix
 """A quantized matrix."""
+
+ExpertMatrices = QuantizedMatrix | IntegerMatrix
+"""Of all experts of a layer: one below the other [E out, in], or see `IntegerMatrix`."""
 
 
 class Ops(Protocol):
@@ -244,10 +255,9 @@ class Ops(Protocol):
         by "silu" or "gelu", added up as by `combine_experts`."""
 
     def quantized_experts(
-        self, x: Tensor, routing: Routing, gate_up: QuantizedMatrix, down: QuantizedMatrix, gate: Gate
+        self, x: Tensor, routing: Routing, gate_up: ExpertMatrices, down: ExpertMatrices, gate: Gate
     ) -> Tensor:
-        """As `experts`, with quantized matrices, each expert's below that of the one before: gate_up [E 2F, in], down
-        [E in, F]."""
+        """As `experts`, with quantized matrices."""
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """x normed over its last dimension."""

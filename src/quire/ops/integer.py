@@ -6,6 +6,8 @@ of 64, and scales of groups that neither float16 nor bfloat16 holds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -145,6 +147,36 @@ def blocks_of(numbers: Tensor, bits: int) -> Tensor:
         halves = numbers.view(outputs, -1, 2, WIDE)
         numbers = halves[:, :, 0] | (halves[:, :, 1] << 4)
     return numbers.reshape(outputs, -1, WIDE).transpose(0, 1).contiguous()
+
+
+def stack_integers(matrices: Sequence[IntegerMatrix]) -> IntegerMatrix | None:
+    """Matrices of experts in one, see `IntegerMatrix`; None where they differ in layout, or have columns moved."""
+    if len({each.half for each in matrices}) > 1:
+        matrices = [in_bfloat16(each) for each in matrices]
+    layouts = {
+        (each.weight.shape, each.words.shape, each.inputs, each.bits, each.group, each.kind, each.half)
+        for each in matrices
+    }
+    if len(layouts) > 1 or any(each.order is not None for each in matrices):
+        return None
+    supers = [each.supers for each in matrices if each.supers is not None]
+    return matrices[0]._replace(
+        weight=torch.stack([each.weight for each in matrices]),
+        words=torch.stack([each.words for each in matrices]),
+        supers=torch.stack(supers) if supers else None,
+    )
+
+
+def in_bfloat16(matrix: IntegerMatrix) -> IntegerMatrix:
+    """A matrix of ZEROS or PAIRS with scales in bfloat16, where that holds them: of those of a checkpoint in bfloat16,
+    float16 holds some."""
+    upper, lower = halves_of(matrix.words.t(), matrix.half)
+    scales = (upper,) if matrix.kind is IntegerKind.ZEROS else (upper, lower)
+    if any(not torch.equal(scale.bfloat16().float(), scale) for scale in scales):
+        return matrix
+    if matrix.kind is IntegerKind.ZEROS:
+        lower = halves_of(matrix.words.t(), False)[1]
+    return matrix._replace(words=both(bits_of(upper, False), bits_of(lower, False)), half=False)
 
 
 def dequantize_integers(matrix: IntegerMatrix) -> Tensor:

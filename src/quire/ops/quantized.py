@@ -9,12 +9,13 @@ number per byte or two, the even column's in the low bits, with a scale and a ze
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import AnyMatrix, Gate, IntegerMatrix, MixedMatrix, QuantizedMatrix, Routing
+from quire.ops.base import AnyMatrix, ExpertMatrices, Gate, IntegerMatrix, MixedMatrix, QuantizedMatrix, Routing
 from quire.ops.integer import dequantize_integers
 from quire.ops.matmul import by_expert, combine_experts, through_experts
 from quire.ops.ragged import RaggedBatch
@@ -50,8 +51,10 @@ def dequantize(matrix: AnyMatrix) -> Tensor:
     return exact.mul_(scale.index_select(1, column))
 
 
-def parts(matrix: QuantizedMatrix, count: int) -> list[QuantizedMatrix]:
-    """A matrix cut into `count` of equally many rows."""
+def parts(matrix: ExpertMatrices, count: int) -> Sequence[AnyMatrix]:
+    """The matrices of `count` experts."""
+    if isinstance(matrix, IntegerMatrix):
+        return [matrix.expert(e) for e in range(count)]
     rows = len(matrix.weight) // count
     return [matrix.rows(slice(first, first + rows)) for first in range(0, count * rows, rows)]
 
@@ -126,10 +129,10 @@ class BaseOps(ABC):
         return through_experts(x, routing, len(gate_up), mlp, self.combine_experts)
 
     def quantized_experts(
-        self, x: Tensor, routing: Routing, gate_up: QuantizedMatrix, down: QuantizedMatrix, gate: Gate
+        self, x: Tensor, routing: Routing, gate_up: ExpertMatrices, down: ExpertMatrices, gate: Gate
     ) -> Tensor:
         """See `Ops.quantized_experts`."""
-        count = len(down.weight) // x.shape[1]
+        count = len(down.weight) // (1 if isinstance(down, IntegerMatrix) else x.shape[1])
 
         def mlp(rows: Tensor, ends: Tensor) -> Tensor:
             inner = by_expert(rows, parts(gate_up, count), ends, self.quantized_linear)

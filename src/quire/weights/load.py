@@ -143,9 +143,7 @@ def kept_as_stored(plain: Format, ops: Ops, entries: Mapping[str, TensorEntry]) 
 
 
 def stored_blocks(entries: Mapping[str, TensorEntry]) -> Mapping[str, StoredBlocks]:
-    """How tensors in quantized blocks are stored, by name. None of a mixture of experts, whose kernels want floats."""
-    if any(".experts." in name for name in entries):
-        return {}
+    """How tensors in quantized blocks are stored, by name."""
     kinds = {kind.name: kind for kind in KINDS.values()}
     return {
         name: StoredBlocks(entry.kind, kinds[entry.kind].block, kinds[entry.kind].size)

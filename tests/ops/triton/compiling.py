@@ -137,6 +137,8 @@ def everything(ops: TritonOps) -> None:
         for tokens in (4, 10, 24, 64):
             float8_mixture(ops, tokens, width=128)
             float8_mixture(ops, tokens, width=2048)
+    for tokens in (1, 5, 16, 64, 300):
+        integer_mixtures(ops, tokens)
     for matrix in integers():
         for rows in (1, 16, 32, 64, 256, 300):
             ops.quantized_linear(halves(rows, 4096), matrix)
@@ -202,6 +204,17 @@ def float8_mixture(ops: TritonOps, tokens: int, width: int) -> None:
     ops.quantized_experts(halves(tokens, hidden), routing, gate_up, down, "silu")
 
 
+def integer_mixtures(ops: TritonOps, tokens: int, dtype: torch.dtype = BF16) -> None:
+    """Of experts of each kind, all with the same matrix for both products."""
+    count, used = 16, 8
+    routing = Routing(ints(tokens, used), torch.empty(tokens, used))
+    for matrix in integers():
+        weight, words = matrix.weight.expand(count, -1, -1, -1), matrix.words.expand(count, -1, -1)
+        supers = None if matrix.supers is None else matrix.supers.expand(count, -1, -1)
+        whole = matrix._replace(weight=weight, words=words, supers=supers)
+        ops.quantized_experts(halves(tokens, 4096, dtype=dtype), routing, whole, whole, "silu")
+
+
 def alike(ops: BatchInvariantTritonOps) -> None:
     """What depends on no batch: one way for each."""
     for dtype in (BF16, *([torch.float32] if "float32" in sys.argv else [])):
@@ -220,6 +233,7 @@ def alike(ops: BatchInvariantTritonOps) -> None:
         mixture(ops, 4, *QWEN, dtype)
         if CAPABILITY >= 89:
             float8_mixture(ops, 4, width=128)
+        integer_mixtures(ops, 4, dtype)
         for matrix in integers():
             ops.quantized_linear(x, matrix)
         pool = LayerKV(*(halves(4, 8, 64, 128, dtype=dtype) for _ in "kv"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -106,12 +106,19 @@ class GgufFormat:
 
     def table(self, matrix: Matrix, ops: Ops) -> GgufStorage | None:
         """Storage of a matrix, or None where it cannot be kept as it is."""
-        kinds = [self.blocks.get(f"{part.name}.weight") for part in matrix.parts]
-        found = [kind for kind in kinds if kind is not None]
-        cut = matrix.shard
-        whole = all(cut.start % kind.block == cut.stop % kind.block == 0 for kind in found)
-        fits = len(found) == len(kinds) and whole and not matrix.transposed
-        return GgufStorage(matrix, ops, found) if fits else None
+        kinds = self.kinds(matrix.parts, matrix.shard)
+        return GgufStorage(matrix, ops, kinds) if kinds and not matrix.transposed else None
+
+    def keeps(self, experts: Sequence[Sequence[MatrixPart]], cut: slice) -> bool:
+        """Whether matrices of experts, each of these parts, are stored in blocks of one type, as their kernels want."""
+        kinds = [self.kinds(parts, cut) for parts in experts]
+        return len({kind for each in kinds for kind in each}) == 1 and all(kinds)
+
+    def kinds(self, parts: Sequence[MatrixPart], cut: slice) -> list[StoredBlocks]:
+        """How parts are stored; none if any is not in blocks, or the columns kept cut through them."""
+        found = [self.blocks.get(f"{part.name}.weight") for part in parts]
+        held = [kind for kind in found if kind and cut.start % kind.block == cut.stop % kind.block == 0]
+        return held if len(held) == len(found) else []
 
 
 Tables = Callable[[Matrix, Ops], GgufStorage | None]

@@ -15,7 +15,7 @@ Rows that only fill up a captured step have expert -1 in place of each of theirs
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 import triton
@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.ops.base import Gate, QuantizedMatrix, Routing
+from quire.ops.base import ExpertMatrices, Gate, IntegerMatrix, QuantizedMatrix, Routing
 from quire.ops.ragged import RaggedBatch
 from quire.ops.triton.gemv import GemmConfig, lines, numbers, two
 from quire.ops.triton.launch import HOPPER, DeviceInfo, block, kernel, release, wait
@@ -775,8 +775,10 @@ def divided(how: ExpertTile, matrix: QuantizedMatrix) -> ExpertTile:
     return how._replace(inputs=min(how.inputs, common_run(matrix) or how.inputs))
 
 
-def is_supported(matrix: QuantizedMatrix, card: DeviceInfo) -> bool:
+def is_supported(matrix: ExpertMatrices, card: DeviceInfo) -> TypeGuard[QuantizedMatrix]:
     """Whether `quantized_experts` takes such matrices."""
+    if isinstance(matrix, IntegerMatrix):
+        return False
     runs = matrix.scale.shape[1] == 1 or common_run(matrix) >= LEAST_RUN
     return matrix.weight.dtype is torch.float8_e4m3fn and card.float8 and runs
 

@@ -14,7 +14,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.ops.base import Angles, AnyMatrix, Gate, IntegerMatrix, MixedMatrix, Norm, Norms, QuantizedMatrix, Routing
+from quire.ops.base import (
+    Angles,
+    AnyMatrix,
+    ExpertMatrices,
+    Gate,
+    IntegerMatrix,
+    MixedMatrix,
+    Norm,
+    Norms,
+    QuantizedMatrix,
+    Routing,
+)
 from quire.ops.cublaslt import CublasLt
 from quire.ops.gemm import GemmAutotuner, on_the_card
 from quire.ops.integer import integers_of
@@ -22,7 +33,7 @@ from quire.ops.matmul import combine_experts_in_order, in_order
 from quire.ops.quantized import E4M3, BaseOps
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton import experts as mixture
-from quire.ops.triton import gemv, int8_gemm, integer_gemm, quantized_gemm, rows
+from quire.ops.triton import gemv, int8_gemm, integer_experts, integer_gemm, quantized_gemm, rows
 from quire.ops.triton.attention import attention, cascade_attention
 from quire.ops.triton.attention_schedule import AttentionPlan
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
@@ -92,10 +103,13 @@ class TritonOps(BaseOps):
         return mixture.expert_config(*routing.experts.shape, *down.shape)
 
     def quantized_experts(
-        self, x: Tensor, routing: Routing, gate_up: QuantizedMatrix, down: QuantizedMatrix, gate: Gate
+        self, x: Tensor, routing: Routing, gate_up: ExpertMatrices, down: ExpertMatrices, gate: Gate
     ) -> Tensor:
         """See `Ops.quantized_experts`."""
-        if not all(mixture.is_supported(each, self.card) for each in (gate_up, down)):
+        if isinstance(gate_up, IntegerMatrix) and isinstance(down, IntegerMatrix):
+            tiles = self.integer_expert_config(routing, x, gate_up, down)
+            return integer_experts.integer_experts(x, routing, gate_up, down, gate, tiles, self.card)
+        if not (mixture.is_supported(gate_up, self.card) and mixture.is_supported(down, self.card)):
             return super().quantized_experts(x, routing, gate_up, down, gate)
         how = self.quantized_expert_config(routing, x, len(down.weight) // x.shape[1])
         return mixture.quantized_experts(x, routing, gate_up, down, gate, how, self.card)
@@ -106,6 +120,15 @@ class TritonOps(BaseOps):
             return mixture.SMALL
         tokens, used = routing.experts.shape
         return mixture.quantized_expert_config(tokens, used, count)
+
+    def integer_expert_config(
+        self, routing: Routing, x: Tensor, gate_up: IntegerMatrix, down: IntegerMatrix
+    ) -> integer_experts.IntegerExpertConfig:
+        """As `expert_config`, of experts of integers."""
+        if x.dtype is torch.float32:
+            return integer_experts.SMALL
+        tokens, used = routing.experts.shape
+        return integer_experts.integer_expert_config(tokens, used, gate_up, down)
 
     def integer_embedding(self, tokens: Tensor, matrix: IntegerMatrix, dtype: torch.dtype) -> Tensor:
         """See `Ops.integer_embedding`."""
@@ -265,6 +288,12 @@ class BatchInvariantTritonOps(TritonOps):
     def quantized_expert_config(self, routing: Routing, x: Tensor, count: int) -> mixture.ExpertConfig:
         """The same for any number of tokens."""
         return mixture.SMALL if x.dtype is torch.float32 else mixture.FIXED
+
+    def integer_expert_config(
+        self, routing: Routing, x: Tensor, gate_up: IntegerMatrix, down: IntegerMatrix
+    ) -> integer_experts.IntegerExpertConfig:
+        """The same for any number of tokens."""
+        return integer_experts.SMALL if x.dtype is torch.float32 else integer_experts.FIXED
 
 
 def config_for(x: Tensor, usual: GemmConfig) -> GemmConfig:

@@ -1,0 +1,54 @@
+"""Random matrices of integers of every kind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.ops.base import IntegerMatrix
+from quire.ops.integer import pack_integers, pack_rows, pack_superblocks
+from tests.ops.triton.device import DEVICE
+
+KINDS = pytest.mark.parametrize(
+    ("kind", "group"),
+    [
+        *(("zeros", 128), ("zeros", 64), ("zeros", 32), ("nibbles", 32), ("bytes", 32), ("rows", 128)),
+        *(("byte zeros", 128), ("byte zeros", 32), ("q4_k", 32), ("q5_k", 32), ("q6_k", 16)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"of {value}",
+)
+
+
+def made(kind: str, group: int, outputs: int, inputs: int, half: bool = True) -> IntegerMatrix:
+    """A random matrix. Superblocks have a multiple of 256 inputs, and at least so many as asked for."""
+    if kind.startswith("q"):
+        return superblocks(kind, group, outputs, -(-inputs // 256) * 256)
+    count, dtype = -(-inputs // group), torch.float16 if half else torch.bfloat16
+    scale = (torch.rand(outputs, count, device=DEVICE) + 0.1).to(dtype).float()
+    if kind in ("bytes", "byte zeros", "rows"):
+        numbers = torch.randint(-128, 128, (outputs, inputs), device=DEVICE).to(torch.int8)
+        if kind == "rows":
+            return pack_rows(numbers, scale[:, :1] / 17)
+        zero = torch.randint(-128, 129, (outputs, count), device=DEVICE) if kind == "byte zeros" else None
+        return pack_integers(numbers, group, scale / 16, zero=zero, half=half)
+    numbers = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device=DEVICE)
+    if kind == "zeros":
+        zero = torch.randint(0, 17, (outputs, count), device=DEVICE)
+        return pack_integers(numbers, group, scale, zero=zero, half=half)
+    return pack_integers(numbers, group, scale, half=half)
+
+
+def superblocks(kind: str, group: int, outputs: int, inputs: int) -> IntegerMatrix:
+    """A random matrix as GGUF has them."""
+    supers = (torch.rand(outputs, inputs // 256, 2, device=DEVICE) / 64 + 0.002).half()
+    low, high = (-128, 128) if kind == "q6_k" else (0, 64)
+    scales = torch.randint(low, high, (outputs, inputs // 16), device=DEVICE).to(torch.int8).view(torch.uint8)
+    low, high, dtype = {"q4_k": (0, 16, torch.uint8), "q5_k": (0, 32, torch.int8), "q6_k": (-32, 32, torch.int8)}[kind]
+    numbers = torch.randint(low, high, (outputs, inputs), device=DEVICE).to(dtype)
+    return pack_superblocks(numbers, group, scales, supers)
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    """||got - want|| / ||want||."""
+    return float((got.float() - want.float()).norm() / want.float().norm())
