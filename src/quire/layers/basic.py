@@ -76,7 +76,7 @@ class Embedding:
     rank."""
 
     def __init__(self, weight: Tensor, ops: Ops, scale: float = 1.0) -> None:
-        self.weight, self.ops, self.dtype = weight, ops, weight.dtype
+        self.weight, self.ops = weight, ops
         self.scale = float(torch.tensor(scale, dtype=weight.dtype))
 
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -89,8 +89,8 @@ class GgufEmbedding:
     """As `Embedding`, kept at the bits of the file; a tied head multiplies the same matrix."""
 
     def __init__(self, stored: GgufStorage, scale: float = 1.0) -> None:
-        self.stored, self.dtype = stored, stored.matrix.dtype
-        self.scale = float(torch.tensor(scale, dtype=self.dtype))
+        self.stored = stored
+        self.scale = float(torch.tensor(scale, dtype=stored.matrix.dtype))
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """tokens: (tokens,); (tokens, hidden)."""
