@@ -33,7 +33,7 @@ from quire.ops.matmul import combine_experts_in_order, in_order
 from quire.ops.quantized import E4M3, BaseOps
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton import experts as mixture
-from quire.ops.triton import gemv, int8_gemm, integer_experts, integer_gemm, quantized_gemm, rows
+from quire.ops.triton import gemv, int8_gemm, integer_experts, integer_gemm, integer_gemv, quantized_gemm, rows
 from quire.ops.triton.attention import attention, cascade_attention
 from quire.ops.triton.attention_schedule import AttentionPlan
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
@@ -107,6 +107,9 @@ class TritonOps(BaseOps):
     ) -> Tensor:
         """See `Ops.quantized_experts`."""
         if isinstance(gate_up, IntegerMatrix) and isinstance(down, IntegerMatrix):
+            if integer_gemv.takes(x, self.card, gate_up, down):
+                inner = integer_gemv.multiply_slots(x, routing, gate_up, gate, self.card)
+                return integer_gemv.add_slots(inner, routing, down, self.card)
             tiles = self.integer_expert_config(routing, x, gate_up, down)
             return integer_experts.integer_experts(x, routing, gate_up, down, gate, tiles, self.card)
         if not (mixture.is_supported(gate_up, self.card) and mixture.is_supported(down, self.card)):
@@ -160,6 +163,8 @@ class TritonOps(BaseOps):
 
     def integer_linear(self, x: Tensor, matrix: IntegerMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
         """As `linear`. For many rows the matrix is dequantized first."""
+        if integer_gemv.takes(x, self.card, matrix):
+            return integer_gemv.integer_gemv(integer_gemm.ordered(x, matrix), matrix, bias, self.card, gate)
         how = integer_gemm.integer_gemm_config(len(x), matrix, self.card, gated=gate != "")
         if how is None or x.dtype is torch.float32:
             if not gate and matrix.outputs > MOST_OUTPUTS:

@@ -1,0 +1,170 @@
+"""Products of few rows with matrices of integers, against the matrix dequantized whole, then multiplied."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.ops.base import Gate, IntegerMatrix, Routing
+from quire.ops.integer import dequantize_integers, stack_integers
+from quire.ops.reference import ReferenceOps
+from quire.ops.triton import integer_gemv as few
+from quire.ops.triton.launch import DeviceInfo
+from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
+from tests.ops.triton.device import DEVICE
+from tests.ops.triton.integers import KINDS, made, off
+from tests.ops.triton.test_experts import padded, routed
+
+CARD, REFERENCE = DeviceInfo.of(DEVICE), ReferenceOps()
+GATES = pytest.mark.parametrize("gate", ["", "silu"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+def exact(x: Tensor, matrix: IntegerMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
+    """The product as the kernel makes it, not rounded at the end."""
+    out = torch.empty(len(x), matrix.outputs // (2 if gate else 1), device=DEVICE)
+    few.launch(x, matrix, bias, out, None, few.DENSE, 1, gate, CARD)
+    return out
+
+
+@KINDS
+@pytest.mark.parametrize(("gate", "rows"), [("silu", 1), ("", 3)])
+def test_a_product_is_that_of_the_dequantized_matrix(kind: str, group: int, gate: Gate, rows: int) -> None:
+    torch.manual_seed(0)
+    matrix = made(kind, group, 20, 200)
+    x, bias = torch.randn(rows, matrix.inputs, device=DEVICE).bfloat16(), torch.randn(20, device=DEVICE)
+    want = REFERENCE.linear(x.float(), dequantize_integers(matrix), bias, gate)
+    assert off(exact(x, matrix, bias, gate), want) < 1e-5
+
+
+@DTYPES
+@pytest.mark.parametrize("half", [True, False], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "group", "outputs", "inputs"),
+    [("zeros", 128, 18, 640), ("zeros", 64, 6, 2240), ("zeros", 32, 16, 4), ("rows", 128, 2, 36)],
+)
+def test_any_number_of_batches_and_halves(
+    kind: str, group: int, outputs: int, inputs: int, half: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(1)
+    matrix = made(kind, group, outputs, inputs, half)
+    rows = 4 if half else 1
+    x = torch.randn(rows, inputs, device=DEVICE).to(dtype)
+    got = exact(x, matrix, None, "")
+    assert off(got, REFERENCE.linear(x.float(), dequantize_integers(matrix))) < 2e-5
+    assert off(few.integer_gemv(x, matrix, None, CARD), got) < 8e-3
+
+
+@GATES
+def test_large_numbers_of_x_and_zeros_far_from_the_middle_lose_nothing(gate: Gate) -> None:
+    torch.manual_seed(2)
+    matrix, x = made("zeros", 64, 16, 256), torch.rand(1, 256, device=DEVICE).mul(1000).bfloat16()
+    want = REFERENCE.linear(x.double().float(), dequantize_integers(matrix), None, gate)
+    assert off(exact(x, matrix, None, gate), want) < 2e-5
+
+
+def test_rows_do_not_depend_on_each_other() -> None:
+    torch.manual_seed(3)
+    matrix, x = made("zeros", 128, 16, 256), torch.randn(4, 256, device=DEVICE).bfloat16()
+    want = few.integer_gemv(x, matrix, None, CARD)
+    x[2] = float("nan")
+    got = few.integer_gemv(x, matrix, None, CARD)
+    assert got[2].isnan().all()
+    assert torch.equal(got[[0, 1, 3]], want[[0, 1, 3]])
+
+
+HERE = replace(CARD, sms=2, capability=(8, 0))
+"""A card that has the matrix units."""
+
+
+def test_only_rows_that_it_can_read_are_taken() -> None:
+    matrix, x = made("zeros", 64, 32, 128), torch.zeros(1, 129, dtype=torch.bfloat16, device=DEVICE)
+    assert few.takes(x[:, :128].contiguous(), HERE, matrix)
+    assert not few.takes(x[:, 1:], HERE, matrix), "not at a multiple of 8 bytes"
+    assert not few.takes(x[:, :128].float(), HERE, matrix)
+    assert not few.takes(x[:, :128].expand(few.MAX_ROWS + 1, -1), HERE, matrix)
+    assert not few.takes(x[:, :128].contiguous(), HERE, matrix, made("zeros", 64, 32, 126))
+    assert not few.takes(x[:, :128].contiguous(), replace(HERE, capability=(7, 5)), matrix)
+    assert not few.takes(x[:, :128].contiguous(), replace(HERE, sms=0), matrix), "not the same in every batch"
+
+
+@GATES
+@DTYPES
+@pytest.mark.gpu
+def test_operations_take_it_for_few_rows(gate: Gate, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(4)
+    called, plain = list[int](), few.integer_gemv
+
+    def counted(x: Tensor, *others: object) -> Tensor:
+        called.append(len(x))
+        return plain(x, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(few, "integer_gemv", counted)
+    for order in (None, torch.randperm(128, device=DEVICE)):
+        matrix = made("zeros", 64, 32, 128)._replace(order=order)
+        for rows in (1, few.MAX_ROWS, few.MAX_ROWS + 1):
+            x = torch.randn(rows, 128, device=DEVICE).to(dtype)
+            got = TritonOps(DEVICE).quantized_linear(x, matrix, None, gate)
+            assert off(got, REFERENCE.quantized_linear(x.float(), matrix, None, gate)) < 1e-2
+            fixed = BatchInvariantTritonOps(DEVICE).quantized_linear(x, matrix, None, gate)
+            assert off(fixed, got) < 1e-2
+    assert called == [1, few.MAX_ROWS] * 2
+
+
+# ---------------------------------------------------------------- mixtures
+
+
+def mixture(kind: str, group: int, count: int, hidden: int, width: int) -> tuple[IntegerMatrix, IntegerMatrix]:
+    """Gate and up, and down. Superblocks have at least so many inputs."""
+    torch.manual_seed(count)
+    wide = 256 if kind.startswith("q") else width
+    pairs = [(made(kind, group, 2 * wide, hidden), made(kind, group, hidden, wide)) for _ in range(count)]
+    gate_up, down = (stack_integers(each) for each in zip(*pairs, strict=True))
+    assert gate_up is not None
+    assert down is not None
+    return gate_up, down
+
+
+def both(x: Tensor, routing: Routing, gate_up: IntegerMatrix, down: IntegerMatrix, gate: Gate) -> Tensor:
+    inner = few.multiply_slots(x, routing, gate_up, gate, CARD)
+    return few.add_slots(inner, routing, down, CARD)
+
+
+@KINDS
+def test_a_mixture_is_that_of_dequantized_matrices(kind: str, group: int) -> None:
+    gate_up, down = mixture(kind, group, 3, 256 if kind.startswith("q") else 200, 72)
+    x = torch.randn(2, gate_up.inputs, device=DEVICE) / dequantize_integers(gate_up.expert(0)).norm(dim=1).mean()
+    x, routing = x.half(), routed(2, 3, 2, [0, 2])
+    want = REFERENCE.quantized_experts(x.float(), routing, gate_up, down, "silu")
+    assert off(both(x, routing, gate_up, down, "silu"), want) < 4e-3
+
+
+@pytest.mark.parametrize(("tokens", "used", "only"), [(1, 4, [*range(9)]), (3, 1, [8]), (2, 5, [*range(9)])])
+@pytest.mark.parametrize(("hidden", "width", "gate"), [(128, 64, "silu"), (100, 40, "gelu")])
+def test_any_number_of_tokens_and_experts(
+    tokens: int, used: int, only: list[int], hidden: int, width: int, gate: Gate
+) -> None:
+    gate_up, down = mixture("zeros", 64, 9, hidden, width)
+    x = torch.randn(tokens, hidden, device=DEVICE) / dequantize_integers(gate_up.expert(0)).norm(dim=1).mean()
+    x, routing = x.half(), routed(tokens, 9, used, only)
+    want = REFERENCE.quantized_experts(x.float(), routing, gate_up, down, gate)
+    assert off(both(x, routing, gate_up, down, gate), want) < 3e-3
+
+
+def test_tokens_that_fill_up_a_step_and_idle_experts_are_not_read() -> None:
+    gate_up, down = mixture("zeros", 32, 9, 64, 32)
+    x, router = torch.randn(4, 64, device=DEVICE).div(20), torch.randn(9, 64, device=DEVICE)
+    routing = TritonOps(DEVICE).route(x, router, 2, normalize=True, batch=padded(4, 2))
+    assert (routing.experts[2:] == -1).all()
+    real = Routing(*(each[:2] for each in routing))
+    want = REFERENCE.quantized_experts(x[:2].bfloat16().float(), real, gate_up, down, "silu")
+    idle = [e for e in range(9) if e not in real.experts.flatten().tolist()]
+    for matrix in (gate_up, down):
+        matrix.words[idle] = -1  # scales and zero points that are no numbers
+    x[2:] = float("nan")
+    got = both(x.bfloat16(), routing, gate_up, down, "silu")
+    assert off(got[:2], want) < 1e-2
+    assert (got[2:] == 0).all()
