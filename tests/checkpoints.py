@@ -16,6 +16,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from tests.quantised import mxfp4, pack_experts
+
 VOCAB = 199
 
 LLAMA3_ROPE = MappingProxyType(
@@ -56,6 +58,18 @@ MINISTRAL3_ROPE = MappingProxyType(
         "mscale": 1.0,
         "mscale_all_dim": 1.0,
         "llama_4_scaling_beta": 0.5,
+    }
+)
+
+GPT_OSS_ROPE = MappingProxyType(
+    {
+        "rope_type": "yarn",
+        "rope_theta": 700.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 24,
+        "beta_fast": 8.0,
+        "beta_slow": 0.7,
+        "truncate": False,
     }
 )
 
@@ -729,6 +743,55 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "head_dim": 12,
             "tie_word_embeddings": True,
         },
+        "gpt_oss-gqa": {
+            "hidden_size": 64,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "intermediate_size": 32,
+            "sliding_window": 13,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "rope_parameters": dict(GPT_OSS_ROPE),
+        },
+        "gpt_oss-gqa-mxfp4": {
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_hidden_layers": 2,
+            "intermediate_size": 32,
+            "sliding_window": 11,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": dict(GPT_OSS_ROPE),
+        },
+        "gpt_oss-mha-unbiased": {
+            "hidden_size": 54,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 16,
+            "intermediate_size": 40,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 5,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 1,
+            "attention_bias": False,
+            "rope_parameters": {**GPT_OSS_ROPE, "original_max_position_embeddings": 40},
+        },
+        "gpt_oss-mqa-all-global-tied": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 20,
+            "num_hidden_layers": 2,
+            "intermediate_size": 48,
+            "layer_types": ["full_attention"] * 2,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 4,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 900.0},
+        },
         "gpt2-odd-heads": {"hidden_size": 60, "num_attention_heads": 5},
         "gpt2-one-head": {"hidden_size": 32, "num_attention_heads": 1, "num_hidden_layers": 2},
         "gpt2-narrow-mlp-untied": {
@@ -761,8 +824,13 @@ def make(folder: Path, shape: str, *, seed: int = 0, shard: str = "5GB", **chang
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             family = fields["model_type"]
-            parameter.copy_(draw(name, parameter, generator, family))
+            drawn = draw(name, parameter, generator, family)
+            if shape.endswith("-mxfp4") and name.endswith((".gate_up_proj", ".down_proj")):
+                drawn = mxfp4(drawn.transpose(1, 2))[2].transpose(1, 2)
+            parameter.copy_(drawn)
     model.save_pretrained(folder, max_shard_size=shard)
+    if shape.endswith("-mxfp4"):
+        pack_experts(folder)
     if family == "internlm3":  # transformers has no class of its own for it, and its publishers do
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"architectures": ["InternLM3ForCausalLM"]}))

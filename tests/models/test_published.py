@@ -14,7 +14,7 @@ import torch
 from quire.cli.inspect import amount, read_facts, shapes
 from quire.cli.plan import plan_lines
 from quire.config import Settings
-from quire.models.registry import ARCHITECTURES, parameters, read_spec
+from quire.models.registry import ARCHITECTURES, active_parameters, parameters, read_spec
 from quire.models.spec import ModelSpec
 from quire.types import UNLIMITED
 
@@ -68,6 +68,36 @@ EXAONE_ROPE = {
 }
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 THREE_OF_FOUR = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+
+GPT_OSS = {
+    "attention_bias": True,
+    "head_dim": 64,
+    "initial_context_length": 4096,
+    "num_experts_per_tok": 4,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    **UNTIED,
+}
+PACKED = MappingProxyType({"openai/gpt-oss-20b": "12.82 GiB", "openai/gpt-oss-120b": "60.77 GiB"})
+"""Of quantised ones, what their weights take."""
 
 PUBLISHED: Mapping[str, tuple[float, dict[str, Any]]] = MappingProxyType(
     {
@@ -147,6 +177,12 @@ PUBLISHED: Mapping[str, tuple[float, dict[str, Any]]] = MappingProxyType(
         "kyutai/helium-1-preview-2b": (2.17e9, config(
             "HeliumForCausalLM", 2560, 7040, 24, (20, 20), 48000, 4096, head_dim=128, rope_theta=100000.0,
             rms_norm_eps=1e-8, **UNTIED)),
+        "openai/gpt-oss-20b": (20.91e9, config(
+            "GptOssForCausalLM", 2880, 2880, 24, (64, 8), 201088, 131072, num_local_experts=32, experts_per_token=4,
+            layer_types=["sliding_attention", "full_attention"] * 12, **GPT_OSS)),
+        "openai/gpt-oss-120b": (116.83e9, config(
+            "GptOssForCausalLM", 2880, 2880, 36, (64, 8), 201088, 131072, num_local_experts=128, experts_per_token=4,
+            layer_types=["sliding_attention", "full_attention"] * 18, **GPT_OSS)),
         "Qwen/Qwen2.5-7B-Instruct": (7.616e9, config(
             "Qwen2ForCausalLM", 3584, 18944, 28, (28, 4), 152064, 32768, rope_theta=1000000.0, **UNTIED)),
     }
@@ -173,7 +209,7 @@ def test_inspect_and_plan_know_a_published_model(name: str, tmp_path: Path) -> N
     assert said["architecture"] in ARCHITECTURES
     assert said["context"].endswith(" tokens")
     plan = dict(plan_lines(settings, facts, 1 << 40, torch.device("cpu")))
-    assert plan["weights"] == amount(2 * parameters(facts.spec))
+    assert plan["weights"] == PACKED.get(name, amount(2 * parameters(facts.spec)))
 
 
 def test_layers_without_rotary_embedding_and_windows_are_where_they_were_published() -> None:
@@ -190,6 +226,16 @@ def test_layers_without_rotary_embedding_and_windows_are_where_they_were_publish
     assert [rope.kind for rope in olmo.layer_ropes[:4]] == ["default", "default", "default", "yarn"]
     assert (olmo.rope.gain, olmo.context) == (1.2079441541679836, 65536)
     assert {rope.dim for rope in spec("LGAI-EXAONE/EXAONE-4.0-1.2B").layer_ropes} == {64}
+
+
+def test_gpt_oss_has_windows_in_every_other_layer_and_uses_few_of_its_parameters() -> None:
+    small, large = spec("openai/gpt-oss-20b"), spec("openai/gpt-oss-120b")
+    assert small.windows[:3] == (128, UNLIMITED, 128)
+    assert (small.rope.kind, small.rope.full_dim, small.context) == ("yarn", False, 131072)
+    assert small.rope.gain == pytest.approx(1.3465736)
+    # As published, without the embedding: 3.61 B and 5.13 B.
+    used = [active_parameters(each) - each.vocab * each.hidden for each in (small, large)]
+    assert used == [pytest.approx(3.61e9, rel=0.005), pytest.approx(5.13e9, rel=0.005)]
 
 
 def test_scales_and_rotations_are_those_published() -> None:

@@ -25,6 +25,7 @@ from quire.models.spec import ModelSpec
 from quire.ops.reference import ReferenceOps
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import UNLIMITED
+from quire.weights.entries import TensorEntry
 from quire.weights.files import Checkpoint, read_config
 from quire.weights.load import choose_dtype, match, named
 from quire.weights.locate import locate
@@ -63,13 +64,25 @@ def read_facts(settings: Settings) -> ModelFacts:
 
 def check(config: Mapping[str, Any], spec: ModelSpec, checkpoint: Checkpoint, quantization: str) -> None:
     """Every tensor has a place of its shape. Raises InvalidModel naming those that have not."""
-    format = choose_format(config, quantization, Plain, checkpoint.entries)
+    build = build_outline(config, spec, quantization, torch.bfloat16, checkpoint.entries)
+    match(build, checkpoint.folder.name, named(build, checkpoint))
+
+
+def build_outline(
+    config: Mapping[str, Any],
+    spec: ModelSpec,
+    quantization: str,
+    dtype: torch.dtype,
+    entries: Mapping[str, TensorEntry],
+) -> ModelBuilder:
+    """The builder of a model that takes no memory. entries: see `CheckpointFormat`."""
+    format = choose_format(config, quantization, Plain, entries)
     build = ModelBuilder(
-        ops=ReferenceOps(), parallel=ParallelGroup(), dtype=torch.bfloat16, device=torch.device("meta"), format=format
+        ops=ReferenceOps(), parallel=ParallelGroup(), dtype=dtype, device=torch.device("meta"), format=format
     )
     build.ignore(*(IGNORED_TENSORS if isinstance(format, CheckpointFormat) else ()))
     build_model(spec, build)
-    match(build, checkpoint.folder.name, named(build, checkpoint))
+    return build
 
 
 def shapes(facts: ModelFacts) -> Iterator[Fact]:

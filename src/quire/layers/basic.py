@@ -220,8 +220,9 @@ class Attention:
         heads: Heads,
         ops: Ops,
         norms: Norms | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
-        self.qkv, self.out, self.heads, self.ops, self.norms = qkv, out, heads, ops, norms
+        self.qkv, self.out, self.heads, self.ops, self.norms, self.sinks = qkv, out, heads, ops, norms, sinks
 
     def __call__(
         self, x: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
@@ -229,5 +230,5 @@ class Attention:
         """x [T, hidden], angles from `Rotary` -> [T, hidden], or the rows `outputs` of it."""
         h = self.heads
         q = self.ops.qk_norm_rope_store_kv(self.qkv(x), h.count, kv, batch, angles, self.norms)
-        mixed = self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap).flatten(1)
+        mixed = self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap, self.sinks).flatten(1)
         return self.out(select_rows(mixed, outputs))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,9 +30,9 @@ from quire.layers.basic import (
 )
 from quire.layers.linear import ColumnParallelLinear, LMHead, ParallelGroup, RowParallelLinear, shard_of
 from quire.layers.moe import Experts, MoE, MoEConfig, SeparateExperts, StackedExperts
-from quire.layers.quantization.base import Format, Matrix, MatrixPart, Plain, WeightSlot, WeightStorage
+from quire.layers.quantization.base import Format, Matrix, MatrixPart, Plain, WeightSlot, WeightStorage, bias_slots
 from quire.layers.quantization.gguf import GgufFormat, Tables, no_table
-from quire.ops.base import Gate, Norm, Norms, Ops
+from quire.ops.base import ExpertBiases, Gate, Norm, Norms, Ops
 
 Kind = TypeVar("Kind")
 
@@ -42,11 +42,44 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 """The usual names of a layer's matrices and norms."""
 
 
+EACH_GATED = tuple(f"mlp.experts.#.{name}" for name in GATED)
+
+
+class ExpertNames(NamedTuple):
+    """Names of a mixture's tensors in a layer.
+
+    matrices: of gate, up and down, or of the one that holds gate and up, and of down; # stands for an expert's number,
+    and without it one tensor holds the matrices of all experts. transposed: they are [in, out]. interleaved: rows of
+    gate and of up alternate.
+    """
+
+    router: str = "mlp.gate"
+    matrices: Sequence[str] = EACH_GATED
+    transposed: bool = False
+    interleaved: bool = False
+
+
+EXPERT_NAMES = ExpertNames()
+"""The usual names."""
+
+
+class ExpertStack(NamedTuple):
+    """A tensor that holds a matrix of each expert; that of expert e has slots as if its name were `name.e.weight`.
+
+    transposed, interleaved: see `ExpertNames`.
+    """
+
+    name: str
+    transposed: bool
+    interleaved: bool
+
+
 class ModelBuilder:
     """Creates layers. Names given to a method are relative to `prefix`; `scope` extends it.
 
     slots: where each checkpoint tensor goes, by name; several places where a rank keeps several parts of it. ignored:
-    patterns (fnmatch) of checkpoint names that the model does not need. renames: see `rename`.
+    patterns (fnmatch) of checkpoint names that the model does not need. renames: see `rename`. stacks: see
+    `ExpertStack`.
     """
 
     def __init__(
@@ -68,6 +101,7 @@ class ModelBuilder:
         self.separate: list[SeparateExperts] = []
         self.ignored: list[str] = []
         self.renames: dict[str, str] = {}
+        self.stacks: list[ExpertStack] = []
 
     def scope(self, name: str) -> ModelBuilder:
         """The same builder with a longer prefix: `build.scope("layers.0")`."""
@@ -204,18 +238,27 @@ class ModelBuilder:
         bias: bool = False,
         out_bias: bool = False,
         norms: Norms | None = None,
+        sinks: str = "",
         transposed: bool = False,
     ) -> Attention:
         """heads: of the whole model; this rank's share is taken here.
 
-        names: of the checkpoint's q, k and v, or the one that holds all three. norms: of q and k, if any.
+        names: of the checkpoint's q, k and v, or the one that holds all three. norms: of q and k, if any. sinks: name
+        of the heads' sinks, see `Ops.attention`; empty for none.
         """
         size = self.parallel.size
         own = replace(heads, count=heads.count // size, kv=max(1, heads.kv // size))
         outputs = ((heads.count, heads.dim), (heads.kv, heads.dim), (heads.kv, heads.dim))
         qkv = self.column_parallel(names, hidden, outputs, bias=bias, transposed=transposed)
         back = self.row_parallel(out, (heads.count, heads.dim), hidden, bias=out_bias, transposed=transposed)
-        return Attention(qkv, back, own, self.ops, norms)
+        return Attention(qkv, back, own, self.ops, norms, self.sinks(sinks, heads.count) if sinks else None)
+
+    def sinks(self, name: str, heads: int) -> Tensor:
+        """This rank's of a number for each of `heads`, float32."""
+        cut = shard_of(heads, self.parallel, name)
+        data = torch.empty(cut.stop - cut.start, dtype=torch.float32, device=self.device)
+        self._add_slot(WeightSlot(self.prefix + name, (heads,), (cut,), data, std=1.0))
+        return data
 
     def gated_mlp(
         self, hidden: int, width: int, activation: str, *, bias: bool = False, names: Sequence[str] = GATED
@@ -232,48 +275,79 @@ class ModelBuilder:
         mixture: MoEConfig,
         activation: str,
         *,
-        names: Sequence[str] = GATED,
+        names: ExpertNames = EXPERT_NAMES,
     ) -> MoE:
-        """`gate`, the router, and experts.N, each with the matrices called `names`: gate, up and down. Those of a GGUF
-        file that differ in type are dequantized."""
-        act = activation_of(activation, GATES)
-        gate, up, down = names
-        cut = shard_of(mixture.width, self.parallel, "expert width")
-        each = [f"{self.prefix}experts.{e}." for e in range(mixture.num_experts)]
-        rises = [(MatrixPart(p + gate, mixture.width, cut), MatrixPart(p + up, mixture.width, cut)) for p in each]
-        falls = [(MatrixPart(p + down, hidden, slice(0, hidden)),) for p in each]
-        router, whole = self.router("gate", hidden, mixture.num_experts), slice(0, hidden)
+        """A router and experts. Those of a GGUF file that differ in type are dequantized."""
+        act, width, biased, across = activation_of(activation, GATES), mixture.width, mixture.biased, names.transposed
+        cut, whole = shard_of(width, self.parallel, "expert width"), slice(0, hidden)
+        *rising, falling = (
+            [self._matrix_name(name, e, names) for e in range(mixture.num_experts)] for name in names.matrices
+        )
+        if len(rising) == 1:
+            second = slice(width + cut.start, width + cut.stop)
+            rises = [tuple(MatrixPart(n, 2 * width, kept) for kept in (cut, second)) for n in rising[0]]
+        else:
+            rises = [tuple(MatrixPart(n, width, cut) for n in pair) for pair in zip(*rising, strict=True)]
+        falls = [(MatrixPart(n, hidden, whole),) for n in falling]
+        router = self.router(names.router, hidden, mixture.num_experts, bias=biased)
         experts: Experts
+        first = self.parallel.rank == 0
         build, format = copy(self), self.format
         if isinstance(format, GgufFormat) and not (format.keeps(rises, whole) and format.keeps(falls, cut)):
             build.format = format.plain
         if build.format is Plain:
-            experts = StackedExperts(
-                self._stacked(rises, hidden, whole), self._stacked(falls, mixture.width, cut), act, self.ops
-            )
+            rise, rise_bias = self._stacked(rises, hidden, whole, names, biased)
+            fall, fall_bias = self._stacked(falls, width, cut, names, biased, own_bias=first)
+            experts = StackedExperts(rise, fall, act, self.ops, ExpertBiases(rise_bias, fall_bias))
         else:
-            gate_ups = [build._store(parts, hidden, whole) for parts in rises]
-            downs = [build._store(parts, mixture.width, cut) for parts in falls]
+            gate_ups = [build._store(parts, hidden, whole, bias=biased, transposed=across) for parts in rises]
+            downs = [build._store(parts, width, cut, bias=biased, own_bias=first, transposed=across) for parts in falls]
             experts = SeparateExperts(gate_ups, downs, act, self.ops)
             self.separate.append(experts)
         return MoE(router, experts, mixture, self.parallel, self.ops)
 
-    def router(self, name: str, hidden: int, count: int) -> WeightStorage:
+    def _matrix_name(self, name: str, expert: int, names: ExpertNames) -> str:
+        """The name of an expert's matrix; one without # is noted as that of a tensor for all experts."""
+        if "#" in name:
+            return self.prefix + name.replace("#", str(expert))
+        if not expert:
+            interleaved = names.interleaved and name == names.matrices[0]
+            self.stacks.append(ExpertStack(self.prefix + name, names.transposed, interleaved))
+        return f"{self.prefix}{name}.{expert}"
+
+    def router(self, name: str, hidden: int, count: int, *, bias: bool = False) -> WeightStorage:
         """A small matrix, whole on every rank and not quantized unless the checkpoint's is."""
         part = MatrixPart(self.prefix + name, count, slice(0, count))
-        return self._store([part], hidden, slice(0, hidden), keep_precision=True)
+        return self._store([part], hidden, slice(0, hidden), bias=bias, keep_precision=True)
 
-    def _stacked(self, experts: Sequence[Sequence[MatrixPart]], columns: int, cut: slice) -> Tensor:
-        """One matrix of each expert in one tensor [E, rows, columns]."""
+    def _stacked(
+        self,
+        experts: Sequence[Sequence[MatrixPart]],
+        columns: int,
+        cut: slice,
+        names: ExpertNames,
+        biased: bool,
+        *,
+        own_bias: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One matrix of each expert in one tensor [E, rows, columns], and biases [E, rows], if any."""
         rows = sum(part.shard.stop - part.shard.start for part in experts[0])
         weight = torch.empty(len(experts), rows, cut.stop - cut.start, dtype=self.dtype, device=self.device)
-        for parts, own in zip(experts, weight, strict=True):
+        bias = torch.zeros(weight.shape[:2], dtype=self.dtype, device=self.device) if biased else None
+        for e, (parts, own) in enumerate(zip(experts, weight, strict=True)):
             row = 0
             for name, height, kept in parts:
                 into = own[row : row + kept.stop - kept.start]
                 row += len(into)
-                self._add_slot(WeightSlot(f"{name}.weight", (height, columns), (kept, cut), into, std=columns**-0.5))
-        return weight
+                shape, cuts = (height, columns), (kept, cut)
+                if names.transposed:
+                    shape, cuts = shape[::-1], cuts[::-1]
+                self._add_slot(WeightSlot(f"{name}.weight", shape, cuts, into, names.transposed, std=columns**-0.5))
+            if bias is not None:
+                matrix = Matrix(tuple(parts), columns, cut, self.dtype, self.device, True, adds_bias=own_bias)
+                for place in bias_slots(matrix, bias[e]):
+                    self._add_slot(place)
+        return weight, bias
 
     def mlp(
         self,
@@ -328,7 +402,7 @@ GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 """The names under which configs mean gelu by its tanh approximation."""
 
 
-GATES: Mapping[str, Gate] = MappingProxyType({"silu": "silu", **dict.fromkeys(GELUS, "gelu")})
+GATES: Mapping[str, Gate] = MappingProxyType({"silu": "silu", **dict.fromkeys(GELUS, "gelu"), "clamped": "clamped"})
 
 
 def activation_of(name: str, known: Mapping[str, Kind]) -> Kind:

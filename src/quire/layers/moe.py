@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.errors import InvalidModel
 from quire.layers.linear import ParallelGroup
 from quire.layers.quantization.base import Plain, WeightStorage
-from quire.ops.base import ExpertMatrices, Gate, IntegerMatrix, Ops, QuantizedMatrix, Routing
+from quire.ops.base import NO_BIASES, ExpertBiases, ExpertMatrices, Gate, IntegerMatrix, Ops, QuantizedMatrix, Routing
 from quire.ops.integer import stack_integers
 from quire.ops.matmul import by_expert, through_experts
 from quire.ops.quantized import E4M3, parts
@@ -26,14 +26,15 @@ from quire.ops.ragged import RaggedBatch
 class MoEConfig:
     """Experts of a layer: `num_experts` MLPs of inner `width`, of which each token uses `num_experts_per_token`.
 
-    normalize_weights: the weights of the used experts are scaled to sum to 1. dense_layers: layers with one MLP
-    instead.
+    normalize_weights: the weights of the used experts are scaled to sum to 1. biased: router and experts have biases.
+    dense_layers: layers with one MLP instead.
     """
 
     num_experts: int
     num_experts_per_token: int
     width: int
     normalize_weights: bool = True
+    biased: bool = False
     dense_layers: frozenset[int] = frozenset()
 
     def checked(self) -> MoEConfig:
@@ -56,12 +57,12 @@ class Experts(Protocol):
 class StackedExperts:
     """Plain matrices, of all experts in one tensor: gate_up [E, 2F, hidden], down [E, hidden, F]."""
 
-    def __init__(self, gate_up: Tensor, down: Tensor, gate: Gate, ops: Ops) -> None:
-        self.gate_up, self.down, self.gate, self.ops = gate_up, down, gate, ops
+    def __init__(self, gate_up: Tensor, down: Tensor, gate: Gate, ops: Ops, biases: ExpertBiases = NO_BIASES) -> None:
+        self.gate_up, self.down, self.gate, self.ops, self.biases = gate_up, down, gate, ops, biases
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """See `Experts`."""
-        return self.ops.experts(x, routing, self.gate_up, self.down, self.gate)
+        return self.ops.experts(x, routing, self.gate_up, self.down, self.gate, self.biases)
 
 
 class SeparateExperts:
@@ -70,16 +71,18 @@ class SeparateExperts:
     def __init__(self, gate_up: Sequence[WeightStorage], down: Sequence[WeightStorage], gate: Gate, ops: Ops) -> None:
         self.gate_up, self.down, self.gate, self.ops = gate_up, down, gate, ops
         self.joined: tuple[ExpertMatrices, ExpertMatrices] | None = None
+        self.biases = NO_BIASES
 
     def join(self) -> None:
         """Once all matrices have their final form: put them where kernels of experts want them."""
         gate_up, down = joined(self.gate_up), joined(self.down)
         self.joined = (gate_up, down) if gate_up and down else None
+        self.biases = ExpertBiases(stack_biases(self.gate_up), stack_biases(self.down))
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """See `Experts`."""
         if self.joined:
-            return self.ops.quantized_experts(x, routing, *self.joined, self.gate)
+            return self.ops.quantized_experts(x, routing, *self.joined, self.gate, self.biases)
         return through_experts(x, routing, len(self.gate_up), self._mlp, self.ops.combine_experts)
 
     def _mlp(self, rows: Tensor, ends: Tensor) -> Tensor:
@@ -90,7 +93,7 @@ class SeparateExperts:
 def joined(matrices: Sequence[WeightStorage]) -> ExpertMatrices | None:
     """The matrices one after the other, each a part of the whole from now on. None unless all are integers of one
     layout, or float8 with the same scales per row."""
-    stored = [each.quantized for each in matrices if each.quantized is not None and each.quantized.bias is None]
+    stored = [each.quantized for each in matrices if each.quantized is not None]
     integers = [each.matrix for each in stored if isinstance(each.matrix, IntegerMatrix)]
     scaled = [each.matrix for each in stored if isinstance(each.matrix, QuantizedMatrix)]
     whole: ExpertMatrices | None = None
@@ -102,6 +105,12 @@ def joined(matrices: Sequence[WeightStorage]) -> ExpertMatrices | None:
         for each, part in zip(stored, parts(whole, len(stored)), strict=True):
             each.matrix = part
     return whole
+
+
+def stack_biases(matrices: Sequence[WeightStorage]) -> Tensor | None:
+    """The biases of quantized matrices in one tensor [E, out]; None unless all have one."""
+    biases = [each.quantized.bias for each in matrices if each.quantized and each.quantized.bias is not None]
+    return torch.stack(biases) if len(biases) == len(matrices) else None
 
 
 def stack_float8(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix | None:
@@ -130,5 +139,6 @@ class MoE:
     def _route(self, x: Tensor, batch: RaggedBatch | None) -> Routing:
         used, normalize = self.config.num_experts_per_token, self.config.normalize_weights
         if isinstance(self.router, Plain):
-            return self.ops.route(x, self.router.weight, used, normalize=normalize, batch=batch)
+            router = self.router
+            return self.ops.route(x, router.weight, used, normalize=normalize, batch=batch, bias=router.bias)
         return self.ops.select_experts(self.router.apply(x), used, normalize=normalize)

@@ -75,6 +75,7 @@ class Llama:
     qkv: ClassVar[Sequence[str]] = QKV
     qk_norms: ClassVar[Sequence[str]] = QK_NORMS
     mlp_names: ClassVar[Sequence[str]] = GATED
+    sinks: ClassVar[str] = ""
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         self.spec = spec
@@ -121,7 +122,13 @@ class Llama:
         )
         norms = self.make_qk_norms(scope) if spec.qk_norm else None
         return scope.attention(
-            spec.hidden, heads, names=self.qkv, bias=spec.qkv_bias, out_bias=spec.out_bias, norms=norms
+            spec.hidden,
+            heads,
+            names=self.qkv,
+            bias=spec.qkv_bias,
+            out_bias=spec.out_bias,
+            norms=norms,
+            sinks=self.sinks,
         )
 
     def make_qk_norms(self, build: ModelBuilder) -> Norms:

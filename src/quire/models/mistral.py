@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import MappingProxyType
 
-from quire.layers.builder import ModelBuilder
+from quire.layers.builder import ExpertNames, ModelBuilder
 from quire.layers.moe import MoEConfig
 from quire.models.llama import Llama, MLPFunction
 from quire.models.multimodal import nested, select_decoder
@@ -60,7 +60,7 @@ class Mixtral(Mistral):
     def make_mlp(self, build: ModelBuilder, index: int) -> MLPFunction:
         """The experts of layer `index`."""
         assert self.spec.experts is not None
-        names = ("w1", "w3", "w2")
-        return build.scope("block_sparse_moe").experts(
-            self.spec.hidden, self.spec.experts, self.spec.activation, names=names
+        names = ExpertNames(
+            "block_sparse_moe.gate", [f"block_sparse_moe.experts.#.{name}" for name in ("w1", "w3", "w2")]
         )
+        return build.experts(self.spec.hidden, self.spec.experts, self.spec.activation, names=names)

@@ -64,7 +64,7 @@ class Qwen3Moe(Qwen3):
         assert self.spec.experts is not None
         if index in self.spec.experts.dense_layers:
             return super().make_mlp(build, index)
-        return build.scope("mlp").experts(self.spec.hidden, self.spec.experts, self.spec.activation)
+        return build.experts(self.spec.hidden, self.spec.experts, self.spec.activation)
 
 
 def windows(config: Config, layers: int) -> tuple[int, ...]:

@@ -97,7 +97,8 @@ def active_parameters(spec: ModelSpec) -> int:
     """Number of parameters that one token uses."""
     if spec.experts is None:
         return parameters(spec)
-    idle = (spec.experts.num_experts - spec.experts.num_experts_per_token) * 3 * spec.hidden * spec.experts.width
+    width, biases = spec.experts.width, spec.hidden + 2 * spec.experts.width if spec.experts.biased else 0
+    idle = (spec.experts.num_experts - spec.experts.num_experts_per_token) * (3 * spec.hidden * width + biases)
     return parameters(spec) - idle * (spec.layers - len(spec.experts.dense_layers))
 
 

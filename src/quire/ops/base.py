@@ -29,8 +29,11 @@ class Angles(NamedTuple):
     query_gain: Tensor | None = None
 
 
-Gate = Literal["", "silu", "gelu"]
-"""What is done with the halves of a product: nothing (""), or `silu_mul` or `gelu_mul` of them."""
+Gate = Literal["", "silu", "gelu", "clamped"]
+"""What is done with the halves of a product: nothing (""), or `silu_mul`, `gelu_mul` or `clamped_mul` of them."""
+
+CLAMP_ALPHA, CLAMP_LIMIT = 1.702, 7.0
+"""See `Ops.clamped_mul`."""
 
 
 class Norm(NamedTuple):
@@ -63,6 +66,16 @@ class Routing(NamedTuple):
 
     experts: Tensor
     weights: Tensor
+
+
+class ExpertBiases(NamedTuple):
+    """Biases of the experts' products: gate_up [E, 2F], down [E, in]; None: none."""
+
+    gate_up: Tensor | None = None
+    down: Tensor | None = None
+
+
+NO_BIASES = ExpertBiases()
 
 
 class QuantizedMatrix(NamedTuple):
@@ -104,13 +117,16 @@ class IntegerKind(IntEnum):
     the scales of columns 32 to 63 and 0 to 31 of 64; zero is 8 of 4 bits, and 0 of signed bytes. ROWS: one word for a
     row, its scale in float32. SUPERBLOCKS: of 64 columns four bytes, from the lowest bits on, which float16 numbers of
     256 columns are multiplied with: scale and minimum of columns 0 to 31 and of 32 to 63, or in groups of 16 their four
-    signed scales. Minima are subtracted after scaling.
+    signed scales. Minima are subtracted after scaling. FLOATS: the 4 bits are e2m1 numbers (a sign, two bits of
+    exponent, one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6), and of 128 columns four bytes, from the lowest bits on, are
+    exponents e of groups of 32, whose scales are 2^(e - 127) (MXFP4, OCP Microscaling Formats 2023).
     """
 
     ZEROS = 0
     SUPERBLOCKS = 1
     PAIRS = 2
     ROWS = 3
+    FLOATS = 4
 
 
 class IntegerMatrix(NamedTuple):
@@ -243,19 +259,40 @@ class Ops(Protocol):
         """
 
     def route(
-        self, x: Tensor, weight: Tensor, used: int, *, normalize: bool, batch: RaggedBatch | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        used: int,
+        *,
+        normalize: bool,
+        batch: RaggedBatch | None = None,
+        bias: Tensor | None = None,
     ) -> Routing:
-        """x [T, in], weight [E, in] -> `select_experts` of their product.
+        """x [T, in], weight [E, in], bias [E] -> `select_experts` of their product.
 
         batch: whose tokens x is of. Those in the null block only fill up the step, and may get no experts.
         """
 
-    def experts(self, x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, gate: Gate) -> Tensor:
+    def experts(
+        self,
+        x: Tensor,
+        routing: Routing,
+        gate_up: Tensor,
+        down: Tensor,
+        gate: Gate,
+        biases: ExpertBiases = NO_BIASES,
+    ) -> Tensor:
         """x [T, in], gate_up [E, 2F, in], down [E, in, F] -> [T, in]: each token through the MLPs of its experts, gated
-        by "silu" or "gelu", added up as by `combine_experts`."""
+        by any `Gate` but "", added up as by `combine_experts`."""
 
     def quantized_experts(
-        self, x: Tensor, routing: Routing, gate_up: ExpertMatrices, down: ExpertMatrices, gate: Gate
+        self,
+        x: Tensor,
+        routing: Routing,
+        gate_up: ExpertMatrices,
+        down: ExpertMatrices,
+        gate: Gate,
+        biases: ExpertBiases = NO_BIASES,
     ) -> Tensor:
         """As `experts`, with quantized matrices."""
 
@@ -278,6 +315,10 @@ class Ops(Protocol):
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2F], gate first -> gelu(gate) * up, [T, F], gelu by its tanh approximation (GeGLU)."""
+
+    def clamped_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2F], gate first -> gate * sigmoid(a gate) * (up + 1), [T, F], of a gate that is at most b and an up
+        between -b and b; a is CLAMP_ALPHA, b CLAMP_LIMIT (OpenAI 2025, gpt-oss)."""
 
     def gelu(self, x: Tensor) -> Tensor:
         """gelu by its tanh approximation, as in GPT-2."""
@@ -307,11 +348,13 @@ class Ops(Protocol):
         scale: float,
         window: int = UNLIMITED,
         soft_cap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of q [T, H, D] over each span's own blocks, with this step's K/V already written -> [T, H,
         D].
 
         Query head h uses K/V head h // (H / G). A query at position p sees positions p - window + 1 to p. soft_cap c
-        above 0 makes scores c * tanh(score / c) (Gemma 2). What a query may not see never reaches its result, whatever
-        it contains.
+        above 0 makes scores c * tanh(score / c) (Gemma 2). sinks float32 [H]: one more score for each query of a head,
+        which takes part in the softmax and has no value (OpenAI 2025, gpt-oss); None: -inf. What a query may not see
+        never reaches its result, whatever it contains.
         """

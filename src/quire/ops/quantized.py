@@ -9,17 +9,31 @@ number per byte or two, the even column's in the low bits, with a scale and a ze
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import AnyMatrix, ExpertMatrices, Gate, IntegerMatrix, MixedMatrix, QuantizedMatrix, Routing
+from quire.ops.base import (
+    NO_BIASES,
+    AnyMatrix,
+    ExpertBiases,
+    ExpertMatrices,
+    Gate,
+    IntegerMatrix,
+    MixedMatrix,
+    QuantizedMatrix,
+    Routing,
+)
 from quire.ops.integer import dequantize_integers
 from quire.ops.matmul import by_expert, combine_experts, through_experts
 from quire.ops.ragged import RaggedBatch
 from quire.types import UNLIMITED
+
+Each = TypeVar("Each")
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -59,6 +73,11 @@ def parts(matrix: ExpertMatrices, count: int) -> Sequence[AnyMatrix]:
     return [matrix.rows(slice(first, first + rows)) for first in range(0, count * rows, rows)]
 
 
+def biased(matrices: Iterable[Each], biases: Tensor | None) -> Iterator[tuple[Each, Tensor | None]]:
+    """The matrices of experts, each with its bias."""
+    return zip(matrices, repeat(None) if biases is None else biases, strict=False)
+
+
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, in] -> (int8 [T, in], float32 [T, 1]): each token by its own largest number, halves to even."""
     exact = x.float()
@@ -88,6 +107,10 @@ class BaseOps(ABC):
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """See `Ops.gelu_mul`."""
 
+    @abstractmethod
+    def clamped_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.clamped_mul`."""
+
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """See `Ops.embedding`."""
         return F.embedding(tokens, weight)
@@ -98,7 +121,8 @@ class BaseOps(ABC):
 
     def apply_gate(self, y: Tensor, gate: Gate) -> Tensor:
         """See `Ops.apply_gate`."""
-        return y if not gate else self.silu_mul(y) if gate == "silu" else self.gelu_mul(y)
+        gates = {"silu": self.silu_mul, "gelu": self.gelu_mul, "clamped": self.clamped_mul}
+        return gates[gate](y) if gate else y
 
     def combine_experts(self, made: Tensor, weights: Tensor) -> Tensor:
         """See `Ops.combine_experts`."""
@@ -114,29 +138,53 @@ class BaseOps(ABC):
         return Routing(experts.int(), self.normalize(weights) if normalize else weights)
 
     def route(
-        self, x: Tensor, weight: Tensor, used: int, *, normalize: bool, batch: RaggedBatch | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        used: int,
+        *,
+        normalize: bool,
+        batch: RaggedBatch | None = None,
+        bias: Tensor | None = None,
     ) -> Routing:
         """See `Ops.route`."""
-        return self.select_experts(self.linear(x, weight), used, normalize=normalize)
+        return self.select_experts(self.linear(x, weight, bias), used, normalize=normalize)
 
-    def experts(self, x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, gate: Gate) -> Tensor:
+    def experts(
+        self,
+        x: Tensor,
+        routing: Routing,
+        gate_up: Tensor,
+        down: Tensor,
+        gate: Gate,
+        biases: ExpertBiases = NO_BIASES,
+    ) -> Tensor:
         """See `Ops.experts`."""
 
         def mlp(rows: Tensor, ends: Tensor) -> Tensor:
-            inner = by_expert(rows, gate_up, ends, self.linear)
-            return by_expert(self.apply_gate(inner, gate), down, ends, self.linear)
+            inner = by_expert(rows, biased(gate_up, biases.gate_up), ends, lambda x, each: self.linear(x, *each))
+            outer = biased(down, biases.down)
+            return by_expert(self.apply_gate(inner, gate), outer, ends, lambda x, each: self.linear(x, *each))
 
         return through_experts(x, routing, len(gate_up), mlp, self.combine_experts)
 
     def quantized_experts(
-        self, x: Tensor, routing: Routing, gate_up: ExpertMatrices, down: ExpertMatrices, gate: Gate
+        self,
+        x: Tensor,
+        routing: Routing,
+        gate_up: ExpertMatrices,
+        down: ExpertMatrices,
+        gate: Gate,
+        biases: ExpertBiases = NO_BIASES,
     ) -> Tensor:
         """See `Ops.quantized_experts`."""
         count = len(down.weight) // (1 if isinstance(down, IntegerMatrix) else x.shape[1])
 
         def mlp(rows: Tensor, ends: Tensor) -> Tensor:
-            inner = by_expert(rows, parts(gate_up, count), ends, self.quantized_linear)
-            return by_expert(self.apply_gate(inner, gate), parts(down, count), ends, self.quantized_linear)
+            first, last = biased(parts(gate_up, count), biases.gate_up), biased(parts(down, count), biases.down)
+            inner = by_expert(rows, first, ends, lambda x, each: self.quantized_linear(x, *each))
+            gated = self.apply_gate(inner, gate)
+            return by_expert(gated, last, ends, lambda x, each: self.quantized_linear(x, *each))
 
         return through_experts(x, routing, count, mlp, self.combine_experts)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.quantization.scaled import quantize
-from quire.ops.base import Gate, QuantizedMatrix, Routing
+from quire.ops.base import CLAMP_LIMIT, NO_BIASES, ExpertBiases, Gate, QuantizedMatrix, Routing
 from quire.ops.quantized import E4M3
 from quire.ops.ragged import RaggedBatch
 from quire.ops.reference import ReferenceOps
@@ -35,6 +35,7 @@ from quire.ops.triton.gemv import COUNTERS, GemmConfig
 from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.ops import TritonOps
 from tests.ops.triton.device import DEVICE
+from tests.ops.triton.integers import off
 
 CARD, REFERENCE = DeviceInfo.of(DEVICE), ReferenceOps()
 ARRIVED = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE)
@@ -176,6 +177,35 @@ def test_a_mixture_is_that_of_plain_products(
     torch.testing.assert_close(got, REFERENCE.experts(x, routing, gate_up, down, gate), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("how", "tokens"), [(ONE, 2), (ONE_WHOLE, 1), (TILES, 19), (ROWS_FIRST, 40), (HALVES, 12), (DESCRIBED_HALVES, 12)]
+)
+def test_biases_are_added_before_a_clamped_gate_and_weights(how: ExpertConfig, tokens: int) -> None:
+    x, _, gate_up, down = randoms(tokens, 9, 50, 33)
+    routing, biases = routed(tokens, 9, 2, [0, 1, 8]), random_biases(9, 50, 33)
+    wide = 9 * x
+    assert (wide @ gate_up[0].T).amax() > 2 * CLAMP_LIMIT
+    got = experts(wide, routing, gate_up, down, "clamped", how, CARD, biases)
+    want = REFERENCE.experts(wide, routing, gate_up, down, "clamped", biases)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    assert off(REFERENCE.experts(wide, routing, gate_up, down, "clamped"), want) > 0.05
+
+
+def random_biases(count: int, hidden: int, width: int) -> ExpertBiases:
+    return ExpertBiases(torch.randn(count, 2 * width, device=DEVICE), torch.randn(count, hidden, device=DEVICE))
+
+
+@pytest.mark.parametrize("how", [GemmConfig(1, 2, 16, 1), GemmConfig(16, 4, 32, 4, 3)], ids=["one", "tile"])
+def test_a_bias_of_the_router_changes_the_choice(how: GemmConfig) -> None:
+    x, weight, _, _ = randoms(7, 11, 48, 8)
+    bias = 5 * torch.randn(11, device=DEVICE)
+    got = route(x, weight, 3, how, CARD, ARRIVED, normalize=True, bias=bias)
+    want = REFERENCE.route(x, weight, 3, normalize=True, bias=bias)
+    assert torch.equal(got.experts, want.experts)
+    torch.testing.assert_close(got.weights, want.weights, atol=1e-5, rtol=1e-5)
+    assert not torch.equal(got.experts, REFERENCE.route(x, weight, 3, normalize=True).experts)
+
+
 def float8(weight: Tensor, width: int) -> QuantizedMatrix:
     """Matrices [E, out, in] of float8 with a scale for every `width` columns, one below the other."""
     flat = weight.flatten(0, 1)
@@ -189,8 +219,10 @@ def test_experts_of_float8(how: ExpertConfig, width: int) -> None:
     x, _, gate_up, down = randoms(20, 6, 96, 64)
     routing = routed(20, 6, 2, [0, 2, 5])
     matrices = float8(gate_up, width), float8(down, width)
-    got = quantized_experts(x, routing, *matrices, "silu", how, CARD)
-    torch.testing.assert_close(got, REFERENCE.quantized_experts(x, routing, *matrices, "silu"), atol=1e-4, rtol=1e-4)
+    for gate, biases in (("silu", NO_BIASES), ("clamped", random_biases(6, 96, 64))):
+        got = quantized_experts(x, routing, *matrices, gate, how, CARD, biases)
+        want = REFERENCE.quantized_experts(x, routing, *matrices, gate, biases)
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 def test_experts_of_float8_whose_blocks_are_cut_are_dequantized() -> None:

@@ -23,12 +23,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.ops.base import ExpertMatrices, Gate, IntegerMatrix, QuantizedMatrix, Routing
+from quire.ops.base import NO_BIASES, ExpertBiases, ExpertMatrices, Gate, IntegerMatrix, QuantizedMatrix, Routing
 from quire.ops.ragged import RaggedBatch
 from quire.ops.triton.gemv import GemmConfig, lines, numbers, two
 from quire.ops.triton.launch import HOPPER, DeviceInfo, block, kernel, release, wait
 from quire.ops.triton.quantized_gemm import FOUR_AT_ONCE
-from quire.ops.triton.rows import activate, warps
+from quire.ops.triton.rows import GATES, apply_gate, warps
 
 LEAST = tl.constexpr(-(1 << 63))
 """Below every key of `choose`."""
@@ -42,8 +42,8 @@ UNSCALED, BY_ROW, BY_BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 @triton.jit
 def choose(
-    logits, experts, weights, places, null, r, inside, count,
-    USED: tl.constexpr, NORMALIZE: tl.constexpr, PADDED: tl.constexpr, ALL: tl.constexpr,
+    logits, bias, experts, weights, places, null, r, inside, count,
+    USED: tl.constexpr, NORMALIZE: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
     """The USED largest of each row's logits, ties by the lower number, and their softmax weights. PADDED: rows whose
     place is below `null` get expert -1 and weight 0.
@@ -55,6 +55,8 @@ def choose(
     held = inside[:, None] & (e < count)
     place = r.to(tl.int64)[:, None]
     value = tl.load(logits + place * count + e, mask=held, other=0.0, cache_modifier=".cg")
+    if BIAS:
+        value += tl.load(bias + e, mask=e < count, other=0.0).to(tl.float32)
     finite = value < float("inf")
     broken = tl.sum(tl.where(finite, 0.0, float("nan")), 1)
     value = tl.where(finite, value, 3.4e38)
@@ -83,12 +85,14 @@ def choose(
 
 @kernel(do_not_specialize=["rows"])
 def route_kernel(
-    x, weight, logits, experts, weights, places, arrived, null, rows, count, hidden,
-    USED: tl.constexpr, NORMALIZE: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr, APART: tl.constexpr,
-    ALL: tl.constexpr, SOME: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, weight, bias, logits, experts, weights, places, arrived, null, rows, count, hidden,
+    USED: tl.constexpr, NORMALIZE: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr,
+    APART: tl.constexpr, ALL: tl.constexpr, SOME: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """float32 logits of BLOCK_E experts for ROWS rows; the last program of these rows then chooses their experts.
+    """float32 logits of BLOCK_E experts for ROWS rows, without their bias; the last program of these rows then
+    chooses their experts.
 
     STAGES 0: one row by multiply-adds, TIMES * BLOCK_K inputs, with the router's weight requested before the wait.
     WHOLE: BLOCK_E divides the experts. APART: see `numbers`.
@@ -129,8 +133,8 @@ def route_kernel(
         for first in range(0, ROWS, SOME):
             some = tl.program_id(0) * ROWS + first + tl.arange(0, SOME)
             choose(
-                logits, experts, weights, places, null, some, some < rows, count, USED, NORMALIZE, PADDED, ALL
-            )  # fmt: skip
+                logits, bias, experts, weights, places, null, some, some < rows, count, USED, NORMALIZE, BIAS, PADDED,
+                ALL)  # fmt: skip
 
 
 @kernel(do_not_specialize=["slots"])
@@ -243,7 +247,7 @@ def stored_tile(
 
 @triton.jit
 def scale_of(scale, expert, first, number, outputs, count, BLOCK_N: tl.constexpr, ROWS_FIRST: tl.constexpr):
-    """Scale `number` of BLOCK_N rows of an expert's matrix from `first`, of `count` per row, as a factor of
+    """Scale, or bias, `number` of BLOCK_N rows of an expert's matrix from `first`, of `count` per row, as a factor of
     `multiplied`'s result."""
     n = tl.minimum(first + tl.arange(0, BLOCK_N), outputs - 1)
     factor = tl.load(scale + (expert.to(tl.int64) * outputs + n) * count + number)
@@ -255,11 +259,11 @@ def scale_of(scale, expert, first, number, outputs, count, BLOCK_N: tl.constexpr
 
 @kernel(do_not_specialize=["room"])
 def experts_kernel(
-    x, weight, scale, out, order, tiles, room, outputs, inputs, scales, width, offset,
-    USED: tl.constexpr, GATE: tl.constexpr, GELU: tl.constexpr, EVEN: tl.constexpr, ROWS_FIRST: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
-    DESCRIBED: tl.constexpr, FORMAT: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    x, weight, scale, bias, out, order, tiles, room, outputs, inputs, scales, width, offset,
+    USED: tl.constexpr, GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    ROWS_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    HALVES: tl.constexpr, DESCRIBED: tl.constexpr, FORMAT: tl.constexpr, SCALED: tl.constexpr,
+    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of a tile of rows that use the same expert.
 
@@ -281,23 +285,24 @@ def experts_kernel(
     if HALVES:
         if count <= ROWS // 2:
             tile_product(
-                x, weight, scale, out, order, expert, begin, count, outputs, inputs, scales, width, offset, USED, GATE,
-                GELU, EVEN, ROWS_FIRST, ROWS // 2, BLOCK_N, BLOCK_K, STAGES, HALVES, DESCRIBED, FORMAT, SCALED,
-                PRECISION,
+                x, weight, scale, bias, out, order, expert, begin, count, outputs, inputs, scales, width, offset, USED,
+                GATE, ACT, BIAS, EVEN, ROWS_FIRST, ROWS // 2, BLOCK_N, BLOCK_K, STAGES, HALVES, DESCRIBED, FORMAT,
+                SCALED, PRECISION,
             )  # fmt: skip
             return
     tile_product(
-        x, weight, scale, out, order, expert, begin, count, outputs, inputs, scales, width, offset, USED, GATE, GELU,
-        EVEN, ROWS_FIRST, ROWS, BLOCK_N, BLOCK_K, STAGES, HALVES, DESCRIBED, FORMAT, SCALED, PRECISION,
+        x, weight, scale, bias, out, order, expert, begin, count, outputs, inputs, scales, width, offset, USED, GATE,
+        ACT, BIAS, EVEN, ROWS_FIRST, ROWS, BLOCK_N, BLOCK_K, STAGES, HALVES, DESCRIBED, FORMAT, SCALED, PRECISION,
     )  # fmt: skip
 
 
 @triton.jit
 def tile_product(
-    x, weight, scale, out, order, expert, begin, count, outputs, inputs, scales, width, offset,
-    USED: tl.constexpr, GATE: tl.constexpr, GELU: tl.constexpr, EVEN: tl.constexpr, ROWS_FIRST: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
-    DESCRIBED: tl.constexpr, FORMAT: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    x, weight, scale, bias, out, order, expert, begin, count, outputs, inputs, scales, width, offset,
+    USED: tl.constexpr, GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    ROWS_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    HALVES: tl.constexpr, DESCRIBED: tl.constexpr, FORMAT: tl.constexpr, SCALED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of `count` rows from `begin` in the order: see `experts_kernel`. ROWS_FIRST: which factor is first on the matrix
     units: the first has at least 64 rows on Hopper, so few rows come second."""
@@ -340,8 +345,12 @@ def tile_product(
         y *= scale_of(scale, expert, first, 0, whole, scales, BLOCK_N, ROWS_FIRST)
         if GATE:
             z *= scale_of(scale, expert, first + outputs, 0, whole, scales, BLOCK_N, ROWS_FIRST)
+    if BIAS:
+        y += scale_of(bias, expert, first, 0, whole, 1, BLOCK_N, ROWS_FIRST).to(tl.float32)
+        if GATE:
+            z += scale_of(bias, expert, first + outputs, 0, whole, 1, BLOCK_N, ROWS_FIRST).to(tl.float32)
     if GATE:
-        y = activate(y, GELU) * z
+        y = apply_gate(y, z, ACT)
     place = (begin + r if GATE else slot).to(tl.int64) * outputs
     if ROWS_FIRST:
         tl.store(
@@ -386,9 +395,9 @@ def combine_kernel(
 
 @kernel
 def few_gate_up_kernel(
-    x, weight, experts, out, width, hidden,
-    USED: tl.constexpr, GELU: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    TIMES: tl.constexpr, APART: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, weight, bias, experts, out, width, hidden,
+    USED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, TIMES: tl.constexpr, APART: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N of a slot's gated outputs, out [slots, width], by multiply-adds; there are TIMES * BLOCK_K inputs."""
     slot = tl.program_id(1).to(tl.int64)
@@ -412,15 +421,19 @@ def few_gate_up_kernel(
         value = numbers(row, n, k, i * BLOCK_K, hidden, APART)
         y += gates[i].to(tl.float32) * value
         z += ups[i].to(tl.float32) * value
-    gated = activate(tl.sum(y, 1), GELU) * tl.sum(z, 1)
+    y, z = tl.sum(y, 1), tl.sum(z, 1)
+    if BIAS:
+        y += tl.load(bias + expert * 2 * width + n, mask=n < width, other=0.0).to(tl.float32)
+        z += tl.load(bias + (expert * 2 + 1) * width + n, mask=n < width, other=0.0).to(tl.float32)
+    gated = apply_gate(y, z, ACT)
     tl.store(out + slot * width + n, gated.to(out.dtype.element_ty), mask=n < width)
 
 
 @kernel
 def few_down_kernel(
-    x, weight, experts, weights, out, hidden, width,
-    USED: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr,
-    APART: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, weight, bias, experts, weights, out, hidden, width,
+    USED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TIMES: tl.constexpr, APART: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of a token: x [slots, width] of its USED experts times their matrices, times their weights.
 
@@ -450,7 +463,12 @@ def few_down_kernel(
         for i in tl.static_range(TIMES):
             y += tiles[u * TIMES + i].to(tl.float32) * numbers(row, n, k, i * BLOCK_K, width, APART)
         total += share * y
-    tl.store(out + token * hidden + n, tl.sum(total, 1).to(out.dtype.element_ty), mask=n < hidden)
+    made = tl.sum(total, 1)
+    if BIAS:
+        for u in tl.static_range(USED):
+            line = bias + tl.load(experts + token * USED + u).to(tl.int64) * hidden
+            made += tl.load(weights + token * USED + u) * tl.load(line + n, mask=n < hidden, other=0.0).to(tl.float32)
+    tl.store(out + token * hidden + n, made.to(out.dtype.element_ty), mask=n < hidden)
 
 
 class ExpertTile(NamedTuple):
@@ -579,6 +597,7 @@ def route(
     *,
     normalize: bool,
     batch: RaggedBatch | None = None,
+    bias: Tensor | None = None,
 ) -> Routing:
     """See `Ops.route`. arrived: [COUNTERS] int32, zeros, one for each `how.rows` rows."""
     x = x.contiguous()
@@ -588,10 +607,11 @@ def route(
     how = how.fitted(card, weight.element_size(), x.element_size())
     times = triton.cdiv(hidden, how.inputs)
     route_kernel[(triton.cdiv(tokens, how.rows), triton.cdiv(count, how.outputs))](
-        *(x, weight, logits, experts, weights, experts if batch is None else batch.slots, arrived),
+        *(x, weight, x if bias is None else bias, logits, experts, weights),
+        *(experts if batch is None else batch.slots, arrived),
         *(0 if batch is None else batch.page_size, tokens, count, hidden),
-        USED=used, NORMALIZE=normalize, PADDED=batch is not None, EVEN=hidden % how.inputs == 0,
-        WHOLE=count % how.outputs == 0, ROWS=how.rows,
+        USED=used, NORMALIZE=normalize, BIAS=bias is not None, PADDED=batch is not None,
+        EVEN=hidden % how.inputs == 0, WHOLE=count % how.outputs == 0, ROWS=how.rows,
         BLOCK_E=how.outputs, BLOCK_K=how.inputs, TIMES=1 if how.stages else times, APART=apart(how),
         ALL=block(count), SOME=min(how.rows, max(1, 2048 // block(count))), STAGES=how.stages,
         PRECISION=card.precision, DEPENDENT=card.dependent, num_warps=how.warps, **card.options,
@@ -645,11 +665,12 @@ def multiply_tiles(
     gate: Gate = "",
     *,
     count: int = 1,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """x times the matrices of its rows' experts: [E, out, in], or those of `count` experts, one below the other.
 
     With a gate, x is [T, in] and the result [slots, out / 2], in the order of `slots.order`; without, x is [slots, in]
-    in that order and the result [slots, out] in that of slots.
+    in that order and the result [slots, out] in that of slots. bias: [E, out].
     """
     weight, scale, sizes, form, scaled = opened(matrices, count, x, card)
     outputs, inputs = weight.shape[1] // (2 if gate else 1), weight.shape[2]
@@ -658,10 +679,12 @@ def multiply_tiles(
     out, room = x.new_empty(len(slots.order), outputs), slots.tiles.shape[1]
     experts_kernel[(triton.cdiv(outputs, how.outputs), room)](
         how.descriptor(x, how.rows) if gate == "" and not how.halves else x,
-        *(how.descriptor(weight, how.outputs), scale, out, slots.order, slots.tiles, room, outputs, inputs, *sizes),
-        USED=used, GATE=gate != "", GELU=gate == "gelu", EVEN=inputs % how.inputs == 0, ROWS_FIRST=how.rows_first,
-        ROWS=how.rows, BLOCK_N=how.outputs, BLOCK_K=how.inputs, STAGES=how.stages, HALVES=how.halves,
-        DESCRIBED=how.described, FORMAT=form, SCALED=scaled, PRECISION=card.precision, DEPENDENT=card.dependent,
+        *(how.descriptor(weight, how.outputs), scale, scale if bias is None else bias, out, slots.order, slots.tiles),
+        *(room, outputs, inputs, *sizes),
+        USED=used, GATE=gate != "", ACT=GATES[gate], BIAS=bias is not None, EVEN=inputs % how.inputs == 0,
+        ROWS_FIRST=how.rows_first, ROWS=how.rows, BLOCK_N=how.outputs, BLOCK_K=how.inputs, STAGES=how.stages,
+        HALVES=how.halves, DESCRIBED=how.described, FORMAT=form, SCALED=scaled, PRECISION=card.precision,
+        DEPENDENT=card.dependent,
         num_warps=how.warps, **card.options,
     )  # fmt: skip
     return out
@@ -712,31 +735,41 @@ def combine(y: Tensor, weights: Tensor, card: DeviceInfo) -> Tensor:
 
 
 def multiply_gate_up(
-    x: Tensor, weight: Tensor, routing: Routing, how: ExpertTile, card: DeviceInfo, gate: Gate
+    x: Tensor,
+    weight: Tensor,
+    routing: Routing,
+    how: ExpertTile,
+    card: DeviceInfo,
+    gate: Gate,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """x [T, hidden], weight [E, 2F, hidden] -> [T K, F]: gated outputs of each slot, by multiply-adds."""
+    """x [T, hidden], weight [E, 2F, hidden], bias [E, 2F] -> [T K, F]: gated outputs of each slot, by multiply-adds."""
     width, hidden, used = weight.shape[1] // 2, weight.shape[2], routing.experts.shape[1]
     slots = routing.experts.numel()
     out = x.new_empty(slots, width)
     few_gate_up_kernel[(triton.cdiv(width, how.outputs), slots)](
-        *(x, weight, routing.experts, out, width, hidden),
-        USED=used, GELU=gate == "gelu", EVEN=hidden % how.inputs == 0 and width % how.outputs == 0,
+        *(x, weight, x if bias is None else bias, routing.experts, out, width, hidden),
+        USED=used, ACT=GATES[gate], BIAS=bias is not None,
+        EVEN=hidden % how.inputs == 0 and width % how.outputs == 0,
         BLOCK_N=how.outputs, BLOCK_K=how.inputs, TIMES=triton.cdiv(hidden, how.inputs), APART=apart(how),
         DEPENDENT=card.dependent, num_warps=how.warps, **card.options,
     )  # fmt: skip
     return out
 
 
-def multiply_down(x: Tensor, weight: Tensor, routing: Routing, how: ExpertTile, card: DeviceInfo) -> Tensor:
-    """x [T K, F], weight [E, hidden, F] -> [T, hidden]: each token's slots added up, by multiply-adds. The kernel that
-    is launched before must not be the one that made `routing`."""
+def multiply_down(
+    x: Tensor, weight: Tensor, routing: Routing, how: ExpertTile, card: DeviceInfo, bias: Tensor | None = None
+) -> Tensor:
+    """x [T K, F], weight [E, hidden, F], bias [E, hidden] -> [T, hidden]: each token's slots added up, by
+    multiply-adds. The kernel that is launched before must not be the one that made `routing`."""
     tokens, used = routing.experts.shape
     _, hidden, width = weight.shape
     out = x.new_empty(tokens, hidden)
     few_down_kernel[(triton.cdiv(hidden, how.outputs), tokens)](
-        *(x, weight, routing.experts, routing.weights, out, hidden, width),
-        USED=used, EVEN=width % how.inputs == 0 and hidden % how.outputs == 0, BLOCK_N=how.outputs,
-        BLOCK_K=how.inputs, TIMES=triton.cdiv(width, how.inputs), APART=apart(how), DEPENDENT=card.dependent,
+        *(x, weight, x if bias is None else bias, routing.experts, routing.weights, out, hidden, width),
+        USED=used, BIAS=bias is not None, EVEN=width % how.inputs == 0 and hidden % how.outputs == 0,
+        BLOCK_N=how.outputs, BLOCK_K=how.inputs, TIMES=triton.cdiv(width, how.inputs), APART=apart(how),
+        DEPENDENT=card.dependent,
         num_warps=how.warps, **card.options,
     )  # fmt: skip
     return out
@@ -750,13 +783,14 @@ def quantized_experts(
     gate: Gate,
     how: ExpertConfig,
     card: DeviceInfo,
+    biases: ExpertBiases = NO_BIASES,
 ) -> Tensor:
     """See `Ops.quantized_experts`: of e4m3, with scales that `divided` accepts."""
     x, used, count = x.contiguous(), routing.experts.shape[1], len(down.weight) // x.shape[1]
     how = ExpertConfig(divided(how.gate_up, gate_up), divided(how.down, down))
     slots = sort_slots(routing.experts, count, how.gate_up.rows, card)
-    inner = multiply_tiles(x, gate_up, slots, used, how.gate_up, card, gate, count=count)
-    made = multiply_tiles(inner, down, slots, used, how.down, card, count=count)
+    inner = multiply_tiles(x, gate_up, slots, used, how.gate_up, card, gate, count=count, bias=biases.gate_up)
+    made = multiply_tiles(inner, down, slots, used, how.down, card, count=count, bias=biases.down)
     return combine(made, routing.weights, card)
 
 
@@ -784,15 +818,22 @@ def is_supported(matrix: ExpertMatrices, card: DeviceInfo) -> TypeGuard[Quantize
 
 
 def experts(
-    x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, gate: Gate, how: ExpertConfig, card: DeviceInfo
+    x: Tensor,
+    routing: Routing,
+    gate_up: Tensor,
+    down: Tensor,
+    gate: Gate,
+    how: ExpertConfig,
+    card: DeviceInfo,
+    biases: ExpertBiases = NO_BIASES,
 ) -> Tensor:
     """See `Ops.experts`."""
     x = x.contiguous()
     if not how.gate_up.stages:
-        return multiply_down(
-            multiply_gate_up(x, gate_up, routing, how.gate_up, card, gate), down, routing, how.down, card
-        )
+        inner = multiply_gate_up(x, gate_up, routing, how.gate_up, card, gate, biases.gate_up)
+        return multiply_down(inner, down, routing, how.down, card, biases.down)
     used = routing.experts.shape[1]
     slots = sort_slots(routing.experts, len(gate_up), how.gate_up.rows, card)
-    inner = multiply_tiles(x, gate_up, slots, used, how.gate_up, card, gate)
-    return combine(multiply_tiles(inner, down, slots, used, how.down, card), routing.weights, card)
+    inner = multiply_tiles(x, gate_up, slots, used, how.gate_up, card, gate, bias=biases.gate_up)
+    made = multiply_tiles(inner, down, slots, used, how.down, card, bias=biases.down)
+    return combine(made, routing.weights, card)

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import (
+    NO_BIASES,
     Angles,
     AnyMatrix,
+    ExpertBiases,
     ExpertMatrices,
     Gate,
     IntegerMatrix,
@@ -82,19 +84,35 @@ class TritonOps(BaseOps):
         return self.apply_gate(self.gemm.linear(x, weight, bias), gate)
 
     def route(
-        self, x: Tensor, weight: Tensor, used: int, *, normalize: bool, batch: RaggedBatch | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        used: int,
+        *,
+        normalize: bool,
+        batch: RaggedBatch | None = None,
+        bias: Tensor | None = None,
     ) -> Routing:
         """See `Ops.route`."""
         how = self.router_config(len(x), weight)
-        return mixture.route(x, weight, used, how, self.card, self.arrived, normalize=normalize, batch=batch)
+        return mixture.route(x, weight, used, how, self.card, self.arrived, normalize=normalize, batch=batch, bias=bias)
 
     def router_config(self, tokens: int, weight: Tensor) -> GemmConfig:
         """How the product of a router [E, in] is tiled."""
         return mixture.router_config(tokens, weight.shape[1])
 
-    def experts(self, x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, gate: Gate) -> Tensor:
+    def experts(
+        self,
+        x: Tensor,
+        routing: Routing,
+        gate_up: Tensor,
+        down: Tensor,
+        gate: Gate,
+        biases: ExpertBiases = NO_BIASES,
+    ) -> Tensor:
         """See `Ops.experts`."""
-        return mixture.experts(x, routing, gate_up, down, gate, self.expert_config(routing, down), self.card)
+        how = self.expert_config(routing, down)
+        return mixture.experts(x, routing, gate_up, down, gate, how, self.card, biases)
 
     def expert_config(self, routing: Routing, down: Tensor) -> mixture.ExpertConfig:
         """How the products of experts are tiled. down: [E, in, F]."""
@@ -103,16 +121,22 @@ class TritonOps(BaseOps):
         return mixture.expert_config(*routing.experts.shape, *down.shape)
 
     def quantized_experts(
-        self, x: Tensor, routing: Routing, gate_up: ExpertMatrices, down: ExpertMatrices, gate: Gate
+        self,
+        x: Tensor,
+        routing: Routing,
+        gate_up: ExpertMatrices,
+        down: ExpertMatrices,
+        gate: Gate,
+        biases: ExpertBiases = NO_BIASES,
     ) -> Tensor:
         """See `Ops.quantized_experts`."""
         if isinstance(gate_up, IntegerMatrix) and isinstance(down, IntegerMatrix):
             tiles = self.integer_expert_config(routing, x, gate_up, down)
-            return integer_experts.integer_experts(x, routing, gate_up, down, gate, tiles, self.card)
+            return integer_experts.integer_experts(x, routing, gate_up, down, gate, tiles, self.card, biases)
         if not (mixture.is_supported(gate_up, self.card) and mixture.is_supported(down, self.card)):
-            return super().quantized_experts(x, routing, gate_up, down, gate)
+            return super().quantized_experts(x, routing, gate_up, down, gate, biases)
         how = self.quantized_expert_config(routing, x, len(down.weight) // x.shape[1])
-        return mixture.quantized_experts(x, routing, gate_up, down, gate, how, self.card)
+        return mixture.quantized_experts(x, routing, gate_up, down, gate, how, self.card, biases)
 
     def quantized_expert_config(self, routing: Routing, x: Tensor, count: int) -> mixture.ExpertConfig:
         """As `expert_config`, of `count` quantized experts."""
@@ -212,6 +236,10 @@ class TritonOps(BaseOps):
         """See `Ops.gelu_mul`."""
         return rows.activation(gate_up, self.card, rows.GELU, gated=True)
 
+    def clamped_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.clamped_mul`."""
+        return rows.activation(gate_up, self.card, rows.CLAMPED, gated=True)
+
     def gelu(self, x: Tensor) -> Tensor:
         """See `Ops.gelu`."""
         return rows.activation(x, self.card, rows.GELU, gated=False)
@@ -238,11 +266,12 @@ class TritonOps(BaseOps):
         scale: float,
         window: int = UNLIMITED,
         soft_cap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `Ops.attention`."""
         planned = self.prepare(batch)
         begun = cascade_attention(q, kv, planned, scale, window, soft_cap, self.card)
-        return attention(q, kv, planned, scale, window, soft_cap, self.card, begun)
+        return attention(q, kv, planned, scale, window, soft_cap, self.card, begun, sinks)
 
 
 PRODUCT, RESTORED, EXACT = GemmConfig(64, 64, 128, 4, 4), GemmConfig(64, 64, 64, 4, 3), GemmConfig(16, 32, 64, 4, 3)

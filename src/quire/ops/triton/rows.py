@@ -3,12 +3,15 @@ v."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.base import Angles, Norm, Norms
+from quire.ops.base import CLAMP_ALPHA, CLAMP_LIMIT, Angles, Norm, Norms
 from quire.ops.quantized import E4M3, E4M3_MAX
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
@@ -68,8 +71,13 @@ def tanh(x):
     return 1.0 - 2.0 / (tl.exp2(tl.minimum(x, 20.0, propagate_nan=tl.PropagateNan.ALL) * 2.885390081777927) + 1.0)
 
 
-SILU, GELU, RELU2 = 0, 1, 2
+SILU, GELU, RELU2, CLAMPED = 0, 1, 2, 3
 """Activations."""
+
+GATES: Mapping[str, int] = MappingProxyType({"": SILU, "silu": SILU, "gelu": GELU, "clamped": CLAMPED})
+"""Those of gates, see `Gate`."""
+
+ALPHA, LIMIT = tl.constexpr(CLAMP_ALPHA), tl.constexpr(CLAMP_LIMIT)
 
 
 @triton.jit
@@ -84,6 +92,17 @@ def activate(x, KIND: tl.constexpr):
         return x / (1.0 + tl.exp2(-1.4426950408889634 * tl.maximum(x, -80.0)))
 
 
+@triton.jit
+def apply_gate(y, z, KIND: tl.constexpr):
+    """What a gate makes of its halves y and z, float32: see `Gate`."""
+    if KIND == 3:
+        y = tl.minimum(y, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        z = tl.minimum(tl.maximum(z, -LIMIT, propagate_nan=tl.PropagateNan.ALL), LIMIT, tl.PropagateNan.ALL)
+        return activate(ALPHA * y, 0) / ALPHA * (z + 1.0)
+    else:
+        return activate(y, KIND) * z
+
+
 @kernel
 def activation_kernel(
     x, out, width, stride, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
@@ -95,9 +114,11 @@ def activation_kernel(
     wait(DEPENDENT)
     release(DEPENDENT)
     gate = tl.load(x + row * stride + at, mask=inside, other=0.0)
-    value = activate(gate.to(tl.float32), KIND)
     if GATED:
-        value = value * tl.load(x + row * stride + width + at, mask=inside, other=0.0).to(tl.float32)
+        other = tl.load(x + row * stride + width + at, mask=inside, other=0.0)
+        value = apply_gate(gate.to(tl.float32), other.to(tl.float32), KIND)
+    else:
+        value = activate(gate.to(tl.float32), KIND)
     tl.store(out + row * width + at, value.to(gate.dtype), mask=inside)
 
 
@@ -131,7 +152,7 @@ def norm(
 
 
 def activation(x: Tensor, card: DeviceInfo, kind: int, *, gated: bool) -> Tensor:
-    """x [T, F], or [T, 2F] with the gate first if `gated` -> [T, F]. kind: SILU, GELU or RELU2."""
+    """x [T, F], or [T, 2F] with the gate first if `gated` -> [T, F]. kind: SILU, GELU, RELU2 or CLAMPED."""
     x = x.contiguous()
     stride = x.shape[-1]
     width = stride // 2 if gated else stride
