@@ -353,17 +353,11 @@ def tile_product(
         y = apply_gate(y, z, ACT)
     place = (begin + r if GATE else slot).to(tl.int64) * outputs
     if ROWS_FIRST:
-        tl.store(
-            out + place[:, None] + n[None, :],
-            y.to(out.dtype.element_ty),
-            mask=held[:, None] & (n < outputs)[None, :],
-        )
+        inside = held[:, None] & (n < outputs)[None, :]
+        tl.store(out + place[:, None] + n[None, :], y.to(out.dtype.element_ty), mask=inside)
     else:
-        tl.store(
-            out + place[None, :] + n[:, None],
-            y.to(out.dtype.element_ty),
-            mask=held[None, :] & (n < outputs)[:, None],
-        )
+        inside = held[None, :] & (n < outputs)[:, None]
+        tl.store(out + place[None, :] + n[:, None], y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
