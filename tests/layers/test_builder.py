@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
-from quire.layers.builder import ModelBuilder
+from quire.layers.builder import ExpertNames, ModelBuilder
 from quire.layers.linear import ParallelGroup, shard_of
 from quire.layers.moe import MoEConfig
 from quire.layers.quantization import packed
@@ -172,6 +172,43 @@ def test_heads_are_divided_whole_and_kv_heads_may_be_replicated() -> None:
     assert [shard_of(2, Rank(r, 4), "heads", 4) for r in range(4)] == [slice(0, 4)] * 2 + [slice(4, 8)] * 2
     with pytest.raises(InvalidModel, match="9 heads cannot be divided among 2 devices"):
         shard_of(9, Rank(0, 2), "heads")
+
+
+@pytest.mark.parametrize("format", [Plain, Packed])
+def test_ranks_add_up_to_a_mixture_whose_biases_count_once(format: Format) -> None:
+    mixture = MoEConfig(num_experts=3, num_experts_per_token=2, width=6, biased=True)
+    names = ExpertNames("router", ("experts.gate_up", "experts.down"), transposed=True)
+    shapes: dict[str, tuple[int, ...]] = {"router.weight": (3, 8), "router.bias": (3,)}
+    for e in range(3):
+        shapes |= {f"experts.gate_up.{e}.weight": (8, 12), f"experts.gate_up.{e}.bias": (12,)}
+        shapes |= {f"experts.down.{e}.weight": (6, 8), f"experts.down.{e}.bias": (8,)}
+    tensors, x = randoms(**shapes), torch.randn(7, 8)
+
+    def made(parallel: ParallelGroup) -> Tensor:
+        builder = build(parallel, format)
+        experts = builder.experts(8, mixture, "clamped", names=names)
+        fill(builder, tensors)
+        return experts(x)
+
+    whole = made(ParallelGroup())
+    torch.testing.assert_close(sum(made(Rank(rank, 3)) for rank in range(3)), whole)
+    shares, chosen = (x @ tensors["router.weight"].T + tensors["router.bias"]).softmax(-1).topk(2)
+    for row, token in enumerate(x):
+        want = torch.zeros(8)
+        for e, share in zip(chosen[row].tolist(), shares[row] / shares[row].sum(), strict=True):
+            gate, up = (token @ tensors[f"experts.gate_up.{e}.weight"] + tensors[f"experts.gate_up.{e}.bias"]).chunk(2)
+            gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+            inner = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+            want += share * (inner @ tensors[f"experts.down.{e}.weight"] + tensors[f"experts.down.{e}.bias"])
+        torch.testing.assert_close(whole[row], want)
+
+
+def test_heads_keep_their_own_sinks() -> None:
+    builders = [build(Rank(rank, 3)) for rank in range(3)]
+    sinks = [each.sinks("sinks", 6) for each in builders]
+    for each in builders:
+        fill(each, {"sinks": torch.arange(6.0)})
+    assert [each.tolist() for each in sinks] == [[0, 1], [2, 3], [4, 5]]
 
 
 @pytest.mark.parametrize("normalize", [False, True])
