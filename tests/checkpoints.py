@@ -59,6 +59,15 @@ MINISTRAL3_ROPE = MappingProxyType(
     }
 )
 
+GRANITE_SCALES = MappingProxyType(
+    {
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 1.4,
+        "logits_scaling": 0.8,
+    }
+)
+
 GRANITE4 = MappingProxyType(
     {
         "num_local_experts": 0,
@@ -319,6 +328,221 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "num_local_experts": 3,
             "num_experts_per_tok": 3,
             "tie_word_embeddings": True,
+        },
+        "qwen2_moe-gqa": {
+            "hidden_size": 40,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 50,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+        },
+        "qwen2_moe-normed-shares-some-dense": {
+            "hidden_size": 56,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 4,
+            "moe_intermediate_size": 33,
+            "shared_expert_intermediate_size": 20,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+            "decoder_sparse_step": 2,
+        },
+        "qwen2_moe-mha-unbiased": {
+            "hidden_size": 48,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 64,
+            "num_experts": 16,
+            "num_experts_per_tok": 1,
+            "qkv_bias": False,
+        },
+        "olmoe-mha": {
+            "hidden_size": 56,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 7,
+            "intermediate_size": 48,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+        },
+        "olmoe-gqa-normed-shares": {
+            "hidden_size": 60,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "intermediate_size": 44,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        },
+        "olmoe-mqa-one-of-many": {
+            "hidden_size": 40,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "intermediate_size": 33,
+            "num_experts": 16,
+            "num_experts_per_tok": 1,
+            "tie_word_embeddings": True,
+        },
+        "granitemoe-gqa": {
+            **GRANITE_SCALES,
+            "hidden_size": 60,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "intermediate_size": 32,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+        },
+        "granitemoe-mha-tied": {
+            **GRANITE_SCALES,
+            "hidden_size": 56,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 7,
+            "intermediate_size": 45,
+            "num_local_experts": 4,
+            "tie_word_embeddings": True,
+            "attention_multiplier": 0.5,
+        },
+        "granitemoe-mqa-all-of-three": {
+            **GRANITE_SCALES,
+            "hidden_size": 40,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 3,
+            "residual_multiplier": 0.9,
+        },
+        "granitemoeshared-gqa": {
+            **GRANITE_SCALES,
+            "hidden_size": 60,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "intermediate_size": 32,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 40,
+        },
+        "granitemoeshared-mha-tied": {
+            **GRANITE_SCALES,
+            "hidden_size": 56,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 7,
+            "intermediate_size": 45,
+            "num_local_experts": 4,
+            "shared_intermediate_size": 21,
+            "tie_word_embeddings": True,
+            "embedding_multiplier": 0.5,
+        },
+        "granitemoeshared-mqa-none-shared": {
+            **GRANITE_SCALES,
+            "hidden_size": 40,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "intermediate_size": 33,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+        },
+        "glm4_moe-gqa": {
+            "hidden_size": 40,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "attention_bias": True,
+            "routed_scaling_factor": 2.5,
+        },
+        "glm4_moe-groups": {
+            "hidden_size": 56,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 7,
+            "head_dim": 12,
+            "num_hidden_layers": 4,
+            "moe_intermediate_size": 21,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 2,
+            "use_qk_norm": True,
+        },
+        "glm4_moe-mqa-raw-shares": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 20,
+            "moe_intermediate_size": 30,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.4,
+            "first_k_dense_replace": 0,
+        },
+        "minimax_m2-gqa": {
+            "hidden_size": 40,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "rotary_dim": 8,
+            "intermediate_size": 24,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+        },
+        "minimax_m2-mha-tied": {
+            "hidden_size": 56,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 7,
+            "head_dim": 12,
+            "intermediate_size": 33,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "tie_word_embeddings": True,
+        },
+        "minimax_m2-mqa-one-of-many": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 20,
+            "rotary_dim": 10,
+            "intermediate_size": 40,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 2,
+        },
+        "ernie4_5_moe-gqa": {
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 24,
+            "moe_num_experts": 8,
+            "moe_k": 3,
+        },
+        "ernie4_5_moe-mha-none-shared": {
+            "hidden_size": 36,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "moe_intermediate_size": 33,
+            "moe_num_experts": 5,
+            "moe_k": 2,
+            "moe_num_shared_experts": 0,
+            "tie_word_embeddings": False,
+        },
+        "ernie4_5_moe-mqa-every-other-layer": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 5,
+            "moe_intermediate_size": 20,
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 4,
+            "moe_layer_interval": 2,
         },
         "olmo2-gqa": {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 2},
         "olmo2-mha": {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 7},
@@ -759,7 +983,8 @@ def make(folder: Path, shape: str, *, seed: int = 0, shard: str = "5GB", **chang
         AutoConfig.for_model(**fields), attn_implementation="eager", experts_implementation="eager"
     ).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        corrections = ((name, buffer) for name, buffer in model.named_buffers() if "correction" in name)
+        for name, parameter in (*model.named_parameters(), *corrections):
             family = fields["model_type"]
             parameter.copy_(draw(name, parameter, generator, family))
     model.save_pretrained(folder, max_shard_size=shard)
@@ -792,6 +1017,8 @@ def draw(name: str, parameter: torch.Tensor, generator: torch.Generator, family:
         return noise + 7.0
     if shifted and "embed" in name:
         noise = noise * 0.75
+    if "correction" in name:
+        return 0.2 * noise
     if parameter.dim() == 1:
         return 0.3 * noise + (0.0 if name.endswith("bias") or shifted else 1.0)
     if ungated and ("mlp" in name or "_proj" in name):

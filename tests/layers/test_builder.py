@@ -183,7 +183,7 @@ def test_a_mixture_is_the_same_in_one_tensor_and_in_separate_matrices(normalize:
     x, results = torch.randn(7, 8), []
     for format in (Plain, Packed):
         made = build(format=format)
-        experts = made.scope("mlp").experts(8, mixture, "silu")
+        experts = made.experts(8, mixture, "silu")
         fill(made, tensors)
         results.append(experts(x))
     torch.testing.assert_close(*results)

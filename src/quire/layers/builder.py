@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from quire.layers.basic import (
     Rotary,
 )
 from quire.layers.linear import ColumnParallelLinear, LMHead, ParallelGroup, RowParallelLinear, shard_of
-from quire.layers.moe import Experts, MoE, MoEConfig, SeparateExperts, StackedExperts
+from quire.layers.moe import Experts, MoE, MoEConfig, Router, SeparateExperts, SharedExpert, StackedExperts
 from quire.layers.quantization.base import Format, Matrix, MatrixPart, Plain, WeightSlot, WeightStorage
 from quire.layers.quantization.gguf import GgufFormat, Tables, no_table
 from quire.ops.base import Gate, Norm, Norms, Ops
@@ -42,11 +42,35 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 """The usual names of a layer's matrices and norms."""
 
 
+class ExpertNames(NamedTuple):
+    """Names of a mixture's tensors in a layer.
+
+    matrices: of gate, up and down, or of the one that holds gate and up, and of down; # stands for an expert's number,
+    and without it one tensor holds the matrices of all experts. transposed: they are [in, out]. shared: of the shared
+    expert's matrices, as `matrices`.
+    """
+
+    router: str = "mlp.gate"
+    matrices: Sequence[str] = ("mlp.experts.#.gate_proj", "mlp.experts.#.up_proj", "mlp.experts.#.down_proj")
+    transposed: bool = False
+    correction: str = "mlp.gate.e_score_correction_bias"
+    shared: Sequence[str] = (
+        "mlp.shared_experts.gate_proj",
+        "mlp.shared_experts.up_proj",
+        "mlp.shared_experts.down_proj",
+    )
+    shared_gate: str = "mlp.shared_expert_gate"
+
+
+USUAL_EXPERTS = ExpertNames()
+
+
 class ModelBuilder:
     """Creates layers. Names given to a method are relative to `prefix`; `scope` extends it.
 
     slots: where each checkpoint tensor goes, by name; several places where a rank keeps several parts of it. ignored:
-    patterns (fnmatch) of checkpoint names that the model does not need. renames: see `rename`.
+    patterns (fnmatch) of checkpoint names that the model does not need. renames: see `rename`. stacks: names of tensors
+    that hold a matrix of each expert; that of expert e has slots as if its name were `name.e.weight`.
     """
 
     def __init__(
@@ -68,6 +92,7 @@ class ModelBuilder:
         self.separate: list[SeparateExperts] = []
         self.ignored: list[str] = []
         self.renames: dict[str, str] = {}
+        self.stacks: list[str] = []
 
     def scope(self, name: str) -> ModelBuilder:
         """The same builder with a longer prefix: `build.scope("layers.0")`."""
@@ -95,11 +120,15 @@ class ModelBuilder:
             experts.join()
         self.separate.clear()
 
-    def vector(self, name: str, size: int, *, mean: float = 0.0, std: float = 0.1, shift: float = 0.0) -> Tensor:
-        """A tensor [size], whole on every rank. shift: is added to the checkpoint's values, in float32."""
-        data = torch.empty(size, dtype=torch.float32 if shift else self.dtype, device=self.device)
+    def vector(
+        self, name: str, size: int, *, mean: float = 0.0, std: float = 0.1, shift: float = 0.0, exact: bool = False
+    ) -> Tensor:
+        """A tensor [size], whole on every rank. shift: is added to the checkpoint's values, in float32. exact: it is
+        float32, too, and may have dimensions of size 1 in the checkpoint."""
+        data = torch.empty(size, dtype=torch.float32 if shift or exact else self.dtype, device=self.device)
+        cut = (slice(0, size),)
         self._add_slot(
-            WeightSlot(self.prefix + name, (size,), (slice(0, size),), data, mean=mean, std=std, shift=shift)
+            WeightSlot(self.prefix + name, (size,), cut, data, mean=mean, std=std, shift=shift, ignore_unit_dims=exact)
         )
         return data
 
@@ -232,38 +261,61 @@ class ModelBuilder:
         mixture: MoEConfig,
         activation: str,
         *,
-        names: Sequence[str] = GATED,
+        names: ExpertNames = USUAL_EXPERTS,
+        bias: bool = False,
     ) -> MoE:
-        """`gate`, the router, and experts.N, each with the matrices called `names`: gate, up and down. Those of a GGUF
-        file that differ in type are dequantized."""
+        """A router and experts, and the expert that all tokens share. bias: of the shared expert's matrices. Experts of
+        a GGUF file that differ in type are dequantized."""
         act = activation_of(activation, GATES)
-        gate, up, down = names
-        cut = shard_of(mixture.width, self.parallel, "expert width")
-        each = [f"{self.prefix}experts.{e}." for e in range(mixture.num_experts)]
-        rises = [(MatrixPart(p + gate, mixture.width, cut), MatrixPart(p + up, mixture.width, cut)) for p in each]
-        falls = [(MatrixPart(p + down, hidden, slice(0, hidden)),) for p in each]
-        router, whole = self.router("gate", hidden, mixture.num_experts), slice(0, hidden)
+        cut, whole = shard_of(mixture.width, self.parallel, "expert width"), slice(0, hidden)
+        *rising, falling = ([self._matrix_name(name, e) for e in range(mixture.num_experts)] for name in names.matrices)
+        # Where one matrix holds gate and up, up begins after the rows of gate.
+        both = len(rising) == 1
+        rows = 2 * mixture.width if both else mixture.width
+        up = slice(mixture.width + cut.start, mixture.width + cut.stop) if both else cut
+        rises = [
+            (MatrixPart(gate, rows, cut), MatrixPart(other, rows, up))
+            for gate, other in zip(rising[0], rising[-1], strict=True)
+        ]
+        falls = [(MatrixPart(n, hidden, whole),) for n in falling]
         experts: Experts
         build, format = copy(self), self.format
         if isinstance(format, GgufFormat) and not (format.keeps(rises, whole) and format.keeps(falls, cut)):
             build.format = format.plain
         if build.format is Plain:
             experts = StackedExperts(
-                self._stacked(rises, hidden, whole), self._stacked(falls, mixture.width, cut), act, self.ops
+                self._stacked(rises, hidden, whole, names.transposed),
+                self._stacked(falls, mixture.width, cut, names.transposed),
+                act,
+                self.ops,
             )
         else:
-            gate_ups = [build._store(parts, hidden, whole) for parts in rises]
-            downs = [build._store(parts, mixture.width, cut) for parts in falls]
+            gate_ups = [build._store(parts, hidden, whole, transposed=names.transposed) for parts in rises]
+            downs = [build._store(parts, mixture.width, cut, transposed=names.transposed) for parts in falls]
             experts = SeparateExperts(gate_ups, downs, act, self.ops)
             self.separate.append(experts)
-        return MoE(router, experts, mixture, self.parallel, self.ops)
+        correction = self.vector(names.correction, mixture.num_experts, exact=True) if mixture.corrected else None
+        router = Router(self.router(names.router, hidden, mixture.num_experts), correction)
+        shared = None
+        if mixture.shared:
+            mlp = self.gated_mlp(hidden, mixture.shared, activation, bias=bias, names=names.shared)
+            shared = SharedExpert(mlp, self.router(names.shared_gate, hidden, 1) if mixture.gated_shared else None)
+        return MoE(router, experts, mixture, self.parallel, self.ops, shared)
+
+    def _matrix_name(self, name: str, expert: int) -> str:
+        """The name of an expert's matrix; one without # is noted as that of a tensor for all experts."""
+        if "#" in name:
+            return self.prefix + name.replace("#", str(expert))
+        if not expert:
+            self.stacks.append(self.prefix + name)
+        return f"{self.prefix}{name}.{expert}"
 
     def router(self, name: str, hidden: int, count: int) -> WeightStorage:
         """A small matrix, whole on every rank and not quantized unless the checkpoint's is."""
         part = MatrixPart(self.prefix + name, count, slice(0, count))
         return self._store([part], hidden, slice(0, hidden), keep_precision=True)
 
-    def _stacked(self, experts: Sequence[Sequence[MatrixPart]], columns: int, cut: slice) -> Tensor:
+    def _stacked(self, experts: Sequence[Sequence[MatrixPart]], columns: int, cut: slice, transposed: bool) -> Tensor:
         """One matrix of each expert in one tensor [E, rows, columns]."""
         rows = sum(part.shard.stop - part.shard.start for part in experts[0])
         weight = torch.empty(len(experts), rows, cut.stop - cut.start, dtype=self.dtype, device=self.device)
@@ -272,7 +324,10 @@ class ModelBuilder:
             for name, height, kept in parts:
                 into = own[row : row + kept.stop - kept.start]
                 row += len(into)
-                self._add_slot(WeightSlot(f"{name}.weight", (height, columns), (kept, cut), into, std=columns**-0.5))
+                shape, cuts = (height, columns), (kept, cut)
+                if transposed:
+                    shape, cuts = shape[::-1], cuts[::-1]
+                self._add_slot(WeightSlot(f"{name}.weight", shape, cuts, into, transposed, std=columns**-0.5))
         return weight
 
     def mlp(

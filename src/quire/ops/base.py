@@ -57,8 +57,26 @@ class Norms(NamedTuple):
     after_rope: bool = False
 
 
+class TopK(NamedTuple):
+    """How a router's logits become experts and weights: each token uses the `used` experts of the largest scores.
+
+    Scores are a float32 softmax over all experts, or with `sigmoid` the sigmoid of each logit. normalize: a token's
+    weights are divided by their sum, or by `floor` where that is larger. groups: of as many neighbouring experts each,
+    of which only those of the `used_groups` best groups may be used; a group is as good as its two best experts
+    together (DeepSeek-AI 2024). scale: what weights are multiplied by in the end.
+    """
+
+    used: int
+    normalize: bool
+    sigmoid: bool = False
+    groups: int = 1
+    used_groups: int = 1
+    scale: float = 1.0
+    floor: float = 1e-20
+
+
 class Routing(NamedTuple):
-    """Which experts each token uses, the heaviest first, int32 [T, K], and their weights, float32 [T, K]. Expert -1
+    """Which experts each token uses, the best first, int32 [T, K], and their weights, float32 [T, K]. Expert -1
     with weight 0: none."""
 
     experts: Tensor
@@ -235,15 +253,19 @@ class Ops(Protocol):
         """made [T, K, n], weights [T, K] float32 -> [T, n]: for each token the sum of its experts' outputs times their
         weights."""
 
-    def select_experts(self, logits: Tensor, used: int, *, normalize: bool) -> Routing:
-        """logits [T, E] -> for each token the `used` experts of the largest logits, and their weights: a float32
-        softmax over all experts.
+    def select_experts(self, logits: Tensor, how: TopK, correction: Tensor | None = None) -> Routing:
+        """logits [T, E] -> for each token its experts and their weights, as `how` says.
 
-        normalize: a token's weights are scaled to sum to 1.
+        correction: float32 [E], added to the scores by which experts are chosen, and not to weights (Wang et al. 2024).
         """
 
     def route(
-        self, x: Tensor, weight: Tensor, used: int, *, normalize: bool, batch: RaggedBatch | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        how: TopK,
+        correction: Tensor | None = None,
+        batch: RaggedBatch | None = None,
     ) -> Routing:
         """x [T, in], weight [E, in] -> `select_experts` of their product.
 
@@ -258,6 +280,9 @@ class Ops(Protocol):
         self, x: Tensor, routing: Routing, gate_up: ExpertMatrices, down: ExpertMatrices, gate: Gate
     ) -> Tensor:
         """As `experts`, with quantized matrices."""
+
+    def add_shared(self, routed: Tensor, shared: Tensor, logits: Tensor | None) -> Tensor:
+        """routed + shared [T, n], which is first multiplied by the sigmoid of logits [T, 1], where there are any."""
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """x normed over its last dimension."""

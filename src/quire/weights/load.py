@@ -196,6 +196,10 @@ def named(build: ModelBuilder, checkpoint: Checkpoint) -> Mapping[str, TensorEnt
     OpenAI's GPT-2).
     """
     entries = {renamed(name, build.renames): entry for name, entry in checkpoint.entries.items()}
+    for stack in build.stacks:
+        held = entries.pop(stack, None) or entries.pop(f"{stack}.weight", None)
+        if held is not None:
+            entries |= {f"{stack}.{e}.weight": held.part(e) for e in range(held.shape[0])}
     bytewise = (name for name, places in build.slots.items() if places[0].stored_dtype is torch.uint8)
     entries |= {name: entry.stored for name in bytewise if (entry := entries.get(name)) and entry.stored}
     longer = {name.partition(".")[2]: name for name in build.slots if name not in entries}

@@ -25,6 +25,7 @@ from quire.ops.base import (
     Norms,
     QuantizedMatrix,
     Routing,
+    TopK,
 )
 from quire.ops.cublaslt import CublasLt
 from quire.ops.gemm import GemmAutotuner, on_the_card
@@ -82,11 +83,20 @@ class TritonOps(BaseOps):
         return self.apply_gate(self.gemm.linear(x, weight, bias), gate)
 
     def route(
-        self, x: Tensor, weight: Tensor, used: int, *, normalize: bool, batch: RaggedBatch | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        how: TopK,
+        correction: Tensor | None = None,
+        batch: RaggedBatch | None = None,
     ) -> Routing:
         """See `Ops.route`."""
-        how = self.router_config(len(x), weight)
-        return mixture.route(x, weight, used, how, self.card, self.arrived, normalize=normalize, batch=batch)
+        tiles = self.router_config(len(x), weight)
+        return mixture.route(x, weight, how, tiles, self.card, self.arrived, correction, batch)
+
+    def add_shared(self, routed: Tensor, shared: Tensor, logits: Tensor | None) -> Tensor:
+        """See `Ops.add_shared`."""
+        return rows.add_shared(routed, shared, logits, self.card)
 
     def router_config(self, tokens: int, weight: Tensor) -> GemmConfig:
         """How the product of a router [E, in] is tiled."""
@@ -273,9 +283,9 @@ class BatchInvariantTritonOps(TritonOps):
         """See `Ops.combine_experts`."""
         return combine_experts_in_order(made, weights)
 
-    def normalize(self, weights: Tensor) -> Tensor:
+    def normalize(self, weights: Tensor, floor: float = 0.0) -> Tensor:
         """Add up a row's weights in order."""
-        return weights / in_order(weights.unbind(1))[:, None]
+        return weights / in_order(weights.unbind(1))[:, None].clamp(min=floor)
 
     def router_config(self, tokens: int, weight: Tensor) -> GemmConfig:
         """The same for any number of tokens."""

@@ -101,6 +101,23 @@ def activation_kernel(
     tl.store(out + row * width + at, value.to(gate.dtype), mask=inside)
 
 
+@kernel
+def add_shared_kernel(
+    routed, shared, logits, out, columns, GATED: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    """BLOCK columns of a row of routed + shared, which GATED multiplies by the sigmoid of the row's logit."""
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, place = at < columns, row * columns + at
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    value = tl.load(shared + place, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        logit = tl.load(logits + row).to(tl.float32)
+        value /= 1.0 + tl.exp2(-1.4426950408889634 * tl.maximum(logit, -80.0))
+    total = tl.load(routed + place, mask=inside, other=0.0).to(tl.float32) + value
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+
+
 def warps(size: int) -> int:
     """Warps for a row of `size` numbers: up to 16 numbers per thread."""
     return min(16, max(1, size // 512))
@@ -126,6 +143,18 @@ def norm(
         *(first.weight, first.weight if first.bias is None else first.bias, out, columns, last.eps, first.eps, scale),
         NORM=norm is not None, ADD=residual is not None, FIRST=before is not None, CENTRED=last.centred,
         BIAS=last.bias is not None, BLOCK=size, DEPENDENT=card.dependent, num_warps=warps(size), **card.options,
+    )  # fmt: skip
+    return out
+
+
+def add_shared(routed: Tensor, shared: Tensor, logits: Tensor | None, card: DeviceInfo) -> Tensor:
+    """See `Ops.add_shared`."""
+    routed, shared = routed.contiguous(), shared.contiguous()
+    tokens, columns = routed.shape
+    out, size = torch.empty_like(routed), block(min(columns, 2048))
+    add_shared_kernel[(tokens, triton.cdiv(columns, size))](
+        *(routed, shared, routed if logits is None else logits.contiguous(), out, columns),
+        GATED=logits is not None, BLOCK=size, DEPENDENT=card.dependent, num_warps=warps(size), **card.options,
     )  # fmt: skip
     return out
 
