@@ -239,6 +239,50 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "tie_word_embeddings": False,
             "attention_bias": True,
         },
+        "gemma4_text-mixture": {
+            "hidden_size": 60,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 10,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 9,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 5.0,
+            "enable_moe_block": True,
+            "num_experts": 7,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 24,
+        },
+        "gemma4_text-inputs-of-layers": {
+            "hidden_size": 56,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 1,
+            "head_dim": 12,
+            "global_head_dim": 20,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "sliding_window": 7,
+            "hidden_size_per_layer_input": 10,
+            "vocab_size_per_layer_input": VOCAB,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+        },
+        "gemma4_text-mha-untied": {
+            "hidden_size": 42,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "num_hidden_layers": 7,
+            "sliding_window": 5,
+            "hidden_size_per_layer_input": 0,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+        },
         "gemma2-gqa": {
             "hidden_size": 64,
             "num_attention_heads": 8,
@@ -983,7 +1027,9 @@ def make(folder: Path, shape: str, *, seed: int = 0, shard: str = "5GB", **chang
         AutoConfig.for_model(**fields), attn_implementation="eager", experts_implementation="eager"
     ).eval()
     with torch.no_grad():
-        corrections = ((name, buffer) for name, buffer in model.named_buffers() if "correction" in name)
+        corrections = (
+            (name, buffer) for name, buffer in model.named_buffers() if "correction" in name or "scalar" in name
+        )
         for name, parameter in (*model.named_parameters(), *corrections):
             family = fields["model_type"]
             parameter.copy_(draw(name, parameter, generator, family))
@@ -1017,6 +1063,8 @@ def draw(name: str, parameter: torch.Tensor, generator: torch.Generator, family:
         return noise + 7.0
     if shifted and "embed" in name:
         noise = noise * 0.75
+    if family.startswith("gemma4") and ("q_norm" in name or "k_norm" in name):
+        return 0.2 * noise + 0.5  # scores have no scale of their own
     if "correction" in name:
         return 0.2 * noise
     if parameter.dim() == 1:

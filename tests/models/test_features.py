@@ -69,7 +69,7 @@ WITHOUT: Mapping[str, Callable[[ModelSpec], ModelSpec]] = MappingProxyType(
         "sigmoid of shares": experts(sigmoid=False),
         "groups of experts": experts(groups=1, used_groups=1),
         "scale of shares": experts(scale=1.0),
-        "weighed inputs": experts(weighs_inputs=False),
+        "gains of experts": experts(gained=False),
         "an expert": lambda spec: replace(
             spec,
             experts=spec.experts

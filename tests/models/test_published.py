@@ -69,6 +69,19 @@ EXAONE_ROPE = {
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 THREE_OF_FOUR = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
 
+FIVE_OF_SIX = ["sliding_attention"] * 5 + ["full_attention"]
+GEMMA4_ROPE = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+def gemma4(hidden: int, mlp: int, layers: int, heads: tuple[int, int], **others: Any) -> dict[str, Any]:
+    text = config("", hidden, mlp, layers, heads, 262144, 262144, head_dim=256, global_head_dim=512, **others)
+    text |= {"rope_parameters": GEMMA4_ROPE, "final_logit_softcapping": 30.0, "vocab_size_per_layer_input": 262144}
+    return {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": text}
+
+
 PUBLISHED: Mapping[str, tuple[float, dict[str, Any]]] = MappingProxyType(
     {
         "microsoft/Phi-4-mini-instruct": (3.836e9, config(
@@ -188,6 +201,19 @@ PUBLISHED: Mapping[str, tuple[float, dict[str, Any]]] = MappingProxyType(
             "Ernie4_5_MoeForCausalLM", 8192, 28672, 54, (64, 8), 103424, 131072, rope_theta=500000, use_bias=False,
             moe_num_experts=64, moe_k=8, moe_intermediate_size=3584, moe_num_shared_experts=0, moe_layer_interval=1,
             moe_layer_start_index=3, moe_layer_end_index=53, **UNTIED)),
+        "google/gemma-4-E2B-it": (4.63e9, gemma4(
+            1536, 6144, 35, (8, 1), layer_types=[*THREE_OF_FOUR[:1], *THREE_OF_FOUR] * 7, sliding_window=512,
+            hidden_size_per_layer_input=256, num_kv_shared_layers=20, use_double_wide_mlp=True)),
+        "google/gemma-4-E4B-it": (7.46e9, gemma4(
+            2560, 10240, 42, (8, 2), layer_types=FIVE_OF_SIX * 7, sliding_window=512, hidden_size_per_layer_input=256,
+            num_kv_shared_layers=18, use_double_wide_mlp=False)),
+        "google/gemma-4-31B-it": (30.7e9, gemma4(
+            5376, 21504, 60, (32, 16), layer_types=FIVE_OF_SIX * 10, sliding_window=1024, hidden_size_per_layer_input=0,
+            num_global_key_value_heads=4, attention_k_eq_v=True, use_bidirectional_attention="vision")),
+        "google/gemma-4-26B-A4B-it": (25.2e9, gemma4(
+            2816, 2112, 30, (16, 8), layer_types=FIVE_OF_SIX * 5, sliding_window=1024, hidden_size_per_layer_input=0,
+            num_global_key_value_heads=2, attention_k_eq_v=True, use_bidirectional_attention="vision",
+            enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704)),
     }
 )  # fmt: skip
 """Their parameters, and what config.json says that matters here."""
@@ -215,6 +241,7 @@ ACTIVE = MappingProxyType(
         "MiniMaxAI/MiniMax-M2": 10e9,
         "baidu/ERNIE-4.5-21B-A3B-PT": 3e9,
         "baidu/ERNIE-4.5-300B-A47B-PT": 47e9,
+        "google/gemma-4-26B-A4B-it": 3.8e9,
     }
 )
 """What publishers say that a token uses: some do not count embeddings, which are up to an eighth."""

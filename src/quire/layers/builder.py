@@ -60,6 +60,7 @@ class ExpertNames(NamedTuple):
         "mlp.shared_experts.down_proj",
     )
     shared_gate: str = "mlp.shared_expert_gate"
+    gains: str = ""
 
 
 USUAL_EXPERTS = ExpertNames()
@@ -141,9 +142,9 @@ class ModelBuilder:
         weight = self.vector(f"{name}.weight", size, mean=1.0, shift=shift)
         return Norm(weight, eps, self.vector(f"{name}.bias", size) if bias else None, centred=True)
 
-    def norm_layer(self, norm: Norm | None, scale: float = 1.0) -> NormLayer:
+    def norm_layer(self, norm: Norm | None, scale: float = 1.0, gain: Tensor | None = None) -> NormLayer:
         """See `NormLayer`."""
-        return NormLayer(norm, self.ops, scale)
+        return NormLayer(norm, self.ops, scale, gain)
 
     def embedding(self, name: str, count: int, hidden: int, *, scale: float = 1.0) -> AnyEmbedding:
         """A table [count, hidden]; its random init gives logits of standard deviation 1 when it is the head, too."""
@@ -237,11 +238,12 @@ class ModelBuilder:
     ) -> Attention:
         """heads: of the whole model; this rank's share is taken here.
 
-        names: of the checkpoint's q, k and v, or the one that holds all three. norms: of q and k, if any.
+        names: of the checkpoint's q, k and v, or the one that holds all three; of q alone, without K/V heads. norms: of
+        q and k, if any.
         """
         size = self.parallel.size
         own = replace(heads, count=heads.count // size, kv=max(1, heads.kv // size))
-        outputs = ((heads.count, heads.dim), (heads.kv, heads.dim), (heads.kv, heads.dim))
+        outputs = [(heads.count, heads.dim)] + [(heads.kv, heads.dim)] * (2 if heads.kv else 0)
         qkv = self.column_parallel(names, hidden, outputs, bias=bias, transposed=transposed)
         back = self.row_parallel(out, (heads.count, heads.dim), hidden, bias=out_bias, transposed=transposed)
         return Attention(qkv, back, own, self.ops, norms)
@@ -295,7 +297,8 @@ class ModelBuilder:
             experts = SeparateExperts(gate_ups, downs, act, self.ops)
             self.separate.append(experts)
         correction = self.vector(names.correction, mixture.num_experts, exact=True) if mixture.corrected else None
-        router = Router(self.router(names.router, hidden, mixture.num_experts), correction)
+        gains = self.vector(names.gains, mixture.num_experts, mean=1.0, exact=True) if mixture.gained else None
+        router = Router(self.router(names.router, hidden, mixture.num_experts), correction, gains)
         shared = None
         if mixture.shared:
             mlp = self.gated_mlp(hidden, mixture.shared, activation, bias=bias, names=names.shared)

@@ -27,9 +27,10 @@ class MoEConfig:
     """Experts of a layer: `num_experts` MLPs of inner `width`, of which each token uses `num_experts_per_token`.
 
     normalize_weights, sigmoid, groups, used_groups, scale, floor: see `TopK`. corrected: the router has a correction,
-    see `Ops.select_experts`. weighs_inputs: what an expert reads is multiplied by its weight, not what it makes
-    (Llama 4). shared: inner width of an MLP that every token uses too, 0 for none; gated_shared: it is multiplied by
-    the sigmoid of a number made of the token. dense_layers: layers with one MLP instead.
+    see `Ops.select_experts`. weighs_inputs: what an expert reads is multiplied by its weight, not what it makes (Llama
+    4). shared: inner width of an MLP that every token uses too, 0 for none; gated_shared: it is multiplied by the
+    sigmoid of a number made of the token. gained: each expert's weights are multiplied by a number. dense_layers:
+    layers with one MLP instead.
     """
 
     num_experts: int
@@ -45,6 +46,7 @@ class MoEConfig:
     weighs_inputs: bool = False
     shared: int = 0
     gated_shared: bool = False
+    gained: bool = False
     dense_layers: frozenset[int] = frozenset()
 
     @property
@@ -149,10 +151,12 @@ def stack_float8(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix | None:
 
 
 class Router(NamedTuple):
-    """A router's matrix [E, hidden], and its correction, if any."""
+    """A router's matrix [E, hidden], its correction, if any, and what the weights of each expert are multiplied by, [E]
+    float32."""
 
     stored: WeightStorage
     correction: Tensor | None = None
+    gains: Tensor | None = None
 
 
 class SharedExpert(NamedTuple):
@@ -177,9 +181,9 @@ class MoE:
         self.router, self.experts, self.config, self.ops, self.shared = router, experts, mixture, ops, shared
         self.all_reduce = parallel.all_reduce
 
-    def __call__(self, x: Tensor, batch: RaggedBatch | None = None) -> Tensor:
-        """x [T, hidden] -> [T, hidden]. batch: see `Ops.route`."""
-        routing = self._route(x, batch)
+    def __call__(self, x: Tensor, batch: RaggedBatch | None = None, asked: Tensor | None = None) -> Tensor:
+        """x [T, hidden] -> [T, hidden]. batch: see `Ops.route`. asked: what the router reads instead of x."""
+        routing = self._route(x if asked is None else asked, batch)
         routed = self._weighed(x, routing) if self.config.weighs_inputs else self.experts(x, routing)
         routed = self.all_reduce(routed)
         if self.shared is None:
@@ -188,10 +192,14 @@ class MoE:
         return self.ops.add_shared(routed, mlp(x), None if gate is None else gate.apply(x))
 
     def _route(self, x: Tensor, batch: RaggedBatch | None) -> Routing:
-        (stored, correction), how = self.router, self.config.choice
+        (stored, correction, gains), how = self.router, self.config.choice
         if isinstance(stored, Plain):
-            return self.ops.route(x, stored.weight, how, correction, batch)
-        return self.ops.select_experts(stored.apply(x), how, correction)
+            routing = self.ops.route(x, stored.weight, how, correction, batch)
+        else:
+            routing = self.ops.select_experts(stored.apply(x), how, correction)
+        if gains is None:
+            return routing
+        return routing._replace(weights=routing.weights * gains[routing.experts.clamp(min=0)])
 
     def _weighed(self, x: Tensor, routing: Routing) -> Tensor:
         """What experts make of x times their weights: each slot (a token and one of its experts) as a token."""

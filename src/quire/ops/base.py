@@ -49,12 +49,14 @@ class Norm(NamedTuple):
 class Norms(NamedTuple):
     """RMS norms of q and of k: with weights [D] head by head, with weights [H D] and [G D] all heads at once.
 
-    after_rope: the normed heads are the rotated ones; head by head only.
+    after_rope: the normed heads are the rotated ones; head by head only. v_eps: that of v's heads, whose RMS norm has
+    no weight and goes with norms head by head before rotation; None: v is not normed.
     """
 
     q: Norm
     k: Norm
     after_rope: bool = False
+    v_eps: float | None = None
 
 
 class TopK(NamedTuple):
@@ -288,11 +290,18 @@ class Ops(Protocol):
         """x normed over its last dimension."""
 
     def add_norm(
-        self, x: Tensor, residual: Tensor, norm: Norm | None, before: Norm | None = None, scale: float = 1.0
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm | None,
+        before: Norm | None = None,
+        scale: float = 1.0,
+        gain: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(norm of the sum, sum) of residual and x, which is first normed by `before` and multiplied by `scale`.
 
-        `residual` may be overwritten by the sum. Without a norm both results are the sum.
+        gain: a tensor of one number that the sum is multiplied by. `residual` may be overwritten by the sum. Without a
+        norm both results are the sum.
         """
 
     def apply_gate(self, y: Tensor, gate: Gate) -> Tensor:
@@ -317,7 +326,8 @@ class Ops(Protocol):
     def qk_norm_rope_store_kv(
         self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
     ) -> Tensor:
-        """From the projection to attention: qkv [T, (H + 2 G) D] -> q [T, H, D].
+        """From the projection to attention: qkv [T, (H + 2 G) D] -> q [T, H, D]. Of q alone [T, H D], nothing is
+        stored.
 
         With `norms`, q and k are normed, before they are rotated or after. Each pair of dimensions of each head of q
         and k is rotated by its angle (Su et al. 2021); dimensions from 2 r on are unchanged. k and v are written to the

@@ -209,10 +209,16 @@ class TritonOps(BaseOps):
         return rows.norm(x, norm, self.card)
 
     def add_norm(
-        self, x: Tensor, residual: Tensor, norm: Norm | None, before: Norm | None = None, scale: float = 1.0
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm | None,
+        before: Norm | None = None,
+        scale: float = 1.0,
+        gain: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `Ops.add_norm`."""
-        return rows.norm(x, norm, self.card, residual, before, scale), residual
+        return rows.norm(x, norm, self.card, residual, before, scale, gain), residual
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `Ops.silu_mul`."""
