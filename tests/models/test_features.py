@@ -66,6 +66,10 @@ WITHOUT: Mapping[str, Callable[[ModelSpec], ModelSpec]] = MappingProxyType(
         "cap of logits": lambda spec: replace(spec, logit_cap=0.0),
         "renormalisation": experts(normalize_weights=True),
         "shares as they are": experts(normalize_weights=False),
+        "sigmoid of shares": experts(sigmoid=False),
+        "groups of experts": experts(groups=1, used_groups=1),
+        "scale of shares": experts(scale=1.0),
+        "gains of experts": experts(gained=False),
         "an expert": lambda spec: replace(
             spec,
             experts=spec.experts

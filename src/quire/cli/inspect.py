@@ -172,9 +172,9 @@ def describe_ropes(ropes: Sequence[RopeConfig]) -> str:
 
 def describe_rope(rope: RopeConfig) -> str:
     """A rotary embedding in words."""
-    scaled = "" if rope.kind == "default" else f", {rope.kind} scaling by {rope.factor:g}"
+    scaled = "" if rope.kind in ("default", "proportional") else f", {rope.kind} scaling by {rope.factor:g}"
     neighbours = ", by neighbours" if rope.interleaved else ""
-    return f"base {rope.theta:,.0f} over {rope.dim} numbers of a head{neighbours}{scaled}"
+    return f"base {rope.theta:,.0f} over {int(rope.dim * rope.share)} numbers of a head{neighbours}{scaled}"
 
 
 def short(dtype: torch.dtype) -> str:

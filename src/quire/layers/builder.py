@@ -29,7 +29,7 @@ from quire.layers.basic import (
     Rotary,
 )
 from quire.layers.linear import ColumnParallelLinear, LMHead, ParallelGroup, RowParallelLinear, shard_of
-from quire.layers.moe import Experts, MoE, MoEConfig, SeparateExperts, StackedExperts
+from quire.layers.moe import Experts, MoE, MoEConfig, Router, SeparateExperts, SharedExpert, StackedExperts
 from quire.layers.quantization.base import Format, Matrix, MatrixPart, Plain, WeightSlot, WeightStorage, bias_slots
 from quire.layers.quantization.gguf import GgufFormat, Tables, no_table
 from quire.ops.base import ExpertBiases, Gate, Norm, Norms, Ops
@@ -42,25 +42,29 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 """The usual names of a layer's matrices and norms."""
 
 
-EACH_GATED = tuple(f"mlp.experts.#.{name}" for name in GATED)
-
-
 class ExpertNames(NamedTuple):
     """Names of a mixture's tensors in a layer.
 
     matrices: of gate, up and down, or of the one that holds gate and up, and of down; # stands for an expert's number,
     and without it one tensor holds the matrices of all experts. transposed: they are [in, out]. interleaved: rows of
-    gate and of up alternate.
+    gate and of up alternate. shared: of the shared expert's matrices, as `matrices`.
     """
 
     router: str = "mlp.gate"
-    matrices: Sequence[str] = EACH_GATED
+    matrices: Sequence[str] = ("mlp.experts.#.gate_proj", "mlp.experts.#.up_proj", "mlp.experts.#.down_proj")
     transposed: bool = False
     interleaved: bool = False
+    correction: str = "mlp.gate.e_score_correction_bias"
+    shared: Sequence[str] = (
+        "mlp.shared_experts.gate_proj",
+        "mlp.shared_experts.up_proj",
+        "mlp.shared_experts.down_proj",
+    )
+    shared_gate: str = "mlp.shared_expert_gate"
+    gains: str = ""
 
 
-EXPERT_NAMES = ExpertNames()
-"""The usual names."""
+USUAL_EXPERTS = ExpertNames()
 
 
 class ExpertStack(NamedTuple):
@@ -129,11 +133,15 @@ class ModelBuilder:
             experts.join()
         self.separate.clear()
 
-    def vector(self, name: str, size: int, *, mean: float = 0.0, std: float = 0.1, shift: float = 0.0) -> Tensor:
-        """A tensor [size], whole on every rank. shift: is added to the checkpoint's values, in float32."""
-        data = torch.empty(size, dtype=torch.float32 if shift else self.dtype, device=self.device)
+    def vector(
+        self, name: str, size: int, *, mean: float = 0.0, std: float = 0.1, shift: float = 0.0, exact: bool = False
+    ) -> Tensor:
+        """A tensor [size], whole on every rank. shift: is added to the checkpoint's values, in float32. exact: it is
+        float32, too, and may have dimensions of size 1 in the checkpoint."""
+        data = torch.empty(size, dtype=torch.float32 if shift or exact else self.dtype, device=self.device)
+        cut = (slice(0, size),)
         self._add_slot(
-            WeightSlot(self.prefix + name, (size,), (slice(0, size),), data, mean=mean, std=std, shift=shift)
+            WeightSlot(self.prefix + name, (size,), cut, data, mean=mean, std=std, shift=shift, ignore_unit_dims=exact)
         )
         return data
 
@@ -146,9 +154,9 @@ class ModelBuilder:
         weight = self.vector(f"{name}.weight", size, mean=1.0, shift=shift)
         return Norm(weight, eps, self.vector(f"{name}.bias", size) if bias else None, centred=True)
 
-    def norm_layer(self, norm: Norm | None, scale: float = 1.0) -> NormLayer:
+    def norm_layer(self, norm: Norm | None, scale: float = 1.0, gain: Tensor | None = None) -> NormLayer:
         """See `NormLayer`."""
-        return NormLayer(norm, self.ops, scale)
+        return NormLayer(norm, self.ops, scale, gain)
 
     def embedding(self, name: str, count: int, hidden: int, *, scale: float = 1.0) -> AnyEmbedding:
         """A table [count, hidden]; its random init gives logits of standard deviation 1 when it is the head, too."""
@@ -243,12 +251,12 @@ class ModelBuilder:
     ) -> Attention:
         """heads: of the whole model; this rank's share is taken here.
 
-        names: of the checkpoint's q, k and v, or the one that holds all three. norms: of q and k, if any. sinks: name
-        of the heads' sinks, see `Ops.attention`; empty for none.
+        names: of the checkpoint's q, k and v, or the one that holds all three; of q alone, without K/V heads. norms: of
+        q and k, if any. sinks: name of the heads' sinks, see `Ops.attention`; empty for none.
         """
         size = self.parallel.size
         own = replace(heads, count=heads.count // size, kv=max(1, heads.kv // size))
-        outputs = ((heads.count, heads.dim), (heads.kv, heads.dim), (heads.kv, heads.dim))
+        outputs = [(heads.count, heads.dim)] + [(heads.kv, heads.dim)] * (2 if heads.kv else 0)
         qkv = self.column_parallel(names, hidden, outputs, bias=bias, transposed=transposed)
         back = self.row_parallel(out, (heads.count, heads.dim), hidden, bias=out_bias, transposed=transposed)
         return Attention(qkv, back, own, self.ops, norms, self.sinks(sinks, heads.count) if sinks else None)
@@ -275,21 +283,25 @@ class ModelBuilder:
         mixture: MoEConfig,
         activation: str,
         *,
-        names: ExpertNames = EXPERT_NAMES,
+        names: ExpertNames = USUAL_EXPERTS,
+        bias: bool = False,
     ) -> MoE:
-        """A router and experts. Those of a GGUF file that differ in type are dequantized."""
-        act, width, biased, across = activation_of(activation, GATES), mixture.width, mixture.biased, names.transposed
-        cut, whole = shard_of(width, self.parallel, "expert width"), slice(0, hidden)
+        """A router and experts, and the expert that all tokens share. bias: of the shared expert's matrices. Experts of
+        a GGUF file that differ in type are dequantized."""
+        act, biased, across = activation_of(activation, GATES), mixture.biased, names.transposed
+        cut, whole = shard_of(mixture.width, self.parallel, "expert width"), slice(0, hidden)
         *rising, falling = (
             [self._matrix_name(name, e, names) for e in range(mixture.num_experts)] for name in names.matrices
         )
-        if len(rising) == 1:
-            second = slice(width + cut.start, width + cut.stop)
-            rises = [tuple(MatrixPart(n, 2 * width, kept) for kept in (cut, second)) for n in rising[0]]
-        else:
-            rises = [tuple(MatrixPart(n, width, cut) for n in pair) for pair in zip(*rising, strict=True)]
+        # Where one matrix holds gate and up, up begins after the rows of gate.
+        both = len(rising) == 1
+        rows = 2 * mixture.width if both else mixture.width
+        up = slice(mixture.width + cut.start, mixture.width + cut.stop) if both else cut
+        rises = [
+            (MatrixPart(gate, rows, cut), MatrixPart(other, rows, up))
+            for gate, other in zip(rising[0], rising[-1], strict=True)
+        ]
         falls = [(MatrixPart(n, hidden, whole),) for n in falling]
-        router = self.router(names.router, hidden, mixture.num_experts, bias=biased)
         experts: Experts
         first = self.parallel.rank == 0
         build, format = copy(self), self.format
@@ -297,14 +309,24 @@ class ModelBuilder:
             build.format = format.plain
         if build.format is Plain:
             rise, rise_bias = self._stacked(rises, hidden, whole, names, biased)
-            fall, fall_bias = self._stacked(falls, width, cut, names, biased, own_bias=first)
+            fall, fall_bias = self._stacked(falls, mixture.width, cut, names, biased, own_bias=first)
             experts = StackedExperts(rise, fall, act, self.ops, ExpertBiases(rise_bias, fall_bias))
         else:
             gate_ups = [build._store(parts, hidden, whole, bias=biased, transposed=across) for parts in rises]
-            downs = [build._store(parts, width, cut, bias=biased, own_bias=first, transposed=across) for parts in falls]
+            downs = [
+                build._store(parts, mixture.width, cut, bias=biased, own_bias=first, transposed=across)
+                for parts in falls
+            ]
             experts = SeparateExperts(gate_ups, downs, act, self.ops)
             self.separate.append(experts)
-        return MoE(router, experts, mixture, self.parallel, self.ops)
+        correction = self.vector(names.correction, mixture.num_experts, exact=True) if mixture.corrected else None
+        gains = self.vector(names.gains, mixture.num_experts, mean=1.0, exact=True) if mixture.gained else None
+        router = Router(self.router(names.router, hidden, mixture.num_experts, bias=biased), correction, gains)
+        shared = None
+        if mixture.shared:
+            mlp = self.gated_mlp(hidden, mixture.shared, activation, bias=bias, names=names.shared)
+            shared = SharedExpert(mlp, self.router(names.shared_gate, hidden, 1) if mixture.gated_shared else None)
+        return MoE(router, experts, mixture, self.parallel, self.ops, shared)
 
     def _matrix_name(self, name: str, expert: int, names: ExpertNames) -> str:
         """The name of an expert's matrix; one without # is noted as that of a tensor for all experts."""

@@ -6,9 +6,9 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from quire.errors import InvalidModel
-from quire.layers.builder import ExpertNames, ModelBuilder
+from quire.layers.builder import ExpertNames
 from quire.layers.moe import MoEConfig
-from quire.models.llama import Llama, MLPFunction
+from quire.models.llama import Llama
 from quire.models.spec import Config, ModelSpec, read_decoder, read_windows
 from quire.ops.base import CLAMP_ALPHA, CLAMP_LIMIT
 
@@ -24,6 +24,7 @@ class GptOss(Llama):
 
     architectures = MappingProxyType({"GptOssForCausalLM": "gpt_oss"})
     sinks = "sinks"
+    expert_names = NAMES
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
@@ -41,8 +42,3 @@ class GptOss(Llama):
         )
         windows = read_windows(config, spec.layers, every=2)
         return replace(spec, windows=windows, experts=experts.checked(), activation="clamped")
-
-    def make_mlp(self, build: ModelBuilder, index: int) -> MLPFunction:
-        """The experts of layer `index`."""
-        assert self.spec.experts is not None
-        return build.experts(self.spec.hidden, self.spec.experts, self.spec.activation, names=NAMES)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.layers.basic import Attention, Heads, NormLayer
-from quire.layers.builder import GATED, QK_NORMS, QKV, ModelBuilder
+from quire.layers.builder import GATED, QK_NORMS, QKV, ExpertNames, ModelBuilder
 from quire.models.spec import Config, ModelSpec, read_decoder
 from quire.ops.base import Angles, Norm, Norms
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
@@ -76,6 +76,7 @@ class Llama:
     qk_norms: ClassVar[Sequence[str]] = QK_NORMS
     mlp_names: ClassVar[Sequence[str]] = GATED
     sinks: ClassVar[str] = ""
+    expert_names: ClassVar[ExpertNames] = ExpertNames()
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         self.spec = spec
@@ -144,8 +145,12 @@ class Llama:
         return Norms(q, k, after_rope=spec.qk_norm == "after_rope")
 
     def make_mlp(self, build: ModelBuilder, index: int) -> MLPFunction:
-        """The MLP of layer `index`."""
+        """The MLP of layer `index`, or its experts."""
         spec, scope = self.spec, build.scope("mlp")
+        if spec.experts is not None and index not in spec.experts.dense_layers:
+            return build.experts(
+                spec.hidden, spec.experts, spec.activation, names=self.expert_names, bias=spec.mlp_bias
+            )
         return scope.gated_mlp(spec.hidden, spec.mlp, spec.activation, bias=spec.mlp_bias, names=self.mlp_names)
 
     def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
@@ -90,7 +91,10 @@ def parameters(spec: ModelSpec) -> int:
         ops=ReferenceOps(), parallel=ParallelGroup(), dtype=torch.bfloat16, device=torch.device("meta")
     )
     build_model(spec, build)
-    return sum(slot.target.numel() for slots in build.slots.values() for slot in slots)
+    # A tensor that fills two places, as k that is v, too, counts once.
+    return sum(
+        min(sum(slot.target.numel() for slot in slots), math.prod(slots[0].shape)) for slots in build.slots.values()
+    )
 
 
 def active_parameters(spec: ModelSpec) -> int:

@@ -52,16 +52,36 @@ class Norm(NamedTuple):
 class Norms(NamedTuple):
     """RMS norms of q and of k: with weights [D] head by head, with weights [H D] and [G D] all heads at once.
 
-    after_rope: the normed heads are the rotated ones; head by head only.
+    after_rope: the normed heads are the rotated ones; head by head only. v_eps: that of v's heads, whose RMS norm has
+    no weight and goes with norms head by head before rotation; None: v is not normed.
     """
 
     q: Norm
     k: Norm
     after_rope: bool = False
+    v_eps: float | None = None
+
+
+class TopK(NamedTuple):
+    """How a router's logits become experts and weights: each token uses the `used` experts of the largest scores.
+
+    Scores are a float32 softmax over all experts, or with `sigmoid` the sigmoid of each logit. normalize: a token's
+    weights are divided by their sum, or by `floor` where that is larger. groups: of as many neighbouring experts each,
+    of which only those of the `used_groups` best groups may be used; a group is as good as its two best experts
+    together (DeepSeek-AI 2024). scale: what weights are multiplied by in the end.
+    """
+
+    used: int
+    normalize: bool
+    sigmoid: bool = False
+    groups: int = 1
+    used_groups: int = 1
+    scale: float = 1.0
+    floor: float = 1e-20
 
 
 class Routing(NamedTuple):
-    """Which experts each token uses, the heaviest first, int32 [T, K], and their weights, float32 [T, K]. Expert -1
+    """Which experts each token uses, the best first, int32 [T, K], and their weights, float32 [T, K]. Expert -1
     with weight 0: none."""
 
     experts: Tensor
@@ -251,20 +271,18 @@ class Ops(Protocol):
         """made [T, K, n], weights [T, K] float32 -> [T, n]: for each token the sum of its experts' outputs times their
         weights."""
 
-    def select_experts(self, logits: Tensor, used: int, *, normalize: bool) -> Routing:
-        """logits [T, E] -> for each token the `used` experts of the largest logits, and their weights: a float32
-        softmax over all experts.
+    def select_experts(self, logits: Tensor, how: TopK, correction: Tensor | None = None) -> Routing:
+        """logits [T, E] -> for each token its experts and their weights, as `how` says.
 
-        normalize: a token's weights are scaled to sum to 1.
+        correction: float32 [E], added to the scores by which experts are chosen, and not to weights (Wang et al. 2024).
         """
 
     def route(
         self,
         x: Tensor,
         weight: Tensor,
-        used: int,
-        *,
-        normalize: bool,
+        how: TopK,
+        correction: Tensor | None = None,
         batch: RaggedBatch | None = None,
         bias: Tensor | None = None,
     ) -> Routing:
@@ -296,15 +314,25 @@ class Ops(Protocol):
     ) -> Tensor:
         """As `experts`, with quantized matrices."""
 
+    def add_shared(self, routed: Tensor, shared: Tensor, logits: Tensor | None) -> Tensor:
+        """routed + shared [T, n], which is first multiplied by the sigmoid of logits [T, 1], where there are any."""
+
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """x normed over its last dimension."""
 
     def add_norm(
-        self, x: Tensor, residual: Tensor, norm: Norm | None, before: Norm | None = None, scale: float = 1.0
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm | None,
+        before: Norm | None = None,
+        scale: float = 1.0,
+        gain: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(norm of the sum, sum) of residual and x, which is first normed by `before` and multiplied by `scale`.
 
-        `residual` may be overwritten by the sum. Without a norm both results are the sum.
+        gain: a tensor of one number that the sum is multiplied by. `residual` may be overwritten by the sum. Without a
+        norm both results are the sum.
         """
 
     def apply_gate(self, y: Tensor, gate: Gate) -> Tensor:
@@ -333,7 +361,8 @@ class Ops(Protocol):
     def qk_norm_rope_store_kv(
         self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
     ) -> Tensor:
-        """From the projection to attention: qkv [T, (H + 2 G) D] -> q [T, H, D].
+        """From the projection to attention: qkv [T, (H + 2 G) D] -> q [T, H, D]. Of q alone [T, H D], nothing is
+        stored.
 
         With `norms`, q and k are normed, before they are rotated or after. Each pair of dimensions of each head of q
         and k is rotated by its angle (Su et al. 2021); dimensions from 2 r on are unchanged. k and v are written to the

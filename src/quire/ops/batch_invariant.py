@@ -88,9 +88,9 @@ class BatchInvariantOps(ReferenceOps):
         """See `Ops.combine_experts`."""
         return combine_experts_in_order(made, weights)
 
-    def normalize(self, weights: Tensor) -> Tensor:
+    def normalize(self, weights: Tensor, floor: float = 0.0) -> Tensor:
         """Add up a row's weights in order."""
-        return weights / in_order(weights.unbind(1))[:, None]
+        return weights / in_order(weights.unbind(1))[:, None].clamp(min=floor)
 
     def attend(self, q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, i: int, how: Scores) -> Tensor:
         """See `ReferenceOps.attend`."""

@@ -27,6 +27,7 @@ from quire.ops.base import (
     MixedMatrix,
     QuantizedMatrix,
     Routing,
+    TopK,
 )
 from quire.ops.integer import dequantize_integers
 from quire.ops.matmul import by_expert, combine_experts, through_experts
@@ -85,6 +86,16 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     return (exact / scale).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scale
 
 
+def in_best_groups(scores: Tensor, how: TopK) -> Tensor:
+    """scores [T, E], -inf for experts outside the best groups, see `TopK`."""
+    if how.groups == 1:
+        return scores
+    grouped = scores.view(len(scores), how.groups, -1)
+    best = grouped.topk(2, dim=-1).values.sum(-1).topk(how.used_groups, dim=-1).indices
+    outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, value=False)
+    return grouped.masked_fill(outside[..., None], float("-inf")).view(scores.shape)
+
+
 LEAST = 32
 """Rows that a card's library wants for products of integers, at least."""
 
@@ -128,27 +139,35 @@ class BaseOps(ABC):
         """See `Ops.combine_experts`."""
         return combine_experts(made, weights)
 
-    def normalize(self, weights: Tensor) -> Tensor:
-        """weights [T, K], each row scaled to sum to 1."""
-        return weights / weights.sum(-1, keepdim=True)
+    def normalize(self, weights: Tensor, floor: float = 0.0) -> Tensor:
+        """weights [T, K], each row divided by its sum, or by `floor` where that is larger."""
+        return weights / weights.sum(-1, keepdim=True).clamp(min=floor)
 
-    def select_experts(self, logits: Tensor, used: int, *, normalize: bool) -> Routing:
+    def select_experts(self, logits: Tensor, how: TopK, correction: Tensor | None = None) -> Routing:
         """See `Ops.select_experts`."""
-        weights, experts = logits.float().softmax(-1).topk(used, dim=-1)
-        return Routing(experts.int(), self.normalize(weights) if normalize else weights)
+        scores = logits.float().sigmoid() if how.sigmoid else logits.float().softmax(-1)
+        ranked = in_best_groups(scores if correction is None else scores + correction, how)
+        experts = ranked.topk(how.used, dim=-1).indices
+        weights = scores.gather(-1, experts)
+        if how.normalize:
+            weights = self.normalize(weights, how.floor)
+        return Routing(experts.int(), weights * how.scale)
 
     def route(
         self,
         x: Tensor,
         weight: Tensor,
-        used: int,
-        *,
-        normalize: bool,
+        how: TopK,
+        correction: Tensor | None = None,
         batch: RaggedBatch | None = None,
         bias: Tensor | None = None,
     ) -> Routing:
         """See `Ops.route`."""
-        return self.select_experts(self.linear(x, weight, bias), used, normalize=normalize)
+        return self.select_experts(self.linear(x, weight, bias), how, correction)
+
+    def add_shared(self, routed: Tensor, shared: Tensor, logits: Tensor | None) -> Tensor:
+        """See `Ops.add_shared`."""
+        return routed + (shared if logits is None else shared * logits.sigmoid())
 
     def experts(
         self,

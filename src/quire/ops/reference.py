@@ -60,10 +60,18 @@ class ReferenceOps(BaseOps):
         return torch.rms_norm(x, weight.shape, weight, eps)
 
     def add_norm(
-        self, x: Tensor, residual: Tensor, norm: Norm | None, before: Norm | None = None, scale: float = 1.0
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm | None,
+        before: Norm | None = None,
+        scale: float = 1.0,
+        gain: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `Ops.add_norm`."""
         total = residual.add_(self.norm(x, before) if before else x, alpha=scale)
+        if gain is not None:
+            total = total.mul_(gain)
         return self.norm(total, norm) if norm else total, total
 
     def angles(self, positions: Tensor, frequencies: Tensor, gain: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -75,22 +83,26 @@ class ReferenceOps(BaseOps):
         self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
     ) -> Tensor:
         """See `Ops.qk_norm_rope_store_kv`."""
-        groups, dim = kv.k.shape[1], kv.k.shape[3]
+        dim = kv.k.shape[3]
+        groups = (qkv.shape[-1] // dim - heads) // 2
         q, k, v = torch.split(qkv, [heads * dim, groups * dim, groups * dim], -1)
-        q, k, v = q.view(-1, heads, dim), k.view(-1, groups, dim), v.view(-1, groups, dim)
+        q, k, v = q.view(len(q), heads, dim), k.view(len(k), groups, dim), v.view(len(v), groups, dim)
         if norms and not norms.after_rope:
             q, k = self.norm_heads(q, norms.q), self.norm_heads(k, norms.k)
+        if norms and norms.v_eps is not None:
+            v = self.norm_heads(v, Norm(v.new_ones(dim), norms.v_eps))
         q, k = self.rope(q, k, angles)
         if norms and norms.after_rope:
             q, k = self.norm_heads(q, norms.q), self.norm_heads(k, norms.k)
         if angles.query_gain is not None:
             q = (q * angles.query_gain[:, None, None]).to(q.dtype)
-        self.write_kv(kv, k, v, batch)
+        if groups:
+            self.write_kv(kv, k, v, batch)
         return q
 
     def norm_heads(self, x: Tensor, norm: Norm) -> Tensor:
         """x [T, heads, D] normed as its weight is long: head by head or all heads at once."""
-        return self.norm(x.reshape(len(x), -1, len(norm.weight)), norm).view(x.shape)
+        return self.norm(x.reshape(len(x), x[0].numel() // len(norm.weight), len(norm.weight)), norm).view(x.shape)
 
     def rope(self, q: Tensor, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """Rotate q [T, H, D] and k [T, G, D]."""

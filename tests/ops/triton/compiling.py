@@ -29,7 +29,7 @@ from quire.model_runner.device_steps import SCORE_WIDTH
 from quire.model_runner.row_state import RowState
 from quire.model_runner.sampling.features import COLUMNS
 from quire.model_runner.triton_steps import ForcedSteps
-from quire.ops.base import Angles, ExpertBiases, IntegerKind, IntegerMatrix, Norm, Norms, QuantizedMatrix, Routing
+from quire.ops.base import Angles, ExpertBiases, IntegerKind, IntegerMatrix, Norm, Norms, QuantizedMatrix, Routing, TopK
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton.launch import HOPPER, DeviceInfo
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
@@ -174,7 +174,10 @@ def mixture(
 ) -> None:
     x = halves(tokens, hidden, dtype=dtype)
     gate_up, down = halves(1, 2 * width, hidden, dtype=dtype), halves(1, hidden, width, dtype=dtype)
-    routing = ops.route(x, halves(count, hidden, dtype=dtype), used, normalize=True)
+    for choice in (TopK(used, True), TopK(used, True, sigmoid=True, groups=count // 4, used_groups=2)):
+        routing = ops.route(x, halves(count, hidden, dtype=dtype), choice)
+    for logits in (None, halves(tokens, 1, dtype=dtype)):
+        ops.add_shared(x, x, logits)
     ops.experts(x, routing, gate_up.expand(count, -1, -1), down.expand(count, -1, -1), "silu")
 
 
@@ -196,7 +199,7 @@ def gpt_oss(ops: TritonOps) -> None:
     biases = ExpertBiases(halves(count, 2 * hidden), halves(count, hidden))
     for tokens in (1, 5, 16, 64, 300, 1000):
         x = halves(tokens, hidden)
-        routing = ops.route(x, halves(count, hidden), 4, normalize=True, bias=halves(count))
+        routing = ops.route(x, halves(count, hidden), TopK(4, True), bias=halves(count))
         ops.quantized_experts(x, routing, gate_up, down, "clamped", biases)
         plain = (halves(1, rows, hidden).expand(count, -1, -1) for rows in (2 * hidden, hidden))
         ops.experts(x, routing, *plain, "clamped", biases)

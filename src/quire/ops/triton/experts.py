@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.ops.base import NO_BIASES, ExpertBiases, ExpertMatrices, Gate, IntegerMatrix, QuantizedMatrix, Routing
+from quire.ops.base import NO_BIASES, ExpertBiases, ExpertMatrices, Gate, IntegerMatrix, QuantizedMatrix, Routing, TopK
 from quire.ops.ragged import RaggedBatch
 from quire.ops.triton.gemv import GemmConfig, lines, numbers, two
 from quire.ops.triton.launch import HOPPER, DeviceInfo, block, kernel, release, wait
@@ -41,55 +41,101 @@ UNSCALED, BY_ROW, BY_BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def choose(
-    logits, bias, experts, weights, places, null, r, inside, count,
-    USED: tl.constexpr, NORMALIZE: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr, ALL: tl.constexpr,
-):  # fmt: skip
-    """The USED largest of each row's logits, ties by the lower number, and their softmax weights. PADDED: rows whose
-    place is below `null` get expert -1 and weight 0.
+def finite_only(logits):
+    """NaN and infinity as the largest number."""
+    return tl.where(logits < float("inf"), logits, 3.4e38)
 
-    A logit's key is an integer that is ordered as the logits are. NaN and infinity are the largest, so that every
-    choice is an expert's number, and make all weights NaN.
+
+@triton.jit
+def score_of(logits, top, SIGMOID: tl.constexpr):
+    """Scores, see `TopK`; those of a softmax are not divided by their sum yet, and `top` is the largest logit."""
+    if SIGMOID:
+        return 1.0 / (1.0 + tl.exp(-tl.maximum(logits, -80.0)))
+    else:
+        return tl.exp(tl.minimum(logits - top, 0.0))
+
+
+@triton.jit
+def in_best_groups(scores, e, count, GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, ALL: tl.constexpr):
+    """scores [rows, ALL], very small for experts outside the best groups, see `TopK`. Of equal groups the first."""
+    own = e // (count // GROUPS)
+    rank = tl.full(scores.shape, -3.4e38, tl.float32)
+    for g in tl.static_range(GROUPS):
+        here = tl.where(own == g, scores, -1e30)
+        best = tl.max(here, 1)
+        first = tl.min(tl.where(here == best[:, None], e, ALL), 1)
+        second = tl.max(tl.where(e == first[:, None], -1e30, here), 1)
+        rank = tl.where(own == g, (best + second)[:, None], rank)
+    kept = tl.zeros(scores.shape, tl.int1)
+    for _ in tl.static_range(USED_GROUPS):
+        left = tl.where(kept | (e >= count), -3.4e38, rank)
+        first = tl.min(tl.where(left == tl.max(left, 1)[:, None], e, ALL), 1)
+        kept |= own == first[:, None] // (count // GROUPS)
+    return tl.where(kept, scores, -1e30)
+
+
+@triton.jit
+def choose(
+    logits, bias, correction, experts, weights, places, null, r, inside, count, scale, floor,
+    USED: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, CORRECTED: tl.constexpr,
+    GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, PADDED: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    """`select_experts` of rows of logits, ties by the lower number. PADDED: rows whose place is below `null` get expert
+    -1 and weight 0.
+
+    A score's key is an integer that is ordered as the scores are; without CORRECTED, logits are in that order, too. NaN
+    and infinity are the largest, so that every choice is an expert's number, and make all weights NaN.
     """
     e = tl.arange(0, ALL)[None, :]
     held = inside[:, None] & (e < count)
-    place = r.to(tl.int64)[:, None]
-    value = tl.load(logits + place * count + e, mask=held, other=0.0, cache_modifier=".cg")
+    row = logits + r.to(tl.int64) * count
+    value = tl.load(row[:, None] + e, mask=held, other=0.0, cache_modifier=".cg")
     if BIAS:
         value += tl.load(bias + e, mask=e < count, other=0.0).to(tl.float32)
-    finite = value < float("inf")
-    broken = tl.sum(tl.where(finite, 0.0, float("nan")), 1)
-    value = tl.where(finite, value, 3.4e38)
+    broken = tl.sum(tl.where(value < float("inf"), 0.0, float("nan")), 1)
+    value = finite_only(value)
+    top = tl.max(tl.where(e < count, value, -3.4e38), 1)
+    total = tl.full([inside.shape[0]], 1.0, tl.float32)
+    if not SIGMOID:
+        total = tl.sum(tl.where(e < count, score_of(value, top[:, None], SIGMOID), 0.0), 1)
+    if CORRECTED:
+        value = score_of(value, top[:, None], SIGMOID) / total[:, None]
+        value += tl.load(correction + e, mask=e < count, other=0.0)
+        if GROUPS > 1:
+            value = in_best_groups(value, e, count, GROUPS, USED_GROUPS, ALL)
     bits = value.to(tl.int32, bitcast=True)
     key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (ALL - 1 - e)
     key = tl.where(e < count, key, LEAST)
-    top = tl.max(tl.where(e < count, value, -3.4e38), 1)
-    total = tl.sum(tl.where(e < count, tl.exp(tl.minimum(value - top[:, None], 0.0)), 0.0), 1)
     shares = ()
     real = inside
     if PADDED:
         real = tl.load(places + r, mask=inside, other=0) >= null
+    least = total * floor
     for u in tl.static_range(USED):
         best = tl.max(key, 1)
         chosen = ALL - 1 - (best & 0x7FFFFFFF).to(tl.int32)
         tl.store(experts + r * USED + u, tl.where(real, chosen, -1), mask=inside)
         high = (best >> 32).to(tl.int32)
-        share = tl.exp((high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True) - top)
+        logit = (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        if CORRECTED:
+            logit = finite_only(tl.load(row + chosen, mask=inside, other=0.0, cache_modifier=".cg"))
+        share = score_of(logit, top, SIGMOID)
         if NORMALIZE:
             total = share if u == 0 else total + share
         shares += (share,)  # type: ignore[assignment]
         key = tl.where(key == best[:, None], LEAST, key)
+    total = tl.maximum(total, least) / scale
     for u in tl.static_range(USED):
         tl.store(weights + r * USED + u, tl.where(real, shares[u] / total + broken, 0.0), mask=inside)
 
 
 @kernel(do_not_specialize=["rows"])
 def route_kernel(
-    x, weight, bias, logits, experts, weights, places, arrived, null, rows, count, hidden,
-    USED: tl.constexpr, NORMALIZE: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr,
-    WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr,
-    APART: tl.constexpr, ALL: tl.constexpr, SOME: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    x, weight, bias, correction, logits, experts, weights, places, arrived, null, rows, count, hidden, scale, floor,
+    USED: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, CORRECTED: tl.constexpr,
+    GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr, APART: tl.constexpr,
+    ALL: tl.constexpr, SOME: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """float32 logits of BLOCK_E experts for ROWS rows, without their bias; the last program of these rows then
     chooses their experts.
@@ -133,8 +179,9 @@ def route_kernel(
         for first in range(0, ROWS, SOME):
             some = tl.program_id(0) * ROWS + first + tl.arange(0, SOME)
             choose(
-                logits, bias, experts, weights, places, null, some, some < rows, count, USED, NORMALIZE, BIAS, PADDED,
-                ALL)  # fmt: skip
+                logits, bias, correction, experts, weights, places, null, some, some < rows, count, scale, floor, USED,
+                NORMALIZE, SIGMOID, BIAS, CORRECTED, GROUPS, USED_GROUPS, PADDED, ALL,
+            )  # fmt: skip
 
 
 @kernel(do_not_specialize=["slots"])
@@ -584,12 +631,11 @@ FIXED_ROUTER = GemmConfig(16, 32, 128, 4, 3)
 def route(
     x: Tensor,
     weight: Tensor,
-    used: int,
+    choice: TopK,
     how: GemmConfig,
     card: DeviceInfo,
     arrived: Tensor,
-    *,
-    normalize: bool,
+    correction: Tensor | None = None,
     batch: RaggedBatch | None = None,
     bias: Tensor | None = None,
 ) -> Routing:
@@ -597,15 +643,19 @@ def route(
     x = x.contiguous()
     (tokens, hidden), count = x.shape, len(weight)
     logits = x.new_empty(tokens, count, dtype=torch.float32)
-    experts, weights = x.new_empty(tokens, used, dtype=torch.int32), logits.new_empty(tokens, used)
+    experts, weights = x.new_empty(tokens, choice.used, dtype=torch.int32), logits.new_empty(tokens, choice.used)
+    if correction is None and choice.groups > 1:
+        correction = logits.new_zeros(count)
     how = how.fitted(card, weight.element_size(), x.element_size())
     times = triton.cdiv(hidden, how.inputs)
     route_kernel[(triton.cdiv(tokens, how.rows), triton.cdiv(count, how.outputs))](
-        *(x, weight, x if bias is None else bias, logits, experts, weights),
+        *(x, weight, x if bias is None else bias, weight if correction is None else correction, logits, experts,
+        weights),
         *(experts if batch is None else batch.slots, arrived),
-        *(0 if batch is None else batch.page_size, tokens, count, hidden),
-        USED=used, NORMALIZE=normalize, BIAS=bias is not None, PADDED=batch is not None,
-        EVEN=hidden % how.inputs == 0, WHOLE=count % how.outputs == 0, ROWS=how.rows,
+        *(0 if batch is None else batch.page_size, tokens, count, hidden, choice.scale, choice.floor),
+        USED=choice.used, NORMALIZE=choice.normalize, SIGMOID=choice.sigmoid, BIAS=bias is not None,
+        CORRECTED=correction is not None, GROUPS=choice.groups, USED_GROUPS=choice.used_groups,
+        PADDED=batch is not None, EVEN=hidden % how.inputs == 0, WHOLE=count % how.outputs == 0, ROWS=how.rows,
         BLOCK_E=how.outputs, BLOCK_K=how.inputs, TIMES=1 if how.stages else times, APART=apart(how),
         ALL=block(count), SOME=min(how.rows, max(1, 2048 // block(count))), STAGES=how.stages,
         PRECISION=card.precision, DEPENDENT=card.dependent, num_warps=how.warps, **card.options,

@@ -27,6 +27,7 @@ from quire.ops.base import (
     Norms,
     QuantizedMatrix,
     Routing,
+    TopK,
 )
 from quire.ops.cublaslt import CublasLt
 from quire.ops.gemm import GemmAutotuner, on_the_card
@@ -87,15 +88,18 @@ class TritonOps(BaseOps):
         self,
         x: Tensor,
         weight: Tensor,
-        used: int,
-        *,
-        normalize: bool,
+        how: TopK,
+        correction: Tensor | None = None,
         batch: RaggedBatch | None = None,
         bias: Tensor | None = None,
     ) -> Routing:
         """See `Ops.route`."""
-        how = self.router_config(len(x), weight)
-        return mixture.route(x, weight, used, how, self.card, self.arrived, normalize=normalize, batch=batch, bias=bias)
+        tiles = self.router_config(len(x), weight)
+        return mixture.route(x, weight, how, tiles, self.card, self.arrived, correction, batch, bias)
+
+    def add_shared(self, routed: Tensor, shared: Tensor, logits: Tensor | None) -> Tensor:
+        """See `Ops.add_shared`."""
+        return rows.add_shared(routed, shared, logits, self.card)
 
     def router_config(self, tokens: int, weight: Tensor) -> GemmConfig:
         """How the product of a router [E, in] is tiled."""
@@ -223,10 +227,16 @@ class TritonOps(BaseOps):
         return rows.norm(x, norm, self.card)
 
     def add_norm(
-        self, x: Tensor, residual: Tensor, norm: Norm | None, before: Norm | None = None, scale: float = 1.0
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm | None,
+        before: Norm | None = None,
+        scale: float = 1.0,
+        gain: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `Ops.add_norm`."""
-        return rows.norm(x, norm, self.card, residual, before, scale), residual
+        return rows.norm(x, norm, self.card, residual, before, scale, gain), residual
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `Ops.silu_mul`."""
@@ -302,9 +312,9 @@ class BatchInvariantTritonOps(TritonOps):
         """See `Ops.combine_experts`."""
         return combine_experts_in_order(made, weights)
 
-    def normalize(self, weights: Tensor) -> Tensor:
+    def normalize(self, weights: Tensor, floor: float = 0.0) -> Tensor:
         """Add up a row's weights in order."""
-        return weights / in_order(weights.unbind(1))[:, None]
+        return weights / in_order(weights.unbind(1))[:, None].clamp(min=floor)
 
     def router_config(self, tokens: int, weight: Tensor) -> GemmConfig:
         """The same for any number of tokens."""
