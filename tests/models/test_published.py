@@ -69,6 +69,13 @@ EXAONE_ROPE = {
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 THREE_OF_FOUR = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
 
+LLAMA4_ROPE = {
+    "rope_type": "llama3",
+    "factor": 16.0,
+    "high_freq_factor": 1.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}
 FIVE_OF_SIX = ["sliding_attention"] * 5 + ["full_attention"]
 GEMMA4_ROPE = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
@@ -201,6 +208,19 @@ PUBLISHED: Mapping[str, tuple[float, dict[str, Any]]] = MappingProxyType(
             "Ernie4_5_MoeForCausalLM", 8192, 28672, 54, (64, 8), 103424, 131072, rope_theta=500000, use_bias=False,
             moe_num_experts=64, moe_k=8, moe_intermediate_size=3584, moe_num_shared_experts=0, moe_layer_interval=1,
             moe_layer_start_index=3, moe_layer_end_index=53, **UNTIED)),
+        "meta-llama/Llama-4-Scout-17B-16E-Instruct": (107.8e9, {
+            "architectures": ["Llama4ForConditionalGeneration"],
+            "text_config": config(
+                "", 5120, 8192, 48, (40, 8), 202048, 10485760, head_dim=128, intermediate_size_mlp=16384,
+                num_local_experts=16, num_experts_per_tok=1, interleave_moe_layer_step=1, use_qk_norm=True,
+                attention_chunk_size=8192, no_rope_layers=[1, 1, 1, 0] * 12, rope_theta=500000.0,
+                rope_scaling=LLAMA4_ROPE, **UNTIED)}),
+        "meta-llama/Llama-4-Maverick-17B-128E-Instruct": (400.7e9, {
+            "architectures": ["Llama4ForConditionalGeneration"],
+            "text_config": config(
+                "", 5120, 8192, 48, (40, 8), 202048, 1048576, head_dim=128, intermediate_size_mlp=16384,
+                num_local_experts=128, num_experts_per_tok=1, interleave_moe_layer_step=2, use_qk_norm=False,
+                attention_chunk_size=8192, no_rope_layers=[1, 1, 1, 0] * 12, rope_theta=500000.0, **UNTIED)}),
         "google/gemma-4-E2B-it": (4.63e9, gemma4(
             1536, 6144, 35, (8, 1), layer_types=[*THREE_OF_FOUR[:1], *THREE_OF_FOUR] * 7, sliding_window=512,
             hidden_size_per_layer_input=256, num_kv_shared_layers=20, use_double_wide_mlp=True)),
@@ -242,6 +262,8 @@ ACTIVE = MappingProxyType(
         "baidu/ERNIE-4.5-21B-A3B-PT": 3e9,
         "baidu/ERNIE-4.5-300B-A47B-PT": 47e9,
         "google/gemma-4-26B-A4B-it": 3.8e9,
+        "meta-llama/Llama-4-Scout-17B-16E-Instruct": 17e9,
+        "meta-llama/Llama-4-Maverick-17B-128E-Instruct": 17e9,
     }
 )
 """What publishers say that a token uses: some do not count embeddings, which are up to an eighth."""
