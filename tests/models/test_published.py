@@ -14,8 +14,9 @@ import torch
 from quire.cli.inspect import amount, read_facts, shapes
 from quire.cli.plan import plan_lines
 from quire.config import Settings
-from quire.models.registry import ARCHITECTURES, active_parameters, parameters, read_spec
+from quire.models.registry import ARCHITECTURES, idle_parameters, parameters, read_spec
 from quire.models.spec import ModelSpec
+from quire.ops.base import TopK
 from quire.types import UNLIMITED
 
 
@@ -243,12 +244,6 @@ def spec(name: str) -> ModelSpec:
     return read_spec(PUBLISHED[name][1])
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_the_parameters_of_a_published_model_add_up(name: str) -> None:
-    count, _ = PUBLISHED[name]
-    assert parameters(spec(name)) == pytest.approx(count, rel=0.005)
-
-
 ACTIVE = MappingProxyType(
     {
         "Qwen/Qwen1.5-MoE-A2.7B": 2.7e9,
@@ -269,9 +264,13 @@ ACTIVE = MappingProxyType(
 """What publishers say that a token uses: some do not count embeddings, which are up to an eighth."""
 
 
-@pytest.mark.parametrize("name", ACTIVE)
-def test_the_parameters_that_a_token_uses_add_up(name: str) -> None:
-    assert active_parameters(spec(name)) == pytest.approx(ACTIVE[name], rel=0.125)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_parameters_of_a_published_model_add_up(name: str) -> None:
+    count, _ = PUBLISHED[name]
+    found = parameters(spec(name))
+    assert found == pytest.approx(count, rel=0.005)
+    if name in ACTIVE:
+        assert found - idle_parameters(spec(name)) == pytest.approx(ACTIVE[name], rel=0.125)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -284,6 +283,35 @@ def test_inspect_and_plan_know_a_published_model(name: str, tmp_path: Path) -> N
     assert said["context"].endswith(" tokens")
     plan = dict(plan_lines(settings, facts, 1 << 40, torch.device("cpu")))
     assert plan["weights"] == amount(2 * parameters(facts.spec))
+
+
+def test_experts_and_heads_of_published_models_are_told(tmp_path: Path) -> None:
+    def told(name: str) -> dict[str, str]:
+        (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name][1]))
+        return dict(shapes(read_facts(Settings.of(model=str(tmp_path)))))
+
+    air = told("zai-org/GLM-4.5-Air")
+    assert air["experts"] == "8 of 128 a token, of width 1408, beside a shared one of width 1408, layers 0 dense"
+    gemma = told("google/gemma-4-26B-A4B-it")
+    assert gemma["heads"] == (
+        "16 of queries, 8 of keys and values, 256 numbers each; 2 of keys and values, 512 numbers each"
+    )
+    assert gemma["rope"] == "base 10,000 over 256 numbers of a head; base 1,000,000 over 128 numbers of a head"
+    assert told("google/gemma-4-E2B-it")["KV a token, as activations"].startswith("18,432 bytes")
+
+
+def test_routers_and_layers_of_published_mixtures_are_as_they_were_published() -> None:
+    glm, ernie, scout = map(
+        spec, ("zai-org/GLM-4.6", "baidu/ERNIE-4.5-300B-A47B-PT", "meta-llama/Llama-4-Scout-17B-16E-Instruct")
+    )
+    assert glm.experts and glm.experts.choice == TopK(8, True, sigmoid=True, scale=2.5)
+    assert glm.experts.dense_layers == {0, 1, 2}
+    assert ernie.experts and ernie.experts.choice == TopK(8, True, floor=1e-12)
+    assert ernie.experts.dense_layers == {0, 1, 2}
+    assert (scout.context, [rope.dim for rope in scout.layer_ropes[:4]]) == (8192, [128, 128, 128, 0])
+    maverick = spec("meta-llama/Llama-4-Maverick-17B-128E-Instruct")
+    assert maverick.experts and maverick.experts.dense_layers == set(range(0, 48, 2))
+    assert spec("MiniMaxAI/MiniMax-M2").rope.dim == 64
 
 
 def test_layers_without_rotary_embedding_and_windows_are_where_they_were_published() -> None:
