@@ -73,6 +73,17 @@ GPT_OSS_ROPE = MappingProxyType(
     }
 )
 
+LLAMA4 = MappingProxyType(
+    {
+        "intermediate_size": 33,
+        "intermediate_size_mlp": 70,
+        "no_rope_layer_interval": 3,
+        "attention_chunk_size": 512,
+        "floor_scale": 11,
+        "attn_scale": 0.6,
+    }
+)
+
 GRANITE_SCALES = MappingProxyType(
     {
         "attention_multiplier": 0.25,
@@ -296,6 +307,39 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "hidden_size_per_layer_input": 0,
             "tie_word_embeddings": False,
             "attention_bias": True,
+        },
+        "llama4_text-gqa": {
+            **LLAMA4,
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "intermediate_size": 40,
+            "rope_parameters": {**LLAMA3_ROPE, "high_freq_factor": 1.0},
+        },
+        "llama4_text-mha-some-dense": {
+            **LLAMA4,
+            "hidden_size": 56,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 7,
+            "head_dim": 12,
+            "num_hidden_layers": 4,
+            "num_local_experts": 7,
+            "interleave_moe_layer_step": 2,
+            "use_qk_norm": False,
+            "tie_word_embeddings": True,
+        },
+        "llama4_text-two-experts": {
+            **LLAMA4,
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 20,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "no_rope_layers": [1, 0, 1],
+            "floor_scale": 7,
         },
         "gemma2-gqa": {
             "hidden_size": 64,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -232,3 +233,47 @@ def test_a_mixture_is_the_same_in_one_tensor_and_in_separate_matrices(normalize:
             gate, up, down = (tensors[f"mlp.experts.{e}.{part}_proj.weight"] for part in ("gate", "up", "down"))
             want += share * (down @ (torch.nn.functional.silu(gate @ token) * (up @ token)))
         torch.testing.assert_close(results[0][row], want)
+
+
+@pytest.mark.parametrize("format", [Plain, Packed])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_in_one_tensor_are_those_in_many(transposed: bool, format: Format) -> None:
+    mixture = MoEConfig(num_experts=5, num_experts_per_token=2, width=6, sigmoid=True, corrected=True, shared=4)
+    mixture = replace(mixture, gated_shared=True)
+    names = ExpertNames(matrices=("experts.gate_up", "experts.down"), transposed=transposed)
+    shapes = {f"mlp.experts.{e}.{part}_proj.weight": (6, 8) for e in range(5) for part in ("gate", "up")}
+    shapes |= {f"mlp.experts.{e}.down_proj.weight": (8, 6) for e in range(5)}
+    shapes |= {f"mlp.shared_experts.{part}_proj.weight": (4, 8) for part in ("gate", "up")}
+    shapes |= {"mlp.shared_experts.down_proj.weight": (8, 4), "mlp.shared_expert_gate.weight": (1, 8)}
+    tensors = randoms(**shapes, **{"mlp.gate.weight": (5, 8), "mlp.gate.e_score_correction_bias": (5,)})
+    for e in range(5):
+        gate, up, down = (tensors[f"mlp.experts.{e}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        both = torch.cat((gate, up))
+        tensors[f"experts.gate_up.{e}.weight"] = both.t() if transposed else both
+        tensors[f"experts.down.{e}.weight"] = down.t() if transposed else down
+    x, results = torch.randn(7, 8), []
+    for used in (names, ExpertNames()):
+        made = build(format=format)
+        experts = made.experts(8, mixture, "silu", names=used)
+        fill(made, tensors)
+        results.append(experts(x))
+    torch.testing.assert_close(*results)
+
+
+def test_weights_of_inputs_are_inside_the_activation() -> None:
+    mixture = MoEConfig(num_experts=3, num_experts_per_token=2, width=6, normalize_weights=False, weighs_inputs=True)
+    made = build()
+    experts = made.experts(8, mixture, "silu")
+    shapes = {f"mlp.experts.{e}.{part}_proj.weight": (6, 8) for e in range(3) for part in ("gate", "up")}
+    shapes |= {f"mlp.experts.{e}.down_proj.weight": (8, 6) for e in range(3)} | {"mlp.gate.weight": (3, 8)}
+    tensors = randoms(**shapes)
+    fill(made, tensors)
+    x = torch.randn(4, 8)
+    shares, chosen = (x @ tensors["mlp.gate.weight"].T).softmax(-1).topk(2)
+    want = torch.zeros(4, 8)
+    for row in range(4):
+        for e, share in zip(chosen[row].tolist(), shares[row], strict=True):
+            gate, up, down = (tensors[f"mlp.experts.{e}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+            read = share * x[row]
+            want[row] += down @ (torch.nn.functional.silu(gate @ read) * (up @ read))
+    torch.testing.assert_close(experts(x), want)

@@ -14,8 +14,9 @@ import torch
 from quire.cli.inspect import amount, read_facts, shapes
 from quire.cli.plan import plan_lines
 from quire.config import Settings
-from quire.models.registry import ARCHITECTURES, active_parameters, parameters, read_spec
+from quire.models.registry import ARCHITECTURES, idle_parameters, parameters, read_spec
 from quire.models.spec import ModelSpec
+from quire.ops.base import TopK
 from quire.types import UNLIMITED
 
 
@@ -69,6 +70,13 @@ EXAONE_ROPE = {
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 THREE_OF_FOUR = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
 
+LLAMA4_ROPE = {
+    "rope_type": "llama3",
+    "factor": 16.0,
+    "high_freq_factor": 1.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}
 FIVE_OF_SIX = ["sliding_attention"] * 5 + ["full_attention"]
 GEMMA4_ROPE = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
@@ -237,6 +245,19 @@ PUBLISHED: Mapping[str, tuple[float, dict[str, Any]]] = MappingProxyType(
             "Ernie4_5_MoeForCausalLM", 8192, 28672, 54, (64, 8), 103424, 131072, rope_theta=500000, use_bias=False,
             moe_num_experts=64, moe_k=8, moe_intermediate_size=3584, moe_num_shared_experts=0, moe_layer_interval=1,
             moe_layer_start_index=3, moe_layer_end_index=53, **UNTIED)),
+        "meta-llama/Llama-4-Scout-17B-16E-Instruct": (107.8e9, {
+            "architectures": ["Llama4ForConditionalGeneration"],
+            "text_config": config(
+                "", 5120, 8192, 48, (40, 8), 202048, 10485760, head_dim=128, intermediate_size_mlp=16384,
+                num_local_experts=16, num_experts_per_tok=1, interleave_moe_layer_step=1, use_qk_norm=True,
+                attention_chunk_size=8192, no_rope_layers=[1, 1, 1, 0] * 12, rope_theta=500000.0,
+                rope_scaling=LLAMA4_ROPE, **UNTIED)}),
+        "meta-llama/Llama-4-Maverick-17B-128E-Instruct": (400.7e9, {
+            "architectures": ["Llama4ForConditionalGeneration"],
+            "text_config": config(
+                "", 5120, 8192, 48, (40, 8), 202048, 1048576, head_dim=128, intermediate_size_mlp=16384,
+                num_local_experts=128, num_experts_per_tok=1, interleave_moe_layer_step=2, use_qk_norm=False,
+                attention_chunk_size=8192, no_rope_layers=[1, 1, 1, 0] * 12, rope_theta=500000.0, **UNTIED)}),
         "google/gemma-4-E2B-it": (4.63e9, gemma4(
             1536, 6144, 35, (8, 1), layer_types=[*THREE_OF_FOUR[:1], *THREE_OF_FOUR] * 7, sliding_window=512,
             hidden_size_per_layer_input=256, num_kv_shared_layers=20, use_double_wide_mlp=True)),
@@ -259,12 +280,6 @@ def spec(name: str) -> ModelSpec:
     return read_spec(PUBLISHED[name][1])
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_the_parameters_of_a_published_model_add_up(name: str) -> None:
-    count, _ = PUBLISHED[name]
-    assert parameters(spec(name)) == pytest.approx(count, rel=0.005)
-
-
 ACTIVE = MappingProxyType(
     {
         "Qwen/Qwen1.5-MoE-A2.7B": 2.7e9,
@@ -278,14 +293,20 @@ ACTIVE = MappingProxyType(
         "baidu/ERNIE-4.5-21B-A3B-PT": 3e9,
         "baidu/ERNIE-4.5-300B-A47B-PT": 47e9,
         "google/gemma-4-26B-A4B-it": 3.8e9,
+        "meta-llama/Llama-4-Scout-17B-16E-Instruct": 17e9,
+        "meta-llama/Llama-4-Maverick-17B-128E-Instruct": 17e9,
     }
 )
 """What publishers say that a token uses: some do not count embeddings, which are up to an eighth."""
 
 
-@pytest.mark.parametrize("name", ACTIVE)
-def test_the_parameters_that_a_token_uses_add_up(name: str) -> None:
-    assert active_parameters(spec(name)) == pytest.approx(ACTIVE[name], rel=0.125)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_parameters_of_a_published_model_add_up(name: str) -> None:
+    count, _ = PUBLISHED[name]
+    found = parameters(spec(name))
+    assert found == pytest.approx(count, rel=0.005)
+    if name in ACTIVE:
+        assert found - idle_parameters(spec(name)) == pytest.approx(ACTIVE[name], rel=0.125)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -298,6 +319,35 @@ def test_inspect_and_plan_know_a_published_model(name: str, tmp_path: Path) -> N
     assert said["context"].endswith(" tokens")
     plan = dict(plan_lines(settings, facts, 1 << 40, torch.device("cpu")))
     assert plan["weights"] == PACKED.get(name, amount(2 * parameters(facts.spec)))
+
+
+def test_experts_and_heads_of_published_models_are_told(tmp_path: Path) -> None:
+    def told(name: str) -> dict[str, str]:
+        (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name][1]))
+        return dict(shapes(read_facts(Settings.of(model=str(tmp_path)))))
+
+    air = told("zai-org/GLM-4.5-Air")
+    assert air["experts"] == "8 of 128 a token, of width 1408, beside a shared one of width 1408, layers 0 dense"
+    gemma = told("google/gemma-4-26B-A4B-it")
+    assert gemma["heads"] == (
+        "16 of queries, 8 of keys and values, 256 numbers each; 2 of keys and values, 512 numbers each"
+    )
+    assert gemma["rope"] == "base 10,000 over 256 numbers of a head; base 1,000,000 over 128 numbers of a head"
+    assert told("google/gemma-4-E2B-it")["KV a token, as activations"].startswith("18,432 bytes")
+
+
+def test_routers_and_layers_of_published_mixtures_are_as_they_were_published() -> None:
+    glm, ernie, scout = map(
+        spec, ("zai-org/GLM-4.6", "baidu/ERNIE-4.5-300B-A47B-PT", "meta-llama/Llama-4-Scout-17B-16E-Instruct")
+    )
+    assert glm.experts and glm.experts.choice == TopK(8, True, sigmoid=True, scale=2.5)
+    assert glm.experts.dense_layers == {0, 1, 2}
+    assert ernie.experts and ernie.experts.choice == TopK(8, True, floor=1e-12)
+    assert ernie.experts.dense_layers == {0, 1, 2}
+    assert (scout.context, [rope.dim for rope in scout.layer_ropes[:4]]) == (8192, [128, 128, 128, 0])
+    maverick = spec("meta-llama/Llama-4-Maverick-17B-128E-Instruct")
+    assert maverick.experts and maverick.experts.dense_layers == set(range(0, 48, 2))
+    assert spec("MiniMaxAI/MiniMax-M2").rope.dim == 64
 
 
 def test_layers_without_rotary_embedding_and_windows_are_where_they_were_published() -> None:

@@ -96,8 +96,13 @@ def shapes(facts: ModelFacts) -> Iterator[Fact]:
     yield "layers", f"{spec.layers} of width {spec.hidden}, MLP {spec.mlp} ({spec.activation})"
     if moe := spec.experts:
         dense = f", layers {', '.join(map(str, sorted(moe.dense_layers)))} dense" if moe.dense_layers else ""
-        yield "experts", f"{moe.num_experts_per_token} of {moe.num_experts} a token, of width {moe.width}{dense}"
-    yield "heads", f"{spec.heads} of queries, {spec.kv_heads} of keys and values, {spec.head_dim} numbers each"
+        shared = f", beside a shared one of width {moe.shared}" if moe.shared else ""
+        yield (
+            "experts",
+            f"{moe.num_experts_per_token} of {moe.num_experts} a token, of width {moe.width}{shared}{dense}",
+        )
+    heads = (f"{heads} of keys and values, {dim} numbers each" for heads, dim in dict.fromkeys(spec.each_heads))
+    yield "heads", f"{spec.heads} of queries, {'; '.join(heads)}"
     local = Counter(window for window in spec.windows if window < UNLIMITED)
     seen = ", ".join(f"{n} of {spec.layers} layers see {window:,} positions" for window, n in local.items())
     yield "attention", seen or "every layer sees everything"

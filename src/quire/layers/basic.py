@@ -29,8 +29,8 @@ class RopeConfig:
     `share` of the pairs of dimensions turn, each `factor` times as slowly (Gemma 4). original: context length, in
     tokens, of the first training. full_dim: yarn's two bounds are rounded to whole pairs of dimensions. gain: what the
     rotated dimensions are multiplied by. interleaved: neighbours are rotated together, not the two halves of `dim`.
-    query_beta: b multiplies the query at position p by 1 + b log(1 + floor(p / original)) (Llama 4). short_factors:
-    instead of `factors` where no sequence is longer than `original` (LongRoPE, Ding et al. 2024).
+    query_beta: b multiplies the query at position p by 1 + b log(1 + floor((p + query_shift) / original)) (Llama 4).
+    short_factors: instead of `factors` where no sequence is longer than `original` (LongRoPE, Ding et al. 2024).
     """
 
     dim: int
@@ -49,6 +49,7 @@ class RopeConfig:
     query_beta: float = 0.0
     short_factors: tuple[float, ...] = ()
     share: float = 1.0
+    query_shift: int = 0
 
 
 NO_ROPE = RopeConfig(dim=0)
@@ -138,7 +139,7 @@ class Rotary:
         """The angles of `positions`, for `Ops` that rotate."""
         rope, gain = self.rope, None
         if rope.query_beta:
-            gain = 1.0 + rope.query_beta * torch.log1p((positions // rope.original).float())
+            gain = 1.0 + rope.query_beta * torch.log1p(((positions + rope.query_shift) // rope.original).float())
         return Angles(*self.ops.angles(positions, self.frequencies, rope.gain), rope.interleaved, gain)
 
 

@@ -149,7 +149,7 @@ class Gemma4(Gemma):
         k = q if reads else scope.rms_norm("k_norm", dim, spec.norm_eps)
         value = "k_proj" if index in spec.keys_are_values else "v_proj"
         names = ("q_proj",) if reads else ("q_proj", "k_proj", value)
-        norms = Norms(q, k, v_eps=spec.norm_eps)
+        norms = Norms(q, k, v_eps=spec.norm_eps if spec.norm_values else None)
         return scope.attention(spec.hidden, heads, names=names, bias=spec.qkv_bias, out_bias=spec.out_bias, norms=norms)
 
     def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:

@@ -99,11 +99,16 @@ def parameters(spec: ModelSpec) -> int:
 
 def active_parameters(spec: ModelSpec) -> int:
     """Number of parameters that one token uses."""
+    return parameters(spec) - idle_parameters(spec)
+
+
+def idle_parameters(spec: ModelSpec) -> int:
+    """Number of parameters of the experts that one token does not use."""
     if spec.experts is None:
-        return parameters(spec)
+        return 0
     width, biases = spec.experts.width, spec.hidden + 2 * spec.experts.width if spec.experts.biased else 0
     idle = (spec.experts.num_experts - spec.experts.num_experts_per_token) * (3 * spec.hidden * width + biases)
-    return parameters(spec) - idle * (spec.layers - len(spec.experts.dense_layers))
+    return idle * (spec.layers - len(spec.experts.dense_layers))
 
 
 def find_architecture(name: str) -> Architecture:

@@ -86,14 +86,19 @@ class ModelSpec:
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
         """Per layer that stores K/V: (K/V heads, head dim), of the whole model."""
-        return (self.layer_heads or ((self.kv_heads, self.head_dim),) * self.layers)[: self.layers - self.shared_kv]
+        return self.each_heads[: self.layers - self.shared_kv]
+
+    @property
+    def each_heads(self) -> tuple[tuple[int, int], ...]:
+        """Per layer: (K/V heads, head dim), of the whole model."""
+        return self.layer_heads or ((self.kv_heads, self.head_dim),) * self.layers
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
-        """Per layer, the number of that whose K/V it reads: its own, or the last one that has the same window."""
-        own = self.layers - self.shared_kv
-        last = {window: i for i, window in enumerate(self.windows[:own])}
-        return tuple(i if i < own else last[window] for i, window in enumerate(self.windows))
+        """Per layer, the number of that whose K/V it reads: its own, or the last one of the same window and heads."""
+        own, kinds = self.layers - self.shared_kv, tuple(zip(self.windows, self.each_heads, strict=True))
+        last = {kind: i for i, kind in enumerate(kinds[:own])}
+        return tuple(i if i < own else last[kind] for i, kind in enumerate(kinds))
 
     def kv_bytes(self, itemsize: int) -> int:
         """Bytes of K/V a token takes, all layers, at `itemsize` bytes a number."""
@@ -244,10 +249,10 @@ def read_rope(config: Config, head_dim: int, scaling: Config, *, theta: float = 
     )
     if rope.dim % 2 or theta <= 0 or rope.factor <= 0 or rope.gain <= 0 or min(rope.fast, rope.slow) <= 0:
         raise InvalidModel(f"{scaling.where}: impossible numbers ({rope})")
-    if (kind in ("llama3", "yarn") or rope.query_beta) and (rope.original < 1 or rope.high <= rope.low):
+    if (kind in ("llama3", "yarn") or rope.query_beta) and (rope.original < 1 or rope.high < rope.low):
         raise InvalidModel(
             f"{scaling.where}: {kind} scaling needs original_max_position_embeddings and "
-            "low_freq_factor < high_freq_factor"
+            "low_freq_factor of at most high_freq_factor"
         )
     return rope
 

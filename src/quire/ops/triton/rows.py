@@ -32,7 +32,7 @@ def norm_kernel(
     BIAS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One row per program. With ADD the sum is rounded, stored in `residual`, then normed, if NORM; with FIRST x is
-    normed before, scaled and rounded; with GAINED the sum is multiplied. Both norms are of one kind."""
+    normed before, scaled and rounded; with GAINED the rounded sum is multiplied. Both norms are of one kind."""
     at = tl.arange(0, BLOCK)
     inside = at < columns
     gain, shift = row_of(weight, bias, at, inside, BIAS)
@@ -49,7 +49,7 @@ def norm_kernel(
     if ADD:
         total = value.to(tl.float32) * scale + tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
         if GAINED:
-            total *= tl.load(gain_of_sum).to(tl.float32)
+            total = total.to(value.dtype).to(tl.float32) * tl.load(gain_of_sum).to(tl.float32)
         value = total.to(value.dtype)
         tl.store(residual + place, value, mask=inside)
     if NORM:
