@@ -14,7 +14,7 @@ import torch
 from quire.cli.inspect import amount, read_facts, shapes
 from quire.cli.plan import plan_lines
 from quire.config import Settings
-from quire.models.registry import ARCHITECTURES, idle_parameters, parameters, read_spec
+from quire.models.registry import ARCHITECTURES, active_parameters, idle_parameters, parameters, read_spec
 from quire.models.spec import ModelSpec
 from quire.ops.base import TopK
 from quire.types import UNLIMITED
