@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.card import needed
 from benchmarks.kernel_cases import noise, relative
 from benchmarks.kernels import MULTIPLY, replayed
-from quire.ops.base import ExpertMatrices, IntegerMatrix, QuantizedMatrix, Routing
+from quire.ops.base import ExpertMatrices, IntegerMatrix, QuantizedMatrix, Routing, TopK
 from quire.ops.integer import dequantize_integers, pack_integers, stack_integers
 from quire.ops.quantized import E4M3, E4M3_MAX, BaseOps, dequantize
 from quire.ops.triton import experts as mixture
@@ -395,7 +395,7 @@ def batches_of(tokens: int, layers: Sequence[Layer], ops: TritonOps) -> list[Bat
     made = []
     for layer in layers:
         x = noise(tokens, HIDDEN)
-        made.append(Batch(layer, x, BaseOps.route(ops, x, layer.router, USED, normalize=True)))
+        made.append(Batch(layer, x, BaseOps.route(ops, x, layer.router, TopK(USED, True))))
     return made
 
 
@@ -420,7 +420,7 @@ def whole(batches: Sequence[Batch], ops: TritonOps, how: AnyConfig, router: Gemm
     """All launches of a mixture."""
 
     def call(batch: Batch) -> Tensor:
-        routing = mixture.route(batch.x, batch.layer.router, USED, router, ops.card, ops.arrived, normalize=True)
+        routing = mixture.route(batch.x, batch.layer.router, TopK(USED, True), router, ops.card, ops.arrived)
         return through(batch, routing, how, ops.card)
 
     return [partial(call, batch) for batch in batches]
@@ -443,7 +443,7 @@ def through(batch: Batch, routing: Routing, how: AnyConfig, card: DeviceInfo) ->
 def whole_error(batch: Batch, ops: TritonOps, how: AnyConfig, router: GemmConfig) -> float:
     """The relative error of some tokens of all launches, against float32 with the experts that the router chose."""
     layer = batch.layer
-    routing = mixture.route(batch.x, layer.router, USED, router, ops.card, ops.arrived, normalize=True)
+    routing = mixture.route(batch.x, layer.router, TopK(USED, True), router, ops.card, ops.arrived)
     got = through(batch, routing, how, ops.card)
     chosen, tokens = batch._replace(routing=routing), torch.arange(len(batch.x))[:: max(1, len(batch.x) // 16)]
     slots = (tokens[:, None] * USED + torch.arange(USED)).flatten().to(batch.x.device)
@@ -478,7 +478,7 @@ def routers(batches: Sequence[Batch], ops: TritonOps) -> list[Tried]:
     for how in ROUTERS:
         if tokens <= 16 or how.rows > 1:
             calls = [
-                partial(mixture.route, b.x, b.layer.router, USED, how, ops.card, ops.arrived, normalize=True)
+                partial(mixture.route, b.x, b.layer.router, TopK(USED, True), how, ops.card, ops.arrived)
                 for b in batches
             ]
             results.append(attempt(how, partial(routing_error, calls[0], batches[0]), calls))
@@ -568,7 +568,7 @@ def precompile(layers: Sequence[Layer], kinds: Sequence[Sequence[Layer]], ops: T
     for rows in {1, 8, *GATE_UP}:
         works += [partial(mixture.sort_slots, each, EXPERTS, rows, ops.card) for each in (batch.routing.experts, many)]
     works += [
-        partial(mixture.route, batch.x, batch.layer.router, USED, how, ops.card, ops.arrived, normalize=True)
+        partial(mixture.route, batch.x, batch.layer.router, TopK(USED, True), how, ops.card, ops.arrived)
         for how in ROUTERS
     ]
 

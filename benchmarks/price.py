@@ -87,6 +87,7 @@ MODELS: Mapping[str, Model] = MappingProxyType(
         "30B-A3B": Model(shape="qwen3-30b-a3b", draft="qwen3-0.6b"),
         "30B-A3B fp8": Model(shape="qwen3-30b-a3b", options={"quantization": "fp8"}, draft="qwen3-0.6b"),
         "30B-A3B int4": Model(shape="qwen3-30b-a3b", config={"quantization_config": AWQ}, draft="qwen3-0.6b"),
+        "gpt-oss-20B mxfp4": Model(shape="gpt-oss-20b"),
         "tiny": Model(shape="qwen3-0.6b", config=SMALL),
     }
 )

@@ -16,6 +16,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from tests.quantised import mxfp4, pack_experts
+
 VOCAB = 199
 
 LLAMA3_ROPE = MappingProxyType(
@@ -56,6 +58,38 @@ MINISTRAL3_ROPE = MappingProxyType(
         "mscale": 1.0,
         "mscale_all_dim": 1.0,
         "llama_4_scaling_beta": 0.5,
+    }
+)
+
+GPT_OSS_ROPE = MappingProxyType(
+    {
+        "rope_type": "yarn",
+        "rope_theta": 700.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 24,
+        "beta_fast": 8.0,
+        "beta_slow": 0.7,
+        "truncate": False,
+    }
+)
+
+LLAMA4 = MappingProxyType(
+    {
+        "intermediate_size": 33,
+        "intermediate_size_mlp": 70,
+        "no_rope_layer_interval": 3,
+        "attention_chunk_size": 512,
+        "floor_scale": 11,
+        "attn_scale": 0.6,
+    }
+)
+
+GRANITE_SCALES = MappingProxyType(
+    {
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 1.4,
+        "logits_scaling": 0.8,
     }
 )
 
@@ -230,6 +264,83 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "tie_word_embeddings": False,
             "attention_bias": True,
         },
+        "gemma4_text-mixture": {
+            "hidden_size": 60,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 10,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 9,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 5.0,
+            "enable_moe_block": True,
+            "num_experts": 7,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 24,
+        },
+        "gemma4_text-inputs-of-layers": {
+            "hidden_size": 56,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 1,
+            "head_dim": 12,
+            "global_head_dim": 20,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "sliding_window": 7,
+            "hidden_size_per_layer_input": 10,
+            "vocab_size_per_layer_input": VOCAB,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+        },
+        "gemma4_text-mha-untied": {
+            "hidden_size": 42,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "num_hidden_layers": 7,
+            "sliding_window": 5,
+            "hidden_size_per_layer_input": 0,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+        },
+        "llama4_text-gqa": {
+            **LLAMA4,
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "intermediate_size": 40,
+            "rope_parameters": {**LLAMA3_ROPE, "high_freq_factor": 1.0},
+        },
+        "llama4_text-mha-some-dense": {
+            **LLAMA4,
+            "hidden_size": 56,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 7,
+            "head_dim": 12,
+            "num_hidden_layers": 4,
+            "num_local_experts": 7,
+            "interleave_moe_layer_step": 2,
+            "use_qk_norm": False,
+            "tie_word_embeddings": True,
+        },
+        "llama4_text-two-experts": {
+            **LLAMA4,
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 20,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "no_rope_layers": [1, 0, 1],
+            "floor_scale": 7,
+        },
         "gemma2-gqa": {
             "hidden_size": 64,
             "num_attention_heads": 8,
@@ -319,6 +430,221 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "num_local_experts": 3,
             "num_experts_per_tok": 3,
             "tie_word_embeddings": True,
+        },
+        "qwen2_moe-gqa": {
+            "hidden_size": 40,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 50,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+        },
+        "qwen2_moe-normed-shares-some-dense": {
+            "hidden_size": 56,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 4,
+            "moe_intermediate_size": 33,
+            "shared_expert_intermediate_size": 20,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+            "decoder_sparse_step": 2,
+        },
+        "qwen2_moe-mha-unbiased": {
+            "hidden_size": 48,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 64,
+            "num_experts": 16,
+            "num_experts_per_tok": 1,
+            "qkv_bias": False,
+        },
+        "olmoe-mha": {
+            "hidden_size": 56,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 7,
+            "intermediate_size": 48,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+        },
+        "olmoe-gqa-normed-shares": {
+            "hidden_size": 60,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "intermediate_size": 44,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        },
+        "olmoe-mqa-one-of-many": {
+            "hidden_size": 40,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "intermediate_size": 33,
+            "num_experts": 16,
+            "num_experts_per_tok": 1,
+            "tie_word_embeddings": True,
+        },
+        "granitemoe-gqa": {
+            **GRANITE_SCALES,
+            "hidden_size": 60,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "intermediate_size": 32,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+        },
+        "granitemoe-mha-tied": {
+            **GRANITE_SCALES,
+            "hidden_size": 56,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 7,
+            "intermediate_size": 45,
+            "num_local_experts": 4,
+            "tie_word_embeddings": True,
+            "attention_multiplier": 0.5,
+        },
+        "granitemoe-mqa-all-of-three": {
+            **GRANITE_SCALES,
+            "hidden_size": 40,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 3,
+            "residual_multiplier": 0.9,
+        },
+        "granitemoeshared-gqa": {
+            **GRANITE_SCALES,
+            "hidden_size": 60,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "intermediate_size": 32,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 40,
+        },
+        "granitemoeshared-mha-tied": {
+            **GRANITE_SCALES,
+            "hidden_size": 56,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 7,
+            "intermediate_size": 45,
+            "num_local_experts": 4,
+            "shared_intermediate_size": 21,
+            "tie_word_embeddings": True,
+            "embedding_multiplier": 0.5,
+        },
+        "granitemoeshared-mqa-none-shared": {
+            **GRANITE_SCALES,
+            "hidden_size": 40,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "intermediate_size": 33,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+        },
+        "glm4_moe-gqa": {
+            "hidden_size": 40,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "attention_bias": True,
+            "routed_scaling_factor": 2.5,
+        },
+        "glm4_moe-groups": {
+            "hidden_size": 56,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 7,
+            "head_dim": 12,
+            "num_hidden_layers": 4,
+            "moe_intermediate_size": 21,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 2,
+            "use_qk_norm": True,
+        },
+        "glm4_moe-mqa-raw-shares": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 20,
+            "moe_intermediate_size": 30,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.4,
+            "first_k_dense_replace": 0,
+        },
+        "minimax_m2-gqa": {
+            "hidden_size": 40,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "rotary_dim": 8,
+            "intermediate_size": 24,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+        },
+        "minimax_m2-mha-tied": {
+            "hidden_size": 56,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 7,
+            "head_dim": 12,
+            "intermediate_size": 33,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "tie_word_embeddings": True,
+        },
+        "minimax_m2-mqa-one-of-many": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 20,
+            "rotary_dim": 10,
+            "intermediate_size": 40,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 2,
+        },
+        "ernie4_5_moe-gqa": {
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 24,
+            "moe_num_experts": 8,
+            "moe_k": 3,
+        },
+        "ernie4_5_moe-mha-none-shared": {
+            "hidden_size": 36,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "moe_intermediate_size": 33,
+            "moe_num_experts": 5,
+            "moe_k": 2,
+            "moe_num_shared_experts": 0,
+            "tie_word_embeddings": False,
+        },
+        "ernie4_5_moe-mqa-every-other-layer": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 5,
+            "moe_intermediate_size": 20,
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 4,
+            "moe_layer_interval": 2,
         },
         "olmo2-gqa": {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 2},
         "olmo2-mha": {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 7},
@@ -729,6 +1055,55 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "head_dim": 12,
             "tie_word_embeddings": True,
         },
+        "gpt_oss-gqa": {
+            "hidden_size": 64,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "intermediate_size": 32,
+            "sliding_window": 13,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "rope_parameters": dict(GPT_OSS_ROPE),
+        },
+        "gpt_oss-gqa-mxfp4": {
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_hidden_layers": 2,
+            "intermediate_size": 32,
+            "sliding_window": 11,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": dict(GPT_OSS_ROPE),
+        },
+        "gpt_oss-mha-unbiased": {
+            "hidden_size": 54,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 16,
+            "intermediate_size": 40,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 5,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 1,
+            "attention_bias": False,
+            "rope_parameters": {**GPT_OSS_ROPE, "original_max_position_embeddings": 40},
+        },
+        "gpt_oss-mqa-all-global-tied": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 20,
+            "num_hidden_layers": 2,
+            "intermediate_size": 48,
+            "layer_types": ["full_attention"] * 2,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 4,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 900.0},
+        },
         "gpt2-odd-heads": {"hidden_size": 60, "num_attention_heads": 5},
         "gpt2-one-head": {"hidden_size": 32, "num_attention_heads": 1, "num_hidden_layers": 2},
         "gpt2-narrow-mlp-untied": {
@@ -759,10 +1134,18 @@ def make(folder: Path, shape: str, *, seed: int = 0, shard: str = "5GB", **chang
         AutoConfig.for_model(**fields), attn_implementation="eager", experts_implementation="eager"
     ).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        corrections = (
+            (name, buffer) for name, buffer in model.named_buffers() if "correction" in name or "scalar" in name
+        )
+        for name, parameter in (*model.named_parameters(), *corrections):
             family = fields["model_type"]
-            parameter.copy_(draw(name, parameter, generator, family))
+            drawn = draw(name, parameter, generator, family)
+            if shape.endswith("-mxfp4") and name.endswith((".gate_up_proj", ".down_proj")):
+                drawn = mxfp4(drawn.transpose(1, 2))[2].transpose(1, 2)
+            parameter.copy_(drawn)
     model.save_pretrained(folder, max_shard_size=shard)
+    if shape.endswith("-mxfp4"):
+        pack_experts(folder)
     if family == "internlm3":  # transformers has no class of its own for it, and its publishers do
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"architectures": ["InternLM3ForCausalLM"]}))
@@ -792,6 +1175,10 @@ def draw(name: str, parameter: torch.Tensor, generator: torch.Generator, family:
         return noise + 7.0
     if shifted and "embed" in name:
         noise = noise * 0.75
+    if family.startswith("gemma4") and ("q_norm" in name or "k_norm" in name):
+        return 0.2 * noise + 0.5  # scores have no scale of their own
+    if "correction" in name:
+        return 0.2 * noise
     if parameter.dim() == 1:
         return 0.3 * noise + (0.0 if name.endswith("bias") or shifted else 1.0)
     if ungated and ("mlp" in name or "_proj" in name):

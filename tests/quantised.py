@@ -148,6 +148,40 @@ def int8_packed_with_zeros(w: Tensor) -> Written:
     return packed_with_zeros(w, 8)
 
 
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+
+
+def mxfp4(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[.., in] -> bytes [.., in / 32, 16], two numbers in each, the first in the low bits; exponents [.., in / 32]; and
+    what they mean."""
+    blocks = w.unflatten(-1, (-1, 32))
+    exponents = blocks.abs().amax(-1).log2().floor() - 2
+    scales = torch.exp2(exponents)[..., None]
+    codes = (blocks[..., None] / scales[..., None] - E2M1).abs().argmin(-1)
+    packed = (codes[..., ::2] | (codes[..., 1::2] << 4)).to(torch.uint8)
+    return packed, (exponents + 127).to(torch.uint8), (E2M1[codes] * scales).flatten(-2)
+
+
+def mxfp4_packed(w: Tensor) -> Written:
+    packed, scales, means = mxfp4(w)
+    return {"weight_packed": packed.flatten(1), "weight_scale": scales}, means
+
+
+def pack_experts(folder: Path) -> None:
+    """Rewrite the experts of a gpt-oss checkpoint as it is published: their numbers have to be such that MXFP4 holds
+    them."""
+    tensors = load_file(folder / SINGLE)
+    for name in [name for name in tensors if name.endswith((".gate_up_proj", ".down_proj"))]:
+        whole = tensors.pop(name).transpose(1, 2)
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"], means = mxfp4(whole)
+        assert torch.equal(means, whole)
+    save_file(tensors, folder / SINGLE)
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    facts = json.loads((folder / "config.json").read_text())
+    facts["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
+    (folder / "config.json").write_text(json.dumps(facts))
+
+
 def compressed(bits: int, kind: str, strategy: str, format: str, **more: Any) -> dict[str, Any]:
     weights = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False}
     own = {k: v for k, v in more.items() if k != "acts"}
@@ -188,9 +222,13 @@ FORMATS: Mapping[str, tuple[Callable[[Tensor], Written], dict[str, Any]]] = Mapp
 )
 
 
+MXFP4 = mxfp4_packed, compressed(4, "float", "group", "mxfp4-pack-quantized", group_size=32)
+"""Not of FORMATS, for it takes multiples of 32 columns."""
+
+
 def quantise(folder: Path, name: str) -> dict[str, Tensor]:
     """Rewrite the checkpoint in `folder` in the format `name`; -> what it now stands for, under its old names."""
-    writer, config = FORMATS[name]
+    writer, config = MXFP4 if name == "mxfp4" else FORMATS[name]
     held, means = load_file(folder / SINGLE), {}
     tensors: dict[str, Tensor] = {}
     for key, tensor in held.items():

@@ -97,11 +97,13 @@ def test_every_model_is_one_that_can_be_read_with_its_options(name: str, tmp_pat
     model = MODELS[name]
     fields = {**SHAPES[model.shape], **model.config}
     spec = read_spec(fields)
-    assert parameters(spec) > {"tiny": 1e5, "0.6B": 5e8, "8B": 8e9, "30B-A3B": 3e10}[name.split()[0]]
+    assert (
+        parameters(spec) > {"tiny": 1e5, "0.6B": 5e8, "8B": 8e9, "30B-A3B": 3e10, "gpt-oss-20B": 2e10}[name.split()[0]]
+    )
     scheme = read_scheme(fields)
     settings = Settings.of(model=str(tmp_path), load_format="dummy", **model.options)
     stored = scheme.name if scheme else settings.model.quantization
-    assert stored == {"fp8": "fp8", "int4": "awq"}.get(name.split()[-1], "auto")
+    assert stored == {"fp8": "fp8", "int4": "awq", "mxfp4": "mxfp4"}.get(name.split()[-1], "auto")
     assert not model.draft or SHAPES[model.draft]["vocab_size"] == spec.vocab
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
-from quire.layers.builder import ModelBuilder
+from quire.layers.builder import ExpertNames, ModelBuilder
 from quire.layers.linear import ParallelGroup, shard_of
 from quire.layers.moe import MoEConfig
 from quire.layers.quantization import packed
@@ -174,6 +175,43 @@ def test_heads_are_divided_whole_and_kv_heads_may_be_replicated() -> None:
         shard_of(9, Rank(0, 2), "heads")
 
 
+@pytest.mark.parametrize("format", [Plain, Packed])
+def test_ranks_add_up_to_a_mixture_whose_biases_count_once(format: Format) -> None:
+    mixture = MoEConfig(num_experts=3, num_experts_per_token=2, width=6, biased=True)
+    names = ExpertNames("router", ("experts.gate_up", "experts.down"), transposed=True)
+    shapes: dict[str, tuple[int, ...]] = {"router.weight": (3, 8), "router.bias": (3,)}
+    for e in range(3):
+        shapes |= {f"experts.gate_up.{e}.weight": (8, 12), f"experts.gate_up.{e}.bias": (12,)}
+        shapes |= {f"experts.down.{e}.weight": (6, 8), f"experts.down.{e}.bias": (8,)}
+    tensors, x = randoms(**shapes), torch.randn(7, 8)
+
+    def made(parallel: ParallelGroup) -> Tensor:
+        builder = build(parallel, format)
+        experts = builder.experts(8, mixture, "clamped", names=names)
+        fill(builder, tensors)
+        return experts(x)
+
+    whole = made(ParallelGroup())
+    torch.testing.assert_close(sum(made(Rank(rank, 3)) for rank in range(3)), whole)
+    shares, chosen = (x @ tensors["router.weight"].T + tensors["router.bias"]).softmax(-1).topk(2)
+    for row, token in enumerate(x):
+        want = torch.zeros(8)
+        for e, share in zip(chosen[row].tolist(), shares[row] / shares[row].sum(), strict=True):
+            gate, up = (token @ tensors[f"experts.gate_up.{e}.weight"] + tensors[f"experts.gate_up.{e}.bias"]).chunk(2)
+            gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+            inner = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+            want += share * (inner @ tensors[f"experts.down.{e}.weight"] + tensors[f"experts.down.{e}.bias"])
+        torch.testing.assert_close(whole[row], want)
+
+
+def test_heads_keep_their_own_sinks() -> None:
+    builders = [build(Rank(rank, 3)) for rank in range(3)]
+    sinks = [each.sinks("sinks", 6) for each in builders]
+    for each in builders:
+        fill(each, {"sinks": torch.arange(6.0)})
+    assert [each.tolist() for each in sinks] == [[0, 1], [2, 3], [4, 5]]
+
+
 @pytest.mark.parametrize("normalize", [False, True])
 def test_a_mixture_is_the_same_in_one_tensor_and_in_separate_matrices(normalize: bool) -> None:
     mixture = MoEConfig(num_experts=5, num_experts_per_token=2, width=6, normalize_weights=normalize)
@@ -183,7 +221,7 @@ def test_a_mixture_is_the_same_in_one_tensor_and_in_separate_matrices(normalize:
     x, results = torch.randn(7, 8), []
     for format in (Plain, Packed):
         made = build(format=format)
-        experts = made.scope("mlp").experts(8, mixture, "silu")
+        experts = made.experts(8, mixture, "silu")
         fill(made, tensors)
         results.append(experts(x))
     torch.testing.assert_close(*results)
@@ -195,3 +233,47 @@ def test_a_mixture_is_the_same_in_one_tensor_and_in_separate_matrices(normalize:
             gate, up, down = (tensors[f"mlp.experts.{e}.{part}_proj.weight"] for part in ("gate", "up", "down"))
             want += share * (down @ (torch.nn.functional.silu(gate @ token) * (up @ token)))
         torch.testing.assert_close(results[0][row], want)
+
+
+@pytest.mark.parametrize("format", [Plain, Packed])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_in_one_tensor_are_those_in_many(transposed: bool, format: Format) -> None:
+    mixture = MoEConfig(num_experts=5, num_experts_per_token=2, width=6, sigmoid=True, corrected=True, shared=4)
+    mixture = replace(mixture, gated_shared=True)
+    names = ExpertNames(matrices=("experts.gate_up", "experts.down"), transposed=transposed)
+    shapes = {f"mlp.experts.{e}.{part}_proj.weight": (6, 8) for e in range(5) for part in ("gate", "up")}
+    shapes |= {f"mlp.experts.{e}.down_proj.weight": (8, 6) for e in range(5)}
+    shapes |= {f"mlp.shared_experts.{part}_proj.weight": (4, 8) for part in ("gate", "up")}
+    shapes |= {"mlp.shared_experts.down_proj.weight": (8, 4), "mlp.shared_expert_gate.weight": (1, 8)}
+    tensors = randoms(**shapes, **{"mlp.gate.weight": (5, 8), "mlp.gate.e_score_correction_bias": (5,)})
+    for e in range(5):
+        gate, up, down = (tensors[f"mlp.experts.{e}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        both = torch.cat((gate, up))
+        tensors[f"experts.gate_up.{e}.weight"] = both.t() if transposed else both
+        tensors[f"experts.down.{e}.weight"] = down.t() if transposed else down
+    x, results = torch.randn(7, 8), []
+    for used in (names, ExpertNames()):
+        made = build(format=format)
+        experts = made.experts(8, mixture, "silu", names=used)
+        fill(made, tensors)
+        results.append(experts(x))
+    torch.testing.assert_close(*results)
+
+
+def test_weights_of_inputs_are_inside_the_activation() -> None:
+    mixture = MoEConfig(num_experts=3, num_experts_per_token=2, width=6, normalize_weights=False, weighs_inputs=True)
+    made = build()
+    experts = made.experts(8, mixture, "silu")
+    shapes = {f"mlp.experts.{e}.{part}_proj.weight": (6, 8) for e in range(3) for part in ("gate", "up")}
+    shapes |= {f"mlp.experts.{e}.down_proj.weight": (8, 6) for e in range(3)} | {"mlp.gate.weight": (3, 8)}
+    tensors = randoms(**shapes)
+    fill(made, tensors)
+    x = torch.randn(4, 8)
+    shares, chosen = (x @ tensors["mlp.gate.weight"].T).softmax(-1).topk(2)
+    want = torch.zeros(4, 8)
+    for row in range(4):
+        for e, share in zip(chosen[row].tolist(), shares[row], strict=True):
+            gate, up, down = (tensors[f"mlp.experts.{e}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+            read = share * x[row]
+            want[row] += down @ (torch.nn.functional.silu(gate @ read) * (up @ read))
+    torch.testing.assert_close(experts(x), want)

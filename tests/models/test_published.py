@@ -14,8 +14,9 @@ import torch
 from quire.cli.inspect import amount, read_facts, shapes
 from quire.cli.plan import plan_lines
 from quire.config import Settings
-from quire.models.registry import ARCHITECTURES, parameters, read_spec
+from quire.models.registry import ARCHITECTURES, active_parameters, idle_parameters, parameters, read_spec
 from quire.models.spec import ModelSpec
+from quire.ops.base import TopK
 from quire.types import UNLIMITED
 
 
@@ -68,6 +69,56 @@ EXAONE_ROPE = {
 }
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 THREE_OF_FOUR = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+
+LLAMA4_ROPE = {
+    "rope_type": "llama3",
+    "factor": 16.0,
+    "high_freq_factor": 1.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}
+FIVE_OF_SIX = ["sliding_attention"] * 5 + ["full_attention"]
+GEMMA4_ROPE = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+def gemma4(hidden: int, mlp: int, layers: int, heads: tuple[int, int], **others: Any) -> dict[str, Any]:
+    text = config("", hidden, mlp, layers, heads, 262144, 262144, head_dim=256, global_head_dim=512, **others)
+    text |= {"rope_parameters": GEMMA4_ROPE, "final_logit_softcapping": 30.0, "vocab_size_per_layer_input": 262144}
+    return {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": text}
+
+
+GPT_OSS = {
+    "attention_bias": True,
+    "head_dim": 64,
+    "initial_context_length": 4096,
+    "num_experts_per_tok": 4,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    **UNTIED,
+}
+PACKED = MappingProxyType({"openai/gpt-oss-20b": "12.82 GiB", "openai/gpt-oss-120b": "60.77 GiB"})
+"""Of quantised ones, what their weights take."""
 
 PUBLISHED: Mapping[str, tuple[float, dict[str, Any]]] = MappingProxyType(
     {
@@ -147,8 +198,79 @@ PUBLISHED: Mapping[str, tuple[float, dict[str, Any]]] = MappingProxyType(
         "kyutai/helium-1-preview-2b": (2.17e9, config(
             "HeliumForCausalLM", 2560, 7040, 24, (20, 20), 48000, 4096, head_dim=128, rope_theta=100000.0,
             rms_norm_eps=1e-8, **UNTIED)),
+        "openai/gpt-oss-20b": (20.91e9, config(
+            "GptOssForCausalLM", 2880, 2880, 24, (64, 8), 201088, 131072, num_local_experts=32, experts_per_token=4,
+            layer_types=["sliding_attention", "full_attention"] * 12, **GPT_OSS)),
+        "openai/gpt-oss-120b": (116.83e9, config(
+            "GptOssForCausalLM", 2880, 2880, 36, (64, 8), 201088, 131072, num_local_experts=128, experts_per_token=4,
+            layer_types=["sliding_attention", "full_attention"] * 18, **GPT_OSS)),
         "Qwen/Qwen2.5-7B-Instruct": (7.616e9, config(
             "Qwen2ForCausalLM", 3584, 18944, 28, (28, 4), 152064, 32768, rope_theta=1000000.0, **UNTIED)),
+        "Qwen/Qwen1.5-MoE-A2.7B": (14.32e9, config(
+            "Qwen2MoeForCausalLM", 2048, 5632, 24, (16, 16), 151936, 8192, rope_theta=1000000.0, num_experts=60,
+            num_experts_per_tok=4, moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
+            norm_topk_prob=False, use_sliding_window=False, sliding_window=32768, max_window_layers=21, **UNTIED)),
+        "Qwen/Qwen2-57B-A14B-Instruct": (57.41e9, config(
+            "Qwen2MoeForCausalLM", 3584, 18944, 28, (28, 4), 151936, 32768, rope_theta=1000000.0, num_experts=64,
+            num_experts_per_tok=8, moe_intermediate_size=2560, shared_expert_intermediate_size=20480,
+            norm_topk_prob=False, use_sliding_window=False, sliding_window=65536, max_window_layers=28, **UNTIED)),
+        "allenai/OLMoE-1B-7B-0924": (6.92e9, config(
+            "OlmoeForCausalLM", 2048, 1024, 16, (16, 16), 50304, 4096, rope_theta=10000.0, num_experts=64,
+            num_experts_per_tok=8, norm_topk_prob=False, clip_qkv=None, **UNTIED)),
+        "ibm-granite/granite-3.1-1b-a400m-instruct": (1.335e9, config(
+            "GraniteMoeForCausalLM", 1024, 512, 24, (16, 8), 49155, 131072, attention_multiplier=0.015625,
+            logits_scaling=6.0, num_local_experts=32, num_experts_per_tok=8, **GRANITE)),
+        "ibm-granite/granite-3.1-3b-a800m-instruct": (3.299e9, config(
+            "GraniteMoeForCausalLM", 1536, 512, 32, (24, 8), 49155, 131072, attention_multiplier=0.015625,
+            logits_scaling=6.0, num_local_experts=40, num_experts_per_tok=8, **GRANITE)),
+        "zai-org/GLM-4.5-Air": (106.9e9, config(
+            "Glm4MoeForCausalLM", 4096, 10944, 46, (96, 8), 151552, 131072, head_dim=128, attention_bias=True,
+            use_qk_norm=False, partial_rotary_factor=0.5, rope_theta=1000000, rms_norm_eps=1e-5, n_routed_experts=128,
+            num_experts_per_tok=8, moe_intermediate_size=1408, n_shared_experts=1, first_k_dense_replace=1, n_group=1,
+            topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.0, num_nextn_predict_layers=1, **UNTIED)),
+        "zai-org/GLM-4.6": (353e9, config(
+            "Glm4MoeForCausalLM", 5120, 12288, 92, (96, 8), 151552, 202752, head_dim=128, attention_bias=True,
+            use_qk_norm=True, partial_rotary_factor=0.5, rope_theta=1000000, rms_norm_eps=1e-5, n_routed_experts=160,
+            num_experts_per_tok=8, moe_intermediate_size=1536, n_shared_experts=1, first_k_dense_replace=3, n_group=1,
+            topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5, num_nextn_predict_layers=1, **UNTIED)),
+        "MiniMaxAI/MiniMax-M2": (229e9, config(
+            "MiniMaxM2ForCausalLM", 3072, 1536, 62, (48, 8), 200064, 196608, head_dim=128, rotary_dim=64,
+            rope_theta=5000000, num_local_experts=256, num_experts_per_tok=8, scoring_func="sigmoid",
+            use_routing_bias=True, use_qk_norm=True, qk_norm_type="per_layer", **UNTIED)),
+        "baidu/ERNIE-4.5-21B-A3B-PT": (21.83e9, config(
+            "Ernie4_5_MoeForCausalLM", 2560, 12288, 28, (20, 4), 103424, 131072, rope_theta=500000, use_bias=False,
+            moe_num_experts=64, moe_k=6, moe_intermediate_size=1536, moe_num_shared_experts=2, moe_layer_interval=1,
+            moe_layer_start_index=1, moe_layer_end_index=27, **TIED)),
+        "baidu/ERNIE-4.5-300B-A47B-PT": (300e9, config(
+            "Ernie4_5_MoeForCausalLM", 8192, 28672, 54, (64, 8), 103424, 131072, rope_theta=500000, use_bias=False,
+            moe_num_experts=64, moe_k=8, moe_intermediate_size=3584, moe_num_shared_experts=0, moe_layer_interval=1,
+            moe_layer_start_index=3, moe_layer_end_index=53, **UNTIED)),
+        "meta-llama/Llama-4-Scout-17B-16E-Instruct": (107.8e9, {
+            "architectures": ["Llama4ForConditionalGeneration"],
+            "text_config": config(
+                "", 5120, 8192, 48, (40, 8), 202048, 10485760, head_dim=128, intermediate_size_mlp=16384,
+                num_local_experts=16, num_experts_per_tok=1, interleave_moe_layer_step=1, use_qk_norm=True,
+                attention_chunk_size=8192, no_rope_layers=[1, 1, 1, 0] * 12, rope_theta=500000.0,
+                rope_scaling=LLAMA4_ROPE, **UNTIED)}),
+        "meta-llama/Llama-4-Maverick-17B-128E-Instruct": (400.7e9, {
+            "architectures": ["Llama4ForConditionalGeneration"],
+            "text_config": config(
+                "", 5120, 8192, 48, (40, 8), 202048, 1048576, head_dim=128, intermediate_size_mlp=16384,
+                num_local_experts=128, num_experts_per_tok=1, interleave_moe_layer_step=2, use_qk_norm=False,
+                attention_chunk_size=8192, no_rope_layers=[1, 1, 1, 0] * 12, rope_theta=500000.0, **UNTIED)}),
+        "google/gemma-4-E2B-it": (4.63e9, gemma4(
+            1536, 6144, 35, (8, 1), layer_types=[*THREE_OF_FOUR[:1], *THREE_OF_FOUR] * 7, sliding_window=512,
+            hidden_size_per_layer_input=256, num_kv_shared_layers=20, use_double_wide_mlp=True)),
+        "google/gemma-4-E4B-it": (7.46e9, gemma4(
+            2560, 10240, 42, (8, 2), layer_types=FIVE_OF_SIX * 7, sliding_window=512, hidden_size_per_layer_input=256,
+            num_kv_shared_layers=18, use_double_wide_mlp=False)),
+        "google/gemma-4-31B-it": (30.7e9, gemma4(
+            5376, 21504, 60, (32, 16), layer_types=FIVE_OF_SIX * 10, sliding_window=1024, hidden_size_per_layer_input=0,
+            num_global_key_value_heads=4, attention_k_eq_v=True, use_bidirectional_attention="vision")),
+        "google/gemma-4-26B-A4B-it": (25.2e9, gemma4(
+            2816, 2112, 30, (16, 8), layer_types=FIVE_OF_SIX * 5, sliding_window=1024, hidden_size_per_layer_input=0,
+            num_global_key_value_heads=2, attention_k_eq_v=True, use_bidirectional_attention="vision",
+            enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704)),
     }
 )  # fmt: skip
 """Their parameters, and what config.json says that matters here."""
@@ -158,10 +280,33 @@ def spec(name: str) -> ModelSpec:
     return read_spec(PUBLISHED[name][1])
 
 
+ACTIVE = MappingProxyType(
+    {
+        "Qwen/Qwen1.5-MoE-A2.7B": 2.7e9,
+        "Qwen/Qwen2-57B-A14B-Instruct": 14e9,
+        "allenai/OLMoE-1B-7B-0924": 1.3e9,
+        "ibm-granite/granite-3.1-1b-a400m-instruct": 0.4e9,
+        "ibm-granite/granite-3.1-3b-a800m-instruct": 0.8e9,
+        "zai-org/GLM-4.5-Air": 12e9,
+        "zai-org/GLM-4.6": 32e9,
+        "MiniMaxAI/MiniMax-M2": 10e9,
+        "baidu/ERNIE-4.5-21B-A3B-PT": 3e9,
+        "baidu/ERNIE-4.5-300B-A47B-PT": 47e9,
+        "google/gemma-4-26B-A4B-it": 3.8e9,
+        "meta-llama/Llama-4-Scout-17B-16E-Instruct": 17e9,
+        "meta-llama/Llama-4-Maverick-17B-128E-Instruct": 17e9,
+    }
+)
+"""What publishers say that a token uses: some do not count embeddings, which are up to an eighth."""
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_parameters_of_a_published_model_add_up(name: str) -> None:
     count, _ = PUBLISHED[name]
-    assert parameters(spec(name)) == pytest.approx(count, rel=0.005)
+    found = parameters(spec(name))
+    assert found == pytest.approx(count, rel=0.005)
+    if name in ACTIVE:
+        assert found - idle_parameters(spec(name)) == pytest.approx(ACTIVE[name], rel=0.125)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -173,7 +318,36 @@ def test_inspect_and_plan_know_a_published_model(name: str, tmp_path: Path) -> N
     assert said["architecture"] in ARCHITECTURES
     assert said["context"].endswith(" tokens")
     plan = dict(plan_lines(settings, facts, 1 << 40, torch.device("cpu")))
-    assert plan["weights"] == amount(2 * parameters(facts.spec))
+    assert plan["weights"] == PACKED.get(name, amount(2 * parameters(facts.spec)))
+
+
+def test_experts_and_heads_of_published_models_are_told(tmp_path: Path) -> None:
+    def told(name: str) -> dict[str, str]:
+        (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name][1]))
+        return dict(shapes(read_facts(Settings.of(model=str(tmp_path)))))
+
+    air = told("zai-org/GLM-4.5-Air")
+    assert air["experts"] == "8 of 128 a token, of width 1408, beside a shared one of width 1408, layers 0 dense"
+    gemma = told("google/gemma-4-26B-A4B-it")
+    assert gemma["heads"] == (
+        "16 of queries, 8 of keys and values, 256 numbers each; 2 of keys and values, 512 numbers each"
+    )
+    assert gemma["rope"] == "base 10,000 over 256 numbers of a head; base 1,000,000 over 128 numbers of a head"
+    assert told("google/gemma-4-E2B-it")["KV a token, as activations"].startswith("18,432 bytes")
+
+
+def test_routers_and_layers_of_published_mixtures_are_as_they_were_published() -> None:
+    glm, ernie, scout = map(
+        spec, ("zai-org/GLM-4.6", "baidu/ERNIE-4.5-300B-A47B-PT", "meta-llama/Llama-4-Scout-17B-16E-Instruct")
+    )
+    assert glm.experts and glm.experts.choice == TopK(8, True, sigmoid=True, scale=2.5)
+    assert glm.experts.dense_layers == {0, 1, 2}
+    assert ernie.experts and ernie.experts.choice == TopK(8, True, floor=1e-12)
+    assert ernie.experts.dense_layers == {0, 1, 2}
+    assert (scout.context, [rope.dim for rope in scout.layer_ropes[:4]]) == (8192, [128, 128, 128, 0])
+    maverick = spec("meta-llama/Llama-4-Maverick-17B-128E-Instruct")
+    assert maverick.experts and maverick.experts.dense_layers == set(range(0, 48, 2))
+    assert spec("MiniMaxAI/MiniMax-M2").rope.dim == 64
 
 
 def test_layers_without_rotary_embedding_and_windows_are_where_they_were_published() -> None:
@@ -190,6 +364,16 @@ def test_layers_without_rotary_embedding_and_windows_are_where_they_were_publish
     assert [rope.kind for rope in olmo.layer_ropes[:4]] == ["default", "default", "default", "yarn"]
     assert (olmo.rope.gain, olmo.context) == (1.2079441541679836, 65536)
     assert {rope.dim for rope in spec("LGAI-EXAONE/EXAONE-4.0-1.2B").layer_ropes} == {64}
+
+
+def test_gpt_oss_has_windows_in_every_other_layer_and_uses_few_of_its_parameters() -> None:
+    small, large = spec("openai/gpt-oss-20b"), spec("openai/gpt-oss-120b")
+    assert small.windows[:3] == (128, UNLIMITED, 128)
+    assert (small.rope.kind, small.rope.full_dim, small.context) == ("yarn", False, 131072)
+    assert small.rope.gain == pytest.approx(1.3465736)
+    # As published, without the embedding: 3.61 B and 5.13 B.
+    used = [active_parameters(each) - each.vocab * each.hidden for each in (small, large)]
+    assert used == [pytest.approx(3.61e9, rel=0.005), pytest.approx(5.13e9, rel=0.005)]
 
 
 def test_scales_and_rotations_are_those_published() -> None:

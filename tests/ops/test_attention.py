@@ -22,7 +22,9 @@ OPS = ReferenceOps()
 EVERY: dict[str, Ops] = {"reference": OPS, "fixed": BatchInvariantOps()}
 
 
-def naive(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, soft_cap: float) -> Tensor:
+def naive(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, soft_cap: float, sinks: Tensor | None = None
+) -> Tensor:
     """The last len(q) positions of one sequence attend: q [n, H, D], k and v [L, G, D] -> [n, H, D] float64."""
     n, heads, _ = q.shape
     share = heads // k.shape[1]
@@ -34,7 +36,9 @@ def naive(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, soft_cap: 
             scores = k[seen, h // share].double() @ q[i, h].double() * scale
             if soft_cap:
                 scores = soft_cap * torch.tanh(scores / soft_cap)
-            out[i, h] = scores.softmax(0) @ v[seen, h // share].double()
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[h : h + 1].double()))
+            out[i, h] = scores.softmax(0)[: position + 1 - seen.start] @ v[seen, h // share].double()
     return out
 
 
@@ -63,6 +67,7 @@ def situations(draw: st.DrawFn) -> dict[str, object]:
         "size": draw(st.sampled_from([1, 2, 4, 16])),
         "window": draw(st.sampled_from([UNLIMITED, 1, 3, 7])),
         "soft_cap": draw(st.sampled_from([0.0, 0.7, 5.0])),
+        "sinks": draw(st.booleans()),
         "few": draw(st.sampled_from([1, 4, 32])),
         "worth": draw(st.sampled_from([0, 10, 512])),
         "tile": draw(st.sampled_from([2, 3, 256])),
@@ -83,17 +88,18 @@ def check(s: dict, dtype: torch.dtype, tolerance: float, ops: Ops = OPS) -> None
     batch = feed(history, pages, kv, [(i, past, n) for i, (past, n) in enumerate(s["spans"])])
     q = torch.randn(len(batch.slots), s["heads"], s["dim"], dtype=dtype)
     scale = s["dim"] ** -0.5
-    got = ops.attention(q, kv, batch, scale, s["window"], s["soft_cap"])
+    how = scale, s["window"], s["soft_cap"], 2 * torch.randn(s["heads"]) if s.get("sinks") else None
+    got = ops.attention(q, kv, batch, *how)
     starts = batch.query_start.tolist()
     for i in history:
-        want = naive(q[starts[i] : starts[i + 1]], *history[i], scale, s["window"], s["soft_cap"])
+        want = naive(q[starts[i] : starts[i + 1]], *history[i], *how)
         torch.testing.assert_close(got[starts[i] : starts[i + 1]].double(), want, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("kind", EVERY)
 @settings(deadline=None, max_examples=150, derandomize=True)
 @given(s=situations())
-def test_any_mixture_of_spans_windows_and_caps_attends_as_the_naive_loop(kind: str, s: dict) -> None:
+def test_any_mixture_of_spans_windows_caps_and_sinks_attends_as_the_naive_loop(kind: str, s: dict) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paged_attention, "WORTH", s["worth"])
         patch.setattr(paged_attention, "FEW", s["few"])

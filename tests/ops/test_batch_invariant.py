@@ -91,11 +91,14 @@ class Attended:
     def __init__(self, length: int, groups: int, share: int, dim: int, dtype: torch.dtype) -> None:
         seeded = torch.Generator().manual_seed(7)
         self.groups, self.dtype = groups, dtype
+        self.sinks = 2 * torch.randn(groups * share, generator=torch.Generator().manual_seed(8))
         self.k, self.v, self.q = (
             torch.randn(length, heads, dim, generator=seeded).to(dtype) for heads in (groups, groups, groups * share)
         )
 
-    def fed(self, chunks: list[int], *, size: int, window: int, soft_cap: float, others: int, seed: int) -> Tensor:
+    def fed(
+        self, chunks: list[int], *, size: int, window: int, soft_cap: float, sunk: bool, others: int, seed: int
+    ) -> Tensor:
         """seed: of what the others are, and of where this one stands among them."""
         rng = random.Random(seed)
         pages = Pages(3000, size, seed)
@@ -116,7 +119,7 @@ class Attended:
             for fresh, mine in ((k, self.k), (v, self.v), (q, self.q)):
                 fresh[own] = mine[past : past + n]
             OPS.write_kv(kv, k, v, batch)
-            out.append(OPS.attention(q, kv, batch, 0.3, window, soft_cap)[own])
+            out.append(OPS.attention(q, kv, batch, 0.3, window, soft_cap, self.sinks if sunk else None)[own])
             past += n
         return torch.cat(out)
 
@@ -133,6 +136,7 @@ def feedings(draw: st.DrawFn) -> dict[str, object]:
         "size": draw(st.sampled_from([2, 3, 16, 128, 512])),
         "window": draw(st.sampled_from([UNLIMITED, 13, 200])),
         "soft_cap": draw(st.sampled_from([0.0, 3.0])),
+        "sunk": draw(st.booleans()),
         "others": draw(st.integers(0, 3)),
         "dtype": draw(st.sampled_from(DTYPES)),
     }
@@ -143,7 +147,7 @@ def feedings(draw: st.DrawFn) -> dict[str, object]:
 def test_attention_has_the_same_bits_with_any_chunk_block_size_and_batch(f: dict, seed: int) -> None:
     chunks = f["chunks"]
     subject = Attended(sum(chunks), *f["shape"], f["dtype"])
-    kinds = {"window": f["window"], "soft_cap": f["soft_cap"]}
+    kinds = {name: f[name] for name in ("window", "soft_cap", "sunk")}
     alone = subject.fed([sum(chunks)], size=16, others=0, seed=0, **kinds)
     assert torch.equal(subject.fed(chunks, size=f["size"], others=f["others"], seed=seed, **kinds), alone)
 
@@ -153,7 +157,7 @@ def test_one_token_at_a_time_is_the_same_as_all_at_once(
     shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subject = Attended(140, *shape, torch.float32)
-    kinds = {"size": 16, "window": UNLIMITED, "soft_cap": 0.0, "others": 0, "seed": 0}
+    kinds = {"size": 16, "window": UNLIMITED, "soft_cap": 0.0, "sunk": False, "others": 0, "seed": 0}
     whole = subject.fed([140], **kinds)
     assert torch.equal(subject.fed([1] * 140, **kinds), whole)
     monkeypatch.setattr(batch_invariant, "AT_ONCE", 24)

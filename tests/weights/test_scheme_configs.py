@@ -47,6 +47,7 @@ CONFIGS: list[Any] = [
     {"quant_method": "gptq"},
     {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2", "group_size": -1},
     {"quant_method": "gptq", "bits": 8},
+    {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
     {"quant_method": "bitsandbytes"},
     {},
     {"config_groups": {}},
@@ -79,6 +80,8 @@ CONFIGS: list[Any] = [
     compressed(PACKED | {"strategy": "channel"}, format="pack-quantized"),
     compressed(PACKED | {"strategy": "block", "block_structure": [2, 2]}, format="pack-quantized"),
     compressed({"num_bits": 8}, format="pack-quantized"),
+    compressed(PACKED | {"type": "float"}, format="mxfp4-pack-quantized"),
+    compressed(PACKED | {"type": "float", "group_size": 16}, format="mxfp4-pack-quantized"),
 ]
 
 
@@ -124,10 +127,13 @@ def test_rules_and_blocks_mean_what_is_written_down() -> None:
         "re:gate",
         "re:model",
         "model.layers.1.mlp.gate_proj",
+        "model.layers.*.mlp",
+        "layers.*.self_attn",
         "",
     )
     assert [rule for rule in rules if named(name, rule)] == [
-        *("model", "layers.1", "layers", "1", "gate_proj", "re:.*gate", "re:model", "model.layers.1.mlp.gate_proj")
+        *("model", "layers.1", "layers", "1", "gate_proj", "re:.*gate", "re:model", "model.layers.1.mlp.gate_proj"),
+        "model.layers.*.mlp",
     ]
     assert block_of(Config({"strategy": "group", "group_size": 7})) == (1, 7)
     assert block_of(Config({"strategy": "channel", "group_size": 7}))[0] == 1

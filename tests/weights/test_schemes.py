@@ -17,7 +17,7 @@ from quire.layers.quantization import scaled
 from quire.layers.quantization.base import Plain
 from quire.layers.quantization.integers import IntegerScheme
 from quire.models.registry import build_model, read_spec
-from quire.ops.base import IntegerMatrix, QuantizedMatrix, Routing
+from quire.ops.base import IntegerKind, IntegerMatrix, Ops, QuantizedMatrix, Routing
 from quire.ops.quantized import dequantize, quantize_tokens
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import TritonOps
@@ -109,6 +109,54 @@ def test_kernels_read_integers_in_groups_of_32_or_rows_in_their_own_layout(
         assert torch.equal(own.quantized.dequantize(), other.quantized.dequantize())
         x = torch.randn(2, own.matrix.columns)
         torch.testing.assert_close(own.apply(x), other.apply(x), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("ops", [TritonOps("cpu"), ReferenceOps()], ids=["kernels", "reference"])
+def test_floats_of_four_bits_are_kept_and_stand_for_their_numbers(tmp_path: Path, ops: Ops) -> None:
+    sizes = {"head_dim": 16, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 160}
+    make(tmp_path, SHAPE, hidden_size=96, **sizes)
+    means = quantise(tmp_path, "mxfp4")
+    stored = matrices(load_model(tmp_path, dtype="float32", ops=ops))[1:5]
+    assert all(each.quantized.matrix.kind is IntegerKind.FLOATS for each in stored)
+    names = [[part.name for part in each.matrix.parts] for each in stored]
+    for own, parts in zip(stored, names, strict=True):
+        whole = torch.cat([means[f"{name}.weight"] for name in parts])
+        assert torch.equal(own.quantized.dequantize(), whole)
+        x = torch.randn(2, own.matrix.columns)
+        wanted = torch.nn.functional.linear(x, whole, own.bias)
+        torch.testing.assert_close(own.apply(x), wanted, atol=1e-4, rtol=1e-4)
+
+
+def spoiled(folder: Path, suffix: str, spoil: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change the first tensor of a checkpoint whose name ends so."""
+    tensors = load_file(folder / SINGLE)
+    name = next(name for name in tensors if name.endswith(suffix))
+    tensors[name] = spoil(tensors[name]).contiguous()
+    save_file(tensors, folder / SINGLE)
+
+
+def test_broken_experts_of_floats_are_refused_by_name(tmp_path: Path) -> None:
+    make(tmp_path, "gpt_oss-gqa-mxfp4")
+    spoiled(tmp_path, "down_proj_scales", lambda scales: torch.full_like(scales, 255))
+    with pytest.raises(InvalidModel, match=r"down_proj\.0\.weight_scale holds numbers that cannot be scales"):
+        load_model(tmp_path)
+    spoiled(tmp_path, "down_proj_scales", lambda scales: scales[..., 1:])
+    with pytest.raises(InvalidModel, match=r"down_proj\.0\.weight_scale has shape \[64, 0\], but .* \[64, 1\]"):
+        load_model(tmp_path)
+    make(tmp_path, "gpt_oss-gqa-mxfp4", intermediate_size=64, hidden_size=96)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"hidden_size": 96', '"hidden_size": 90'))
+    with pytest.raises(InvalidModel, match="90 columns: MXFP4 needs a multiple of 32"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+def test_plain_experts_in_one_tensor_are_quantized_while_they_are_loaded(tmp_path: Path, quantization: str) -> None:
+    make(tmp_path, "gpt_oss-gqa")
+    exact, rounded = (load_model(tmp_path, dtype="float32", quantization=each) for each in ("auto", quantization))
+    tokens = [7 * i % 199 for i in range(45)]
+    wanted, got = (answers(model, tokens, torch.device("cpu")) for model in (exact, rounded))
+    assert 1e-4 < (got - wanted).std() < 0.3 * wanted.std()
 
 
 @pytest.mark.parametrize("name", ["fp8-blocks", "fp8-tensor", "fp8-rows"])

@@ -25,6 +25,7 @@ from quire.models.spec import ModelSpec
 from quire.ops.reference import ReferenceOps
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import UNLIMITED
+from quire.weights.entries import TensorEntry
 from quire.weights.files import Checkpoint, read_config
 from quire.weights.load import choose_dtype, match, named
 from quire.weights.locate import locate
@@ -63,13 +64,25 @@ def read_facts(settings: Settings) -> ModelFacts:
 
 def check(config: Mapping[str, Any], spec: ModelSpec, checkpoint: Checkpoint, quantization: str) -> None:
     """Every tensor has a place of its shape. Raises InvalidModel naming those that have not."""
-    format = choose_format(config, quantization, Plain, checkpoint.entries)
+    build = build_outline(config, spec, quantization, torch.bfloat16, checkpoint.entries)
+    match(build, checkpoint.folder.name, named(build, checkpoint))
+
+
+def build_outline(
+    config: Mapping[str, Any],
+    spec: ModelSpec,
+    quantization: str,
+    dtype: torch.dtype,
+    entries: Mapping[str, TensorEntry],
+) -> ModelBuilder:
+    """The builder of a model that takes no memory. entries: see `CheckpointFormat`."""
+    format = choose_format(config, quantization, Plain, entries)
     build = ModelBuilder(
-        ops=ReferenceOps(), parallel=ParallelGroup(), dtype=torch.bfloat16, device=torch.device("meta"), format=format
+        ops=ReferenceOps(), parallel=ParallelGroup(), dtype=dtype, device=torch.device("meta"), format=format
     )
     build.ignore(*(IGNORED_TENSORS if isinstance(format, CheckpointFormat) else ()))
     build_model(spec, build)
-    match(build, checkpoint.folder.name, named(build, checkpoint))
+    return build
 
 
 def shapes(facts: ModelFacts) -> Iterator[Fact]:
@@ -83,8 +96,13 @@ def shapes(facts: ModelFacts) -> Iterator[Fact]:
     yield "layers", f"{spec.layers} of width {spec.hidden}, MLP {spec.mlp} ({spec.activation})"
     if moe := spec.experts:
         dense = f", layers {', '.join(map(str, sorted(moe.dense_layers)))} dense" if moe.dense_layers else ""
-        yield "experts", f"{moe.num_experts_per_token} of {moe.num_experts} a token, of width {moe.width}{dense}"
-    yield "heads", f"{spec.heads} of queries, {spec.kv_heads} of keys and values, {spec.head_dim} numbers each"
+        shared = f", beside a shared one of width {moe.shared}" if moe.shared else ""
+        yield (
+            "experts",
+            f"{moe.num_experts_per_token} of {moe.num_experts} a token, of width {moe.width}{shared}{dense}",
+        )
+    heads = (f"{heads} of keys and values, {dim} numbers each" for heads, dim in dict.fromkeys(spec.each_heads))
+    yield "heads", f"{spec.heads} of queries, {'; '.join(heads)}"
     local = Counter(window for window in spec.windows if window < UNLIMITED)
     seen = ", ".join(f"{n} of {spec.layers} layers see {window:,} positions" for window, n in local.items())
     yield "attention", seen or "every layer sees everything"
@@ -159,9 +177,9 @@ def describe_ropes(ropes: Sequence[RopeConfig]) -> str:
 
 def describe_rope(rope: RopeConfig) -> str:
     """A rotary embedding in words."""
-    scaled = "" if rope.kind == "default" else f", {rope.kind} scaling by {rope.factor:g}"
+    scaled = "" if rope.kind in ("default", "proportional") else f", {rope.kind} scaling by {rope.factor:g}"
     neighbours = ", by neighbours" if rope.interleaved else ""
-    return f"base {rope.theta:,.0f} over {rope.dim} numbers of a head{neighbours}{scaled}"
+    return f"base {rope.theta:,.0f} over {int(rope.dim * rope.share)} numbers of a head{neighbours}{scaled}"
 
 
 def short(dtype: torch.dtype) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from quire.assembly.limits import LARGEST_GEMM_WORKSPACE, host_bytes, resolve, working_bytes
 from quire.cli.base import SettingsCommand
-from quire.cli.inspect import Fact, ModelFacts, amount, read_facts
+from quire.cli.inspect import Fact, ModelFacts, amount, build_outline, read_facts
 from quire.cli.tables import print_pairs
 from quire.config import OPTIONS, Settings
 from quire.errors import InvalidConfig
@@ -129,8 +129,11 @@ def need(settings: Settings, facts: ModelFacts, room: int, device: torch.device)
 def weights(settings: Settings, facts: ModelFacts) -> int:
     """Bytes once loaded: as stored where they are quantised, else at the dtype they are computed in."""
     spec, checkpoint = facts.spec, facts.checkpoint
-    if read_scheme(facts.config) is not None and checkpoint is not None:
-        return sum(entry.size for entry in checkpoint.entries.values())
+    if read_scheme(facts.config) is not None:
+        if checkpoint is not None:
+            return sum(entry.size for entry in checkpoint.entries.values())
+        slots = build_outline(facts.config, spec, settings.model.quantization, facts.dtype, {}).slots
+        return sum(place.target.nbytes for places in slots.values() for place in places)
     whole = parameters(spec) * facts.dtype.itemsize
     if settings.model.quantization not in ONLINE:
         return whole

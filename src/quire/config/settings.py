@@ -275,7 +275,7 @@ class ModelConfig:
         "auto", "auto: read the weights; dummy: random weights of the model's shape (for benchmarks)."
     )
     quantization: Literal[
-        "auto", "fp8", "fp8_per_block", "int8", "int8_w8a8", "awq", "gptq", "compressed-tensors", "fbgemm_fp8"
+        "auto", "fp8", "fp8_per_block", "int8", "int8_w8a8", "awq", "gptq", "compressed-tensors", "fbgemm_fp8", "mxfp4"
     ] = option(
         "auto",
         "How weights are stored; auto: as the checkpoint has them. The first four are made of plain weights while "

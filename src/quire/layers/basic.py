@@ -25,11 +25,12 @@ class RopeConfig:
     dim: the first dimensions of a head, which are rotated; 0: none. theta: base of the wavelengths. kind: "default";
     "linear", every wavelength `factor` times as long; "llama3", only wavelengths above `original` / `high`, in full
     above `original` / `low`; "yarn", from those that fit `original` `fast` times to those that fit it `slow` times;
-    "factors", each wavelength multiplied by its number in `factors` (Llama 3.1 in GGUF). original: context length, in
+    "factors", each wavelength multiplied by its number in `factors` (Llama 3.1 in GGUF); "proportional", only the first
+    `share` of the pairs of dimensions turn, each `factor` times as slowly (Gemma 4). original: context length, in
     tokens, of the first training. full_dim: yarn's two bounds are rounded to whole pairs of dimensions. gain: what the
     rotated dimensions are multiplied by. interleaved: neighbours are rotated together, not the two halves of `dim`.
-    query_beta: b multiplies the query at position p by 1 + b log(1 + floor(p / original)) (Llama 4). short_factors:
-    instead of `factors` where no sequence is longer than `original` (LongRoPE, Ding et al. 2024).
+    query_beta: b multiplies the query at position p by 1 + b log(1 + floor((p + query_shift) / original)) (Llama 4).
+    short_factors: instead of `factors` where no sequence is longer than `original` (LongRoPE, Ding et al. 2024).
     """
 
     dim: int
@@ -47,6 +48,8 @@ class RopeConfig:
     interleaved: bool = False
     query_beta: float = 0.0
     short_factors: tuple[float, ...] = ()
+    share: float = 1.0
+    query_shift: int = 0
 
 
 NO_ROPE = RopeConfig(dim=0)
@@ -56,11 +59,12 @@ NO_ROPE = RopeConfig(dim=0)
 class NormLayer:
     """An RMS norm or a layer norm, or none: then x stays as it is.
 
-    scale: what its output is multiplied by where it is added to the residual stream.
+    scale: what its output is multiplied by where it is added to the residual stream. gain: a number, in a tensor, that
+    the stream is multiplied by then.
     """
 
-    def __init__(self, norm: Norm | None, ops: Ops, scale: float = 1.0) -> None:
-        self.norm, self.ops, self.scale = norm, ops, scale
+    def __init__(self, norm: Norm | None, ops: Ops, scale: float = 1.0, gain: Tensor | None = None) -> None:
+        self.norm, self.ops, self.scale, self.gain = norm, ops, scale, gain
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (tokens, hidden); the same shape."""
@@ -68,7 +72,7 @@ class NormLayer:
 
     def add(self, x: Tensor, residual: Tensor, before: NormLayer) -> tuple[Tensor, Tensor]:
         """(norm of the sum, sum) of residual and of what `before` makes of x. See `Ops.add_norm`."""
-        return self.ops.add_norm(x, residual, self.norm, before.norm, before.scale)
+        return self.ops.add_norm(x, residual, self.norm, before.norm, before.scale, before.gain)
 
 
 class Embedding:
@@ -135,7 +139,7 @@ class Rotary:
         """The angles of `positions`, for `Ops` that rotate."""
         rope, gain = self.rope, None
         if rope.query_beta:
-            gain = 1.0 + rope.query_beta * torch.log1p((positions // rope.original).float())
+            gain = 1.0 + rope.query_beta * torch.log1p(((positions + rope.query_shift) // rope.original).float())
         return Angles(*self.ops.angles(positions, self.frequencies, rope.gain), rope.interleaved, gain)
 
 
@@ -190,8 +194,21 @@ def factors(plain: Tensor, rope: RopeConfig) -> Tensor:
     return plain / torch.tensor(rope.factors, dtype=torch.float32)
 
 
+def proportional(plain: Tensor, rope: RopeConfig) -> Tensor:
+    """The first pairs of dimensions, as they are without the rest, which do not turn (Gemma 4)."""
+    turning = torch.arange(len(plain)) < int(rope.share * rope.dim // 2)
+    return torch.where(turning, plain / rope.factor, 0.0)
+
+
 SCALINGS: Mapping[str, Callable[[Tensor, RopeConfig], Tensor]] = MappingProxyType(
-    {"default": unscaled, "linear": linear, "llama3": llama3, "yarn": yarn, "factors": factors}
+    {
+        "default": unscaled,
+        "linear": linear,
+        "llama3": llama3,
+        "yarn": yarn,
+        "factors": factors,
+        "proportional": proportional,
+    }
 )
 
 
@@ -220,8 +237,9 @@ class Attention:
         heads: Heads,
         ops: Ops,
         norms: Norms | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
-        self.qkv, self.out, self.heads, self.ops, self.norms = qkv, out, heads, ops, norms
+        self.qkv, self.out, self.heads, self.ops, self.norms, self.sinks = qkv, out, heads, ops, norms, sinks
 
     def __call__(
         self, x: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
@@ -229,5 +247,5 @@ class Attention:
         """x [T, hidden], angles from `Rotary` -> [T, hidden], or the rows `outputs` of it."""
         h = self.heads
         q = self.ops.qk_norm_rope_store_kv(self.qkv(x), h.count, kv, batch, angles, self.norms)
-        mixed = self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap).flatten(1)
+        mixed = self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap, self.sinks).flatten(1)
         return self.out(select_rows(mixed, outputs))

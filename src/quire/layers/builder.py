@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,10 +29,10 @@ from quire.layers.basic import (
     Rotary,
 )
 from quire.layers.linear import ColumnParallelLinear, LMHead, ParallelGroup, RowParallelLinear, shard_of
-from quire.layers.moe import Experts, MoE, MoEConfig, SeparateExperts, StackedExperts
-from quire.layers.quantization.base import Format, Matrix, MatrixPart, Plain, WeightSlot, WeightStorage
+from quire.layers.moe import Experts, MoE, MoEConfig, Router, SeparateExperts, SharedExpert, StackedExperts
+from quire.layers.quantization.base import Format, Matrix, MatrixPart, Plain, WeightSlot, WeightStorage, bias_slots
 from quire.layers.quantization.gguf import GgufFormat, Tables, no_table
-from quire.ops.base import Gate, Norm, Norms, Ops
+from quire.ops.base import ExpertBiases, Gate, Norm, Norms, Ops
 
 Kind = TypeVar("Kind")
 
@@ -42,11 +42,48 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 """The usual names of a layer's matrices and norms."""
 
 
+class ExpertNames(NamedTuple):
+    """Names of a mixture's tensors in a layer.
+
+    matrices: of gate, up and down, or of the one that holds gate and up, and of down; # stands for an expert's number,
+    and without it one tensor holds the matrices of all experts. transposed: they are [in, out]. interleaved: rows of
+    gate and of up alternate. shared: of the shared expert's matrices, as `matrices`.
+    """
+
+    router: str = "mlp.gate"
+    matrices: Sequence[str] = ("mlp.experts.#.gate_proj", "mlp.experts.#.up_proj", "mlp.experts.#.down_proj")
+    transposed: bool = False
+    interleaved: bool = False
+    correction: str = "mlp.gate.e_score_correction_bias"
+    shared: Sequence[str] = (
+        "mlp.shared_experts.gate_proj",
+        "mlp.shared_experts.up_proj",
+        "mlp.shared_experts.down_proj",
+    )
+    shared_gate: str = "mlp.shared_expert_gate"
+    gains: str = ""
+
+
+USUAL_EXPERTS = ExpertNames()
+
+
+class ExpertStack(NamedTuple):
+    """A tensor that holds a matrix of each expert; that of expert e has slots as if its name were `name.e.weight`.
+
+    transposed, interleaved: see `ExpertNames`.
+    """
+
+    name: str
+    transposed: bool
+    interleaved: bool
+
+
 class ModelBuilder:
     """Creates layers. Names given to a method are relative to `prefix`; `scope` extends it.
 
     slots: where each checkpoint tensor goes, by name; several places where a rank keeps several parts of it. ignored:
-    patterns (fnmatch) of checkpoint names that the model does not need. renames: see `rename`.
+    patterns (fnmatch) of checkpoint names that the model does not need. renames: see `rename`. stacks: see
+    `ExpertStack`.
     """
 
     def __init__(
@@ -68,6 +105,7 @@ class ModelBuilder:
         self.separate: list[SeparateExperts] = []
         self.ignored: list[str] = []
         self.renames: dict[str, str] = {}
+        self.stacks: list[ExpertStack] = []
 
     def scope(self, name: str) -> ModelBuilder:
         """The same builder with a longer prefix: `build.scope("layers.0")`."""
@@ -95,11 +133,15 @@ class ModelBuilder:
             experts.join()
         self.separate.clear()
 
-    def vector(self, name: str, size: int, *, mean: float = 0.0, std: float = 0.1, shift: float = 0.0) -> Tensor:
-        """A tensor [size], whole on every rank. shift: is added to the checkpoint's values, in float32."""
-        data = torch.empty(size, dtype=torch.float32 if shift else self.dtype, device=self.device)
+    def vector(
+        self, name: str, size: int, *, mean: float = 0.0, std: float = 0.1, shift: float = 0.0, exact: bool = False
+    ) -> Tensor:
+        """A tensor [size], whole on every rank. shift: is added to the checkpoint's values, in float32. exact: it is
+        float32, too, and may have dimensions of size 1 in the checkpoint."""
+        data = torch.empty(size, dtype=torch.float32 if shift or exact else self.dtype, device=self.device)
+        cut = (slice(0, size),)
         self._add_slot(
-            WeightSlot(self.prefix + name, (size,), (slice(0, size),), data, mean=mean, std=std, shift=shift)
+            WeightSlot(self.prefix + name, (size,), cut, data, mean=mean, std=std, shift=shift, ignore_unit_dims=exact)
         )
         return data
 
@@ -112,9 +154,9 @@ class ModelBuilder:
         weight = self.vector(f"{name}.weight", size, mean=1.0, shift=shift)
         return Norm(weight, eps, self.vector(f"{name}.bias", size) if bias else None, centred=True)
 
-    def norm_layer(self, norm: Norm | None, scale: float = 1.0) -> NormLayer:
+    def norm_layer(self, norm: Norm | None, scale: float = 1.0, gain: Tensor | None = None) -> NormLayer:
         """See `NormLayer`."""
-        return NormLayer(norm, self.ops, scale)
+        return NormLayer(norm, self.ops, scale, gain)
 
     def embedding(self, name: str, count: int, hidden: int, *, scale: float = 1.0) -> AnyEmbedding:
         """A table [count, hidden]; its random init gives logits of standard deviation 1 when it is the head, too."""
@@ -204,18 +246,27 @@ class ModelBuilder:
         bias: bool = False,
         out_bias: bool = False,
         norms: Norms | None = None,
+        sinks: str = "",
         transposed: bool = False,
     ) -> Attention:
         """heads: of the whole model; this rank's share is taken here.
 
-        names: of the checkpoint's q, k and v, or the one that holds all three. norms: of q and k, if any.
+        names: of the checkpoint's q, k and v, or the one that holds all three; of q alone, without K/V heads. norms: of
+        q and k, if any. sinks: name of the heads' sinks, see `Ops.attention`; empty for none.
         """
         size = self.parallel.size
         own = replace(heads, count=heads.count // size, kv=max(1, heads.kv // size))
-        outputs = ((heads.count, heads.dim), (heads.kv, heads.dim), (heads.kv, heads.dim))
+        outputs = [(heads.count, heads.dim)] + [(heads.kv, heads.dim)] * (2 if heads.kv else 0)
         qkv = self.column_parallel(names, hidden, outputs, bias=bias, transposed=transposed)
         back = self.row_parallel(out, (heads.count, heads.dim), hidden, bias=out_bias, transposed=transposed)
-        return Attention(qkv, back, own, self.ops, norms)
+        return Attention(qkv, back, own, self.ops, norms, self.sinks(sinks, heads.count) if sinks else None)
+
+    def sinks(self, name: str, heads: int) -> Tensor:
+        """This rank's of a number for each of `heads`, float32."""
+        cut = shard_of(heads, self.parallel, name)
+        data = torch.empty(cut.stop - cut.start, dtype=torch.float32, device=self.device)
+        self._add_slot(WeightSlot(self.prefix + name, (heads,), (cut,), data, std=1.0))
+        return data
 
     def gated_mlp(
         self, hidden: int, width: int, activation: str, *, bias: bool = False, names: Sequence[str] = GATED
@@ -232,48 +283,93 @@ class ModelBuilder:
         mixture: MoEConfig,
         activation: str,
         *,
-        names: Sequence[str] = GATED,
+        names: ExpertNames = USUAL_EXPERTS,
+        bias: bool = False,
     ) -> MoE:
-        """`gate`, the router, and experts.N, each with the matrices called `names`: gate, up and down. Those of a GGUF
-        file that differ in type are dequantized."""
-        act = activation_of(activation, GATES)
-        gate, up, down = names
-        cut = shard_of(mixture.width, self.parallel, "expert width")
-        each = [f"{self.prefix}experts.{e}." for e in range(mixture.num_experts)]
-        rises = [(MatrixPart(p + gate, mixture.width, cut), MatrixPart(p + up, mixture.width, cut)) for p in each]
-        falls = [(MatrixPart(p + down, hidden, slice(0, hidden)),) for p in each]
-        router, whole = self.router("gate", hidden, mixture.num_experts), slice(0, hidden)
+        """A router and experts, and the expert that all tokens share. bias: of the shared expert's matrices. Experts of
+        a GGUF file that differ in type are dequantized."""
+        act, biased, across = activation_of(activation, GATES), mixture.biased, names.transposed
+        cut, whole = shard_of(mixture.width, self.parallel, "expert width"), slice(0, hidden)
+        *rising, falling = (
+            [self._matrix_name(name, e, names) for e in range(mixture.num_experts)] for name in names.matrices
+        )
+        # Where one matrix holds gate and up, up begins after the rows of gate.
+        both = len(rising) == 1
+        rows = 2 * mixture.width if both else mixture.width
+        up = slice(mixture.width + cut.start, mixture.width + cut.stop) if both else cut
+        rises = [
+            (MatrixPart(gate, rows, cut), MatrixPart(other, rows, up))
+            for gate, other in zip(rising[0], rising[-1], strict=True)
+        ]
+        falls = [(MatrixPart(n, hidden, whole),) for n in falling]
         experts: Experts
+        first = self.parallel.rank == 0
         build, format = copy(self), self.format
         if isinstance(format, GgufFormat) and not (format.keeps(rises, whole) and format.keeps(falls, cut)):
             build.format = format.plain
         if build.format is Plain:
-            experts = StackedExperts(
-                self._stacked(rises, hidden, whole), self._stacked(falls, mixture.width, cut), act, self.ops
-            )
+            rise, rise_bias = self._stacked(rises, hidden, whole, names, biased)
+            fall, fall_bias = self._stacked(falls, mixture.width, cut, names, biased, own_bias=first)
+            experts = StackedExperts(rise, fall, act, self.ops, ExpertBiases(rise_bias, fall_bias))
         else:
-            gate_ups = [build._store(parts, hidden, whole) for parts in rises]
-            downs = [build._store(parts, mixture.width, cut) for parts in falls]
+            gate_ups = [build._store(parts, hidden, whole, bias=biased, transposed=across) for parts in rises]
+            downs = [
+                build._store(parts, mixture.width, cut, bias=biased, own_bias=first, transposed=across)
+                for parts in falls
+            ]
             experts = SeparateExperts(gate_ups, downs, act, self.ops)
             self.separate.append(experts)
-        return MoE(router, experts, mixture, self.parallel, self.ops)
+        correction = self.vector(names.correction, mixture.num_experts, exact=True) if mixture.corrected else None
+        gains = self.vector(names.gains, mixture.num_experts, mean=1.0, exact=True) if mixture.gained else None
+        router = Router(self.router(names.router, hidden, mixture.num_experts, bias=biased), correction, gains)
+        shared = None
+        if mixture.shared:
+            mlp = self.gated_mlp(hidden, mixture.shared, activation, bias=bias, names=names.shared)
+            shared = SharedExpert(mlp, self.router(names.shared_gate, hidden, 1) if mixture.gated_shared else None)
+        return MoE(router, experts, mixture, self.parallel, self.ops, shared)
 
-    def router(self, name: str, hidden: int, count: int) -> WeightStorage:
+    def _matrix_name(self, name: str, expert: int, names: ExpertNames) -> str:
+        """The name of an expert's matrix; one without # is noted as that of a tensor for all experts."""
+        if "#" in name:
+            return self.prefix + name.replace("#", str(expert))
+        if not expert:
+            interleaved = names.interleaved and name == names.matrices[0]
+            self.stacks.append(ExpertStack(self.prefix + name, names.transposed, interleaved))
+        return f"{self.prefix}{name}.{expert}"
+
+    def router(self, name: str, hidden: int, count: int, *, bias: bool = False) -> WeightStorage:
         """A small matrix, whole on every rank and not quantized unless the checkpoint's is."""
         part = MatrixPart(self.prefix + name, count, slice(0, count))
-        return self._store([part], hidden, slice(0, hidden), keep_precision=True)
+        return self._store([part], hidden, slice(0, hidden), bias=bias, keep_precision=True)
 
-    def _stacked(self, experts: Sequence[Sequence[MatrixPart]], columns: int, cut: slice) -> Tensor:
-        """One matrix of each expert in one tensor [E, rows, columns]."""
+    def _stacked(
+        self,
+        experts: Sequence[Sequence[MatrixPart]],
+        columns: int,
+        cut: slice,
+        names: ExpertNames,
+        biased: bool,
+        *,
+        own_bias: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One matrix of each expert in one tensor [E, rows, columns], and biases [E, rows], if any."""
         rows = sum(part.shard.stop - part.shard.start for part in experts[0])
         weight = torch.empty(len(experts), rows, cut.stop - cut.start, dtype=self.dtype, device=self.device)
-        for parts, own in zip(experts, weight, strict=True):
+        bias = torch.zeros(weight.shape[:2], dtype=self.dtype, device=self.device) if biased else None
+        for e, (parts, own) in enumerate(zip(experts, weight, strict=True)):
             row = 0
             for name, height, kept in parts:
                 into = own[row : row + kept.stop - kept.start]
                 row += len(into)
-                self._add_slot(WeightSlot(f"{name}.weight", (height, columns), (kept, cut), into, std=columns**-0.5))
-        return weight
+                shape, cuts = (height, columns), (kept, cut)
+                if names.transposed:
+                    shape, cuts = shape[::-1], cuts[::-1]
+                self._add_slot(WeightSlot(f"{name}.weight", shape, cuts, into, names.transposed, std=columns**-0.5))
+            if bias is not None:
+                matrix = Matrix(tuple(parts), columns, cut, self.dtype, self.device, True, adds_bias=own_bias)
+                for place in bias_slots(matrix, bias[e]):
+                    self._add_slot(place)
+        return weight, bias
 
     def mlp(
         self,
@@ -328,7 +424,7 @@ GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 """The names under which configs mean gelu by its tanh approximation."""
 
 
-GATES: Mapping[str, Gate] = MappingProxyType({"silu": "silu", **dict.fromkeys(GELUS, "gelu")})
+GATES: Mapping[str, Gate] = MappingProxyType({"silu": "silu", **dict.fromkeys(GELUS, "gelu"), "clamped": "clamped"})
 
 
 def activation_of(name: str, known: Mapping[str, Kind]) -> Kind:

@@ -5,9 +5,9 @@ Which experts tokens use is known on the device alone: no shape depends on it, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,17 @@ from torch import Tensor
 from quire.errors import InvalidModel
 from quire.layers.linear import ParallelGroup
 from quire.layers.quantization.base import Plain, WeightStorage
-from quire.ops.base import ExpertMatrices, Gate, IntegerMatrix, Ops, QuantizedMatrix, Routing
+from quire.ops.base import (
+    NO_BIASES,
+    ExpertBiases,
+    ExpertMatrices,
+    Gate,
+    IntegerMatrix,
+    Ops,
+    QuantizedMatrix,
+    Routing,
+    TopK,
+)
 from quire.ops.integer import stack_integers
 from quire.ops.matmul import by_expert, through_experts
 from quire.ops.quantized import E4M3, parts
@@ -26,18 +36,55 @@ from quire.ops.ragged import RaggedBatch
 class MoEConfig:
     """Experts of a layer: `num_experts` MLPs of inner `width`, of which each token uses `num_experts_per_token`.
 
-    normalize_weights: the weights of the used experts are scaled to sum to 1. dense_layers: layers with one MLP
-    instead.
+    normalize_weights, sigmoid, groups, used_groups, scale, floor: see `TopK`. corrected: the router has a correction,
+    see `Ops.select_experts`. weighs_inputs: what an expert reads is multiplied by its weight, not what it makes (Llama
+    4). shared: inner width of an MLP that every token uses too, 0 for none; gated_shared: it is multiplied by the
+    sigmoid of a number made of the token. gained: each expert's weights are multiplied by a number. biased: router and
+    experts have biases. dense_layers: layers with one MLP instead.
     """
 
     num_experts: int
     num_experts_per_token: int
     width: int
     normalize_weights: bool = True
+    sigmoid: bool = False
+    corrected: bool = False
+    groups: int = 1
+    used_groups: int = 1
+    scale: float = 1.0
+    floor: float = 1e-20
+    weighs_inputs: bool = False
+    shared: int = 0
+    gated_shared: bool = False
+    gained: bool = False
+    biased: bool = False
     dense_layers: frozenset[int] = frozenset()
+
+    @property
+    def choice(self) -> TopK:
+        """How experts are chosen."""
+        return TopK(
+            self.num_experts_per_token,
+            self.normalize_weights,
+            self.sigmoid,
+            self.groups,
+            self.used_groups,
+            self.scale,
+            self.floor,
+        )
 
     def checked(self) -> MoEConfig:
         """Itself. Raises InvalidModel for numbers that contradict each other."""
+        size = self.num_experts // max(1, self.groups)
+        even = self.groups == 1 or (self.groups > 0 and size * self.groups == self.num_experts and size > 1)
+        if not even or not 1 <= self.used_groups <= self.groups:
+            raise InvalidModel(
+                f"config.json: {self.used_groups} of {self.groups} groups of {self.num_experts} experts cannot be used"
+            )
+        if self.groups > 1 and self.used_groups * size < self.num_experts_per_token:
+            raise InvalidModel(
+                f"config.json: {self.used_groups} groups of {size} experts have fewer than {self.num_experts_per_token}"
+            )
         if not 1 <= self.num_experts_per_token <= self.num_experts or not self.width:
             raise InvalidModel(
                 f"config.json: {self.num_experts_per_token} of {self.num_experts} experts of width {self.width} "
@@ -56,12 +103,12 @@ class Experts(Protocol):
 class StackedExperts:
     """Plain matrices, of all experts in one tensor: gate_up [E, 2F, hidden], down [E, hidden, F]."""
 
-    def __init__(self, gate_up: Tensor, down: Tensor, gate: Gate, ops: Ops) -> None:
-        self.gate_up, self.down, self.gate, self.ops = gate_up, down, gate, ops
+    def __init__(self, gate_up: Tensor, down: Tensor, gate: Gate, ops: Ops, biases: ExpertBiases = NO_BIASES) -> None:
+        self.gate_up, self.down, self.gate, self.ops, self.biases = gate_up, down, gate, ops, biases
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """See `Experts`."""
-        return self.ops.experts(x, routing, self.gate_up, self.down, self.gate)
+        return self.ops.experts(x, routing, self.gate_up, self.down, self.gate, self.biases)
 
 
 class SeparateExperts:
@@ -70,16 +117,18 @@ class SeparateExperts:
     def __init__(self, gate_up: Sequence[WeightStorage], down: Sequence[WeightStorage], gate: Gate, ops: Ops) -> None:
         self.gate_up, self.down, self.gate, self.ops = gate_up, down, gate, ops
         self.joined: tuple[ExpertMatrices, ExpertMatrices] | None = None
+        self.biases = NO_BIASES
 
     def join(self) -> None:
         """Once all matrices have their final form: put them where kernels of experts want them."""
         gate_up, down = joined(self.gate_up), joined(self.down)
         self.joined = (gate_up, down) if gate_up and down else None
+        self.biases = ExpertBiases(stack_biases(self.gate_up), stack_biases(self.down))
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """See `Experts`."""
         if self.joined:
-            return self.ops.quantized_experts(x, routing, *self.joined, self.gate)
+            return self.ops.quantized_experts(x, routing, *self.joined, self.gate, self.biases)
         return through_experts(x, routing, len(self.gate_up), self._mlp, self.ops.combine_experts)
 
     def _mlp(self, rows: Tensor, ends: Tensor) -> Tensor:
@@ -90,7 +139,7 @@ class SeparateExperts:
 def joined(matrices: Sequence[WeightStorage]) -> ExpertMatrices | None:
     """The matrices one after the other, each a part of the whole from now on. None unless all are integers of one
     layout, or float8 with the same scales per row."""
-    stored = [each.quantized for each in matrices if each.quantized is not None and each.quantized.bias is None]
+    stored = [each.quantized for each in matrices if each.quantized is not None]
     integers = [each.matrix for each in stored if isinstance(each.matrix, IntegerMatrix)]
     scaled = [each.matrix for each in stored if isinstance(each.matrix, QuantizedMatrix)]
     whole: ExpertMatrices | None = None
@@ -104,6 +153,12 @@ def joined(matrices: Sequence[WeightStorage]) -> ExpertMatrices | None:
     return whole
 
 
+def stack_biases(matrices: Sequence[WeightStorage]) -> Tensor | None:
+    """The biases of quantized matrices in one tensor [E, out]; None unless all have one."""
+    biases = [each.quantized.bias for each in matrices if each.quantized and each.quantized.bias is not None]
+    return torch.stack(biases) if len(biases) == len(matrices) else None
+
+
 def stack_float8(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix | None:
     """Matrices of float8 with the same scales per row in one, see `ExpertMatrices`; None of others."""
     first = matrices[0]
@@ -114,21 +169,61 @@ def stack_float8(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix | None:
     return first._replace(weight=weight, scale=scale)
 
 
+class Router(NamedTuple):
+    """A router's matrix [E, hidden], its correction, if any, and what the weights of each expert are multiplied by, [E]
+    float32."""
+
+    stored: WeightStorage
+    correction: Tensor | None = None
+    gains: Tensor | None = None
+
+
+class SharedExpert(NamedTuple):
+    """An MLP that every token uses. gate: a matrix [1, hidden], if any: see `MoEConfig`."""
+
+    mlp: Callable[[Tensor], Tensor]
+    gate: WeightStorage | None = None
+
+
 class MoE:
-    """router [hidden -> E], and experts."""
+    """router [hidden -> E], experts, and the expert that tokens share, if any."""
 
     def __init__(
-        self, router: WeightStorage, experts: Experts, mixture: MoEConfig, parallel: ParallelGroup, ops: Ops
+        self,
+        router: Router,
+        experts: Experts,
+        mixture: MoEConfig,
+        parallel: ParallelGroup,
+        ops: Ops,
+        shared: SharedExpert | None = None,
     ) -> None:
-        self.router, self.experts, self.config, self.ops = router, experts, mixture, ops
+        self.router, self.experts, self.config, self.ops, self.shared = router, experts, mixture, ops, shared
         self.all_reduce = parallel.all_reduce
 
-    def __call__(self, x: Tensor, batch: RaggedBatch | None = None) -> Tensor:
-        """x [T, hidden] -> [T, hidden]. batch: see `Ops.route`."""
-        return self.all_reduce(self.experts(x, self._route(x, batch)))
+    def __call__(self, x: Tensor, batch: RaggedBatch | None = None, asked: Tensor | None = None) -> Tensor:
+        """x [T, hidden] -> [T, hidden]. batch: see `Ops.route`. asked: what the router reads instead of x."""
+        routing = self._route(x if asked is None else asked, batch)
+        routed = self._weighed(x, routing) if self.config.weighs_inputs else self.experts(x, routing)
+        routed = self.all_reduce(routed)
+        if self.shared is None:
+            return routed
+        mlp, gate = self.shared
+        return self.ops.add_shared(routed, mlp(x), None if gate is None else gate.apply(x))
 
     def _route(self, x: Tensor, batch: RaggedBatch | None) -> Routing:
-        used, normalize = self.config.num_experts_per_token, self.config.normalize_weights
-        if isinstance(self.router, Plain):
-            return self.ops.route(x, self.router.weight, used, normalize=normalize, batch=batch)
-        return self.ops.select_experts(self.router.apply(x), used, normalize=normalize)
+        (stored, correction, gains), how = self.router, self.config.choice
+        if isinstance(stored, Plain):
+            routing = self.ops.route(x, stored.weight, how, correction, batch, stored.bias)
+        else:
+            routing = self.ops.select_experts(stored.apply(x), how, correction)
+        if gains is None:
+            return routing
+        return routing._replace(weights=routing.weights * gains[routing.experts.clamp(min=0)])
+
+    def _weighed(self, x: Tensor, routing: Routing) -> Tensor:
+        """What experts make of x times their weights: each slot (a token and one of its experts) as a token."""
+        weights = routing.weights
+        rows = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
+        # A weight of 0 stays: it says that there is no expert.
+        made = self.experts(rows, Routing(routing.experts.view(-1, 1), (weights != 0).float().view(-1, 1)))
+        return made.view(*weights.shape, -1).sum(1)

@@ -1,10 +1,15 @@
-"""GLM 4 (GLM Team 2024): Llama with half of each head rotated, by neighbours, and biases on q, k and v."""
+"""GLM 4 (GLM Team 2024): Llama with half of each head rotated, by neighbours, and biases on q, k and v.
+
+GLM 4.5 and 4.6 (GLM Team 2025) have experts, and rotate halves instead.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from types import MappingProxyType
 
+from quire.layers.builder import ModelBuilder
+from quire.layers.moe import MoEConfig
 from quire.models.llama import BlockNorms, Llama
 from quire.models.spec import Config, ModelSpec, interleave, read_decoder
 
@@ -32,3 +37,35 @@ class Glm4(Glm):
         before_mlp="post_attention_layernorm",
         after_mlp="post_mlp_layernorm",
     )
+
+
+class Glm4Moe(Llama):
+    """GLM 4.5 and 4.6, without the layers that draft the tokens after the next."""
+
+    architectures = MappingProxyType({"Glm4MoeForCausalLM": "glm4_moe"})
+
+    def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
+        build.ignore(f"model.layers.{spec.layers}.*")
+        super().__init__(spec, build)
+
+    @staticmethod
+    def read(config: Config, architecture: str) -> ModelSpec:
+        """See `registry.Architecture`."""
+        config = config.with_defaults(partial_rotary_factor=0.5, rms_norm_eps=1e-5)
+        spec = read_decoder(config, architecture)
+        width = config.get(int, "moe_intermediate_size", default=1408)
+        experts = MoEConfig(
+            num_experts=config.get(int, "n_routed_experts", "num_local_experts", default=128),
+            num_experts_per_token=config.get(int, "num_experts_per_tok", default=8),
+            width=width,
+            normalize_weights=config.get(bool, "norm_topk_prob", default=True),
+            sigmoid=True,
+            corrected=True,
+            groups=config.get(int, "n_group", default=1),
+            used_groups=config.get(int, "topk_group", default=1),
+            scale=config.get(float, "routed_scaling_factor", default=1.0),
+            shared=width * config.get(int, "n_shared_experts", default=1),
+            dense_layers=frozenset(range(min(spec.layers, config.get(int, "first_k_dense_replace", default=1)))),
+        )
+        normed = config.get(bool, "use_qk_norm", default=False)
+        return replace(spec, out_bias=False, qk_norm="each" if normed else "", experts=experts.checked())

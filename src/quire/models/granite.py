@@ -1,4 +1,4 @@
-"""Granite 3 and 4 without experts (IBM 2024, 2025): Llama whose embeddings, sums, scores and logits are scaled."""
+"""Granite 3, and 4 without experts (IBM 2024, 2025): Llama whose embeddings, sums, scores and logits are scaled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from types import MappingProxyType
 
 from quire.errors import InvalidModel
 from quire.layers.basic import NO_ROPE
-from quire.layers.builder import ModelBuilder
+from quire.layers.builder import ExpertNames, ModelBuilder
+from quire.layers.moe import MoEConfig
 from quire.models.llama import Llama, MLPFunction
 from quire.models.spec import Config, ModelSpec, read_decoder
 
@@ -30,6 +31,32 @@ class Granite(Llama):
             residual_scale=config.get(float, "residual_multiplier", default=1.0),
             logit_scale=1.0 / divisor,
         )
+
+
+class GraniteMoe(Granite):
+    """Granite 3 with a mixture of experts, and in some models one that all tokens share."""
+
+    architectures = MappingProxyType(
+        {"GraniteMoeForCausalLM": "granitemoe", "GraniteMoeSharedForCausalLM": "granitemoeshared"}
+    )
+    expert_names = ExpertNames(
+        router="block_sparse_moe.router.layer",
+        matrices=("block_sparse_moe.input_linear", "block_sparse_moe.output_linear"),
+        shared=("shared_mlp.input_linear", "shared_mlp.output_linear"),
+    )
+
+    @staticmethod
+    def read(config: Config, architecture: str) -> ModelSpec:
+        """See `registry.Architecture`."""
+        spec = Granite.read(config, architecture)
+        shares = architecture == "GraniteMoeSharedForCausalLM"
+        experts = MoEConfig(
+            num_experts=config.get(int, "num_local_experts", default=8),
+            num_experts_per_token=config.get(int, "num_experts_per_tok", default=2),
+            width=spec.mlp,
+            shared=config.get(int, "shared_intermediate_size", default=0) if shares else 0,
+        )
+        return replace(spec, experts=experts.checked())
 
 
 class GraniteHybrid(Granite):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.layers.basic import Attention, Heads, NormLayer
-from quire.layers.builder import GATED, QK_NORMS, QKV, ModelBuilder
+from quire.layers.builder import GATED, QK_NORMS, QKV, ExpertNames, ModelBuilder
 from quire.models.spec import Config, ModelSpec, read_decoder
 from quire.ops.base import Angles, Norm, Norms
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
@@ -75,6 +75,8 @@ class Llama:
     qkv: ClassVar[Sequence[str]] = QKV
     qk_norms: ClassVar[Sequence[str]] = QK_NORMS
     mlp_names: ClassVar[Sequence[str]] = GATED
+    sinks: ClassVar[str] = ""
+    expert_names: ClassVar[ExpertNames] = ExpertNames()
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         self.spec = spec
@@ -121,7 +123,13 @@ class Llama:
         )
         norms = self.make_qk_norms(scope) if spec.qk_norm else None
         return scope.attention(
-            spec.hidden, heads, names=self.qkv, bias=spec.qkv_bias, out_bias=spec.out_bias, norms=norms
+            spec.hidden,
+            heads,
+            names=self.qkv,
+            bias=spec.qkv_bias,
+            out_bias=spec.out_bias,
+            norms=norms,
+            sinks=self.sinks,
         )
 
     def make_qk_norms(self, build: ModelBuilder) -> Norms:
@@ -137,8 +145,12 @@ class Llama:
         return Norms(q, k, after_rope=spec.qk_norm == "after_rope")
 
     def make_mlp(self, build: ModelBuilder, index: int) -> MLPFunction:
-        """The MLP of layer `index`."""
+        """The MLP of layer `index`, or its experts."""
         spec, scope = self.spec, build.scope("mlp")
+        if spec.experts is not None and index not in spec.experts.dense_layers:
+            return build.experts(
+                spec.hidden, spec.experts, spec.activation, names=self.expert_names, bias=spec.mlp_bias
+            )
         return scope.gated_mlp(spec.hidden, spec.mlp, spec.activation, bias=spec.mlp_bias, names=self.mlp_names)
 
     def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:

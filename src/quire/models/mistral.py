@@ -5,11 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from types import MappingProxyType
 
-from quire.layers.builder import ModelBuilder
+from quire.layers.builder import ExpertNames, ModelBuilder
 from quire.layers.moe import MoEConfig
-from quire.models.llama import Llama, MLPFunction
+from quire.models.llama import Llama
 from quire.models.multimodal import nested, select_decoder
 from quire.models.spec import Config, ModelSpec, read_decoder, read_windows
+
+MIXTRAL_NAMES = ExpertNames(
+    router="block_sparse_moe.gate",
+    matrices=tuple(f"block_sparse_moe.experts.#.{name}" for name in ("w1", "w3", "w2")),
+    correction="block_sparse_moe.e_score_correction_bias",
+)
+"""Of the experts of Mixtral and of MiniMax-M2."""
 
 
 class Mistral(Llama):
@@ -45,6 +52,7 @@ class Mixtral(Mistral):
     """Mistral with a mixture of experts in each layer."""
 
     architectures = MappingProxyType({"MixtralForCausalLM": "mixtral"})
+    expert_names = MIXTRAL_NAMES
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
@@ -56,11 +64,3 @@ class Mixtral(Mistral):
             width=spec.mlp,
         )
         return replace(spec, experts=experts.checked())
-
-    def make_mlp(self, build: ModelBuilder, index: int) -> MLPFunction:
-        """The experts of layer `index`."""
-        assert self.spec.experts is not None
-        names = ("w1", "w3", "w2")
-        return build.scope("block_sparse_moe").experts(
-            self.spec.hidden, self.spec.experts, self.spec.activation, names=names
-        )

@@ -5,7 +5,14 @@ from __future__ import annotations
 from quire.layers.builder import ModelBuilder
 from quire.models.spec import Config
 
-VISION = ("vision_tower.*", "multi_modal_projector.*", "vision_model.*", "embed_vision.*")
+VISION = (
+    "vision_tower.*",
+    "multi_modal_projector.*",
+    "vision_model.*",
+    "embed_vision.*",
+    "audio_tower.*",
+    "embed_audio.*",
+)
 """Tensors that do not belong to the decoder."""
 
 WHOLE = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")

@@ -1,6 +1,6 @@
 """OLMo 2 and 3 (OLMo Team 2024, 2025): Llama with norms after attention and MLP, q and k normed over all heads at once.
 
-OLMo 3 has sliding windows in three of four layers.
+OLMo 3 has sliding windows in three of four layers. OLMoE (Muennighoff et al. 2024) has experts, and norms before.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from types import MappingProxyType
 
+from quire.errors import InvalidModel
+from quire.layers.moe import MoEConfig
 from quire.models.llama import BlockNorms, Llama
 from quire.models.spec import Config, ModelSpec, read_decoder, read_two_ropes, read_windows
 
@@ -36,3 +38,23 @@ class Olmo3(Olmo2):
         spec = replace(spec, windows=read_windows(config, spec.layers, every=4))
         theta = config.get(float, "rope_theta", default=500_000.0)
         return read_two_ropes(config, spec, theta, theta, every=4)
+
+
+class Olmoe(Llama):
+    """OLMoE, on one rank."""
+
+    architectures = MappingProxyType({"OlmoeForCausalLM": "olmoe"})
+
+    @staticmethod
+    def read(config: Config, architecture: str) -> ModelSpec:
+        """See `registry.Architecture`."""
+        if config.get(float, "clip_qkv", default=0.0):
+            raise InvalidModel("config.json: clip_qkv is not supported; try --executor hf")
+        spec = read_decoder(config.with_defaults(rms_norm_eps=1e-5), architecture)
+        experts = MoEConfig(
+            num_experts=config.get(int, "num_experts", "num_local_experts", default=64),
+            num_experts_per_token=config.get(int, "num_experts_per_tok", default=8),
+            width=spec.mlp,
+            normalize_weights=config.get(bool, "norm_topk_prob", default=False),
+        )
+        return replace(spec, qk_norm="together", experts=experts.checked())

@@ -1,4 +1,4 @@
-"""Qwen 2, 2.5 and 3: Llama with biases on q, k and v (2), or with q and k normed (3), and experts (3 MoE)."""
+"""Qwen 2, 2.5 and 3: Llama with biases on q, k and v (2), or with q and k normed (3), and experts (MoE)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from quire.errors import InvalidModel
-from quire.layers.builder import ModelBuilder
+from quire.layers.builder import GATED, ExpertNames
 from quire.layers.moe import MoEConfig
-from quire.models.llama import Llama, MLPFunction
+from quire.models.llama import Llama
 from quire.models.spec import Config, ModelSpec, read_decoder, read_windows
 from quire.types import UNLIMITED
 
@@ -46,25 +46,37 @@ class Qwen3Moe(Qwen3):
     def read(config: Config, architecture: str) -> ModelSpec:
         """See `registry.Architecture`."""
         spec = Qwen3.read(config, architecture)
-        dense = config.fields.get("mlp_only_layers") or []
-        if not isinstance(dense, list):
-            raise InvalidModel("config.json: mlp_only_layers must be a list of layers")
-        step = max(1, config.get(int, "decoder_sparse_step", default=1))
-        experts = MoEConfig(
-            num_experts=config.get(int, "num_experts", "num_local_experts"),
-            num_experts_per_token=config.get(int, "num_experts_per_tok", default=8),
-            width=config.get(int, "moe_intermediate_size"),
-            normalize_weights=config.get(bool, "norm_topk_prob", default=False),
-            dense_layers=frozenset(i for i in range(spec.layers) if i in dense or (i + 1) % step),
-        )
-        return replace(spec, experts=experts.checked())
+        return replace(spec, experts=read_experts(config, spec.layers, used=8).checked())
 
-    def make_mlp(self, build: ModelBuilder, index: int) -> MLPFunction:
-        """The MLP of layer `index`, or its experts."""
-        assert self.spec.experts is not None
-        if index in self.spec.experts.dense_layers:
-            return super().make_mlp(build, index)
-        return build.scope("mlp").experts(self.spec.hidden, self.spec.experts, self.spec.activation)
+
+class Qwen2Moe(Qwen2):
+    """Qwen 1.5 and 2 with a mixture of experts, and one that all tokens share."""
+
+    architectures = MappingProxyType({"Qwen2MoeForCausalLM": "qwen2_moe"})
+    expert_names = ExpertNames(shared=tuple(f"mlp.shared_expert.{name}" for name in GATED))
+
+    @staticmethod
+    def read(config: Config, architecture: str) -> ModelSpec:
+        """See `registry.Architecture`."""
+        spec = Qwen2.read(config, architecture)
+        width = config.get(int, "shared_expert_intermediate_size", default=5632)
+        experts = replace(read_experts(config, spec.layers, used=4), shared=width, gated_shared=True)
+        return replace(spec, qkv_bias=config.get(bool, "qkv_bias", default=True), experts=experts.checked())
+
+
+def read_experts(config: Config, layers: int, *, used: int) -> MoEConfig:
+    """The fields of experts that both generations share. used: experts of a token where config.json does not say."""
+    dense = config.fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise InvalidModel("config.json: mlp_only_layers must be a list of layers")
+    step = max(1, config.get(int, "decoder_sparse_step", default=1))
+    return MoEConfig(
+        num_experts=config.get(int, "num_experts", "num_local_experts"),
+        num_experts_per_token=config.get(int, "num_experts_per_tok", default=used),
+        width=config.get(int, "moe_intermediate_size"),
+        normalize_weights=config.get(bool, "norm_topk_prob", default=False),
+        dense_layers=frozenset(i for i in range(layers) if i in dense or (i + 1) % step),
+    )
 
 
 def windows(config: Config, layers: int) -> tuple[int, ...]:

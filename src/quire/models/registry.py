@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
@@ -90,15 +91,24 @@ def parameters(spec: ModelSpec) -> int:
         ops=ReferenceOps(), parallel=ParallelGroup(), dtype=torch.bfloat16, device=torch.device("meta")
     )
     build_model(spec, build)
-    return sum(slot.target.numel() for slots in build.slots.values() for slot in slots)
+    # A tensor that fills two places, as k that is v, too, counts once.
+    return sum(
+        min(sum(slot.target.numel() for slot in slots), math.prod(slots[0].shape)) for slots in build.slots.values()
+    )
 
 
 def active_parameters(spec: ModelSpec) -> int:
     """Number of parameters that one token uses."""
+    return parameters(spec) - idle_parameters(spec)
+
+
+def idle_parameters(spec: ModelSpec) -> int:
+    """Number of parameters of the experts that one token does not use."""
     if spec.experts is None:
-        return parameters(spec)
-    idle = (spec.experts.num_experts - spec.experts.num_experts_per_token) * 3 * spec.hidden * spec.experts.width
-    return parameters(spec) - idle * (spec.layers - len(spec.experts.dense_layers))
+        return 0
+    width, biases = spec.experts.width, spec.hidden + 2 * spec.experts.width if spec.experts.biased else 0
+    idle = (spec.experts.num_experts - spec.experts.num_experts_per_token) * (3 * spec.hidden * width + biases)
+    return idle * (spec.layers - len(spec.experts.dense_layers))
 
 
 def find_architecture(name: str) -> Architecture:

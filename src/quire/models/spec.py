@@ -27,10 +27,14 @@ class ModelSpec:
     hidden: width of the residual stream. mlp: inner width of an MLP. context: longest sequence it was made for, in
     tokens. windows: per layer, how many positions a query sees (UNLIMITED: all). ropes: per layer, where they differ;
     empty where all are `rope`. tie: the head is the embedding's table. norm_shift: what the weights of norms lack.
-    qk_norm: see `QKNorm`. scale: of attention's scores, 0 for 1 / sqrt(head_dim). embedding_scale, residual_scale,
-    logit_scale: what embeddings, what attention and MLP add, and logits are multiplied by. score_cap, logit_cap: soft
-    caps, 0 for none. experts: None where every layer has one MLP. dtype: the checkpoint's, as config.json names it, or
-    empty. stop: its end-of-text ids.
+    qk_norm: see `QKNorm`. norm_values: v is normed head by head, without weights. layer_heads: per layer (K/V heads,
+    head_dim), where they differ; empty where all are `kv_heads` and `head_dim`. layer_mlp: `mlp` of each layer, where
+    they differ. keys_are_values: layers whose v is made by the matrix of k. shared_kv: how many of the last layers read
+    K/V of earlier ones. layer_inputs: width of what each layer reads of the tokens themselves, 0: nothing. scale: of
+    attention's scores, 0 for 1 / sqrt(head_dim). embedding_scale, residual_scale, logit_scale: what embeddings, what
+    attention and MLP add, and logits are multiplied by. score_cap, logit_cap: soft caps, 0 for none. experts: None
+    where every layer has one MLP. dtype: the checkpoint's, as config.json names it, or empty. stop: its end-of-text
+    ids.
     """
 
     architecture: str
@@ -52,6 +56,12 @@ class ModelSpec:
     mlp_bias: bool = False
     norm_shift: float = 0.0
     qk_norm: QKNorm = ""
+    norm_values: bool = False
+    layer_heads: tuple[tuple[int, int], ...] = ()
+    layer_mlp: tuple[int, ...] = ()
+    keys_are_values: frozenset[int] = frozenset()
+    shared_kv: int = 0
+    layer_inputs: int = 0
     ropes: tuple[RopeConfig, ...] = ()
     scale: float = 0.0
     embedding_scale: float = 1.0
@@ -75,8 +85,20 @@ class ModelSpec:
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Per layer that stores K/V: (K/V heads, head dim), of the whole model."""
+        return self.each_heads[: self.layers - self.shared_kv]
+
+    @property
+    def each_heads(self) -> tuple[tuple[int, int], ...]:
         """Per layer: (K/V heads, head dim), of the whole model."""
-        return ((self.kv_heads, self.head_dim),) * self.layers
+        return self.layer_heads or ((self.kv_heads, self.head_dim),) * self.layers
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Per layer, the number of that whose K/V it reads: its own, or the last one of the same window and heads."""
+        own, kinds = self.layers - self.shared_kv, tuple(zip(self.windows, self.each_heads, strict=True))
+        last = {kind: i for i, kind in enumerate(kinds[:own])}
+        return tuple(i if i < own else last[kind] for i, kind in enumerate(kinds))
 
     def kv_bytes(self, itemsize: int) -> int:
         """Bytes of K/V a token takes, all layers, at `itemsize` bytes a number."""
@@ -200,6 +222,8 @@ def read_rope(config: Config, head_dim: int, scaling: Config, *, theta: float = 
     share = share or config.get(float, "partial_rotary_factor", default=1.0)
     theta = scaling.get(float, "rope_theta", default=theta) or config.get(float, "rope_theta", default=10_000.0)
     kind, dim = scaling.get(str, "rope_type", "type", default="default"), int(head_dim * share)
+    if kind == "proportional":
+        scaling, dim = scaling.with_defaults(factor=1.0), head_dim
     if kind in ("longrope", "su"):
         return read_longrope(config, scaling, RopeConfig(dim=dim, theta=theta, kind="factors"))
     if kind == "dynamic":
@@ -221,13 +245,14 @@ def read_rope(config: Config, head_dim: int, scaling: Config, *, theta: float = 
         gain=read_gain(scaling, factor) if kind == "yarn" else 1.0,
         factors=read_factors(scaling, "factors", dim) if kind == "factors" else (),
         query_beta=scaling.get(float, "llama_4_scaling_beta", default=0.0),
+        share=share if kind == "proportional" else 1.0,
     )
     if rope.dim % 2 or theta <= 0 or rope.factor <= 0 or rope.gain <= 0 or min(rope.fast, rope.slow) <= 0:
         raise InvalidModel(f"{scaling.where}: impossible numbers ({rope})")
-    if (kind in ("llama3", "yarn") or rope.query_beta) and (rope.original < 1 or rope.high <= rope.low):
+    if (kind in ("llama3", "yarn") or rope.query_beta) and (rope.original < 1 or rope.high < rope.low):
         raise InvalidModel(
             f"{scaling.where}: {kind} scaling needs original_max_position_embeddings and "
-            "low_freq_factor < high_freq_factor"
+            "low_freq_factor of at most high_freq_factor"
         )
     return rope
 

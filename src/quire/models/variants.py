@@ -1,4 +1,4 @@
-"""Llama with other numbers, biases or names: Seed-OSS, InternLM 3, SmolLM 3, Helium, ERNIE 4.5 and Hunyuan.
+"""Llama with other numbers, biases or names: Seed-OSS, InternLM 3, SmolLM 3, Helium and Hunyuan.
 
 Falcon 3, Yi, Solar and many more are called Llama by their config.json.
 """
@@ -66,19 +66,6 @@ class Helium(Llama):
         """See `registry.Architecture`."""
         spec = interleave(read_decoder(config.with_defaults(head_dim=128), architecture))
         return replace(spec, out_bias=False)
-
-
-class Ernie45(Llama):
-    """ERNIE 4.5 without experts (Baidu 2025): heads are rotated by neighbours."""
-
-    architectures = MappingProxyType({"Ernie4_5_ForCausalLM": "ernie4_5", "Ernie4_5ForCausalLM": "ernie4_5"})
-
-    @staticmethod
-    def read(config: Config, architecture: str) -> ModelSpec:
-        """See `registry.Architecture`."""
-        bias = config.get(bool, "use_bias", default=False)
-        spec = read_decoder(config.with_defaults(head_dim=128, tie_word_embeddings=True), architecture)
-        return interleave(replace(spec, qkv_bias=bias, out_bias=bias, mlp_bias=bias))
 
 
 class HunYuan(Llama):

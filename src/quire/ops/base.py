@@ -29,8 +29,11 @@ class Angles(NamedTuple):
     query_gain: Tensor | None = None
 
 
-Gate = Literal["", "silu", "gelu"]
-"""What is done with the halves of a product: nothing (""), or `silu_mul` or `gelu_mul` of them."""
+Gate = Literal["", "silu", "gelu", "clamped"]
+"""What is done with the halves of a product: nothing (""), or `silu_mul`, `gelu_mul` or `clamped_mul` of them."""
+
+CLAMP_ALPHA, CLAMP_LIMIT = 1.702, 7.0
+"""See `Ops.clamped_mul`."""
 
 
 class Norm(NamedTuple):
@@ -49,20 +52,50 @@ class Norm(NamedTuple):
 class Norms(NamedTuple):
     """RMS norms of q and of k: with weights [D] head by head, with weights [H D] and [G D] all heads at once.
 
-    after_rope: the normed heads are the rotated ones; head by head only.
+    after_rope: the normed heads are the rotated ones; head by head only. v_eps: that of v's heads, whose RMS norm has
+    no weight and goes with norms head by head before rotation; None: v is not normed.
     """
 
     q: Norm
     k: Norm
     after_rope: bool = False
+    v_eps: float | None = None
+
+
+class TopK(NamedTuple):
+    """How a router's logits become experts and weights: each token uses the `used` experts of the largest scores.
+
+    Scores are a float32 softmax over all experts, or with `sigmoid` the sigmoid of each logit. normalize: a token's
+    weights are divided by their sum, or by `floor` where that is larger. groups: of as many neighbouring experts each,
+    of which only those of the `used_groups` best groups may be used; a group is as good as its two best experts
+    together (DeepSeek-AI 2024). scale: what weights are multiplied by in the end.
+    """
+
+    used: int
+    normalize: bool
+    sigmoid: bool = False
+    groups: int = 1
+    used_groups: int = 1
+    scale: float = 1.0
+    floor: float = 1e-20
 
 
 class Routing(NamedTuple):
-    """Which experts each token uses, the heaviest first, int32 [T, K], and their weights, float32 [T, K]. Expert -1
+    """Which experts each token uses, the best first, int32 [T, K], and their weights, float32 [T, K]. Expert -1
     with weight 0: none."""
 
     experts: Tensor
     weights: Tensor
+
+
+class ExpertBiases(NamedTuple):
+    """Biases of the experts' products: gate_up [E, 2F], down [E, in]; None: none."""
+
+    gate_up: Tensor | None = None
+    down: Tensor | None = None
+
+
+NO_BIASES = ExpertBiases()
 
 
 class QuantizedMatrix(NamedTuple):
@@ -104,13 +137,16 @@ class IntegerKind(IntEnum):
     the scales of columns 32 to 63 and 0 to 31 of 64; zero is 8 of 4 bits, and 0 of signed bytes. ROWS: one word for a
     row, its scale in float32. SUPERBLOCKS: of 64 columns four bytes, from the lowest bits on, which float16 numbers of
     256 columns are multiplied with: scale and minimum of columns 0 to 31 and of 32 to 63, or in groups of 16 their four
-    signed scales. Minima are subtracted after scaling.
+    signed scales. Minima are subtracted after scaling. FLOATS: the 4 bits are e2m1 numbers (a sign, two bits of
+    exponent, one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6), and of 128 columns four bytes, from the lowest bits on, are
+    exponents e of groups of 32, whose scales are 2^(e - 127) (MXFP4, OCP Microscaling Formats 2023).
     """
 
     ZEROS = 0
     SUPERBLOCKS = 1
     PAIRS = 2
     ROWS = 3
+    FLOATS = 4
 
 
 class IntegerMatrix(NamedTuple):
@@ -235,39 +271,68 @@ class Ops(Protocol):
         """made [T, K, n], weights [T, K] float32 -> [T, n]: for each token the sum of its experts' outputs times their
         weights."""
 
-    def select_experts(self, logits: Tensor, used: int, *, normalize: bool) -> Routing:
-        """logits [T, E] -> for each token the `used` experts of the largest logits, and their weights: a float32
-        softmax over all experts.
+    def select_experts(self, logits: Tensor, how: TopK, correction: Tensor | None = None) -> Routing:
+        """logits [T, E] -> for each token its experts and their weights, as `how` says.
 
-        normalize: a token's weights are scaled to sum to 1.
+        correction: float32 [E], added to the scores by which experts are chosen, and not to weights (Wang et al. 2024).
         """
 
     def route(
-        self, x: Tensor, weight: Tensor, used: int, *, normalize: bool, batch: RaggedBatch | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        how: TopK,
+        correction: Tensor | None = None,
+        batch: RaggedBatch | None = None,
+        bias: Tensor | None = None,
     ) -> Routing:
-        """x [T, in], weight [E, in] -> `select_experts` of their product.
+        """x [T, in], weight [E, in], bias [E] -> `select_experts` of their product.
 
         batch: whose tokens x is of. Those in the null block only fill up the step, and may get no experts.
         """
 
-    def experts(self, x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, gate: Gate) -> Tensor:
+    def experts(
+        self,
+        x: Tensor,
+        routing: Routing,
+        gate_up: Tensor,
+        down: Tensor,
+        gate: Gate,
+        biases: ExpertBiases = NO_BIASES,
+    ) -> Tensor:
         """x [T, in], gate_up [E, 2F, in], down [E, in, F] -> [T, in]: each token through the MLPs of its experts, gated
-        by "silu" or "gelu", added up as by `combine_experts`."""
+        by any `Gate` but "", added up as by `combine_experts`."""
 
     def quantized_experts(
-        self, x: Tensor, routing: Routing, gate_up: ExpertMatrices, down: ExpertMatrices, gate: Gate
+        self,
+        x: Tensor,
+        routing: Routing,
+        gate_up: ExpertMatrices,
+        down: ExpertMatrices,
+        gate: Gate,
+        biases: ExpertBiases = NO_BIASES,
     ) -> Tensor:
         """As `experts`, with quantized matrices."""
+
+    def add_shared(self, routed: Tensor, shared: Tensor, logits: Tensor | None) -> Tensor:
+        """routed + shared [T, n], which is first multiplied by the sigmoid of logits [T, 1], where there are any."""
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """x normed over its last dimension."""
 
     def add_norm(
-        self, x: Tensor, residual: Tensor, norm: Norm | None, before: Norm | None = None, scale: float = 1.0
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm | None,
+        before: Norm | None = None,
+        scale: float = 1.0,
+        gain: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(norm of the sum, sum) of residual and x, which is first normed by `before` and multiplied by `scale`.
 
-        `residual` may be overwritten by the sum. Without a norm both results are the sum.
+        gain: a tensor of one number that the sum is multiplied by. `residual` may be overwritten by the sum. Without a
+        norm both results are the sum.
         """
 
     def apply_gate(self, y: Tensor, gate: Gate) -> Tensor:
@@ -278,6 +343,10 @@ class Ops(Protocol):
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2F], gate first -> gelu(gate) * up, [T, F], gelu by its tanh approximation (GeGLU)."""
+
+    def clamped_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2F], gate first -> gate * sigmoid(a gate) * (up + 1), [T, F], of a gate that is at most b and an up
+        between -b and b; a is CLAMP_ALPHA, b CLAMP_LIMIT (OpenAI 2025, gpt-oss)."""
 
     def gelu(self, x: Tensor) -> Tensor:
         """gelu by its tanh approximation, as in GPT-2."""
@@ -292,7 +361,8 @@ class Ops(Protocol):
     def qk_norm_rope_store_kv(
         self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
     ) -> Tensor:
-        """From the projection to attention: qkv [T, (H + 2 G) D] -> q [T, H, D].
+        """From the projection to attention: qkv [T, (H + 2 G) D] -> q [T, H, D]. Of q alone [T, H D], nothing is
+        stored.
 
         With `norms`, q and k are normed, before they are rotated or after. Each pair of dimensions of each head of q
         and k is rotated by its angle (Su et al. 2021); dimensions from 2 r on are unchanged. k and v are written to the
@@ -307,11 +377,13 @@ class Ops(Protocol):
         scale: float,
         window: int = UNLIMITED,
         soft_cap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of q [T, H, D] over each span's own blocks, with this step's K/V already written -> [T, H,
         D].
 
         Query head h uses K/V head h // (H / G). A query at position p sees positions p - window + 1 to p. soft_cap c
-        above 0 makes scores c * tanh(score / c) (Gemma 2). What a query may not see never reaches its result, whatever
-        it contains.
+        above 0 makes scores c * tanh(score / c) (Gemma 2). sinks float32 [H]: one more score for each query of a head,
+        which takes part in the softmax and has no value (OpenAI 2025, gpt-oss); None: -inf. What a query may not see
+        never reaches its result, whatever it contains.
         """

@@ -25,10 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.base import CLAMP_ALPHA
 from quire.ops.matmul import TILE_ROWS, can_pack, combine_experts_in_order, in_order, in_tiles, pack, packed_linear
 from quire.ops.paged_attention import PagedAttentionMetadata, SpanGroup, causal_mask
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.ops.reference import ReferenceOps
+from quire.ops.reference import ReferenceOps, Scores
 from quire.types import UNLIMITED
 
 KEYS = 128
@@ -73,6 +74,10 @@ class BatchInvariantOps(ReferenceOps):
         gate, up = gate_up.chunk(2, -1)
         return self.gelu(gate).mul_(up)
 
+    def scaled_sigmoid(self, x: Tensor) -> Tensor:
+        """sigmoid(CLAMP_ALPHA x)."""
+        return (1.0 / (x.float() * -CLAMP_ALPHA).exp_().add_(1.0)).to(x.dtype)
+
     def gelu(self, x: Tensor) -> Tensor:
         """See `Ops.gelu`."""
         exact = x.float()
@@ -83,13 +88,11 @@ class BatchInvariantOps(ReferenceOps):
         """See `Ops.combine_experts`."""
         return combine_experts_in_order(made, weights)
 
-    def normalize(self, weights: Tensor) -> Tensor:
+    def normalize(self, weights: Tensor, floor: float = 0.0) -> Tensor:
         """Add up a row's weights in order."""
-        return weights / in_order(weights.unbind(1))[:, None]
+        return weights / in_order(weights.unbind(1))[:, None].clamp(min=floor)
 
-    def attend(
-        self, q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, i: int, scale: float, window: int, soft_cap: float
-    ) -> Tensor:
+    def attend(self, q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, i: int, how: Scores) -> Tensor:
         """See `ReferenceOps.attend`."""
         group, (_, heads, dim), groups = paged.groups[i], q.shape, kv.k.shape[1]
         spans, share = len(group.kv_len), heads // groups
@@ -100,12 +103,13 @@ class BatchInvariantOps(ReferenceOps):
             for pool, by in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))
         )
         step, parts = max(1, AT_ONCE // (each * share)) * each, []
+        sinks = None if how.sinks is None else of_tile(how.sinks.view(groups, share), each)
         for start in range(0, group.n, step):
-            part = Queries(start, min(step, group.n - start), each, share, window)
+            part = Queries(start, min(step, group.n - start), each, share, how.window)
             some = q.view(spans, group.n, groups, share, dim)[:, start : start + part.n].float()
             first, seen = visible(paged, i, part)
             keys, values = (x[:, :, first * KEYS : (first + seen.shape[1]) * KEYS] for x in (k, v))
-            made = weigh(tiles(some, each), keys, values, seen, scale, soft_cap)[:, :, :, : each * share]
+            made = weigh(tiles(some, each), keys, values, seen, how, sinks)[:, :, :, : each * share]
             made = made.reshape(spans, groups, -1, share, dim)[:, :, : part.n]
             parts.append(made.permute(0, 2, 1, 3, 4).reshape(spans, part.n, heads, dim))
         return torch.cat(parts, 1).view(-1, heads, dim).to(q.dtype)
@@ -158,19 +162,33 @@ def mask(group: SpanGroup, past: Tensor, first: int, part: Queries) -> Tensor:
     return (key <= place) & (key > place - part.window)
 
 
-def weigh(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, soft_cap: float) -> Tensor:
-    """softmax(q k^T scale) v: q [S, G, t, M, D], k and v [S, G, b * KEYS, D], seen [S, b, t, M, KEYS] -> as q."""
+def of_tile(sinks: Tensor, each: int) -> Tensor:
+    """sinks [G, R] -> [G, 1, 1, M, 1], as rows of `tiles` have them."""
+    tall = sinks.repeat(1, each)
+    return F.pad(tall, (0, -tall.shape[1] % TILE_ROWS))[:, None, None, :, None]
+
+
+def weigh(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, how: Scores, sinks: Tensor | None) -> Tensor:
+    """softmax(q k^T scale) v: q [S, G, t, M, D], k and v [S, G, b * KEYS, D], seen [S, b, t, M, KEYS], sinks [G, 1, 1,
+    M, 1] -> as q."""
     spans, groups, count, rows, dim = q.shape
     runs = seen.shape[1]
     k, v = (x.reshape(spans * groups, runs, KEYS, dim) for x in (k, v))
     wide = q.reshape(spans * groups, 1, count, rows, dim).expand(-1, runs, -1, -1, -1)
-    scores = products(wide, k.transpose(-1, -2)).mul_(scale)
-    if soft_cap:
-        scores = scores.div_(soft_cap).tanh_().mul_(soft_cap)
+    scores = products(wide, k.transpose(-1, -2)).mul_(how.scale)
+    if how.soft_cap:
+        scores = scores.div_(how.soft_cap).tanh_().mul_(how.soft_cap)
     scores.view(spans, groups, runs, count, rows, KEYS).masked_fill_(~seen[:, None], -math.inf)
-    weight = scores.sub_(scores.amax((1, 4), keepdim=True)).exp_()
+    top = scores.amax((1, 4), keepdim=True)
+    if sinks is not None:
+        sinks = sinks.repeat(spans, 1, 1, 1, 1)
+        top = torch.maximum(top, sinks)
+    weight = scores.sub_(top).exp_()
     whole, parts = weight.sum(-1, keepdim=True), products(weight, F.pad(v, (0, -dim % WIDE)))
-    made = in_order(parts.unbind(1)) / in_order(whole.unbind(1))
+    total = in_order(whole.unbind(1))
+    if sinks is not None:
+        total = total + (sinks - top).exp_()[:, 0]
+    made = in_order(parts.unbind(1)) / total
     return made[..., :dim].view(spans, groups, count, rows, dim)
 
 
@@ -210,13 +228,11 @@ class SteadyOps(BatchInvariantOps):
     rotate = ReferenceOps.rotate
     silu_mul = ReferenceOps.silu_mul
 
-    def attend(
-        self, q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, i: int, scale: float, window: int, soft_cap: float
-    ) -> Tensor:
+    def attend(self, q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, i: int, how: Scores) -> Tensor:
         """See `ReferenceOps.attend`."""
-        if soft_cap or window < UNLIMITED:
-            return super().attend(q, kv, paged, i, scale, window, soft_cap)
-        return attend_runs(q, kv, paged, i, scale)
+        if how.soft_cap or how.window < UNLIMITED or how.sinks is not None:
+            return super().attend(q, kv, paged, i, how)
+        return attend_runs(q, kv, paged, i, how.scale)
 
 
 def attend_runs(q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, index: int, scale: float) -> Tensor:

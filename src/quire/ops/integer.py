@@ -1,4 +1,5 @@
-"""Matrices of integers of 4 and 8 bits with scales for groups of columns: into the layout of the kernels, and back.
+"""Matrices of integers of 4 and 8 bits, and floats of 4, with scales for groups of columns: into the layout of the
+kernels, and back.
 
 The layout is `IntegerMatrix`. What it cannot hold stays a `QuantizedMatrix`: groups of other sizes than 32 or multiples
 of 64, and scales of groups that neither float16 nor bfloat16 holds.
@@ -112,6 +113,14 @@ def pack_rows(numbers: Tensor, scale: Tensor) -> IntegerMatrix:
     return IntegerMatrix(blocks_of(padded, bits), held, numbers.shape[1], bits, UNIT, IntegerKind.ROWS)
 
 
+def pack_floats(codes: Tensor, exponents: Tensor) -> IntegerMatrix:
+    """codes uint8 [out, in], e2m1 numbers, and exponents uint8 [out, in / 32] of their groups, see `IntegerKind`."""
+    padded, bits = filled(codes)
+    held = F.pad(exponents, (0, padded.shape[1] // WIDE - exponents.shape[1])).contiguous()
+    words = held.view(torch.int32).t().contiguous()
+    return IntegerMatrix(blocks_of(padded, bits), words, codes.shape[1], bits, WIDE, IntegerKind.FLOATS)
+
+
 def pack_superblocks(numbers: Tensor, group: int, scales: Tensor, supers: Tensor) -> IntegerMatrix:
     """Blocks of 256 columns as in GGUF's K types. numbers [out, in], 0 to 15 in uint8 or signed in int8; scales uint8
     [out, in / 16], scale and minimum of each group of 32 in turn, or signed scales of groups of 16; supers float16
@@ -185,7 +194,8 @@ def dequantize_integers(matrix: IntegerMatrix) -> Tensor:
     if matrix.bits == 8:
         exact = stored.view(torch.int8).float().flatten(1)
     else:
-        exact = torch.stack((stored & 15, stored >> 4), 2).flatten(1).float()
+        codes = torch.stack((stored & 15, stored >> 4), 2).flatten(1)
+        exact = floats_of(codes) if matrix.kind is IntegerKind.FLOATS else codes.float()
     scale, zero, minimum = scales_of(matrix)
     if zero is not None:
         exact -= spread(zero, matrix)
@@ -196,11 +206,20 @@ def dequantize_integers(matrix: IntegerMatrix) -> Tensor:
     return ordered if matrix.order is None else torch.empty_like(ordered).index_copy_(1, matrix.order, ordered)
 
 
+def floats_of(codes: Tensor) -> Tensor:
+    """The e2m1 numbers that codes of 4 bits stand for, float32."""
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
+    return torch.cat((magnitudes, -magnitudes))[codes.int()]
+
+
 def scales_of(matrix: IntegerMatrix) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Scales, zero points and minima, float32 [out, G] of as many groups as there are; None: zero."""
     words = matrix.words.t().contiguous()
     if matrix.kind is IntegerKind.ROWS:
         return words.view(torch.float32), None, None
+    if matrix.kind is IntegerKind.FLOATS:
+        exponent = torch.stack([(words >> shift) & 255 for shift in (0, 8, 16, 24)], -1).flatten(1)
+        return torch.where(exponent == 0, 1 << 22, exponent << 23).view(torch.float32), None, None
     upper, lower = halves_of(words, matrix.half)
     if matrix.kind is IntegerKind.ZEROS:
         zero = halves_of(words, False)[1]

@@ -9,17 +9,32 @@ number per byte or two, the even column's in the low bits, with a scale and a ze
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import AnyMatrix, ExpertMatrices, Gate, IntegerMatrix, MixedMatrix, QuantizedMatrix, Routing
+from quire.ops.base import (
+    NO_BIASES,
+    AnyMatrix,
+    ExpertBiases,
+    ExpertMatrices,
+    Gate,
+    IntegerMatrix,
+    MixedMatrix,
+    QuantizedMatrix,
+    Routing,
+    TopK,
+)
 from quire.ops.integer import dequantize_integers
 from quire.ops.matmul import by_expert, combine_experts, through_experts
 from quire.ops.ragged import RaggedBatch
 from quire.types import UNLIMITED
+
+Each = TypeVar("Each")
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -59,11 +74,26 @@ def parts(matrix: ExpertMatrices, count: int) -> Sequence[AnyMatrix]:
     return [matrix.rows(slice(first, first + rows)) for first in range(0, count * rows, rows)]
 
 
+def biased(matrices: Iterable[Each], biases: Tensor | None) -> Iterator[tuple[Each, Tensor | None]]:
+    """The matrices of experts, each with its bias."""
+    return zip(matrices, repeat(None) if biases is None else biases, strict=False)
+
+
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, in] -> (int8 [T, in], float32 [T, 1]): each token by its own largest number, halves to even."""
     exact = x.float()
     scale = exact.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / INT8_MAX
     return (exact / scale).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scale
+
+
+def in_best_groups(scores: Tensor, how: TopK) -> Tensor:
+    """scores [T, E], -inf for experts outside the best groups, see `TopK`."""
+    if how.groups == 1:
+        return scores
+    grouped = scores.view(len(scores), how.groups, -1)
+    best = grouped.topk(2, dim=-1).values.sum(-1).topk(how.used_groups, dim=-1).indices
+    outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, value=False)
+    return grouped.masked_fill(outside[..., None], float("-inf")).view(scores.shape)
 
 
 LEAST = 32
@@ -88,6 +118,10 @@ class BaseOps(ABC):
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """See `Ops.gelu_mul`."""
 
+    @abstractmethod
+    def clamped_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.clamped_mul`."""
+
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """See `Ops.embedding`."""
         return F.embedding(tokens, weight)
@@ -98,45 +132,78 @@ class BaseOps(ABC):
 
     def apply_gate(self, y: Tensor, gate: Gate) -> Tensor:
         """See `Ops.apply_gate`."""
-        return y if not gate else self.silu_mul(y) if gate == "silu" else self.gelu_mul(y)
+        gates = {"silu": self.silu_mul, "gelu": self.gelu_mul, "clamped": self.clamped_mul}
+        return gates[gate](y) if gate else y
 
     def combine_experts(self, made: Tensor, weights: Tensor) -> Tensor:
         """See `Ops.combine_experts`."""
         return combine_experts(made, weights)
 
-    def normalize(self, weights: Tensor) -> Tensor:
-        """weights [T, K], each row scaled to sum to 1."""
-        return weights / weights.sum(-1, keepdim=True)
+    def normalize(self, weights: Tensor, floor: float = 0.0) -> Tensor:
+        """weights [T, K], each row divided by its sum, or by `floor` where that is larger."""
+        return weights / weights.sum(-1, keepdim=True).clamp(min=floor)
 
-    def select_experts(self, logits: Tensor, used: int, *, normalize: bool) -> Routing:
+    def select_experts(self, logits: Tensor, how: TopK, correction: Tensor | None = None) -> Routing:
         """See `Ops.select_experts`."""
-        weights, experts = logits.float().softmax(-1).topk(used, dim=-1)
-        return Routing(experts.int(), self.normalize(weights) if normalize else weights)
+        scores = logits.float().sigmoid() if how.sigmoid else logits.float().softmax(-1)
+        ranked = in_best_groups(scores if correction is None else scores + correction, how)
+        experts = ranked.topk(how.used, dim=-1).indices
+        weights = scores.gather(-1, experts)
+        if how.normalize:
+            weights = self.normalize(weights, how.floor)
+        return Routing(experts.int(), weights * how.scale)
 
     def route(
-        self, x: Tensor, weight: Tensor, used: int, *, normalize: bool, batch: RaggedBatch | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        how: TopK,
+        correction: Tensor | None = None,
+        batch: RaggedBatch | None = None,
+        bias: Tensor | None = None,
     ) -> Routing:
         """See `Ops.route`."""
-        return self.select_experts(self.linear(x, weight), used, normalize=normalize)
+        return self.select_experts(self.linear(x, weight, bias), how, correction)
 
-    def experts(self, x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, gate: Gate) -> Tensor:
+    def add_shared(self, routed: Tensor, shared: Tensor, logits: Tensor | None) -> Tensor:
+        """See `Ops.add_shared`."""
+        return routed + (shared if logits is None else shared * logits.sigmoid())
+
+    def experts(
+        self,
+        x: Tensor,
+        routing: Routing,
+        gate_up: Tensor,
+        down: Tensor,
+        gate: Gate,
+        biases: ExpertBiases = NO_BIASES,
+    ) -> Tensor:
         """See `Ops.experts`."""
 
         def mlp(rows: Tensor, ends: Tensor) -> Tensor:
-            inner = by_expert(rows, gate_up, ends, self.linear)
-            return by_expert(self.apply_gate(inner, gate), down, ends, self.linear)
+            inner = by_expert(rows, biased(gate_up, biases.gate_up), ends, lambda x, each: self.linear(x, *each))
+            outer = biased(down, biases.down)
+            return by_expert(self.apply_gate(inner, gate), outer, ends, lambda x, each: self.linear(x, *each))
 
         return through_experts(x, routing, len(gate_up), mlp, self.combine_experts)
 
     def quantized_experts(
-        self, x: Tensor, routing: Routing, gate_up: ExpertMatrices, down: ExpertMatrices, gate: Gate
+        self,
+        x: Tensor,
+        routing: Routing,
+        gate_up: ExpertMatrices,
+        down: ExpertMatrices,
+        gate: Gate,
+        biases: ExpertBiases = NO_BIASES,
     ) -> Tensor:
         """See `Ops.quantized_experts`."""
         count = len(down.weight) // (1 if isinstance(down, IntegerMatrix) else x.shape[1])
 
         def mlp(rows: Tensor, ends: Tensor) -> Tensor:
-            inner = by_expert(rows, parts(gate_up, count), ends, self.quantized_linear)
-            return by_expert(self.apply_gate(inner, gate), parts(down, count), ends, self.quantized_linear)
+            first, last = biased(parts(gate_up, count), biases.gate_up), biased(parts(down, count), biases.down)
+            inner = by_expert(rows, first, ends, lambda x, each: self.quantized_linear(x, *each))
+            gated = self.apply_gate(inner, gate)
+            return by_expert(gated, last, ends, lambda x, each: self.quantized_linear(x, *each))
 
         return through_experts(x, routing, count, mlp, self.combine_experts)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import Angles, Gate, Norm, Norms
+from quire.ops.base import CLAMP_ALPHA, CLAMP_LIMIT, Angles, Gate, Norm, Norms
 from quire.ops.paged_attention import FEW, PagedAttentionMetadata, SpanGroup
 from quire.ops.quantized import BaseOps
 from quire.ops.ragged import LayerKV, RaggedBatch
@@ -14,6 +16,19 @@ from quire.types import UNLIMITED
 
 TILE = 256
 """Queries of one long span attended at once: bounds the mask, and skips the keys after the tile."""
+
+
+class Scores(NamedTuple):
+    """What `Ops.attention` does with scores."""
+
+    scale: float
+    window: int = UNLIMITED
+    soft_cap: float = 0.0
+    sinks: Tensor | None = None
+
+    def sink_of(self, groups: int, repeat: int = 1) -> Tensor | None:
+        """The sinks of rows of queries, the heads of a K/V head one after the other: [G, R * repeat, 1]."""
+        return None if self.sinks is None else self.sinks.view(groups, -1, 1).repeat_interleave(repeat, 1)
 
 
 class ReferenceOps(BaseOps):
@@ -45,10 +60,18 @@ class ReferenceOps(BaseOps):
         return torch.rms_norm(x, weight.shape, weight, eps)
 
     def add_norm(
-        self, x: Tensor, residual: Tensor, norm: Norm | None, before: Norm | None = None, scale: float = 1.0
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm | None,
+        before: Norm | None = None,
+        scale: float = 1.0,
+        gain: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `Ops.add_norm`."""
         total = residual.add_(self.norm(x, before) if before else x, alpha=scale)
+        if gain is not None:
+            total = total.mul_(gain)
         return self.norm(total, norm) if norm else total, total
 
     def angles(self, positions: Tensor, frequencies: Tensor, gain: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -60,22 +83,26 @@ class ReferenceOps(BaseOps):
         self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
     ) -> Tensor:
         """See `Ops.qk_norm_rope_store_kv`."""
-        groups, dim = kv.k.shape[1], kv.k.shape[3]
+        dim = kv.k.shape[3]
+        groups = (qkv.shape[-1] // dim - heads) // 2
         q, k, v = torch.split(qkv, [heads * dim, groups * dim, groups * dim], -1)
-        q, k, v = q.view(-1, heads, dim), k.view(-1, groups, dim), v.view(-1, groups, dim)
+        q, k, v = q.view(len(q), heads, dim), k.view(len(k), groups, dim), v.view(len(v), groups, dim)
         if norms and not norms.after_rope:
             q, k = self.norm_heads(q, norms.q), self.norm_heads(k, norms.k)
+        if norms and norms.v_eps is not None:
+            v = self.norm_heads(v, Norm(v.new_ones(dim), norms.v_eps))
         q, k = self.rope(q, k, angles)
         if norms and norms.after_rope:
             q, k = self.norm_heads(q, norms.q), self.norm_heads(k, norms.k)
         if angles.query_gain is not None:
             q = (q * angles.query_gain[:, None, None]).to(q.dtype)
-        self.write_kv(kv, k, v, batch)
+        if groups:
+            self.write_kv(kv, k, v, batch)
         return q
 
     def norm_heads(self, x: Tensor, norm: Norm) -> Tensor:
         """x [T, heads, D] normed as its weight is long: head by head or all heads at once."""
-        return self.norm(x.reshape(len(x), -1, len(norm.weight)), norm).view(x.shape)
+        return self.norm(x.reshape(len(x), x[0].numel() // len(norm.weight), len(norm.weight)), norm).view(x.shape)
 
     def rope(self, q: Tensor, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """Rotate q [T, H, D] and k [T, G, D]."""
@@ -104,6 +131,16 @@ class ReferenceOps(BaseOps):
         gate, up = gate_up.chunk(2, -1)
         return F.gelu(gate, approximate="tanh").mul_(up)
 
+    def clamped_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.clamped_mul`."""
+        gate, up = gate_up.chunk(2, -1)
+        gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
+        return self.scaled_sigmoid(gate).mul_(gate).mul_(up + 1.0)
+
+    def scaled_sigmoid(self, x: Tensor) -> Tensor:
+        """sigmoid(CLAMP_ALPHA x)."""
+        return torch.sigmoid(CLAMP_ALPHA * x)
+
     def gelu(self, x: Tensor) -> Tensor:
         """See `Ops.gelu`."""
         return F.gelu(x, approximate="tanh")
@@ -124,12 +161,12 @@ class ReferenceOps(BaseOps):
         scale: float,
         window: int = UNLIMITED,
         soft_cap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `Ops.attention`."""
         paged = self.prepare(batch)
-        parts = [
-            self.attend(q[group.rows], kv, paged, i, scale, window, soft_cap) for i, group in enumerate(paged.groups)
-        ]
+        how = Scores(scale, window, soft_cap, sinks)
+        parts = [self.attend(q[group.rows], kv, paged, i, how) for i, group in enumerate(paged.groups)]
         if len(parts) == 1 and len(parts[0]) == len(q):
             return parts[0]
         out = torch.zeros_like(q)
@@ -137,19 +174,17 @@ class ReferenceOps(BaseOps):
             out[group.rows] = part
         return out
 
-    def attend(
-        self, q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, i: int, scale: float, window: int, soft_cap: float
-    ) -> Tensor:
+    def attend(self, q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, i: int, how: Scores) -> Tensor:
         """Attention of the queries q [S * n, H, D] of group number i over its blocks -> as q."""
         group = paged.groups[i]
         k, v = paged.read_kv(kv, i, q.dtype)
         if group.n > FEW:
-            return long(q, k[0], v[0], group, scale, window, soft_cap)
-        mask = paged.mask(i, window, q.shape[1] // k.shape[1])
-        return short(q, k, v, mask, scale, soft_cap, group.n)
+            return long(q, k[0], v[0], group, how)
+        mask = paged.mask(i, how.window, q.shape[1] // k.shape[1])
+        return short(q, k, v, mask, group.n, how)
 
 
-def short(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float, n: int) -> Tensor:
+def short(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, n: int, how: Scores) -> Tensor:
     """Attention of S spans of n queries together: q [S * n, H, D], k and v [S, G, L, D], mask [S, 1, 1 or R * n, L].
 
     The R = H / G query heads of a K/V head become R times as many queries, so that K/V is not repeated.
@@ -158,18 +193,20 @@ def short(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, so
     heads = q.shape[1]
     if n == 1:
         folded = q.view(spans, groups, heads // groups, dim)
-        return weigh(folded, k, v, mask, scale, soft_cap).reshape(spans, heads, dim)
+        return weigh(folded, k, v, mask, how, how.sink_of(groups)).reshape(spans, heads, dim)
     folded = q.view(spans, n, groups, heads // groups, dim).permute(0, 2, 3, 1, 4).reshape(spans, groups, -1, dim)
-    out = weigh(folded, k, v, mask, scale, soft_cap)
+    out = weigh(folded, k, v, mask, how, how.sink_of(groups, n))
     return out.view(spans, groups, -1, n, dim).permute(0, 3, 1, 2, 4).reshape(spans * n, heads, dim)
 
 
-def long(q: Tensor, k: Tensor, v: Tensor, group: SpanGroup, scale: float, window: int, soft_cap: float) -> Tensor:
+def long(q: Tensor, k: Tensor, v: Tensor, group: SpanGroup, how: Scores) -> Tensor:
     """Attention of one span of many queries, tile by tile: q [n, H, D], k and v [G, L, D]."""
     n, heads, dim = q.shape
     groups = k.shape[0]
     folded = q.view(n, groups, heads // groups, dim).permute(1, 2, 0, 3)
-    past = group.longest - n
+    past, window = group.longest - n, how.window
+    sinks = how.sink_of(groups)
+    sinks = None if sinks is None else sinks[..., None]
     tiles = []
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)
@@ -179,16 +216,20 @@ def long(q: Tensor, k: Tensor, v: Tensor, group: SpanGroup, scale: float, window
         mask = (key <= query) & (key > query - window)
         shape = (groups, heads // groups, high - low, dim)
         keys, values = k[:, None, low:high].expand(shape), v[:, None, low:high].expand(shape)
-        tiles.append(weigh(folded[:, :, start:stop], keys, values, mask, scale, soft_cap))
+        tiles.append(weigh(folded[:, :, start:stop], keys, values, mask, how, sinks))
     return torch.cat(tiles, 2).permute(2, 0, 1, 3).reshape(n, heads, dim)
 
 
-def weigh(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float) -> Tensor:
-    """softmax(q k^T scale) v. torch has no soft cap, so with one it is computed step by step in float32."""
-    if not soft_cap:
-        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
-    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
-    scores = torch.tanh(scores / soft_cap) * soft_cap
+def weigh(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores, sinks: Tensor | None) -> Tensor:
+    """softmax(q k^T scale) v: q [.., M, D], sinks [.., M or 1, 1]. torch has no soft cap and no sinks, so with them it
+    is computed step by step in float32."""
+    if not how.soft_cap and sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=how.scale)
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * how.scale
+    if how.soft_cap:
+        scores = torch.tanh(scores / how.soft_cap) * how.soft_cap
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    return torch.matmul(scores.softmax(-1), v.float()).to(q.dtype)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
+    return torch.matmul(scores.softmax(-1)[..., : k.shape[-2]], v.float()).to(q.dtype)

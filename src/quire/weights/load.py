@@ -29,6 +29,7 @@ from quire.weights.entries import TensorEntry
 from quire.weights.files import Checkpoint, listed, read_config
 from quire.weights.gguf import KINDS
 from quire.weights.schemes import AUTO, IGNORED_TENSORS, CheckpointFormat, choose_format
+from quire.weights.stacks import unstacked
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -196,6 +197,8 @@ def named(build: ModelBuilder, checkpoint: Checkpoint) -> Mapping[str, TensorEnt
     OpenAI's GPT-2).
     """
     entries = {renamed(name, build.renames): entry for name, entry in checkpoint.entries.items()}
+    for stack in build.stacks:
+        entries = unstacked(entries, stack)
     bytewise = (name for name, places in build.slots.items() if places[0].stored_dtype is torch.uint8)
     entries |= {name: entry.stored for name in bytewise if (entry := entries.get(name)) and entry.stored}
     longer = {name.partition(".")[2]: name for name in build.slots if name not in entries}

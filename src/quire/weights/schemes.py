@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from quire.errors import InvalidModel, nearest
 from quire.layers.quantization.base import Format, Layout, Matrix, WeightStorage
 from quire.layers.quantization.integers import IntegerScheme
+from quire.layers.quantization.mxfp4 import GROUP, Mxfp4Scheme
 from quire.layers.quantization.scaled import ROW, TILE, OnlineQuantization, ScaleScheme
 from quire.models.spec import Config
 from quire.ops.base import Ops
@@ -169,10 +171,13 @@ def read_compressed(config: Config) -> Scheme:
     weights, acts = group.section("weights"), group.section("input_activations")
     bits, kind = weights.get(int, "num_bits", default=8), weights.get(str, "type", default="int")
     skipped = names(config, "ignore")
-    packed = (group.get(str, "format", default="") or config.get(str, "format", default="")) == "pack-quantized"
+    format = group.get(str, "format", default="") or config.get(str, "format", default="")
+    packed = format == "pack-quantized"
     ordered = weights.fields.get("actorder") in ("group", True)
     symmetric = weights.get(bool, "symmetric", default=True)
     block = block_of(weights)
+    if (format, kind, bits, block) == ("mxfp4-pack-quantized", "float", 4, (1, GROUP)):
+        return Scheme("compressed-tensors", Mxfp4Scheme(), skipped)
     zeros = bits == 8 and (ordered or not symmetric)
     if kind == "int" and packed and block[0] == 1 and (bits == 4 or zeros):
         layout = IntegerScheme("packed", block[1], zeros=not symmetric, ordered=ordered, bits=bits)
@@ -180,12 +185,17 @@ def read_compressed(config: Config) -> Scheme:
     if (kind, bits) not in (("int", 8), ("float", 8)) or not symmetric or ordered:
         raise InvalidModel(
             f"{config.where}: {kind}{bits} weights{'' if symmetric else ' with zero points'} are not supported so "
-            "(known: float8, int8, and packed int4 and int8)"
+            "(known: float8, int8, MXFP4, and packed int4 and int8)"
         )
     dtype, rounds = (E4M3, False) if kind == "float" else (torch.int8, bool(acts.fields))
     if rounds and (acts.get(int, "num_bits", default=8) != 8 or block[1] != UNLIMITED):
         raise InvalidModel(f"{config.where}: int8 activations need int8 weights with one scale a row")
     return Scheme("compressed-tensors", ScaleScheme(dtype, block, packed=packed, activations=rounds), skipped)
+
+
+def read_mxfp4(config: Config) -> Scheme:
+    """MXFP4, as gpt-oss is published: floats of 4 bits, and a power of two for every 32."""
+    return Scheme("mxfp4", Mxfp4Scheme(), names(config, "modules_to_not_convert"))
 
 
 def block_of(weights: Config) -> tuple[int, int]:
@@ -222,10 +232,11 @@ def names(config: Config, *fields: str) -> tuple[str, ...]:
 
 
 def named(name: str, rule: str) -> bool:
-    """Whether a rule, a module's name or 're:' and an expression, matches this module or one that holds it."""
+    """Whether a rule, a module's name, in which * stands for anything, or 're:' and an expression, matches this module
+    or one that holds it."""
     if rule.startswith("re:"):
         return re.match(rule[3:], name) is not None
-    return f".{rule}." in f".{name}."
+    return fnmatchcase(f".{name}.", f"*.{rule}.*")
 
 
 READERS: Mapping[str, Callable[[Config], Scheme]] = {
@@ -234,4 +245,5 @@ READERS: Mapping[str, Callable[[Config], Scheme]] = {
     "awq": read_awq,
     "gptq": read_gptq,
     "compressed-tensors": read_compressed,
+    "mxfp4": read_mxfp4,
 }

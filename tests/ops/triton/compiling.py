@@ -1,7 +1,7 @@
 """Run as a program: compiles every kernel for a compute capability, without a card. See `test_compiles`.
 
 Arguments: the capability, the bytes of shared memory it has, and "float32" for deterministic products in that, too, or
-"few" for a few kernels that soon compile.
+"few" for a few kernels that soon compile, or "gpt_oss" for those that gpt-oss alone has.
 
 Prints, as JSON, [kernel, bytes of shared memory, registers' worth of bytes spilled] of each.
 """
@@ -29,11 +29,12 @@ from quire.model_runner.device_steps import SCORE_WIDTH
 from quire.model_runner.row_state import RowState
 from quire.model_runner.sampling.features import COLUMNS
 from quire.model_runner.triton_steps import ForcedSteps
-from quire.ops.base import Angles, IntegerKind, IntegerMatrix, Norm, Norms, QuantizedMatrix, Routing
+from quire.ops.base import Angles, ExpertBiases, IntegerKind, IntegerMatrix, Norm, Norms, QuantizedMatrix, Routing, TopK
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton.launch import HOPPER, DeviceInfo
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from quire.ops.triton.sampler import RequestedFeatures, RowHistories, SamplingTensors, sample
+from quire.types import UNLIMITED
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 CAPABILITY, SHARED = int(sys.argv[1]), int(sys.argv[2])
@@ -79,6 +80,7 @@ def by_row(ops: TritonOps) -> None:
     ops.silu_mul(x)
     ops.gelu(x)
     ops.relu2(x)
+    ops.clamped_mul(x)
     angles = Angles(torch.empty(4, 64), torch.empty(4, 64))
     kv = LayerKV(halves(4, 8, 64, 128), halves(4, 8, 64, 128))
     qkv, each = halves(4, 48 * 128), Norm(w[:128], 1e-6)
@@ -139,6 +141,7 @@ def everything(ops: TritonOps) -> None:
             float8_mixture(ops, tokens, width=2048)
     for tokens in (1, 5, 16, 64, 300):
         integer_mixtures(ops, tokens)
+    gpt_oss(ops)
     for matrix in integers():
         for rows in (1, 16, 32, 64, 256, 300):
             ops.quantized_linear(halves(rows, 4096), matrix)
@@ -171,14 +174,41 @@ def mixture(
 ) -> None:
     x = halves(tokens, hidden, dtype=dtype)
     gate_up, down = halves(1, 2 * width, hidden, dtype=dtype), halves(1, hidden, width, dtype=dtype)
-    routing = ops.route(x, halves(count, hidden, dtype=dtype), used, normalize=True)
+    for choice in (TopK(used, True), TopK(used, True, sigmoid=True, groups=count // 4, used_groups=2)):
+        routing = ops.route(x, halves(count, hidden, dtype=dtype), choice)
+    for logits in (None, halves(tokens, 1, dtype=dtype)):
+        ops.add_shared(x, x, logits)
     ops.experts(x, routing, gate_up.expand(count, -1, -1), down.expand(count, -1, -1), "silu")
+
+
+def gpt_oss(ops: TritonOps) -> None:
+    """Attention with sinks, and experts with biases and a clamped gate, in bfloat16 and in MXFP4."""
+    pool, sinks = LayerKV(*(halves(4, 8, 64, 64) for _ in "kv")), torch.empty(64)
+    for spans, n in ((4, 1), (64, 1), (2, 512)):
+        for window in (128, UNLIMITED):
+            ops.attention(halves(spans * n, 64, 64), pool, batch(spans, n), 0.125, window, sinks=sinks)
+    count, hidden = 32, 2880
+    weight = torch.empty(2944 // 64, 1, 32, dtype=torch.uint8)
+    words = ints(2944 // 128, 1)
+    gate_up, down = (
+        IntegerMatrix(
+            weight.expand(count, -1, rows, -1), words.expand(count, -1, rows), hidden, 4, 32, IntegerKind.FLOATS
+        )
+        for rows in (2 * hidden, hidden)
+    )
+    biases = ExpertBiases(halves(count, 2 * hidden), halves(count, hidden))
+    for tokens in (1, 5, 16, 64, 300, 1000):
+        x = halves(tokens, hidden)
+        routing = ops.route(x, halves(count, hidden), TopK(4, True), bias=halves(count))
+        ops.quantized_experts(x, routing, gate_up, down, "clamped", biases)
+        plain = (halves(1, rows, hidden).expand(count, -1, -1) for rows in (2 * hidden, hidden))
+        ops.experts(x, routing, *plain, "clamped", biases)
 
 
 def integers() -> list[IntegerMatrix]:
     """One of each kind."""
-    zeros, superblocks, pairs, row = IntegerKind
-    width = {superblocks: 64, pairs: 64, row: 4096}
+    zeros, superblocks, pairs, row, floats = IntegerKind
+    width = {superblocks: 64, pairs: 64, row: 4096, floats: 128}
 
     def made(bits: int, group: int, kind: IntegerKind) -> IntegerMatrix:
         weight = torch.empty(4096 * bits // 256, 6144, 32, dtype=torch.uint8)
@@ -188,7 +218,7 @@ def integers() -> list[IntegerMatrix]:
     return [
         *(made(4, 128, zeros), made(4, 32, zeros), made(4, 32, superblocks), made(4, 32, pairs)),
         *(made(8, 32, pairs), made(8, 128, zeros), made(8, 128, row), made(8, 32, superblocks)),
-        made(8, 16, superblocks),
+        *(made(8, 16, superblocks), made(4, 32, floats)),
     ]
 
 
@@ -284,6 +314,10 @@ def main() -> None:
     if "few" in sys.argv:
         by_row(ops)
         around()
+        print(json.dumps(found))
+        return
+    if "gpt_oss" in sys.argv:
+        gpt_oss(ops)
         print(json.dumps(found))
         return
     everything(ops)

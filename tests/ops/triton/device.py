@@ -20,6 +20,11 @@ def moved(record: T) -> T:
     return type(record)(**{n: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for n, v in values.items()})
 
 
+def placed(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A tensor on the device, if there is one."""
+    return None if tensor is None else tensor.to(DEVICE)
+
+
 def in_eight_bits(rows: int, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x [rows, inputs] bfloat16, a matrix of e4m3 and its rows' scales, all random."""
     torch.manual_seed(rows)

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import IntegerMatrix
-from quire.ops.integer import pack_integers, pack_rows, pack_superblocks
+from quire.ops.integer import pack_floats, pack_integers, pack_rows, pack_superblocks
 from tests.ops.triton.device import DEVICE
 
 KINDS = pytest.mark.parametrize(
     ("kind", "group"),
     [
         *(("zeros", 128), ("zeros", 64), ("zeros", 32), ("nibbles", 32), ("bytes", 32), ("rows", 128)),
-        *(("byte zeros", 128), ("byte zeros", 32), ("q4_k", 32), ("q5_k", 32), ("q6_k", 16)),
+        *(("byte zeros", 128), ("byte zeros", 32), ("floats", 32), ("q4_k", 32), ("q5_k", 32), ("q6_k", 16)),
     ],
     ids=lambda value: value if isinstance(value, str) else f"of {value}",
 )
@@ -33,6 +33,10 @@ def made(kind: str, group: int, outputs: int, inputs: int, half: bool = True) ->
         zero = torch.randint(-128, 129, (outputs, count), device=DEVICE) if kind == "byte zeros" else None
         return pack_integers(numbers, group, scale / 16, zero=zero, half=half)
     numbers = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device=DEVICE)
+    if kind == "floats":
+        exponents = torch.randint(120, 131, (outputs, count), dtype=torch.uint8, device=DEVICE)
+        exponents[:, ::7] = 0
+        return pack_floats(numbers, exponents)
     if kind == "zeros":
         zero = torch.randint(0, 17, (outputs, count), device=DEVICE)
         return pack_integers(numbers, group, scale, zero=zero, half=half)

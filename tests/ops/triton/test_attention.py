@@ -13,7 +13,7 @@ from quire.ops.triton.ops import TritonOps
 from quire.types import UNLIMITED
 from tests.ops.batches import Pages, poisoned
 from tests.ops.test_attention import feed, naive
-from tests.ops.triton.device import DEVICE, moved
+from tests.ops.triton.device import DEVICE, moved, placed
 
 OPS = TritonOps(DEVICE)
 
@@ -46,17 +46,18 @@ def situation(
 
 def check(
     spans: Spans, heads: int, groups: int, dim: int, page: int = 16, window: int = UNLIMITED, soft_cap: float = 0.0,
-    dtype: torch.dtype = torch.float32, tolerance: float = 2e-5, pads: int = 0,
+    dtype: torch.dtype = torch.float32, tolerance: float = 2e-5, pads: int = 0, sunk: bool = False,
 ) -> None:  # fmt: skip
     """pads: spans without tokens behind the real ones, and as many padding tokens, as a captured step has them."""
     q, kv, batch, held = situation(spans, heads, groups, dim, page, dtype)
+    sinks = 2 * torch.randn(heads) if sunk else None
     starts = batch.query_start.tolist()
     if pads:
         batch, q = padded(batch, pads), torch.cat((q, q.new_full((pads, heads, dim), float("nan"))))
-    got = OPS.attention(q.to(DEVICE), moved(kv), moved(batch), dim**-0.5, window, soft_cap).cpu()
+    got = OPS.attention(q.to(DEVICE), moved(kv), moved(batch), dim**-0.5, window, soft_cap, placed(sinks)).cpu()
     for i, (k, v) in enumerate(held):
         own = slice(starts[i], starts[i + 1])
-        want = naive(q[own], k, v, dim**-0.5, window, soft_cap)
+        want = naive(q[own], k, v, dim**-0.5, window, soft_cap, sinks)
         torch.testing.assert_close(got[own].double(), want, atol=tolerance, rtol=tolerance)
 
 
@@ -102,9 +103,17 @@ def test_a_soft_cap_bends_the_scores(spans: Spans) -> None:
     check(spans, 4, 2, 16, window=90, soft_cap=0.7)
 
 
+@pytest.mark.parametrize("window", [7, 100, UNLIMITED])
+@pytest.mark.parametrize(
+    "spans", [DECODE, VERIFY, MIXED, [(1200, 1), (30, 1)]], ids=["decode", "verify", "mixed", "split"]
+)
+def test_a_sink_takes_its_share_of_the_softmax_once(spans: Spans, window: int) -> None:
+    check(spans, 6, 2, 16, window=window, sunk=True)
+
+
 def test_padding_spans_and_tokens_change_nothing() -> None:
     check(DECODE, 4, 2, 16, pads=3)
-    check(MIXED, 4, 2, 16, pads=3)
+    check(MIXED, 4, 2, 16, pads=3, sunk=True)
 
 
 def test_a_long_context_is_split_and_combined() -> None:
@@ -132,8 +141,11 @@ def test_pages_of_eight_bits_are_read_times_their_scales() -> None:
     q, kv, batch, _ = situation(MIXED, 4, 2, 16, 16, torch.float32)
     small = LayerKV(kv.k.to(torch.float8_e4m3fn), kv.v.to(torch.float8_e4m3fn), k_scale=0.5, v_scale=3.0)
     exact = LayerKV(small.k.float() * 0.5, small.v.float() * 3.0)
-    got, want = (OPS.attention(q.to(DEVICE), moved(pool), moved(batch), 0.25) for pool in (small, exact))
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    for sinks in (None, placed(torch.randn(4))):
+        got, want = (
+            OPS.attention(q.to(DEVICE), moved(pool), moved(batch), 0.25, sinks=sinks) for pool in (small, exact)
+        )
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.gpu
@@ -143,6 +155,8 @@ def test_pages_of_eight_bits_are_read_times_their_scales() -> None:
 def test_bfloat16_on_the_gpu(spans: Spans, dim: int) -> None:
     check(spans, 8, 2, dim, 64, dtype=torch.bfloat16, tolerance=2e-2)
     check(spans, 8, 2, dim, 64, window=100, soft_cap=5.0, dtype=torch.bfloat16, tolerance=2e-2)
+    check(spans, 64, 8, dim, 64, window=128, sunk=True, dtype=torch.bfloat16, tolerance=2e-2)
+    check(spans, 64, 8, dim, 64, sunk=True, dtype=torch.bfloat16, tolerance=2e-2)
 
 
 def test_many_long_contexts_are_divided_among_programs_that_begin_anywhere() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from quire.ops.base import Angles, Gate, Norm, Norms, Ops, QuantizedMatrix
+from quire.ops.base import Angles, Gate, Norm, Norms, Ops, QuantizedMatrix, TopK
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import BatchInvariantTritonOps
@@ -98,7 +98,7 @@ def test_tokens_have_the_same_experts_and_bits_in_any_batch(gate: Gate) -> None:
     gate_up, down = torch.randn(9, 40, 48, device=DEVICE), torch.randn(9, 48, 20, device=DEVICE)
 
     def mixed(ops: Ops, rows: Tensor) -> Tensor:
-        return ops.experts(rows, ops.route(rows, router, 3, normalize=True), gate_up, down, gate)
+        return ops.experts(rows, ops.route(rows, router, TopK(3, True)), gate_up, down, gate)
 
     whole = mixed(OPS, x)
     torch.testing.assert_close(whole, mixed(REFERENCE, x), atol=1e-3, rtol=1e-4)
@@ -113,8 +113,11 @@ class Layer:
         self.groups, self.heads, self.dim = groups, groups * share, dim
         self.qkv = torch.randn(length, (self.heads + 2 * groups) * dim, generator=torch.Generator().manual_seed(7))
         self.norm = torch.rand(dim, generator=torch.Generator().manual_seed(8)).to(DEVICE)
+        self.sinks = torch.randn(self.heads, generator=torch.Generator().manual_seed(9)).to(DEVICE)
 
-    def fed(self, chunks: list[int], *, page: int, window: int, soft_cap: float, others: int, seed: int) -> Tensor:
+    def fed(
+        self, chunks: list[int], *, page: int, window: int, soft_cap: float, sunk: bool, others: int, seed: int
+    ) -> Tensor:
         rng, pages = random.Random(seed), Pages(400, page, seed)
         pool = poisoned(400, self.groups, page, self.dim)
         kv = LayerKV(pool.k.to(DEVICE), pool.v.to(DEVICE))
@@ -135,17 +138,24 @@ class Layer:
             turns = Angles(*OPS.angles(batch.positions, frequencies))
             norms = Norms(Norm(self.norm, 1e-6), Norm(self.norm, 1e-6))
             q = OPS.qk_norm_rope_store_kv(qkv.to(DEVICE), self.heads, kv, batch, turns, norms)
-            out.append(OPS.attention(q, kv, batch, 0.3, window, soft_cap)[first : first + n])
+            out.append(
+                OPS.attention(q, kv, batch, 0.3, window, soft_cap, self.sinks if sunk else None)[first : first + n]
+            )
             past += n
         return torch.cat(out)
 
 
 @pytest.mark.parametrize(
-    ("shape", "window", "soft_cap"), [((2, 4, 16), UNLIMITED, 0.0), ((1, 3, 32), 13, 0.0), ((3, 1, 16), UNLIMITED, 5.0)]
+    ("shape", "window", "soft_cap", "sunk"),
+    [
+        ((2, 4, 16), UNLIMITED, 0.0, False),
+        ((1, 3, 32), 13, 0.0, True),
+        ((3, 1, 16), UNLIMITED, 5.0, False),
+    ],
 )
 def test_attention_has_the_same_bits_with_any_chunk_block_size_and_batch(
-    shape: tuple[int, int, int], window: int, soft_cap: float
+    shape: tuple[int, int, int], window: int, soft_cap: float, sunk: bool
 ) -> None:
-    layer, kinds = Layer(60, *shape), {"window": window, "soft_cap": soft_cap}
+    layer, kinds = Layer(60, *shape), {"window": window, "soft_cap": soft_cap, "sunk": sunk}
     alone = layer.fed([60], page=16, others=0, seed=0, **kinds)
     assert torch.equal(layer.fed([1, 2, 20, 1, 30, 6], page=64, others=1, seed=3, **kinds), alone)

@@ -15,7 +15,7 @@ from quire.ops.triton.attention_schedule import AttentionPlan
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from quire.types import UNLIMITED
 from tests.ops.batches import poisoned
-from tests.ops.triton.device import DEVICE, moved
+from tests.ops.triton.device import DEVICE, moved, placed
 from tests.ops.triton.test_attention import padded
 
 OPS = TritonOps(DEVICE)
@@ -86,15 +86,16 @@ def situation(
 def check(
     sequences: Sequences, heads: int = 2, groups: int = 1, dim: int = 16, page: int = PAGE, window: int = UNLIMITED,
     soft_cap: float = 0.0, dtype: torch.dtype = torch.float32, tolerance: float = 2e-5, pads: int = 0,
+    sunk: bool = False,
 ) -> AttentionPlan:  # fmt: skip
     q, kv, batch = situation(sequences, heads, groups, dim, page, dtype)
-    want = ReferenceOps().attention(
-        q.float(), LayerKV(kv.k.float().nan_to_num(), kv.v.float().nan_to_num()), batch, dim**-0.5, window, soft_cap
-    )
+    exact, how = LayerKV(kv.k.float().nan_to_num(), kv.v.float().nan_to_num()), (dim**-0.5, window, soft_cap)
+    sinks = 2 * torch.randn(heads) if sunk else None
+    want = ReferenceOps().attention(q.float(), exact, batch, *how, sinks)
     if pads:
         batch, q = padded(batch, pads), torch.cat((q, q.new_full((pads, heads, dim), float("nan"))))
     planned = OPS.prepare(moved(batch))
-    got = OPS.attention(q.to(DEVICE), moved(kv), planned, dim**-0.5, window, soft_cap).cpu()[: len(sequences)]
+    got = OPS.attention(q.to(DEVICE), moved(kv), planned, *how, placed(sinks)).cpu()[: len(sequences)]
     torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
     return planned
 
@@ -206,10 +207,15 @@ def test_half_precision_is_summed_in_float32() -> None:
 def test_bfloat16_on_the_gpu(kind: str, dim: int) -> None:
     check(EVERY[kind], 6, 2, dim, dtype=torch.bfloat16, tolerance=2e-2)
     check(EVERY[kind] * 8, 6, 2, dim, dtype=torch.bfloat16, soft_cap=5.0, tolerance=2e-2)
+    check(EVERY[kind] * 8, 16, 2, dim, dtype=torch.bfloat16, tolerance=2e-2, sunk=True)
 
 
 def test_a_soft_cap_bends_the_scores() -> None:
     check(ALL, soft_cap=0.7)
+
+
+def test_a_sink_takes_its_share_once_beside_a_shared_prefix() -> None:
+    check(ALL, heads=4, groups=2, sunk=True)
 
 
 def test_pages_of_eight_bits_are_read_times_their_scales() -> None:

@@ -48,9 +48,9 @@ def answers(executor: Executor, depth: int, shared: int = 18, new: int = 5) -> l
     return [done[str(i)] for i in range(len(SAMPLING))]
 
 
-ALL_AT_ONCE = ("qwen3-gqa", "glm4-gqa", "nemotron-gqa")
-"""In CI: shapes that have between them every kind of norm, of rotation and of MLP. What else kernels can do is compared
-with the reference one by one."""
+ALL_AT_ONCE = ("qwen3-gqa", "glm4-gqa", "nemotron-gqa", "gpt_oss-gqa-mxfp4")
+"""In CI: shapes that have between them every kind of norm, of rotation, of attention and of MLP. What else
+kernels can do is compared with the reference one by one."""
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # hashes wrap around, as they do on a card

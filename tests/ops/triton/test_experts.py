@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.quantization.scaled import quantize
-from quire.ops.base import Gate, QuantizedMatrix, Routing
+from quire.ops.base import CLAMP_LIMIT, NO_BIASES, ExpertBiases, Gate, QuantizedMatrix, Routing, TopK
 from quire.ops.quantized import E4M3
 from quire.ops.ragged import RaggedBatch
 from quire.ops.reference import ReferenceOps
@@ -35,6 +35,7 @@ from quire.ops.triton.gemv import COUNTERS, GemmConfig
 from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.ops import TritonOps
 from tests.ops.triton.device import DEVICE
+from tests.ops.triton.integers import off
 
 CARD, REFERENCE = DeviceInfo.of(DEVICE), ReferenceOps()
 ARRIVED = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE)
@@ -81,11 +82,62 @@ def test_the_router_chooses_as_a_softmax_and_top_k(
     how: GemmConfig, tokens: int, count: int, used: int, normalize: bool
 ) -> None:
     x, weight, _, _ = randoms(tokens, count, 48, 8)
-    got = route(x, weight, used, how, CARD, ARRIVED, normalize=normalize)
-    want = REFERENCE.route(x, weight, used, normalize=normalize)
+    choice = TopK(used, normalize)
+    got, want = route(x, weight, choice, how, CARD, ARRIVED), REFERENCE.route(x, weight, choice)
     assert torch.equal(got.experts, want.experts)
     torch.testing.assert_close(got.weights, want.weights, atol=1e-5, rtol=1e-5)
     assert not ARRIVED.any()
+
+
+@pytest.mark.parametrize("corrected", [False, True], ids=["plain", "corrected"])
+@pytest.mark.parametrize(
+    ("count", "choice"),
+    [
+        (8, TopK(1, False, sigmoid=True)),
+        (7, TopK(3, True, sigmoid=True, scale=2.5)),
+        (12, TopK(2, True, sigmoid=True, groups=4, used_groups=2)),
+        (18, TopK(5, False, groups=3, used_groups=2, scale=0.5)),
+        (6, TopK(4, True, floor=0.5)),
+        (6, TopK(2, True, sigmoid=True, floor=10.0)),
+    ],
+    ids=["sigmoid", "scaled", "groups", "groups of a softmax", "floor", "floor of a sigmoid"],
+)
+@pytest.mark.parametrize(
+    ("how", "tokens"), [(GemmConfig(1, 2, 16, 1), 3), (GemmConfig(16, 16, 32, 4, 3), 40)], ids=["three", "forty"]
+)
+def test_the_router_chooses_and_weighs_as_it_is_told(
+    how: GemmConfig, tokens: int, count: int, choice: TopK, corrected: bool
+) -> None:
+    x, weight, _, _ = randoms(tokens, count, 48, 8)
+    correction = torch.randn(count, device=DEVICE) * 0.2 if corrected else None
+    got = route(x, weight * 0.2, choice, how, CARD, ARRIVED, correction)
+    want = REFERENCE.route(x, weight * 0.2, choice, correction)
+    assert torch.equal(got.experts, want.experts)
+    torch.testing.assert_close(got.weights, want.weights, atol=1e-5, rtol=1e-5)
+
+
+def test_weights_of_a_router_are_those_of_the_papers() -> None:
+    """Of a token with scores 0.5, 0.7, 0.2 and 0.4, two groups."""
+    logits = torch.tensor([[0.5, 0.7, 0.2, 0.4]]).logit()
+    correction = torch.tensor([0.0, 0.0, 0.6, 0.6])
+    chosen, weights = REFERENCE.select_experts(logits, TopK(2, True, sigmoid=True, scale=3.0), correction)
+    assert chosen.tolist() == [[3, 2]]
+    torch.testing.assert_close(weights, torch.tensor([[2.0, 1.0]]))
+    best = TopK(2, False, sigmoid=True, groups=2, used_groups=1)
+    chosen, weights = REFERENCE.select_experts(logits, best)
+    assert chosen.tolist() == [[1, 0]]
+    torch.testing.assert_close(weights, torch.tensor([[0.7, 0.5]]))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("tokens", "columns"), [(1, 40), (5, 2100)])
+def test_a_shared_expert_is_added(tokens: int, columns: int, gated: bool) -> None:
+    torch.manual_seed(0)
+    routed, shared = torch.randn(2, tokens, columns, device=DEVICE)
+    logits = torch.randn(tokens, 1, device=DEVICE) * 3 if gated else None
+    want = routed + shared * (1.0 if logits is None else torch.sigmoid(logits))
+    for ops in (TritonOps(DEVICE), REFERENCE):
+        torch.testing.assert_close(ops.add_shared(routed, shared, logits), want, atol=1e-6, rtol=1e-5)
 
 
 def test_equal_logits_and_infinite_ones_have_an_order() -> None:
@@ -93,7 +145,7 @@ def test_equal_logits_and_infinite_ones_have_an_order() -> None:
     weight[:, 0] = torch.tensor([1.0, 2.0, 2.0, 1.0, -1.0], device=DEVICE)
     x = torch.zeros(3, 16, device=DEVICE)
     x[0, 0], x[1, 0] = 1.0, float("inf")
-    got = route(x, weight, 4, GemmConfig(1, 1, 16, 1), CARD, ARRIVED, normalize=True)
+    got = route(x, weight, TopK(4, True), GemmConfig(1, 1, 16, 1), CARD, ARRIVED)
     assert got.experts[0].tolist() == [1, 2, 0, 3]
     assert got.experts[1].tolist() == [0, 1, 2, 3]
     assert got.weights[1].isnan().all()
@@ -105,8 +157,8 @@ def test_equal_logits_and_infinite_ones_have_an_order() -> None:
 def test_a_token_that_is_not_a_number_uses_experts_that_there_are(how: GemmConfig) -> None:
     x, weight = torch.randn(2, 16, device=DEVICE), torch.randn(5, 16, device=DEVICE)
     x[1] = float("nan")
-    got = route(x, weight, 3, how, CARD, ARRIVED, normalize=True)
-    assert torch.equal(got.experts[0], REFERENCE.route(x[:1], weight, 3, normalize=True).experts[0])
+    got = route(x, weight, TopK(3, True), how, CARD, ARRIVED)
+    assert torch.equal(got.experts[0], REFERENCE.route(x[:1], weight, TopK(3, True)).experts[0])
     assert got.experts[1].tolist() == [0, 1, 2]
     assert got.weights[1].isnan().all()
     assert not got.weights[0].isnan().any()
@@ -176,6 +228,35 @@ def test_a_mixture_is_that_of_plain_products(
     torch.testing.assert_close(got, REFERENCE.experts(x, routing, gate_up, down, gate), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("how", "tokens"), [(ONE, 2), (ONE_WHOLE, 1), (TILES, 19), (ROWS_FIRST, 40), (HALVES, 12), (DESCRIBED_HALVES, 12)]
+)
+def test_biases_are_added_before_a_clamped_gate_and_weights(how: ExpertConfig, tokens: int) -> None:
+    x, _, gate_up, down = randoms(tokens, 9, 50, 33)
+    routing, biases = routed(tokens, 9, 2, [0, 1, 8]), random_biases(9, 50, 33)
+    wide = 9 * x
+    assert (wide @ gate_up[0].T).amax() > 2 * CLAMP_LIMIT
+    got = experts(wide, routing, gate_up, down, "clamped", how, CARD, biases)
+    want = REFERENCE.experts(wide, routing, gate_up, down, "clamped", biases)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    assert off(REFERENCE.experts(wide, routing, gate_up, down, "clamped"), want) > 0.05
+
+
+def random_biases(count: int, hidden: int, width: int) -> ExpertBiases:
+    return ExpertBiases(torch.randn(count, 2 * width, device=DEVICE), torch.randn(count, hidden, device=DEVICE))
+
+
+@pytest.mark.parametrize("how", [GemmConfig(1, 2, 16, 1), GemmConfig(16, 4, 32, 4, 3)], ids=["one", "tile"])
+def test_a_bias_of_the_router_changes_the_choice(how: GemmConfig) -> None:
+    x, weight, _, _ = randoms(7, 11, 48, 8)
+    bias = 5 * torch.randn(11, device=DEVICE)
+    got = route(x, weight, TopK(3, True), how, CARD, ARRIVED, bias=bias)
+    want = REFERENCE.route(x, weight, TopK(3, True), bias=bias)
+    assert torch.equal(got.experts, want.experts)
+    torch.testing.assert_close(got.weights, want.weights, atol=1e-5, rtol=1e-5)
+    assert not torch.equal(got.experts, REFERENCE.route(x, weight, TopK(3, True)).experts)
+
+
 def float8(weight: Tensor, width: int) -> QuantizedMatrix:
     """Matrices [E, out, in] of float8 with a scale for every `width` columns, one below the other."""
     flat = weight.flatten(0, 1)
@@ -189,8 +270,10 @@ def test_experts_of_float8(how: ExpertConfig, width: int) -> None:
     x, _, gate_up, down = randoms(20, 6, 96, 64)
     routing = routed(20, 6, 2, [0, 2, 5])
     matrices = float8(gate_up, width), float8(down, width)
-    got = quantized_experts(x, routing, *matrices, "silu", how, CARD)
-    torch.testing.assert_close(got, REFERENCE.quantized_experts(x, routing, *matrices, "silu"), atol=1e-4, rtol=1e-4)
+    for gate, biases in (("silu", NO_BIASES), ("clamped", random_biases(6, 96, 64))):
+        got = quantized_experts(x, routing, *matrices, gate, how, CARD, biases)
+        want = REFERENCE.quantized_experts(x, routing, *matrices, gate, biases)
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 def test_experts_of_float8_whose_blocks_are_cut_are_dequantized() -> None:
@@ -224,8 +307,8 @@ def test_tokens_that_fill_up_a_step_read_no_expert(how: ExpertConfig) -> None:
     tokens, real = 6, 4
     x, weight, gate_up, down = randoms(tokens, 9, 64, 32)
     every = GemmConfig(16, 16, 32, 4, 3) if how is TILES else GemmConfig(1, 4, 64, 2)
-    got = route(x, weight, 2, every, CARD, ARRIVED, normalize=True, batch=padded(tokens, real))
-    want = REFERENCE.route(x, weight, 2, normalize=True)
+    got = route(x, weight, TopK(2, True), every, CARD, ARRIVED, batch=padded(tokens, real))
+    want = REFERENCE.route(x, weight, TopK(2, True))
     assert torch.equal(got.experts[:real], want.experts[:real])
     torch.testing.assert_close(got.weights[:real], want.weights[:real])
     assert (got.experts[real:] == -1).all()
@@ -247,7 +330,7 @@ def test_numbers_of_sixteen_bits(tokens: int) -> None:
     """float16: the interpreter cannot multiply tiles of bfloat16."""
     x, router, gate_up, down = (each.half() for each in randoms(tokens, 8, 64, 32))
     ops = TritonOps(DEVICE)
-    routing = ops.route(x, router, 2, normalize=True)
+    routing = ops.route(x, router, TopK(2, True))
     got = ops.experts(x, routing, gate_up, down, "silu")
     want = REFERENCE.experts(x.float(), routing, gate_up.float(), down.float(), "silu")
     assert float((got.float() - want).norm() / want.norm()) < 1e-2
@@ -303,7 +386,7 @@ def test_bfloat16_on_the_gpu(tokens: int, how: ExpertConfig | None, shape: tuple
     x, router, gate_up, down = (each.bfloat16() for each in randoms(tokens, count, hidden, width))
     chosen = expert_config(tokens, used, count, hidden, width) if how is None else how
     router_how = FIXED_ROUTER if how is FIXED else router_config(tokens, hidden)
-    routing = route(x, router, used, router_how, CARD, ARRIVED, normalize=True)
+    routing = route(x, router, TopK(used, True), router_how, CARD, ARRIVED)
     exact = (x.float() @ router.float().T).softmax(-1)
     best = exact.topk(used)
     picked = exact.gather(1, routing.experts.long())
@@ -332,7 +415,7 @@ def test_bfloat16_on_the_gpu(tokens: int, how: ExpertConfig | None, shape: tuple
 def test_float32_on_the_gpu() -> None:
     x, router, gate_up, down = randoms(40, 16, 512, 384)
     ops = TritonOps(DEVICE)
-    routing = ops.route(x, router, 4, normalize=False)
+    routing = ops.route(x, router, TopK(4, False))
     got = experts(x, routing, gate_up, down, "gelu", SMALL, CARD)
     want = REFERENCE.experts(x.double(), routing, gate_up.double(), down.double(), "gelu").float()
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)

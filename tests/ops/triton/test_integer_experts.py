@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import Gate, IntegerMatrix, Routing
+from quire.ops.base import NO_BIASES, Gate, IntegerMatrix, Routing, TopK
 from quire.ops.integer import dequantize_integers, stack_integers
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.gemv import GemmConfig
@@ -21,7 +21,7 @@ from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from tests.ops.triton.device import DEVICE
 from tests.ops.triton.integers import KINDS, made, off
-from tests.ops.triton.test_experts import padded, routed
+from tests.ops.triton.test_experts import padded, random_biases, routed
 
 CARD, REFERENCE = DeviceInfo.of(DEVICE), ReferenceOps()
 ONE = IntegerExpertConfig(GemmConfig(8, 16, 64, 2, 2), GemmConfig(8, 32, 128, 2, 3), False)
@@ -79,11 +79,22 @@ def test_any_number_of_tokens_and_experts_of_odd_shapes(
     assert off(got, REFERENCE.quantized_experts(x, routing, gate_up, down, gate)) < 1e-5
 
 
+@pytest.mark.parametrize(("how", "tokens"), [(ONE, 3), (EIGHT, 11), (MANY, 40)])
+@pytest.mark.parametrize(("hidden", "width"), [(128, 64), (96, 160)])
+def test_floats_of_four_bits_with_biases_and_a_clamped_gate(
+    how: IntegerExpertConfig, tokens: int, hidden: int, width: int
+) -> None:
+    gate_up, down = mixture("floats", 32, 5, hidden, width)
+    x, routing, biases = 9 * inputs(tokens, gate_up), routed(tokens, 5, 2, [0, 2, 4]), random_biases(5, hidden, width)
+    got = integer_experts(x, routing, gate_up, down, "clamped", how, CARD, biases)
+    assert off(got, REFERENCE.quantized_experts(x, routing, gate_up, down, "clamped", biases)) < 1e-5
+
+
 @pytest.mark.parametrize("how", [ONE, EIGHT], ids=["slots", "sorted"])
 def test_tokens_that_fill_up_a_step_and_idle_experts_are_not_read(how: IntegerExpertConfig) -> None:
     gate_up, down = mixture("zeros", 32, 9, 64, 32)
     x, router = inputs(6, gate_up), torch.randn(9, 64, device=DEVICE)
-    routing = TritonOps(DEVICE).route(x, router, 2, normalize=True, batch=padded(6, 4))
+    routing = TritonOps(DEVICE).route(x, router, TopK(2, True), batch=padded(6, 4))
     assert (routing.experts[4:] == -1).all()
     real = Routing(*(each[:4] for each in routing))
     want = REFERENCE.quantized_experts(x[:4], real, gate_up, down, "silu")
@@ -133,7 +144,7 @@ def test_tiles_grow_with_the_tokens_of_an_expert_and_are_few_above_two_thousand(
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
 @KINDS
-@pytest.mark.parametrize("gate", ["silu", "gelu"])
+@pytest.mark.parametrize("gate", ["silu", "clamped"])
 @pytest.mark.parametrize(
     ("dtype", "tokens"),
     [*((torch.bfloat16, tokens) for tokens in (1, 4, 5, 16, 64, 256, 1000)), (torch.float16, 1), (torch.float16, 64)],
@@ -160,9 +171,10 @@ def check_on_the_gpu(
     routing = routed(tokens, count, used, list(range(0, count, 2)))
     routing = routing._replace(weights=routing.weights / used)
     how = how or integer_expert_config(tokens, used, gate_up, down)
-    got = integer_experts(x, routing, gate_up, down, gate, how, CARD)
-    assert torch.equal(integer_experts(x, routing, gate_up, down, gate, how, CARD), got)
+    biases = random_biases(count, hidden, gate_up.outputs // 2) if gate == "clamped" else NO_BIASES
+    got = integer_experts(x, routing, gate_up, down, gate, how, CARD, biases)
+    assert torch.equal(integer_experts(x, routing, gate_up, down, gate, how, CARD, biases), got)
     plain = [torch.stack([dequantize_integers(each.expert(e)) for e in range(count)]) for each in (gate_up, down)]
     few = torch.arange(tokens, device=DEVICE)[:: max(1, tokens // 64)]
-    want = REFERENCE.experts(x[few].float(), Routing(*(each[few] for each in routing)), *plain, gate)
+    want = REFERENCE.experts(x[few].float(), Routing(*(each[few] for each in routing)), *plain, gate, biases)
     assert off(got[few], want) < 1e-2

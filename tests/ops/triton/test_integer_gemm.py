@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import Gate, IntegerMatrix, QuantizedMatrix
-from quire.ops.integer import dequantize_integers
+from quire.ops.integer import dequantize_integers, floats_of
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
 from quire.ops.triton.integer_gemm import (
     BYTES,
+    E2M1,
     NIBBLES,
     dequantize,
+    e2m1_in_float16,
     fitted,
     in_float16,
     integer_gemm_config,
@@ -65,7 +67,8 @@ def test_inputs_cut_into_runs_add_up_whichever_program_ends_last(gate: Gate) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "group"), [("zeros", 128), ("zeros", 32), ("nibbles", 32), ("rows", 128), ("q4_k", 32), ("q6_k", 16)]
+    ("kind", "group"),
+    [("zeros", 128), ("zeros", 32), ("nibbles", 32), ("floats", 32), ("rows", 128), ("q4_k", 32), ("q6_k", 16)],
 )
 @GATES
 @pytest.mark.parametrize(("rows", "how"), [(1, (8, 8)), (3, (8, 4)), (4, (16, 2))], ids=["8", "4 of two", "2 of eight"])
@@ -111,9 +114,12 @@ def computed(code: str, *given: int) -> dict[str, int]:
             )
             held[to] = int(torch.tensor([first, second], dtype=dtype).view(torch.int32).item()) & 0xFFFFFFFF
         else:
-            held[to] = {"mov": lambda a: a, "shr": lambda a, b: a >> b, "lop3": lambda a, b, c, _: a & b | c}[
-                name.split(".")[0]
-            ](*value)
+            held[to] = {
+                "mov": lambda a: a,
+                "shr": lambda a, b: a >> b,
+                "shl": lambda a, b: a << b & 0xFFFFFFFF,
+                "lop3": lambda a, b, c, _: a & b | c,
+            }[name.split(".")[0]](*value)
     return {f"${i}": held[f"${i}"] for i in range(outputs)}
 
 
@@ -129,6 +135,9 @@ def test_conversions_of_a_card_take_every_byte_by_itself(dtype: torch.dtype) -> 
         got = torch.tensor([made[f"${i}"] for i in range(4)]).to(torch.uint32).view(torch.int32).view(dtype).tolist()
         low, high = [b & 15 for b in others], [b >> 4 for b in others]
         assert got == [q - z for q, z in zip(low + high, less, strict=True)]
+        made = computed(e2m1_in_float16(E2M1) if half else E2M1, word)
+        got = torch.tensor([made[f"${i}"] for i in range(4)]).to(torch.uint32).view(torch.int32).view(dtype).tolist()
+        assert got == floats_of(torch.tensor(low + high)).tolist()
         made = computed(BYTES if not half else in_float16(BYTES), word)
         got = torch.tensor([made[f"${i}"] for i in range(2)]).to(torch.uint32).view(torch.int32).view(dtype).tolist()
         assert got == [b - 256 if b > 127 else b for b in others]

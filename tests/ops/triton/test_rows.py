@@ -24,9 +24,15 @@ def test_norms(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> 
     close = {"atol": tolerance, "rtol": tolerance}
     for norm in (Norm(weight, 0.1), Norm(weight, 0.1, bias, centred=True), Norm(weight.float(), 0.1, centred=True)):
         torch.testing.assert_close(OPS.norm(x, norm), REFERENCE.norm(x, norm), **close)
-        for last, first, scale in ((norm, None, 1.0), (norm, norm._replace(eps=0.2), 0.3), (None, norm, 1.0)):
-            want, stream = REFERENCE.add_norm(x, residual.clone(), last, first, scale)
-            got, total = OPS.add_norm(x, residual.clone(), last, first, scale)
+        gain = torch.tensor([1.3], dtype=dtype, device=DEVICE)
+        for last, first, scale, times in (
+            (norm, None, 1.0, None),
+            (norm, norm._replace(eps=0.2), 0.3, gain),
+            (None, norm, 1.0, None),
+            (None, None, 1.0, gain),
+        ):
+            want, stream = REFERENCE.add_norm(x, residual.clone(), last, first, scale, times)
+            got, total = OPS.add_norm(x, residual.clone(), last, first, scale, times)
             torch.testing.assert_close(total, stream, **close)
             torch.testing.assert_close(got, want, **close)
 
@@ -42,7 +48,8 @@ def test_activations(dtype: torch.dtype, tolerance: float) -> None:
 
 @DTYPES
 @pytest.mark.parametrize(
-    ("turned", "normed"), [("halves", ""), ("halves", "heads"), ("neighbours", "whole"), ("neighbours", "after")]
+    ("turned", "normed"),
+    [("halves", ""), ("halves", "heads"), ("neighbours", "whole"), ("neighbours", "after"), ("halves", "values")],
 )
 @pytest.mark.parametrize(("heads", "groups", "dim", "half"), [(4, 2, 16, 8), (7, 1, 24, 8), (3, 3, 8, 0)])
 @pytest.mark.parametrize("spans", [[(0, 0, 1), (1, 0, 3)], [(0, 0, 40), (1, 0, 3)]], ids=["few", "many"])
@@ -60,7 +67,8 @@ def test_heads_are_normed_rotated_and_stored(
 
     def norms(dtype: torch.dtype) -> Norms | None:
         each = [Norm(weight.to(dtype), eps) for weight, eps in zip(weights, (0.1, 0.2), strict=True)]
-        return Norms(*each, after_rope=normed == "after") if normed else None
+        values = 0.3 if normed == "values" else None
+        return Norms(*each, after_rope=normed == "after", v_eps=values) if normed else None
 
     got = torch.zeros(2, 30, groups, 4, dim, dtype=dtype, device=DEVICE)
     want = torch.zeros_like(got, dtype=torch.float32)
@@ -70,6 +78,20 @@ def test_heads_are_normed_rotated_and_stored(
     expected = REFERENCE.qk_norm_rope_store_kv(qkv.float(), heads, LayerKV(*want), batch, turn, norms(torch.float32))
     torch.testing.assert_close(q.float(), expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
+
+
+def test_queries_alone_are_normed_and_rotated_and_nothing_is_stored() -> None:
+    torch.manual_seed(0)
+    batch = moved(Pages(30, 4).batch([(0, 0, [0] * 3)]))
+    q, angle = torch.randn(3, 4 * 16, device=DEVICE), torch.randn(3, 8, device=DEVICE)
+    norm, turn = Norm(torch.randn(16, device=DEVICE), 0.1), Angles(angle.cos(), angle.sin())
+    pool = torch.zeros(2, 30, 2, 4, 16, device=DEVICE)
+    got, want = (
+        ops.qk_norm_rope_store_kv(q, 4, LayerKV(*pool), batch, turn, Norms(norm, norm, v_eps=0.1))
+        for ops in (OPS, REFERENCE)
+    )
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    assert not pool.any()
 
 
 def test_blocks_of_eight_bits_saturate() -> None:

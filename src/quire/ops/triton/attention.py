@@ -2,7 +2,8 @@
 
 Tiles of few rows serve decode and verification, which are bound by reading K/V: a block's tile is contiguous, and many
 small programs keep the memory busy. Tiles of many rows serve prompts, which are bound by the matrix units. Softmax is
-computed as blocks are read (Milakov and Gimelshein 2018; FlashAttention 2, Dao 2023), in powers of two.
+computed as blocks are read (Milakov and Gimelshein 2018; FlashAttention 2, Dao 2023), in powers of two. A sink is a
+score without a value, which the first piece of a tile begins with.
 
 Blocks that many sequences begin with are read once for several of them: a decode step has another kernel before
 `attention`. A program attends for the queries of a few sequences together, as rows of one tile, over some of their
@@ -127,14 +128,14 @@ def piece_of(pieces, at, FIELDS: tl.constexpr):
 
 @triton.jit
 def attend(
-    at, token, n, first, length, begin, end, span, split, before, q, k, v, table, arrived, out, parts, sums,
+    at, token, n, first, length, begin, end, span, split, before, q, k, v, table, sinks, arrived, out, parts, sums,
     begun_parts, begun_sums, bend, cap, slope, v_scale, window, lines, columns,
-    CAP: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, REAL: tl.constexpr,
-    PHASES: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
+    REAL: tl.constexpr, PHASES: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     AT_ONCE: tl.constexpr, BEGUN: tl.constexpr,
 ):  # fmt: skip
-    """Compute piece `at` of the list for one K/V head."""
+    """Compute piece `at` of the list for one K/V head. SINKS: a tile begins with the sinks of its heads."""
     group = tl.program_id(0)
     r, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     pages = table + span.to(tl.int64) * columns
@@ -147,6 +148,11 @@ def attend(
     m = tl.full([ROWS], -1e20, tl.float32)  # above what hidden scores become: their weights are 0, whatever the row
     z = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    if SINKS:
+        own = tl.load(sinks + head, mask=query < n, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+        sink = tl.where(split % 65536 == 0, own, float("-inf"))
+        m = tl.maximum(m, sink)
+        z = tl.exp2(sink - m)
     if BEGUN:
         m, z, acc = fold_parts(m, z, acc, row, real, begun_parts, begun_sums, before, lines, DIM, BLOCK_D)
     if PHASES:
@@ -177,12 +183,12 @@ def attend(
 
 @kernel(do_not_specialize=["lines"])
 def attention_kernel(
-    q, k, v, table, pieces, count, arrived, starts, out, parts, sums, begun_parts, begun_sums, bend, cap, slope,
+    q, k, v, table, sinks, pieces, count, arrived, starts, out, parts, sums, begun_parts, begun_sums, bend, cap, slope,
     v_scale, window, lines, columns,
-    CAP: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, SEVERAL: tl.constexpr,
-    REAL: tl.constexpr, PHASES: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    AT_ONCE: tl.constexpr, BEGUN: tl.constexpr, FIELDS: tl.constexpr, DEPENDENT: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
+    SEVERAL: tl.constexpr, REAL: tl.constexpr, PHASES: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, AT_ONCE: tl.constexpr, BEGUN: tl.constexpr, FIELDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A program's pieces, several if SEVERAL, for one K/V head. SPLIT: a tile may be split into several pieces. PHASES:
     blocks that all rows see need no mask. REAL: the most rows there can be."""
@@ -201,15 +207,15 @@ def attention_kernel(
         for at in range(index, stop):
             token, n, first, length, begin, end, span, split, before = piece_of(pieces, at, FIELDS)
             attend(
-                at, token, n, first, length, begin, end, span, split, before, q, k, v, table, arrived, out, parts, sums,
-                begun_parts, begun_sums, bend, cap, slope, v_scale, window, lines, columns,
-                CAP, GROUPS, SHARE, DIM, PAGE, ROWS, COLUMNS, BLOCK_D, SPLIT, REAL, PHASES, WINDOWED, STAGES,
+                at, token, n, first, length, begin, end, span, split, before, q, k, v, table, sinks, arrived, out,
+                parts, sums, begun_parts, begun_sums, bend, cap, slope, v_scale, window, lines, columns,
+                CAP, SINKS, GROUPS, SHARE, DIM, PAGE, ROWS, COLUMNS, BLOCK_D, SPLIT, REAL, PHASES, WINDOWED, STAGES,
                 PRECISION, AT_ONCE, BEGUN)  # fmt: skip
     elif index < stop:
         attend(
-            index, token, n, first, length, begin, end, span, split, before, q, k, v, table, arrived, out, parts, sums,
-            begun_parts, begun_sums, bend, cap, slope, v_scale, window, lines, columns,
-            CAP, GROUPS, SHARE, DIM, PAGE, ROWS, COLUMNS, BLOCK_D, SPLIT, REAL, PHASES, WINDOWED, STAGES,
+            index, token, n, first, length, begin, end, span, split, before, q, k, v, table, sinks, arrived, out, parts,
+            sums, begun_parts, begun_sums, bend, cap, slope, v_scale, window, lines, columns,
+            CAP, SINKS, GROUPS, SHARE, DIM, PAGE, ROWS, COLUMNS, BLOCK_D, SPLIT, REAL, PHASES, WINDOWED, STAGES,
             PRECISION, AT_ONCE, BEGUN)  # fmt: skip
 
 
@@ -332,7 +338,7 @@ def slopes(scale: float, soft_cap: float) -> tuple[float, float]:
 
 def attention(
     q: Tensor, kv: LayerKV, batch: AttentionPlan, scale: float, window: int, soft_cap: float, card: DeviceInfo,
-    begun: PrefixPartials | None = None,
+    begun: PrefixPartials | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `Ops.attention`. Rows that belong to no span are not written. begun: partial results over shared prefixes.
 
@@ -354,14 +360,16 @@ def attention(
         parts = q.new_empty(bound * groups * tile.rows * dim if room else 1, dtype=torch.float32)
         sums = q.new_empty(bound * groups * tile.rows if room else 1, dtype=torch.float32)
         attention_kernel[(groups, bound if starts is None else room)](
-            *(q, kv.k, kv.v, batch.page_table, *work[:3], work.total if starts is None else starts, out, parts, sums),
+            *(q, kv.k, kv.v, batch.page_table, q if sinks is None else sinks, *work[:3]),
+            *(work.total if starts is None else starts, out, parts, sums),
             *(begun[:2] if begun else (parts, sums)),
             *(bend, soft_cap, slope, kv.v_scale, window, len(q) * heads, batch.page_table.stride(0)),
-            CAP=soft_cap > 0, GROUPS=groups, SHARE=share, DIM=dim, PAGE=page, ROWS=tile.rows, COLUMNS=tile.columns,
-            BLOCK_D=wide, SPLIT=room > 0, SEVERAL=starts is not None, REAL=real, PHASES=tile.rows >= 64,
-            AT_ONCE=max(1, min(16 if starts is None else 4, 4096 * tile.warps // (real * wide))),
-            WINDOWED=window < batch.max_kv, STAGES=tile.stages, PRECISION=card.precision, BEGUN=begun is not None,
-            FIELDS=FIELDS, DEPENDENT=card.dependent, num_warps=tile.warps, **({} if fresh else card.options),
+            CAP=soft_cap > 0, SINKS=sinks is not None, GROUPS=groups, SHARE=share, DIM=dim, PAGE=page, ROWS=tile.rows,
+            COLUMNS=tile.columns, BLOCK_D=wide, SPLIT=room > 0, SEVERAL=starts is not None, REAL=real,
+            PHASES=tile.rows >= 64, AT_ONCE=max(1, min(16 if starts is None else 4,
+            4096 * tile.warps // (real * wide))), WINDOWED=window < batch.max_kv, STAGES=tile.stages,
+            PRECISION=card.precision, BEGUN=begun is not None, FIELDS=FIELDS, DEPENDENT=card.dependent,
+            num_warps=tile.warps, **({} if fresh else card.options),
         )  # fmt: skip
     return out
 

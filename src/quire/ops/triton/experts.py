@@ -23,12 +23,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.ops.base import ExpertMatrices, Gate, IntegerMatrix, QuantizedMatrix, Routing
+from quire.ops.base import NO_BIASES, ExpertBiases, ExpertMatrices, Gate, IntegerMatrix, QuantizedMatrix, Routing, TopK
 from quire.ops.ragged import RaggedBatch
 from quire.ops.triton.gemv import GemmConfig, lines, numbers, two
 from quire.ops.triton.launch import HOPPER, DeviceInfo, block, kernel, release, wait
 from quire.ops.triton.quantized_gemm import FOUR_AT_ONCE
-from quire.ops.triton.rows import activate, warps
+from quire.ops.triton.rows import GATES, apply_gate, warps
 
 LEAST = tl.constexpr(-(1 << 63))
 """Below every key of `choose`."""
@@ -41,54 +41,104 @@ UNSCALED, BY_ROW, BY_BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def choose(
-    logits, experts, weights, places, null, r, inside, count,
-    USED: tl.constexpr, NORMALIZE: tl.constexpr, PADDED: tl.constexpr, ALL: tl.constexpr,
-):  # fmt: skip
-    """The USED largest of each row's logits, ties by the lower number, and their softmax weights. PADDED: rows whose
-    place is below `null` get expert -1 and weight 0.
+def finite_only(logits):
+    """NaN and infinity as the largest number."""
+    return tl.where(logits < float("inf"), logits, 3.4e38)
 
-    A logit's key is an integer that is ordered as the logits are. NaN and infinity are the largest, so that every
-    choice is an expert's number, and make all weights NaN.
+
+@triton.jit
+def score_of(logits, top, SIGMOID: tl.constexpr):
+    """Scores, see `TopK`; those of a softmax are not divided by their sum yet, and `top` is the largest logit."""
+    if SIGMOID:
+        return 1.0 / (1.0 + tl.exp(-tl.maximum(logits, -80.0)))
+    else:
+        return tl.exp(tl.minimum(logits - top, 0.0))
+
+
+@triton.jit
+def in_best_groups(scores, e, count, GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, ALL: tl.constexpr):
+    """scores [rows, ALL], very small for experts outside the best groups, see `TopK`. Of equal groups the first."""
+    own = e // (count // GROUPS)
+    rank = tl.full(scores.shape, -3.4e38, tl.float32)
+    for g in tl.static_range(GROUPS):
+        here = tl.where(own == g, scores, -1e30)
+        best = tl.max(here, 1)
+        first = tl.min(tl.where(here == best[:, None], e, ALL), 1)
+        second = tl.max(tl.where(e == first[:, None], -1e30, here), 1)
+        rank = tl.where(own == g, (best + second)[:, None], rank)
+    kept = tl.zeros(scores.shape, tl.int1)
+    for _ in tl.static_range(USED_GROUPS):
+        left = tl.where(kept | (e >= count), -3.4e38, rank)
+        first = tl.min(tl.where(left == tl.max(left, 1)[:, None], e, ALL), 1)
+        kept |= own == first[:, None] // (count // GROUPS)
+    return tl.where(kept, scores, -1e30)
+
+
+@triton.jit
+def choose(
+    logits, bias, correction, experts, weights, places, null, r, inside, count, scale, floor,
+    USED: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, CORRECTED: tl.constexpr,
+    GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, PADDED: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    """`select_experts` of rows of logits, ties by the lower number. PADDED: rows whose place is below `null` get expert
+    -1 and weight 0.
+
+    A score's key is an integer that is ordered as the scores are; without CORRECTED, logits are in that order, too. NaN
+    and infinity are the largest, so that every choice is an expert's number, and make all weights NaN.
     """
     e = tl.arange(0, ALL)[None, :]
     held = inside[:, None] & (e < count)
-    place = r.to(tl.int64)[:, None]
-    value = tl.load(logits + place * count + e, mask=held, other=0.0, cache_modifier=".cg")
-    finite = value < float("inf")
-    broken = tl.sum(tl.where(finite, 0.0, float("nan")), 1)
-    value = tl.where(finite, value, 3.4e38)
+    row = logits + r.to(tl.int64) * count
+    value = tl.load(row[:, None] + e, mask=held, other=0.0, cache_modifier=".cg")
+    if BIAS:
+        value += tl.load(bias + e, mask=e < count, other=0.0).to(tl.float32)
+    broken = tl.sum(tl.where(value < float("inf"), 0.0, float("nan")), 1)
+    value = finite_only(value)
+    top = tl.max(tl.where(e < count, value, -3.4e38), 1)
+    total = tl.full([inside.shape[0]], 1.0, tl.float32)
+    if not SIGMOID:
+        total = tl.sum(tl.where(e < count, score_of(value, top[:, None], SIGMOID), 0.0), 1)
+    if CORRECTED:
+        value = score_of(value, top[:, None], SIGMOID) / total[:, None]
+        value += tl.load(correction + e, mask=e < count, other=0.0)
+        if GROUPS > 1:
+            value = in_best_groups(value, e, count, GROUPS, USED_GROUPS, ALL)
     bits = value.to(tl.int32, bitcast=True)
     key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (ALL - 1 - e)
     key = tl.where(e < count, key, LEAST)
-    top = tl.max(tl.where(e < count, value, -3.4e38), 1)
-    total = tl.sum(tl.where(e < count, tl.exp(tl.minimum(value - top[:, None], 0.0)), 0.0), 1)
     shares = ()
     real = inside
     if PADDED:
         real = tl.load(places + r, mask=inside, other=0) >= null
+    least = total * floor
     for u in tl.static_range(USED):
         best = tl.max(key, 1)
         chosen = ALL - 1 - (best & 0x7FFFFFFF).to(tl.int32)
         tl.store(experts + r * USED + u, tl.where(real, chosen, -1), mask=inside)
         high = (best >> 32).to(tl.int32)
-        share = tl.exp((high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True) - top)
+        logit = (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        if CORRECTED:
+            logit = finite_only(tl.load(row + chosen, mask=inside, other=0.0, cache_modifier=".cg"))
+        share = score_of(logit, top, SIGMOID)
         if NORMALIZE:
             total = share if u == 0 else total + share
         shares += (share,)  # type: ignore[assignment]
         key = tl.where(key == best[:, None], LEAST, key)
+    total = tl.maximum(total, least) / scale
     for u in tl.static_range(USED):
         tl.store(weights + r * USED + u, tl.where(real, shares[u] / total + broken, 0.0), mask=inside)
 
 
 @kernel(do_not_specialize=["rows"])
 def route_kernel(
-    x, weight, logits, experts, weights, places, arrived, null, rows, count, hidden,
-    USED: tl.constexpr, NORMALIZE: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
+    x, weight, bias, correction, logits, experts, weights, places, arrived, null, rows, count, hidden, scale, floor,
+    USED: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, CORRECTED: tl.constexpr,
+    GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr, APART: tl.constexpr,
     ALL: tl.constexpr, SOME: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """float32 logits of BLOCK_E experts for ROWS rows; the last program of these rows then chooses their experts.
+    """float32 logits of BLOCK_E experts for ROWS rows, without their bias; the last program of these rows then
+    chooses their experts.
 
     STAGES 0: one row by multiply-adds, TIMES * BLOCK_K inputs, with the router's weight requested before the wait.
     WHOLE: BLOCK_E divides the experts. APART: see `numbers`.
@@ -129,7 +179,8 @@ def route_kernel(
         for first in range(0, ROWS, SOME):
             some = tl.program_id(0) * ROWS + first + tl.arange(0, SOME)
             choose(
-                logits, experts, weights, places, null, some, some < rows, count, USED, NORMALIZE, PADDED, ALL
+                logits, bias, correction, experts, weights, places, null, some, some < rows, count, scale, floor, USED,
+                NORMALIZE, SIGMOID, BIAS, CORRECTED, GROUPS, USED_GROUPS, PADDED, ALL,
             )  # fmt: skip
 
 
@@ -243,7 +294,7 @@ def stored_tile(
 
 @triton.jit
 def scale_of(scale, expert, first, number, outputs, count, BLOCK_N: tl.constexpr, ROWS_FIRST: tl.constexpr):
-    """Scale `number` of BLOCK_N rows of an expert's matrix from `first`, of `count` per row, as a factor of
+    """Scale, or bias, `number` of BLOCK_N rows of an expert's matrix from `first`, of `count` per row, as a factor of
     `multiplied`'s result."""
     n = tl.minimum(first + tl.arange(0, BLOCK_N), outputs - 1)
     factor = tl.load(scale + (expert.to(tl.int64) * outputs + n) * count + number)
@@ -255,11 +306,11 @@ def scale_of(scale, expert, first, number, outputs, count, BLOCK_N: tl.constexpr
 
 @kernel(do_not_specialize=["room"])
 def experts_kernel(
-    x, weight, scale, out, order, tiles, room, outputs, inputs, scales, width, offset,
-    USED: tl.constexpr, GATE: tl.constexpr, GELU: tl.constexpr, EVEN: tl.constexpr, ROWS_FIRST: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
-    DESCRIBED: tl.constexpr, FORMAT: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    x, weight, scale, bias, out, order, tiles, room, outputs, inputs, scales, width, offset,
+    USED: tl.constexpr, GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    ROWS_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    HALVES: tl.constexpr, DESCRIBED: tl.constexpr, FORMAT: tl.constexpr, SCALED: tl.constexpr,
+    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of a tile of rows that use the same expert.
 
@@ -281,23 +332,24 @@ def experts_kernel(
     if HALVES:
         if count <= ROWS // 2:
             tile_product(
-                x, weight, scale, out, order, expert, begin, count, outputs, inputs, scales, width, offset, USED, GATE,
-                GELU, EVEN, ROWS_FIRST, ROWS // 2, BLOCK_N, BLOCK_K, STAGES, HALVES, DESCRIBED, FORMAT, SCALED,
-                PRECISION,
+                x, weight, scale, bias, out, order, expert, begin, count, outputs, inputs, scales, width, offset, USED,
+                GATE, ACT, BIAS, EVEN, ROWS_FIRST, ROWS // 2, BLOCK_N, BLOCK_K, STAGES, HALVES, DESCRIBED, FORMAT,
+                SCALED, PRECISION,
             )  # fmt: skip
             return
     tile_product(
-        x, weight, scale, out, order, expert, begin, count, outputs, inputs, scales, width, offset, USED, GATE, GELU,
-        EVEN, ROWS_FIRST, ROWS, BLOCK_N, BLOCK_K, STAGES, HALVES, DESCRIBED, FORMAT, SCALED, PRECISION,
+        x, weight, scale, bias, out, order, expert, begin, count, outputs, inputs, scales, width, offset, USED, GATE,
+        ACT, BIAS, EVEN, ROWS_FIRST, ROWS, BLOCK_N, BLOCK_K, STAGES, HALVES, DESCRIBED, FORMAT, SCALED, PRECISION,
     )  # fmt: skip
 
 
 @triton.jit
 def tile_product(
-    x, weight, scale, out, order, expert, begin, count, outputs, inputs, scales, width, offset,
-    USED: tl.constexpr, GATE: tl.constexpr, GELU: tl.constexpr, EVEN: tl.constexpr, ROWS_FIRST: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
-    DESCRIBED: tl.constexpr, FORMAT: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    x, weight, scale, bias, out, order, expert, begin, count, outputs, inputs, scales, width, offset,
+    USED: tl.constexpr, GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    ROWS_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    HALVES: tl.constexpr, DESCRIBED: tl.constexpr, FORMAT: tl.constexpr, SCALED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of `count` rows from `begin` in the order: see `experts_kernel`. ROWS_FIRST: which factor is first on the matrix
     units: the first has at least 64 rows on Hopper, so few rows come second."""
@@ -340,21 +392,19 @@ def tile_product(
         y *= scale_of(scale, expert, first, 0, whole, scales, BLOCK_N, ROWS_FIRST)
         if GATE:
             z *= scale_of(scale, expert, first + outputs, 0, whole, scales, BLOCK_N, ROWS_FIRST)
+    if BIAS:
+        y += scale_of(bias, expert, first, 0, whole, 1, BLOCK_N, ROWS_FIRST).to(tl.float32)
+        if GATE:
+            z += scale_of(bias, expert, first + outputs, 0, whole, 1, BLOCK_N, ROWS_FIRST).to(tl.float32)
     if GATE:
-        y = activate(y, GELU) * z
+        y = apply_gate(y, z, ACT)
     place = (begin + r if GATE else slot).to(tl.int64) * outputs
     if ROWS_FIRST:
-        tl.store(
-            out + place[:, None] + n[None, :],
-            y.to(out.dtype.element_ty),
-            mask=held[:, None] & (n < outputs)[None, :],
-        )
+        inside = held[:, None] & (n < outputs)[None, :]
+        tl.store(out + place[:, None] + n[None, :], y.to(out.dtype.element_ty), mask=inside)
     else:
-        tl.store(
-            out + place[None, :] + n[:, None],
-            y.to(out.dtype.element_ty),
-            mask=held[None, :] & (n < outputs)[:, None],
-        )
+        inside = held[None, :] & (n < outputs)[:, None]
+        tl.store(out + place[None, :] + n[:, None], y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -386,9 +436,9 @@ def combine_kernel(
 
 @kernel
 def few_gate_up_kernel(
-    x, weight, experts, out, width, hidden,
-    USED: tl.constexpr, GELU: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    TIMES: tl.constexpr, APART: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, weight, bias, experts, out, width, hidden,
+    USED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, TIMES: tl.constexpr, APART: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N of a slot's gated outputs, out [slots, width], by multiply-adds; there are TIMES * BLOCK_K inputs."""
     slot = tl.program_id(1).to(tl.int64)
@@ -412,15 +462,19 @@ def few_gate_up_kernel(
         value = numbers(row, n, k, i * BLOCK_K, hidden, APART)
         y += gates[i].to(tl.float32) * value
         z += ups[i].to(tl.float32) * value
-    gated = activate(tl.sum(y, 1), GELU) * tl.sum(z, 1)
+    y, z = tl.sum(y, 1), tl.sum(z, 1)
+    if BIAS:
+        y += tl.load(bias + expert * 2 * width + n, mask=n < width, other=0.0).to(tl.float32)
+        z += tl.load(bias + (expert * 2 + 1) * width + n, mask=n < width, other=0.0).to(tl.float32)
+    gated = apply_gate(y, z, ACT)
     tl.store(out + slot * width + n, gated.to(out.dtype.element_ty), mask=n < width)
 
 
 @kernel
 def few_down_kernel(
-    x, weight, experts, weights, out, hidden, width,
-    USED: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr,
-    APART: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, weight, bias, experts, weights, out, hidden, width,
+    USED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TIMES: tl.constexpr, APART: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of a token: x [slots, width] of its USED experts times their matrices, times their weights.
 
@@ -450,7 +504,12 @@ def few_down_kernel(
         for i in tl.static_range(TIMES):
             y += tiles[u * TIMES + i].to(tl.float32) * numbers(row, n, k, i * BLOCK_K, width, APART)
         total += share * y
-    tl.store(out + token * hidden + n, tl.sum(total, 1).to(out.dtype.element_ty), mask=n < hidden)
+    made = tl.sum(total, 1)
+    if BIAS:
+        for u in tl.static_range(USED):
+            line = bias + tl.load(experts + token * USED + u).to(tl.int64) * hidden
+            made += tl.load(weights + token * USED + u) * tl.load(line + n, mask=n < hidden, other=0.0).to(tl.float32)
+    tl.store(out + token * hidden + n, made.to(out.dtype.element_ty), mask=n < hidden)
 
 
 class ExpertTile(NamedTuple):
@@ -572,26 +631,31 @@ FIXED_ROUTER = GemmConfig(16, 32, 128, 4, 3)
 def route(
     x: Tensor,
     weight: Tensor,
-    used: int,
+    choice: TopK,
     how: GemmConfig,
     card: DeviceInfo,
     arrived: Tensor,
-    *,
-    normalize: bool,
+    correction: Tensor | None = None,
     batch: RaggedBatch | None = None,
+    bias: Tensor | None = None,
 ) -> Routing:
     """See `Ops.route`. arrived: [COUNTERS] int32, zeros, one for each `how.rows` rows."""
     x = x.contiguous()
     (tokens, hidden), count = x.shape, len(weight)
     logits = x.new_empty(tokens, count, dtype=torch.float32)
-    experts, weights = x.new_empty(tokens, used, dtype=torch.int32), logits.new_empty(tokens, used)
+    experts, weights = x.new_empty(tokens, choice.used, dtype=torch.int32), logits.new_empty(tokens, choice.used)
+    if correction is None and choice.groups > 1:
+        correction = logits.new_zeros(count)
     how = how.fitted(card, weight.element_size(), x.element_size())
     times = triton.cdiv(hidden, how.inputs)
     route_kernel[(triton.cdiv(tokens, how.rows), triton.cdiv(count, how.outputs))](
-        *(x, weight, logits, experts, weights, experts if batch is None else batch.slots, arrived),
-        *(0 if batch is None else batch.page_size, tokens, count, hidden),
-        USED=used, NORMALIZE=normalize, PADDED=batch is not None, EVEN=hidden % how.inputs == 0,
-        WHOLE=count % how.outputs == 0, ROWS=how.rows,
+        *(x, weight, x if bias is None else bias, weight if correction is None else correction, logits, experts,
+        weights),
+        *(experts if batch is None else batch.slots, arrived),
+        *(0 if batch is None else batch.page_size, tokens, count, hidden, choice.scale, choice.floor),
+        USED=choice.used, NORMALIZE=choice.normalize, SIGMOID=choice.sigmoid, BIAS=bias is not None,
+        CORRECTED=correction is not None, GROUPS=choice.groups, USED_GROUPS=choice.used_groups,
+        PADDED=batch is not None, EVEN=hidden % how.inputs == 0, WHOLE=count % how.outputs == 0, ROWS=how.rows,
         BLOCK_E=how.outputs, BLOCK_K=how.inputs, TIMES=1 if how.stages else times, APART=apart(how),
         ALL=block(count), SOME=min(how.rows, max(1, 2048 // block(count))), STAGES=how.stages,
         PRECISION=card.precision, DEPENDENT=card.dependent, num_warps=how.warps, **card.options,
@@ -645,11 +709,12 @@ def multiply_tiles(
     gate: Gate = "",
     *,
     count: int = 1,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """x times the matrices of its rows' experts: [E, out, in], or those of `count` experts, one below the other.
 
     With a gate, x is [T, in] and the result [slots, out / 2], in the order of `slots.order`; without, x is [slots, in]
-    in that order and the result [slots, out] in that of slots.
+    in that order and the result [slots, out] in that of slots. bias: [E, out].
     """
     weight, scale, sizes, form, scaled = opened(matrices, count, x, card)
     outputs, inputs = weight.shape[1] // (2 if gate else 1), weight.shape[2]
@@ -658,10 +723,12 @@ def multiply_tiles(
     out, room = x.new_empty(len(slots.order), outputs), slots.tiles.shape[1]
     experts_kernel[(triton.cdiv(outputs, how.outputs), room)](
         how.descriptor(x, how.rows) if gate == "" and not how.halves else x,
-        *(how.descriptor(weight, how.outputs), scale, out, slots.order, slots.tiles, room, outputs, inputs, *sizes),
-        USED=used, GATE=gate != "", GELU=gate == "gelu", EVEN=inputs % how.inputs == 0, ROWS_FIRST=how.rows_first,
-        ROWS=how.rows, BLOCK_N=how.outputs, BLOCK_K=how.inputs, STAGES=how.stages, HALVES=how.halves,
-        DESCRIBED=how.described, FORMAT=form, SCALED=scaled, PRECISION=card.precision, DEPENDENT=card.dependent,
+        *(how.descriptor(weight, how.outputs), scale, scale if bias is None else bias, out, slots.order, slots.tiles),
+        *(room, outputs, inputs, *sizes),
+        USED=used, GATE=gate != "", ACT=GATES[gate], BIAS=bias is not None, EVEN=inputs % how.inputs == 0,
+        ROWS_FIRST=how.rows_first, ROWS=how.rows, BLOCK_N=how.outputs, BLOCK_K=how.inputs, STAGES=how.stages,
+        HALVES=how.halves, DESCRIBED=how.described, FORMAT=form, SCALED=scaled, PRECISION=card.precision,
+        DEPENDENT=card.dependent,
         num_warps=how.warps, **card.options,
     )  # fmt: skip
     return out
@@ -712,31 +779,41 @@ def combine(y: Tensor, weights: Tensor, card: DeviceInfo) -> Tensor:
 
 
 def multiply_gate_up(
-    x: Tensor, weight: Tensor, routing: Routing, how: ExpertTile, card: DeviceInfo, gate: Gate
+    x: Tensor,
+    weight: Tensor,
+    routing: Routing,
+    how: ExpertTile,
+    card: DeviceInfo,
+    gate: Gate,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """x [T, hidden], weight [E, 2F, hidden] -> [T K, F]: gated outputs of each slot, by multiply-adds."""
+    """x [T, hidden], weight [E, 2F, hidden], bias [E, 2F] -> [T K, F]: gated outputs of each slot, by multiply-adds."""
     width, hidden, used = weight.shape[1] // 2, weight.shape[2], routing.experts.shape[1]
     slots = routing.experts.numel()
     out = x.new_empty(slots, width)
     few_gate_up_kernel[(triton.cdiv(width, how.outputs), slots)](
-        *(x, weight, routing.experts, out, width, hidden),
-        USED=used, GELU=gate == "gelu", EVEN=hidden % how.inputs == 0 and width % how.outputs == 0,
+        *(x, weight, x if bias is None else bias, routing.experts, out, width, hidden),
+        USED=used, ACT=GATES[gate], BIAS=bias is not None,
+        EVEN=hidden % how.inputs == 0 and width % how.outputs == 0,
         BLOCK_N=how.outputs, BLOCK_K=how.inputs, TIMES=triton.cdiv(hidden, how.inputs), APART=apart(how),
         DEPENDENT=card.dependent, num_warps=how.warps, **card.options,
     )  # fmt: skip
     return out
 
 
-def multiply_down(x: Tensor, weight: Tensor, routing: Routing, how: ExpertTile, card: DeviceInfo) -> Tensor:
-    """x [T K, F], weight [E, hidden, F] -> [T, hidden]: each token's slots added up, by multiply-adds. The kernel that
-    is launched before must not be the one that made `routing`."""
+def multiply_down(
+    x: Tensor, weight: Tensor, routing: Routing, how: ExpertTile, card: DeviceInfo, bias: Tensor | None = None
+) -> Tensor:
+    """x [T K, F], weight [E, hidden, F], bias [E, hidden] -> [T, hidden]: each token's slots added up, by
+    multiply-adds. The kernel that is launched before must not be the one that made `routing`."""
     tokens, used = routing.experts.shape
     _, hidden, width = weight.shape
     out = x.new_empty(tokens, hidden)
     few_down_kernel[(triton.cdiv(hidden, how.outputs), tokens)](
-        *(x, weight, routing.experts, routing.weights, out, hidden, width),
-        USED=used, EVEN=width % how.inputs == 0 and hidden % how.outputs == 0, BLOCK_N=how.outputs,
-        BLOCK_K=how.inputs, TIMES=triton.cdiv(width, how.inputs), APART=apart(how), DEPENDENT=card.dependent,
+        *(x, weight, x if bias is None else bias, routing.experts, routing.weights, out, hidden, width),
+        USED=used, BIAS=bias is not None, EVEN=width % how.inputs == 0 and hidden % how.outputs == 0,
+        BLOCK_N=how.outputs, BLOCK_K=how.inputs, TIMES=triton.cdiv(width, how.inputs), APART=apart(how),
+        DEPENDENT=card.dependent,
         num_warps=how.warps, **card.options,
     )  # fmt: skip
     return out
@@ -750,13 +827,14 @@ def quantized_experts(
     gate: Gate,
     how: ExpertConfig,
     card: DeviceInfo,
+    biases: ExpertBiases = NO_BIASES,
 ) -> Tensor:
     """See `Ops.quantized_experts`: of e4m3, with scales that `divided` accepts."""
     x, used, count = x.contiguous(), routing.experts.shape[1], len(down.weight) // x.shape[1]
     how = ExpertConfig(divided(how.gate_up, gate_up), divided(how.down, down))
     slots = sort_slots(routing.experts, count, how.gate_up.rows, card)
-    inner = multiply_tiles(x, gate_up, slots, used, how.gate_up, card, gate, count=count)
-    made = multiply_tiles(inner, down, slots, used, how.down, card, count=count)
+    inner = multiply_tiles(x, gate_up, slots, used, how.gate_up, card, gate, count=count, bias=biases.gate_up)
+    made = multiply_tiles(inner, down, slots, used, how.down, card, count=count, bias=biases.down)
     return combine(made, routing.weights, card)
 
 
@@ -784,15 +862,22 @@ def is_supported(matrix: ExpertMatrices, card: DeviceInfo) -> TypeGuard[Quantize
 
 
 def experts(
-    x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, gate: Gate, how: ExpertConfig, card: DeviceInfo
+    x: Tensor,
+    routing: Routing,
+    gate_up: Tensor,
+    down: Tensor,
+    gate: Gate,
+    how: ExpertConfig,
+    card: DeviceInfo,
+    biases: ExpertBiases = NO_BIASES,
 ) -> Tensor:
     """See `Ops.experts`."""
     x = x.contiguous()
     if not how.gate_up.stages:
-        return multiply_down(
-            multiply_gate_up(x, gate_up, routing, how.gate_up, card, gate), down, routing, how.down, card
-        )
+        inner = multiply_gate_up(x, gate_up, routing, how.gate_up, card, gate, biases.gate_up)
+        return multiply_down(inner, down, routing, how.down, card, biases.down)
     used = routing.experts.shape[1]
     slots = sort_slots(routing.experts, len(gate_up), how.gate_up.rows, card)
-    inner = multiply_tiles(x, gate_up, slots, used, how.gate_up, card, gate)
-    return combine(multiply_tiles(inner, down, slots, used, how.down, card), routing.weights, card)
+    inner = multiply_tiles(x, gate_up, slots, used, how.gate_up, card, gate, bias=biases.gate_up)
+    made = multiply_tiles(inner, down, slots, used, how.down, card, bias=biases.down)
+    return combine(made, routing.weights, card)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quire.ops.base import Gate
 from quire.ops.triton.launch import HOPPER, DeviceInfo, block, kernel, release, wait
-from quire.ops.triton.rows import activate
+from quire.ops.triton.rows import GATES, apply_gate
 
 COUNTERS = 1 << 14
 """Tiles that can be cut into runs, one counter each, all 0 between kernels."""
@@ -177,21 +177,21 @@ def scaled_padded_rows(inputs: int, gated: bool) -> GemmConfig:
 
 
 @triton.jit
-def given(y, z, bias, out, place, n, outputs, inside, GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr):
+def given(y, z, bias, out, place, n, outputs, inside, GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr):
     """Write y, the outputs n, to out + place; with GATE gated by z."""
     if BIAS:
         y += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)
         if GATE:
             z += tl.load(bias + outputs + n, mask=n < outputs, other=0.0).to(tl.float32)
     if GATE:
-        y = activate(y.to(out.dtype.element_ty).to(tl.float32), GELU) * z.to(out.dtype.element_ty).to(tl.float32)
+        y = apply_gate(y.to(out.dtype.element_ty).to(tl.float32), z.to(out.dtype.element_ty).to(tl.float32), ACT)
     tl.store(out + place, y.to(out.dtype.element_ty), mask=inside)
 
 
 @kernel
 def vector_kernel(
     x, weight, scale, bias, out, outputs, inputs,
-    GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
+    GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr, APART: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -227,7 +227,7 @@ def vector_kernel(
             y *= tl.load(scale + n, mask=n < outputs, other=0.0)
             if GATE:
                 z *= tl.load(scale + outputs + n, mask=n < outputs, other=0.0)
-        given(y, z, bias, out, r * outputs + n, n, outputs, n < outputs, GATE, GELU, BIAS)
+        given(y, z, bias, out, r * outputs + n, n, outputs, n < outputs, GATE, ACT, BIAS)
 
 
 @triton.jit
@@ -255,7 +255,7 @@ def numbers(x, n, k, since, inputs, APART: tl.constexpr):
 @kernel
 def matrix_kernel(
     x, weight, scale, bias, out, parts, arrived, rows, outputs, inputs, length,
-    GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
+    GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
     SPLITS: tl.constexpr, SETTLED: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -306,10 +306,10 @@ def matrix_kernel(
     place = r[None, :].to(tl.int64) * outputs + n[:, None]
     inside = (r < rows)[None, :] & (n < outputs)[:, None]
     if SPLITS == 1:
-        given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
+        given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, ACT, BIAS)
     elif handed_in(y, z, parts, arrived, GATE, SPLITS, BLOCK_N, ROWS):
         y, z = added_up(y, z, parts, GATE, SPLITS, BLOCK_N, ROWS)
-        given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
+        given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, ACT, BIAS)
 
 
 @triton.jit
@@ -363,7 +363,7 @@ def gemv_linear(
     outputs = weight.shape[0] // 2 if gate else weight.shape[0]
     out = x.new_empty(rows, outputs)
     shift = x if bias is None else bias
-    same = {"GATE": gate != "", "GELU": gate == "gelu", "BIAS": bias is not None, "BLOCK_N": how.outputs,
+    same = {"GATE": gate != "", "ACT": GATES[gate], "BIAS": bias is not None, "BLOCK_N": how.outputs,
             "BLOCK_K": how.inputs, "SCALED": scale is not None, "DEPENDENT": card.dependent, "num_warps": how.warps,
             **card.options}  # fmt: skip
     columns, factor = triton.cdiv(outputs, how.outputs), x if scale is None else scale

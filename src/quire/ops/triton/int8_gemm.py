@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.ops.base import Gate
 from quire.ops.triton.gemv import GemmConfig, given
 from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
-from quire.ops.triton.rows import warps
+from quire.ops.triton.rows import GATES, warps
 
 LARGEST = tl.constexpr(127.0)
 
@@ -49,7 +49,7 @@ def int8_tile(line, at, inputs, EVEN: tl.constexpr):
 @kernel(do_not_specialize=["rows"])
 def int8_kernel(
     x, steps, weight, scale, bias, out, rows, outputs, inputs,
-    GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+    GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of ROWS rows. Programs of the same outputs are neighbours, so that the matrix is read from memory
@@ -78,7 +78,7 @@ def int8_kernel(
         gated = z.to(tl.float32) * step * tl.load(scale + outputs + n, mask=n < outputs, other=0.0)[:, None]
     place = r[None, :].to(tl.int64) * outputs + n[:, None]
     inside = (r < rows)[None, :] & (n < outputs)[:, None]
-    given(exact, gated, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
+    given(exact, gated, bias, out, place, n[:, None], outputs, inside, GATE, ACT, BIAS)
 
 
 def int8_gemm_config(rows: int, *, gated: bool) -> GemmConfig:
@@ -112,7 +112,7 @@ def int8_linear(
     how = how.fitted(card, 2 if gate else 1, 1)
     int8_kernel[(triton.cdiv(rows, how.rows), triton.cdiv(outputs, how.outputs))](
         *(rounded, steps, weight, scale, x if bias is None else bias, out, rows, outputs, inputs),
-        GATE=gate != "", GELU=gate == "gelu", BIAS=bias is not None, EVEN=inputs % how.inputs == 0, ROWS=how.rows,
+        GATE=gate != "", ACT=GATES[gate], BIAS=bias is not None, EVEN=inputs % how.inputs == 0, ROWS=how.rows,
         BLOCK_N=how.outputs, BLOCK_K=how.inputs, STAGES=how.stages, DEPENDENT=card.dependent, num_warps=how.warps,
         **card.options,
     )  # fmt: skip

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.base import Gate, IntegerKind, IntegerMatrix, Routing
+from quire.ops.base import NO_BIASES, ExpertBiases, Gate, IntegerKind, IntegerMatrix, Routing
 from quire.ops.triton.experts import SortedSlots, combine, sort_slots
 from quire.ops.triton.gemv import GemmConfig
 from quire.ops.triton.integer_gemm import (
@@ -30,7 +30,7 @@ from quire.ops.triton.integer_gemm import (
     supers_of,
 )
 from quire.ops.triton.launch import DeviceInfo, kernel, release, wait
-from quire.ops.triton.rows import activate
+from quire.ops.triton.rows import GATES, apply_gate
 
 ROW = tl.constexpr(int(IntegerKind.ROWS))
 
@@ -47,11 +47,11 @@ def tile_of(tiles, room, SORTED: tl.constexpr):
 
 @kernel(do_not_specialize=["room"])
 def integer_experts_kernel(
-    x, weight, words, supers, out, order, tiles, room, outputs, inputs, numbers, scales, extra,
-    USED: tl.constexpr, GATE: tl.constexpr, GELU: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
-    GROUP: tl.constexpr, HALF: tl.constexpr, SORTED: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    STEP: tl.constexpr, TIMES: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
-    EVEN_N: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, weight, words, supers, bias, out, order, tiles, room, outputs, inputs, numbers, scales, extra,
+    USED: tl.constexpr, GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, SORTED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, STEP: tl.constexpr, TIMES: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_N: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of a tile of rows that use the same expert. x, out, order and tiles are as in `experts_kernel`;
     without SORTED, tiles are the experts of slots, each a tile. numbers, scales, extra: how far the next expert's
@@ -100,8 +100,13 @@ def integer_experts_kernel(
         y *= row_scales(words, n, whole)[:, None]
         if GATE:
             z *= row_scales(words + outputs, n, outputs)[:, None]
+    if BIAS:
+        line = bias + expert.to(tl.int64) * whole + m
+        y += tl.load(line).to(tl.float32)[:, None]
+        if GATE:
+            z += tl.load(line + outputs).to(tl.float32)[:, None]
     if GATE:
-        y = activate(y, GELU) * z
+        y = apply_gate(y, z, ACT)
     place = (begin + r if GATE else slot).to(tl.int64) * outputs
     tl.store(out + place[None, :] + n[:, None], y.to(out.dtype.element_ty), mask=held[None, :] & (n < outputs)[:, None])
 
@@ -159,6 +164,7 @@ def multiply_integer_tiles(
     how: GemmConfig,
     card: DeviceInfo,
     gate: Gate = "",
+    bias: Tensor | None = None,
 ) -> Tensor:
     """As `multiply_tiles`, with matrices of all experts. slots: int32 [T, K], the experts of slots that are not
     sorted."""
@@ -170,11 +176,11 @@ def multiply_integer_tiles(
     out, supers = x.new_empty(count, outputs), supers_of(matrix)
     even = outputs % how.outputs == 0
     integer_experts_kernel[(triton.cdiv(outputs, how.outputs), room)](
-        *(x, matrix.weight, matrix.words, supers, out, order, tiles, room, outputs, inputs),
-        *(matrix.weight.stride(0), matrix.words.stride(0), supers.stride(0)),
-        USED=used, GATE=gate != "", GELU=gate == "gelu", BITS=matrix.bits, KIND=int(matrix.kind), GROUP=matrix.group,
-        HALF=matrix.half, SORTED=isinstance(slots, SortedSlots), ROWS=how.rows, BLOCK_N=how.outputs, STEP=step,
-        TIMES=how.inputs // step, STAGES=how.stages,
+        *(x, matrix.weight, matrix.words, supers, x if bias is None else bias, out, order, tiles, room),
+        *(outputs, inputs, matrix.weight.stride(0), matrix.words.stride(0), supers.stride(0)),
+        USED=used, GATE=gate != "", ACT=GATES[gate], BIAS=bias is not None, BITS=matrix.bits, KIND=int(matrix.kind),
+        GROUP=matrix.group, HALF=matrix.half, SORTED=isinstance(slots, SortedSlots), ROWS=how.rows, BLOCK_N=how.outputs,
+        STEP=step, TIMES=how.inputs // step, STAGES=how.stages,
         AHEAD=min(how.ahead, how.inputs) if even and any(card.capability) else 0, EVEN=inputs % how.inputs == 0,
         EVEN_N=even, FAST=x.dtype in (torch.bfloat16, torch.float16) and any(card.capability),
         PRECISION=card.precision, DEPENDENT=card.dependent, num_warps=how.warps, **card.options,
@@ -190,9 +196,11 @@ def integer_experts(
     gate: Gate,
     how: IntegerExpertConfig,
     card: DeviceInfo,
+    biases: ExpertBiases = NO_BIASES,
 ) -> Tensor:
     """See `Ops.quantized_experts`: of integers, whose columns are in the order of x."""
     x, used, slots = x.contiguous(), routing.experts.shape[1], routing.experts
     made = sort_slots(slots, len(gate_up.weight), how.gate_up.rows, card) if how.sorted else slots
-    inner = multiply_integer_tiles(x, gate_up, made, used, how.gate_up, card, gate)
-    return combine(multiply_integer_tiles(inner, down, made, used, how.down, card), routing.weights, card)
+    inner = multiply_integer_tiles(x, gate_up, made, used, how.gate_up, card, gate, biases.gate_up)
+    out = multiply_integer_tiles(inner, down, made, used, how.down, card, bias=biases.down)
+    return combine(out, routing.weights, card)

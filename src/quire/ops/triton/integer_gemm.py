@@ -1,4 +1,5 @@
-"""Products with matrices of 4- and 8-bit integers, whose groups of columns have scales: AWQ, GPTQ, GGUF and others.
+"""Products with matrices of 4- and 8-bit integers, whose groups of columns have scales: AWQ, GPTQ, GGUF and others; and
+of 4-bit floats (MXFP4), which become bfloat16 as exactly.
 
 Half a byte is read per number, so that an H200 can spend two instructions on it before they become the bottleneck. The
 matrix is stored as the kernel reads it (`IntegerMatrix`): a tile is one run of memory, and a register of eight numbers
@@ -21,11 +22,12 @@ from torch import Tensor
 from quire.ops.base import Gate, IntegerKind, IntegerMatrix
 from quire.ops.triton.gemv import GemmConfig, added_up, cut, given, handed_in, two
 from quire.ops.triton.launch import HOPPER, DeviceInfo, fetch, kernel, release, wait
+from quire.ops.triton.rows import GATES
 
 WIDE = tl.constexpr(32)
 """Columns of a group, at least, but for those of 16; and bytes of a row that lie together."""
 
-ZEROS, SUPERBLOCKS, PAIRS, ROW = (tl.constexpr(int(kind)) for kind in IntegerKind)
+ZEROS, SUPERBLOCKS, PAIRS, ROW, FLOATS = (tl.constexpr(int(kind)) for kind in IntegerKind)
 
 MINUS_136, MINUS_128 = tl.constexpr(0xC308), tl.constexpr(0xC300)
 """-136 and -128 in bfloat16: what makes 128 + q a number around 8, and q itself."""
@@ -70,6 +72,46 @@ fma.rn.bf16x2 $1, d, m, b;
 operand."""
 
 
+E2M1 = """{
+.reg .b32 a, b, c, d, e, f, factor, none;
+mov.b32 factor, 0x7e807e80;
+mov.b32 none, 0x80008000;
+prmt.b32 a, $4, $4, 0x1100;
+prmt.b32 b, $4, $4, 0x3322;
+shl.b32 c, a, 4;
+shl.b32 d, b, 4;
+shr.u32 e, a, 2;
+shr.u32 f, b, 2;
+lop3.b32 e, e, 0x01c001c0, 0, 0xea;
+lop3.b32 f, f, 0x01c001c0, 0, 0xea;
+lop3.b32 c, c, 0x80008000, e, 0xea;
+lop3.b32 d, d, 0x80008000, f, 0xea;
+shr.u32 e, a, 6;
+shr.u32 f, b, 6;
+lop3.b32 e, e, 0x01c001c0, 0, 0xea;
+lop3.b32 f, f, 0x01c001c0, 0, 0xea;
+lop3.b32 a, a, 0x80008000, e, 0xea;
+lop3.b32 b, b, 0x80008000, f, 0xea;
+fma.rn.bf16x2 $0, c, factor, none;
+fma.rn.bf16x2 $1, d, factor, none;
+fma.rn.bf16x2 $2, a, factor, none;
+fma.rn.bf16x2 $3, b, factor, none;
+}"""
+"""Four bytes -> the e2m1 numbers in their low and in their high halves: exponent and mantissa become the last bits of a
+bfloat16's exponent and the first of its mantissa, which is 2^126 times too small, exactly, denormal numbers too."""
+
+
+def e2m1_in_float16(code: str) -> str:
+    """The same for float16, whose exponent has 5 bits: 2^14 times too small."""
+    for old, new in (
+        *(("0x7e807e80", "0x74007400"), ("0x01c001c0", "0x0e000e00"), ("bf16", "f16")),
+        *((f"shr.u32 {to}, {of}, 2", f"shl.b32 {to}, {of}, 1") for to, of in ("ea", "fb")),
+        *((f"shr.u32 {to}, {of}, 6", f"shr.u32 {to}, {of}, 3") for to, of in ("ea", "fb")),
+    ):
+        code = code.replace(old, new)
+    return code
+
+
 def in_float16(code: str) -> str:
     """The same with 1024 + q, 0x6400 with q in its last bits."""
     for old, new in (("0x4300", "0x6400"), ("4300,", "6400,"), ("3f80", "3c00"), ("bf80", "bc00"), ("bf16", "f16")):
@@ -79,6 +121,8 @@ def in_float16(code: str) -> str:
 
 FROM_NIBBLES, FROM_NIBBLES_16 = tl.constexpr(NIBBLES), tl.constexpr(in_float16(NIBBLES))
 FROM_BYTES, FROM_BYTES_16 = tl.constexpr(BYTES), tl.constexpr(in_float16(BYTES))
+
+FROM_E2M1, FROM_E2M1_16 = tl.constexpr(E2M1), tl.constexpr(e2m1_in_float16(E2M1))
 
 LARGER = tl.constexpr(0xE400 - 0xC300)
 """What the bits of -128 - z in bfloat16 become those of -1024 - z in float16 by."""
@@ -113,6 +157,35 @@ def from_nibbles(raw, low, high, word, FAST: tl.constexpr, DTYPE: tl.constexpr):
         first = (raw & 15).to(tl.float32) + 128.0 + (low << 16).to(tl.float32, bitcast=True)
         second = (raw >> 4).to(tl.float32) + 128.0 + (high << 16).to(tl.float32, bitcast=True)
         return first.to(DTYPE), second.to(DTYPE)
+
+
+@triton.jit
+def from_floats(raw, word, FAST: tl.constexpr, DTYPE: tl.constexpr):
+    """The e2m1 numbers in the low and in the high halves of bytes."""
+    if FAST and tl.float16 == DTYPE:
+        return tl.inline_asm_elementwise(
+            FROM_E2M1_16, "=r,=r,=r,=r,r,r,r,r,r", [raw, word],
+            dtype=(tl.float16, tl.float16), is_pure=True, pack=4)  # fmt: skip
+    elif FAST:
+        return tl.inline_asm_elementwise(
+            FROM_E2M1, "=r,=r,=r,=r,r,r,r,r,r", [raw, word],
+            dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)  # fmt: skip
+    else:
+        return float_of(raw & 15).to(DTYPE), float_of(raw >> 4).to(DTYPE)
+
+
+@triton.jit
+def float_of(code):
+    """Codes of e2m1 as float32."""
+    bits = ((code & 7).to(tl.int32) << 22) | ((code & 8).to(tl.int32) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def power_of(word, shift):
+    """2^(e - 127), e the byte of words from bit `shift` on."""
+    exponent = (word >> shift) & 255
+    return tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -193,6 +266,10 @@ def scales_of(
     if KIND == PAIRS:
         word = words_of(words, n, start // 64, outputs, EVEN_N)
         return lower(word, HALF), upper(word, HALF), lower(word, HALF), upper(word, HALF), word
+    elif KIND == FLOATS:
+        word = words_of(words, n, start // 128, outputs, EVEN_N)
+        scale, other = power_of(word, start % 128 // 4), power_of(word, start % 128 // 4 + 8)
+        return scale, other, scale, other, word
     elif KIND == SUPERBLOCKS:
         word = words_of(words, n, start // 64, outputs, EVEN_N)
         about = words_of(supers, n, start // 256, outputs, EVEN_N)
@@ -240,8 +317,11 @@ def nibble_step(
             y += upper(other, HALF)[:, None] * tl.dot(second, high, input_precision=PRECISION)
     else:
         scale, other, least, less, read = scales_of(words, supers, n, start, outputs, KIND, GROUP, HALF, EVEN_N)
-        zero = tl.full([1, 1], MINUS_136 if KIND == PAIRS else MINUS_128, tl.int32)
-        first, second = from_nibbles(raw, zero, zero, read[:, None], FAST, DTYPE)
+        if KIND == FLOATS:
+            first, second = from_floats(raw, read[:, None], FAST, DTYPE)
+        else:
+            zero = tl.full([1, 1], MINUS_136 if KIND == PAIRS else MINUS_128, tl.int32)
+            first, second = from_nibbles(raw, zero, zero, read[:, None], FAST, DTYPE)
         if KIND == SUPERBLOCKS:
             ones = ones_like(raw, FAST, DTYPE)
             y -= least[:, None] * tl.dot(ones, low, input_precision=PRECISION)
@@ -365,7 +445,7 @@ def gathered(y, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr)
 @kernel(do_not_specialize=["rows"])
 def integer_kernel(
     x, weight, words, supers, bias, out, parts, arrived, rows, outputs, inputs, length,
-    GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
+    GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
     GROUP: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
     STEP: tl.constexpr, TIMES: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr,
     EVEN: tl.constexpr, EVEN_N: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -398,7 +478,7 @@ def integer_kernel(
     if KIND == ZEROS:
         n += v // BLOCK_N * (chunk // GROUP) * whole
     elif KIND != ROW:
-        n += v // BLOCK_N * (chunk // 64) * whole
+        n += v // BLOCK_N * (chunk // (128 if KIND == FLOATS else 64)) * whole
     y = tl.zeros([CHUNKS * BLOCK_N, ROWS], tl.float32)
     z = tl.zeros([CHUNKS * BLOCK_N, ROWS], tl.float32)
     stop = begin + chunk if CHUNKS > 1 else tl.minimum(begin + length, inputs)
@@ -423,10 +503,10 @@ def integer_kernel(
     place = r[None, :].to(tl.int64) * outputs + n[:, None]
     inside = (r < rows)[None, :] & (n < outputs)[:, None]
     if SPLITS == 1:
-        given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
+        given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, ACT, BIAS)
     elif handed_in(y, z, parts, arrived, GATE, SPLITS, BLOCK_N, ROWS // CHUNKS):
         y, z = added_up(y, z, parts, GATE, SPLITS, BLOCK_N, ROWS // CHUNKS)
-        given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
+        given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, ACT, BIAS)
 
 
 def step_inputs(matrix: IntegerMatrix, inputs: int) -> int:
@@ -441,7 +521,7 @@ def fitted(how: GemmConfig, matrix: IntegerMatrix, card: DeviceInfo, row: int, g
     """With iterations that the columns are a multiple of, and as many stages as fit into shared memory. row: bytes of a
     number of x. Not in chunks, where the inputs or outputs have a remainder."""
     outputs = matrix.outputs // (2 if gated else 1)
-    parted = matrix.kind is IntegerKind.SUPERBLOCKS and how.inputs % 256
+    parted = how.inputs % {IntegerKind.SUPERBLOCKS: 256, IntegerKind.FLOATS: 128}.get(matrix.kind, 1)
     if matrix.inputs % (how.inputs * how.chunks * how.splits) or outputs % how.outputs or parted:
         how = how._replace(chunks=1)
     while matrix.padded % how.inputs:
@@ -531,7 +611,7 @@ def integer_linear(
     integer_kernel[(tiles, columns, runs)](
         *(x, matrix.weight, matrix.words, supers_of(matrix), x if bias is None else bias, out, parts, arrived),
         *(rows, outputs, inputs, length),
-        GATE=gate != "", GELU=gate == "gelu", BIAS=bias is not None, BITS=matrix.bits, KIND=int(matrix.kind),
+        GATE=gate != "", ACT=GATES[gate], BIAS=bias is not None, BITS=matrix.bits, KIND=int(matrix.kind),
         GROUP=matrix.group, HALF=matrix.half, ROWS=how.rows, BLOCK_N=how.outputs, CHUNKS=how.chunks, STEP=step,
         TIMES=how.inputs // step, STAGES=how.stages, SPLITS=runs, AHEAD=ahead, EVEN=inputs % how.inputs == 0,
         EVEN_N=even, FAST=fast, PRECISION=card.precision, DEPENDENT=card.dependent,
@@ -588,7 +668,10 @@ def expanded(
         if KIND == ZEROS:
             first = words_of(words, m, start // GROUP, outputs, True)[:, None]
             second = words_of(words, m, (start + WIDE) // GROUP, outputs, True)[:, None]
-        low, high = from_nibbles(raw, first, second, word, False, tl.float32)
+        if KIND == FLOATS:
+            low, high = from_floats(raw, word, False, tl.float32)
+        else:
+            low, high = from_nibbles(raw, first, second, word, False, tl.float32)
     if KIND == ROW:
         scale = row_scales(words, m, outputs)[:, None]
         return low * scale, high * scale

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import (
+    NO_BIASES,
     Angles,
     AnyMatrix,
+    ExpertBiases,
     ExpertMatrices,
     Gate,
     IntegerMatrix,
@@ -25,6 +27,7 @@ from quire.ops.base import (
     Norms,
     QuantizedMatrix,
     Routing,
+    TopK,
 )
 from quire.ops.cublaslt import CublasLt
 from quire.ops.gemm import GemmAutotuner, on_the_card
@@ -82,19 +85,38 @@ class TritonOps(BaseOps):
         return self.apply_gate(self.gemm.linear(x, weight, bias), gate)
 
     def route(
-        self, x: Tensor, weight: Tensor, used: int, *, normalize: bool, batch: RaggedBatch | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        how: TopK,
+        correction: Tensor | None = None,
+        batch: RaggedBatch | None = None,
+        bias: Tensor | None = None,
     ) -> Routing:
         """See `Ops.route`."""
-        how = self.router_config(len(x), weight)
-        return mixture.route(x, weight, used, how, self.card, self.arrived, normalize=normalize, batch=batch)
+        tiles = self.router_config(len(x), weight)
+        return mixture.route(x, weight, how, tiles, self.card, self.arrived, correction, batch, bias)
+
+    def add_shared(self, routed: Tensor, shared: Tensor, logits: Tensor | None) -> Tensor:
+        """See `Ops.add_shared`."""
+        return rows.add_shared(routed, shared, logits, self.card)
 
     def router_config(self, tokens: int, weight: Tensor) -> GemmConfig:
         """How the product of a router [E, in] is tiled."""
         return mixture.router_config(tokens, weight.shape[1])
 
-    def experts(self, x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, gate: Gate) -> Tensor:
+    def experts(
+        self,
+        x: Tensor,
+        routing: Routing,
+        gate_up: Tensor,
+        down: Tensor,
+        gate: Gate,
+        biases: ExpertBiases = NO_BIASES,
+    ) -> Tensor:
         """See `Ops.experts`."""
-        return mixture.experts(x, routing, gate_up, down, gate, self.expert_config(routing, down), self.card)
+        how = self.expert_config(routing, down)
+        return mixture.experts(x, routing, gate_up, down, gate, how, self.card, biases)
 
     def expert_config(self, routing: Routing, down: Tensor) -> mixture.ExpertConfig:
         """How the products of experts are tiled. down: [E, in, F]."""
@@ -103,7 +125,13 @@ class TritonOps(BaseOps):
         return mixture.expert_config(*routing.experts.shape, *down.shape)
 
     def quantized_experts(
-        self, x: Tensor, routing: Routing, gate_up: ExpertMatrices, down: ExpertMatrices, gate: Gate
+        self,
+        x: Tensor,
+        routing: Routing,
+        gate_up: ExpertMatrices,
+        down: ExpertMatrices,
+        gate: Gate,
+        biases: ExpertBiases = NO_BIASES,
     ) -> Tensor:
         """See `Ops.quantized_experts`."""
         if isinstance(gate_up, IntegerMatrix) and isinstance(down, IntegerMatrix):
@@ -111,11 +139,11 @@ class TritonOps(BaseOps):
                 inner = integer_gemv.multiply_slots(x, routing, gate_up, gate, self.card)
                 return integer_gemv.add_slots(inner, routing, down, self.card)
             tiles = self.integer_expert_config(routing, x, gate_up, down)
-            return integer_experts.integer_experts(x, routing, gate_up, down, gate, tiles, self.card)
+            return integer_experts.integer_experts(x, routing, gate_up, down, gate, tiles, self.card, biases)
         if not (mixture.is_supported(gate_up, self.card) and mixture.is_supported(down, self.card)):
-            return super().quantized_experts(x, routing, gate_up, down, gate)
+            return super().quantized_experts(x, routing, gate_up, down, gate, biases)
         how = self.quantized_expert_config(routing, x, len(down.weight) // x.shape[1])
-        return mixture.quantized_experts(x, routing, gate_up, down, gate, how, self.card)
+        return mixture.quantized_experts(x, routing, gate_up, down, gate, how, self.card, biases)
 
     def quantized_expert_config(self, routing: Routing, x: Tensor, count: int) -> mixture.ExpertConfig:
         """As `expert_config`, of `count` quantized experts."""
@@ -204,10 +232,16 @@ class TritonOps(BaseOps):
         return rows.norm(x, norm, self.card)
 
     def add_norm(
-        self, x: Tensor, residual: Tensor, norm: Norm | None, before: Norm | None = None, scale: float = 1.0
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm | None,
+        before: Norm | None = None,
+        scale: float = 1.0,
+        gain: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `Ops.add_norm`."""
-        return rows.norm(x, norm, self.card, residual, before, scale), residual
+        return rows.norm(x, norm, self.card, residual, before, scale, gain), residual
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `Ops.silu_mul`."""
@@ -216,6 +250,10 @@ class TritonOps(BaseOps):
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """See `Ops.gelu_mul`."""
         return rows.activation(gate_up, self.card, rows.GELU, gated=True)
+
+    def clamped_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.clamped_mul`."""
+        return rows.activation(gate_up, self.card, rows.CLAMPED, gated=True)
 
     def gelu(self, x: Tensor) -> Tensor:
         """See `Ops.gelu`."""
@@ -243,11 +281,12 @@ class TritonOps(BaseOps):
         scale: float,
         window: int = UNLIMITED,
         soft_cap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `Ops.attention`."""
         planned = self.prepare(batch)
         begun = cascade_attention(q, kv, planned, scale, window, soft_cap, self.card)
-        return attention(q, kv, planned, scale, window, soft_cap, self.card, begun)
+        return attention(q, kv, planned, scale, window, soft_cap, self.card, begun, sinks)
 
 
 PRODUCT, RESTORED, EXACT = GemmConfig(64, 64, 128, 4, 4), GemmConfig(64, 64, 64, 4, 3), GemmConfig(16, 32, 64, 4, 3)
@@ -278,9 +317,9 @@ class BatchInvariantTritonOps(TritonOps):
         """See `Ops.combine_experts`."""
         return combine_experts_in_order(made, weights)
 
-    def normalize(self, weights: Tensor) -> Tensor:
+    def normalize(self, weights: Tensor, floor: float = 0.0) -> Tensor:
         """Add up a row's weights in order."""
-        return weights / in_order(weights.unbind(1))[:, None]
+        return weights / in_order(weights.unbind(1))[:, None].clamp(min=floor)
 
     def router_config(self, tokens: int, weight: Tensor) -> GemmConfig:
         """The same for any number of tokens."""

@@ -23,6 +23,7 @@ from torch.nn.functional import ScalingType
 from quire.ops.base import Gate, QuantizedMatrix
 from quire.ops.triton.gemv import COUNTERS, GemmConfig, added_up, given, handed_in, settled, settles, two
 from quire.ops.triton.launch import ADA, HOPPER, DeviceInfo, block, kernel, release, wait
+from quire.ops.triton.rows import GATES
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def restored(
 @kernel
 def few_kernel(
     x, weight, scale, zero, groups, bias, out, outputs, inputs, count, width, offset,
-    GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, HALVED: tl.constexpr, SCALES: tl.constexpr,
+    GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, HALVED: tl.constexpr, SCALES: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of each row by multiply-adds; the matrix is requested before the wait."""
@@ -84,7 +85,7 @@ def few_kernel(
             y *= tl.load(scale + n, mask=n < outputs, other=0.0)
             if GATE:
                 z *= tl.load(scale + outputs + n, mask=n < outputs, other=0.0)
-        given(y, z, bias, out, r * outputs + n, n, outputs, n < outputs, GATE, GELU, BIAS)
+        given(y, z, bias, out, r * outputs + n, n, outputs, n < outputs, GATE, ACT, BIAS)
 
 
 FOUR_AT_ONCE = tl.constexpr("""{
@@ -127,7 +128,7 @@ def tile_of(
 @kernel
 def many_kernel(
     x, weight, scale, zero, groups, bias, out, parts, arrived, rows, outputs, inputs, count, width, offset, length,
-    GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, HALVED: tl.constexpr, SCALES: tl.constexpr,
+    GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, HALVED: tl.constexpr, SCALES: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
     FAST: tl.constexpr, EVEN: tl.constexpr, SETTLED: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -173,10 +174,10 @@ def many_kernel(
     place = r[None, :].to(tl.int64) * outputs + n[:, None]
     inside = (r < rows)[None, :] & (n < outputs)[:, None]
     if SPLITS == 1:
-        given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
+        given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, ACT, BIAS)
     elif handed_in(y, z, parts, arrived, GATE, SPLITS, BLOCK_N, ROWS):
         y, z = added_up(y, z, parts, GATE, SPLITS, BLOCK_N, ROWS)
-        given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, GELU, BIAS)
+        given(y, z, bias, out, place, n[:, None], outputs, inside, GATE, ACT, BIAS)
 
 
 MAX_FUSED_ROWS = 256
@@ -260,7 +261,7 @@ def quantized_linear(
     fast, kind = uses_fast_conversion(x, matrix, card) and how.inputs == RUN, scales(matrix, how.inputs)
     # What waits in shared memory for a number of the matrix, its scale and zero point included, and for one of x.
     how = how.fitted(card, (2 if gate else 1) * (1 + 4 * (kind == 2) + 8 * halved), x.element_size())
-    same = {"GATE": gate != "", "GELU": gate == "gelu", "BIAS": bias is not None, "HALVED": halved, "SCALES": kind,
+    same = {"GATE": gate != "", "ACT": GATES[gate], "BIAS": bias is not None, "HALVED": halved, "SCALES": kind,
             "ROWS": how.rows, "BLOCK_N": how.outputs, "BLOCK_K": how.inputs, "DEPENDENT": card.dependent,
             "num_warps": how.warps, **card.options}  # fmt: skip
     sizes = (outputs, inputs, scale.shape[1], matrix.width, matrix.offset)
@@ -359,7 +360,7 @@ def join_halves(y, unit, scale, n, wide, row, outputs):
 @kernel
 def fp8_join_kernel(
     y, unit, scale, bias, out, outputs, wide,
-    GATE: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK outputs of a row: out is [T, outputs], `wide` numbers of which the gates come first."""
     row, n = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -370,7 +371,7 @@ def fp8_join_kernel(
     gated = value
     if GATE:
         gated = join_halves(y + outputs, one, scale + outputs, n, wide, row, outputs)
-    given(value, gated, bias, out, row * outputs + n, n, outputs, n < outputs, GATE, GELU, BIAS)
+    given(value, gated, bias, out, row * outputs + n, n, outputs, n < outputs, GATE, ACT, BIAS)
 
 
 def fp8_split(x: Tensor, card: DeviceInfo) -> tuple[Tensor, Tensor]:
@@ -401,7 +402,7 @@ def fp8_linear(
         y = F.scaled_mm(halves, weight.t(), one, TENSOR, one, TENSOR, output_dtype=torch.float32)
         fp8_join_kernel[(triton.cdiv(outputs, 1024), len(some))](
             y, unit, scale, x if bias is None else bias, into, outputs, len(weight), GATE=gate != "",
-            GELU=gate == "gelu", BIAS=bias is not None, BLOCK=1024, DEPENDENT=card.dependent, num_warps=4,
+            ACT=GATES[gate], BIAS=bias is not None, BLOCK=1024, DEPENDENT=card.dependent, num_warps=4,
             **card.options,
         )  # fmt: skip
     return out

@@ -3,12 +3,15 @@ v."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.base import Angles, Norm, Norms
+from quire.ops.base import CLAMP_ALPHA, CLAMP_LIMIT, Angles, Norm, Norms
 from quire.ops.quantized import E4M3, E4M3_MAX
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
@@ -24,12 +27,12 @@ def normalize(x, weight, bias, inside, columns, eps, CENTRED: tl.constexpr):
 
 @kernel
 def norm_kernel(
-    x, residual, weight, bias, first_weight, first_bias, out, columns, eps, first_eps, scale,
-    NORM: tl.constexpr, ADD: tl.constexpr, FIRST: tl.constexpr, CENTRED: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, residual, weight, bias, first_weight, first_bias, gain_of_sum, out, columns, eps, first_eps, scale,
+    NORM: tl.constexpr, ADD: tl.constexpr, FIRST: tl.constexpr, GAINED: tl.constexpr, CENTRED: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One row per program. With ADD the sum is rounded, stored in `residual`, then normed, if NORM; with FIRST x is
-    normed before, scaled and rounded. Both norms are of one kind."""
+    normed before, scaled and rounded; with GAINED the rounded sum is multiplied. Both norms are of one kind."""
     at = tl.arange(0, BLOCK)
     inside = at < columns
     gain, shift = row_of(weight, bias, at, inside, BIAS)
@@ -45,6 +48,8 @@ def norm_kernel(
         value = exact.to(value.dtype)
     if ADD:
         total = value.to(tl.float32) * scale + tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+        if GAINED:
+            total = total.to(value.dtype).to(tl.float32) * tl.load(gain_of_sum).to(tl.float32)
         value = total.to(value.dtype)
         tl.store(residual + place, value, mask=inside)
     if NORM:
@@ -68,8 +73,13 @@ def tanh(x):
     return 1.0 - 2.0 / (tl.exp2(tl.minimum(x, 20.0, propagate_nan=tl.PropagateNan.ALL) * 2.885390081777927) + 1.0)
 
 
-SILU, GELU, RELU2 = 0, 1, 2
+SILU, GELU, RELU2, CLAMPED = 0, 1, 2, 3
 """Activations."""
+
+GATES: Mapping[str, int] = MappingProxyType({"": SILU, "silu": SILU, "gelu": GELU, "clamped": CLAMPED})
+"""Those of gates, see `Gate`."""
+
+ALPHA, LIMIT = tl.constexpr(CLAMP_ALPHA), tl.constexpr(CLAMP_LIMIT)
 
 
 @triton.jit
@@ -84,6 +94,17 @@ def activate(x, KIND: tl.constexpr):
         return x / (1.0 + tl.exp2(-1.4426950408889634 * tl.maximum(x, -80.0)))
 
 
+@triton.jit
+def apply_gate(y, z, KIND: tl.constexpr):
+    """What a gate makes of its halves y and z, float32: see `Gate`."""
+    if KIND == 3:
+        y = tl.minimum(y, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        z = tl.minimum(tl.maximum(z, -LIMIT, propagate_nan=tl.PropagateNan.ALL), LIMIT, tl.PropagateNan.ALL)
+        return activate(ALPHA * y, 0) / ALPHA * (z + 1.0)
+    else:
+        return activate(y, KIND) * z
+
+
 @kernel
 def activation_kernel(
     x, out, width, stride, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
@@ -95,10 +116,29 @@ def activation_kernel(
     wait(DEPENDENT)
     release(DEPENDENT)
     gate = tl.load(x + row * stride + at, mask=inside, other=0.0)
-    value = activate(gate.to(tl.float32), KIND)
     if GATED:
-        value = value * tl.load(x + row * stride + width + at, mask=inside, other=0.0).to(tl.float32)
+        other = tl.load(x + row * stride + width + at, mask=inside, other=0.0)
+        value = apply_gate(gate.to(tl.float32), other.to(tl.float32), KIND)
+    else:
+        value = activate(gate.to(tl.float32), KIND)
     tl.store(out + row * width + at, value.to(gate.dtype), mask=inside)
+
+
+@kernel
+def add_shared_kernel(
+    routed, shared, logits, out, columns, GATED: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    """BLOCK columns of a row of routed + shared, which GATED multiplies by the sigmoid of the row's logit."""
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, place = at < columns, row * columns + at
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    value = tl.load(shared + place, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        logit = tl.load(logits + row).to(tl.float32)
+        value /= 1.0 + tl.exp2(-1.4426950408889634 * tl.maximum(logit, -80.0))
+    total = tl.load(routed + place, mask=inside, other=0.0).to(tl.float32) + value
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
 
 
 def warps(size: int) -> int:
@@ -113,6 +153,7 @@ def norm(
     residual: Tensor | None = None,
     before: Norm | None = None,
     scale: float = 1.0,
+    gain: Tensor | None = None,
 ) -> Tensor:
     """See `Ops.norm`; with `residual`, `Ops.add_norm`, with the sum stored in `residual`."""
     x = x.contiguous()
@@ -123,15 +164,29 @@ def norm(
     out = residual if norm is None and residual is not None else torch.empty_like(x)
     norm_kernel[(x.numel() // columns,)](
         *(x, x if residual is None else residual, last.weight, last.weight if last.bias is None else last.bias),
-        *(first.weight, first.weight if first.bias is None else first.bias, out, columns, last.eps, first.eps, scale),
-        NORM=norm is not None, ADD=residual is not None, FIRST=before is not None, CENTRED=last.centred,
+        *(first.weight, first.weight if first.bias is None else first.bias, x if gain is None else gain, out, columns),
+        *(last.eps, first.eps, scale),
+        NORM=norm is not None, ADD=residual is not None, FIRST=before is not None, GAINED=gain is not None,
+        CENTRED=last.centred,
         BIAS=last.bias is not None, BLOCK=size, DEPENDENT=card.dependent, num_warps=warps(size), **card.options,
     )  # fmt: skip
     return out
 
 
+def add_shared(routed: Tensor, shared: Tensor, logits: Tensor | None, card: DeviceInfo) -> Tensor:
+    """See `Ops.add_shared`."""
+    routed, shared = routed.contiguous(), shared.contiguous()
+    tokens, columns = routed.shape
+    out, size = torch.empty_like(routed), block(min(columns, 2048))
+    add_shared_kernel[(tokens, triton.cdiv(columns, size))](
+        *(routed, shared, routed if logits is None else logits.contiguous(), out, columns),
+        GATED=logits is not None, BLOCK=size, DEPENDENT=card.dependent, num_warps=warps(size), **card.options,
+    )  # fmt: skip
+    return out
+
+
 def activation(x: Tensor, card: DeviceInfo, kind: int, *, gated: bool) -> Tensor:
-    """x [T, F], or [T, 2F] with the gate first if `gated` -> [T, F]. kind: SILU, GELU or RELU2."""
+    """x [T, F], or [T, 2F] with the gate first if `gated` -> [T, F]. kind: SILU, GELU, RELU2 or CLAMPED."""
     x = x.contiguous()
     stride = x.shape[-1]
     width = stride // 2 if gated else stride
@@ -147,18 +202,18 @@ def activation(x: Tensor, card: DeviceInfo, kind: int, *, gated: bool) -> Tensor
 
 @kernel
 def qk_norm_rope_store_kv_kernel(
-    qkv, cos, sin, query_gain, q_weight, k_weight, q_out, k_pool, v_pool, slots, q_eps, k_eps, k_scale, v_scale,
-    page_size,
+    qkv, cos, sin, query_gain, q_weight, k_weight, q_out, k_pool, v_pool, slots, q_eps, k_eps, v_eps, k_scale,
+    v_scale, page_size,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-    GAINED: tl.constexpr, NORMED: tl.constexpr, AFTER: tl.constexpr, WHOLE: tl.constexpr, STRIDE: tl.constexpr,
-    LARGEST: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, DEPENDENT: tl.constexpr,
+    GAINED: tl.constexpr, NORMED: tl.constexpr, AFTER: tl.constexpr, V_NORMED: tl.constexpr, WHOLE: tl.constexpr,
+    STRIDE: tl.constexpr, LARGEST: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Heads of one token: first those of q, then of k, then of v. Sums and angles in float32, rounded once.
 
-    NORMED, AFTER: q and k are normed before they are rotated, or after. WHOLE: a power of two that holds all heads of
-    q, if they are normed together; 0: head by head. STRIDE: between the weights of one head and the next. LARGEST: the
-    largest number of an 8-bit pool, 0 for wider ones, which have no scale. The null block stays zero: padding may
-    compute NaN, and drafts after a sequence's last block read there.
+    NORMED, AFTER: q and k are normed before they are rotated, or after; V_NORMED: so is v, before. WHOLE: a power of
+    two that holds all heads of q, if they are normed together; 0: head by head. STRIDE: between the weights of one head
+    and the next. LARGEST: the largest number of an 8-bit pool, 0 for wider ones, which have no scale. The null block
+    stays zero: padding may compute NaN, and drafts after a sequence's last block read there.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -187,7 +242,8 @@ def qk_norm_rope_store_kv_kernel(
                 )
             else:
                 squares = tl.sum(x * x, 1)[:, None] / DIM
-            root = tl.where(is_v, 1.0, tl.rsqrt(squares + tl.where(is_q, q_eps, k_eps)))
+            root = tl.rsqrt(squares + tl.where(is_q, q_eps, k_eps))
+            root = tl.where(is_v, tl.rsqrt(squares + v_eps) if V_NORMED else 1.0, root)
             x = x * root * weight_of(q_weight, k_weight, head, d, HEADS, GROUPS, DIM, STRIDE)
             y = y * root * weight_of(q_weight, k_weight, head, other, HEADS, GROUPS, DIM, STRIDE)
         c = tl.load(cos + token * HALF + pair, mask=turns, other=1.0)[None, :]
@@ -242,9 +298,9 @@ def qk_norm_rope_store_kv(
 ) -> Tensor:
     """See `Ops.qk_norm_rope_store_kv`."""
     cos, sin, interleaved, gain = angles
-    _, groups, page_size, dim = kv.k.shape
-    tokens = qkv.shape[0]
-    q_norm, k_norm, after = norms or (Norm(cos, 0.0), Norm(cos, 0.0), False)
+    page_size, dim = kv.k.shape[2:]
+    tokens, groups = len(qkv), (qkv.shape[-1] // dim - heads) // 2
+    q_norm, k_norm, after, v_eps = norms or (Norm(cos, 0.0), Norm(cos, 0.0), False, None)
     whole = block(heads * dim) if norms and len(q_norm.weight) > dim else 0
     out = qkv.new_empty(tokens, heads, dim)
     total = heads + 2 * groups
@@ -252,9 +308,10 @@ def qk_norm_rope_store_kv(
     at_once = 1 if tokens * total <= 16 * card.sms else min(16, block(total))
     qk_norm_rope_store_kv_kernel[(tokens, triton.cdiv(total, at_once))](
         *(qkv.contiguous(), cos, sin, cos if gain is None else gain, q_norm.weight, k_norm.weight, out, kv.k, kv.v),
-        *(batch.slots, q_norm.eps, k_norm.eps, kv.k_scale, kv.v_scale, page_size),
+        *(batch.slots, q_norm.eps, k_norm.eps, v_eps or 0.0, kv.k_scale, kv.v_scale, page_size),
         HEADS=heads, GROUPS=groups, DIM=dim, HALF=cos.shape[-1], INTERLEAVED=interleaved, GAINED=gain is not None,
-        NORMED=norms is not None and not after, AFTER=after, WHOLE=whole, STRIDE=dim if whole else 0,
+        NORMED=norms is not None and not after, AFTER=after, V_NORMED=v_eps is not None, WHOLE=whole,
+        STRIDE=dim if whole else 0,
         LARGEST=E4M3_MAX if kv.k.dtype is E4M3 else 0.0,
         BLOCK_H=at_once, BLOCK_D=block(dim), DEPENDENT=card.dependent,
         num_warps=max(1 if at_once < 8 else 4, warps(whole)), **card.options,
