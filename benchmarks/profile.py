@@ -27,7 +27,7 @@ from quire.assembly.engine import build_engine
 from quire.bench.monitor import GPUMonitor, environment
 from quire.config import Settings
 from quire.engine.engine import Engine
-from quire.models.registry import active_parameters, read_spec
+from quire.models.registry import idle_parameters, parameters, read_spec
 from quire.models.spec import ModelSpec
 from quire.weights.files import read_config
 from quire.weights.locate import locate
@@ -130,7 +130,7 @@ def run(engine: Engine, spec: ModelSpec, batch: int, prompt: int, new: int) -> d
 def work(spec: ModelSpec, fed: int, seen: float, *, sampled: int) -> float:
     """Operations for `fed` tokens that see `seen` others each on average, and logits for `sampled` of them."""
     head = spec.vocab * spec.hidden
-    body = active_parameters(spec) - head * (1 if spec.tie else 2)
+    body = parameters(spec) - idle_parameters(spec) - head * (1 if spec.tie else 2)
     attention = 2 * spec.layers * spec.heads * spec.head_dim * seen
     return 2 * (fed * (body + attention) + sampled * head)
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from benchmarks.profile import command, work
 from benchmarks.shapes import SHAPES
-from quire.models.registry import active_parameters, parameters, read_spec
+from quire.models.registry import idle_parameters, parameters, read_spec
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -39,7 +39,7 @@ def test_operations_are_two_for_each_weight_a_token_meets_and_four_for_each_numb
 def test_a_tied_head_is_counted_once_for_each_sample(shape: str) -> None:
     spec = read_spec(dict(SHAPES[shape]))
     tables = spec.vocab * spec.hidden * (1 if spec.tie else 2)
-    assert active_parameters(spec) == parameters(spec)
+    assert idle_parameters(spec) == 0
     assert work(spec, 1, 0, sampled=1) == 2 * (parameters(spec) - tables + spec.vocab * spec.hidden)
 
 

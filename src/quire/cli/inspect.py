@@ -20,7 +20,7 @@ from quire.layers.builder import ModelBuilder
 from quire.layers.linear import ParallelGroup
 from quire.layers.quantization.base import Plain
 from quire.model_runner.memory import block_bytes, layer_shapes
-from quire.models.registry import active_parameters, build_model, parameters, read_spec
+from quire.models.registry import build_model, idle_parameters, parameters, read_spec
 from quire.models.spec import ModelSpec
 from quire.ops.reference import ReferenceOps
 from quire.tokenization.tokenizer import Tokenizer
@@ -89,10 +89,9 @@ def shapes(facts: ModelFacts) -> Iterator[Fact]:
     """Architecture and sizes."""
     spec = facts.spec
     yield "architecture", spec.architecture
-    yield (
-        "parameters",
-        count(parameters(spec)) + (f", {count(active_parameters(spec))} used a token" if spec.experts else ""),
-    )
+    whole = parameters(spec)
+    used = f", {count(whole - idle_parameters(spec))} used a token" if spec.experts else ""
+    yield "parameters", count(whole) + used
     yield "layers", f"{spec.layers} of width {spec.hidden}, MLP {spec.mlp} ({spec.activation})"
     if moe := spec.experts:
         dense = f", layers {', '.join(map(str, sorted(moe.dense_layers)))} dense" if moe.dense_layers else ""

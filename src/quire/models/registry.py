@@ -97,11 +97,6 @@ def parameters(spec: ModelSpec) -> int:
     )
 
 
-def active_parameters(spec: ModelSpec) -> int:
-    """Number of parameters that one token uses."""
-    return parameters(spec) - idle_parameters(spec)
-
-
 def idle_parameters(spec: ModelSpec) -> int:
     """Number of parameters of the experts that one token does not use."""
     if spec.experts is None:

@@ -174,7 +174,7 @@ def mixture(
 ) -> None:
     x = halves(tokens, hidden, dtype=dtype)
     gate_up, down = halves(1, 2 * width, hidden, dtype=dtype), halves(1, hidden, width, dtype=dtype)
-    for choice in (TopK(used, True), TopK(used, True, sigmoid=True, groups=count // 4, used_groups=2)):
+    for choice in (TopK(used, True), TopK(used, True, sigmoid=True, groups=2, used_groups=1)):
         routing = ops.route(x, halves(count, hidden, dtype=dtype), choice)
     for logits in (None, halves(tokens, 1, dtype=dtype)):
         ops.add_shared(x, x, logits)
