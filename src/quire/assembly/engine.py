@@ -174,10 +174,11 @@ def choose_executor(settings: Settings) -> str:
     if kind != "auto":
         return kind
     folder = locate(model.model, revision=model.revision, cache=model.download_dir)
-    name = architecture_name(read_config(folder))
+    fields = read_config(folder)
+    name = architecture_name(fields)
     if name in ARCHITECTURES:
         return "local"
-    known = find_spec("transformers") is not None and import_module("quire.executors.hf").knows(name)
+    known = find_spec("transformers") is not None and import_module("quire.executors.hf").knows(fields, name)
     if not known:
         find_architecture(name)
     return "hf"

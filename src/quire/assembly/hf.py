@@ -59,7 +59,7 @@ def make(settings: Settings) -> BuiltExecutor:
     if settings.execution.threads:
         torch.set_num_threads(settings.execution.threads)
     with loading(config.model):
-        model = HfModel(load(folder, config.dtype, device, **placing(settings)))
+        model = HfModel(load(folder, config.dtype, device, **placing(settings)), device)
     log.warning("%s", announce(settings, model))
     limits = resolve(settings.changed(lookahead=settings.scheduler.lookahead or 0), model.spec, model.device)
     if model.past.whole:
@@ -79,8 +79,8 @@ def announce(settings: Settings, model: HfModel) -> str:
     )
 
 
-SLOWER = "about a third of their tokens/s at 16 streams on a CPU, and less on a GPU"
-"""As docs/guides/executors.md has it measured."""
+SLOWER = "about three quarters of their tokens/s on a CPU, and much less on a GPU, where no steps are captured"
+"""The first as docs/benchmarks/fallback-cpu-2026-11-23.md has it measured."""
 
 
 def placing(settings: Settings) -> dict[str, Any]:

@@ -152,7 +152,8 @@ def check_executor(config: ExecutorConfig) -> None:
             "executor grpc runs steps elsewhere: say where, with executor_address HOST:PORT", param="executor_address"
         )
     for entry in fields(config):
-        if config.executor != "grpc" and entry.name != "executor" and getattr(config, entry.name) != entry.default:
+        of_grpc = entry.name.startswith("executor_") and config.executor != "grpc"
+        if of_grpc and getattr(config, entry.name) != entry.default:
             raise InvalidConfig(
                 f"{entry.name} is for executor grpc, but executor is {config.executor}", param=entry.name
             )

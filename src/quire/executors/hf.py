@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -44,17 +44,27 @@ class HfModel:
     """See `models.registry.Model`. Heads differ from model to model, so a forward makes logits at once, of the tokens
     that they are wanted of; its hidden states [T, 1] are the rows of the tokens' logits.
 
-    model: of transformers. ways: of keeping its past, the first that agrees with the model without one is taken.
+    model: of transformers. device: where its tokens are, if its embeddings are on disk. ways: of keeping its past, the
+    first that agrees with the model without one is taken.
     """
 
-    def __init__(self, model: Any, ways: Sequence[type[Past]] = ()) -> None:
+    def __init__(self, model: Any, device: torch.device, ways: Sequence[type[Past]] = (PagedCache, OneByOne)) -> None:
         self.model = model
         self.dtype: torch.dtype = model.dtype
-        self.device: torch.device = model.get_input_embeddings().weight.device
+        place: torch.device = model.get_input_embeddings().weight.device
+        self.device = device if place.type == "meta" else place
         self.spec = read(model.config, type(model).__name__)
         self.takes = frozenset(inspect.signature(model.forward).parameters)
         self.found = torch.empty(0)
-        self.past = self._choose(ways or (PagedCache, OneByOne))
+        self.past = self._choose(ways)
+
+    @classmethod
+    def unloaded(cls, model: Any) -> HfModel:
+        """A model on the meta device, which can be fed and makes nothing."""
+        made = cls.__new__(cls)
+        made.model, made.device = model, torch.device("meta")
+        made.takes = frozenset(inspect.signature(model.forward).parameters)
+        return made
 
     @property
     def layers(self) -> tuple[LayerShape, ...]:
@@ -184,29 +194,86 @@ def load(folder: Path, dtype: str, device: torch.device, **placing: Any) -> Any:
     placing: device_map and max_memory, as from_pretrained takes them. Raises InvalidModel.
     """
     number = "auto" if dtype == "auto" else getattr(torch, dtype)
+    own: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=number, local_files_only=True, trust_remote_code=False, **placing
+        check_name(transformers.AutoConfig.from_pretrained(folder, **own))
+        model, about = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=number, output_loading_info=True, **own, **placing
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise InvalidModel(f"transformers cannot load {folder.name}: {str(error).splitlines()[0]}") from error
+    if missing := sorted(about["missing_keys"]):
+        raise InvalidModel(
+            f"{folder.name} lacks {len(missing)} tensors of {type(model).__name__}, such as {missing[0]}"
+        )
     return model.eval() if placing else model.eval().to(device)
 
 
+def check_name(config: Any) -> None:
+    """Raise InvalidModel unless transformers' class for a config's `model_type` is the one that the config names: a
+    look-alike would answer, too."""
+    named, found = (config.architectures or [""])[0], class_of(config.model_type)
+    if named and found and named != found:
+        raise InvalidModel(
+            f"config.json names {named}, but its model_type {config.model_type!r} is {found} to transformers: correct "
+            "the one that is wrong"
+        )
+
+
+def class_of(model_type: str) -> str:
+    """The name of transformers' causal language model of a `model_type`, empty if it has none."""
+    name = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "")
+    return str(name if isinstance(name, str) else name[0])
+
+
+class Sketch(NamedTuple):
+    """A model from its config.json alone. spec: sizes as far as every config has them. layers: K/V that is kept in
+    blocks, None where only loading the model tells. whole: see `Past`."""
+
+    spec: ModelSpec
+    parameters: int
+    layers: tuple[LayerShape, ...] | None
+    whole: bool
+
+
+def sketch(folder: Path, dtype: torch.dtype) -> Sketch:
+    """What a model would be, built without weights. Raises InvalidModel for one that transformers cannot build."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        check_name(config)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise InvalidModel(f"transformers cannot build {folder.name}: {str(error).splitlines()[0]}") from error
+    spec = read(config, type(model).__name__)
+    count = sum(each.numel() for each in model.parameters())
+    made = HfModel.unloaded(model)
+    try:
+        with torch.inference_mode(), torch.device("meta"):
+            past = next(PagedCache.variants(made), None)
+    except Exception as error:
+        # As in `HfModel._agrees`: some forwards look at numbers, which are not there.
+        log.debug("%s: %s", spec.architecture, error)
+        past = None
+    return Sketch(spec, count, None if past is None else past.layers, past is None or past.whole)
+
+
 def read(config: Any, architecture: str) -> ModelSpec:
-    """Vocabulary and context. What a token keeps is found by trying, so there are no layers."""
+    """Sizes, as far as every config has them. What a token keeps is found by trying, so there are no layers."""
     text = config.get_text_config()
     known = text.to_dict()
+    hidden = getattr(text, "hidden_size", 1)
+    heads = getattr(text, "num_attention_heads", None) or 1
     context = next((known[name] for name in LENGTHS if isinstance(known.get(name), int)), 2048)
     stop = text.eos_token_id
     return ModelSpec(
         architecture=architecture,
-        hidden=1,
+        hidden=hidden,
         layers=0,
-        heads=0,
-        kv_heads=0,
-        head_dim=0,
-        mlp=0,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        mlp=known.get("intermediate_size") or 4 * hidden,
         vocab=text.vocab_size,
         context=min(context, UNLIMITED),
         norm_eps=0.0,
@@ -216,6 +283,6 @@ def read(config: Any, architecture: str) -> ModelSpec:
     )
 
 
-def knows(architecture: str) -> bool:
-    """Whether transformers has a causal language model of this name."""
-    return architecture in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+def knows(fields: Mapping[str, Any], architecture: str) -> bool:
+    """Whether transformers has a causal language model of this name for a config.json."""
+    return class_of(str(fields.get("model_type"))) == architecture
