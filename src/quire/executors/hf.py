@@ -228,7 +228,7 @@ def class_of(model_type: str) -> str:
 
 class Sketch(NamedTuple):
     """A model from its config.json alone. spec: sizes as far as every config has them. layers: K/V that is kept in
-    blocks, None where only loading the model tells. whole: see `Past`."""
+    blocks, None where that is known once it is loaded. whole: see `Past`."""
 
     spec: ModelSpec
     parameters: int

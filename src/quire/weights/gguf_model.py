@@ -109,6 +109,15 @@ FAMILIES: Mapping[str, Family] = {
 }
 """By llama.cpp's names, as its converter and the gguf package have them."""
 
+VARIANTS: Mapping[str, Mapping[str, Family]] = {
+    "llama": {
+        "expert_count": Family("MixtralForCausalLM", MIXTRAL_NAMES, interleaved=True),
+        "attention.sliding_window": Family("MistralForCausalLM", interleaved=True),
+    },
+    "olmo2": {"attention.sliding_window": Family("Olmo3ForCausalLM", SANDWICH_NAMES)},
+}
+"""What files of one name are, by the fact that only they have."""
+
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are facts of the rotary embedding."""
 NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
@@ -173,14 +182,7 @@ def family_of(gguf: Gguf) -> Family:
             f"{gguf.path.name} holds a model of architecture {name!r}, which is not supported (known: {known})."
             f"{nearest(name, FAMILIES)}"
         )
-    family = FAMILIES[name]
-    if name == "llama" and gguf.get("expert_count"):
-        return family._replace(architecture="MixtralForCausalLM", names=MIXTRAL_NAMES)
-    if name == "llama" and gguf.get("attention.sliding_window"):
-        return family._replace(architecture="MistralForCausalLM")
-    if name == "olmo2" and gguf.get("attention.sliding_window"):
-        return family._replace(architecture="Olmo3ForCausalLM")
-    return family
+    return next((family for fact, family in VARIANTS.get(name, {}).items() if gguf.get(fact)), FAMILIES[name])
 
 
 def restored(gguf: Gguf, name: str, theirs: str, entry: TensorEntry) -> TensorEntry:
