@@ -38,8 +38,8 @@ Fact = tuple[str, str]
 class ModelFacts(NamedTuple):
     """A model's headers. trouble: why it could not be loaded, empty where it could. dtype: of activations.
 
-    parameters: how many. layers: K/V by layer, None where that is known once it is loaded. foreign: transformers runs it. whole: its
-    K/V is kept by sequence, not in blocks.
+    parameters: how many. layers: K/V by layer, None where that is known once it is loaded. foreign: transformers runs
+    it. whole: its K/V is kept by sequence, not in blocks.
     """
 
     folder: Path
