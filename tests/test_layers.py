@@ -63,11 +63,12 @@ LOADERS = {
     "quire.weights.locate",
     "quire.bench.cpu",
     "quire.assembly.engine",
+    "quire.assembly.hf",
     "quire.assembly.text",
     "quire.cli.diff",
 }
 """Old names, commands, a user's scheduling policy, the hub's slow client, transformers, which is compared with only
-where it is installed, kernels, which need Triton, and what knows models, which needs torch: it is asked only where
+where it is installed, accelerate, which is only looked for, kernels, which need Triton, and what knows models, which needs torch: it is asked only where
 nothing can start anyway."""
 
 READ_ONLY = ("Mapping[", "Sequence[", "Collection[")
