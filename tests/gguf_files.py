@@ -23,8 +23,26 @@ ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = MappingProxyType(
         "gemma2": gguf.MODEL_ARCH.GEMMA2,
         "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
         "gpt2": gguf.MODEL_ARCH.GPT2,
+        "gemma": gguf.MODEL_ARCH.GEMMA,
+        "phi3": gguf.MODEL_ARCH.PHI3,
+        "olmo2": gguf.MODEL_ARCH.OLMO2,
+        "olmo3": gguf.MODEL_ARCH.OLMO2,
+        "granite": gguf.MODEL_ARCH.GRANITE,
+        "glm4": gguf.MODEL_ARCH.GLM4,
+        "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+        "cohere": gguf.MODEL_ARCH.COMMAND_R,
+        "cohere2": gguf.MODEL_ARCH.COHERE2,
+        "seed_oss": gguf.MODEL_ARCH.SEED_OSS,
+        "exaone4": gguf.MODEL_ARCH.EXAONE4,
+        "nemotron": gguf.MODEL_ARCH.NEMOTRON,
+        "arcee": gguf.MODEL_ARCH.ARCEE,
+        "starcoder2": gguf.MODEL_ARCH.STARCODER2,
+        "hunyuan_v1_dense": gguf.MODEL_ARCH.HUNYUAN_DENSE,
+        "ernie4_5": gguf.MODEL_ARCH.ERNIE4_5,
     }
 )
+INTERLEAVED = ("llama", "mistral", "mixtral", "granite", "smollm3", "arcee")
+"""Models whose converter is Llama's, which interleaves the halves of q's and k's heads."""
 TYPES: Mapping[str, gguf.GGMLQuantizationType] = MappingProxyType(
     {name: gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K")}
 )
@@ -80,10 +98,22 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
         return
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_key_length(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        names = ("layer_norm_eps", "norm_eps", "norm_epsilon")
+        writer.add_layer_norm_eps(next(getattr(config, name) for name in names if hasattr(config, name)))
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    writer.add_key_length(head_dim)
+    describe_scales(writer, config)
     rope = config.rope_parameters
-    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    share = rope.get("full_attention", rope).get("partial_rotary_factor", 1.0)
+    writer.add_rope_dimension_count(int(head_dim * share))
+    theta = rope.get("full_attention", rope)["rope_theta"]
+    if "alpha" in rope:
+        # Hunyuan's converter writes the stretched base.
+        theta *= rope["alpha"] ** (head_dim / (head_dim - 2))
+    writer.add_rope_freq_base(theta)
     for own in (rope.get("full_attention", rope),):
         if own["rope_type"] in ("linear", "yarn"):
             writer.add_rope_scaling_type(gguf.RopeScalingType(own["rope_type"]))
@@ -92,8 +122,17 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
                 writer.add_rope_scaling_orig_ctx_len(own["original_max_position_embeddings"])
         if own["rope_type"] == "llama3":
             writer.add_tensor("rope_freqs.weight", llama3_factors(own, config))
+        if own["rope_type"] == "longrope":
+            for name in ("long", "short"):
+                factors = np.array(own[f"{name}_factor"], dtype=np.float32)
+                writer.add_tensor(f"rope_factors_{name}.weight", factors)
+            writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+            if own.get("attention_factor"):
+                writer.add_rope_scaling_attn_factors(own["attention_factor"])
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
+        if config.model_type in ("olmo3", "exaone4"):
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     for name in ("final_logit_softcapping", "attn_logit_softcapping"):
         if getattr(config, name, None):
             getattr(writer, f"add_{name}")(getattr(config, name))
@@ -102,6 +141,16 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_expert_used_count(config.num_experts_per_tok)
         if getattr(config, "moe_intermediate_size", None):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+
+
+def describe_scales(writer: gguf.GGUFWriter, config: Any) -> None:
+    if config.model_type == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if config.model_type.startswith("cohere"):
+        writer.add_logit_scale(config.logit_scale)
 
 
 def llama3_factors(rope: Mapping[str, Any], config: Any) -> np.ndarray:
@@ -140,14 +189,14 @@ def experts_stacked(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def changed(config: Any, key: str, tensor: torch.Tensor) -> torch.Tensor:
     """What llama.cpp's converter does to it."""
-    if config.model_type in ("llama", "mistral", "mixtral") and any(p in key for p in ("q_proj", "k_proj")):
+    if config.model_type in INTERLEAVED and any(p in key for p in ("q_proj", "k_proj")):
         heads = config.num_attention_heads if "q_proj" in key else config.num_key_value_heads
         return (
             tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
             .swapaxes(1, 2)
             .reshape(tensor.shape)
         )
-    if config.model_type.startswith("gemma") and key.endswith("norm.weight"):
+    if config.model_type.startswith(("gemma", "nemotron")) and key.endswith("norm.weight"):
         return tensor + 1
     if config.model_type == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
         return tensor.T.contiguous()
@@ -156,14 +205,14 @@ def changed(config: Any, key: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def unchanged(config: Any, key: str, tensor: torch.Tensor) -> torch.Tensor:
     """The way back."""
-    if config.model_type in ("llama", "mistral", "mixtral") and any(p in key for p in ("q_proj", "k_proj")):
+    if config.model_type in INTERLEAVED and any(p in key for p in ("q_proj", "k_proj")):
         heads = config.num_attention_heads if "q_proj" in key else config.num_key_value_heads
         return (
             tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
             .swapaxes(1, 2)
             .reshape(tensor.shape)
         )
-    if config.model_type.startswith("gemma") and key.endswith("norm.weight"):
+    if config.model_type.startswith(("gemma", "nemotron")) and key.endswith("norm.weight"):
         return tensor - 1
     if config.model_type == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
         return tensor.T

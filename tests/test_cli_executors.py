@@ -23,7 +23,7 @@ from quire.cli import main
             ["generate", "--executor", "grpc", "--executor-address", "127.0.0.1:1", "--deterministic"],
             "--deterministic is an option of the process that runs the steps: give it to `quire executor`",
         ),
-        (["generate", "--executor", "rpc"], "must be one of local, grpc, onnx, hf"),
+        (["generate", "--executor", "rpc"], "must be one of auto, local, grpc, onnx, hf"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(args: list[str], complaint: str) -> None:

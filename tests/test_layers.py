@@ -47,7 +47,7 @@ TORCH_FREE = (
     *("types", "errors", "heap", "checks", "config", "tokenization", "parsers", "scheduler", "engine"),
     *("observability", "frontend", "server", "sim", "cli"),
 )
-NEEDS_TORCH = {f"quire.cli.{name}" for name in ("diff", "inspect", "plan", "verify")}
+NEEDS_TORCH = {f"quire.cli.{name}" for name in ("check", "diff", "inspect", "plan", "verify")}
 """Commands that look at a model: they are imported when they are asked for."""
 TORCH_FREE_MODULES = (
     *("quire.executors.synthetic", "quire.bench.engine"),
@@ -63,12 +63,13 @@ LOADERS = {
     "quire.weights.locate",
     "quire.bench.cpu",
     "quire.assembly.engine",
+    "quire.assembly.hf",
     "quire.assembly.text",
     "quire.cli.diff",
 }
 """Old names, commands, a user's scheduling policy, the hub's slow client, transformers, which is compared with only
-where it is installed, kernels, which need Triton, and what knows models, which needs torch: it is asked only where
-nothing can start anyway."""
+where it is installed, accelerate, which is looked for, kernels, which need Triton, and what knows models, which needs
+torch: it is asked only where nothing can start anyway."""
 
 READ_ONLY = ("Mapping[", "Sequence[", "Collection[")
 """Annotations under which mypy lets nobody write."""

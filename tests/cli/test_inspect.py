@@ -12,11 +12,12 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from quire.assembly.engine import build_engine
 from quire.cli import main
 from quire.cli.diff import FAR, Layer, compare, departs
-from quire.cli.inspect import read_facts
+from quire.cli.inspect import count, read_facts
 from quire.cli.plan import need, plan_lines
 from quire.config import Settings
 from quire.weights.files import SINGLE
@@ -27,6 +28,39 @@ from tests.quantised import SHAPE, SIZES, quantise
 from tests.tokenization.vocabulary import CHATML, byte_level, save
 
 MIB = 1 << 20
+
+
+FOREIGN = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "kept", "planned"),
+    [
+        ("gpt_neox", {**FOREIGN, "max_position_embeddings": 256}, "1,024 bytes, 256.00 KiB", "256.00 KiB for 256"),
+        (
+            "mamba",
+            {"hidden_size": 48, "num_hidden_layers": 2, "state_size": 8},
+            "0 bytes, beside states of fixed size",
+            "1 bytes for 2,048",
+        ),
+    ],
+)
+def test_a_model_that_transformers_runs_is_described_and_planned(
+    name: str, sizes: dict[str, int], kept: str, planned: str, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, vocab_size=300, **sizes))
+    model.save_pretrained(tmp_path)
+    save(tmp_path, byte_level())
+    found = rows(run("inspect", tmp_path))
+    assert found["architecture"] == type(model).__name__
+    assert found["run by"] == "transformers (--executor hf), slower than Quire's own layers"
+    assert found["parameters"] == count(sum(each.numel() for each in model.parameters()))
+    assert found["KV a token"].startswith(kept)
+    plan = rows(run("plan", tmp_path, "--memory", "1GiB"))
+    assert plan["run by"].startswith("transformers (--executor hf)")
+    assert plan["KV a sequence"].startswith(planned)
+    assert "fits" not in plan
+    assert rows(run("plan", tmp_path, "--memory", "100KiB"), code=1)["fits"].startswith("no:")
 
 
 def run(*words: object) -> Result:

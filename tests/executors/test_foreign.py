@@ -1,4 +1,5 @@
-"""Executors that others compute for: ONNX Runtime, transformers. Same tokens by the same interface."""
+"""Executors that others compute for: ONNX Runtime, and gRPC. Same tokens by the same interface. For transformers see
+test_hf.py."""
 
 from __future__ import annotations
 
@@ -11,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import BloomConfig, BloomForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel
 
 from quire.assembly.engine import build_engine
 from quire.assembly.grpc import host
@@ -23,7 +22,6 @@ from quire.types import SamplingParams
 from quire.weights.locate import embedded
 from quire.weights.onnx_export import export
 from tests import checkpoints
-from tests.answers import reference
 
 NEW = 16
 
@@ -125,10 +123,7 @@ def test_int8_is_smaller_and_answers_nearly_the_same(graphs: Path, tmp_path: Pat
         ({"executor": "onnx", "dtype": "bfloat16"}, "computes in float32"),
         ({"executor": "onnx", "quantization": "int8"}, "--quantization does not go with --executor onnx"),
         ({"executor": "onnx", "deterministic": True}, "--deterministic does not go with --executor onnx: how ONNX"),
-        ({"executor": "hf", "deterministic": True}, "--deterministic does not go with --executor hf: how transformers"),
         ({"executor": "onnx", "kv_cache_dtype": "fp8"}, "K/V is float32"),
-        ({"executor": "hf", "speculative_config": '{"method": "ngram"}'}, "cannot take a draft back"),
-        ({"executor": "hf", "block_size": 16}, "a block a sequence"),
         ({"executor": "grpc"}, "say where, with executor_address"),
         ({"executor_address": "127.0.0.1:1"}, "executor_address is for executor grpc"),
         ({"executor": "grpc", "executor_address": "127.0.0.1:1", "dtype": "float32"}, "give it to `quire executor`"),
@@ -163,46 +158,3 @@ def test_graphs_of_another_format_are_refused_with_what_to_do(
         InvalidConfig, match=f"{said}, .* reads format 1: export the model again, with `quire export-onnx"
     ):
         build_engine(Settings.of(model=str(folder), executor="onnx"))
-
-
-# ---------------------------------------------------------------- transformers
-
-VOCAB = 300
-
-
-def neox() -> PreTrainedModel:
-    return GPTNeoXForCausalLM(
-        GPTNeoXConfig(
-            vocab_size=VOCAB,
-            hidden_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=96,
-            max_position_embeddings=256,
-            initializer_range=0.3,
-            eos_token_id=None,
-            bos_token_id=None,
-        )
-    )
-
-
-def bloom() -> PreTrainedModel:
-    config = BloomConfig(
-        vocab_size=VOCAB, hidden_size=48, n_layer=2, n_head=4, initializer_range=0.3, eos_token_id=None
-    )
-    return BloomForCausalLM(config)
-
-
-@pytest.mark.parametrize("make", [neox, bloom])
-def test_a_model_without_layers_of_ours_answers_as_transformers_does(make: Any, tmp_path: Path) -> None:
-    torch.manual_seed(5)
-    theirs = make().eval()
-    theirs.save_pretrained(tmp_path)
-    with pytest.raises(InvalidModel, match="is not supported"):
-        build_engine(Settings.of(model=str(tmp_path)))
-    engine = build_engine(Settings.of(model=str(tmp_path), executor="hf", max_num_batched_tokens=64, max_num_seqs=4))
-    assert not engine.description.supports_pooling
-    said = ask(engine, VOCAB)
-    assert said == [reference(theirs, prompt, NEW) for prompt in prompts(VOCAB)]
-    assert len({token for answer in said for token in answer}) > 20
-    engine.close()

@@ -21,7 +21,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from quire.assembly.engine import build_canary
 from quire.assembly.text import build_tokenizer
 from quire.config import Settings
+from quire.models.registry import ARCHITECTURES
 from quire.weights.canary import PROBE, answers, compare, float8_layers, probe
+from quire.weights.gguf_model import FAMILIES, VARIANTS
 from quire.weights.load import DType, load_model
 from quire.weights.locate import embedded
 from quire.weights.schemes import ONLINE
@@ -73,6 +75,38 @@ def table(shapes: Iterable[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def families(page: str) -> str:
+    """A line for each `model_type` of the registry: its architectures, what is compared, the largest error in the
+    table of errors of `page`, and its name in GGUF files, if they are read."""
+    rows = [[cell.strip() for cell in line.split("|")] for line in part(page, "errors").splitlines()]
+    errors = {row[1]: row[4] for row in rows if len(row) > 4}
+    own: dict[str, list[str]] = {}
+    for name, model_type in ((n, t) for each in ARCHITECTURES.values() for n, t in each.architectures.items()):
+        if name not in own.setdefault(model_type, []):
+            own[model_type].append(name)
+    compared = [shape.split("-")[0] for shape in SHAPES]
+    lines = [
+        "| `model_type` | `architectures` | checkpoints compared | largest float32 error | GGUF |",
+        "|---" * 5 + "|",
+    ]
+    for model_type in sorted(own):
+        names = own[model_type]
+        files = ", ".join(
+            f"`{known}`"
+            for known, family in FAMILIES.items()
+            if {family.architecture, *(each.architecture for each in VARIANTS.get(known, {}).values())} & {*names}
+        )
+        count = str(compared.count(model_type) or "as the text model")
+        cells = (", ".join(f"`{name}`" for name in names), count, errors.get(model_type, ""), files)
+        lines.append(f"| {model_type} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def part(page: str, name: str) -> str:
+    """What is between the marks called `name`."""
+    return page.partition(f"<!-- {name} -->\n")[2].partition(f"<!-- /{name} -->")[0]
+
+
 def canaries() -> str:
     """What the canary finds of the embedded model, quantised on request, and stored in GGUF's types."""
     rows = []
@@ -107,6 +141,8 @@ def written(text: str, name: str, made: str) -> str:
 def main() -> None:
     for name, made in (("errors", table(SHAPES)), ("canaries", canaries())):
         PAGES[name].write_text(written(PAGES[name].read_text("utf-8"), name, made), "utf-8")
+    models = PAGES["errors"]
+    models.write_text(written(models.read_text("utf-8"), "families", families(models.read_text("utf-8"))), "utf-8")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ import pytest
 
 from quire.models.registry import ARCHITECTURES
 from quire.weights.gguf import KINDS
+from quire.weights.gguf_model import FAMILIES
 from quire.weights.schemes import ONLINE, READERS
 from tests.checkpoints import SHAPES
-from tests.models.errors import DTYPES, PAGES, canaries, table
+from tests.models.errors import DTYPES, PAGES, canaries, families, part, table
 
 TEXT = "\n".join(page.read_text("utf-8") for page in PAGES.values())
 
@@ -18,6 +19,16 @@ TEXT = "\n".join(page.read_text("utf-8") for page in PAGES.values())
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *ONLINE, *READERS, *(kind.name for kind in KINDS.values())])
 def test_everything_that_can_be_loaded_is_documented(name: str) -> None:
     assert re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", TEXT)
+
+
+def test_the_table_of_families_is_what_the_registry_and_the_checkpoints_say() -> None:
+    page = PAGES["errors"].read_text("utf-8")
+    table = part(page, "families")
+    assert table == families(page)
+    assert all(f"`{name}`" in table for name in (*ARCHITECTURES, *FAMILIES))
+    for line in table.splitlines()[2:]:
+        _, _, _, count, error, _, _ = (cell.strip() for cell in line.split("|"))
+        assert (int(count) >= 3 and float(error) < 1e-4) if count.isdecimal() else not error
 
 
 def cells(table: str) -> list[list[str]]:

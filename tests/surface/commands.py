@@ -211,6 +211,12 @@ COMMANDS = (
     Item("quire verify", verify, ci=("grpc",)),
     Item("quire executor", executor, executors=("local", "ahead"), ci=("local",), needs=("grpc",)),
     Item("quire inspect", lambda deployment: deployment.quire("inspect", "embedded"), executors=("local",)),
+    Item(
+        "quire check",
+        lambda deployment: "1 of 1 answered" in deployment.quire("check", "embedded"),
+        executors=(),
+        elsewhere="tests/cli/test_check.py::test_a_tiny_model_of_every_family_answers_alone_and_in_a_batch_alike",
+    ),
     Item("quire version", lambda deployment: deployment.quire("version"), executors=()),
     Item("quire serve", serve, part="server"),
     Item("quire chat --url", chat_elsewhere, part="server", ci=("grpc",)),

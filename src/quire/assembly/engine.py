@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 
 from quire.assembly import extra
-from quire.assembly.limits import BuiltExecutor, Limits, choose_device, choose_threads, host_bytes, resolve
+from quire.assembly.limits import (
+    BuiltExecutor,
+    Limits,
+    choose_device,
+    choose_threads,
+    host_bytes,
+    reject_options,
+    resolve,
+)
 from quire.assembly.progress import loading
 from quire.assembly.speculate import build_drafter, build_speculation, draft_layers, load_draft
 from quire.assembly.text import build_tokenizer
@@ -24,7 +34,7 @@ from quire.engine.timing import LatencyController, PlanDelay
 from quire.errors import InvalidConfig, InvalidModel
 from quire.executors.local import LocalExecutor
 from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks
-from quire.models.registry import Model, parameters
+from quire.models.registry import ARCHITECTURES, Model, architecture_name, find_architecture, parameters
 from quire.observability.recorder import recorded
 from quire.observability.recording_format import recording_folder
 from quire.ops.base import Ops
@@ -37,10 +47,16 @@ from quire.scheduler.scheduler import Scheduler
 from quire.structured_output.llguidance import ParallelMasks
 from quire.types import UNLIMITED
 from quire.weights.canary import PROBE, Canary, Threshold, float8_layers
+from quire.weights.files import read_config
 from quire.weights.load import load_model
 from quire.weights.locate import EMBEDDED, locate
 
 log = logging.getLogger(__name__)
+
+PLACING: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(("device_map", "max_memory"), "it places layers of transformers' models, --executor hf")
+)
+"""Options of one executor, and why others have no use for them."""
 
 
 def build_engine(
@@ -66,7 +82,7 @@ def build_engine(
         lookahead=limits.lookahead,
         observers=observers,
         step_budget=LatencyController(target / 1e3) if target else None,
-        plan_delay=build_plan_delay(settings.executor.executor),
+        plan_delay=build_plan_delay(choose_executor(settings)),
         keep=keep,
     )
     engine.description = replace(engine.description, static_gauges=engine.description.static_gauges | static_gauges)
@@ -75,7 +91,9 @@ def build_engine(
 
 def make_executor(settings: Settings) -> BuiltExecutor:
     """The executor that `executor` names. Raises InvalidModel or InvalidConfig."""
-    kind = settings.executor.executor
+    kind = choose_executor(settings)
+    if kind != "hf":
+        reject_options(settings, kind, PLACING)
     try:
         if kind == "local":
             return _local(settings)
@@ -107,13 +125,31 @@ def _local(settings: Settings) -> BuiltExecutor:
 
 def on_host(settings: Settings, model: Model, limits: Limits, layers: Sequence[LayerShape]) -> LocalExecutor:
     """An executor for a model on the CPU. Raises InvalidConfig when K/V does not fit."""
-    cache, draft = settings.cache, load_draft(settings, model, torch.device("cpu"), ReferenceOps())
+    cpu, cache = torch.device("cpu"), settings.cache
+    return paged(settings, model, limits, layers, cpu, cache.kv_cache_memory_bytes or cpu_budget(host_bytes()))
+
+
+def paged(
+    settings: Settings,
+    model: Model,
+    limits: Limits,
+    layers: Sequence[LayerShape],
+    device: torch.device,
+    budget: int,
+    *,
+    pools: bool = True,
+) -> LocalExecutor:
+    """An executor whose steps run as they are launched. budget: bytes of K/V. pools: as in `Description`.
+
+    Raises InvalidConfig when K/V does not fit.
+    """
+    cache, draft = settings.cache, load_draft(settings, model, device, ReferenceOps())
     blocks = cache.num_gpu_blocks_override or plan_blocks(
         (*layers, *draft_layers(draft)),
         page_size=limits.block_size,
         rows=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
-        budget=cache.kv_cache_memory_bytes or cpu_budget(host_bytes()),
+        budget=budget,
     )
     sizes: dict[str, Any] = {"pages": blocks, "page_size": limits.block_size, "rows": limits.num_rows}
     return LocalExecutor(
@@ -121,10 +157,31 @@ def on_host(settings: Settings, model: Model, limits: Limits, layers: Sequence[L
         **sizes,
         max_model_len=limits.max_model_len,
         dtype=model.dtype,
-        drafter=build_drafter(settings, draft, **sizes),
+        device=device,
+        drafter=build_drafter(settings, draft, device=device, **sizes),
         depth=limits.lookahead,
         layers=layers,
+        pools=pools,
     )
+
+
+def choose_executor(settings: Settings) -> str:
+    """What runs the steps: "auto" is our own layers, or transformers for an architecture that only it has.
+
+    Raises InvalidModel for one that neither has, and where transformers is not installed.
+    """
+    kind, model = settings.executor.executor, settings.model
+    if kind != "auto":
+        return kind
+    folder = locate(model.model, revision=model.revision, cache=model.download_dir)
+    fields = read_config(folder)
+    name = architecture_name(fields)
+    if name in ARCHITECTURES:
+        return "local"
+    known = find_spec("transformers") is not None and import_module("quire.executors.hf").knows(fields, name)
+    if not known:
+        find_architecture(name)
+    return "hf"
 
 
 def build_plan_delay(executor: str) -> PlanDelay | None:

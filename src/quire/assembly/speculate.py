@@ -90,18 +90,18 @@ def draft_layers(draft: Model | None) -> tuple[LayerShape, ...]:
     return () if draft is None else layer_shapes(draft.spec.kv_shapes, draft.dtype)
 
 
-def build_drafter(settings: Settings, draft: Model | None, *, pages: int, page_size: int, rows: int) -> Drafter | None:
-    """The drafter on a CPU. draft: from `load_draft`."""
+def build_drafter(
+    settings: Settings, draft: Model | None, *, pages: int, page_size: int, rows: int, device: torch.device
+) -> Drafter | None:
+    """The drafter of an executor whose steps run as they are launched. draft: from `load_draft`."""
     config = parse(settings.scheduler.speculative_config)
     if config is None:
         return None
     num_drafts = config.num_speculative_tokens
     if draft is None:
         return NgramDrafter(num_drafts, longest=config.prompt_lookup_max, shortest=config.prompt_lookup_min)
-    kv = allocate(draft_layers(draft), pages=pages, page_size=page_size)
-    return ModelDrafter(
-        draft, kv, vocab_size=draft.spec.vocab, num_drafts=num_drafts, rows=rows, device=torch.device("cpu")
-    )
+    kv = allocate(draft_layers(draft), pages=pages, page_size=page_size, device=device)
+    return ModelDrafter(draft, kv, vocab_size=draft.spec.vocab, num_drafts=num_drafts, rows=rows, device=device)
 
 
 def build_proposer(

@@ -69,7 +69,10 @@ def _check_architecture(settings: Settings, folder: Path) -> None:
 
     The registry of architectures needs torch, so it is imported only when the start has failed.
     """
-    if settings.executor.executor == "local":
+    kind = settings.executor.executor
+    if kind == "auto":
+        kind = import_module("quire.assembly.engine").choose_executor(settings)
+    if kind == "local":
         fields = import_module("quire.weights.files").read_config(folder)
         import_module("quire.models.registry").read_spec(fields)
 

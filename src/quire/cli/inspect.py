@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import click
 import torch
 
+from quire.assembly import extra
+from quire.assembly.engine import choose_executor
 from quire.assembly.text import Text, build_text
 from quire.cli.base import SettingsCommand
 from quire.cli.tables import print_pairs
@@ -19,7 +21,7 @@ from quire.layers.basic import RopeConfig
 from quire.layers.builder import ModelBuilder
 from quire.layers.linear import ParallelGroup
 from quire.layers.quantization.base import Plain
-from quire.model_runner.memory import block_bytes, layer_shapes
+from quire.model_runner.memory import LayerShape, block_bytes, layer_shapes
 from quire.models.registry import build_model, idle_parameters, parameters, read_spec
 from quire.models.spec import ModelSpec
 from quire.ops.reference import ReferenceOps
@@ -35,7 +37,11 @@ Fact = tuple[str, str]
 
 
 class ModelFacts(NamedTuple):
-    """A model's headers. trouble: why it could not be loaded, empty where it could. dtype: of activations."""
+    """A model's headers. trouble: why it could not be loaded, empty where it could. dtype: of activations.
+
+    parameters: how many. layers: K/V by layer, None where that is known once it is loaded. foreign: transformers runs
+    it. whole: its K/V is kept by sequence, not in blocks.
+    """
 
     folder: Path
     config: Mapping[str, Any]
@@ -43,6 +49,10 @@ class ModelFacts(NamedTuple):
     checkpoint: Checkpoint | None
     trouble: str
     dtype: torch.dtype
+    parameters: int
+    layers: tuple[LayerShape, ...] | None
+    foreign: bool = False
+    whole: bool = False
 
 
 def read_facts(settings: Settings) -> ModelFacts:
@@ -50,6 +60,8 @@ def read_facts(settings: Settings) -> ModelFacts:
     model = settings.model
     folder = locate(model.model, revision=model.revision, cache=model.download_dir)
     config = read_config(folder)
+    if choose_executor(settings) == "hf":
+        return foreign_facts(settings, folder, config)
     spec = read_spec(config)
     checkpoint, trouble = None, ""
     try:
@@ -57,8 +69,32 @@ def read_facts(settings: Settings) -> ModelFacts:
         check(config, spec, checkpoint, model.quantization)
     except InvalidModel as error:
         trouble = str(error)
+    dtype = choose_dtype(model.dtype, spec, checkpoint, torch.device("cpu"))
+    kept = layer_shapes(spec.kv_shapes, dtype)
+    return ModelFacts(folder, config, spec, checkpoint, trouble, dtype, parameters(spec), kept)
+
+
+def foreign_facts(settings: Settings, folder: Path, config: Mapping[str, Any]) -> ModelFacts:
+    """Of a model that transformers runs, built by it without weights. Raises InvalidModel."""
+    checkpoint, trouble = None, ""
+    try:
+        checkpoint = Checkpoint(folder)
+    except InvalidModel as error:
+        trouble = str(error)
+    named = settings.model.dtype if settings.model.dtype != "auto" else str(config.get("dtype") or "float32")
+    dtype = getattr(torch, named.removeprefix("torch."))
+    drawn = extra("quire.executors.hf", "hf").sketch(folder, dtype)
     return ModelFacts(
-        folder, config, spec, checkpoint, trouble, choose_dtype(model.dtype, spec, checkpoint, torch.device("cpu"))
+        folder,
+        config,
+        drawn.spec,
+        checkpoint,
+        trouble,
+        dtype,
+        drawn.parameters,
+        drawn.layers,
+        foreign=True,
+        whole=drawn.whole,
     )
 
 
@@ -89,9 +125,11 @@ def shapes(facts: ModelFacts) -> Iterator[Fact]:
     """Architecture and sizes."""
     spec = facts.spec
     yield "architecture", spec.architecture
-    whole = parameters(spec)
-    used = f", {count(whole - idle_parameters(spec))} used a token" if spec.experts else ""
-    yield "parameters", count(whole) + used
+    if facts.foreign:
+        yield from foreign_shapes(facts)
+        return
+    used = f", {count(facts.parameters - idle_parameters(spec))} used a token" if spec.experts else ""
+    yield "parameters", count(facts.parameters) + used
     yield "layers", f"{spec.layers} of width {spec.hidden}, MLP {spec.mlp} ({spec.activation})"
     if moe := spec.experts:
         dense = f", layers {', '.join(map(str, sorted(moe.dense_layers)))} dense" if moe.dense_layers else ""
@@ -116,6 +154,20 @@ def shapes(facts: ModelFacts) -> Iterator[Fact]:
         )
 
 
+def foreign_shapes(facts: ModelFacts) -> Iterator[Fact]:
+    """Sizes of a model that transformers runs."""
+    yield "run by", "transformers (--executor hf), slower than Quire's own layers"
+    yield "parameters", count(facts.parameters)
+    yield "vocabulary", f"{facts.spec.vocab:,}"
+    yield "context", f"{facts.spec.context:,} tokens"
+    if facts.layers is None:
+        yield "KV a token", "known once it is loaded"
+    else:
+        size = block_bytes(facts.layers, 1)
+        beside = ", beside states of fixed size" if facts.whole else ""
+        yield "KV a token", f"{size:,} bytes{beside}, {amount(size * facts.spec.context)} for a whole context"
+
+
 def files(facts: ModelFacts) -> Iterator[Fact]:
     """What the weights are stored in."""
     if facts.checkpoint is not None:
@@ -130,7 +182,7 @@ def files(facts: ModelFacts) -> Iterator[Fact]:
     scheme = read_scheme(facts.config)
     yield "quantised by", "nothing" if scheme is None else f"{scheme.name}: {scheme.layout}"
     yield "computed in", short(facts.dtype)
-    yield "loads", facts.trouble or "every tensor has its place"
+    yield "loads", facts.trouble or ("tried by transformers" if facts.foreign else "every tensor has its place")
 
 
 def text(settings: Settings, vocab: int) -> tuple[list[Fact], str, str]:

@@ -16,7 +16,6 @@ from quire.cli.tables import print_pairs
 from quire.config import OPTIONS, Settings
 from quire.errors import InvalidConfig
 from quire.model_runner.memory import block_bytes, cpu_budget, layer_shapes, usable_blocks
-from quire.models.registry import parameters
 from quire.weights.schemes import AUTO, ONLINE, read_scheme
 
 SHORTEST = 256
@@ -108,7 +107,11 @@ def need(settings: Settings, facts: ModelFacts, room: int, device: torch.device)
         spec, facts.dtype, tokens=limits.max_num_batched_tokens, captured=captured, rows=limits.max_num_seqs
     )
     kept = torch.float8_e4m3fn if cache.kv_cache_dtype == "fp8" else facts.dtype
-    page = block_bytes(layer_shapes(spec.kv_shapes, kept), limits.block_size)
+    size = limits.max_model_len if facts.whole else limits.block_size
+    if facts.foreign and kept is not facts.dtype:
+        raise InvalidConfig("--kv-cache-dtype does not go with --executor hf", param="kv_cache_dtype")
+    layers = facts.layers or () if facts.foreign else layer_shapes(spec.kv_shapes, kept)
+    page = max(1, block_bytes(layers, size))
     left = max(0, int(room * (1 if cpu else cache.gpu_memory_utilization)) - held - work)
     pool = min(left, cpu_budget(max(0, room - held))) if cpu else left
     if cache.num_gpu_blocks_override or cache.kv_cache_memory_bytes:
@@ -118,10 +121,10 @@ def need(settings: Settings, facts: ModelFacts, room: int, device: torch.device)
         held,
         work,
         page,
-        limits.block_size,
+        size,
         pool,
-        least=usable_blocks(1, limits.max_model_len, limits.block_size),
-        most=usable_blocks(limits.max_num_seqs, limits.max_model_len, limits.block_size),
+        least=usable_blocks(1, limits.max_model_len, size),
+        most=usable_blocks(limits.max_num_seqs, limits.max_model_len, size),
         length=limits.max_model_len,
     )
 
@@ -134,11 +137,11 @@ def weights(settings: Settings, facts: ModelFacts) -> int:
             return sum(entry.size for entry in checkpoint.entries.values())
         slots = build_outline(facts.config, spec, settings.model.quantization, facts.dtype, {}).slots
         return sum(place.target.nbytes for places in slots.values() for place in places)
-    whole = parameters(spec) * facts.dtype.itemsize
+    whole = facts.parameters * facts.dtype.itemsize
     if settings.model.quantization not in ONLINE:
         return whole
     kept = spec.vocab * spec.hidden * (1 if spec.tie else 2)
-    return whole - (parameters(spec) - kept) * (facts.dtype.itemsize - 1)
+    return whole - (facts.parameters - kept) * (facts.dtype.itemsize - 1)
 
 
 def plan_lines(settings: Settings, facts: ModelFacts, room: int, device: torch.device) -> Iterator[Fact]:
@@ -146,6 +149,9 @@ def plan_lines(settings: Settings, facts: ModelFacts, room: int, device: torch.d
     asked = need(settings, facts, room, device)
     if facts.trouble:
         yield "loads", facts.trouble
+    if facts.foreign:
+        rest = "" if facts.layers is not None and not facts.whole else "; states and K/V of its own are not counted"
+        yield "run by", f"transformers (--executor hf){rest}"
     yield "memory", f"{amount(room)} ({device.type})"
     yield "weights", amount(asked.weights)
     yield "activations", f"{amount(asked.work)} at most"
@@ -168,8 +174,8 @@ def plan_lines(settings: Settings, facts: ModelFacts, room: int, device: torch.d
 def smaller(settings: Settings, facts: ModelFacts, room: int, device: torch.device) -> Iterator[dict[str, Any]]:
     """Changes of settings that make it fit, the least first."""
     asked = need(settings, facts, room, device)
-    plain = read_scheme(facts.config) is None and settings.model.quantization == AUTO
-    small_kv: dict[str, Any] = {"kv_cache_dtype": "fp8"}
+    plain = read_scheme(facts.config) is None and settings.model.quantization == AUTO and not facts.foreign
+    small_kv: dict[str, Any] = {} if facts.foreign else {"kv_cache_dtype": "fp8"}
     both = {**small_kv, **({"quantization": "fp8"} if plain else {})}
     whole = {} if settings.cache.num_gpu_blocks_override else {"kv_cache_memory_bytes": (asked.least + 1) * asked.page}
     length = longest(asked)

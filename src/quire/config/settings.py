@@ -110,10 +110,22 @@ def check_files(config: AccessConfig) -> None:
 class ExecutorConfig:
     """What runs the steps."""
 
-    executor: Literal["local", "grpc", "onnx", "hf"] = option(
-        "local",
-        "What runs the steps: local, our own layers; onnx, ONNX Runtime on a folder that `quire export-onnx` wrote; "
-        "hf, Hugging Face transformers, slowly, for models we have no layers for; grpc, a `quire executor` elsewhere.",
+    executor: Literal["auto", "local", "grpc", "onnx", "hf"] = option(
+        "auto",
+        "What runs the steps: local, our own layers; hf, Hugging Face transformers, slowly, for models we have no "
+        "layers for; auto, hf for those and local for all others; onnx, ONNX Runtime on a folder that `quire "
+        "export-onnx` wrote; grpc, a `quire executor` elsewhere.",
+    )
+    device_map: str | None = option(
+        None,
+        "Where --executor hf puts layers, as transformers' device_map: auto, balanced, balanced_low_0, sequential, or "
+        "a JSON object of modules and devices. Unset: all on --device.",
+    )
+    max_memory: str | None = option(
+        None,
+        'Most memory for weights on each device, with --device-map: a JSON object such as {"0": "20GiB", "cpu": '
+        '"60GiB"}.',
+        mapping=True,
     )
     executor_address: str | None = option(
         None, "HOST:PORT of the `quire executor` that runs the steps, for --executor grpc."
@@ -140,7 +152,8 @@ def check_executor(config: ExecutorConfig) -> None:
             "executor grpc runs steps elsewhere: say where, with executor_address HOST:PORT", param="executor_address"
         )
     for entry in fields(config):
-        if config.executor != "grpc" and entry.name != "executor" and getattr(config, entry.name) != entry.default:
+        of_grpc = entry.name.startswith("executor_") and config.executor != "grpc"
+        if of_grpc and getattr(config, entry.name) != entry.default:
             raise InvalidConfig(
                 f"{entry.name} is for executor grpc, but executor is {config.executor}", param=entry.name
             )

@@ -32,7 +32,7 @@ UNSUPPORTED = _by_name(
         "scales of --kv-cache-dtype fp8 are found while loading": "calculate_kv_scales",
         "preempted requests are recomputed, never swapped": "swap_space preemption_mode",
         "stop the server and start it again: it is ready in seconds": "enable_sleep_mode",
-        "code from a repository is never run; only built-in architectures are served": (
+        "code from a repository is never run; only Quire's and transformers' own architectures are served": (
             "trust_remote_code code_revision tool_parser_plugin logits_processors"
         ),
         "what a model can do follows from the model; /v1/embeddings needs no option": "task runner convert",

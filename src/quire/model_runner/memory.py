@@ -14,13 +14,17 @@ GIB = 1 << 30
 
 
 class LayerShape(NamedTuple):
-    """K/V of one layer per token: `heads` keys and values of `dim` numbers in `dtype`, in units of their scales."""
+    """K/V of one layer per token: `heads` keys and values of `dim` numbers in `dtype`, in units of their scales.
+
+    device: where the layer is, if a model is on several; empty: where the pool is.
+    """
 
     heads: int
     dim: int
     dtype: torch.dtype
     k_scale: float = 1.0
     v_scale: float = 1.0
+    device: str = ""
 
 
 def layer_shapes(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[LayerShape, ...]:
@@ -91,7 +95,8 @@ def allocate(
 
     def zeros(each: LayerShape) -> torch.Tensor:
         try:
-            return torch.zeros((pages + 1, each.heads, page_size, each.dim), dtype=each.dtype, device=device)
+            shape = pages + 1, each.heads, page_size, each.dim
+            return torch.zeros(shape, dtype=each.dtype, device=each.device or device)
         except RuntimeError as error:
             # On a CPU torch has no exception class of its own for it.
             whole = _gib((pages + 1) * block_bytes(layers, page_size))

@@ -198,8 +198,10 @@ class Runner(BaseRunner):
         batch = build_batch(rows, shape, self.device)
         samples = len(shape.sample_indices)
         wants_all = bool(shape.scored_spans) or pool.wants_all(shape)
-        if not wants_all and 0 < samples < len(batch.tokens):
-            wanted = torch.from_numpy(shape.sample_indices.astype(np.int32)).to(self.device)
+        if not wants_all and samples < len(batch.tokens):
+            # One token's at least, since no model needs to know how to compute none.
+            indices = shape.sample_indices if samples else shape.query_start[:1]
+            wanted = torch.from_numpy(indices.astype(np.int32)).to(self.device)
             batch = replace(batch, output_indices=wanted)
         hidden = self.model.forward(batch, self.kv)
         step.hidden = hidden if shape.scored_spans else None

@@ -73,11 +73,16 @@ MODEL_TYPES: Mapping[str, str] = {
 
 def read_spec(fields: Mapping[str, Any]) -> ModelSpec:
     """The shape that a config.json describes. Raises InvalidModel for an architecture or a field that is unknown."""
+    name = architecture_name(fields)
+    return check_sizes(find_architecture(name).read(Config(fields), name))
+
+
+def architecture_name(fields: Mapping[str, Any]) -> str:
+    """The architecture that a config.json names, its `model_type` where it names none. Raises InvalidModel."""
     names = fields.get("architectures") or [MODEL_TYPES.get(str(fields.get("model_type")), "")]
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise InvalidModel("config.json: architectures must be a list of names")
-    name = names[0] or str(fields.get("model_type", "of no name"))
-    return check_sizes(find_architecture(name).read(Config(fields), name))
+    return names[0] or str(fields.get("model_type", "of no name"))
 
 
 def build_model(spec: ModelSpec, build: ModelBuilder) -> Model:
@@ -111,6 +116,6 @@ def find_architecture(name: str) -> Architecture:
     if name not in ARCHITECTURES:
         raise InvalidModel(
             f"architecture {name!r} is not supported: none of the {len(ARCHITECTURES)} of docs/guides/models.md. "
-            "transformers may run it, slowly: --executor hf"
+            "transformers may run it, slowly, with --executor hf: pip install 'quire-llm[hf]'"
         )
     return ARCHITECTURES[name]

@@ -226,7 +226,7 @@ def float8_layers(model: Model, encoded: Sequence[int], device: torch.device) ->
         scales = [scale_of(written(pool, len(tokens))) for pool in (cache.k, cache.v)]
         rough = any(scale is None for scale in scales)
         kept = [1.0 if rough or scale is None else scale for scale in scales]
-        layers.append(LayerShape(heads, dim, model.dtype if rough else E4M3, *kept))
+        layers.append(LayerShape(heads, dim, model.dtype if rough else E4M3, kept[0], kept[1]))
     room = allocate(layers, pages=-(-len(tokens) // PAGE), page_size=PAGE, device=device)
     return tuple(layers), compare(reference, answers(model, tokens, device, room), tokens)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel, nearest
+from quire.models.spec import FULL, SLIDING
 from quire.ops.gguf_blocks import BLOCKS
 from quire.weights.entries import Cut, TensorEntry, file_entry, read_tensor
 from quire.weights.gguf import Gguf, GgufTensorInfo
@@ -33,12 +34,6 @@ MIXTRAL_NAMES: Mapping[str, str] = {
     "ffn_up_exps": "block_sparse_moe.experts.#.w3",
     "ffn_down_exps": "block_sparse_moe.experts.#.w2",
 }
-GEMMA_NAMES: Mapping[str, str] = {
-    **LLAMA_NAMES,
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
 GPT2_NAMES: Mapping[str, str] = {
     "attn_norm": "ln_1",
     "attn_qkv": "attn.c_attn",
@@ -47,6 +42,23 @@ GPT2_NAMES: Mapping[str, str] = {
     "ffn_up": "mlp.c_fc",
     "ffn_down": "mlp.c_proj",
 }
+SANDWICH_NAMES: Mapping[str, str] = {
+    **LLAMA_NAMES,
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+FUSED_NAMES: Mapping[str, str] = {**LLAMA_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+GLM4_NAMES: Mapping[str, str] = {
+    **FUSED_NAMES,
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
+SEED_NAMES: Mapping[str, str] = {**LLAMA_NAMES, "post_attention_norm": "post_attention_layernorm"}
+HUNYUAN_NAMES: Mapping[str, str] = {
+    **LLAMA_NAMES,
+    **{f"attn_{part}_norm": f"self_attn.{word}_layernorm" for part, word in (("q", "query"), ("k", "key"))},
+}
+STARCODER_NAMES: Mapping[str, str] = {**LLAMA_NAMES, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 OUTER: Mapping[str, str] = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 GPT2_OUTER: Mapping[str, str] = {
     "token_embd": "transformer.wte",
@@ -54,6 +66,60 @@ GPT2_OUTER: Mapping[str, str] = {
     "output_norm": "transformer.ln_f",
     "output": "lm_head",
 }
+GEMMA_NAMES: Mapping[str, str] = {**SANDWICH_NAMES, "ffn_norm": "pre_feedforward_layernorm"}
+
+
+class Family(NamedTuple):
+    """What llama.cpp calls an architecture. architecture: in config.json. names: of a layer's tensors, in the file and
+    in the checkpoint; outer: of the others; prefix: of layers. interleaved: the converter interleaves the halves of
+    heads of q and k, whose rotation llama.cpp knows by neighbours. shift: what it adds to the weights of norms.
+    """
+
+    architecture: str
+    names: Mapping[str, str] = LLAMA_NAMES
+    outer: Mapping[str, str] = OUTER
+    prefix: str = "model.layers"
+    interleaved: bool = False
+    shift: float = 0.0
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("LlamaForCausalLM", interleaved=True),
+    "qwen2": Family("Qwen2ForCausalLM"),
+    "qwen3": Family("Qwen3ForCausalLM"),
+    "qwen3moe": Family("Qwen3MoeForCausalLM"),
+    "gemma": Family("GemmaForCausalLM", shift=1.0),
+    "gemma2": Family("Gemma2ForCausalLM", GEMMA_NAMES, shift=1.0),
+    "gemma3": Family("Gemma3ForCausalLM", GEMMA_NAMES, shift=1.0),
+    "gpt2": Family("GPT2LMHeadModel", GPT2_NAMES, GPT2_OUTER, "transformer.h"),
+    "phi3": Family("Phi3ForCausalLM", FUSED_NAMES),
+    "olmo2": Family("Olmo2ForCausalLM", SANDWICH_NAMES),
+    "granite": Family("GraniteForCausalLM", interleaved=True),
+    "glm4": Family("Glm4ForCausalLM", GLM4_NAMES),
+    "smollm3": Family("SmolLM3ForCausalLM", interleaved=True),
+    "command-r": Family("CohereForCausalLM"),
+    "cohere2": Family("Cohere2ForCausalLM"),
+    "seed_oss": Family("SeedOssForCausalLM", SEED_NAMES),
+    "exaone4": Family("Exaone4ForCausalLM", SANDWICH_NAMES),
+    "nemotron": Family("NemotronForCausalLM", shift=1.0),
+    "arcee": Family("ArceeForCausalLM", interleaved=True),
+    "starcoder2": Family("Starcoder2ForCausalLM", STARCODER_NAMES),
+    "hunyuan-dense": Family("HunYuanDenseV1ForCausalLM", HUNYUAN_NAMES),
+    "ernie4_5": Family("Ernie4_5ForCausalLM"),
+}
+"""By llama.cpp's names, as its converter and the gguf package have them."""
+
+VARIANTS: Mapping[str, Mapping[str, Family]] = {
+    "llama": {
+        "expert_count": Family("MixtralForCausalLM", MIXTRAL_NAMES, interleaved=True),
+        "attention.sliding_window": Family("MistralForCausalLM", interleaved=True),
+    },
+    "olmo2": {"attention.sliding_window": Family("Olmo3ForCausalLM", SANDWICH_NAMES)},
+}
+"""What files of one name are, by the fact that only they have."""
+
+FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that are facts of the rotary embedding."""
 NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
@@ -83,7 +149,7 @@ def gguf_entries(gguf: Gguf) -> dict[str, TensorEntry]:
             entry = file_entry(gguf.path, held.start, PLAIN[held.kind.name], held.shape, held.kind.name)
         else:
             entry = block_entry(gguf, held)
-        if name == "rope_freqs.weight":
+        if name in FACTORS:
             continue
         theirs = transformers_name(gguf, name)
         entry = restored(gguf, name, theirs, entry)
@@ -100,26 +166,33 @@ def transformers_name(gguf: Gguf, name: str) -> str:
     if not found:
         return name
     layer, part, kind = found.groups()
-    family, prefix, outer = LLAMA_NAMES, "model.layers", OUTER
-    if gguf.architecture == "gpt2":
-        family, prefix, outer = GPT2_NAMES, "transformer.h", GPT2_OUTER
-    elif gguf.architecture.startswith("gemma"):
-        family = GEMMA_NAMES
-    elif gguf.architecture == "llama" and gguf.get("expert_count"):
-        family = MIXTRAL_NAMES
-    known = outer if layer is None else family
+    family = family_of(gguf)
+    known = family.outer if layer is None else family.names
     if part not in known:
         return name
-    return f"{known[part]}.{kind}" if layer is None else f"{prefix}.{layer}.{known[part]}.{kind}"
+    return f"{known[part]}.{kind}" if layer is None else f"{family.prefix}.{layer}.{known[part]}.{kind}"
+
+
+def family_of(gguf: Gguf) -> Family:
+    """The family of a file, where its facts say more than its name. Raises InvalidModel for an unknown architecture."""
+    name = gguf.architecture
+    if name not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise InvalidModel(
+            f"{gguf.path.name} holds a model of architecture {name!r}, which is not supported (known: {known})."
+            f"{nearest(name, FAMILIES)}"
+        )
+    return next((family for fact, family in VARIANTS.get(name, {}).items() if gguf.get(fact)), FAMILIES[name])
 
 
 def restored(gguf: Gguf, name: str, theirs: str, entry: TensorEntry) -> TensorEntry:
-    """Undo a converter's changes: Llama's interleaved heads, Gemma's norms plus 1, GPT-2's transposed matrices."""
-    if gguf.architecture == "llama" and re.search(r"\.attn_[qk]\.", name):
+    """Undo a converter's changes: interleaved heads, norms plus 1, GPT-2's transposed matrices."""
+    family = family_of(gguf)
+    if family.interleaved and re.search(r"\.attn_[qk]\.", name):
         heads = gguf.get("attention.head_count") if ".attn_q." in name else kv_heads(gguf)
         return entry.transformed(entry.shape, lambda whole: halves(whole, heads), rows_only=True)
-    if gguf.architecture.startswith("gemma") and name.endswith("norm.weight"):
-        return entry.transformed(entry.shape, lambda whole: whole.float() - 1.0)
+    if family.shift and name.endswith("norm.weight"):
+        return entry.transformed(entry.shape, lambda whole: whole.float() - family.shift)
     if gguf.architecture == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight$", theirs):
         return entry.transformed(entry.shape[::-1], lambda whole: whole.t())
     return entry
@@ -138,16 +211,11 @@ def kv_heads(gguf: Gguf) -> int:
 def gguf_config(gguf: Gguf) -> dict[str, Any]:
     """The metadata as fields of config.json. Raises InvalidModel for an unknown architecture."""
     name, get = gguf.architecture, gguf.get
-    if name not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise InvalidModel(
-            f"{gguf.path.name} holds a model of architecture {name!r}, which is not supported (known: {known})."
-            f"{nearest(name, ARCHITECTURES)}"
-        )
+    family = family_of(gguf)
     heads, hidden = get("attention.head_count", 0), get("embedding_length", 0)
     head_dim = get("attention.key_length") or hidden // max(1, heads)
     fields = {
-        "architectures": [ARCHITECTURES[name]],
+        "architectures": [family.architecture],
         "hidden_size": hidden,
         "num_hidden_layers": get("block_count"),
         "num_attention_heads": heads,
@@ -159,9 +227,19 @@ def gguf_config(gguf: Gguf) -> dict[str, Any]:
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
         "rope_theta": get("rope.freq_base"),
         "rope_scaling": scaling(gguf),
+        "partial_rotary_factor": rotated_share(gguf, head_dim),
         "sliding_window": get("attention.sliding_window"),
+        "layer_types": layer_types(gguf),
+        "layer_norm_eps": get("attention.layer_norm_epsilon"),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
+        "use_bias": "blk.0.attn_q.bias" in gguf.tensors,
+        "attention_multiplier": get("attention.scale"),
+        "embedding_multiplier": get("embedding_scale"),
+        "residual_multiplier": get("residual_scale"),
+        # Granite's file divides logits by it, Cohere's multiplies.
+        "logits_scaling": get("logit_scale"),
+        "logit_scale": get("logit_scale"),
         "eos_token_id": gguf.facts.get("tokenizer.ggml.eos_token_id"),
         "final_logit_softcapping": get("final_logit_softcapping"),
         "attn_logit_softcapping": get("attn_logit_softcapping"),
@@ -183,33 +261,39 @@ def gguf_config(gguf: Gguf) -> dict[str, Any]:
             "n_positions": get("context_length"),
         }
         fields |= {"n_inner": get("feed_forward_length"), "layer_norm_epsilon": get("attention.layer_norm_epsilon")}
-    if name == "llama" and get("expert_count"):
-        fields |= {"architectures": ["MixtralForCausalLM"]}
-    if name == "llama" and get("attention.sliding_window"):
-        fields |= {"architectures": ["MistralForCausalLM"]}
     return {key: value for key, value in fields.items() if value is not None}
 
 
+def rotated_share(gguf: Gguf, head_dim: int) -> float | None:
+    """`partial_rotary_factor`, None where whole heads are rotated. Half a dimension more, since a share is rounded
+    down."""
+    rotated = gguf.get("rope.dimension_count") or head_dim
+    return (rotated + 0.5) / head_dim if rotated < head_dim else None
+
+
+def layer_types(gguf: Gguf) -> list[str] | None:
+    """Names of local and global layers, where the file has a pattern for each layer."""
+    pattern = gguf.get("attention.sliding_window_pattern")
+    if not isinstance(pattern, list | tuple):
+        return None
+    return [SLIDING if local else FULL for local in pattern]
+
+
 def scaling(gguf: Gguf) -> dict[str, Any] | None:
-    """rope_scaling: Llama 3.1's is in a tensor of factors, others are in the metadata."""
-    held = gguf.tensors.get("rope_freqs.weight")
-    if held is not None:
-        entry = file_entry(gguf.path, held.start, torch.float32, held.shape)
-        return {"rope_type": "factors", "factor": 1.0, "factors": entry.read(()).tolist()}
+    """rope_scaling: Llama 3.1's and LongRoPE's are in tensors of factors, others are in the metadata."""
+    length = gguf.get("rope.scaling.original_context_length")
+    plain, long, short = (
+        None if held is None else file_entry(gguf.path, held.start, torch.float32, held.shape).read(()).tolist()
+        for held in map(gguf.tensors.get, FACTORS)
+    )
+    if plain is not None:
+        return {"rope_type": "factors", "factor": 1.0, "factors": plain}
+    if long is not None:
+        found = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
+        found |= {"original_max_position_embeddings": length, "attention_factor": gguf.get("rope.scaling.attn_factor")}
+        return {name: value for name, value in found.items() if value is not None}
     kind = gguf.get("rope.scaling.type", "none")
     if kind == "none":
         return None
-    length = gguf.get("rope.scaling.original_context_length")
     found = {"rope_type": kind, "factor": gguf.get("rope.scaling.factor"), "original_max_position_embeddings": length}
     return {name: value for name, value in found.items() if value is not None}
-
-
-ARCHITECTURES: Mapping[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3moe": "Qwen3MoeForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-}

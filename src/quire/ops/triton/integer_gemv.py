@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.base import Gate, IntegerMatrix, Routing
+from quire.ops.base import Gate, IntegerKind, IntegerMatrix, Routing
 from quire.ops.triton.gemv import given, two
 from quire.ops.triton.integer_gemm import (
     PAIRS,
@@ -34,6 +34,7 @@ from quire.ops.triton.integer_gemm import (
     upper,
 )
 from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
+from quire.ops.triton.rows import GATES
 
 UNIT = tl.constexpr(64)
 """Inputs that a warp multiplies with at once."""
@@ -438,7 +439,7 @@ def batch_sums(
 @kernel(do_not_specialize=["rows"])
 def integer_gemv_kernel(
     x, weight, words, supers, bias, out, experts, weights, rows, outputs, inputs, size, scales, extra,
-    MODE: tl.constexpr, USED: tl.constexpr, UNITS: tl.constexpr, GATE: tl.constexpr, GELU: tl.constexpr,
+    MODE: tl.constexpr, USED: tl.constexpr, UNITS: tl.constexpr, GATE: tl.constexpr, ACT: tl.constexpr,
     BIAS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
     ROWS: tl.constexpr, WARPS: tl.constexpr, BATCHES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     EVEN_N: tl.constexpr, FLOAT16: tl.constexpr, FAST: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -504,7 +505,7 @@ def integer_gemv_kernel(
     y = collected(ys, 0, WARPS, ROWS)
     z = collected(ys, 1, WARPS, ROWS) if GATE else y
     place = (number + r).to(tl.int64) * outputs + n
-    given(y, z, bias, out, place, n, outputs, (r < rows) & (n < outputs), GATE, GELU, BIAS)
+    given(y, z, bias, out, place, n, outputs, (r < rows) & (n < outputs), GATE, ACT, BIAS)
 
 
 @triton.jit
@@ -536,9 +537,11 @@ WARPS_EACH, REGISTERS = 4, 128
 
 def takes(x: Tensor, card: DeviceInfo, *matrices: IntegerMatrix) -> bool:
     """Whether these kernels are for x: few rows of 16-bit numbers, at multiples of 8 bytes, as those of all that is
-    multiplied with the matrices, on a card with such matrix units, where kernels may depend on the batch."""
+    multiplied with the matrices, of integers, on a card with such matrix units, where kernels may depend on the
+    batch."""
     fits = x.dtype in (torch.bfloat16, torch.float16) and x.data_ptr() % 8 == 0 and len(x) <= MAX_ROWS
-    return fits and card.capability >= AMPERE and card.sms > 0 and all(each.inputs % 4 == 0 for each in matrices)
+    fits = fits and card.capability >= AMPERE and card.sms > 0
+    return fits and all(each.inputs % 4 == 0 and each.kind is not IntegerKind.FLOATS for each in matrices)
 
 
 def integer_gemv(x: Tensor, matrix: IntegerMatrix, bias: Tensor | None, card: DeviceInfo, gate: Gate = "") -> Tensor:
@@ -589,7 +592,7 @@ def launch(
     integer_gemv_kernel[(triton.cdiv(outputs, 16), count)](
         *(x.view(torch.int64), matrix.weight.view(torch.int64), matrix.words, supers, x if bias is None else bias, out),
         *(experts, weights, rows, outputs, matrix.inputs, *strides),
-        MODE=mode.value, USED=used, UNITS=own, GATE=gate != "", GELU=gate == "gelu", BIAS=bias is not None,
+        MODE=mode.value, USED=used, UNITS=own, GATE=gate != "", ACT=GATES[gate], BIAS=bias is not None,
         BITS=matrix.bits, KIND=int(matrix.kind), GROUP=matrix.group, HALF=matrix.half, ROWS=padded, WARPS=warps,
         BATCHES=batches, DEPTH=max(1, REGISTERS // registers), EVEN=units * padded == 8 * warps * batches,
         EVEN_N=outputs % 16 == 0, FLOAT16=x.dtype is torch.float16, FAST=any(card.capability),

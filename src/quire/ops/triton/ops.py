@@ -135,7 +135,7 @@ class TritonOps(BaseOps):
     ) -> Tensor:
         """See `Ops.quantized_experts`."""
         if isinstance(gate_up, IntegerMatrix) and isinstance(down, IntegerMatrix):
-            if integer_gemv.takes(x, self.card, gate_up, down):
+            if biases.gate_up is None and biases.down is None and integer_gemv.takes(x, self.card, gate_up, down):
                 inner = integer_gemv.multiply_slots(x, routing, gate_up, gate, self.card)
                 return integer_gemv.add_slots(inner, routing, down, self.card)
             tiles = self.integer_expert_config(routing, x, gate_up, down)

@@ -1,0 +1,142 @@
+"""`quire check`: a model, or a tiny one of each family, answers alone and in a batch, through what would serve it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import click
+
+from quire.assembly.engine import build_engine
+from quire.cli.base import OFFLINE, SettingsCommand
+from quire.config import Settings
+from quire.engine.engine import Engine
+from quire.errors import InvalidConfig, InvalidModel, QuireError
+from quire.models.registry import ARCHITECTURES
+from quire.types import GREEDY
+
+TINY: Mapping[str, Any] = MappingProxyType(
+    {
+        "vocab_size": 320,
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 256,
+        "max_position_embeddings": 256,
+        "sliding_window": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "shared_intermediate_size": 256,
+    }
+)
+"""Sizes of the models of `--all`, as most families name them."""
+
+OWN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "GPT2LMHeadModel": {"n_embd": 128, "n_head": 4, "n_layer": 4, "n_positions": 256},
+        "GraniteMoeHybridForCausalLM": {"num_local_experts": 0, "layer_types": ["attention"] * 4},
+        "MixtralForCausalLM": {"num_local_experts": 4},
+    }
+)
+"""Fields of families that name them otherwise."""
+
+PROMPTS = tuple(tuple((31 * i + 7 * at) % 300 for at in range(5 + 11 * i)) for i in range(3))
+NEW = 8
+
+
+class Checked(NamedTuple):
+    """What a family answered. error: what went wrong, empty if nothing did."""
+
+    name: str
+    seconds: float
+    error: str
+
+
+@click.command(
+    "check",
+    cls=SettingsCommand,
+    sections=OFFLINE,
+    positional=True,
+    params=[click.Option(["--all", "every"], is_flag=True, help="A tiny model of each family, with random weights.")],
+)
+@click.pass_context
+def command(ctx: click.Context, settings: Settings, every: bool) -> None:
+    """Let MODEL answer three prompts alone and together, and compare; with --all, a tiny model of each family.
+
+    The exit code is 1 where one fails. In the default mode, rounding may make answers in a batch differ: only with
+    --deterministic are they compared.
+    """
+    names = list(families()) if every else [settings.model.model]
+    failed = 0
+    for i, name in enumerate(names, 1):
+        found = checked(name, family(settings, name) if every else settings)
+        failed += bool(found.error)
+        said = f"FAILED: {found.error}" if found.error else f"{found.seconds:.1f} s"
+        click.echo(f"{i} of {len(names)}  {found.name}  {said}")
+    click.echo(f"{len(names) - failed} of {len(names)} answered")
+    ctx.exit(1 if failed else 0)
+
+
+def families() -> Iterator[str]:
+    """One architecture of each class of the registry."""
+    seen = set[int]()
+    for name, kind in ARCHITECTURES.items():
+        if id(kind) not in seen:
+            seen.add(id(kind))
+            yield name
+
+
+def family(settings: Settings, name: str) -> Settings:
+    """The settings for a tiny model of an architecture. Raises InvalidConfig if they name a model."""
+    if settings.source("model") != "default":
+        raise InvalidConfig("--all makes its own models: leave the model out", param="model")
+    return settings.changed(load_format="dummy", max_model_len=256)
+
+
+def checked(name: str, settings: Settings) -> Checked:
+    """Build an engine, and let it answer."""
+    began = time.perf_counter()
+    try:
+        if settings.model.load_format == "dummy" and name in ARCHITECTURES:
+            with tempfile.TemporaryDirectory() as folder:
+                fields = {**TINY, **OWN.get(name, {}), "architectures": [name]}
+                (Path(folder) / "config.json").write_text(json.dumps(fields))
+                error = answered(settings.changed(model=folder))
+        else:
+            error = answered(settings)
+    except (QuireError, RuntimeError) as failure:
+        error = str(failure).split("\n")[0]
+    return Checked(name, time.perf_counter() - began, error)
+
+
+def answered(settings: Settings) -> str:
+    """What is wrong with the answers, empty if nothing is. Raises InvalidModel."""
+    with closing(build_engine(settings)) as engine:
+        vocab = engine.description.vocab_size
+        prompts = [tuple(token % vocab for token in prompt) for prompt in PROMPTS]
+        alone = [answer for prompt in prompts for answer in answers(engine, [prompt])]
+        together = answers(engine, prompts)
+    if any(len(answer) != NEW or not all(0 <= token < vocab for token in answer) for answer in (*alone, *together)):
+        raise InvalidModel(f"an answer is not {NEW} tokens of the vocabulary")
+    differ = settings.execution.deterministic and alone != together
+    return "answers differ alone and in a batch" if differ else ""
+
+
+def answers(engine: Engine, prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Greedy answers to prompts at once. Raises InvalidModel for one that fails."""
+    said: dict[str, tuple[int, ...]] = {engine.submit(prompt, NEW, sampling=GREEDY): () for prompt in prompts}
+    while engine.has_pending_work:
+        for event in engine.step():
+            if event.error is not None:
+                raise InvalidModel(str(event.error))
+            said[event.id] += event.tokens
+    return list(said.values())
