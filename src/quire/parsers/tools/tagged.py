@@ -124,10 +124,7 @@ class TaggedReader(PartEmitter):
             if not (yield from self._value(schema_of(self._tools, tool, key.strip()), form)):
                 return
         # Where the answer is cut off, so are the arguments.
-        if said == "{":
-            self._emit_arguments("{" if tape.exhausted and not mark else "{}")
-        elif mark or not tape.exhausted:
-            self._emit_arguments("}")
+        self._emit_arguments(("{" if said == "{" else "") + ("}" if mark or not tape.cut else ""))
 
     def _value(self, schema: Any, form: Parameters) -> Generator[None, None, bool]:
         """One value as JSON, by its schema. Returns whether its end was found."""

@@ -19,12 +19,14 @@ class Tape:
     What is read is the same however the text is cut: a mark is only looked for where enough text follows to know.
     """
 
-    __slots__ = ("_at", "_text", "ended", "space")
+    __slots__ = ("_at", "_text", "cut", "ended", "space")
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
         self.ended = False
+        # Whether the text ended within a mark that was looked for.
+        self.cut = False
         # The white space that was skipped last.
         self.space = ""
 
@@ -69,7 +71,9 @@ class Tape:
                     self._at += len(mark)
                     return mark
             rest = self._text[self._at :]
-            if self.ended or not any(mark.startswith(rest) for mark in marks):
+            possible_mark = any(mark.startswith(rest) for mark in marks)
+            if self.ended or not possible_mark:
+                self.cut = possible_mark
                 return ""
             yield
 
