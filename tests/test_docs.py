@@ -28,7 +28,13 @@ PAGES = (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/
 
 
 @pytest.mark.parametrize(
-    ("name", "page"), [("configuration", options_page), ("requests", requests_page), ("metrics", metrics_page), ("parsers", parsers_page)]
+    ("name", "page"),
+    [
+        ("configuration", options_page),
+        ("requests", requests_page),
+        ("metrics", metrics_page),
+        ("parsers", parsers_page),
+    ],
 )
 def test_what_is_written_from_the_code_is_current(name: str, page: ModuleType) -> None:
     written = ROOT / f"docs/reference/{name}.md"

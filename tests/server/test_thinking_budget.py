@@ -140,13 +140,14 @@ async def check_odd(name: str, path: str, stream: bool, which: slice) -> None:
     style = STYLES[name]  # type: ignore[index]
     texts = [calls_text([{"function": {"name": "weather", "arguments": odd}}], style) for odd in ODD]
     texts += [style.before + (style.begin if isinstance(style, TaggedStyle) else "") + "[1]" + style.finish]
-    spoken = iter(texts[which])
+    spoken = [""]
 
     def answer(request: Request) -> list[int]:
-        return says(next(spoken))
+        return says(spoken[0])
 
     async with served(answer, template=KNOWS, room=4096, about={"tool_parser": name}) as server:
         for text in texts[which]:
+            spoken[0] = text
             response = await server.post(path, **ASKED[path], stream=stream)
             assert response.status_code == 200, (text, response.text)
             assert '"error":{' not in response.text, (text, response.text)

@@ -207,9 +207,9 @@ def with_effort(request: ChatRequest, card: ModelCard) -> tuple[ChatRequest, int
     given: dict[str, Any] = dict.fromkeys(("enable_thinking", "thinking"), effort != "none")
     given["reasoning_effort"] = effort
     known_kwargs = {name: value for name, value in given.items() if name in card.template_arguments}
-    told = "reasoning_effort" in known_kwargs or (effort == "none" and bool(known_kwargs))
+    in_template = "reasoning_effort" in known_kwargs or (effort == "none" and bool(known_kwargs))
     merged = {**known_kwargs, **(request.chat_template_kwargs or {})}
-    budget = EFFORTS[effort] if budget is None and not told else budget
+    budget = EFFORTS[effort] if budget is None and not in_template else budget
     return msgspec.structs.replace(request, chat_template_kwargs=merged), budget
 
 
