@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quire import LLM, SamplingParams
 from quire.engine.engine import Engine
 from quire.parsers.reasoning import THOUGHTS, bounded, thoughts_ahead
 from quire.scheduler.block_pool import EVICTION_POLICIES, RadixPrefixCache
@@ -182,3 +183,28 @@ def test_without_thoughts_ahead_or_with_an_unlimited_budget_nothing_is_bound() -
     assert bounded(None, "qwen3", "none", 5) is None
     assert bounded(None, "qwen3", "open", -1) is None and bounded(None, "qwen3", "open", None) is None
     assert thoughts_ahead("openai_gptoss", "<|start|>assistant") == "possible"
+
+
+TEMPLATE = "{% for m in messages %}<|user|>\n{{ m.content }}{% endfor %}<|assistant|><think>\n"
+
+
+def answers(drafts: str | None, budgets: Sequence[int]) -> list[tuple[int, ...]]:
+    settings = {"dtype": "float32", "max_model_len": 256, "reasoning_parser": "qwen3"}
+    with LLM("embedded", speculative_config=drafts, chat_template=TEMPLATE, **settings) as llm:
+        params = [
+            SamplingParams(thinking_token_budget=n, max_tokens=48, temperature=0.8, seed=n, ignore_eos=True)
+            for n in budgets
+        ]
+        talks = [[{"role": "user", "content": "Count."}] for _ in budgets]
+        return [made.outputs[0].token_ids for made in llm.chat(talks, params)]
+
+
+def test_the_embedded_model_stops_thinking_at_its_budget_with_and_without_drafts() -> None:
+    budgets = (0, 1, 2, 7, 20)
+    plain = answers(None, budgets)
+    assert answers('{"method": "ngram", "adaptive": false}', budgets) == plain
+    with LLM("embedded", dtype="float32", max_model_len=64) as llm:
+        tokenizer = llm.get_tokenizer()
+        close = tuple(tokenizer.encode(CLOSE, add_special_tokens=False))
+    for budget, tokens in zip(budgets, plain, strict=True):
+        assert tokens[budget : budget + len(close)] == close, budget
