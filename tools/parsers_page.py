@@ -66,8 +66,8 @@ def markdown() -> str:
         for name, style in THOUGHTS.items()
     ]
     efforts = [f"| `{effort}` | {'any number' if most < 0 else most} |" for effort, most in EFFORTS.items()]
-    return _TOOLS + "\n".join(lines) + "\n" + _REASONING + "\n".join(thoughts) + "\n" + _EFFORT + "\n".join(efforts)
+    return _TOOLS + "\n".join(lines) + "\n" + _REASONING + "\n".join(thoughts) + "\n" + _EFFORT + "\n".join(efforts) + "\n"
 
 
 if __name__ == "__main__":
-    print(markdown())
+    print(markdown(), end="")
