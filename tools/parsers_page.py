@@ -8,13 +8,13 @@ from quire.server.calls import EFFORTS
 
 _TOOLS = """# Parsers
 
-Written by `make docs` from `src/quire/parsers`; do not edit. The names are those of vLLM, but for `gemma`, which it does
-not have.
+Written by `make docs` from `src/quire/parsers`; do not edit. The names are those of vLLM, but for `gemma`, which it
+does not have.
 
 ## Tool calls
 
-`--tool-call-parser`; `auto` chooses by the chat template. In all of these formats a forced call binds name and arguments;
-`strict: true` binds the calls that a model chooses to make where the last column says so.
+`--tool-call-parser`; `auto` chooses by the chat template. In all of these formats a forced call binds name and
+arguments; `strict: true` binds the calls that a model chooses to make where the last column says so.
 
 | name | models | arguments | strict |
 |---|---|---|---|
@@ -23,8 +23,8 @@ not have.
 _REASONING = """
 ## Reasoning
 
-`--reasoning-parser`; `auto` chooses by the chat template. Where the prompt does not show whether thoughts come first, the
-last column says what is expected.
+`--reasoning-parser`; `auto` chooses by the chat template. Where the prompt does not show whether thoughts come first,
+the last column says what is expected.
 
 | name | models | begins with | ends with | expected |
 |---|---|---|---|---|
@@ -66,7 +66,9 @@ def markdown() -> str:
         for name, style in THOUGHTS.items()
     ]
     efforts = [f"| `{effort}` | {'any number' if most < 0 else most} |" for effort, most in EFFORTS.items()]
-    return _TOOLS + "\n".join(lines) + "\n" + _REASONING + "\n".join(thoughts) + "\n" + _EFFORT + "\n".join(efforts) + "\n"
+    return (
+        _TOOLS + "\n".join(lines) + "\n" + _REASONING + "\n".join(thoughts) + "\n" + _EFFORT + "\n".join(efforts) + "\n"
+    )
 
 
 if __name__ == "__main__":

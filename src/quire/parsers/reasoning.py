@@ -144,7 +144,7 @@ def thoughts_ahead(parser: ReasoningParser, prompt: str, begun: str = "", *, off
 def bounded(
     structure: StructuredOutputsParams | None, parser: ReasoningParser, ahead: Ahead, budget: int | None
 ) -> StructuredOutputsParams | None:
-    """`structure` behind the thoughts that may come `ahead`, at most `budget` tokens of them (None or -1: any number)."""
+    """`structure` behind the thoughts that may come `ahead`, at most `budget` tokens of them; None or -1: any."""
     budget = None if budget == -1 or ahead == "none" else budget
     if structure is None and budget is None:
         return None
